@@ -1,0 +1,134 @@
+"""Facts of number formats, the dtype parser, and the one lazy door to torch's dtypes. Imports no framework."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
+
+from mpbridge.errors import BadValue
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DType(enum.Enum):
+    """A storage format of tensors; the value is torch's name for it."""
+
+    FP64 = "float64"
+    FP32 = "float32"
+    BF16 = "bfloat16"
+    FP16 = "float16"
+    UINT8 = "uint8"
+    INT16 = "int16"
+
+    @property
+    def short(self) -> str:
+        """The name people type: 'bf16'."""
+        return {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(self.value, self.value)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes an element."""
+        return {"float64": 8, "float32": 4, "uint8": 1}.get(self.value, 2)
+
+    def torch(self) -> torch.dtype:
+        """The torch dtype; imports torch."""
+        # import_module keeps the rule "data floors import no framework" checkable
+        return cast("torch.dtype", getattr(importlib.import_module("torch"), self.value))
+
+    def __repr__(self) -> str:
+        return self.short
+
+
+_SPELLINGS: Mapping[str, DType] = MappingProxyType(
+    {member.value: member for member in DType}
+    | {member.short: member for member in DType}
+    | {"float": DType.FP32, "single": DType.FP32, "32": DType.FP32, "half": DType.FP16, "double": DType.FP64}
+    # Megatron-LM's flags say "fp8" for Adam moments and mean uint8 storage with a scale
+    | {"fp8": DType.UINT8, "byte": DType.UINT8, "short": DType.INT16}
+)
+
+
+def dtype(spelling: object) -> DType:
+    """The DType that 'bf16', 'bfloat16', 'torch.bfloat16', torch.bfloat16 or a DType stands for; raises BadValue."""
+    if isinstance(spelling, DType):
+        return spelling
+    # a torch.dtype prints as 'torch.bfloat16', so no import is needed to read one
+    name = str(spelling).strip().lower().removeprefix("torch.")
+    if name not in _SPELLINGS:
+        legal = ", ".join(member.short for member in DType)
+        raise BadValue(f"{spelling!r} is no dtype (expected one of {legal}, or torch's name for it)")
+    return _SPELLINGS[name]
+
+
+def say(value: Any) -> str:
+    """How a value is shown to people: dtypes by their short name in every spelling, None as 'none', 2**32 as such."""
+    if isinstance(value, DType):
+        return value.short
+    text = str(value)
+    if text.startswith("torch."):
+        return dtype(text).short if text.removeprefix("torch.") in _SPELLINGS else text
+    if value is None:
+        return "none"
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 65536 and value == 2 ** (int(value).bit_length() - 1):
+        return f"2**{int(value).bit_length() - 1}"
+    if isinstance(value, bool):
+        return text.lower()
+    return getattr(value, "__qualname__", text) if callable(value) else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberFormat:
+    """A low-precision element or scale format.
+
+    exponent, mantissa: bits of each field; bias: subtracted from the stored exponent; largest: largest finite value;
+    smallest: smallest positive (subnormal where there are subnormals) value; signed: has a sign bit.
+    Sources: E4M3 and E5M2: arXiv 2209.05433 (E4M3 here is the "fn" variant: no infinities); E2M1 and E8M0: OCP Microscaling Formats v1.0.
+    """
+
+    name: str
+    exponent: int
+    mantissa: int
+    bias: int
+    largest: float
+    smallest: float
+    infinity: bool
+    signed: bool = True
+
+    @property
+    def bits(self) -> int:
+        """Storage bits."""
+        return self.signed + self.exponent + self.mantissa
+
+
+E4M3 = NumberFormat(name="e4m3", exponent=4, mantissa=3, bias=7, largest=448.0, smallest=2.0**-9, infinity=False)
+E5M2 = NumberFormat(name="e5m2", exponent=5, mantissa=2, bias=15, largest=57344.0, smallest=2.0**-16, infinity=True)
+E2M1 = NumberFormat(name="e2m1", exponent=2, mantissa=1, bias=1, largest=6.0, smallest=0.5, infinity=False)
+E8M0 = NumberFormat(name="e8m0", exponent=8, mantissa=0, bias=127, largest=2.0**127, smallest=2.0**-127, infinity=False, signed=False)
+FORMATS: Mapping[str, NumberFormat] = MappingProxyType({f.name: f for f in (E4M3, E5M2, E2M1, E8M0)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """The extent of one shared scale, in elements: `along` the contraction axis of the GEMM, `across` the other. 0 means the whole axis."""
+
+    across: int
+    along: int
+    scale: str
+    """Format of the scale: 'fp32', 'e8m0' (powers of two only) or 'e4m3' (under a second, per-tensor fp32 scale)."""
+
+
+BLOCKS: Mapping[str, tuple[Block, Block]] = MappingProxyType(
+    {
+        # scaling -> (activations and gradients, weights); Transformer Engine 2.11 common/recipe/__init__.py
+        "delayed": (Block(across=0, along=0, scale="fp32"),) * 2,
+        "tensorwise": (Block(across=0, along=0, scale="fp32"),) * 2,
+        "blockwise": (Block(across=1, along=128, scale="fp32"), Block(across=128, along=128, scale="fp32")),
+        "mxfp8": (Block(across=1, along=32, scale="e8m0"),) * 2,
+        "nvfp4": (Block(across=1, along=16, scale="e4m3"), Block(across=16, along=16, scale="e4m3")),
+    }
+)
