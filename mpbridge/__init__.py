@@ -1,0 +1,60 @@
+"""mpbridge: one name decides every precision fact of a megatron-core training run, and live tensors prove it.
+
+The way through the house, top to bottom; data flows down once and nothing below knows what is above it:
+
+    a name, a file or a MixedPrecisionConfig        precision.registry, precision.config
+      | resolve          frozen PrecisionPolicy     precision.resolve, precision.policy
+      | checks           rules, machine, shapes, memory: pure answers
+      | plan             what would be written to which field, and why    sync.plan
+      | build or apply   megatron-core configs from inputs, or the same writes onto live objects
+      | engine.build     model, wrapper, optimizer  engines, on CUDA or on the CPU device layer
+      | audit            live tensors against the policy
+      | train            schedules, loss scale, checkpoints
+      | report           tables, plots
+
+Rooms (`a -> b`: a may import b and everything after it; a test holds it):
+
+    cli -> train -> report, audit, data -> engines -> devices, emulation ->     torch and megatron allowed
+        config -> sync, checks -> precision -> formats -> errors                never torch
+
+The names below are resolved on first use, so that `import mpbridge` loads neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "MixedPrecisionConfig": "precision.config",
+    "PrecisionPolicy": "precision.policy",
+    "resolve": "precision.resolve",
+    "register": "precision.registry",
+    "recipes": "precision.registry",
+    "get_mixed_precision_config": "precision.registry",
+    "plan": "sync.plan",
+    "apply": "sync.apply",
+    "build": "sync.build",
+    "ConfigContainer": "config.container",
+    "pretrain": "train.loop",
+    "audit": "audit.audit",
+}
+__all__ = ["__version__", *sorted(_HOME)]
+
+if TYPE_CHECKING:
+    from mpbridge.precision.config import MixedPrecisionConfig
+    from mpbridge.precision.policy import PrecisionPolicy
+    from mpbridge.precision.registry import get_mixed_precision_config, recipes, register
+    from mpbridge.precision.resolve import resolve
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,143 @@
+"""megatron-core's GPTDataset over a corpus, one split at a time; rank 0 prepares, the others wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpbridge.data.prepare import Prepared, cache_folder, prepare
+from mpbridge.data.sources import find
+from mpbridge.data.tokenizer import tokenizer
+from mpbridge.errors import DataError
+
+SPLITS = ("train", "valid", "test")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Pairs that are ready on this machine, and how they are to be read."""
+
+    prefixes: tuple[str, ...]
+    tokenizer: Any
+    seq_length: int
+    """Tokens in a sample."""
+    split: str
+    """Weights of train, valid and test, as in '98,1,1'."""
+    seed: int
+    cache: str
+    prepared: Prepared | None
+    """None for prefixes that the user brought."""
+
+    def dataset(self, split: str, samples: int) -> Any:
+        """The GPTDataset of `split` with at least `samples` samples; it repeats the text where there is less. Call it on every rank."""
+        from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+        from megatron.core.datasets.gpt_dataset import GPTDataset
+
+        place = SPLITS.index(split)
+        config, sizes = self._config(), [0, 0, 0]
+        config.split_matrix = [matrix if at == place else None for at, matrix in enumerate(config.split_matrix)]
+        sizes[place] = samples
+        self._some_text(split, config.split_matrix[place])
+        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[place]
+
+    def _config(self) -> Any:
+        from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+        # without weights the library builds one epoch of a blend, whatever was asked for
+        weights = None if len(self.prefixes) == 1 else [float(_lengths(prefix).sum()) for prefix in self.prefixes]
+        return GPTDatasetConfig(
+            random_seed=self.seed,
+            sequence_length=self.seq_length,
+            blend=(list(self.prefixes), weights),
+            split=self.split,
+            tokenizer=self.tokenizer,
+            path_to_cache=f"{self.cache}/indices",
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+        )
+
+    def _some_text(self, split: str, span: tuple[float, float] | None) -> None:
+        """A split without a single token would send the library into an endless loop."""
+        for prefix in self.prefixes:
+            lengths = _lengths(prefix)
+            start, end = (round(edge * len(lengths)) for edge in span or (0.0, 0.0))
+            if not lengths[start:end].sum():
+                raise DataError(
+                    f"data.split={self.split!r} leaves nothing for {split!r}: {prefix} holds {len(lengths)} sequences; "
+                    "give more text, or that part more weight"
+                )
+
+
+def _lengths(prefix: str) -> Any:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    try:
+        return np.asarray(IndexedDataset(prefix, multimodal=False).sequence_lengths)
+    except Exception as error:
+        raise DataError(f"{prefix}.bin/.idx cannot be read: {type(error).__name__}: {error}") from error
+
+
+def open_corpus(data: Mapping[str, Any], *, seq_length: int, seed: int, vocab_size: int | None = None) -> Corpus:
+    """The corpus that a run's data section names. Collective: rank 0 prepares it while the other ranks wait.
+
+    vocab_size: of the model; a tokenizer with more is refused. Raises DataError, on every rank where rank 0 failed.
+    """
+    tok = tokenizer(str(data.get("tokenizer") or "byte"))
+    if vocab_size is not None and tok.vocab_size > vocab_size:
+        raise DataError(f"model.vocab_size={vocab_size} is too small: the tokenizer has {tok.vocab_size} tokens")
+    prefixes, prepared = _first_rank(lambda: _prepared(data))
+    return Corpus(
+        prefixes=prefixes,
+        tokenizer=tok,
+        seq_length=seq_length,
+        split=_split(data.get("split") or "98,1,1"),
+        seed=seed,
+        cache=str(cache_folder(data.get("cache_dir"))),
+        prepared=prepared,
+    )
+
+
+def _prepared(data: Mapping[str, Any]) -> tuple[tuple[str, ...], Prepared | None]:
+    sources = find(data.get("corpus") or "stdlib")
+    if sources.prefixes:
+        return sources.prefixes, None
+    key = data.get("json_key") or "text"
+    keys = (key,) if isinstance(key, str) else tuple(key)
+    name = str(data.get("tokenizer") or "byte")
+    done = prepare(sources.files, cache=cache_folder(data.get("cache_dir")), tokenizer_name=name, keys=keys, workers=data.get("workers"))
+    return done.prefixes, done
+
+
+def _split(given: str | Sequence[float]) -> str:
+    text = given if isinstance(given, str) else ",".join(str(weight) for weight in given)
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        weights = []
+    if not 1 <= len(weights) <= len(SPLITS) or min(weights) < 0 or sum(weights) <= 0:
+        raise DataError(f"data.split={given!r}: expected up to three weights, as in '98,1,1'")
+    return text
+
+
+def _first_rank(work: Any) -> Any:
+    """What `work` returns on rank 0, on every rank; its error too, so that nobody waits for somebody who left."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return work()
+    answer: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [(True, work())]
+        except DataError as error:
+            answer = [(False, str(error))]
+    dist.broadcast_object_list(answer, src=0)
+    good, value = answer[0]
+    if not good:
+        raise DataError(value)
+    return value

@@ -1,0 +1,85 @@
+"""Units of work into .bin/.idx pairs: the part of preprocessing that runs in workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mpbridge.data.records import Skip, Unit, records
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened to the records of some units; adds up."""
+
+    documents: int = 0
+    tokens: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Records left out, by reason."""
+
+    def __iadd__(self, other: Tally) -> Tally:
+        self.documents += other.documents
+        self.tokens += other.tokens
+        self.skipped += other.skipped
+        return self
+
+
+def pieces(text: str, size: int) -> Iterator[str]:
+    """`text` in pieces of about `size` characters, cut behind line ends where there are any.
+
+    GPTDataset splits into train and validation by whole sequences: one long file must not be a single one.
+    """
+    start = 0
+    while start < len(text):
+        end = start + size
+        if end < len(text):
+            end = text.rfind("\n", start + size // 2, end) + 1 or end
+        yield text[start:end]
+        start = end
+
+
+def token_dtype(tok: Any) -> Any:
+    """The numpy type that holds every token: uint16 up to 65,536 of them, else int32 (the library's own rule)."""
+    from megatron.core.datasets.indexed_dataset import DType
+
+    return DType.optimal_dtype(tok.vocab_size)
+
+
+def encode(work: Sequence[Unit], tok: Any, keys: Sequence[str], folder: Path, piece: int) -> Tally:
+    """Writes `folder`/<key>.bin and .idx for every key, empty ones too; returns the tally. Whatever fails is raised."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    dtype = token_dtype(tok)
+    writers = {key: IndexedDatasetBuilder(str(folder / f"{key}.bin"), dtype=dtype) for key in keys}
+    tally = Tally()
+    try:
+        for unit in work:
+            for found in records(unit, keys):
+                if isinstance(found, Skip):
+                    tally.skipped[found.reason] += 1
+                    continue
+                parts = [tok.tokenize(part) for part in pieces(found.text, piece)]
+                parts[-1] = [*parts[-1], tok.eod]
+                tally.documents += 1
+                tally.tokens += sum(map(len, parts))
+                writers[found.key].add_document(np.concatenate([np.asarray(part, dtype=dtype) for part in parts]), list(map(len, parts)))
+    finally:
+        for key, writer in writers.items():
+            writer.finalize(str(folder / f"{key}.idx"))
+    return tally
+
+
+def merge(shards: Sequence[Path], tok: Any, keys: Sequence[str], folder: Path) -> None:
+    """The shards' pairs, one behind the other, as one pair a key in `folder`."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    for key in keys:
+        writer = IndexedDatasetBuilder(str(folder / f"{key}.bin"), dtype=token_dtype(tok))
+        for shard in shards:
+            writer.add_index(str(shard / key))
+        writer.finalize(str(folder / f"{key}.idx"))

@@ -1,0 +1,118 @@
+"""Texts out of files, record by record; what cannot be used comes out as a reason instead of an exception."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpbridge.data.sources import JSON_LINES
+
+CHUNK = 16 << 20
+"""Bytes of a JSON-lines file that one worker takes at a time; small enough to spread, large enough to start seldom."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """A piece of work: the records of `path` whose first byte lies in [start, end)."""
+
+    path: Path
+    start: int = 0
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One document of the output `key`."""
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """A record, or an element of one, that was left out, and why."""
+
+    key: str
+    reason: str
+
+
+def units(files: Sequence[Path]) -> list[Unit]:
+    """The work that `files` make, in an order that does not depend on how many workers share it."""
+    work = []
+    for path in files:
+        size = path.stat().st_size
+        if path.suffix not in JSON_LINES:
+            work.append(Unit(path=path, end=size))
+            continue
+        work += [Unit(path=path, start=start, end=min(start + CHUNK, size)) for start in range(0, max(size, 1), CHUNK)]
+    return work
+
+
+def records(unit: Unit, keys: Sequence[str]) -> Iterator[Text | Skip]:
+    """Every usable text of the unit and every reason to skip. A text file is one record, found under the first key."""
+    if unit.path.suffix not in JSON_LINES:
+        yield from _usable(keys[0], unit.path.read_bytes())
+        return
+    for line in _lines(unit):
+        try:
+            row = json.loads(line)
+        except UnicodeDecodeError:
+            yield from (Skip(key, "not UTF-8") for key in keys)
+        except ValueError:
+            reason = "not JSON" if line.strip() else "blank line"
+            yield from (Skip(key, reason) for key in keys)
+        else:
+            for key in keys:
+                yield from _values(key, row)
+
+
+def _lines(unit: Unit) -> Iterator[bytes]:
+    with unit.path.open("rb") as file:
+        if unit.start:
+            # the record that the cut went through belongs to the unit before
+            file.seek(unit.start - 1)
+            file.readline()
+        while file.tell() < unit.end and (line := file.readline()):
+            yield line
+
+
+def _values(key: str, row: Any) -> Iterator[Text | Skip]:
+    if isinstance(row, dict):
+        if key not in row:
+            yield Skip(key, "key missing")
+            return
+        row = row[key]
+    # a list is several documents of one record
+    for value in row if isinstance(row, list) else [row]:
+        yield from _usable(key, value)
+
+
+def _usable(key: str, value: Any) -> Iterator[Text | Skip]:
+    if isinstance(value, bytes):
+        try:
+            value = value.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            yield Skip(key, "not UTF-8")
+            return
+    if value is None:
+        yield Skip(key, "null")
+    elif not isinstance(value, str):
+        yield Skip(key, "not text")
+    elif not value.strip():
+        yield Skip(key, "empty")
+    elif not value.isascii() and not _encodable(value):
+        yield Skip(key, "not UTF-8")
+    else:
+        yield Text(key, value)
+
+
+def _encodable(value: str) -> bool:
+    """Half of a surrogate pair is legal in JSON and impossible in UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

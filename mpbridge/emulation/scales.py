@@ -1,0 +1,120 @@
+"""The scale rules of Transformer Engine's recipes, with what changed between its releases in one table.
+
+Read from Transformer Engine's sources at v2.11 (file names are relative to `transformer_engine/`): `common/recipe/recipe_common.cuh`,
+`common/recipe/current_scaling.cu`, `common/cast/mxfp8/quantize_mxfp8.cuh`, `common/util/ptx.cuh`, `common/cast/nvfp4/core_nvfp4.cuh`.
+Everything is fp32 arithmetic in the order of the kernels, because the last bit of a scale decides ties. NaN never enters an amax: the
+kernels reduce with fmaxf, which prefers the number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mpbridge.emulation.rounding import round_nearest
+from mpbridge.errors import BadValue
+from mpbridge.formats import E2M1, E4M3, NumberFormat
+
+FP32_LARGEST = torch.finfo(torch.float32).max
+_EXPONENT_BITS = -8388608  # 0xFF800000 as a signed int32: sign and exponent of an fp32 number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What a release computes differently from its predecessors."""
+
+    since: tuple[int, int]
+    """First Transformer Engine release (major, minor) with this row."""
+    nvfp4_divides: bool
+    """NVFP4 block scale: e4m3((amax / 6) * S) when true, e4m3(amax * (S * fp32(1/6))) when false; they differ on rounding ties only."""
+    mxfp8_flushes: bool
+    """MXFP8 blocks whose exponent byte is 0 (amax <= 2.6e-36 for E4M3) become zero; false: they are represented."""
+
+
+RULES: tuple[Rules, ...] = (
+    # custom quantizers, which megatron-core 0.16.1 needs, start with 2.9
+    Rules(since=(2, 9), nvfp4_divides=True, mxfp8_flushes=True),
+    Rules(since=(2, 13), nvfp4_divides=True, mxfp8_flushes=False),
+    Rules(since=(2, 14), nvfp4_divides=False, mxfp8_flushes=False),
+)
+DEFAULT_RELEASE = (2, 11)
+"""The newest release that megatron-core 0.16.1 accepts (`transformer-engine >=2.9,<2.12`)."""
+
+
+def rules_for(release: tuple[int, int] = DEFAULT_RELEASE) -> Rules:
+    """The row of a Transformer Engine release; raises BadValue before 2.9."""
+    rows = [row for row in RULES if row.since <= tuple(release[:2])]
+    if not rows:
+        raise BadValue(f"Transformer Engine {'.'.join(map(str, release))} is older than any known rule (expected 2.9 or newer)")
+    return rows[-1]
+
+
+def magnitude(x: torch.Tensor) -> torch.Tensor:
+    """|x| with NaN counted as zero, so that a maximum over it is Transformer Engine's amax."""
+    return torch.where(x.isnan(), torch.zeros_like(x), x.abs())
+
+
+def _quotient(numerator: float, amax: torch.Tensor) -> torch.Tensor:
+    # python's `number / tensor` is reciprocal-then-multiply in eager torch: one ulp off in a quarter of all cases
+    return torch.div(torch.full_like(amax, numerator), amax)
+
+
+def scale_from_amax(amax: torch.Tensor, largest: float, *, power_of_two: bool, when_infinite: float = FP32_LARGEST) -> torch.Tensor:
+    """fp32 factor that maps `amax` (fp32) to `largest`; 1 where amax is 0 or not finite; `when_infinite` where the quotient overflows.
+
+    power_of_two: rounded down to one, by cutting the mantissa.
+    """
+    scale = _quotient(largest, amax)
+    scale = torch.where(scale.isinf(), torch.full_like(scale, when_infinite), scale)
+    if power_of_two:
+        scale = (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    usable = amax.isfinite() & (amax != 0)
+    return torch.where(usable, scale, torch.ones_like(scale))
+
+
+def delayed_scale(amax: torch.Tensor, old: torch.Tensor, largest: float, margin: int) -> torch.Tensor:
+    """Next fp32 scale of delayed scaling: (largest * 2**-margin) / amax, at most fp32's largest; the old one where amax is unusable."""
+    scale = _quotient(largest * 2.0**-margin, amax).clamp_max(FP32_LARGEST)
+    return torch.where(amax.isfinite() & (amax > 0), scale, old)
+
+
+def mxfp8_exponent(amax: torch.Tensor, number: NumberFormat) -> torch.Tensor:
+    """Biased E8M0 byte (int32) of amax/largest, rounded up; 0 for 0, 254 for infinity, 255 for NaN."""
+    reciprocal = float(torch.tensor(1.0 / number.largest, dtype=torch.float32))
+    ratio = amax * reciprocal
+    bits = ratio.view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
+    return torch.where(ratio.isinf(), torch.full_like(exponent, 0xFE), exponent + up.to(torch.int32))
+
+
+def mxfp8_factors(exponent: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
+    """(multiplier before the cast, value of the scale) for E8M0 bytes: 2**(127-e) and 2**(e-127), with the release's edge cases."""
+    if rules.mxfp8_flushes:
+        # fp32 built from the exponent field alone: byte 0 asks for 2**127 and gets 1, byte 254 gets 0, byte 255 minus infinity
+        multiplier = torch.where(exponent == 0, torch.full_like(exponent, 127), 254 - exponent) << 23
+        value = (exponent << 23).view(torch.float32)
+        return multiplier.view(torch.float32), value
+    half = 0x00400000  # 2**-127, subnormal
+    multiplier = torch.where(exponent == 254, torch.full_like(exponent, half), (254 - exponent) << 23)
+    value = torch.where(exponent == 0, torch.full_like(exponent, half), exponent << 23)
+    nan = torch.full_like(multiplier, 0x7FC00000)
+    invalid = exponent == 255
+    return torch.where(invalid, nan, multiplier).view(torch.float32), torch.where(invalid, nan, value).view(torch.float32)
+
+
+def nvfp4_global(amax: torch.Tensor) -> torch.Tensor:
+    """First-level fp32 scale S = 448 * 6 / amax, at most fp32's largest; 1 where amax or S is 0."""
+    scale = _quotient(E4M3.largest * E2M1.largest, amax).clamp_max(FP32_LARGEST)
+    return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
+
+
+def nvfp4_block(amax: torch.Tensor, overall: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
+    """(multiplier before the cast, E4M3 block scale) from block amaxes and S. A block's value is code * block scale * 1/S."""
+    if rules.nvfp4_divides:
+        wanted = torch.div(amax, torch.full_like(amax, E2M1.largest)) * overall
+    else:
+        wanted = amax * (overall * float(torch.tensor(1.0 / 6.0, dtype=torch.float32)))
+    scale = round_nearest(wanted.clamp_max(FP32_LARGEST), E4M3)
+    return (1.0 / (scale * (1.0 / overall))).clamp_max(FP32_LARGEST), scale

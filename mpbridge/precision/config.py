@@ -1,0 +1,206 @@
+"""MixedPrecisionConfig: what an author writes. Familiar names, mutable, and free of torch until a dtype is read."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self, overload
+
+from mpbridge.errors import BadValue, Contradiction, UnknownName
+from mpbridge.formats import DType, dtype
+
+if TYPE_CHECKING:
+    import torch
+
+
+class DTypeField:
+    """A dataclass field that stores a DType and reads back as a torch.dtype; the first read imports torch."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> None: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> torch.dtype | None: ...
+    def __get__(self, instance: object | None, owner: type) -> torch.dtype | None:
+        if instance is None:
+            return None  # what @dataclass takes as the field's default
+        stored: DType | None = instance.__dict__.get(self.name)
+        return None if stored is None else stored.torch()
+
+    def __set__(self, instance: object, value: torch.dtype | DType | str | None) -> None:
+        try:
+            instance.__dict__[self.name] = None if value is None else dtype(value)
+        except BadValue as error:
+            raise BadValue(f"{self.name}: {error}") from None
+
+
+TWINS = (("fp8_param", "fp8_param_gather"), ("fp4_param", "fp4_param_gather"))
+"""One fact under two names: the neighbour syncs them by assignment order; here they must agree, or the last assignment sets both."""
+_TWIN_OF = {a: b for a, b in TWINS} | {b: a for a, b in TWINS}
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class MixedPrecisionConfig:
+    """The 31 fields that Megatron Bridge users know, then ours. None means "derive it".
+
+    The meaning (`precision.policy.resolve`) is a function of the values alone, so a copy, a pickle or a dump means the same.
+    dtypes are given in any spelling and read back as torch dtypes. An unknown attribute is refused with the nearest name.
+    """
+
+    fp32: bool = False
+    fp16: bool = False
+    bf16: bool = False
+    params_dtype: DTypeField = DTypeField()
+    """Resident parameters; None: the 16-bit type that the flags name."""
+    pipeline_dtype: DTypeField = DTypeField()
+    """Activations between pipeline stages; None: the output dtype."""
+    autocast_dtype: DTypeField = DTypeField()
+    autocast_enabled: bool = False
+    """torch autocast around the model; megatron-core calls it enable_autocast."""
+    grad_reduce_in_fp32: bool = True
+    """Gradient buckets and their all-reduce or reduce-scatter in FP32."""
+    fp8: str | None = None
+    """"e4m3", "hybrid" (E5M2 for gradients) or None."""
+    fp8_recipe: str | None = None
+    """"tensorwise", "delayed", "blockwise", "mxfp8" or "custom"; None: "tensorwise"."""
+    first_last_layers_bf16: bool = False
+    fp8_margin: int = 0
+    fp8_amax_history_len: int = 1
+    fp8_amax_compute_algo: str = "most_recent"
+    fp8_wgrad: bool = True
+    fp8_dot_product_attention: bool = False
+    fp8_multi_head_attention: bool = False
+    fp8_param: bool | None = None
+    """Weights of the quantized linears kept, and gathered, in FP8. The same fact as fp8_param_gather."""
+    fp8_param_gather: bool | None = None
+    fp4: str | None = None
+    """"e2m1" or None."""
+    fp4_recipe: str | None = None
+    """"nvfp4" or "custom"; None: "nvfp4"."""
+    fp4_param: bool | None = None
+    fp4_param_gather: bool | None = None
+    loss_scale: float | None = None
+    """A static scale; None: dynamic under FP16, none otherwise."""
+    initial_loss_scale: float = 4294967296
+    min_loss_scale: float = 1.0
+    loss_scale_window: float = 1000
+    hysteresis: int = 2
+    num_layers_at_start_in_bf16: int | None = None
+    """None: 1 when first_last_layers_bf16 is on."""
+    num_layers_at_end_in_bf16: int | None = None
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+
+    # What those 31 cannot say. None: derived, or left as the model's or optimizer's own section has it.
+    compute_dtype: DTypeField = DTypeField()
+    """16/32-bit GEMMs and activations; None: what the flags name. Differs from params_dtype on FSDP engines only."""
+    output_dtype: DTypeField = DTypeField()
+    """What the wrapped module returns between units and stages; None: compute_dtype."""
+    use_precision_aware_optimizer: bool | None = None
+    """FusedAdam owns the main weights and keeps its states in the dtypes below."""
+    store_param_remainders: bool | None = None
+    """Main weights of BF16 parameters as 16 more bits instead of a whole FP32 copy."""
+    main_params_dtype: DTypeField = DTypeField()
+    main_grads_dtype: DTypeField = DTypeField()
+    exp_avg_dtype: DTypeField = DTypeField()
+    """First Adam moment; uint8 ("fp8") means FP8 with a scale."""
+    exp_avg_sq_dtype: DTypeField = DTypeField()
+    keep_fp32: tuple[str, ...] | None = None
+    """Globs over parameter names that stay FP32 in storage and compute; one that matches nothing is an error."""
+    modules: Mapping[str, Any] | None = None
+    """Glob below the layer ('mlp.linear_fc2') -> "bf16" (high precision), or fields of a quantization: {fp8: hybrid, fp8_recipe: tensorwise}."""
+    moe_router_dtype: str | None = None
+    """"fp32" or "fp64"."""
+    logit_dtype: DTypeField = DTypeField()
+    """The output projection's result; built by mpbridge's model builder."""
+    fp32_residual_connection: bool | None = None
+    attention_softmax_in_fp32: bool | None = None
+    fp8_quantizer_factory: str | None = None
+    """Import path; with fp8_recipe="custom" only."""
+    fp4_quantizer_factory: str | None = None
+
+    def __post_init__(self) -> None:
+        clashes = twin_clashes(self.__dict__)
+        if clashes:
+            raise Contradiction(clashes)
+        for a, b in TWINS:
+            value = self.__dict__[a] if self.__dict__[a] is not None else self.__dict__[b]
+            self.__dict__[a] = self.__dict__[b] = value
+        self.__dict__["_made"] = True
+
+    if not TYPE_CHECKING:  # a visible __setattr__ makes mypy accept any attribute name
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in self.__dataclass_fields__:
+                raise UnknownName("field of MixedPrecisionConfig", name, self.__dataclass_fields__)
+            object.__setattr__(self, name, value)
+            if name in _TWIN_OF and "_made" in self.__dict__:
+                self.__dict__[_TWIN_OF[name]] = value  # the last word is about both
+
+    def __getattr__(self, name: str) -> Any:
+        # only reached when normal lookup failed; dunders and private names stay Python's own (copy and pickle probe them)
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise UnknownName("field of MixedPrecisionConfig", name, type(self).__dataclass_fields__)
+
+    def stored(self) -> dict[str, Any]:
+        """Every value as data, dtypes as DType: what comparing, printing and dumping use; loads no torch."""
+        return {name: self.__dict__[name] for name in self.__dataclass_fields__}
+
+    def given(self) -> dict[str, Any]:
+        """The values that differ from the class's defaults."""
+        return {name: value for name, value in self.stored().items() if value != self.__dataclass_fields__[name].default}
+
+    def as_data(self) -> dict[str, Any]:
+        """`given()` in plain YAML types; `MixedPrecisionConfig.from_data` reads it back to an equal config."""
+        return {name: _plain(value) for name, value in self.given().items()}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Self:
+        """The config that plain values describe. Raises UnknownName, BadValue or Contradiction."""
+        return cls().derive(**data)
+
+    def derive(self, **changes: Any) -> Self:
+        """A changed copy; an unknown field is refused with the nearest name, twin fields given together must agree."""
+        fields = self.__dataclass_fields__
+        for name in changes:
+            if name not in fields:
+                raise UnknownName("field of MixedPrecisionConfig", name, fields)
+        clashes = twin_clashes(changes)
+        if clashes:
+            raise Contradiction(clashes)
+        new = copy.copy(self)
+        # None about one of two twins says nothing when the other one is given
+        for name, value in changes.items():
+            if value is not None or changes.get(_TWIN_OF.get(name, ""), None) is None:
+                setattr(new, name, tuple(value) if name == "keep_fp32" and isinstance(value, list) else value)
+        return new
+
+    def __eq__(self, other: object) -> bool:
+        return self.stored() == other.stored() if isinstance(other, MixedPrecisionConfig) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"MixedPrecisionConfig({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
+
+
+def twin_clashes(said: Mapping[str, Any]) -> list[str]:
+    """One fault for each pair of twin fields that one constructor, mapping or override list gives two different values."""
+    return [
+        f"{a}={said[a]} and {b}={said[b]} are one fact: give one of them, or the same value to both"
+        for a, b in TWINS
+        if said.get(a) is not None and said.get(b) is not None and said[a] != said[b]
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, DType):
+        return value.short
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,288 @@
+"""PrecisionPolicy: what a config means. Frozen and hashable; one fact, one field; what follows from a fact is a property."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mpbridge.errors import BadValue, UnknownName
+from mpbridge.formats import DType, dtype
+
+Format = Literal["e4m3", "hybrid", "e2m1"]
+Scaling = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4", "custom"]
+Owner = Literal["engine", "optimizer", "params"]
+Attention = Literal["none", "dot_product", "multi_head"]
+
+SCHEMA = 1
+"""Of `as_data`: raise it when a field changes its meaning, so that an old fingerprint is not compared with a new one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quant:
+    """How the three GEMMs of a linear see their operands."""
+
+    format: Format
+    """"hybrid": E4M3 forward, E5M2 for gradients; the others: one format everywhere."""
+    scaling: Scaling
+    stored: bool = False
+    """Weights at rest, and gathered, in this format."""
+    margin: int = 0
+    """Delayed scaling: the scale is divided by 2**margin."""
+    amax_history: int = 1
+    """Delayed scaling: how many amax values are remembered."""
+    amax_algo: Literal["most_recent", "max"] = "most_recent"
+    wgrad: bool = True
+    """Delayed scaling; False has no effect under Transformer Engine 2.9 to 2.12, which drop the argument."""
+    attention: Attention = "none"
+    factory: str | None = None
+    """Import path of the quantizer factory; "custom" only."""
+
+    @property
+    def bits(self) -> int:
+        """Of an operand's element: 8 or 4."""
+        return 4 if self.format == "e2m1" else 8
+
+    def element(self, *, gradient: bool) -> str:
+        """Name of the element format of an operand, a key of formats.FORMATS."""
+        if self.format == "hybrid":
+            return "e5m2" if gradient else "e4m3"
+        return self.format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Modules of some layers and what their GEMMs run in. The first region that covers a module decides."""
+
+    modules: str = "*"
+    """Glob over the module's path below its layer ('mlp.linear_fc2')."""
+    first: int | None = None
+    """Only the first N layers of the whole model (not of a pipeline stage)."""
+    last: int | None = None
+    quant: Quant | None = None
+    """None: stays in the compute dtype."""
+
+    def covers(self, module: str, layer: int, layers: int) -> bool:
+        """Whether this region is about `module` of 0-based `layer` out of `layers`."""
+        anywhere = self.first is None and self.last is None
+        at_start = self.first is not None and layer < self.first
+        at_end = self.last is not None and layer >= layers - self.last
+        return (anywhere or at_start or at_end) and fnmatch.fnmatchcase(module, self.modules)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScale:
+    """Static, or dynamic: halved after `hysteresis` overflows, doubled after `window` good steps."""
+
+    static: float | None = None
+    initial: float = 2.0**32
+    minimum: float = 1.0
+    window: float = 1000.0
+    hysteresis: int = 2
+
+    @property
+    def dynamic(self) -> bool:
+        """True when overflowing steps are skipped and the scale adapts."""
+        return self.static is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionPolicy:
+    """Every precision fact of a run. None in an optimizer fact: the optimizer's own section decides (see `settled`)."""
+
+    compute: DType
+    """16/32-bit GEMMs and activations."""
+    params: DType
+    """Resident parameters, the copy that the forward pass reads."""
+    gather: DType | None = None
+    """Parameters on the wire; None: as stored."""
+    reduce: DType
+    """Gradients in the buckets and on the wire."""
+    main_grads: DType | None = None
+    """What the optimizer reads."""
+    main_params: DType | None = None
+    """What the optimizer updates."""
+    precision_aware: bool | None = None
+    """FusedAdam owns main weights and state dtypes."""
+    remainders: bool | None = None
+    """Main weights as 16-bit remainders of BF16 parameters; None: the optimizer section's own (Transformer Engine: on)."""
+    exp_avg: DType | None = None
+    """First moment; UINT8 = FP8 with a scale."""
+    exp_avg_sq: DType | None = None
+    pipeline: DType
+    """Activations between stages."""
+    output: DType
+    """What a wrapped module hands on."""
+    autocast: DType | None = None
+    """torch autocast; None: off."""
+    loss_scale: LossScale | None = None
+    regions: tuple[Region, ...] = (Region(),)
+    """First match decides; the last one covers every linear of every layer."""
+    reuse_grad_buffer: bool = False
+    """MXFP8 parameter gather through the gradient buffer."""
+    keep_fp32: tuple[str, ...] = ()
+    """Globs over parameter names that stay FP32."""
+    logits: DType | None = None
+    """None: the model's own."""
+    router: DType | None = None
+    residual_fp32: bool | None = None
+    softmax_fp32: bool | None = None
+
+    @property
+    def quant(self) -> Quant | None:
+        """The rule of the linears that no narrower region names."""
+        return self.regions[-1].quant
+
+    @property
+    def fp8(self) -> Quant | None:
+        """`quant` when its elements have eight bits."""
+        return self.quant if self.quant is not None and self.quant.bits == 8 else None
+
+    @property
+    def fp4(self) -> Quant | None:
+        """`quant` when its elements have four bits."""
+        return self.quant if self.quant is not None and self.quant.bits == 4 else None
+
+    @property
+    def quants(self) -> tuple[Quant, ...]:
+        """Every distinct rule of any region, in order."""
+        return tuple(dict.fromkeys(region.quant for region in self.regions if region.quant is not None))
+
+    @property
+    def quantized(self) -> bool:
+        """True when any region quantizes."""
+        return bool(self.quants)
+
+    @property
+    def stored(self) -> bool:
+        """True when weights rest in a low format."""
+        return any(quant.stored for quant in self.quants)
+
+    @property
+    def mixed(self) -> bool:
+        """True when compute is narrower than FP32."""
+        return self.compute is not DType.FP32
+
+    @property
+    def ends(self) -> tuple[int, int] | None:
+        """(first, last): how many layers at each end stay out of quantization; None when there is no such region."""
+        for region in self.regions:
+            if region.modules == "*" and region.quant is None and (region.first is not None or region.last is not None):
+                return region.first or 0, region.last or 0
+        return None
+
+    @property
+    def module_regions(self) -> tuple[Region, ...]:
+        """The regions that name modules."""
+        return tuple(region for region in self.regions if region.modules != "*")
+
+    @property
+    def main_params_owner(self) -> Owner:
+        """Who holds what the optimizer updates: the parameters themselves, FusedAdam, or the engine's FP32 shards.
+
+        With a precision-aware optimizer and an FP8 recipe other than delayed scaling megatron-core keeps the copy itself (optimizer_config.py,
+        use_precision_aware_optimizer_no_fp8_or_ds_fp8).
+        """
+        if (self.main_params or DType.FP32) is self.params and not self.stored:
+            return "params"
+        core_keeps = self.fp8 is not None and self.fp8.scaling != "delayed" and (self.main_params or DType.FP32) is DType.FP32
+        return "optimizer" if self.precision_aware and not core_keeps else "engine"
+
+    def at(self, module: str, layer: int, layers: int) -> Quant | None:
+        """The rule of `module` ('self_attention.linear_qkv') in 0-based `layer` of `layers`; None: high precision."""
+        return next((region.quant for region in self.regions if region.covers(module, layer, layers)), None)
+
+    def bf16_layers(self, layers: int) -> tuple[int, ...]:
+        """0-based global ids of the layers that the end switch keeps out of quantization."""
+        if self.ends is None:
+            return ()
+        first, last = self.ends
+        return tuple(i for i in range(layers) if i < first or i >= layers - last)
+
+    def role(self, role: str, module: str = "", layer: int | None = None, layers: int = 0) -> DType | Quant | None:
+        """dtype of a role, or the Quant of 'params' stored in a low format. Raises UnknownName."""
+        if role == "params" and layer is not None:
+            quant = self.at(module, layer, layers)
+            return quant if quant is not None and quant.stored else self.params
+        facts: dict[str, DType | None] = {
+            "params": self.params,
+            "grads": self.reduce,
+            "main_grads": self.main_grads or DType.FP32,
+            "main_params": self.main_params or DType.FP32,
+            "exp_avg": self.exp_avg or DType.FP32,
+            "exp_avg_sq": self.exp_avg_sq or DType.FP32,
+            "compute": self.compute,
+            "pipeline": self.pipeline,
+            "output": self.output,
+        }
+        if role not in facts:
+            raise UnknownName("role", role, facts)
+        return facts[role]
+
+    def settled(self, optimizer: Mapping[str, Any] | object | None = None) -> PrecisionPolicy:
+        """This policy with the optimizer facts it leaves open filled from the optimizer's section (a mapping or a config object), else FP32."""
+        own = _reader(optimizer)
+        aware = own("use_precision_aware_optimizer", False) if self.precision_aware is None else self.precision_aware
+
+        def state(field: str, mine: DType | None) -> DType:
+            # megatron-core reads these only under a precision-aware optimizer (optimizer_config.py: all must be FP32 otherwise)
+            return mine or (dtype(own(field, DType.FP32)) if aware else DType.FP32)
+
+        return dataclasses.replace(
+            self,
+            precision_aware=bool(aware),
+            remainders=bool(own("store_param_remainders", True)) if self.remainders is None else self.remainders,
+            main_grads=state("main_grads_dtype", self.main_grads),
+            main_params=state("main_params_dtype", self.main_params),
+            exp_avg=state("exp_avg_dtype", self.exp_avg),
+            exp_avg_sq=state("exp_avg_sq_dtype", self.exp_avg_sq),
+        )
+
+    def as_data(self) -> dict[str, Any]:
+        """Every field in JSON types, {"schema": 1, ...}. Defaults are written too: a fingerprint must not change meaning with a default."""
+        return {"schema": SCHEMA} | _plain(self)
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> PrecisionPolicy:
+        """The policy that `as_data` described. Raises BadValue for another schema."""
+        if data.get("schema") != SCHEMA:
+            raise BadValue(f"policy schema {data.get('schema')!r}: this mpbridge reads schema {SCHEMA}")
+        fields = {k: v for k, v in data.items() if k != "schema"}
+        dtypes = {k: dtype(v) for k, v in fields.items() if isinstance(v, str)}
+        regions = tuple(Region(**(r | {"quant": Quant(**r["quant"]) if r["quant"] else None})) for r in fields["regions"])
+        scale = LossScale(**fields["loss_scale"]) if fields["loss_scale"] else None
+        return cls(**(fields | dtypes | {"regions": regions, "loss_scale": scale, "keep_fp32": tuple(fields["keep_fp32"])}))
+
+    def fingerprint(self) -> str:
+        """sha256 of the canonical JSON of `as_data`."""
+        return hashlib.sha256(_canonical(self.as_data())).hexdigest()
+
+    def layout(self) -> dict[str, Any]:
+        """Only what shapes a checkpoint: stored dtypes of parameters, main weights and moments, and who owns the main weights."""
+        names = ("params", "main_params", "exp_avg", "exp_avg_sq", "remainders", "precision_aware")
+        stored = {"stored_formats": [_plain(r) for r in self.regions if r.quant is not None and r.quant.stored]}
+        return {name: _plain(getattr(self, name)) for name in names} | {"main_params_owner": self.main_params_owner} | stored
+
+
+def _canonical(data: Any) -> bytes:
+    return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, DType):
+        return value.short
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _reader(source: Mapping[str, Any] | object | None) -> Any:
+    if source is None:
+        return lambda name, default: default
+    if isinstance(source, Mapping):
+        return lambda name, default: default if source.get(name) is None else source[name]
+    return lambda name, default: default if getattr(source, name, None) is None else getattr(source, name)

@@ -1,0 +1,250 @@
+"""Names to configs: one private dict, a read-only window, and three verbs (register, recipe, get_mixed_precision_config)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal, TypeVar, overload
+
+from mpbridge.errors import BadValue, DuplicateName, MpbridgeError, RecipeError, UnknownName
+from mpbridge.precision.config import MixedPrecisionConfig
+
+Factory = Callable[[], MixedPrecisionConfig]
+F = TypeVar("F", bound=Factory)
+ENTRY_POINTS = "mpbridge.recipes"
+"""Entry point group in which other packages offer recipes: name -> a factory; loaded on use only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A named entry with its papers."""
+
+    name: str
+    make: Factory
+    """Gives a fresh config at every call."""
+    summary: str
+    aliases: tuple[str, ...] = ()
+    needs: tuple[int, int] | None = None
+    """Lowest CUDA compute capability that runs it natively; None: any machine, a CPU too."""
+    status: Literal["validated", "experimental"] = "experimental"
+    """"validated": trained to a published or measured loss; the evidence is in `source`."""
+    source: str = ""
+    """Where values and evidence come from."""
+    engine: str | None = None
+    """The engine it is meant for; None: megatron-core's."""
+    hints: tuple[str, ...] = ()
+    """Hyper-parameters that it wants, each with its source."""
+
+
+_by_name: dict[str, Recipe] = {}
+_alias_of: dict[str, str] = {}
+_filled = False
+
+
+class _Window(Mapping[str, Recipe]):
+    """Read-only view of every known recipe, by canonical name; built-in ones and those of installed packages included."""
+
+    def __getitem__(self, name: str) -> Recipe:
+        return recipe(name)
+
+    def __iter__(self) -> Any:
+        _fill()
+        return iter(tuple(_by_name))
+
+    def __len__(self) -> int:
+        _fill()
+        return len(_by_name)
+
+    def __contains__(self, name: object) -> bool:
+        _fill()
+        return isinstance(name, str) and (key(name) in _by_name or key(name) in _alias_of)
+
+
+recipes: Mapping[str, Recipe] = _Window()
+aliases: Mapping[str, str] = MappingProxyType(_alias_of)
+"""Every other accepted name -> the canonical one."""
+
+
+def key(name: str) -> str:
+    """The canonical spelling: lower case, underscores."""
+    return name.strip().lower().replace("-", "_")
+
+
+def _fill() -> None:
+    global _filled
+    if _filled:
+        return
+    _filled = True
+    from mpbridge.precision.recipes import BUILT_IN
+
+    for entry in BUILT_IN:
+        _store(entry)
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        name = key(point.name)
+        if name in _by_name or name in _alias_of:
+            raise DuplicateName(f"entry point {point.value!r} offers a recipe named {name!r}, which exists already")
+        # the package behind it is loaded when the recipe is used: it may import torch
+        _by_name[name] = Recipe(name=name, make=lambda p=point: _call(p.load(), p.value), summary=f"from {point.value}", source=point.value)  # type: ignore[misc]
+
+
+def _store(entry: Recipe) -> None:
+    taken = [name for name in (entry.name, *entry.aliases) if name in _by_name or name in _alias_of]
+    if taken:
+        raise DuplicateName(f"a recipe named {', '.join(map(repr, taken))} exists already: choose another name (registered names: mpbridge list)")
+    _by_name[entry.name] = entry
+    _alias_of.update(dict.fromkeys(entry.aliases, entry.name))
+
+
+@overload
+def register(factory: F, /) -> F: ...
+@overload
+def register(
+    *,
+    name: str | None = None,
+    aliases: tuple[str, ...] = (),
+    summary: str = "",
+    needs: tuple[int, int] | None = None,
+    status: Literal["validated", "experimental"] = "experimental",
+    source: str = "",
+    engine: str | None = None,
+    hints: tuple[str, ...] = (),
+) -> Callable[[F], F]: ...
+def register(factory: F | None = None, /, *, name: str | None = None, aliases: tuple[str, ...] = (), summary: str = "", **papers: Any) -> Any:
+    """Decorator, bare or with options: enters a function that returns a MixedPrecisionConfig under its own or a given name.
+
+    Nothing is stored when a name or an alias is taken (DuplicateName).
+    """
+
+    def enter(made_by: F) -> F:
+        _fill()
+        own_name = getattr(made_by, "__name__", "")
+        if not (name or own_name.isidentifier()):
+            raise BadValue(f"{made_by!r} has no name of its own: register(name=...)")
+        described = summary or (inspect.getdoc(made_by) or "").partition("\n")[0] or f"registered by {getattr(made_by, '__module__', 'a caller')}"
+        papers.setdefault("source", f"{getattr(made_by, '__module__', '?')}:{getattr(made_by, '__qualname__', '?')}")
+        _store(Recipe(name=key(name or own_name), make=made_by, aliases=tuple(map(key, aliases)), summary=described, **papers))
+        return made_by
+
+    return enter if factory is None else enter(factory)
+
+
+def unregister(name: str) -> None:
+    """Takes a recipe and its aliases out again (tests, notebooks)."""
+    entry = recipe(name)
+    del _by_name[entry.name]
+    for alias in entry.aliases:
+        del _alias_of[alias]
+
+
+def recipe(name: str) -> Recipe:
+    """The entry of that name or alias, in any spelling. Raises UnknownName with the nearest names."""
+    _fill()
+    found = _alias_of.get(key(name), key(name))
+    if found not in _by_name:
+        raise UnknownName("recipe", name, [*_by_name, *_alias_of])
+    return _by_name[found]
+
+
+def get_mixed_precision_config(name: str | MixedPrecisionConfig | Path) -> MixedPrecisionConfig:
+    """A fresh config for a name, 'package.module:function', 'file.py:function', a YAML file, or a copy of a given config."""
+    if isinstance(name, MixedPrecisionConfig):
+        return name.derive()
+    text = str(name)
+    if text.endswith((".yaml", ".yml")):
+        return _from_yaml(Path(text))
+    if ":" in text:
+        return _call(_function(text), text)
+    entry = recipe(text)
+    return _call(entry.make, entry.name)
+
+
+def describe(name: str) -> Recipe:
+    """The entry behind any accepted spelling, with papers made up for files and functions (which carry none)."""
+    if name.endswith((".yaml", ".yml")) or ":" in name:
+        return Recipe(name=name, make=lambda: get_mixed_precision_config(name), summary=f"from {name}", source=name)
+    return recipe(name)
+
+
+def _call(factory: Any, name: str) -> MixedPrecisionConfig:
+    try:
+        made = factory()
+    except MpbridgeError as error:
+        raise RecipeError(f"recipe {name!r} failed: {error}") from error
+    except Exception as error:
+        # a KeyError in a factory is the factory's fault, never an unknown name
+        raise RecipeError(f"recipe {name!r} raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, MixedPrecisionConfig):
+        raise RecipeError(f"recipe {name!r} returned {type(made).__name__}, expected a MixedPrecisionConfig")
+    return made.derive()
+
+
+def _function(text: str) -> Any:
+    where, _, function = text.rpartition(":")
+    module = _module_from_file(Path(where)) if where.endswith(".py") else _module(where)
+    if not hasattr(module, function):
+        public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise UnknownName(f"function in {where}", function, public)
+    return getattr(module, function)
+
+
+def _module(where: str) -> ModuleType:
+    try:
+        return importlib.import_module(where)
+    except Exception as error:
+        raise RecipeError(f"recipe module {where!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _module_from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise RecipeError(f"recipe file {path}: no such file")
+    name = f"mpbridge_recipe_{path.stem}_{abs(hash(path.resolve())):x}"
+    if name in sys.modules:  # executed once: its @register lines must not run twice
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # .py files always have a loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise RecipeError(f"recipe file {path} cannot be executed: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
+    import yaml
+
+    from mpbridge.precision.yaml_loader import load_yaml
+
+    here = path.resolve()
+    if here in seen:
+        raise RecipeError(f"{path}: extends itself through {' -> '.join(p.name for p in (*seen, here))}")
+    try:
+        data = load_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"recipe file {path} cannot be read: {error}") from error
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        raise RecipeError(f"recipe file {path}: expected a mapping of fields, got {type(data).__name__}")
+    base = data.pop("extends", None)
+    try:
+        if base is None:
+            start = MixedPrecisionConfig()
+        elif str(base).endswith((".yaml", ".yml")):
+            start = _from_yaml(path.parent / str(base), (*seen, here))
+        else:
+            start = get_mixed_precision_config(str(base))
+        return start.derive(**{str(name): value for name, value in data.items()})
+    except RecipeError:
+        raise
+    except MpbridgeError as error:
+        raise RecipeError(f"recipe file {path}: {error}") from error

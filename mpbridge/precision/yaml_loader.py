@@ -1,0 +1,39 @@
+"""PyYAML with the floats that people write: YAML 1.1 reads 1e-3 as text."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+
+@functools.cache
+def _loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Safe loading, plus 1e-3 and friends as numbers; a duplicate key is an error instead of a silent last-one-wins."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: set[Any] = set()
+            for key_node, _ in node.value:
+                if key_node.tag == "tag:yaml.org,2002:merge":
+                    continue
+                name = self.construct_object(key_node, deep=deep)
+                if isinstance(name, (str, int, float, bool)) and name in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"key {name!r} appears twice", key_node.start_mark)
+                if isinstance(name, (str, int, float, bool)):
+                    seen.add(name)
+            mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+            return mapping
+
+    pattern = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+0123456789."))
+    return Loader
+
+
+def load_yaml(text: str) -> Any:
+    """The plain data in `text`. Raises yaml.YAMLError."""
+    import yaml
+
+    return yaml.load(text, Loader=_loader())
