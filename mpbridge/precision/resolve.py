@@ -61,7 +61,7 @@ def resolve(
     faults = _type_faults(values)
     if faults:  # values of the wrong type make every later question meaningless
         raise Contradiction(faults)
-    faults = _base_faults(values) + _quant_faults(values) + _state_faults(values) + _scale_faults(values) + _edge_faults(values, layers)
+    faults = _choice_faults(values) + _base_faults(values) + _quant_faults(values) + _state_faults(values) + _scale_faults(values) + _edge_faults(values, layers)
     module_regions = _module_regions(values, faults)
     if faults:
         raise Contradiction(faults)
@@ -88,10 +88,6 @@ def _type_fault(name: str, value: Any, hint: str) -> str | None:
         if value is None or value in legal:
             return None
         return f"{name}={value.short} is not one of {', '.join(d.short for d in legal)}"
-    if name in _CHOICES:
-        if (value is None and hint.endswith("None")) or value in _CHOICES[name]:
-            return None
-        return f"{name}={value!r} is not one of {', '.join(_CHOICES[name])}" + (" or null" if hint.endswith("None") else "")
     if name == "moe_router_dtype":
         return _router_fault(value)
     if value is None and hint.endswith("None"):
@@ -107,6 +103,15 @@ def _type_fault(name: str, value: Any, hint: str) -> str | None:
     }[expected]
     words = {"bool": "true or false", "tuple[str, ...]": "a list of globs", "Mapping[str, Any]": "a mapping from glob to rule"}
     return None if fits else f"{name}={value!r}: expected {words.get(expected, expected)}, got {type(value).__name__}"
+
+
+def _choice_faults(v: Mapping[str, Any]) -> list[str]:
+    faults = []
+    for name, choices in _CHOICES.items():
+        optional = str(MixedPrecisionConfig.__dataclass_fields__[name].type).endswith("None")
+        if v[name] not in choices and not (optional and v[name] is None):
+            faults.append(f"{name}={v[name]!r} is not one of {', '.join(choices)}" + (" or null" if optional else ""))
+    return faults
 
 
 def _router_fault(value: Any) -> str | None:
@@ -268,7 +273,7 @@ def _rule_faults(where: str, rule: Mapping[str, Any]) -> list[str]:
     except (Contradiction, BadValue) as error:
         return [f"{where}: {error}"]
     values = one.stored()
-    faults = _type_faults(values) or _quant_faults(values)
+    faults = _type_faults(values) or _choice_faults(values) + _quant_faults(values)
     if not faults and not (one.fp8 or one.fp4):
         faults = ["names no format: give fp8 or fp4, or write 'bf16'"]
     if not faults and (one.fp8_recipe or "tensorwise") == "delayed":
