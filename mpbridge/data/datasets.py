@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +42,8 @@ class Corpus:
         config.split_matrix = [matrix if at == place else None for at, matrix in enumerate(config.split_matrix)]
         sizes[place] = samples
         self._some_text(split, config.split_matrix[place])
-        return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[place]
+        with _some_group(len(self.prefixes) > 1):
+            return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[place]
 
     def _config(self) -> Any:
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
@@ -77,7 +79,9 @@ def _lengths(prefix: str) -> Any:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     try:
-        return np.asarray(IndexedDataset(prefix, multimodal=False).sequence_lengths)
+        index = IndexedDataset(prefix, multimodal=False)
+        # a copy: the library unmaps the file when the dataset goes, and its array would dangle
+        return np.array(index.sequence_lengths)
     except Exception as error:
         raise DataError(f"{prefix}.bin/.idx cannot be read: {type(error).__name__}: {error}") from error
 
@@ -122,6 +126,21 @@ def _split(given: str | Sequence[float]) -> str:
     if not 1 <= len(weights) <= len(SPLITS) or min(weights) < 0 or sum(weights) <= 0:
         raise DataError(f"data.split={given!r}: expected up to three weights, as in '98,1,1'")
     return text
+
+
+@contextmanager
+def _some_group(needed: bool) -> Iterator[None]:
+    """A process group of one where there is none: BlendedDataset of megatron-core 0.16.1 asks for its rank without looking."""
+    import torch.distributed as dist
+
+    if not needed or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _first_rank(work: Any) -> Any:

@@ -79,7 +79,7 @@ def test_every_key_gets_its_pair_even_without_a_document(tmp_path: Path) -> None
 
 
 def test_nothing_usable_is_an_error_with_the_reasons(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no usable text .2 not JSON"):
+    with pytest.raises(DataError, match=r"no usable text \(2 not JSON"):
         prepare([_lines(tmp_path / "a.jsonl", ["x", "y"])], cache=tmp_path / "cache")
 
 
