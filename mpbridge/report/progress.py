@@ -1,0 +1,55 @@
+"""The progress of a training run: a bar on a terminal, a line at intervals elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+REDRAW = 0.25
+"""Seconds between redraws at most: rich's own refresh thread would compete with the training for the cores."""
+
+
+class ProgressLine:
+    """Shows steps. total, done: steps of the whole run and those behind us; interval: steps between lines where there is no terminal."""
+
+    def __init__(self, console: Console, *, total: int, done: int = 0, interval: int = 10, bar: bool = True) -> None:
+        self.console, self.total, self.interval = console, total, max(1, interval)
+        self._bar: Progress | None = None
+        self._task: TaskID = TaskID(0)
+        self._drawn = 0.0
+        if bar and console.is_terminal:
+            columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
+            self._task = self._bar.add_task("", total=total, completed=done)
+
+    def step(self, iteration: int, text: str) -> None:
+        """Step `iteration` is finished; `text` is what there is to say about it."""
+        if self._bar is not None:
+            now = time.monotonic()
+            self._bar.update(self._task, completed=iteration, description=text)
+            if now - self._drawn > REDRAW or iteration == self.total:
+                self._drawn = now
+                self._bar.refresh()
+        elif self.due(iteration):
+            self.console.print(f"step {iteration:>{len(str(self.total))}}/{self.total}  {text}")
+
+    def due(self, iteration: int) -> bool:
+        """Whether this step's text will be shown, or drawn soon: making it costs a little."""
+        return self._bar is not None or iteration in (1, self.total) or iteration % self.interval == 0
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self.console.print(text)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()

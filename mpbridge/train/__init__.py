@@ -1,0 +1,1 @@
+"""The training loop on megatron-core's schedules: thin, with hooks where audits, checkpoints and schedules come in."""

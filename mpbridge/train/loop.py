@@ -1,0 +1,160 @@
+"""`pretrain(run)`: from a resolved run to its summary. Thin on purpose: whatever is not a step is a hook."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mpbridge.data.batches import Feed
+from mpbridge.devices import device_layer
+from mpbridge.engines.optimizers import CpuFusedAdam
+from mpbridge.engines.registry import build_engine
+from mpbridge.errors import BadValue
+from mpbridge.report.console import console, rank
+from mpbridge.report.metrics import MetricsLog
+from mpbridge.report.progress import ProgressLine
+from mpbridge.report.tables import summary_table
+from mpbridge.train.hooks import Hook, Hooks, Training, default_hooks
+from mpbridge.train.lr import scheduler, scheduler_arguments, train_iters
+from mpbridge.train.machine import data_parallel, process_group, process_settings
+from mpbridge.train.metrics import Counters, Meter, line
+from mpbridge.train.flops import flops_per_token
+from mpbridge.train.preflight import preflight, write_precision
+from mpbridge.train.summary import Summary, write_summary
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import Run
+    from mpbridge.engines.contract import Batch
+
+
+def pretrain(
+    run: Run, *, dataset: Iterable[Mapping[str, torch.Tensor]] | None = None, hooks: Iterable[Hook] = (), quiet: bool = False
+) -> Summary:
+    """Trains as `run` says and returns the figures; every rank of the job calls it.
+
+    dataset: the caller's own iterable of samples in place of data.corpus (`data.batches.Feed`); its length is never asked.
+    hooks: take part behind those that the run's sections ask for. quiet: nothing is printed.
+    Raises Refused before anything is built when the machine or a rule says no, BadValue and Contradiction for settings that do not
+    fit, DataError for data that cannot be used.
+    """
+    # what can be wrong without a machine is said before one is touched
+    train_iters(run)
+    scheduler_arguments(run)
+    out = console(speaks=rank() == 0 and not quiet)
+    preflight(run, out)
+    parts = Hooks.of([*default_hooks(run), *hooks])
+    cuda = torch.cuda.is_available()
+    with ExitStack() as stack:
+        stack.callback(parts.closed)
+        stack.enter_context(process_settings(run.train))
+        stack.enter_context(device_layer(cuda, fused_adam=CpuFusedAdam))
+        stack.enter_context(process_group(cuda))
+        feed = Feed(run, dataset)
+        if feed.corpus is not None and feed.corpus.prepared is not None:
+            out.print(f"corpus: {feed.corpus.prepared.line()}")
+        engine = build_engine(run)
+        training = Training(run=run, engine=engine, scheduler=scheduler(run, engine.optimizer), feed=feed, counters=Counters())
+        stack.callback(lambda: training.engine.close())
+        summary = _Steps(training, parts).go(stack, out)
+    write_summary(summary)
+    out.print(summary_table(summary.rows()))
+    return summary
+
+
+class _Steps:
+    """The loop itself, and what it measures."""
+
+    def __init__(self, training: Training, hooks: Hooks) -> None:
+        run = training.run
+        self.training, self.hooks = training, hooks
+        self.total = train_iters(run)
+        self.global_batch = int(run.train["global_batch_size"])
+        self.rank, self.ranks = data_parallel()
+        self.microbatches = _microbatches(run, self.ranks)
+        self.tokens = self.global_batch * training.feed.seq_length
+        self.meter = Meter(flops=flops_per_token(run.facts.shape), processes=dist.get_world_size())
+        self.eval_losses: list[tuple[int, float]] = []
+        self.eval_interval, self.eval_iters = int(run.train.get("eval_interval") or 0), int(run.train.get("eval_iters") or 0)
+        self.folder = Path(run.logger["log_dir"]) if run.logger.get("log_dir") and rank() == 0 else None
+
+    def go(self, stack: ExitStack, out: Any) -> Summary:
+        """All steps that are left, and the figures."""
+        training, run, counters = self.training, self.training.run, self.training.counters
+        interval = int(run.train.get("log_interval") or 10)
+        self.hooks.built(training)
+        write_precision(run, self.folder)
+        log = MetricsLog(self.folder, tensorboard=bool(run.logger.get("tensorboard")), after=counters.iteration)
+        stack.callback(log.close)
+        bar = bool(run.logger.get("progress", True))
+        training.progress = stack.enter_context(ProgressLine(out, total=self.total, done=counters.iteration, interval=interval, bar=bar))
+        stream = training.feed.batches("train", counters.consumed, self.rank, self.ranks)
+        self.hooks.started(training)
+        while counters.iteration < self.total and training.stop is None:
+            self._step(stream, log, interval)
+        self.hooks.finished(training)
+        return self._summary()
+
+    def _step(self, stream: Iterator[Batch], log: MetricsLog, interval: int) -> None:
+        training, counters, meter = self.training, self.training.counters, self.meter
+        meter.begin()
+        result = training.engine.train_step(stream, microbatches=self.microbatches)
+        if result.applied:
+            training.scheduler.step(self.global_batch)
+        meter.end(result, self.tokens)
+        counters.count(result, samples=self.global_batch, tokens=self.tokens)
+        at = counters.iteration
+        if self.folder is not None:
+            log.write(meter.row(counters, result), board=at % interval == 0 or at in (1, self.total))
+        if training.progress is not None and training.progress.due(at):
+            training.progress.step(at, line(result, meter, counters))
+        self.hooks.stepped(training, result)
+        # the last step is always followed by a measurement, so that the summary speaks of the final weights
+        if self.eval_iters and self.eval_interval and (at % self.eval_interval == 0 or at == self.total):
+            self._evaluate(log)
+
+    def _evaluate(self, log: MetricsLog) -> None:
+        """The held-out loss on the same samples every time: a curve of the model, not of the samples' luck."""
+        training, at = self.training, self.training.counters.iteration
+        stream = training.feed.batches("valid", 0, self.rank, self.ranks)
+        loss = training.engine.evaluate(stream, microbatches=self.eval_iters * self.microbatches)
+        self.eval_losses.append((at, loss))
+        log.write({"iteration": at, "eval_loss": loss})
+        training.say(f"step {at}: held-out loss {loss:.4f}")
+        self.hooks.evaluated(training, loss)
+
+    def _summary(self) -> Summary:
+        training, counters, meter = self.training, self.training.counters, self.meter
+        log_dir = training.run.logger.get("log_dir")
+        return Summary(
+            recipe=training.run.recipe,
+            iterations=counters.iteration,
+            skipped=counters.skipped,
+            nonfinite=counters.nonfinite,
+            consumed_samples=counters.consumed,
+            first_loss=meter.first_loss,
+            last_loss=meter.recent_loss,
+            eval_losses=tuple(self.eval_losses),
+            seconds=meter.seconds,
+            tokens_per_second=meter.mean_rate,
+            model_flops_per_second=meter.flops_rate(meter.mean_rate),
+            parameters=sum(tensor.numel() for _, tensor in training.engine.named_parameters()),
+            stopped=training.stop,
+            log_dir=os.fspath(log_dir) if log_dir else None,
+            notes=training.notes,
+        )
+
+
+def _microbatches(run: Run, ranks: int) -> int:
+    """Micro-batches of one rank in a step; raises BadValue when the batch cannot be shared out evenly."""
+    whole, micro = int(run.train["global_batch_size"]), int(run.train["micro_batch_size"])
+    if whole % (micro * ranks):
+        raise BadValue(
+            f"train.global_batch_size={whole} is no multiple of micro_batch_size={micro} x {ranks} data-parallel ranks = {micro * ranks}"
+        )
+    return whole // (micro * ranks)

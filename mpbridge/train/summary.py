@@ -1,0 +1,67 @@
+"""What a finished run amounts to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The figures of a run, the same on every rank except the times."""
+
+    recipe: str
+    iterations: int
+    """Finished steps, those before a resume included."""
+    skipped: int
+    nonfinite: int
+    consumed_samples: int
+    first_loss: float | None
+    """Of this process's first step; None when it took none."""
+    last_loss: float | None
+    """Mean over the last ten steps."""
+    eval_losses: tuple[tuple[int, float], ...] = ()
+    """(step, held-out loss), in order."""
+    seconds: float = 0.0
+    """Inside training steps; evaluation and saving are not in it."""
+    tokens_per_second: float = 0.0
+    model_flops_per_second: float = 0.0
+    """Of one process."""
+    parameters: int = 0
+    """On this rank."""
+    stopped: str | None = None
+    """Why the run ended before its last step; None: it did not."""
+    log_dir: str | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    """What hooks had to add."""
+
+    @property
+    def eval_loss(self) -> float | None:
+        """The last held-out loss."""
+        return self.eval_losses[-1][1] if self.eval_losses else None
+
+    def as_data(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {**asdict(self), "eval_losses": [list(pair) for pair in self.eval_losses]}
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Label and text, for the closing table."""
+
+        def shown(loss: float | None) -> str:
+            return "-" if loss is None else f"{loss:.4f}"
+
+        speed = f"{self.tokens_per_second:,.0f} tokens/s, {self.model_flops_per_second / 1e9:,.1f} GFLOP/s of model arithmetic a process"
+        ends = ", ".join(f"{loss:.4f} at step {step}" for step, loss in self.eval_losses[-3:])
+        return [
+            ("recipe", self.recipe),
+            ("steps", f"{self.iterations} ({self.skipped} skipped, {self.nonfinite} not finite)"),
+            ("training loss", f"{shown(self.first_loss)} at first, {shown(self.last_loss)} over the last 10 steps"),
+            *([("held-out loss", ends)] if ends else []),
+            ("samples", f"{self.consumed_samples:,}"),
+            ("parameters", f"{self.parameters:,} on this rank"),
+            ("speed", f"{speed}, {self.seconds:.1f} s in steps"),
+            *([("stopped", self.stopped)] if self.stopped else []),
+            *((str(name).replace("_", " "), str(value)) for name, value in self.notes.items()),
+            *([("files", self.log_dir)] if self.log_dir else []),
+        ]

@@ -1,0 +1,33 @@
+# Sourced by quickstart.sh and test.sh: one virtual environment beside the checkout, made once, brought up to date when pyproject.toml changes.
+
+python=.venv/bin/python
+bin=.venv/bin
+
+find_python() {
+    # the caller's choice, then the versions that are tested; some distributions ship a Python that cannot make environments
+    local candidate
+    for candidate in "${PYTHON:-}" python3.12 python3.11 python3 python; do
+        if [ -n "$candidate" ] && "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "mpbridge needs Python 3.11 or newer with the venv module; found none (name one with PYTHON=/path/to/python)" >&2
+    return 1
+}
+
+make_environment() {
+    # $1: an extra of pyproject.toml, or nothing
+    local extra="${1:-}" mark base
+    [ -x "$python" ] || { base="$(find_python)" && "$base" -m venv .venv; }
+    mark=".venv/.mpbridge-${extra:-run}"
+    if [ -f "$mark" ] && cmp -s pyproject.toml "$mark"; then
+        return
+    fi
+    echo "installing into .venv (minutes the first time) ..."
+    export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+    # torch first, and only where it is missing: whichever build is there, CPU or CUDA, stays
+    "$python" -c 'import torch' 2>/dev/null || "$python" -m pip install -q 'torch>=2.6,<2.14'
+    "$python" -m pip install -q -e ".${extra:+[$extra]}"
+    cp pyproject.toml "$mark"
+}

@@ -1,0 +1,17 @@
+"""The torchrun entry: `torchrun --nproc-per-node 2 scripts/pretrain.py --recipe bf16_mixed key=value ...`, or plain python for one process.
+
+The same as `mpbridge train`, with the same options and exit codes: 0 done, 1 the answer is no, 2 misuse.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+# from a checkout that is not installed, too
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mpbridge.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))
