@@ -1,0 +1,177 @@
+"""The sections that are ours, as dataclasses: field, type, default. megatron-core's own sections are in the generated schema."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ENGINES = ("mcore", "fsdp2", "megatron_fsdp")
+"""Who shards and reduces: megatron-core (DDP, or its distributed optimizer when ddp.use_distributed_optimizer), torch FSDP2, Megatron-FSDP."""
+
+
+@dataclass(kw_only=True)
+class GPT:
+    """Arguments of megatron-core's GPTModel that its config classes do not have; they stand in the model section beside the config's fields."""
+
+    vocab_size: int | None = None
+    """As embedded, padding included. None: the byte tokenizer's 259, padded to a multiple of 64 x tensor_model_parallel_size."""
+    max_sequence_length: int | None = None
+    """None: data.seq_length."""
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    rotary_base: float = 10000
+    rotary_percent: float = 1.0
+    rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
+    seq_len_interpolation_factor: float | None = None
+    share_embeddings_and_output_weights: bool = False
+    """Tied embeddings."""
+    fp16_lm_cross_entropy: bool = False
+
+
+@dataclass(kw_only=True)
+class Parallelism:
+    """Parallel sizes; data parallelism is what remains of the world. Copied into the model's config."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    """None: as tensor_model_parallel_size."""
+    sequence_parallel: bool = False
+
+
+@dataclass(kw_only=True)
+class Train:
+    """How long, in which portions, and what to do about surprises."""
+
+    micro_batch_size: int = 4
+    """Samples of one forward and backward pass on one data-parallel rank."""
+    global_batch_size: int = 8
+    """Samples of one optimizer step over all ranks."""
+    train_iters: int | None = None
+    """Steps of the run; it rules, whatever the length of the data."""
+    eval_interval: int | None = 100
+    """Steps between two evaluations on held-out data; null: none."""
+    eval_iters: int = 8
+    seed: int = 1234
+    log_interval: int = 10
+    threads: int | None = None
+    """torch's threads on a CPU; None: torch's own choice."""
+    deterministic: bool = False
+    """The same losses to the bit, at some cost in speed."""
+    exit_interval: int | None = None
+    """Stop (and save) when the step is a multiple of this one."""
+    audit: Literal["stop", "warn"] = "stop"
+    """What happens when the live tensors are not what the policy promised."""
+
+
+@dataclass(kw_only=True)
+class Data:
+    """The text and how it is read."""
+
+    corpus: str | list[str] = "stdlib"
+    """"stdlib": the Python standard library's own sources. Or text files, JSON lines, folders, prefixes of .bin/.idx pairs."""
+    tokenizer: str = "byte"
+    seq_length: int | None = None
+    """Tokens in a sample; None: model.max_sequence_length."""
+    split: str = "98,1,1"
+    """Weights of train, valid and test."""
+    cache_dir: str | None = None
+    """Where preprocessed corpora are kept; None: a cache folder of the user's."""
+    json_key: str = "text"
+
+
+@dataclass(kw_only=True)
+class Scheduler:
+    """megatron-core's OptimizerParamScheduler in iterations."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "linear"
+    lr_decay_iters: int | None = None
+    """None: train.train_iters."""
+    lr_warmup_iters: int = 0
+    lr_warmup_fraction: float | None = None
+    """Of train.train_iters, in place of lr_warmup_iters."""
+    lr_warmup_init: float = 0.0
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "exponential"
+    lr_wsd_decay_iters: int | None = None
+    start_weight_decay: float | None = None
+    """None: optimizer.weight_decay, as for end_weight_decay."""
+    end_weight_decay: float | None = None
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    override_opt_param_scheduler: bool = False
+    """After a resume, this section instead of the checkpoint's schedule."""
+    use_checkpoint_opt_param_scheduler: bool = False
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    """Where a run is kept and what it starts from."""
+
+    save: str | None = None
+    load: str | None = None
+    save_interval: int | None = None
+    """Steps between two checkpoints; None: only at the end, where `save` is given."""
+    keep_last: int | None = None
+    """How many of the newest checkpoints stay; None: all."""
+    keep_every: int | None = None
+    """Checkpoints of steps that are multiples of this one stay in any case."""
+    async_save: bool = False
+
+
+@dataclass(kw_only=True)
+class Logger:
+    """What is written beside the run."""
+
+    log_dir: str | None = None
+    """The run's folder: metrics as JSON lines, precision.json, TensorBoard's files; None: nothing is written."""
+    tensorboard: bool = False
+    progress: bool = True
+    """The progress line on the terminal."""
+
+
+OWN: dict[str, type] = {
+    "parallel": Parallelism,
+    "train": Train,
+    "data": Data,
+    "scheduler": Scheduler,
+    "checkpoint": Checkpoint,
+    "logger": Logger,
+}
+"""Section -> its dataclass; model, optimizer and ddp are megatron-core's."""
+
+LEAST: dict[str, float] = {
+    "model.num_layers": 1,
+    "model.hidden_size": 1,
+    "model.num_attention_heads": 1,
+    "model.num_query_groups": 1,
+    "model.ffn_hidden_size": 1,
+    "model.kv_channels": 1,
+    "model.num_moe_experts": 1,
+    "model.moe_ffn_hidden_size": 1,
+    "model.moe_router_topk": 1,
+    "model.vocab_size": 1,
+    "model.max_sequence_length": 1,
+    **dict.fromkeys((f"parallel.{name}" for name in Parallelism.__dataclass_fields__ if name.endswith("_size")), 1),
+    "train.micro_batch_size": 1,
+    "train.global_batch_size": 1,
+    "train.train_iters": 0,
+    "train.eval_interval": 1,
+    "train.eval_iters": 0,
+    "train.seed": 0,
+    "train.log_interval": 1,
+    "train.threads": 1,
+    "train.exit_interval": 1,
+    "data.seq_length": 1,
+    "scheduler.lr_decay_iters": 1,
+    "scheduler.lr_warmup_iters": 0,
+    "scheduler.lr_warmup_fraction": 0,
+    "scheduler.lr_warmup_init": 0,
+    "checkpoint.save_interval": 1,
+    "checkpoint.keep_last": 1,
+    "checkpoint.keep_every": 1,
+    "optimizer.lr": 0,
+    "optimizer.min_lr": 0,
+}
+"""Smallest legal value of a setting: below it nothing downstream has a meaning."""
