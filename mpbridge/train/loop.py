@@ -61,8 +61,9 @@ def pretrain(
         engine = build_engine(run)
         training = Training(run=run, engine=engine, scheduler=scheduler(run, engine.optimizer), feed=feed, counters=Counters())
         stack.callback(lambda: training.engine.close())
-        summary = _Steps(training, parts).go(stack, out)
-    write_summary(summary)
+        steps = _Steps(training, parts)
+        summary = steps.go(stack, out)
+    write_summary(summary, steps.folder)
     out.print(summary_table(summary.rows()))
     return summary
 
@@ -114,6 +115,8 @@ class _Steps:
         if training.progress is not None and training.progress.due(at):
             training.progress.step(at, line(result, meter, counters))
         self.hooks.stepped(training, result)
+        if (every := training.run.train.get("exit_interval")) and at % int(every) == 0 and at < self.total:
+            training.stop = training.stop or f"train.exit_interval={every} at step {at}"
         # the last step is always followed by a measurement, so that the summary speaks of the final weights
         if self.eval_iters and self.eval_interval and (at % self.eval_interval == 0 or at == self.total):
             self._evaluate(log)

@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-PATIENCE = timedelta(hours=1)
-"""How long ranks wait for each other: rank 0 may be preprocessing a large corpus meanwhile."""
+from mpbridge.engines.parallel import start_process_group, stop_process_group
+
+PATIENCE = 60.0
+"""Minutes that ranks wait for each other: rank 0 may be preprocessing a large corpus meanwhile."""
 
 
 @contextmanager
 def process_group(cuda: bool) -> Iterator[None]:
-    """The job's process group: torchrun's where it started us, else a group of one without a port; somebody else's is left alone."""
-    if dist.is_initialized():
-        yield
-        return
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if cuda else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=PATIENCE)
-    else:
-        dist.init_process_group(backend, timeout=PATIENCE, store=dist.HashStore(), rank=0, world_size=1)
+    """The job's process group, for as long as the run lasts; somebody else's is used and left alone."""
+    made = start_process_group(cuda, timeout_minutes=PATIENCE)
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if made:
+            stop_process_group()
 
 
 @contextmanager

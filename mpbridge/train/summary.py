@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -65,3 +67,9 @@ class Summary:
             *((str(name).replace("_", " "), str(value)) for name, value in self.notes.items()),
             *([("files", self.log_dir)] if self.log_dir else []),
         ]
+
+
+def write_summary(summary: Summary, folder: Path | None) -> None:
+    """Writes `folder`/summary.json; nothing where folder is None."""
+    if folder is not None:
+        (folder / "summary.json").write_text(json.dumps(summary.as_data(), indent=2, default=str) + "\n", encoding="utf-8")
