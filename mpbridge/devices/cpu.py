@@ -8,7 +8,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -86,10 +86,8 @@ def _megatron_patches() -> Iterator[Patch]:
     alltoall = dispatcher.MoEAlltoAllTokenDispatcher
     yield alltoall, "cuda_dtoh_stream", getattr(alltoall, "cuda_dtoh_stream", None)
     # CPU and "CUDA" share one generator here, so its warning about that is always true
-    yield random.logging.getLogger(random.__name__), "level", logging.ERROR
-
-
-_CUDA_PATCHES = _Replacement(lambda: [*cuda_patches(), *_megatron_patches()])
+    # ("disabled" and not "level": a logger caches what its level allows, also after the level is back)
+    yield logging.getLogger(random.__name__), "disabled", True
 
 
 class _StandIn:
@@ -115,7 +113,9 @@ class _StandIn:
 
     def enter(self, adam: type) -> None:
         if self.adam not in (None, adam):
-            raise BadValue(f"cpu_device is active with {self.adam} as FusedAdam, expected the same class, got {adam}: leave the other one first")
+            raise BadValue(
+                f"cpu_device is active with {self.adam} as FusedAdam, expected the same class, got {adam}: leave the other one first"
+            )
         self.adam = adam
         if self._replacement.depth == 0:
             # OptimizerConfig imports FusedAdam by this full name, and sys.modules is asked before any package is looked for
@@ -135,29 +135,34 @@ class _StandIn:
                 sys.modules[self.module] = self._hidden
 
 
+class _Device:
+    """The redirections and the process-wide torch state that megatron-core changes and does not give back."""
+
+    def __init__(self) -> None:
+        self.replacement = _Replacement(lambda: [*cuda_patches(), *_megatron_patches()])
+        self._flags: tuple[Any, torch.dtype] | None = None
+
+    def enter(self) -> None:
+        self.replacement.enter()
+        if self.replacement.depth == 1:
+            self._flags = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction, torch.get_default_dtype()
+
+    def leave(self) -> None:
+        self.replacement.leave()
+        if self.replacement.depth == 0 and self._flags is not None:
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = self._flags[0]
+            torch.set_default_dtype(self._flags[1])
+            self._flags = None
+
+
+_DEVICE = _Device()
 _STAND_IN = _StandIn()
 _LOCK = threading.RLock()
 
 
 def is_active() -> bool:
     """Whether CUDA calls are redirected now."""
-    return _CUDA_PATCHES.depth > 0
-
-
-class _Flags:
-    """Process-wide torch state that megatron-core changes and nobody gives back; remembered by the outermost layer."""
-
-    @staticmethod
-    def read() -> tuple[Any, torch.dtype]:
-        return torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction, torch.get_default_dtype()
-
-    @staticmethod
-    def write(flags: tuple[Any, torch.dtype]) -> None:
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = flags[0]
-        torch.set_default_dtype(flags[1])
-
-
-_flags: tuple[Any, torch.dtype] | None = None
+    return _DEVICE.replacement.depth > 0
 
 
 @contextmanager
@@ -168,22 +173,18 @@ def cpu_device(*, fused_adam: type | None = None) -> Iterator[None]:
     fused_adam: what megatron-core uses as its Adam (FusedAdam's interface, `mpbridge.engines.optimizers.CpuFusedAdam`); without it torch's AdamW serves,
     which megatron-core's distributed optimizer cannot resume. Raises BadValue when another class is in use.
     """
-    global _flags
     for name in _CORE:
         _core(name)
-    with _LOCK:
-        if fused_adam is not None:
-            _STAND_IN.enter(fused_adam)
-        if _CUDA_PATCHES.depth == 0:
-            _flags = _Flags.read()
-        _CUDA_PATCHES.enter()
-    try:
-        yield
-    finally:
+    with ExitStack() as undo:
         with _LOCK:
-            _CUDA_PATCHES.leave()
-            if _CUDA_PATCHES.depth == 0 and _flags is not None:
-                _Flags.write(_flags)
-                _flags = None
             if fused_adam is not None:
-                _STAND_IN.leave()
+                _STAND_IN.enter(fused_adam)
+                undo.callback(_STAND_IN.leave)
+            _DEVICE.enter()
+            undo.callback(_DEVICE.leave)
+            undo = undo.pop_all()
+        try:
+            yield
+        finally:
+            with _LOCK:
+                undo.close()

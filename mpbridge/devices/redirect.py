@@ -15,10 +15,33 @@ import torch
 
 CPU = torch.device("cpu")
 
-FACTORIES = (
-    "arange empty empty_like empty_strided eye full full_like linspace logspace ones ones_like rand rand_like randint randint_like "
-    "randn randn_like randperm scalar_tensor tensor as_tensor tril_indices triu_indices zeros zeros_like"
-).split()
+FACTORIES = [
+    "arange",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "logspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "as_tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
+]
 """torch functions that take device= and pin_memory=; megatron-core passes device="cuda" to tensor, zeros, ones, full and empty."""
 
 MATMULS = ("matmul", "bmm", "mm", "baddbmm", "addmm", "einsum")

@@ -1,0 +1,1 @@
+"""Engines: who builds, shards, reduces and updates. `contract` says what each offers, `registry` finds one by name."""

@@ -1,0 +1,111 @@
+"""Which live tensors of a megatron-core model and optimizer play which role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from mpbridge.engines.contract import Live
+from mpbridge.engines.model import global_names
+
+
+def bare(chunk: Any) -> Any:
+    """The GPTModel inside its wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters of a bare model by global name."""
+    names = global_names(model)
+    for name, parameter in model.named_parameters():
+        yield names[name], parameter
+
+
+def live(chunks: list[Any], optimizer: Any) -> list[Live]:
+    """Every tensor that exists now: parameters, buffers, gradients with their buffers' padding, main weights, main gradients, moments."""
+    names: dict[torch.Tensor, str] = {}
+    found = []
+    for chunk in chunks:
+        model = bare(chunk)
+        for name, parameter in parameters(model):
+            names[parameter] = name
+            found.append(Live(role="params", parameter=name, tensor=parameter.detach()))
+            grad = getattr(parameter, "main_grad", None)
+            if grad is not None:
+                found.append(Live(role="grads", parameter=name, tensor=grad))
+        full = global_names(model)
+        found += [Live(role="buffers", parameter=full[name], tensor=buffer) for name, buffer in model.named_buffers()]
+        found += _padding(chunk)
+    for part in optimizer.chained_optimizers:
+        found += _optimizer_tensors(part, names)
+    return found
+
+
+def _padding(chunk: Any) -> Iterator[Live]:
+    """What the distributed optimizer's buffers hold besides parameters: alignment within and at the end of each."""
+    for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+        ranges = sorted(index[:2] for index in buffer.param_index_map.values())
+        for data in (buffer.grad_data, buffer.param_data):
+            if data is None:
+                continue
+            ends = [0, *(end for _, end in ranges)]
+            starts = [*(start for start, _ in ranges), data.numel()]
+            yield from (Live(role="padding", parameter="", tensor=data[a:b]) for a, b in zip(ends, starts, strict=True) if a < b)
+
+
+def _pairs(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(model parameter, what the inner optimizer updates for it) of one of megatron-core's optimizers."""
+    if hasattr(part, "shard_fp32_groups"):
+        aware = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        sixteen = part.shard_float16_groups if aware else part.shard_fp32_from_float16_groups
+        groups = [(part.model_float16_groups, sixteen), (part.model_fp32_groups, part.shard_fp32_groups)]
+    elif hasattr(part, "fp32_from_float16_groups"):
+        groups = [(part.float16_groups, part.fp32_from_float16_groups), (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups)]
+    else:
+        own = [group["params"] for group in part.optimizer.param_groups]
+        groups = [(own, own)]
+    for models, mains in groups:
+        for model_group, main_group in zip(models, mains, strict=True):
+            yield from zip(model_group, main_group, strict=True)
+
+
+def _optimizer_tensors(part: Any, names: dict[torch.Tensor, str]) -> Iterable[Live]:
+    if getattr(part, "is_stub_optimizer", False):
+        return
+    for parameter, updated in _pairs(part):
+        name = names[parameter]
+        if updated is not parameter and updated.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+            yield Live(role="main_params", parameter=name, tensor=updated.detach())
+        for attribute in ("decoupled_grad", "grad"):
+            grad = getattr(updated, attribute, None)
+            if grad is not None:
+                yield Live(role="main_grads", parameter=name, tensor=grad)
+        state = part.optimizer.state.get(updated, {})
+        for key, role in (
+            ("exp_avg", "exp_avg"),
+            ("exp_avg_sq", "exp_avg_sq"),
+            ("master_param", "main_params"),
+            ("momentum_buffer", "exp_avg"),
+        ):
+            if isinstance(state.get(key), torch.Tensor):
+                yield Live(role=role, parameter=name, tensor=state[key])
+
+
+def forget_main_weights(optimizer: Any) -> None:
+    """Makes FusedAdam's own main weights follow the parameters again; megatron-core's `reload_model_params` leaves them as they were."""
+    for part in optimizer.chained_optimizers:
+        inner = part.optimizer
+        if not getattr(inner, "master_weights", False):
+            continue
+        for parameter, state in inner.state.items():
+            if "master_param" not in state:
+                continue
+            if state["master_param"].dtype is torch.int16:
+                # a parameter that was just loaded is its main weight exactly: nothing remains
+                state["master_param"].zero_()
+            else:
+                inner.set_scaled_state(parameter, "master_param", parameter.detach().float())

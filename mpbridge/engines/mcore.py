@@ -1,0 +1,192 @@
+"""The megatron-core engine: DistributedDataParallel with or without the distributed optimizer, on CUDA or on the CPU device layer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from mpbridge.devices import device_layer
+from mpbridge.engines.contract import Batch, Live, StepResult
+from mpbridge.engines.optimizers import CpuFusedAdam
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import Run
+
+
+class McoreEngine:
+    """GPTModel, Float16Module, DistributedDataParallel and megatron-core's optimizer, stepped by its own schedules."""
+
+    name = "mcore"
+
+    def __init__(self, run: Run, *, cuda: bool) -> None:
+        self.run = run
+        self.cuda = cuda
+        self.model: list[Any] = []
+        self.optimizer: Any = None
+        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.configs: Any = None
+        self._parallel: Any = None
+
+    def _layer(self) -> AbstractContextManager[None]:
+        # entered by every method, so that an engine also works for a caller whose layer knows no optimizer; nested entering costs nothing
+        return device_layer(self.cuda, fused_adam=None if self.cuda else CpuFusedAdam)
+
+    @classmethod
+    def build(cls, run: Run, *, backend: Any = None) -> Self:
+        """The engine of `run`, inside an active device layer and an initialised process group.
+
+        backend: from a TransformerConfig to a BackendSpecProvider, where other linears are wanted (emulation); None: the device's own.
+        Raises Refused where this device cannot run it, with every reason.
+        """
+        engine = cls(run, cuda=torch.cuda.is_available())
+        try:
+            with engine._layer():
+                engine._build(backend)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def _build(self, backend: Any) -> None:
+        from megatron.core.distributed import DistributedDataParallel
+        from megatron.core.optimizer import get_megatron_optimizer
+
+        from mpbridge.engines.configs import build_targets
+        from mpbridge.engines.model import build_chunks
+        from mpbridge.engines.parallel import ModelParallel
+
+        targets, arguments = build_targets(self.run, cuda=self.cuda)
+        instances = targets.ddp.num_distributed_optimizer_instances
+        self._parallel = ModelParallel(self.run.facts.parallel, seed=int(self.run.train.get("seed", 1234)), optimizer_instances=instances)
+        chunks = build_chunks(targets.model, arguments, self.run.policy, cuda=self.cuda, backend=backend)
+        self.model = [DistributedDataParallel(targets.model, targets.ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+        self.optimizer = get_megatron_optimizer(targets.optimizer, self.model)
+        self.configs = targets
+        self._hook_up()
+
+    def _hook_up(self) -> None:
+        """Gives the schedules what they call: loss scaling, gradient finalisation, and the communication that overlaps with compute."""
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+        from mpbridge.engines.parallel import on_every_chunk
+
+        config, ddp = self.configs.model, self.configs.ddp
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        if ddp.overlap_grad_reduce:
+            config.no_sync_func = on_every_chunk([chunk.no_sync for chunk in self.model])
+            if len(self.model) > 1:
+                config.grad_sync_func = on_every_chunk([chunk.start_grad_sync for chunk in self.model])
+        if ddp.overlap_param_gather and ddp.align_param_gather:
+            config.param_sync_func = on_every_chunk([chunk.start_param_sync for chunk in self.model])
+
+    def train_step(self, batches: Iterator[Batch], *, microbatches: int) -> StepResult:
+        """Forward, backward and update over `microbatches` micro-batches of this data-parallel rank."""
+        from mpbridge.engines.steps import learning_rate, update
+
+        with self._layer():
+            for chunk in self.model:
+                chunk.train()
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            scale, lr = float(self.optimizer.get_loss_scale()), learning_rate(self.optimizer)
+            loss = self._schedule(batches, microbatches, forward_only=False)
+            applied, norm = update(self.optimizer)
+            return StepResult(loss=loss, applied=applied, grad_norm=norm, loss_scale=scale, lr=lr)
+
+    def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
+        """Mean loss in nats a token over the micro-batches and the data-parallel group; nothing is updated."""
+        with self._layer(), torch.no_grad():
+            for chunk in self.model:
+                chunk.eval()
+            return self._schedule(batches, microbatches, forward_only=True)
+
+    def _schedule(self, batches: Iterator[Batch], microbatches: int, *, forward_only: bool) -> float:
+        """One pass of megatron-core's schedule; the mean loss, the same on every rank."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from mpbridge.engines.parallel import from_last_stage, mean_over_data
+        from mpbridge.engines.steps import forward_step
+
+        # interleaved chunks each read every micro-batch
+        iterators = list(itertools.tee(batches, len(self.model))) if len(self.model) > 1 else [batches]
+        losses = get_forward_backward_func()(
+            forward_step_func=partial(forward_step, self._device),
+            data_iterator=iterators if len(self.model) > 1 else iterators[0],
+            model=self.model if len(self.model) > 1 else self.model[0],
+            num_microbatches=microbatches,
+            seq_length=self.run.facts.shape.seq_length,
+            micro_batch_size=self.run.facts.micro_batch_size,
+            decoder_seq_length=self.run.facts.shape.seq_length,
+            forward_only=forward_only,
+        )
+        mean = torch.stack(losses).mean() if losses else torch.zeros((), device=self._device)
+        return float(from_last_stage(mean_over_data(mean)))
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Parameters of this rank by their global name (layers counted over all pipeline stages, experts over all expert-parallel ranks)."""
+        from mpbridge.engines.live import bare, parameters
+
+        for chunk in self.model:
+            yield from parameters(bare(chunk))
+
+    def tensors(self) -> Iterable[Live]:
+        """Every tensor that plays a role, as it exists now; views of one buffer share storage (gradients, distributed parameters)."""
+        from mpbridge.engines.live import live
+
+        with self._layer():
+            self._gather_parameters()
+            return live(self.model, self.optimizer)
+
+    def _gather_parameters(self) -> None:
+        """Brings the parameters up to date: with overlap_param_gather they are otherwise gathered in the next forward pass."""
+        if self.configs.ddp.overlap_param_gather:
+            for chunk in self.model:
+                chunk.start_param_sync(force_sync=True)
+
+    def state(self, *, loading: bool = False) -> dict[str, Any]:
+        """Sharded state dict of model ('model', or 'model0', ... where stages interleave) and 'optimizer', loss scaler included."""
+        from mpbridge.engines.live import bare
+
+        with self._layer():
+            self._gather_parameters()
+            metadata = self._metadata()
+            keys = ["model"] if len(self.model) == 1 else [f"model{i}" for i in range(len(self.model))]
+            state = {key: bare(chunk).sharded_state_dict(metadata=metadata) for key, chunk in zip(keys, self.model, strict=True)}
+            parts = state["model"] if len(self.model) == 1 else dict(state)
+            state["optimizer"] = self.optimizer.sharded_state_dict(parts, is_loading=loading, metadata=metadata)
+            return state
+
+    def _metadata(self) -> dict[str, Any]:
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        # fully reshardable: main weights and moments are stored like the model's parameters, so another parallel layout can read them
+        kind = {"distrib_optim_sharding_type": "fully_reshardable"} if self.configs.ddp.use_distributed_optimizer else {}
+        return {**kind, "dp_cp_group": group, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+
+    def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
+        """Takes back what `state` described; optimizer=False: weights only, main weights rebuilt from them."""
+        from mpbridge.engines.live import bare, forget_main_weights
+
+        with self._layer():
+            for i, chunk in enumerate(self.model):
+                bare(chunk).load_state_dict(state["model" if len(self.model) == 1 else f"model{i}"], strict=True)
+            if optimizer:
+                self.optimizer.load_state_dict(state["optimizer"])
+            else:
+                self.optimizer.reload_model_params()
+                forget_main_weights(self.optimizer)
+
+    def close(self) -> None:
+        """Frees tensors and megatron-core's process-wide parallel state, so that another engine can be built."""
+        with self._layer():
+            self.model, self.optimizer, self.configs = [], None, None
+            if self._parallel is not None:
+                self._parallel.stop()
+                self._parallel = None

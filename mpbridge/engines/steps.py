@@ -1,0 +1,56 @@
+"""One micro-batch forward, one update: what every engine on megatron-core's schedules shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from mpbridge.engines.contract import Batch
+
+
+def token_mean(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean loss over the tokens of `mask`, for backward; the same value for the report), from losses a token in nats."""
+    mask = mask.view(-1).float()
+    loss = torch.sum(losses.float().view(-1) * mask) / mask.sum().clamp(min=1.0)
+    # the schedule divides what it gets in place, so the report needs memory of its own
+    return loss, loss.detach().clone()
+
+
+def forward_step(device: torch.device, batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """megatron-core's forward_step_func: the model's output for the next micro-batch, and the loss function of it."""
+    batch = next(batches)
+    tokens, positions, labels, mask = (
+        batch[key].to(device, non_blocking=True) for key in ("tokens", "position_ids", "labels", "loss_mask")
+    )
+    return model(tokens, positions, None, labels=labels), partial(token_mean, mask)
+
+
+def update(optimizer: Any) -> tuple[bool, float | None]:
+    """(applied, global gradient norm before clipping or None): megatron-core's step, but non-finite gradients never reach the weights.
+
+    megatron-core skips them only where a loss scaler looks (fp16); under BF16 and FP32 its own step would write NaN into every parameter.
+    """
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    if optimizer.prepare_grads():
+        return False, None
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        return False, None
+    for part in optimizer.chained_optimizers:
+        parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
+        if parameters and part.config.clip_grad > 0.0:
+            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled)
+    return bool(optimizer.step_with_ready_grads()), norm
+
+
+def learning_rate(optimizer: Any) -> float:
+    """The rate of the first group that follows the schedule (`default_config`: no multiplier of its own)."""
+    groups = optimizer.param_groups
+    followers = [group for group in groups if group.get("default_config", True) and group["params"]] or groups
+    return float(followers[0]["lr"]) if followers else 0.0

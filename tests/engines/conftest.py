@@ -1,0 +1,3 @@
+"""Small runs for the engines' tests."""
+
+from __future__ import annotations
