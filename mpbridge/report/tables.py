@@ -7,18 +7,28 @@ from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
-from mpbridge.formats import say
+from mpbridge.sync.plan import show
 
 if TYPE_CHECKING:
     from mpbridge.sync.plan import Plan
 
+OVERRIDDEN = "bold yellow"
+"""Style of rows in which the recipe overrides what somebody had set."""
+
 
 def plan_table(plan: Plan, *, title: str = "what the recipe decides") -> Table:
-    """Field, before, after, who had set it, and the line that would keep it, for every write that changes something."""
-    table = _table(title, ("field", "before", "after", "set by", "to decide otherwise"))
+    """Field, before, after, why, who had set it, and the line that would keep it: one row for every write, overridden values marked."""
+    table = _table(title, ("field", "before", "after", "why", "had been set by", "to keep it"))
     for write in plan.writes:
-        table.add_row(write.path, say(write.before), say(write.after), write.set_by or "", write.keep or "")
+        keep = (write.keep or "another recipe: mpbridge list") if write.conflict else ""
+        who = write.set_by if write.set_by != "nobody" else ""
+        cells = (write.name, show(write.before), show(write.after), write.why, who, keep)
+        # Text, not str: a value with brackets in it is no markup
+        table.add_row(*(Text(cell) for cell in cells), style=OVERRIDDEN if write.conflict else None)
+    for kept in plan.kept:
+        table.add_row(*(Text(cell) for cell in (f"{kept.target}.{kept.field}", show(kept.value), "left alone", kept.why, "", "")), style="dim")
     return table
 
 
@@ -27,7 +37,7 @@ def summary_table(rows: Iterable[tuple[str, str]], *, title: str = "summary") ->
     table = _table(title, ("", ""))
     table.show_header = False
     for label, text in rows:
-        table.add_row(label, text)
+        table.add_row(Text(label), Text(text))
     return table
 
 

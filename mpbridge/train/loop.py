@@ -20,11 +20,11 @@ from mpbridge.report.console import console, rank
 from mpbridge.report.metrics import MetricsLog
 from mpbridge.report.progress import ProgressLine
 from mpbridge.report.tables import summary_table
+from mpbridge.train.flops import flops_per_token
 from mpbridge.train.hooks import Hook, Hooks, Training, default_hooks
 from mpbridge.train.lr import scheduler, scheduler_arguments, train_iters
 from mpbridge.train.machine import data_parallel, process_group, process_settings
 from mpbridge.train.metrics import Counters, Meter, line
-from mpbridge.train.flops import flops_per_token
 from mpbridge.train.preflight import preflight, write_precision
 from mpbridge.train.summary import Summary, write_summary
 
