@@ -20,7 +20,7 @@ OVERRIDDEN = "bold yellow"
 
 def plan_table(plan: Plan, *, title: str = "what the recipe decides") -> Table:
     """Field, before, after, why, who had set it, and the line that would keep it: one row for every write, overridden values marked."""
-    table = _table(title, ("field", "before", "after", "why", "had been set by", "to keep it"))
+    table = _table(title, ("field", "before", "after", "why", "had been set by", "to keep it"), whole=("field", "to keep it"))
     for write in plan.writes:
         keep = (write.keep or "another recipe: mpbridge list") if write.conflict else ""
         who = write.set_by if write.set_by != "nobody" else ""
@@ -34,16 +34,16 @@ def plan_table(plan: Plan, *, title: str = "what the recipe decides") -> Table:
 
 def summary_table(rows: Iterable[tuple[str, str]], *, title: str = "summary") -> Table:
     """Label and text, one pair a row."""
-    table = _table(title, ("", ""))
+    table = _table(title, ("", ""), whole=())
     table.show_header = False
     for label, text in rows:
         table.add_row(Text(label), Text(text))
     return table
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
+def _table(title: str, columns: Sequence[str], whole: Sequence[str] = ()) -> Table:
+    """whole: columns that are never broken over two lines, as people copy or search them."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")
-    for number, column in enumerate(columns):
-        # the first column is what one searches by: never cut
-        table.add_column(column, no_wrap=number == 0, overflow="fold")
+    for column in columns:
+        table.add_column(column, no_wrap=column in whole, overflow="fold")
     return table

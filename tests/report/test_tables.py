@@ -14,7 +14,7 @@ from mpbridge.sync.plan import plan
 
 
 def _shown(renderable: object) -> str:
-    out = Console(file=io.StringIO(), width=200, highlight=False)
+    out = Console(file=io.StringIO(), width=150, highlight=False)
     out.print(renderable)
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
@@ -28,7 +28,7 @@ def test_every_write_has_a_row_and_overrides_say_how_to_keep_the_value() -> None
     wanted = plan(_policy(), model={}, optimizer={}, ddp={"grad_reduce_in_fp32": False}, origin={"ddp.grad_reduce_in_fp32": "the command line"})
     text = _shown(plan_table(wanted))
     assert all(write.name in text for write in wanted.writes)
-    (row,) = [line for line in text.splitlines() if line.startswith("ddp.grad_reduce_in_fp32")]
+    (row,) = [line for line in text.splitlines() if line.strip().startswith("ddp.grad_reduce_in_fp32")]
     assert "the command line" in row
     assert "mixed_precision.grad_reduce_in_fp32=false" in row
 
