@@ -36,71 +36,81 @@ def start_process_group(cuda: bool, *, timeout_minutes: float = 30.0) -> bool:
 
 
 def stop_process_group() -> None:
-    """Leaves the world, if there is one."""
+    """Leaves the world, if there is one, with every group in it."""
+    _LAYOUTS.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _core_globals() -> list[Any]:
-    """Owners of megatron-core's process-wide state: their upper-case names (and the two class attributes) are what an engine changes."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import random as core_random
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+State = list[tuple[Any, str, Any]]
+"""(owner, name, value) of process-wide state."""
 
-    return [parallel_state, core_random, MoEAuxLossAutoScaler, MTPLossAutoScaler]
+_LAYOUTS: dict[tuple[Any, Parallel, int], State] = {}
+"""megatron-core's groups of every layout that this world has had. They are used again and never destroyed one by one: a gloo group that goes while
+its last work is being released ends the process ("terminate called without an active exception"; seen after expert and interleaved pipeline runs)."""
 
-
-def _is_state(name: str, value: Any) -> bool:
-    return (name.isupper() or name in ("main_loss_backward_scale", "_global_process_group_list")) and not callable(value)
+_BUFFERS = ("_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
+"""Belong to an engine, not to its layout: they hold its activations."""
 
 
-def _snapshot() -> list[tuple[Any, str, Any]]:
+def _snapshot(*owners: Any) -> State:
+    """The upper-case names of megatron-core modules and the auxiliary losses' scale: what an engine changes and nobody gives back."""
     found = []
-    for owner in _core_globals():
+    for owner in owners:
         for name, value in vars(owner).items():
-            if _is_state(name, value) or name == "_CUDA_RNG_STATE_TRACKER":
+            if (name.isupper() or name in ("main_loss_backward_scale", "_global_process_group_list")) and not callable(value):
                 found.append((owner, name, copy.copy(value) if isinstance(value, (list, dict)) else value))
     return found
+
+
+def _restore(state: State) -> None:
+    for owner, name, value in state:
+        setattr(owner, name, value)
 
 
 class ModelParallel:
     """megatron-core's parallel state, seeded, for as long as one engine lives."""
 
     def __init__(self, sizes: Parallel, *, seed: int, optimizer_instances: int = 1) -> None:
-        self._saved = _snapshot()
-        self._groups = set(dist.distributed_c10d._world.pg_map)
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import random as core_random
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+        self._before = _snapshot(parallel_state, core_random, MoEAuxLossAutoScaler, MTPLossAutoScaler)
         try:
-            self._initialize(sizes, seed, optimizer_instances)
+            layout = (dist.group.WORLD, sizes, optimizer_instances)
+            known = _LAYOUTS.get(layout)
+            if known is None:
+                _initialize(sizes, optimizer_instances)
+                _LAYOUTS[layout] = [entry for entry in _snapshot(parallel_state) if entry[1] not in _BUFFERS]
+            else:
+                _restore(known)
+                parallel_state._set_global_memory_buffer()
+                parallel_state._set_global_symmetric_memory_buffer()
+            seed_everything(seed)
         except BaseException:
             self.stop()
             raise
 
-    def _initialize(self, sizes: Parallel, seed: int, optimizer_instances: int) -> None:
-        from megatron.core import parallel_state
-
-        parallel_state.initialize_model_parallel(
-            sizes.tensor,
-            sizes.pipeline,
-            sizes.virtual_pipeline,
-            context_parallel_size=sizes.context,
-            expert_model_parallel_size=sizes.expert,
-            expert_tensor_parallel_size=sizes.expert_tensor,
-            num_distributed_optimizer_instances=optimizer_instances,
-        )
-        seed_everything(seed)
-
     def stop(self) -> None:
-        """Destroys the process groups that were made here and puts megatron-core's globals back."""
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
+        """Puts megatron-core's globals back; its process groups wait for the next engine of the same layout."""
+        _restore(self._before)
         gc.collect()
-        if dist.is_initialized():
-            for group in [g for g in dist.distributed_c10d._world.pg_map if g not in self._groups]:
-                dist.destroy_process_group(group)
-        for owner, name, value in self._saved:
-            setattr(owner, name, value)
+
+
+def _initialize(sizes: Parallel, optimizer_instances: int) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        sizes.tensor,
+        sizes.pipeline,
+        sizes.virtual_pipeline,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
+        num_distributed_optimizer_instances=optimizer_instances,
+    )
 
 
 def seed_everything(seed: int) -> None:

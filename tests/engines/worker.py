@@ -1,0 +1,149 @@
+"""One rank of a world that runs every scenario in turn, rebuilding the engine in one process; rank 0 writes what it saw as JSON.
+
+Run by `world` below; `python worker.py OUT WEIGHTS` under torchrun's environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+STEPS = 4
+OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+AWARE = {"use_precision_aware_optimizer": True}
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "dp2": {},
+    "dp2_overlap": {"ddp": {"overlap_grad_reduce": True}},
+    "dp2_sharded": {"ddp": {"use_distributed_optimizer": True}},
+    "dp2_sharded_overlap": {"ddp": OVERLAP},
+    "dp2_sharded_aware": {"ddp": OVERLAP, "optimizer": AWARE},
+    "tp2": {"tensor": 2},
+    "tp2_sp": {"tensor": 2, "sequence": True},
+    "tp2_sp_rms": {"tensor": 2, "sequence": True, "model": {"normalization": "RMSNorm"}},
+    "pp2": {"pipeline": 2},
+    "pp2_untied": {"pipeline": 2, "model": {"share_embeddings_and_output_weights": False}},
+    "vpp2": {"pipeline": 2, "virtual_pipeline": 2, "layers": 4, "model": {"overlap_p2p_comm": True, "batch_p2p_comm": False}},
+    "ep2": {
+        "expert": 2,
+        "model": {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"},
+    },
+    "cp2": {"context": 2},
+    "vpp2_batched": {"pipeline": 2, "virtual_pipeline": 2, "layers": 4},
+}
+
+
+def world(size: int, names: list[str], folder: Path, *, kinds: list[str], timeout: float = 240.0) -> dict[str, Any]:
+    """What `size` processes report for each 'name/kind'; both ranks' errors are shown when one fails."""
+    out = folder / f"world{size}.json"
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={size}",
+        __file__,
+        str(out),
+        ",".join(names),
+        ",".join(kinds),
+    ]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)]),
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    return json.loads(out.read_text())
+
+
+def _scenario(name: str, kind: str, weights: Path) -> dict[str, Any]:
+    import tiny
+    import torch
+    from megatron.core import parallel_state
+
+    from mpbridge.devices import device_layer
+    from mpbridge.engines.mcore import McoreEngine
+    from mpbridge.errors import Refused
+
+    with device_layer(False):
+        try:
+            engine = McoreEngine.build(tiny.run(kind, world=torch.distributed.get_world_size(), **SCENARIOS[name]))
+        except Refused as refusal:
+            return {"refused": str(refusal)}
+        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        if name.startswith("pp2") or name == "vpp2" or (torch.distributed.get_world_size() == 1):
+            _same_start(engine, weights / f"{_family(name)}.pt")
+        batches = tiny.batches(rank=rank, size=size)
+        results = [engine.train_step(batches, microbatches=4 // size) for _ in range(STEPS)]
+        held = engine.evaluate(batches, microbatches=4 // size)
+        roles = sorted({(live.role, str(live.tensor.dtype).removeprefix("torch.")) for live in engine.tensors()})
+        names = [parameter for parameter, _ in engine.named_parameters()]
+        engine.close()
+    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "held": held, "roles": roles, "names": names}
+
+
+def _family(name: str) -> str:
+    """Which initial weights: file stem."""
+    return {"pp2_untied": "untied", "one_untied": "untied", "vpp2": "deep", "one_deep": "deep", "one_rms": "rms", "one_moe": "moe"}.get(
+        name, "tied"
+    )
+
+
+def _same_start(engine: Any, file: Path) -> None:
+    """A world of one writes its initial weights, pipeline stages (which draw theirs in another order) take them over."""
+    import torch
+
+    if torch.distributed.get_world_size() == 1:
+        torch.save({name: parameter.detach().clone() for name, parameter in engine.named_parameters()}, file)
+        return
+    start = torch.load(file)
+    for name, parameter in engine.named_parameters():
+        # with tied embeddings the last stage holds a copy of the first one's
+        tied = name not in start
+        parameter.data.copy_(start["embedding.word_embeddings.weight" if tied else name])
+    engine.optimizer.reload_model_params()
+
+
+SCENARIOS |= {
+    "one_untied": {"model": SCENARIOS["pp2_untied"]["model"]},
+    "one_deep": {"layers": 4},
+    "one_rms": {"model": SCENARIOS["tp2_sp_rms"]["model"]},
+}
+SCENARIOS["one_moe"] = {"model": SCENARIOS["ep2"]["model"]}
+
+
+def main() -> None:
+    out, names, kinds = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3].split(",")
+    from mpbridge.engines.parallel import start_process_group, stop_process_group
+
+    start_process_group(False, timeout_minutes=2)
+    import torch
+
+    found = {f"{name}/{kind}": _scenario(name, kind, out.parent) for name in names for kind in kinds}
+    reports: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(reports, found)
+    if torch.distributed.get_rank() == 0:
+        out.write_text(
+            json.dumps(
+                {
+                    key: reports[0][key]
+                    | {"all_names": [r[key].get("names", []) for r in reports], "every": [r[key].get("losses") for r in reports]}
+                    for key in found
+                }
+            )
+        )
+    stop_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        print(f"rank {os.environ.get('RANK')}:\n{traceback.format_exc()}", flush=True)
+        os._exit(1)
