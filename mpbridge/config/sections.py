@@ -46,8 +46,8 @@ class Parallelism:
 class Train:
     """How long, in which portions, and what to do about surprises."""
 
-    micro_batch_size: int = 4
-    """Samples of one forward and backward pass on one data-parallel rank."""
+    micro_batch_size: int | None = 4
+    """Samples of one forward and backward pass on one data-parallel rank; None: the rank's whole share of global_batch_size."""
     global_batch_size: int = 8
     """Samples of one optimizer step over all ranks."""
     train_iters: int | None = None

@@ -1,0 +1,167 @@
+"""ConfigContainer: everything about a run in one object, from Python, from a file, from the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from mpbridge.config.live import as_mapping
+from mpbridge.config.load import COMMAND_LINE, TOP, dump_yaml, read
+from mpbridge.config.run import Draft, Run
+from mpbridge.config.schema import SECTIONS, checked
+from mpbridge.config.sections import ENGINES
+from mpbridge.config.stages import Stage, as_plain, read_stages
+from mpbridge.errors import BadValue, Contradiction, UnknownName
+from mpbridge.precision.config import MixedPrecisionConfig
+
+if TYPE_CHECKING:
+    from mpbridge.checks.run import Versions
+
+__all__ = ["COMMAND_LINE", "ConfigContainer", "Run", "Stage"]
+
+Precision = str | MixedPrecisionConfig | Mapping[str, Any] | Sequence[Any] | None
+
+
+@dataclass(kw_only=True, eq=False)
+class ConfigContainer:
+    """Sections of plain settings, and the recipe. Sections may also be megatron-core's config objects.
+
+    Mutable until `resolved` makes a frozen Run of it. Two containers are equal when `as_data` is.
+    """
+
+    mixed_precision: Precision = None
+    """A recipe's name, a MixedPrecisionConfig, {recipe: name, field: value ...}, or a list of such mappings with `until`."""
+    model: Any = field(default_factory=dict)
+    optimizer: Any = field(default_factory=dict)
+    scheduler: Any = field(default_factory=dict)
+    ddp: Any = field(default_factory=dict)
+    parallel: Any = field(default_factory=dict)
+    train: Any = field(default_factory=dict)
+    data: Any = field(default_factory=dict)
+    checkpoint: Any = field(default_factory=dict)
+    logger: Any = field(default_factory=dict)
+    engine: str | None = None
+    """'mcore', 'fsdp2' or 'megatron_fsdp'; None: the one that the recipe is meant for, else 'mcore'."""
+    emulate: bool = False
+    """Quantized GEMMs computed by mpbridge.emulation instead of Transformer Engine."""
+    origin: dict[str, str] = field(default_factory=dict, repr=False)
+    """'optimizer.lr' -> the file or command line that set it; what is not in it was set in Python."""
+    trusted: bool = field(default=True, repr=False)
+    """False: a recipe that is code (module:function) is refused."""
+
+    if not TYPE_CHECKING:  # a visible __setattr__ makes mypy accept any attribute name
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in type(self).__dataclass_fields__:
+                raise UnknownName("section of ConfigContainer", name, TOP)
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str] | None = None, overrides: Iterable[str] = (), *, check: bool = True, trusted: bool = True
+    ) -> Self:
+        """The container that a YAML file and 'section.key=value' overrides describe: defaults < file < overrides.
+
+        check: raise Contradiction with every unknown key, wrong type and contradiction now; False leaves that to `resolved`, for one message.
+        trusted: False for a configuration from a stranger; no code that it names is run.
+        Raises BadValue for a file that cannot be read.
+        """
+        layers = read(path, overrides)
+        made = cls(**layers.tree, origin=layers.origin, trusted=trusted)
+        if check or layers.faults:
+            faults = [*layers.faults, *made.faults()]
+            if faults:
+                raise Contradiction(faults, subject=f"the configuration{f' {path}' if path else ''} cannot be used")
+        return made
+
+    def faults(self) -> list[str]:
+        """Everything that is wrong whatever the number of processes; empty when nothing is."""
+        return self._draft().faults
+
+    def resolved(self, world_size: int = 1, machine: Any = None, versions: Versions | None = None, *, training: bool = True) -> Run:
+        """The frozen Run on that many processes. Raises Contradiction with every fault.
+
+        machine: checks.machines.Machine that will run it; None: not known. versions: None: those installed here.
+        training: False does not ask for what only training needs (train_iters, a learning rate).
+        """
+        draft = self._draft()
+        run = draft.run(world_size, machine, versions, training)
+        if run is None:
+            raise Contradiction(draft.faults, subject="the configuration cannot be used")
+        return run
+
+    def _draft(self) -> Draft:
+        faults: list[str] = []
+        given = {name: checked(name, as_mapping(name, getattr(self, name), faults), faults) for name in SECTIONS}
+        layers = given["model"].get("num_layers")
+        stages = read_stages(self.mixed_precision, optimizer=given["optimizer"], layers=layers, faults=faults, trusted=self.trusted)
+        if not isinstance(self.emulate, bool):
+            faults.append(f"emulate={self.emulate!r}: expected true or false")
+        engine = self._engine(stages, given["ddp"], faults)
+        return Draft(container=self, given=given, stages=stages, engine=engine, origin=self._sources(given), faults=faults)
+
+    def _engine(self, stages: tuple[Stage, ...], ddp: Mapping[str, Any], faults: list[str]) -> str:
+        if self.engine is not None:
+            if self.engine not in ENGINES:
+                faults.append(f"engine={self.engine!r}: {UnknownName('engine', str(self.engine), ENGINES)}")
+            return str(self.engine)
+        wanted = {stage.engine for stage in stages} - {None}
+        if len(wanted) > 1:
+            faults.append(f"mixed_precision: the stages are meant for different engines ({', '.join(map(str, wanted))}): give engine=")
+        return str(wanted.pop()) if wanted else "megatron_fsdp" if ddp.get("use_megatron_fsdp") else "mcore"
+
+    def _sources(self, given: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+        """Where each given value came from."""
+        out = {}
+        for section, values in given.items():
+            whole = getattr(self, section)
+            in_python = f"the {section} section" if isinstance(whole, Mapping) else f"the {type(whole).__name__} given as {section}"
+            out |= {f"{section}.{name}": self.origin.get(f"{section}.{name}", in_python) for name in values}
+        return out | {name: source for name, source in self.origin.items() if name.partition(".")[0] not in SECTIONS}
+
+    def as_data(self) -> dict[str, Any]:
+        """What was given, in canonical plain form: `ConfigContainer(**data)` is equal to this one. Raises Contradiction for what cannot be said so."""
+        faults: list[str] = []
+        out: dict[str, Any] = {}
+        if self.mixed_precision is not None:
+            out["mixed_precision"] = as_plain(self.mixed_precision)
+        out |= {"engine": self.engine} if self.engine is not None else {}
+        out |= {"emulate": self.emulate} if self.emulate else {}
+        for name in SECTIONS:
+            values = checked(name, as_mapping(name, getattr(self, name), faults), faults)
+            faults += [f"{name}.{key}={value!r} is a Python object, which no file can hold" for key, value in values.items() if not _is_plain(value)]
+            out |= {name: values} if values else {}
+        if faults:
+            raise Contradiction(faults, subject="the configuration cannot be written down")
+        return out
+
+    def to_yaml(self) -> str:
+        """The configuration as YAML that `load` reads back to an equal container."""
+        return dump_yaml(self.as_data())
+
+    def dump(self, path: str | os.PathLike[str]) -> None:
+        """Writes `to_yaml()`. Raises BadValue when the file cannot be written."""
+        try:
+            Path(path).write_text(self.to_yaml(), encoding="utf-8")
+        except OSError as error:
+            raise BadValue(f"configuration {path} cannot be written: {error}") from None
+
+    def copy(self) -> Self:
+        """A container of its own; live config objects are shared."""
+        sections = {name: dict(value) if isinstance(value := getattr(self, name), Mapping) else value for name in SECTIONS}
+        return dataclasses.replace(self, origin=dict(self.origin), **sections)
+
+    def __eq__(self, other: object) -> bool:
+        return self.as_data() == other.as_data() if isinstance(other, ConfigContainer) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float, bool))

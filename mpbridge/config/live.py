@@ -1,0 +1,81 @@
+"""Sections given as megatron-core's config objects (or our dataclasses), read back as the mapping that their author could have written."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from mpbridge.config.schema import Setting, fit, settings
+from mpbridge.config.sections import OWN
+from mpbridge.errors import BadValue
+
+_CLASSES = {"model": ("TransformerConfig", "MLATransformerConfig"), "optimizer": ("OptimizerConfig",), "ddp": ("DistributedDataParallelConfig",)}
+_REPLACED = (
+    ("moe_router_topk_limited_devices", "moe_router_group_topk"),
+    ("enable_cuda_graph", "cuda_graph_impl"),
+    ("external_cuda_graph", "cuda_graph_impl"),
+    ("moe_router_padding_for_fp8", "moe_router_padding_for_quantization"),
+)
+"""megatron-core 0.16.1 translates the first into the second when a config is made, and refuses to be given both."""
+
+
+def as_mapping(section: str, value: Any, faults: list[str]) -> Mapping[str, Any]:
+    """What `value` (None, a mapping, a config object) says about `section`.
+
+    An object says what differs from its class's defaults. That is not the same as what its author wrote: a value written out that equals
+    the default is not seen, and is not missed either, as the object built from the rest has it again.
+    """
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return value
+    if section in OWN and isinstance(value, OWN[section]):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(OWN[section]) if getattr(value, f.name) != f.default}
+    names = {cls.__name__ for cls in type(value).__mro__}
+    expected = _CLASSES.get(section, (OWN[section].__name__,) if section in OWN else ())
+    if not names & set(expected) or section in OWN:
+        faults.append(f"{section} is a {type(value).__name__}: expected a mapping or a {' or '.join(expected)}")
+        return {}
+    return _written(section, value, faults, latent="MLATransformerConfig" in names)
+
+
+def _written(section: str, value: Any, faults: list[str], *, latent: bool) -> dict[str, Any]:
+    known = settings(section, latent=latent)
+    out: dict[str, Any] = {"multi_latent_attention": True} if latent else {}
+    foreign = []
+    for field in dataclasses.fields(value):
+        if field.name.startswith("_"):
+            continue
+        now = getattr(value, field.name, None)
+        if field.name not in known:
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            foreign += [field.name] if now is not None and now != default else []
+        elif not _equal(known[field.name], now) and not _made_by_core(now):
+            out[field.name] = now
+    if foreign:
+        faults.append(
+            f"{section} is a {type(value).__name__} with settings that megatron-core's own class lacks ({', '.join(foreign)}): "
+            "keep your object and use mpbridge.apply(mpbridge.plan(...)) on it, or give a mapping"
+        )
+    for old, new in _REPLACED:
+        if old in out and new in out:
+            del out[old]
+    if out.get("autocast_dtype") is not None and out["autocast_dtype"] == getattr(value, "params_dtype", None):
+        del out["autocast_dtype"]  # megatron-core fills it with params_dtype
+    return out
+
+
+def _equal(setting: Setting, value: Any) -> bool:
+    try:
+        return bool(fit(setting, value) == setting.default)
+    except BadValue:
+        return False
+
+
+def _made_by_core(value: Any) -> bool:
+    """Whether a function is one of the initialisers that megatron-core makes from init_method_std."""
+    if not isinstance(value, functools.partial):
+        return False
+    return str(getattr(value.func, "__module__", "")) == "torch.nn.init" and set(value.keywords) == {"mean", "std"}

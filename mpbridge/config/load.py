@@ -1,0 +1,204 @@
+"""Layers of plain data (a file, the command line) -> one tree that knows where each value came from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpbridge.config.schema import SECTIONS
+from mpbridge.errors import BadValue, UnknownName
+from mpbridge.precision.config import TWINS, twin_clashes
+from mpbridge.precision.registry import key
+from mpbridge.precision.yaml_loader import load_yaml
+
+Tree = dict[str, Any]
+COMMAND_LINE = "the command line"
+SINGLE = ("mixed_precision", "engine", "emulate")
+TOP = (*SINGLE, *SECTIONS)
+"""What a configuration file may hold at its top."""
+_TWIN = {a: b for a, b in TWINS} | {b: a for a, b in TWINS}
+_MODULES = "mixed_precision.modules."
+
+
+@dataclass(slots=True, kw_only=True)
+class Layers:
+    """The merged tree, with the source of every leaf ("optimizer.lr" -> "gpt_tiny.yaml") and what could not be read."""
+
+    tree: Tree = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    def add(self, layer: Mapping[str, Any], source: str) -> None:
+        """Lays `layer` over the tree: a mapping into a mapping, everything else replaced."""
+        layer = self._known(layer, source)
+        precision = layer.get("mixed_precision")
+        if precision is not None:
+            self._make_room(precision, source)
+        self._merge(self.tree, layer, source, "")
+
+    def _known(self, layer: Mapping[str, Any], source: str) -> Tree:
+        """`layer` with recipe names as {recipe: name}, without what no configuration has."""
+        out: Tree = {}
+        for name, value in layer.items():
+            if name not in TOP:
+                self.faults.append(f"{name} (from {source}): {UnknownName('section', str(name), TOP)}")
+            elif name in SECTIONS and value is None:
+                out[name] = {}
+            elif name in SECTIONS and not isinstance(value, Mapping):
+                self.faults.append(f"{name}={value!r} (from {source}): expected a mapping of settings, as in {name}.key=value")
+            else:
+                named = name == "mixed_precision" and isinstance(value, (str, int)) and not isinstance(value, bool)
+                # 32 and 16 are recipes' names, and numbers to YAML
+                out[name] = {"recipe": str(value)} if named else value
+        return out
+
+    def _make_room(self, precision: Any, source: str) -> None:
+        """Takes out what the weaker layers said and this one revokes: another recipe's additions, the other one of two twin fields."""
+        below = self.tree.get("mixed_precision")
+        if isinstance(precision, (list, tuple)) or (isinstance(precision, Mapping) and _renames(precision, below)):
+            self._forget("mixed_precision")
+        elif isinstance(below, (list, tuple)):
+            self.faults.append(f"mixed_precision holds a list of stages, which single fields (from {source}) cannot change: give mixed_precision=NAME")
+            self._forget("mixed_precision")
+        elif isinstance(precision, Mapping):
+            for name in precision:
+                if name in _TWIN and _TWIN[name] not in precision:
+                    self._forget(f"mixed_precision.{_TWIN[name]}")
+
+    def _forget(self, path: str) -> None:
+        *way, last = path.split(".")
+        node: Any = self.tree
+        for step in way:
+            node = node.get(step, {})
+        if isinstance(node, dict):
+            node.pop(last, None)
+        for name in [name for name in self.origin if name == path or name.startswith(f"{path}.")]:
+            del self.origin[name]
+
+    def _merge(self, into: Tree, layer: Mapping[str, Any], source: str, path: str) -> None:
+        for name, value in layer.items():
+            at = f"{path}{name}"
+            if not isinstance(value, Mapping):
+                self._forget(at)
+                into[name], self.origin[at] = value, source
+                continue
+            if not isinstance(into.get(name), dict):
+                self._forget(at)
+                into[name] = {}
+            self._merge(into[name], value, source, f"{at}.")
+
+
+def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Layers:
+    """The layers of a YAML file (None: nothing) and of 'section.key=value' overrides, the stronger last.
+
+    Faults are collected in the result; BadValue only where there is nothing to go on with: no such file, no YAML, no mapping.
+    """
+    layers = Layers()
+    if path is not None:
+        layers.add(read_file(Path(path)), str(path))
+    said = dotted(overrides, layers.faults)
+    precision = said.get("mixed_precision")
+    if isinstance(precision, dict):
+        layers.faults += twin_clashes(precision)
+    layers.add(said, COMMAND_LINE)
+    return layers
+
+
+def read_file(path: Path) -> Tree:
+    """The mapping in a YAML file; a recipe's file named in it is found beside it too. Raises BadValue."""
+    import yaml
+
+    try:
+        data = load_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise BadValue(f"configuration {path} cannot be read: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise BadValue(f"configuration {path}: expected a mapping of sections ({', '.join(TOP)}), got {type(data).__name__}")
+    if "mixed_precision" in data:
+        data["mixed_precision"] = _beside(data["mixed_precision"], path.parent)
+    return data
+
+
+def dump_yaml(data: Mapping[str, Any]) -> str:
+    """`data` as YAML with a line for each setting; lists stay on one line."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        def represent_sequence(self, tag: Any, sequence: Any, flow_style: Any = None) -> Any:
+            return super().represent_sequence(tag, sequence, flow_style=all(not isinstance(item, Mapping) for item in sequence))
+
+    return str(yaml.dump(dict(data), Dumper=Dumper, sort_keys=False, default_flow_style=False, width=140))
+
+
+def dotted(overrides: Iterable[str], faults: list[str]) -> Tree:
+    """The tree that 'a.b=value' texts describe, values read as YAML; what cannot be read goes to `faults`."""
+    out: Tree = {}
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        name = name.strip().lstrip("-")
+        if not equals or not name:
+            faults.append(f"{text!r}: expected key=value, as in optimizer.lr=3e-4")
+            continue
+        try:
+            _put(out, name, _value(value))
+        except BadValue as error:
+            faults.append(f"{text!r}: {error}")
+    return out
+
+
+def _value(text: str) -> Any:
+    import yaml
+
+    if not text.strip():
+        raise BadValue("no value; to unset it write null, for an empty text ''")
+    try:
+        return load_yaml(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise BadValue(f"no YAML value: {' '.join(str(error).split())}") from None
+
+
+def _put(tree: Tree, name: str, value: Any) -> None:
+    # a module's glob has dots of its own
+    way = ["mixed_precision", "modules", name.removeprefix(_MODULES)] if name.startswith(_MODULES) else name.split(".")
+    if name == "mixed_precision" and isinstance(value, (str, int)) and not isinstance(value, bool):
+        way, value = ["mixed_precision", "recipe"], str(value)
+    node = tree
+    for step in way[:-1]:
+        node = node.setdefault(step, {})
+        if not isinstance(node, dict):
+            raise BadValue(f"{step} has a single value already")
+    old = node.get(way[-1])
+    if isinstance(old, dict) and isinstance(value, dict):
+        old.update(value)
+    elif isinstance(old, dict):
+        raise BadValue(f"{way[-1]} has settings of its own already")
+    else:
+        node[way[-1]] = value
+
+
+def _renames(precision: Mapping[str, Any], below: Any) -> bool:
+    """Whether `precision` names another recipe than the layers below did."""
+    if precision.get("recipe") is None:
+        return False
+    old = below.get("recipe") if isinstance(below, Mapping) else None
+    return old is None or key(str(old)) != key(str(precision["recipe"]))
+
+
+def _beside(precision: Any, folder: Path) -> Any:
+    """`precision` with recipe files that are not found from here, but beside the configuration, named so that they are."""
+    if isinstance(precision, list):
+        return [_beside(stage, folder) for stage in precision]
+    if isinstance(precision, dict):
+        return precision | {"recipe": _beside(precision["recipe"], folder)} if "recipe" in precision else precision
+    if not isinstance(precision, str):
+        return precision
+    path, colon, function = precision.rpartition(":") if ".py:" in precision else (precision, "", "")
+    is_file = path.endswith((".yaml", ".yml", ".py"))
+    if is_file and not Path(path).exists() and (folder / path).exists():
+        return f"{folder / path}{colon}{function}"
+    return precision

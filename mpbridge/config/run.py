@@ -1,0 +1,228 @@
+"""Run: a configuration with everything decided, for one world size. And how it is made from checked sections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mpbridge.checks.probe import environment, installed
+from mpbridge.checks.run import OptimizerFacts, Parallel, RunFacts, Versions
+from mpbridge.config.schema import defaults
+from mpbridge.config.shape import model_shape, padded_vocabulary, parallel_of, shape_faults
+from mpbridge.config.stages import Stage
+from mpbridge.errors import BadValue
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.sync.plan import Plan, plain, plan
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import ConfigContainer
+
+Section = dict[str, Any]
+_ONE_FACT = ("use_distributed_optimizer", "overlap_param_gather")
+"""Asked for by megatron-core in two configs, ddp and optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What is run. The mappings are copies of this Run's own: read them."""
+
+    container: ConfigContainer
+    recipe: str
+    """Canonical name of the (first) recipe, 'custom' for a config without a name."""
+    policy: PrecisionPolicy
+    """Settled: every optimizer fact decided."""
+    plan: Plan
+    facts: RunFacts
+    inputs: Mapping[str, Section]
+    """model, optimizer, ddp: what the author wrote, the recipe not applied; GPTModel's arguments and parallel sizes filled in."""
+    train: Section
+    data: Section
+    scheduler: Section
+    checkpoint: Section
+    logger: Section
+    """These five with their defaults filled in."""
+    origin: Mapping[str, str]
+    """'optimizer.lr' -> where its value came from, for every value that is not a default."""
+    emulate: bool = False
+    stages: tuple[Stage, ...] = field(default=(), repr=False)
+    """One for each recipe of the run; policy is the first one's."""
+
+    @property
+    def engine(self) -> str:
+        """'mcore', 'fsdp2' or 'megatron_fsdp'."""
+        return self.facts.engine
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return self.facts.parallel.world_size
+
+
+def filled(section: str, given: Mapping[str, Any]) -> Section:
+    """`given` over the section's defaults."""
+    return defaults(section, latent=bool(given.get("multi_latent_attention"))) | dict(given)
+
+
+def joined(sections: Mapping[str, Section], engine: str | None, faults: list[str]) -> tuple[dict[str, Section], Section]:
+    """(model, optimizer and ddp as megatron-core is to be told, the parallel sizes): facts with two homes said in both.
+
+    Two homes that disagree go to `faults`.
+    """
+    model, optimizer, ddp = dict(sections["model"]), dict(sections["optimizer"]), dict(sections["ddp"])
+    for name in _ONE_FACT:
+        said = {section[name] for section in (ddp, optimizer) if name in section}
+        if len(said) == 2:
+            faults.append(f"ddp.{name}={ddp[name]} and optimizer.{name}={optimizer[name]} are one fact: drop one of them")
+        elif said:
+            ddp[name] = optimizer[name] = said.pop()
+    if engine == "megatron_fsdp":
+        if ddp.get("use_megatron_fsdp") is False:
+            faults.append("ddp.use_megatron_fsdp=False and engine=megatron_fsdp: drop one of them")
+        ddp["use_megatron_fsdp"] = True
+    elif ddp.get("use_megatron_fsdp"):
+        faults.append(f"ddp.use_megatron_fsdp=True and engine={engine}: set engine=megatron_fsdp")
+    parallel = dict(sections["parallel"])
+    for name in defaults("parallel"):
+        if name in model and name in parallel and model[name] != parallel[name]:
+            faults.append(f"parallel.{name}={parallel[name]} and model.{name}={model[name]} are one fact: drop one of them")
+        elif name in model:
+            parallel[name] = model[name]
+        elif name in parallel:
+            model[name] = parallel[name]
+    return {"model": model, "optimizer": optimizer, "ddp": ddp}, filled("parallel", parallel)
+
+
+def lengths(model: Mapping[str, Any], data: Mapping[str, Any], tensor: int, faults: list[str]) -> tuple[int, int, int]:
+    """(vocab_size, seq_length, max_sequence_length), each from the other or from the tokenizer where it is not given."""
+    seq, most = data["seq_length"], model["max_sequence_length"]
+    if seq is None and most is None:
+        faults.append("data.seq_length is missing (model.max_sequence_length would do)")
+    elif seq is not None and most is not None and seq > most:
+        faults.append(f"data.seq_length={seq} is above model.max_sequence_length={most}: the model has no positions for it")
+    vocabulary = model["vocab_size"]
+    if vocabulary is None and data["tokenizer"] != "byte":
+        faults.append(f"model.vocab_size is missing: only for data.tokenizer=byte it is known, here it is {data['tokenizer']!r}")
+    elif vocabulary is not None and vocabulary % tensor:
+        step = 64 * tensor
+        cure = -(-vocabulary // step) * step
+        faults.append(f"model.vocab_size={vocabulary} cannot be divided among {tensor} tensor-parallel ranks: pad it to {cure}")
+    return vocabulary or padded_vocabulary(tensor), seq or most or 1, most or seq or 1
+
+
+def training_faults(sections: Mapping[str, Section], parallel: Parallel | None) -> list[str]:
+    """What a training run lacks or cannot divide."""
+    train, optimizer = sections["train"], sections["optimizer"]
+    faults = []
+    if train["train_iters"] is None:
+        faults.append("train.train_iters is missing: it says how long to train, whatever the length of the data (train.train_iters=200)")
+    if not optimizer.get("lr"):
+        faults.append("optimizer.lr is missing (optimizer.lr=1e-3)")
+    elif (optimizer.get("min_lr") or 0.0) > optimizer["lr"]:
+        faults.append(f"optimizer.min_lr={optimizer['min_lr']} is above optimizer.lr={optimizer['lr']}")
+    if parallel is not None:
+        faults += batch_faults(train, parallel)
+    return faults
+
+
+def batch_faults(train: Mapping[str, Any], parallel: Parallel) -> list[str]:
+    """A global batch that the ranks cannot share."""
+    micro, whole, ranks = train["micro_batch_size"] or 1, train["global_batch_size"], parallel.data
+    if whole % (micro * ranks) == 0:
+        return []
+    return [
+        f"train.global_batch_size={whole} cannot be divided into micro batches of {micro} on {ranks} data-parallel "
+        f"rank{'s' if ranks > 1 else ''}: use a multiple of {micro * ranks}, or another train.micro_batch_size"
+    ]
+
+
+@dataclass(slots=True, kw_only=True)
+class Draft:
+    """Checked sections on the way to a Run."""
+
+    container: ConfigContainer
+    given: Mapping[str, Section]
+    """Every section as its author wrote it, in canonical plain form."""
+    stages: tuple[Stage, ...]
+    engine: str
+    origin: Mapping[str, str]
+    faults: list[str]
+
+    def run(self, world_size: int, machine: Any, versions: Versions | None, training: bool) -> Run | None:
+        """The Run, or None when there are faults."""
+        inputs, sizes = joined(self.given, self.engine, self.faults)
+        full = {name: filled(name, self.given[name]) for name in ("train", "data", "scheduler", "checkpoint", "logger")}
+        model = filled("model", inputs["model"])
+        self.faults += shape_faults(model)
+        parallel = self._parallel(sizes, world_size)
+        vocabulary, seq, most = lengths(model, full["data"], parallel.tensor if parallel else 1, self.faults)
+        self.faults += training_faults(full | inputs, parallel) if training else batch_faults(full["train"], parallel) if parallel else []
+        if self.faults or not self.stages or parallel is None:
+            return None
+        policy, emulated = self.stages[0].policy, bool(self.container.emulate)
+        planned = plan(
+            policy,
+            model=self.given["model"],
+            optimizer=inputs["optimizer"],
+            ddp=inputs["ddp"],
+            origin=self.origin,
+            realization="emulated" if emulated and policy.quantized else "native",
+        )
+        full["data"]["seq_length"] = seq
+        full["train"]["micro_batch_size"] = full["train"]["micro_batch_size"] or full["train"]["global_batch_size"] // parallel.data
+        arguments = {name: model[name] for name in defaults("model") if name in GPT_FILLED and model[name] is not None}
+        facts = RunFacts(
+            shape=model_shape(model, vocab_size=vocabulary, seq_length=seq),
+            parallel=parallel,
+            engine=self.engine,
+            realization=planned.realization,
+            optimizer=_optimizer_facts(inputs, policy, self.engine),
+            model=_after(model, planned, "model"),
+            ddp=_after(filled("ddp", inputs["ddp"]), planned, "ddp"),
+            micro_batch_size=full["train"]["micro_batch_size"],
+            global_batch_size=full["train"]["global_batch_size"],
+            versions=versions or installed(),
+            machine=machine,
+            environment=environment(),
+        )
+        inputs["model"] = arguments | inputs["model"] | {"vocab_size": vocabulary, "max_sequence_length": most}
+        return Run(
+            container=self.container,
+            recipe=self.stages[0].recipe,
+            policy=policy,
+            plan=planned,
+            facts=facts,
+            inputs=inputs,
+            origin=dict(self.origin),
+            emulate=emulated,
+            stages=self.stages,
+            **{name: full[name] for name in ("train", "data", "scheduler", "checkpoint", "logger")},
+        )
+
+    def _parallel(self, sizes: Section, world_size: int) -> Parallel | None:
+        try:
+            return parallel_of(sizes, world_size)
+        except BadValue as error:
+            self.faults.append(f"parallel: {error}")
+            return None
+
+
+GPT_FILLED = frozenset({"position_embedding_type", "rotary_base", "rotary_percent", "share_embeddings_and_output_weights"})
+"""GPTModel's arguments that a Run's inputs always name."""
+
+
+def _optimizer_facts(inputs: Mapping[str, Section], policy: PrecisionPolicy, engine: str) -> OptimizerFacts:
+    optimizer = filled("optimizer", inputs["optimizer"])
+    # FSDP2 has FusedAdam where the recipe asks for it, torch's AdamW otherwise
+    torchs = engine == "fsdp2" and optimizer["optimizer"] == "adam" and not policy.precision_aware
+    return OptimizerFacts(
+        name="torch_adamw" if torchs else optimizer["optimizer"],
+        distributed=optimizer["use_distributed_optimizer"],
+        cpu_offload=optimizer["optimizer_cpu_offload"],
+        overlap_param_gather_with_step=optimizer["overlap_param_gather_with_optimizer_step"],
+    )
+
+
+def _after(section: Section, planned: Plan, target: str) -> Section:
+    """The section with its defaults and the plan's writes, in plain types."""
+    return section | {name: plain(value) for name, value in planned.of(target).items()}

@@ -1,0 +1,215 @@
+"""What each setting may be: megatron-core's fields from the generated schema, ours from their dataclasses. Imports no framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from mpbridge.config.sections import GPT, LEAST, OWN
+from mpbridge.errors import BadValue, UnknownName
+from mpbridge.formats import DType, dtype
+
+UPSTREAM = {"optimizer": "OptimizerConfig", "ddp": "DistributedDataParallelConfig"}
+SECTIONS = ("model", "optimizer", "scheduler", "ddp", "parallel", "train", "data", "checkpoint", "logger")
+ACTIVATIONS = ("gelu", "silu", "relu", "squared_relu", "quick_gelu", "fast_gelu")
+"""Names for `activation_func`: torch.nn.functional's first three, then those of megatron.core.activations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One field: the names of its legal types ("int", "list[str]", "choice", "dtype", "null" ...), its words, its default in plain data."""
+
+    types: tuple[str, ...]
+    default: Any = None
+    choices: tuple[str, ...] = ()
+
+    def expected(self) -> str:
+        """The legal values, for people."""
+        words = {
+            "choice": "one of " + ", ".join(self.choices),
+            "dtype": "a dtype",
+            "bool": "true or false",
+            "float": "a number",
+            "int": "a whole number",
+            "str": "text",
+            "object": "an object given in Python",
+            "activation": f"one of {', '.join(ACTIVATIONS)} or a function given in Python",
+        }
+        return " or ".join(words.get(name, name.replace("list[", "a list of ").rstrip("]")) for name in self.types)
+
+
+@functools.cache
+def upstream() -> Mapping[str, Any]:
+    """The generated file: class name -> field -> record, and "megatron_core": the version it was made from."""
+    data: dict[str, Any] = json.loads(Path(__file__).with_name("megatron_core.json").read_text(encoding="utf-8"))
+    return types.MappingProxyType(data)
+
+
+@functools.cache
+def upstream_class(name: str) -> Mapping[str, Setting]:
+    """field -> Setting of one of megatron-core's config classes."""
+    records = upstream()[name]
+    if name == "MLATransformerConfig":
+        records = upstream()["TransformerConfig"] | records
+    return types.MappingProxyType(
+        {field: Setting(types=tuple(r["types"]), default=r["default"], choices=tuple(r.get("choices", ()))) for field, r in records.items()}
+    )
+
+
+@functools.cache
+def own_class(cls: type) -> Mapping[str, Setting]:
+    """field -> Setting of one of our dataclasses."""
+    hints = typing.get_type_hints(cls)
+    out = {}
+    for field in dataclasses.fields(cls):
+        names, choices = _described(hints[field.name])
+        out[field.name] = Setting(types=names, default=field.default, choices=choices)
+    return types.MappingProxyType(out)
+
+
+def settings(section: str, *, latent: bool = False) -> Mapping[str, Setting]:
+    """field -> Setting of a section; latent: the model section of multi-latent attention. Raises UnknownName."""
+    if section == "model":
+        # MLA has rotary_base and rotary_percent of its own, with the same meaning: the config class's record holds
+        return {**own_class(GPT), **upstream_class("MLATransformerConfig" if latent else "TransformerConfig")}
+    if section in UPSTREAM:
+        return upstream_class(UPSTREAM[section])
+    if section not in OWN:
+        raise UnknownName("section", section, SECTIONS)
+    return own_class(OWN[section])
+
+
+def defaults(section: str, *, latent: bool = False) -> dict[str, Any]:
+    """field -> default of a section, as plain data."""
+    return {name: setting.default for name, setting in settings(section, latent=latent).items()}
+
+
+def checked(section: str, values: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
+    """`values` in canonical plain form; every unknown key and every value that cannot be is added to `faults`."""
+    known = settings(section, latent=bool(values.get("multi_latent_attention")))
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        where = f"{section}.{name}"
+        if name not in known:
+            faults.append(f"{where}={_short(value)}: {_unknown(section, str(name), known)}")
+            continue
+        try:
+            out[name] = fit(known[name], value)
+        except BadValue as error:
+            faults.append(f"{where}={error}")
+            continue
+        least = LEAST.get(where)
+        if least is not None and isinstance(out[name], (int, float)) and out[name] < least:
+            faults.append(f"{where}={value}: at least {least}")
+    return out
+
+
+def fit(setting: Setting, value: Any) -> Any:
+    """`value` in canonical plain form (dtypes and enumeration members by name, numbers of the right kind). Raises BadValue: found, expected."""
+    for name in setting.types:
+        fits, plain = _as(name, setting, value)
+        if fits:
+            return plain
+    kind = f" (a {_kind(value)})" if _kind(value) else ""
+    raise BadValue(f"{_short(value)}{kind}: expected {setting.expected()}")
+
+
+def _as(name: str, setting: Setting, value: Any) -> tuple[bool, Any]:
+    """Whether `value` is a `name`, and what it is then."""
+    if name == "null":
+        return value is None, None
+    if name == "bool":
+        return isinstance(value, bool), value
+    if name == "int":
+        return isinstance(value, int) and not isinstance(value, bool), value
+    if name == "float":
+        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return ok, float(value) if ok else value
+    if name == "str":
+        return isinstance(value, str), value
+    if name == "list":
+        return isinstance(value, (list, tuple)), list(value) if isinstance(value, (list, tuple)) else value
+    if name == "object":
+        return value is not None and not isinstance(value, (str, int, float, list, tuple, dict)), value
+    if name == "activation":
+        return _activation(value)
+    if name in ("dtype", "choice"):
+        return _dtype(value) if name == "dtype" else _choice(setting, value)
+    return _list_of(name.removeprefix("list[").removesuffix("]"), setting, value)
+
+
+def _list_of(item: str, setting: Setting, value: Any) -> tuple[bool, Any]:
+    if not isinstance(value, (list, tuple)):
+        return False, value
+    parts = [_as(item, setting, part) for part in value]
+    return all(ok for ok, _ in parts), [plain for _, plain in parts]
+
+
+def _dtype(value: Any) -> tuple[bool, Any]:
+    try:
+        return value is not None, dtype(value).short
+    except BadValue:
+        return False, value
+
+
+def _choice(setting: Setting, value: Any) -> tuple[bool, Any]:
+    # an enumeration member of megatron-core's goes by its name, and "float32" where the words are fp32 and fp64
+    name = value if isinstance(value, str) else getattr(value, "name", value)
+    if name in setting.choices:
+        return True, name
+    is_dtype, short = _dtype(value)
+    return is_dtype and short in setting.choices, short
+
+
+def _activation(value: Any) -> tuple[bool, Any]:
+    name = getattr(value, "__name__", None) if callable(value) else value
+    if name in ACTIVATIONS and (not callable(value) or str(getattr(value, "__module__", "")).startswith(("torch", "megatron"))):
+        return True, name
+    # torch.nn.functional.gelu is a builtin without a module of its own
+    if callable(value) and name in ACTIVATIONS and type(value).__name__ == "builtin_function_or_method":
+        return True, name
+    return callable(value), value
+
+
+def _unknown(section: str, name: str, known: Mapping[str, Setting]) -> str:
+    elsewhere = [other for other in SECTIONS if other != section and name in settings(other, latent=True)]
+    if elsewhere:
+        return f"no such setting here; it is {' or '.join(f'{other}.{name}' for other in elsewhere)}"
+    if section == "model" and name in upstream_class("MLATransformerConfig"):
+        return "needs model.multi_latent_attention=true"
+    error = UnknownName(f"setting in {section}", name, known)
+    # a hundred names help nobody
+    return str(error) if error.near or len(known) < 20 else f"no setting in {section} named {name!r}, and none that looks like it"
+
+
+def _described(hint: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        parts = [_described(part) for part in get_args(hint)]
+        return tuple(n for names, _ in parts for n in names), tuple(w for _, words in parts for w in words)
+    if origin is Literal:
+        return ("choice",), tuple(get_args(hint))
+    if origin is list:
+        return (f"list[{get_args(hint)[0].__name__}]",), ()
+    return ("null" if hint is type(None) else str(hint.__name__),), ()
+
+
+def _kind(value: Any) -> str:
+    """The YAML type of a plain value, '' where naming it says nothing."""
+    names = {bool: "truth value", int: "whole number", float: "number", dict: "mapping", list: "list"}
+    return names.get(type(value), "")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, DType):
+        return value.short
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,88 @@
+"""The model section as a ModelShape, megatron-core's own derivations made in advance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpbridge.checks.run import ModelShape, Parallel
+
+BYTE_VOCABULARY = 259
+"""The built-in tokenizer's: 256 bytes, end of document, padding, begin of sequence."""
+PAD_VOCABULARY = 64
+"""megatron-lm pads an embedding to a multiple of this times the tensor-parallel size with --make-vocab-size-divisible-by; smaller here: small models."""
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
+
+def padded_vocabulary(tensor: int) -> int:
+    """Rows of the embedding for the byte tokenizer."""
+    step = PAD_VOCABULARY * tensor
+    return -(-BYTE_VOCABULARY // step) * step
+
+
+def shape_faults(model: Mapping[str, Any]) -> list[str]:
+    """What is missing or does not divide, in a model section with its defaults filled in."""
+    faults = [f"model.{name} is missing" for name in _REQUIRED if not model.get(name)]
+    if faults:
+        return faults
+    hidden, heads, groups, layers = model["hidden_size"], model["num_attention_heads"], model["num_query_groups"], model["num_layers"]
+    if model["kv_channels"] is None and hidden % heads:
+        faults.append(f"model.hidden_size={hidden} cannot be divided into {heads} attention heads: change one of them or give model.kv_channels")
+    if groups is not None and heads % groups:
+        faults.append(f"model.num_attention_heads={heads} cannot be shared by model.num_query_groups={groups}: use a divisor of {heads}")
+    pattern = model["moe_layer_freq"]
+    if model["num_moe_experts"] and isinstance(pattern, list) and len(pattern) != layers:
+        faults.append(f"model.moe_layer_freq has {len(pattern)} entries for {layers} layers: give one for each, or one number")
+    if model["num_moe_experts"] and isinstance(pattern, int) and pattern < 1:
+        faults.append(f"model.moe_layer_freq={pattern}: at least 1 (every layer a mixture of experts)")
+    return faults
+
+
+def model_shape(model: Mapping[str, Any], *, vocab_size: int, seq_length: int) -> ModelShape:
+    """The shape of a model section that `shape_faults` found nothing in, defaults filled in."""
+    layers, hidden, heads = model["num_layers"], model["hidden_size"], model["num_attention_heads"]
+    ffn = model["ffn_hidden_size"] or 4 * hidden
+    experts, pattern = model["num_moe_experts"], model["moe_layer_freq"]
+    # megatron-core: layer i is a mixture of experts when i % frequency == 0, or as the list says (gpt_layer_specs.py)
+    mixture = tuple(bool(pattern[i]) if isinstance(pattern, list) else i % pattern == 0 for i in range(layers)) if experts else ()
+    return ModelShape(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        ffn_hidden_size=ffn,
+        num_query_groups=model["num_query_groups"] or heads,
+        kv_channels=model["kv_channels"] or hidden // heads,
+        vocab_size=vocab_size,
+        seq_length=seq_length,
+        gated=model["gated_linear_unit"],
+        tied=model["share_embeddings_and_output_weights"],
+        learned_positions=model["position_embedding_type"] == "learned_absolute",
+        linear_bias=model["add_bias_linear"],
+        qkv_bias=model["add_bias_linear"] or model["add_qkv_bias"],
+        norm_bias=model["normalization"] == "LayerNorm",
+        qk_layernorm=model["qk_layernorm"],
+        experts=experts,
+        expert_ffn_hidden_size=(model["moe_ffn_hidden_size"] or ffn) if experts else 0,
+        expert_layers=mixture,
+        expert_topk=model["moe_router_topk"] if experts else 0,
+        shared_expert_size=model["moe_shared_expert_intermediate_size"] or 0,
+        expert_bias=bool(experts) and model["moe_router_enable_expert_bias"],
+        grouped_gemm=bool(experts) and model["moe_grouped_gemm"],
+        latent_attention={name: model[name] or 0 for name in _LATENT} if model["multi_latent_attention"] else None,
+        mtp_layers=model["mtp_num_layers"] or 0,
+    )
+
+
+def parallel_of(sizes: Mapping[str, Any], world_size: int) -> Parallel:
+    """The parallel section (defaults filled in) in a world of that size. Raises BadValue when they do not fit."""
+    return Parallel(
+        world_size=world_size,
+        tensor=sizes["tensor_model_parallel_size"],
+        pipeline=sizes["pipeline_model_parallel_size"],
+        virtual_pipeline=sizes["virtual_pipeline_model_parallel_size"],
+        context=sizes["context_parallel_size"],
+        expert=sizes["expert_model_parallel_size"],
+        expert_tensor=sizes["expert_tensor_parallel_size"],
+        sequence=sizes["sequence_parallel"],
+    )

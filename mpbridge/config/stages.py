@@ -1,0 +1,139 @@
+"""The mixed_precision setting: a name, a config object, a mapping with additions, or a list of stages; what each of them means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpbridge.errors import Contradiction, MpbridgeError, UnknownName
+from mpbridge.precision.config import MixedPrecisionConfig, twin_clashes
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+
+UNNAMED = "custom"
+"""What a policy without a recipe's name is called."""
+_UNTIL = re.compile(r"\d+(\.\d+)?%|\d+(\.\d+)?(e\d+)? (steps|tokens)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A recipe's part of a run."""
+
+    recipe: str
+    """Canonical name, or 'custom'."""
+    config: MixedPrecisionConfig
+    """The recipe with its additions."""
+    policy: PrecisionPolicy
+    until: int | str | None = None
+    """A step, 'N%' of train_iters, 'N steps' or 'N tokens'; None: the end of the run."""
+    engine: str | None = None
+    """The engine that the recipe is meant for."""
+
+
+def read_stages(value: Any, *, optimizer: Mapping[str, Any], layers: int | None, faults: list[str], trusted: bool = True) -> tuple[Stage, ...]:
+    """The stages that a mixed_precision setting means, one when it is no list; what cannot be goes to `faults`.
+
+    optimizer: the optimizer section, which settles what the recipe leaves open. trusted: False refuses recipes that are code of the
+    configuration's own (a function in a module or file), for configurations that came with somebody's checkpoint.
+    """
+    if value is None or value == [] or value == {}:
+        faults.append("mixed_precision is missing: give a recipe's name, as in mixed_precision=bf16_mixed (names: mpbridge list)")
+        return ()
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        parts, places = list(value), [f"mixed_precision[{i}]" for i in range(len(value))]
+    else:
+        parts, places = [value], ["mixed_precision"]
+    last = len(parts) - 1
+    found = []
+    for i, (part, place) in enumerate(zip(parts, places, strict=True)):
+        part, until = _split_until(part, place, needed=i < last, allowed=len(parts) > 1, faults=faults)
+        stage = _stage(part, until, place, optimizer, layers, faults, trusted)
+        found += [stage] if stage is not None else []
+    return tuple(found)
+
+
+def as_plain(value: Any) -> Any:
+    """A mixed_precision setting in plain YAML types, in the shortest spelling."""
+    if isinstance(value, MixedPrecisionConfig):
+        return value.as_data()
+    if isinstance(value, Mapping):
+        out = {str(name): _plain(item) for name, item in value.items()}
+        return out["recipe"] if set(out) == {"recipe"} else out
+    return [as_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    from mpbridge.formats import dtype
+
+    return dtype(value).short
+
+
+def _split_until(part: Any, place: str, *, needed: bool, allowed: bool, faults: list[str]) -> tuple[Any, int | str | None]:
+    if not isinstance(part, Mapping) or "until" not in part:
+        if needed:
+            faults.append(f"{place}: every stage but the last needs `until`: a step, '90%', '1000 steps' or '3e9 tokens'")
+        return part, None
+    rest = {name: item for name, item in part.items() if name != "until"}
+    until = part["until"]
+    fits = (isinstance(until, int) and not isinstance(until, bool) and until > 0) or (isinstance(until, str) and _UNTIL.fullmatch(until))
+    if not allowed:
+        faults.append(f"{place}.until={until!r}: only the stages of a list end")
+    elif not needed:
+        faults.append(f"{place}.until={until!r}: the last stage runs to the end")
+    elif not fits:
+        faults.append(f"{place}.until={until!r}: expected a step, '90%', '1000 steps' or '3e9 tokens'")
+    return rest, until
+
+
+def _stage(
+    part: Any, until: int | str | None, place: str, optimizer: Mapping[str, Any], layers: int | None, faults: list[str], trusted: bool
+) -> Stage | None:
+    before = len(faults)
+    name, engine, config = UNNAMED, None, None
+    try:
+        if isinstance(part, MixedPrecisionConfig):
+            config = part.derive()
+        elif isinstance(part, (str, Mapping)):
+            additions = {} if isinstance(part, str) else dict(part)
+            given = part if isinstance(part, str) else additions.pop("recipe", None)
+            if given is not None:
+                if not trusted and ":" in str(given):
+                    raise Contradiction([f"{place}={given!r} is code that this configuration brings along: name the recipe yourself (--recipe)"])
+                config, entry = get_mixed_precision_config(str(given)), describe(str(given))
+                name, engine = entry.name, entry.engine
+            config = _added(config or MixedPrecisionConfig(), additions, place, faults)
+        else:
+            faults.append(f"{place}={part!r}: expected a recipe's name, a mapping with `recipe:`, or a MixedPrecisionConfig")
+        if config is None or len(faults) > before:
+            return None
+        return Stage(recipe=name, config=config, policy=resolve(config, optimizer=optimizer, layers=layers), until=until, engine=engine)
+    except Contradiction as error:
+        faults += [f"{place}: {fault}" for fault in error.faults]
+    except MpbridgeError as error:
+        faults.append(f"{place}: {error}")
+    return None
+
+
+def _added(config: MixedPrecisionConfig, additions: dict[Any, Any], place: str, faults: list[str]) -> MixedPrecisionConfig:
+    """`config` with each addition that can be made; the others are named."""
+    good: dict[str, Any] = {}
+    for name, value in additions.items():
+        try:
+            MixedPrecisionConfig().derive(**{str(name): value})
+            good[str(name)] = value
+        except UnknownName as error:
+            faults.append(f"{place}.{name}: {error}")
+        except MpbridgeError as error:
+            faults.append(f"{place}: {error}")
+    clashes = twin_clashes(good)
+    faults += [f"{place}: {clash}" for clash in clashes]
+    return config if clashes else config.derive(**good)
