@@ -35,8 +35,8 @@ _HOME = {
     "recipes": "precision.registry",
     "get_mixed_precision_config": "precision.registry",
     "plan": "sync.plan",
-    "apply": "sync.apply",
-    "build": "sync.build",
+    "apply": "engines.targets",
+    "build": "engines.targets",
     "ConfigContainer": "config.container",
     "pretrain": "train.loop",
     "audit": "audit.audit",
@@ -44,10 +44,15 @@ _HOME = {
 __all__ = ["__version__", *sorted(_HOME)]
 
 if TYPE_CHECKING:
-    from mpbridge.precision.config import MixedPrecisionConfig
-    from mpbridge.precision.policy import PrecisionPolicy
-    from mpbridge.precision.registry import get_mixed_precision_config, recipes, register
-    from mpbridge.precision.resolve import resolve
+    from mpbridge.engines.targets import apply as apply
+    from mpbridge.engines.targets import build as build
+    from mpbridge.precision.config import MixedPrecisionConfig as MixedPrecisionConfig
+    from mpbridge.precision.policy import PrecisionPolicy as PrecisionPolicy
+    from mpbridge.precision.registry import get_mixed_precision_config as get_mixed_precision_config
+    from mpbridge.precision.registry import recipes as recipes
+    from mpbridge.precision.registry import register as register
+    from mpbridge.precision.resolve import resolve as resolve
+    from mpbridge.sync.plan import plan as plan
 
 
 def __getattr__(name: str) -> Any:

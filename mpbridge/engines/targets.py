@@ -60,12 +60,12 @@ def build(inputs: Mapping[str, Any], plan: Plan, *, machine: Machine | None = No
     StalePlan when inputs changed since the plan, UpstreamRefused when megatron-core's own validation says no.
     """
     refuse_unable(plan.policy, plan.realization, machine=machine, versions=versions)
-    live = {name: inputs[name] for name in TARGETS if name in inputs and not is_inputs(inputs[name])}
+    live: dict[str, Any] = {name: inputs[name] for name in TARGETS if name in inputs and not is_inputs(inputs[name])}
     made: dict[str, Any] = dict(live)
     if live:
         writes = tuple(write for write in plan.writes if write.target in live)
         commit(dataclasses.replace(plan, writes=writes, targets=live), spell=_compile)
-    sections = {name: dict(inputs.get(name) or {}) for name in TARGETS if name not in live}
+    sections: dict[str, dict[str, Any]] = {name: dict(inputs.get(name) or {}) for name in TARGETS if name not in live}
     if "model" in sections:
         sections["model"] |= inputs.get("parallel") or {}
     classes = _classes(bool(sections.get("model", {}).get("multi_latent_attention")))

@@ -39,7 +39,7 @@ class DTypeField:
 
 TWINS = (("fp8_param", "fp8_param_gather"), ("fp4_param", "fp4_param_gather"))
 """One fact under two names: the neighbour syncs them by assignment order; here they must agree, or the last assignment sets both."""
-_TWIN_OF = {a: b for a, b in TWINS} | {b: a for a, b in TWINS}
+_TWIN_OF = dict(TWINS) | {b: a for a, b in TWINS}
 
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
@@ -174,7 +174,7 @@ class MixedPrecisionConfig:
         new = copy.copy(self)
         # None about one of two twins says nothing when the other one is given
         for name, value in changes.items():
-            if value is not None or changes.get(_TWIN_OF.get(name, ""), None) is None:
+            if value is not None or changes.get(_TWIN_OF.get(name, "")) is None:
                 setattr(new, name, tuple(value) if name == "keep_fp32" and isinstance(value, list) else value)
         return new
 

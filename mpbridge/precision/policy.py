@@ -244,7 +244,7 @@ class PrecisionPolicy:
 
     def as_data(self) -> dict[str, Any]:
         """Every field in JSON types, {"schema": 1, ...}. Defaults are written too: a fingerprint must not change meaning with a default."""
-        return {"schema": SCHEMA} | _plain(self)
+        return {"schema": SCHEMA, **_plain(self)}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> PrecisionPolicy:

@@ -208,7 +208,8 @@ def _module_from_file(path: Path) -> ModuleType:
     if name in sys.modules:  # executed once: its @register lines must not run twice
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # .py files always have a loader
+    assert spec is not None  # a .py file always has a spec
+    assert spec.loader is not None  # and a loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -253,7 +253,7 @@ def _module_regions(v: Mapping[str, Any], faults: list[str]) -> tuple[Region, ..
             found = _rule_faults(where, rule)
             faults += found
             if not found:
-                regions.append(Region(modules=pattern, quant=_quant(rule | {"fp8_param": rule.get("fp8_param", rule.get("fp8_param_gather"))})))
+                regions.append(Region(modules=pattern, quant=_quant({**rule, "fp8_param": rule.get("fp8_param", rule.get("fp8_param_gather"))})))
             continue
         try:
             if dtype(rule) is not _base(v):

@@ -1,0 +1,166 @@
+"""Writing a plan onto live objects: checked on twins, all or nothing, with a receipt. Knows no framework: how values are spelled is handed in.
+
+`mpbridge.engines.targets.apply` is the public one: it asks the machine first and spells values for megatron-core.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from mpbridge.errors import BadValue, Conflict, StalePlan, UpstreamRefused
+from mpbridge.formats import DType
+from mpbridge.sync.fields import TABLE, TARGETS, UNSET, ModuleRules
+from mpbridge.sync.plan import Plan, Receipt, show
+from mpbridge.sync.targets import holder, is_inputs, read, same
+
+Spell = Callable[[ModuleRules, Any], Any]
+"""(rules, the live model config) -> megatron-core's quant_recipe."""
+
+_BODY: Mapping[str, str] = MappingProxyType({"model": "params_dtype", "optimizer": "params_dtype", "ddp": "grad_reduce_in_fp32"})
+"""A field whose holder is megatron-core's config itself."""
+_FILLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "model": ("autocast_dtype", "attention_softmax_in_fp32", "moe_router_padding_for_quantization"),
+        "optimizer": ("store_param_remainders", "use_precision_aware_optimizer_no_fp8_or_ds_fp8"),
+        "ddp": (),
+    }
+)
+"""What megatron-core's post-init makes of precision fields: taken from the checked twin, since a live object's post-init is over."""
+_FIELDS = frozenset((row.target, row.field) for row in TABLE)
+
+
+def commit(plan: Plan, *, on_conflict: Literal["warn", "error"] = "warn", spell: Spell | None = None) -> Receipt:
+    """Writes `plan` onto its live objects, or nothing at all; returns the receipt that the next plan needs.
+
+    on_conflict: "error" refuses to override an author's value; "warn" leaves that to the caller, who has plan.conflicts.
+    Raises Conflict, StalePlan, UpstreamRefused (megatron-core's own validation says no), BadValue (a mapping: build it instead).
+    """
+    if on_conflict not in ("warn", "error"):
+        raise BadValue(f"on_conflict={on_conflict!r}: expected 'warn' or 'error'")
+    if plan.conflicts and on_conflict == "error":
+        raise Conflict("\n".join(["the recipe overrides values that were set:", *(f"  - {write}" for write in plan.conflicts)]))
+    for name, target in plan.targets.items():
+        if is_inputs(target):
+            raise BadValue(f"the {name} target is a mapping of inputs: build() constructs megatron-core's config from it, apply() is for live objects")
+    _refuse_stale(plan)
+    bodies = {name: body for name, target in plan.targets.items() if (body := holder(target, _BODY[name])) is not None}
+    sick = {name: _check(body)[1] for name, body in bodies.items()}
+    saved = _write(plan, spell)
+    unchecked, twins = [], {}
+    for name, body in bodies.items():
+        twins[name], fault = _check(body)
+        if fault is not None and sick[name] is not None and _text(fault) == _text(sick[name]):
+            unchecked.append(f"{name}: {_text(fault)}")  # so before us, and not about us
+        elif fault is not None:
+            _restore(saved)
+            raise UpstreamRefused(refusal(name, fault)) from fault
+    filled = {name: _take_over(name, body, twins[name]) for name, body in bodies.items() if twins[name] is not None}
+    return _receipt(plan, filled, unchecked)
+
+
+def _refuse_stale(plan: Plan) -> None:
+    changed = [
+        f"{write.name}: {show(write.before)} when planned, {show(now)} now"
+        for write in plan.writes
+        if not same(now := read(plan.targets[write.target], write.field), write.before)
+    ]
+    if changed:
+        raise StalePlan("\n".join(["the targets changed after the plan was made, plan again:", *(f"  - {line}" for line in changed)]))
+
+
+def _write(plan: Plan, spell: Spell | None) -> list[tuple[Any, str, Any]]:
+    """Sets every field; returns (owner, field, value before) to take it back."""
+    saved: list[tuple[Any, str, Any]] = []
+    for write in plan.writes:
+        owner = holder(plan.targets[write.target], write.field)
+        saved.append((owner, write.field, getattr(owner, write.field)))
+        setattr(owner, write.field, spelled(write.after, owner, spell))
+    return saved
+
+
+def spelled(value: Any, owner: Any, spell: Spell | None) -> Any:
+    """A planned value as megatron-core takes it. Raises BadValue for module rules when nobody was handed in who spells them."""
+    if isinstance(value, DType):
+        return value.torch()
+    if isinstance(value, ModuleRules):
+        if spell is None:
+            raise BadValue("the plan has rules for single modules: use mpbridge.apply, or hand in spell=mpbridge.engines.quant_recipe.compile_rules")
+        return spell(value, owner)
+    return value
+
+
+def _restore(saved: list[tuple[Any, str, Any]]) -> None:
+    for owner, field, value in saved:
+        setattr(owner, field, value)
+
+
+def _check(body: Any) -> tuple[Any, Exception | None]:
+    """(a checked shallow copy, what megatron-core's own validation says about it). Lists are copied: post-init appends to some."""
+    validate = "finalize" if hasattr(body, "finalize") else "__post_init__"
+    if not hasattr(body, validate):
+        return None, None
+    twin = copy.copy(body)
+    for name, value in vars(twin).items():
+        if isinstance(value, (list, dict)):
+            object.__setattr__(twin, name, copy.copy(value))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            getattr(twin, validate)()
+        except Exception as fault:
+            return None, fault
+    return twin, None
+
+
+def _take_over(name: str, body: Any, twin: Any) -> dict[str, tuple[Any, Any]]:
+    """Fields that the twin's post-init filled and a live object would lack: field -> (before, now)."""
+    found = {}
+    for field in _FILLED[name]:
+        if hasattr(twin, field) and not same(getattr(body, field, UNSET), getattr(twin, field)):
+            found[field] = (getattr(body, field, UNSET), getattr(twin, field))
+            setattr(body, field, getattr(twin, field))
+    return found
+
+
+def _receipt(plan: Plan, filled: Mapping[str, Mapping[str, tuple[Any, Any]]], unchecked: list[str]) -> Receipt:
+    if plan.policy is None:
+        return Receipt(unchecked=tuple(unchecked))
+    old = plan.after.fields
+    written: dict[tuple[str, str], tuple[Any, Any]] = {}
+    for write in plan.writes:
+        key: tuple[str, str] = (write.target, write.field)
+        written[key] = (_found(old, key, write.before), read(plan.targets[write.target], write.field))
+    for name in TARGETS:
+        for field, (before, now) in filled.get(name, {}).items():
+            key = (name, field)
+            if key in _FIELDS:
+                written[key] = (written[key][0] if key in written else _found(old, key, before), now)
+    return Receipt(fields=MappingProxyType(dict(old) | written), unchecked=tuple(unchecked))
+
+
+def _found(old: Mapping[tuple[str, str], tuple[Any, Any]], key: tuple[str, str], before: Any) -> Any:
+    """The value before any recipe: an earlier receipt's, unless somebody has changed the field since."""
+    if key in old and same(before, old[key][1]):
+        return old[key][0]
+    return before
+
+
+def _text(fault: Exception | None) -> str:
+    return f"{type(fault).__name__}: {fault}"
+
+
+def refusal(name: str, fault: Exception) -> str:
+    """megatron-core's complaint about a config in our words; its bare assertions and TypeErrors say little."""
+    text = str(fault).strip()
+    if isinstance(fault, TypeError) and "NoneType" in text and "Version" in text:
+        return (
+            f"megatron-core's check of the {name} config asks for Transformer Engine's version, and Transformer Engine is not installed: "
+            "install it (pip install 'mpbridge[te]'), choose a recipe without FP8, FP4 and low-precision optimizer states, or build inside mpbridge's device layer"
+        )
+    if isinstance(fault, AssertionError) and not text:
+        return f"megatron-core refuses the {name} config with a bare assertion"
+    return f"megatron-core refuses the {name} config: {text} ({type(fault).__name__})"

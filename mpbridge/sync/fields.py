@@ -1,0 +1,261 @@
+"""The written table: every precision field that a policy decides on megatron-core's three configs, its value, why, and what would change it.
+
+Fields that a policy does not decide stand in `sync.classes`; a test demands that every precision-looking field of the installed megatron-core
+is in exactly one class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from mpbridge.errors import BadValue
+from mpbridge.formats import DType, dtype
+from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
+
+Target = Literal["model", "optimizer", "ddp"]
+TARGETS: tuple[Target, ...] = ("model", "optimizer", "ddp")
+
+
+class _Mark:
+    """A value that stands for none."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return self._name
+
+    def __copy__(self) -> _Mark:
+        return self
+
+    def __deepcopy__(self, memo: object) -> _Mark:
+        return self
+
+    def __reduce__(self) -> str:
+        return self._name
+
+
+KEEP: Final = _Mark("KEEP")
+"""The policy does not decide this field: it stays, or goes back to, what it was before any recipe."""
+UNSET: Final = _Mark("UNSET")
+"""The inputs do not name this field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleRules:
+    """What model.quant_recipe must say, free of megatron-core's types: the policy's regions in order.
+
+    engines.quant_recipe makes megatron-core's RecipeConfig of it, for one pipeline stage: megatron-core counts layers per stage, regions do not.
+    """
+
+    regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a row's value is made of."""
+
+    policy: PrecisionPolicy
+    """As megatron-core is told: without quantization when that is emulated."""
+    own: Callable[[Target, str, Any], Any]
+    """(target, field, default) -> what the target says apart from any recipe."""
+
+    @property
+    def aware(self) -> bool:
+        """Whether the optimizer will be precision-aware."""
+        stated = self.policy.precision_aware
+        return bool(self.own("optimizer", "use_precision_aware_optimizer", False)) if stated is None else stated
+
+    @property
+    def megatron_fsdp(self) -> bool:
+        """Whether Megatron-FSDP shards."""
+        return bool(self.own("ddp", "use_megatron_fsdp", False))
+
+
+Value = Callable[[Facts], Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """One row."""
+
+    target: Target
+    field: str
+    value: Value
+    """The field's value under a policy, dtypes as DType; or KEEP."""
+    why: str
+    default: Any
+    """megatron-core 0.16.1's own, dtypes as DType; a test compares it with the installed one."""
+    knob: str | None = None
+    """Field of MixedPrecisionConfig that alone keeps another value here; None: another recipe does."""
+    kind: Literal["owned", "cleared"] = "owned"
+    """cleared: reset only where the policy makes it illegal or fatal, else left alone."""
+    optional: bool = False
+    """May be absent from this megatron-core."""
+
+
+def _of(low: Literal["fp8", "fp4", "quant"], attribute: str, off: Any) -> Value:
+    """Attribute of the policy's quantization, or megatron-core's default where there is none."""
+
+    def value(facts: Facts) -> Any:
+        quant: Quant | None = getattr(facts.policy, low)
+        return off if quant is None else getattr(quant, attribute)
+
+    return value
+
+
+def _scale(attribute: str, off: Any) -> Value:
+    return lambda facts: off if facts.policy.loss_scale is None else getattr(facts.policy.loss_scale, attribute)
+
+
+def _edge(side: int) -> Value:
+    return lambda facts: 1 if facts.policy.ends is None else facts.policy.ends[side]
+
+
+def _stated(attribute: str) -> Value:
+    def value(facts: Facts) -> Any:
+        stated = getattr(facts.policy, attribute)
+        return KEEP if stated is None else stated
+
+    return value
+
+
+def _state(attribute: str) -> Value:
+    """An optimizer state's dtype; megatron-core refuses anything but FP32 there without its precision-aware optimizer."""
+
+    def value(facts: Facts) -> Any:
+        if facts.policy.precision_aware is False:
+            return DType.FP32
+        stated = getattr(facts.policy, attribute)
+        if stated is None:
+            return KEEP
+        return stated if facts.aware else DType.FP32
+
+    return value
+
+
+def _router(facts: Facts) -> Any:
+    """The strings 'fp32' and 'fp64': megatron-core (moe/router.py) compares with them, and a torch dtype there does nothing, silently."""
+    if facts.policy.router is not None:
+        return facts.policy.router.short
+    own = facts.own("model", "moe_router_dtype", None)
+    if own in (None, "fp32", "fp64"):
+        return KEEP
+    try:
+        meant = dtype(own)
+    except BadValue:
+        return KEEP  # megatron-core's or the schema's to refuse
+    return meant.short if meant in (DType.FP32, DType.FP64) else None
+
+
+def _softmax(facts: Facts) -> Any:
+    if facts.policy.softmax_fp32 is None:
+        return KEEP
+    # megatron-core forces it on under query-key layer scaling
+    return facts.policy.softmax_fp32 or bool(facts.own("model", "apply_query_key_layer_scaling", False))
+
+
+def _main_copy(facts: Facts) -> Any:
+    """Megatron-FSDP holds FP32 main weights or none; policies that say neither keep the user's."""
+    policy = facts.policy
+    if not facts.megatron_fsdp or policy.main_params not in (DType.FP32, policy.params):
+        return KEEP
+    return policy.main_params_owner != "params"
+
+
+def _module_rules(facts: Facts) -> ModuleRules | None:
+    return ModuleRules(regions=facts.policy.regions) if facts.policy.module_regions else None
+
+
+def _reuse(facts: Facts) -> bool:
+    # Megatron-LM's arguments.py switches it off as well: Megatron-FSDP has no such shared buffer
+    return facts.policy.reuse_grad_buffer and not facts.megatron_fsdp
+
+
+def _row(target: Target, field: str, value: Value, why: str, default: Any, **more: Any) -> Place:
+    return Place(target=target, field=field, value=value, why=why, default=default, **more)
+
+
+_HALVES: tuple[Place, ...] = (
+    _row("model", "bf16", lambda f: f.policy.compute is DType.BF16, "the model computes in BF16", False),
+    _row("model", "fp16", lambda f: f.policy.compute is DType.FP16, "the model computes in FP16", False),
+    # with bf16 on, megatron-core's optimizer keeps an FP32 copy (Float16Optimizer); off, it updates the parameters themselves (FP32Optimizer)
+    _row("optimizer", "bf16", lambda f: f.policy.compute is DType.BF16 and f.policy.main_params_owner != "params", "main weights beside BF16 parameters", False),
+    _row("optimizer", "fp16", lambda f: f.policy.compute is DType.FP16, "main weights beside FP16 parameters", False),
+    _row("model", "params_dtype", lambda f: f.policy.params, "resident parameters", DType.FP32),
+    _row("optimizer", "params_dtype", lambda f: f.policy.params, "resident parameters", DType.FP32),
+    _row("model", "pipeline_dtype", lambda f: f.policy.pipeline, "activations between pipeline stages", None, knob="pipeline_dtype"),
+    _row("model", "enable_autocast", lambda f: f.policy.autocast is not None, "torch autocast around the model", False, knob="autocast_enabled"),
+    _row("model", "autocast_dtype", lambda f: f.policy.autocast or f.policy.params, "follows params_dtype unless autocast is on", None),
+    _row("model", "fp32_residual_connection", _stated("residual_fp32"), "the residual stream", False, knob="fp32_residual_connection"),
+    _row("model", "attention_softmax_in_fp32", _softmax, "the softmax of attention", True, knob="attention_softmax_in_fp32"),
+    _row("model", "moe_router_dtype", _router, "the router's arithmetic", None, knob="moe_router_dtype"),
+)
+_LOW: tuple[Place, ...] = (
+    _row("model", "fp8", _of("fp8", "format", None), "format of GEMM operands", None),
+    _row("model", "fp8_recipe", _of("fp8", "scaling", "delayed"), "how FP8 scales are chosen", "delayed"),
+    _row("model", "fp8_param", _of("fp8", "stored", False), "weights at rest in FP8", False, knob="fp8_param"),
+    _row("model", "fp8_quantizer_factory", _of("fp8", "factory", None), "of the custom FP8 recipe only", None),
+    _row("model", "fp8_margin", _of("fp8", "margin", 0), "delayed scaling only", 0, knob="fp8_margin"),
+    _row("model", "fp8_amax_history_len", _of("fp8", "amax_history", 1), "delayed scaling only", 1, knob="fp8_amax_history_len"),
+    _row("model", "fp8_amax_compute_algo", _of("fp8", "amax_algo", "most_recent"), "delayed scaling only", "most_recent", knob="fp8_amax_compute_algo"),
+    _row("model", "fp8_wgrad", _of("fp8", "wgrad", True), "delayed scaling only", True, knob="fp8_wgrad"),
+    _row("model", "fp8_dot_product_attention", lambda f: f.policy.fp8 is not None and f.policy.fp8.attention != "none", "attention in FP8", False,
+         knob="fp8_dot_product_attention"),
+    _row("model", "fp8_multi_head_attention", lambda f: f.policy.fp8 is not None and f.policy.fp8.attention == "multi_head", "attention in FP8", False,
+         knob="fp8_multi_head_attention"),
+    _row("model", "fp4", _of("fp4", "format", None), "format of GEMM operands", None),
+    _row("model", "fp4_recipe", _of("fp4", "scaling", "nvfp4"), "how FP4 scales are chosen", "nvfp4"),
+    _row("model", "fp4_param", _of("fp4", "stored", False), "weights at rest in FP4", False, knob="fp4_param"),
+    _row("model", "fp4_quantizer_factory", _of("fp4", "factory", None), "of the custom FP4 recipe only", None),
+    _row("model", "first_last_layers_bf16", lambda f: f.policy.ends is not None, "edge layers out of quantization", False, knob="first_last_layers_bf16"),
+    _row("model", "num_layers_at_start_in_bf16", _edge(0), "first layers out of quantization", 1, knob="num_layers_at_start_in_bf16"),
+    _row("model", "num_layers_at_end_in_bf16", _edge(1), "last layers out of quantization", 1, knob="num_layers_at_end_in_bf16"),
+    _row("model", "quant_recipe", _module_rules, "rules for single modules", None, knob="modules"),
+    _row("optimizer", "fp8_recipe", _of("fp8", "scaling", None), "only with FP8 on: else it disarms the precision-aware optimizer", None),
+    _row("optimizer", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,
+         knob="reuse_grad_buf_for_mxfp8_param_ag"),
+    _row("ddp", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,
+         knob="reuse_grad_buf_for_mxfp8_param_ag"),
+    _row("ddp", "fp8_param_gather", _of("fp8", "stored", False), "parameters on the wire in FP8", False, knob="fp8_param_gather"),
+    _row("ddp", "fp4_param_gather", _of("fp4", "stored", False), "parameters on the wire in FP4", False, knob="fp4_param_gather", optional=True),
+)  # fmt: skip
+_STATES: tuple[Place, ...] = (
+    _row("ddp", "grad_reduce_in_fp32", lambda f: f.policy.reduce is DType.FP32, "gradient buffers and their reduction", False, knob="grad_reduce_in_fp32"),
+    _row("ddp", "preserve_fp32_weights", _main_copy, "Megatron-FSDP's main weights", True, knob="main_params_dtype"),
+    _row("optimizer", "use_precision_aware_optimizer", _stated("precision_aware"), "FusedAdam owns main weights and moments", False,
+         knob="use_precision_aware_optimizer"),
+    _row("optimizer", "store_param_remainders", _stated("remainders"), "main weights as 16 more bits of BF16 parameters", True, knob="store_param_remainders"),
+    _row("optimizer", "main_params_dtype", _state("main_params"), "main weights", DType.FP32, knob="main_params_dtype"),
+    _row("optimizer", "main_grads_dtype", _state("main_grads"), "gradients that the optimizer reads", DType.FP32, knob="main_grads_dtype"),
+    _row("optimizer", "exp_avg_dtype", _state("exp_avg"), "first Adam moment", DType.FP32, knob="exp_avg_dtype"),
+    _row("optimizer", "exp_avg_sq_dtype", _state("exp_avg_sq"), "second Adam moment", DType.FP32, knob="exp_avg_sq_dtype"),
+    _row("optimizer", "loss_scale", _scale("static", None), "none: dynamic under FP16, off otherwise", None, knob="loss_scale"),
+    _row("optimizer", "initial_loss_scale", _scale("initial", 2.0**32), "dynamic loss scale", 2.0**32, knob="initial_loss_scale"),
+    _row("optimizer", "min_loss_scale", _scale("minimum", 1.0), "dynamic loss scale", 1.0, knob="min_loss_scale"),
+    _row("optimizer", "loss_scale_window", _scale("window", 1000.0), "dynamic loss scale", 1000.0, knob="loss_scale_window"),
+    _row("optimizer", "hysteresis", _scale("hysteresis", 2), "dynamic loss scale", 2, knob="hysteresis"),
+)  # fmt: skip
+
+
+def _dynamic(facts: Facts) -> Any:
+    scale = facts.policy.loss_scale
+    return False if scale is not None and scale.dynamic else KEEP
+
+
+def _needs(low: Literal["fp8", "quantized"]) -> Value:
+    return lambda facts: KEEP if getattr(facts.policy, low) else False
+
+
+_CLEARED: tuple[Place, ...] = (
+    _row("ddp", "check_for_nan_in_grad", _dynamic, "its fatal check would end the run at the first overflow that the loss scale is made to skip", False,
+         kind="cleared"),
+    _row("ddp", "keep_fp8_transpose_cache", _needs("fp8"), "means FP8 weights", False, kind="cleared"),
+    _row("model", "moe_router_padding_for_quantization", _needs("quantized"), "megatron-core refuses it without FP8 or FP4", False, kind="cleared"),
+    _row("model", "moe_router_padding_for_fp8", _needs("quantized"), "megatron-core refuses it without FP8 or FP4", False, kind="cleared"),
+)  # fmt: skip
+
+TABLE: tuple[Place, ...] = tuple(sorted((*_HALVES, *_LOW, *_STATES, *_CLEARED), key=lambda place: TARGETS.index(place.target)))
+"""All rows, by target; the order in which a plan lists them."""

@@ -1,0 +1,245 @@
+"""plan(): what a policy would write onto which field, and why. Pure: reads its targets, changes nothing, knows no framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from mpbridge.errors import UnknownName
+from mpbridge.formats import DType, dtype, say
+from mpbridge.precision.policy import PrecisionPolicy, Region
+from mpbridge.sync.classes import PROCESS_WIDE, USERS_OWN
+from mpbridge.sync.fields import KEEP, TABLE, TARGETS, UNSET, Facts, ModuleRules, Place, Target
+from mpbridge.sync.targets import class_default, has, holder, is_inputs, normal, read, same
+
+Realization = Literal["native", "emulated"]
+SCHEMA = 1
+"""Of Plan.as_data."""
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """One field that changes."""
+
+    target: Target
+    field: str
+    before: Any
+    """As found; UNSET where inputs do not name it."""
+    after: Any
+    """dtypes as DType; module rules as ModuleRules; a value given back as it was found."""
+    why: str
+    set_by: str
+    """Who had set it: 'nobody', 'derived', 'an earlier recipe', 'the optimizer section', 'command line', 'somebody' (a live value that is not the default)."""
+    conflict: bool = False
+    """True when an author's value is overridden."""
+    keep: str | None = None
+    """The line that would keep the author's value; None where only another recipe does."""
+
+    @property
+    def name(self) -> str:
+        """'optimizer.bf16'."""
+        return f"{self.target}.{self.field}"
+
+    def __str__(self) -> str:
+        if not self.conflict:
+            return f"{self.name}: {show(self.before)} -> {show(self.after)}  ({self.why})"
+        # inputs say who wrote them; of a live value one can only say that it is not the class's default
+        source = "was not the default" if self.set_by == "somebody" else f"set by {self.set_by}"
+        cure = f"to keep it: {self.keep}" if self.keep else "another recipe keeps it: mpbridge list"
+        return f"{self.name}: was {show(self.before)}, becomes {show(self.after)}  ({self.why}; {source}; {cure})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A precision field that is the user's own business and that the user has set."""
+
+    target: str
+    field: str
+    value: Any
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.target}.{self.field}: {show(self.value)}  ({self.why})"
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What recipes have written so far onto live objects; hand it to the next plan."""
+
+    fields: Mapping[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
+    """(target, field) -> (value before any recipe, value written)."""
+    unchecked: tuple[str, ...] = ()
+    """Targets whose own validation already failed before anything was written, with its words: nothing was checked there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All that would change, and nothing that would not."""
+
+    policy: PrecisionPolicy | None
+    """None: give everything back."""
+    realization: Realization = "native"
+    writes: tuple[Write, ...] = ()
+    kept: tuple[Kept, ...] = ()
+    targets: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The mappings or live objects that were read."""
+    after: Receipt = field(default_factory=Receipt, repr=False)
+
+    @property
+    def conflicts(self) -> tuple[Write, ...]:
+        """The writes that override an author's value."""
+        return tuple(write for write in self.writes if write.conflict)
+
+    def of(self, target: str) -> dict[str, Any]:
+        """field -> value for one target."""
+        return {write.field: write.after for write in self.writes if write.target == target}
+
+    def as_data(self) -> dict[str, Any]:
+        """Everything in JSON types, for precision.json."""
+        return {
+            "schema": SCHEMA,
+            "realization": self.realization,
+            "policy": None if self.policy is None else self.policy.as_data(),
+            "fingerprint": None if self.policy is None else self.policy.fingerprint(),
+            "writes": [{f.name: plain(getattr(write, f.name)) for f in dataclasses.fields(write)} for write in self.writes],
+            "kept": [{f.name: plain(getattr(kept, f.name)) for f in dataclasses.fields(kept)} for kept in self.kept],
+        }
+
+    def __str__(self) -> str:
+        lines = [str(write) for write in self.writes] or ["nothing to write"]
+        return "\n".join([*lines, *(f"left alone  {kept}" for kept in self.kept)])
+
+
+def plan(
+    policy: PrecisionPolicy | None,
+    *,
+    model: Any = None,
+    optimizer: Any = None,
+    ddp: Any = None,
+    origin: Mapping[str, str] = _NOTHING,
+    after: Receipt | None = None,
+    realization: Realization = "native",
+) -> Plan:
+    """What `policy` would write onto the given targets, each a mapping of inputs or a live object; those not given are left out.
+
+    policy: None gives back everything that `after`, the receipt of the last apply, says was written.
+    origin: 'ddp.grad_reduce_in_fp32' -> who wrote it ('command line', 'run.yaml'), from a caller who knows.
+    realization: 'emulated' tells megatron-core of no quantization at all; mpbridge.emulation then reads the policy.
+    Raises UnknownName when a live target lacks a field that the policy decides.
+    """
+    given = {"model": model, "optimizer": optimizer, "ddp": ddp}
+    reading = _Reading(targets={name: given[name] for name in TARGETS if given[name] is not None}, origin=origin, after=after or Receipt())
+    facts = None if policy is None else Facts(policy=_spoken(policy, realization), own=reading.own)
+    writes = tuple(write for row in TABLE if row.target in reading.targets for write in reading.writes(row, facts))
+    return Plan(
+        policy=policy, realization=realization, writes=writes, kept=tuple(reading.kept()), targets=reading.targets, after=reading.after
+    )
+
+
+def _spoken(policy: PrecisionPolicy, realization: Realization) -> PrecisionPolicy:
+    """The policy as megatron-core may hear it."""
+    if realization == "native":
+        return policy
+    return dataclasses.replace(policy, regions=(Region(),), reuse_grad_buffer=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """The targets, and what is known about who set what."""
+
+    targets: dict[str, Any]
+    origin: Mapping[str, str]
+    after: Receipt
+
+    def baseline(self, target: str, name: str, now: Any) -> Any:
+        """The value apart from any recipe: what an earlier one found, unless somebody has changed the field since."""
+        found, written = self.after.fields.get((target, name), (now, now))
+        return found if same(now, written) else now
+
+    def own(self, target: Target, name: str, default: Any) -> Any:
+        """What the target says apart from any recipe; the default where it says nothing."""
+        if target not in self.targets:
+            return default
+        value = self.baseline(target, name, read(self.targets[target], name))
+        return default if value is UNSET or value is None else value
+
+    def writes(self, row: Place, facts: Facts | None) -> Iterator[Write]:
+        target = self.targets[row.target]
+        if not has(target, row.field):
+            if row.optional or row.kind == "cleared" or facts is None or row.value(facts) is KEEP:
+                return
+            raise UnknownName(f"field of {type(target).__name__}", row.field, vars(target))
+        now = normal(row, read(target, row.field))
+        wanted = KEEP if facts is None else row.value(facts)
+        new = self.baseline(row.target, row.field, now) if wanted is KEEP else wanted
+        # what inputs leave out megatron-core fills with its default
+        if same(row.default if now is UNSET else now, new) or new is UNSET:
+            return
+        set_by, conflict = self._set_by(row, now)
+        why = "as it was before the earlier recipe" if wanted is KEEP else row.why
+        keep = f"mixed_precision.{row.knob}={_yaml(now)}" if conflict and row.knob else None
+        yield Write(target=row.target, field=row.field, before=now, after=new, why=why, set_by=set_by, conflict=conflict, keep=keep)
+
+    def _set_by(self, row: Place, now: Any) -> tuple[str, bool]:
+        target, name = self.targets[row.target], f"{row.target}.{row.field}"
+        if now is UNSET:
+            return "nobody", False
+        receipt = self.after.fields.get((row.target, row.field))
+        if receipt is not None and same(now, receipt[1]):
+            return "an earlier recipe", False
+        if name in self.origin:
+            return self.origin[name], True
+        if is_inputs(target):
+            return f"the {row.target} section", True
+        if same(now, class_default(target, row.field)):
+            return "nobody", False
+        return ("derived", False) if self._derived(row, now) else ("somebody", True)
+
+    def _derived(self, row: Place, now: Any) -> bool:
+        """Whether megatron-core's own post-init explains the value."""
+        owner = holder(self.targets[row.target], row.field)
+        if row.field == "autocast_dtype":
+            return same(now, getattr(owner, "params_dtype", None))
+        return row.field == "moe_router_padding_for_quantization" and bool(getattr(owner, "moe_router_padding_for_fp8", False))
+
+    def kept(self) -> Iterator[Kept]:
+        for (name, field_name), why in (*USERS_OWN.items(), *PROCESS_WIDE.items()):
+            target = self.targets.get(name)
+            if target is None or not has(target, field_name):
+                continue
+            value = read(target, field_name)
+            usual = UNSET if is_inputs(target) else class_default(target, field_name)
+            if not same(value, usual):
+                yield Kept(target=name, field=field_name, value=value, why=why)
+
+
+def show(value: Any) -> str:
+    """A value as people read it."""
+    if value is UNSET:
+        return "not given"
+    if isinstance(value, ModuleRules):
+        return "rules for " + ", ".join(dict.fromkeys(region.modules for region in value.regions if region.modules != "*"))
+    return say(value)
+
+
+def plain(value: Any) -> Any:
+    """A value in JSON types: what a machine reads."""
+    if value is UNSET:
+        return None
+    if isinstance(value, ModuleRules):
+        return dataclasses.asdict(value)["regions"]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return say(value)
+
+
+def _yaml(value: Any) -> str:
+    """A value as an override on the command line."""
+    if isinstance(value, DType) or str(value).startswith("torch."):
+        return dtype(value).short
+    return json.dumps(value) if value is None or isinstance(value, (bool, int, float)) else str(value)

@@ -1,0 +1,81 @@
+"""How a target is read: a mapping of inputs, a live config, or an object that carries one as `.transformer` or `.config`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mpbridge.errors import BadValue
+from mpbridge.formats import DType, dtype
+from mpbridge.sync.fields import UNSET, ModuleRules, Place
+
+CARRIED_AS = ("transformer", "config")
+"""Attributes under which an outer object (a model provider, a training script's bag) carries the config that megatron-core reads."""
+_ABSENT = object()
+
+
+def is_inputs(target: Any) -> bool:
+    """Whether the target is a mapping of inputs, and so says exactly what its author wrote."""
+    return isinstance(target, Mapping)
+
+
+def holder(target: Any, field: str) -> Any:
+    """The object that declares `field`: the target itself, or what it carries; None when nobody does."""
+    for owner in (target, *(getattr(target, name, None) for name in CARRIED_AS)):
+        if owner is not None and (field in getattr(type(owner), "__dataclass_fields__", {}) or field in getattr(owner, "__dict__", {})):
+            return owner
+    return None
+
+
+def has(target: Any, field: str) -> bool:
+    """Whether the field can be written; inputs take every field."""
+    return is_inputs(target) or holder(target, field) is not None
+
+
+def read(target: Any, field: str) -> Any:
+    """The field's value now; UNSET where inputs do not name it, or nobody declares it."""
+    if is_inputs(target):
+        return target.get(field, UNSET)
+    owner = holder(target, field)
+    return UNSET if owner is None else getattr(owner, field)
+
+
+def class_default(target: Any, field: str) -> Any:
+    """What a live object's own class has as the field's default; an attribute without a declaration counts as None."""
+    declared = getattr(type(holder(target, field)), "__dataclass_fields__", {}).get(field)
+    if declared is None:
+        return None  # in a bag without declarations None must mean "not set"
+    if declared.default_factory is not dataclasses.MISSING:
+        return declared.default_factory()
+    return None if declared.default is dataclasses.MISSING else declared.default
+
+
+def same(now: Any, new: Any) -> bool:
+    """Whether a value as found and a value as planned mean the same: any spelling of a dtype, True is not 1."""
+    if isinstance(new, ModuleRules) or isinstance(now, ModuleRules):
+        return bool(_rules(now) == _rules(new))
+    left, right = _comparable(now), _comparable(new)
+    return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
+
+
+def _rules(value: Any) -> Any:
+    # engines.quant_recipe leaves the rules that it compiled on megatron-core's object
+    return getattr(value, "rules", value)
+
+
+def _comparable(value: Any) -> Any:
+    # a torch.dtype prints as 'torch.bfloat16', so it is recognised without torch
+    if isinstance(value, DType) or str(type(value)) == "<class 'torch.dtype'>":
+        try:
+            return dtype(value)
+        except BadValue:
+            return value
+    return value
+
+
+def normal(row: Place, value: Any) -> Any:
+    """An input's value as the plan compares it: strings in dtype fields become DType (moe_router_dtype is a string in megatron-core)."""
+    if isinstance(value, str) and row.field.endswith("dtype") and row.field != "moe_router_dtype":
+        return dtype(value)
+    return value
