@@ -216,7 +216,8 @@ def cuda_patches() -> Iterator[Patch]:
     yield cuda, "device_count", lambda: 0
     yield cuda, "current_device", lambda: CPU
     for name in ("set_device", "synchronize", "empty_cache"):
-        yield cuda, name, nothing
+        # a function for each: torch.compile keeps one rule a function, and has different ones for these names
+        yield cuda, name, lambda *args, **kwargs: None
     yield cuda, "Stream", NullStream
     yield cuda, "Event", NullEvent
     for name in ("current_stream", "default_stream"):

@@ -1,4 +1,4 @@
-"""From a Run to megatron-core's config objects: sections joined, what a CPU needs filled in, what it cannot do refused, then built once."""
+"""From a Run to megatron-core's config objects: what a CPU needs is filled in, what it cannot do is refused, then they are built once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.engines.model import GPT_ARGUMENTS
-from mpbridge.errors import BadValue, Refused
+from mpbridge.engines.targets import Targets, build
+from mpbridge.errors import Refused
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -46,37 +46,12 @@ CUDA_ONLY: tuple[tuple[str, str, Any], ...] = (
 
 
 def sections(run: Run, *, cuda: bool) -> dict[str, Section]:
-    """The run's inputs with parallel sizes copied in, ddp and optimizer agreed with each other, and the device's defaults under the author's values.
-
-    Raises Refused with every fault where this device cannot run them.
-    """
+    """The run's inputs; on a CPU with its defaults under the author's values. Raises Refused with every reason why a CPU cannot run them."""
     inputs = {name: dict(run.inputs[name]) for name in ("model", "optimizer", "ddp")}
-    sizes = run.facts.parallel
-    inputs["model"] |= {
-        "tensor_model_parallel_size": sizes.tensor,
-        "pipeline_model_parallel_size": sizes.pipeline,
-        "virtual_pipeline_model_parallel_size": sizes.virtual_pipeline,
-        "context_parallel_size": sizes.context,
-        "expert_model_parallel_size": sizes.expert,
-        "expert_tensor_parallel_size": sizes.expert_tensor,
-        "sequence_parallel": sizes.sequence,
-    }
-    for field in ("use_distributed_optimizer", "overlap_param_gather"):
-        _agree(inputs["ddp"], inputs["optimizer"], field)
     if not cuda:
         inputs["model"] = dict(CPU_DEFAULTS) | inputs["model"]
         _refuse_cuda_only(inputs)
     return inputs
-
-
-def _agree(ddp: Section, optimizer: Section, field: str) -> None:
-    """One fact that megatron-core asks for in two configs: either side may say it."""
-    said = {section[field] for section in (ddp, optimizer) if section.get(field) is not None}
-    if len(said) > 1:
-        raise BadValue(
-            f"ddp.{field} is {ddp[field]} and optimizer.{field} is {optimizer[field]}: they are one fact, expected equal; drop one"
-        )
-    ddp[field] = optimizer[field] = said.pop() if said else False
 
 
 def _refuse_cuda_only(inputs: Mapping[str, Section]) -> None:
@@ -86,16 +61,16 @@ def _refuse_cuda_only(inputs: Mapping[str, Section]) -> None:
         if inputs[section].get(field) == value and inputs[section].get(field) is not None
     ]
     model = inputs["model"]
-    if (model["virtual_pipeline_model_parallel_size"] or 1) > 1 and (
+    if (model.get("virtual_pipeline_model_parallel_size") or 1) > 1 and (
         model.get("batch_p2p_comm", True) or not model.get("overlap_p2p_comm")
     ):
         faults.append(
             "an interleaved pipeline (parallel.virtual_pipeline_model_parallel_size) with batched point-to-point messages diverges silently on gloo: "
             "set model.overlap_p2p_comm=true and model.batch_p2p_comm=false, or drop interleaving"
         )
-    if model["context_parallel_size"] > 1:
+    if (model.get("context_parallel_size") or 1) > 1:
         faults.append("parallel.context_parallel_size above 1 needs Transformer Engine's attention: set it to 1")
-    if inputs["optimizer"].get("optimizer", "adam") == "sgd" and inputs["ddp"]["use_distributed_optimizer"]:
+    if inputs["optimizer"].get("optimizer", "adam") == "sgd" and inputs["ddp"].get("use_distributed_optimizer"):
         faults.append(
             "optimizer.optimizer=sgd with the distributed optimizer: megatron-core's shards Adam only; set ddp.use_distributed_optimizer=false"
         )
@@ -103,34 +78,6 @@ def _refuse_cuda_only(inputs: Mapping[str, Section]) -> None:
         raise Refused("\n".join(["this run cannot go on a CPU with gloo:", *(f"  - {fault}" for fault in faults)]))
 
 
-def build_targets(run: Run, *, cuda: bool) -> tuple[Any, dict[str, Any]]:
-    """(megatron-core's configs as .model, .optimizer, .ddp; GPTModel's own arguments), the run's plan written into them."""
-    inputs = sections(run, cuda=cuda)
-    arguments = {key: value for key, value in inputs["model"].items() if key in GPT_ARGUMENTS}
-    arguments |= {"vocab_size": run.facts.shape.vocab_size, "max_sequence_length": run.facts.shape.seq_length}
-    latent = bool(inputs["model"].get("multi_latent_attention"))
-    # MLA's config has rotary_base and rotary_percent as fields of its own
-    own = GPT_ARGUMENTS - {"rotary_base", "rotary_percent"} if latent else GPT_ARGUMENTS
-    inputs["model"] = {key: value for key, value in inputs["model"].items() if key not in own}
-    return _construct(inputs, run.plan), arguments
-
-
-ACTIVATIONS: Mapping[str, str] = types.MappingProxyType({"silu": "silu", "swiglu": "silu", "gelu": "gelu", "relu": "relu"})
-"""Spellings of model.activation_func -> name in torch.nn.functional."""
-
-
-def _construct(inputs: dict[str, Section], plan: Any) -> Any:
-    import torch
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-    for write in plan or ():
-        inputs[write.target][write.field] = write.after
-    model = inputs["model"]
-    if isinstance(model.get("activation_func"), str):
-        model["activation_func"] = getattr(torch.nn.functional, ACTIVATIONS[model["activation_func"]])
-    config = MLATransformerConfig if model.get("multi_latent_attention") else TransformerConfig
-    return types.SimpleNamespace(
-        model=config(**model), optimizer=OptimizerConfig(**inputs["optimizer"]), ddp=DistributedDataParallelConfig(**inputs["ddp"])
-    )
+def build_targets(run: Run, *, cuda: bool) -> Targets:
+    """megatron-core's configs and GPTModel's own arguments, the run's plan written into them once."""
+    return build(sections(run, cuda=cuda), run.plan, machine=run.facts.machine, versions=run.facts.versions)

@@ -60,10 +60,10 @@ class McoreEngine:
         from mpbridge.engines.model import build_chunks
         from mpbridge.engines.parallel import ModelParallel
 
-        targets, arguments = build_targets(self.run, cuda=self.cuda)
+        targets = build_targets(self.run, cuda=self.cuda)
         instances = targets.ddp.num_distributed_optimizer_instances
         self._parallel = ModelParallel(self.run.facts.parallel, seed=int(self.run.train.get("seed", 1234)), optimizer_instances=instances)
-        chunks = build_chunks(targets.model, arguments, self.run.policy, cuda=self.cuda, backend=backend)
+        chunks = build_chunks(targets.model, targets.gpt, self.run.policy, cuda=self.cuda, backend=backend)
         self.model = [DistributedDataParallel(targets.model, targets.ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
         self.optimizer = get_megatron_optimizer(targets.optimizer, self.model)
         self.configs = targets

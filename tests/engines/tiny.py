@@ -2,70 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from mpbridge.checks.run import ModelShape, Parallel, RunFacts
-from mpbridge.formats import DType
-from mpbridge.precision.policy import LossScale, PrecisionPolicy
+from mpbridge.config.container import ConfigContainer, Run
 
 SEQ, VOCAB, HIDDEN = 32, 64, 64
+RECIPES = {"fp32": "fp32", "bf16": "bf16_mixed", "fp16": "fp16_mixed"}
 
-
-def policy(kind: str = "bf16", **changes: Any) -> PrecisionPolicy:
-    d = {"bf16": DType.BF16, "fp16": DType.FP16, "fp32": DType.FP32}[kind]
-    facts: dict[str, Any] = {"compute": d, "params": d, "reduce": DType.FP32, "pipeline": d, "output": d}
-    facts |= {"loss_scale": LossScale()} if kind == "fp16" else {}
-    return PrecisionPolicy(**(facts | changes))
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+    "max_sequence_length": SEQ,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "share_embeddings_and_output_weights": True,
+}
 
 
 def run(
-    kind: str = "bf16",
+    kind: Any = "bf16",
     *,
     world: int = 1,
-    model: Any = (),
-    optimizer: Any = (),
-    ddp: Any = (),
-    layers: int = 2,
-    micro: int = 2,
-    changes: Any = (),
-    **parallel: Any,
-) -> Any:
-    p = policy(kind, **dict(changes))
-    dtype = p.params.torch()
-    m = dict(
-        num_layers=layers,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        bf16=kind == "bf16",
-        fp16=kind == "fp16",
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        add_bias_linear=False,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=True,
-    ) | dict(model)
-    o = dict(
-        lr=1e-3, bf16=kind == "bf16", fp16=kind == "fp16", params_dtype=dtype, clip_grad=1.0, weight_decay=0.01, initial_loss_scale=2.0**32
-    ) | dict(optimizer)
-    shape = ModelShape(
-        num_layers=layers,
-        hidden_size=HIDDEN,
-        num_attention_heads=4,
-        ffn_hidden_size=4 * HIDDEN,
-        num_query_groups=4,
-        kv_channels=16,
-        vocab_size=VOCAB,
-        seq_length=SEQ,
+    model: Mapping[str, Any] | None = None,
+    optimizer: Mapping[str, Any] | None = None,
+    ddp: Mapping[str, Any] | None = None,
+    parallel: Mapping[str, int] | None = None,
+    **sections: Any,
+) -> Run:
+    """A resolved Run; kind: 'fp32', 'bf16', 'fp16' or anything that ConfigContainer takes as mixed_precision."""
+    container = ConfigContainer(
+        mixed_precision=RECIPES.get(kind, kind) if isinstance(kind, str) else kind,
+        model=MODEL | dict(model or {}),
+        optimizer={"lr": 1e-3, "clip_grad": 1.0, "weight_decay": 0.01} | dict(optimizer or {}),
+        ddp=dict(ddp or {}),
+        parallel=dict(parallel or {}),
+        train={"micro_batch_size": 2, "global_batch_size": 8, "train_iters": 10},
+        **sections,
     )
-    facts = RunFacts(shape=shape, parallel=Parallel(world_size=world, **parallel), micro_batch_size=micro, global_batch_size=8)
-    inputs = {"model": m, "optimizer": o, "ddp": {"grad_reduce_in_fp32": True} | dict(ddp)}
-    return SimpleNamespace(policy=p, plan=None, facts=facts, inputs=inputs, train={"seed": 1234}, emulate=False)
+    return container.resolved(world_size=world)
 
 
 def batches(*, rank: int = 0, size: int = 1, micro: int = 2, seed: int = 0) -> Iterator[dict[str, torch.Tensor]]:

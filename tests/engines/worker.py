@@ -17,25 +17,31 @@ STEPS = 4
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 AWARE = {"use_precision_aware_optimizer": True}
 
+UNTIED = {"share_embeddings_and_output_weights": False}
+MOE = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"}
+TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+VPP, DEEP = PP | {"virtual_pipeline_model_parallel_size": 2}, {"num_layers": 4}
+
 SCENARIOS: dict[str, dict[str, Any]] = {
     "one": {},
+    "one_untied": {"model": UNTIED},
+    "one_deep": {"model": DEEP},
+    "one_rms": {"model": {"normalization": "RMSNorm"}},
+    "one_moe": {"model": MOE},
     "dp2": {},
     "dp2_overlap": {"ddp": {"overlap_grad_reduce": True}},
     "dp2_sharded": {"ddp": {"use_distributed_optimizer": True}},
     "dp2_sharded_overlap": {"ddp": OVERLAP},
     "dp2_sharded_aware": {"ddp": OVERLAP, "optimizer": AWARE},
-    "tp2": {"tensor": 2},
-    "tp2_sp": {"tensor": 2, "sequence": True},
-    "tp2_sp_rms": {"tensor": 2, "sequence": True, "model": {"normalization": "RMSNorm"}},
-    "pp2": {"pipeline": 2},
-    "pp2_untied": {"pipeline": 2, "model": {"share_embeddings_and_output_weights": False}},
-    "vpp2": {"pipeline": 2, "virtual_pipeline": 2, "layers": 4, "model": {"overlap_p2p_comm": True, "batch_p2p_comm": False}},
-    "ep2": {
-        "expert": 2,
-        "model": {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"},
-    },
-    "cp2": {"context": 2},
-    "vpp2_batched": {"pipeline": 2, "virtual_pipeline": 2, "layers": 4},
+    "tp2": {"parallel": TP},
+    "tp2_sp": {"parallel": TP | {"sequence_parallel": True}},
+    "tp2_sp_rms": {"parallel": TP | {"sequence_parallel": True}, "model": {"normalization": "RMSNorm"}},
+    "pp2": {"parallel": PP},
+    "pp2_untied": {"parallel": PP, "model": UNTIED},
+    "vpp2": {"parallel": VPP, "model": DEEP | {"overlap_p2p_comm": True, "batch_p2p_comm": False}},
+    "vpp2_batched": {"parallel": VPP, "model": DEEP},
+    "ep2": {"parallel": {"expert_model_parallel_size": 2}, "model": MOE},
+    "cp2": {"parallel": {"context_parallel_size": 2}},
 }
 
 
@@ -108,14 +114,6 @@ def _same_start(engine: Any, file: Path) -> None:
         tied = name not in start
         parameter.data.copy_(start["embedding.word_embeddings.weight" if tied else name])
     engine.optimizer.reload_model_params()
-
-
-SCENARIOS |= {
-    "one_untied": {"model": SCENARIOS["pp2_untied"]["model"]},
-    "one_deep": {"layers": 4},
-    "one_rms": {"model": SCENARIOS["tp2_sp_rms"]["model"]},
-}
-SCENARIOS["one_moe"] = {"model": SCENARIOS["ep2"]["model"]}
 
 
 def main() -> None:
