@@ -131,16 +131,14 @@ def _split(given: str | Sequence[float]) -> str:
 @contextmanager
 def _some_group(needed: bool) -> Iterator[None]:
     """A process group of one where there is none: BlendedDataset of megatron-core 0.16.1 asks for its rank without looking."""
-    import torch.distributed as dist
+    from mpbridge.engines.parallel import start_process_group, stop_process_group
 
-    if not needed or dist.is_initialized():
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    made = needed and start_process_group(False)
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if made:
+            stop_process_group()
 
 
 def _first_rank(work: Any) -> Any:

@@ -73,4 +73,4 @@ def _board(folder: Path, after: int) -> Any:
     except ImportError:
         return None
     # purge_step hides the events of steps that are done again
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1 if after else None)  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1 if after else None)
