@@ -14,10 +14,11 @@ import torch
 
 from mpbridge.emulation.rounding import round_nearest
 from mpbridge.errors import BadValue
-from mpbridge.formats import E2M1, E4M3, NumberFormat
+from mpbridge.formats import E2M1, E4M3, E5M2, NumberFormat
 
 FP32_LARGEST = torch.finfo(torch.float32).max
 _EXPONENT_BITS = -8388608  # 0xFF800000 as a signed int32: sign and exponent of an fp32 number
+_RECIPROCAL = {number.name: float(torch.tensor(1.0 / number.largest, dtype=torch.float32)) for number in (E4M3, E5M2, E2M1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ def rules_for(release: tuple[int, int] = DEFAULT_RELEASE) -> Rules:
 
 def magnitude(x: torch.Tensor) -> torch.Tensor:
     """|x| with NaN counted as zero, so that a maximum over it is Transformer Engine's amax."""
-    return torch.where(x.isnan(), torch.zeros_like(x), x.abs())
+    return torch.fmax(x.abs(), torch.zeros_like(x))
 
 
 def _quotient(numerator: float, amax: torch.Tensor) -> torch.Tensor:
@@ -81,8 +82,7 @@ def delayed_scale(amax: torch.Tensor, old: torch.Tensor, largest: float, margin:
 
 def mxfp8_exponent(amax: torch.Tensor, number: NumberFormat) -> torch.Tensor:
     """Biased E8M0 byte (int32) of amax/largest, rounded up; 0 for 0, 254 for infinity, 255 for NaN."""
-    reciprocal = float(torch.tensor(1.0 / number.largest, dtype=torch.float32))
-    ratio = amax * reciprocal
+    ratio = amax * _RECIPROCAL[number.name]
     bits = ratio.view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
@@ -115,6 +115,6 @@ def nvfp4_block(amax: torch.Tensor, overall: torch.Tensor, rules: Rules) -> tupl
     if rules.nvfp4_divides:
         wanted = torch.div(amax, torch.full_like(amax, E2M1.largest)) * overall
     else:
-        wanted = amax * (overall * float(torch.tensor(1.0 / 6.0, dtype=torch.float32)))
+        wanted = amax * (overall * _RECIPROCAL["e2m1"])
     scale = round_nearest(wanted.clamp_max(FP32_LARGEST), E4M3)
     return (1.0 / (scale * (1.0 / overall))).clamp_max(FP32_LARGEST), scale

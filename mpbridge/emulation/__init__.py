@@ -1,0 +1,25 @@
+"""Low-precision recipes on any machine: linear layers whose three GEMMs see operands quantized by Transformer Engine's rules.
+
+How an engine plugs it in (everything is a no-op away: `emulation_for` answers None when the run is not emulated or nothing is quantized):
+
+    emulation = emulation_for(run)                        # Emulation | None
+    provider  = emulation.backend(provider)               # before the layer spec is made: its linears are ours, all else is `provider`'s
+    model     = GPTModel(...)                             # as ever; wrap it in Float16Module, DDP ... as ever
+    emulation.attach(chunks)                              # after building (before or after wrapping, before FSDP shards): names, hooks
+    ...
+    emulation.step_begin()                                # before the first micro-batch of every train_step and every evaluate
+    with emulation.paused(): ...                          # high precision inside, for comparisons
+    saved = emulation.sharded_state("emulation.")         # entries for megatron-core's dist_checkpointing, resharding included
+    emulation.load_state(saved)                           # takes the same keys back (prefix and all), or what state() gave
+    emulation.notes()                                     # what is not emulated, one sentence each: print them with every result
+    emulation.detach()                                    # on close: hooks and caches gone
+
+Delayed scaling updates by itself: forward scales when a TransformerBlock's forward ends with gradients enabled, backward scales when the
+backward of the block's first quantized linear ends. Amaxes are max-reduced over megatron-core's amax group (tensor x data x context).
+`emulate_linears(module, policy)` does the same for plain `torch.nn.Linear` modules of any model and returns the Emulation.
+"""
+
+from mpbridge.emulation.emulation import Emulation, emulation_for
+from mpbridge.emulation.linear import emulate_linears
+
+__all__ = ["Emulation", "emulate_linears", "emulation_for"]

@@ -1,0 +1,165 @@
+"""The three GEMMs of a linear layer on quantized operands, as one autograd function."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from mpbridge.emulation.quantizer import Gemm, Operand, Quantizer, Side
+from mpbridge.errors import BadValue
+
+
+class Observer(Protocol):
+    """Who looks at operands as they are made (statistics)."""
+
+    def see(self, slot: str, gemm: Gemm, side: Side, high: torch.Tensor, operand: Operand, quantizer: Quantizer) -> None:
+        """One operand and the high-precision tensor that it was made from."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Plug:
+    """What ties one linear layer to its quantizer."""
+
+    slot: str
+    """Global name: 'decoder.layers.3.mlp.linear_fc1'."""
+    quantizer: Quantizer
+    emulation: Any
+    """Its `Emulation`: contexts of delayed scaling, observer, pause switch."""
+    weight_row: Operand | None = None
+    weight_column: Operand | None = None
+    first_microbatch: bool = True
+    waiting: deque[bool] = field(default_factory=deque)
+    """One entry for each forward run that activation recomputation will repeat: whether it opened its context."""
+
+
+MULTIPLES: dict[str, tuple[int, int, int]] = {
+    # scaling -> multiples of (tokens, in features, out features); Transformer Engine 2.11: pytorch/utils.py:439-447 for all of them, then
+    # cublaslt_gemm.cu (16 with a backward pass), csrc/quantizer.cpp (32 and 16 for both dimensions of every tensor)
+    "delayed": (8, 16, 16),
+    "tensorwise": (8, 16, 16),
+    "blockwise": (16, 16, 16),
+    "mxfp8": (32, 32, 32),
+    "nvfp4": (16, 16, 16),
+}
+
+
+def check_shapes(slot: str, scaling: str, tokens: int, weight: torch.Size) -> None:
+    """Raises BadValue with every dimension that Transformer Engine would refuse for this recipe."""
+    names, found = ("tokens", "input features", "output features"), (tokens, weight[1], weight[0])
+    faults = [
+        f"{name} {size} (expected a multiple of {multiple})"
+        for name, size, multiple in zip(names, found, MULTIPLES[scaling], strict=True)
+        if size % multiple
+    ]
+    if faults:
+        raise BadValue(
+            f"{slot}: {scaling} scaling cannot quantize {'; '.join(faults)}: Transformer Engine refuses it too "
+            "(choose sizes that fit, keep the module in high precision with a region, or take another recipe)"
+        )
+
+
+def product(a: Operand, b: Operand, out: torch.dtype, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """a @ b in `out`, rounded once: fp32 accumulation, the operands' factors and the bias in the epilogue."""
+    left, right = a.values, b.values
+    if left.device.type != "cpu":
+        return _product_on_gpu(a, b, out, bias)
+    alpha = _alpha(a, b)
+    if out is not torch.bfloat16:
+        # no mixed-precision output on the CPU: the same exact operands, widened
+        left, right = left.float(), right.float()
+    # mkldnn scales and adds in fp32 before it rounds; beta=0 ignores the addend's content
+    addend = left.new_zeros(1, 1) if bias is None else bias.to(left.dtype).unsqueeze(0)
+    return torch.addmm(addend, left, right, beta=0.0 if bias is None else 1.0, alpha=alpha).to(out)
+
+
+def _alpha(a: Operand, b: Operand) -> float:
+    if a.alpha is None and b.alpha is None:
+        return 1.0
+    if a.alpha is None or b.alpha is None:
+        return float(a.alpha if b.alpha is None else b.alpha)
+    return float(a.alpha * b.alpha)
+
+
+def _product_on_gpu(a: Operand, b: Operand, out: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+    # no value may come to the host here: an fp32 result keeps the factor's multiplication exact enough for a single rounding
+    result = torch.mm(a.values, b.values, out_dtype=torch.float32)
+    factors = [factor for factor in (a.alpha, b.alpha) if factor is not None]
+    if factors:
+        result = result * (factors[0] if len(factors) == 1 else factors[0] * factors[1])
+    return (result if bias is None else result + bias.float()).to(out)
+
+
+class QuantizedLinear(torch.autograd.Function):
+    """Y = X Wt + b with quantized operands in fprop, dgrad and wgrad. Communication is the caller's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plug: Plug, first: bool, replay: bool) -> torch.Tensor:
+        """x: [..., in]; first: this linear opens its context; replay: activation recomputation."""
+        with torch._C.DisableTorchFunction():  # the CPU device layer's redirections cost time and change nothing here
+            flat = x.reshape(-1, x.shape[-1])
+            row = _seen(plug, "fprop", "x", flat, replay=replay)
+            weights = _weights(plug, weight, column=ctx.needs_input_grad[0])
+            y = product(row, Operand(weights[0].values.t(), weights[0].alpha), x.dtype, bias)
+            column = None
+            if ctx.needs_input_grad[1]:
+                column = row if plug.quantizer.shares_copies("x") else _seen(plug, "wgrad", "x", flat, replay=replay)
+            _save(ctx, column, weights[1])
+            ctx.plug, ctx.first, ctx.shape, ctx.dtypes = plug, first, x.shape, (x.dtype, weight.dtype)
+            ctx.has_bias = bias is not None
+            return y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients of x, weight and bias; ends the context if this linear opened it."""
+        plug: Plug = ctx.plug
+        with torch._C.DisableTorchFunction():
+            x_column, w_column = _saved(ctx)
+            flat = grad.reshape(-1, grad.shape[-1]).contiguous()
+            dx = dw = row = None
+            if w_column is not None:
+                row = _seen(plug, "dgrad", "dy", flat)
+                dx = product(row, w_column, ctx.dtypes[0]).view(ctx.shape)
+            if x_column is not None:
+                shared = row is not None and plug.quantizer.shares_copies("dy")
+                column = row if shared and row is not None else _seen(plug, "wgrad", "dy", flat)
+                dw = product(Operand(column.values.t(), column.alpha), x_column, ctx.dtypes[1])
+            db = flat.float().sum(0).to(grad.dtype) if ctx.has_bias else None
+        if ctx.first:
+            plug.emulation.end_backward()
+        return dx, dw, db, None, None, None
+
+
+def _seen(plug: Plug, gemm: Gemm, side: Side, x: torch.Tensor, *, replay: bool = False) -> Operand:
+    operand = plug.quantizer.operand(x, slot=plug.slot, gemm=gemm, side=side, first_microbatch=plug.first_microbatch, replay=replay)
+    observer: Observer | None = plug.emulation.observer
+    if observer is not None and not replay:
+        observer.see(plug.slot, gemm, side, x, operand, plug.quantizer)
+    return operand
+
+
+def _weights(plug: Plug, weight: torch.Tensor, *, column: bool) -> tuple[Operand, Operand | None]:
+    """The weight's row copy and, where a dgrad follows, its column copy; made on the first micro-batch of a step."""
+    if plug.first_microbatch or plug.weight_row is None:
+        plug.weight_row = _seen(plug, "fprop", "w", weight.detach())
+        plug.weight_column = None
+    if column and plug.weight_column is None:
+        shared = plug.quantizer.shares_copies("w")
+        plug.weight_column = plug.weight_row if shared else _seen(plug, "dgrad", "w", weight.detach())
+    plug.first_microbatch = False
+    return plug.weight_row, plug.weight_column if column else None
+
+
+def _save(ctx: Any, *operands: Operand | None) -> None:
+    tensors = [tensor for operand in operands for tensor in ((None, None) if operand is None else (operand.values, operand.alpha))]
+    ctx.save_for_backward(*tensors)
+
+
+def _saved(ctx: Any) -> tuple[Operand | None, Operand | None]:
+    x_values, x_alpha, w_values, w_alpha = ctx.saved_tensors
+    return (
+        None if x_values is None else Operand(x_values, x_alpha),
+        None if w_values is None else Operand(w_values, w_alpha),
+    )

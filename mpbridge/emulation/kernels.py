@@ -1,0 +1,165 @@
+"""Quantize kernels, compiled by torch.compile where a compiler is there.
+
+A kernel returns values on the low-precision grid, already multiplied by the block's scale, in a dtype that holds them exactly: a
+power-of-two scale times a code (blockwise, MXFP8), an E2M1 code times an E4M3 scale (NVFP4), or the bare code where one fp32 factor serves
+the whole tensor. That factor goes into the GEMM's epilogue.
+
+Blocks are given as views, never by index arithmetic inside a kernel: [blocks, along] for blocks along the rows' direction and
+[groups, along, columns] for blocks down the columns. With those, one compiled kernel serves every shape at full vector speed. Scales and
+codes are separate kernels, because fused ones make inductor walk memory against its order (twice as slow).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import shutil
+import types
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mpbridge.emulation.rounding import round_nearest, round_stochastic
+from mpbridge.emulation.scales import Rules, magnitude, mxfp8_exponent, mxfp8_factors, nvfp4_block, nvfp4_global, scale_from_amax
+from mpbridge.formats import E2M1, E4M3, NumberFormat
+
+_log = logging.getLogger(__name__)
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+# --- amax ----------------------------------------------------------------------------------------------------------------------------------
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """Amax of the whole tensor, an fp32 scalar."""
+    return magnitude(x).amax().float()
+
+
+def peaks(view: torch.Tensor) -> torch.Tensor:
+    """fp32 amax of each block of a view, shaped to multiply the view."""
+    return magnitude(view).amax(1, keepdim=True).float()
+
+
+# --- (multiplier before the cast, factor after it) from the amaxes of blocks -----------------------------------------------------------------
+def blockwise_factors(amax: torch.Tensor, number: NumberFormat, overflow: float, power_of_two: bool) -> Pair:
+    """Float8BlockScaling: (scale, 1/scale). overflow: the largest value of the *input's* dtype, TE's scale for vanishing blocks."""
+    scale = scale_from_amax(amax, number.largest, power_of_two=power_of_two, when_infinite=overflow)
+    return scale, 1.0 / scale
+
+
+def mxfp8_block_factors(amax: torch.Tensor, number: NumberFormat, rules: Rules) -> Pair:
+    """MXFP8: (2**(127-e), 2**(e-127))."""
+    return mxfp8_factors(mxfp8_exponent(amax, number), rules)
+
+
+def nvfp4_factors(amax: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """NVFP4: (multiplier, E4M3 block scale, fp32 factor of the whole tensor)."""
+    overall = amax.amax()
+    multiplier, scale = nvfp4_block(amax, nvfp4_global(overall), rules)
+    return multiplier, scale, overall / (E2M1.largest * E4M3.largest)
+
+
+def blockwise_scales(view: torch.Tensor, number: NumberFormat, power_of_two: bool) -> Pair:
+    """`blockwise_factors` of a view."""
+    return blockwise_factors(peaks(view), number, torch.finfo(view.dtype).max, power_of_two)
+
+
+def mxfp8_scales(view: torch.Tensor, number: NumberFormat, rules: Rules) -> Pair:
+    """`mxfp8_block_factors` of a view."""
+    return mxfp8_block_factors(peaks(view), number, rules)
+
+
+def nvfp4_scales(view: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`nvfp4_factors` of a view."""
+    return nvfp4_factors(peaks(view), rules)
+
+
+# --- codes ---------------------------------------------------------------------------------------------------------------------------------
+def values(view: torch.Tensor, multiplier: torch.Tensor, factor: torch.Tensor, number: NumberFormat, out: torch.dtype) -> torch.Tensor:
+    """Code times factor of every element."""
+    return (round_nearest(view.float() * multiplier, number) * factor).to(out)
+
+
+def values_stochastic(
+    view: torch.Tensor, multiplier: torch.Tensor, factor: torch.Tensor, random: torch.Tensor, out: torch.dtype
+) -> torch.Tensor:
+    """As `values` in E2M1 with stochastic rounding; random: uint8 of the view's shape."""
+    return (round_stochastic(view.float() * multiplier, random) * factor).to(out)
+
+
+def tensorwise(x: torch.Tensor, number: NumberFormat, out: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Current scaling: (codes, 1/scale)."""
+    scale = scale_from_amax(amax_of(x), number.largest, power_of_two=False)
+    return round_nearest(x.float() * scale, number).to(out), 1.0 / scale
+
+
+def delayed(x: torch.Tensor, scale: torch.Tensor, number: NumberFormat, out: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Delayed scaling: (codes under the stored scale, amax of x)."""
+    return round_nearest(x.float() * scale, number).to(out), amax_of(x)
+
+
+# --- the random Hadamard transform -----------------------------------------------------------------------------------------------------------
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+@functools.lru_cache(maxsize=8)
+def hadamard(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The transposed 16x16 matrix diag(signs) H / 4: orthogonal, so it leaves wgrad as it is but for rounding. Signs: TE's nvfp4_tensor.py."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < 16:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    return (torch.diag(torch.tensor(_SIGNS, dtype=torch.float32)) @ matrix * 0.25).t().contiguous().to(device, dtype)
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """The transform of [tokens, features] along the tokens in groups of 16, rounded to x's dtype as TE does before the cast."""
+    groups = x.reshape(x.shape[0] // 16, 16, x.shape[1])
+    return torch.matmul(hadamard(x.device, x.dtype), groups).reshape(x.shape)
+
+
+# --- compilation -----------------------------------------------------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=1)
+def compiler() -> str | None:
+    """Why nothing is compiled, in words; None when torch.compile has what it needs."""
+    if torch.cuda.is_available():
+        return None
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        return "no C++ compiler found (g++ or clang++): the quantize kernels run uncompiled, several times slower, with the same results"
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def kernel(function: Callable[..., Any], compiled: bool, *fixed: Any) -> Callable[..., Any]:
+    """`function` with its trailing arguments fixed, compiled for any shape.
+
+    Each gets a code object of its own: torch counts recompilations by code object and gives up after eight.
+    """
+    if not compiled or compiler() is not None:
+        return lambda *tensors: function(*tensors, *fixed)
+
+    def call(*tensors: torch.Tensor) -> Any:
+        return function(*tensors, *fixed)
+
+    name = f"{function.__name__}_{zlib.crc32(repr(fixed).encode()):08x}"
+    code = call.__code__.replace(co_name=name)
+    own = types.FunctionType(code, call.__globals__, name, call.__defaults__, call.__closure__)
+    return _Guarded(torch.compile(own, dynamic=True), lambda *tensors: function(*tensors, *fixed))
+
+
+class _Guarded:
+    """A compiled kernel that falls back to eager execution, once and with a word, if compiling fails on this machine."""
+
+    def __init__(self, fast: Callable[..., Any], slow: Callable[..., Any]) -> None:
+        self._call, self._slow, self._proven = fast, slow, False
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        if self._proven:
+            return self._call(*tensors)
+        try:
+            result = self._call(*tensors)
+        except Exception as error:  # whatever a tool chain can do wrong: the numbers do not depend on it
+            _log.warning("torch.compile failed (%s): quantize kernels run uncompiled, slower, with the same results", type(error).__name__)
+            self._call = self._slow
+            result = self._slow(*tensors)
+        self._proven = True
+        return result

@@ -1,0 +1,99 @@
+"""What a linear layer does under emulation, and the front end for plain `torch.nn.Linear` modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from mpbridge.emulation.gemm import Plug, QuantizedLinear, check_shapes
+
+if TYPE_CHECKING:
+    from mpbridge.emulation.emulation import Emulation
+    from mpbridge.precision.policy import PrecisionPolicy
+
+EXPERT_PADDING = {"mxfp8": 32, "nvfp4": 128}
+"""Tokens of an expert are padded to this multiple, else 16; megatron-core 0.16.1 fp8_utils.py:168 and fp4_utils.py:51."""
+
+
+def apply(plug: Plug, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, expert: bool = False, recompute: bool = False) -> torch.Tensor:
+    """x Wt + b through quantized GEMMs; x: [..., in features]. Raises BadValue for sizes that Transformer Engine refuses.
+
+    expert: token counts vary, so they are padded with zeros as megatron-core does; recompute: this forward pass may be run again in backward.
+    """
+    emulation: Emulation = plug.emulation
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        x = x.to(torch.get_autocast_dtype(device))
+    if emulation.is_paused or x.numel() == 0:
+        # an expert without tokens: Transformer Engine's GEMMs see nothing, its amaxes stay 0
+        return F.linear(x, weight.to(x.dtype), bias)
+    tokens = x.numel() // x.shape[-1]
+    filled = x
+    if expert:
+        missing = -tokens % EXPERT_PADDING.get(plug.quantizer.quant.scaling, 16)
+        filled = F.pad(x.reshape(tokens, -1), (0, 0, 0, missing))
+    check_shapes(plug.slot, plug.quantizer.quant.scaling, filled.numel() // filled.shape[-1], weight.shape)
+    first, replay = _run(plug, recompute)
+    y: torch.Tensor = QuantizedLinear.apply(filled, weight, bias, plug, first, replay)  # type: ignore[no-untyped-call]
+    return y[:tokens].view(*x.shape[:-1], -1) if expert else y
+
+
+def _run(plug: Plug, recompute: bool) -> tuple[bool, bool]:
+    """(this run opened its context, this run repeats an earlier one)."""
+    grad = torch.is_grad_enabled()
+    if grad and plug.waiting:
+        return plug.waiting.popleft(), True
+    first = plug.emulation.opens() if grad or recompute else False
+    if recompute and not grad:
+        plug.waiting.append(first)
+        plug.quantizer.stash(plug.slot)
+    return first, False
+
+
+class EmulatedLinear(torch.nn.Linear):
+    """A `torch.nn.Linear` whose forward goes through a plug; same parameters, same state dict."""
+
+    plug: Plug
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input Wt + b with quantized operands."""
+        return apply(self.plug, input, self.weight, self.bias)
+
+
+def emulate_linears(module: torch.nn.Module, policy: PrecisionPolicy, **options: Any) -> Emulation:
+    """Makes every `torch.nn.Linear` inside the layers of `module` run under `policy`; `Emulation.detach` undoes it.
+
+    A layer is a member of a `ModuleList` (the outermost one on the path); linears outside of all of them, such as an output head, stay in high
+    precision. In a module without any `ModuleList` every linear is a layer of its own. options: those of `Emulation`.
+    """
+    from mpbridge.emulation.emulation import Emulation
+
+    emulation = Emulation(policy, **options)
+    places = list(_places(module))
+    found = [(name, linear, below, layer, layers) for name, linear, below, layer, layers in places if type(linear) is torch.nn.Linear]
+    for name, linear, below, layer, layers in found:
+        emulation.add(linear, name, below, policy.at(below, layer, layers))
+    emulation.freeze()
+    for linear in emulation.plugged():
+        linear.__class__ = EmulatedLinear
+    emulation.restore.extend(linear for linear in emulation.plugged())
+    emulation.context_of(module)
+    return emulation
+
+
+def _places(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear, str, int, int]]:
+    """(global name, linear, name below its layer, 0-based layer, layers) of the linears that a policy speaks about."""
+    named = dict(module.named_modules())
+    linears = [(name, child) for name, child in named.items() if isinstance(child, torch.nn.Linear)]
+    lists = [name for name, child in named.items() if isinstance(child, torch.nn.ModuleList)]
+    if not lists:
+        yield from ((name, linear, name, i, len(linears)) for i, (name, linear) in enumerate(linears))
+        return
+    for name, linear in linears:
+        owner = next((path for path in lists if name.startswith(f"{path}.")), None)
+        if owner is not None:
+            number, _, below = name[len(owner) + 1 :].partition(".")
+            yield name, linear, below or number, int(number), len(named[owner])  # type: ignore[arg-type]

@@ -1,0 +1,136 @@
+"""megatron-core's front end: its own parallel linears with quantized GEMMs, handed out by a BackendSpecProvider."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from mpbridge.emulation.gemm import Plug
+from mpbridge.emulation.linear import apply
+from mpbridge.errors import Refused
+
+if TYPE_CHECKING:
+    from mpbridge.precision.policy import PrecisionPolicy, Quant
+
+
+class _Emulated:
+    """Mixed into megatron-core's parallel linears: they keep weights, communication and checkpoints; only the local GEMMs are replaced.
+
+    Under sequence parallelism the gathered input is quantized. Transformer Engine quantizes the shard and gathers the codes, with amaxes
+    max-reduced over the same ranks, and asserts that blocks do not cross shards: the numbers are the same.
+    """
+
+    plug: Plug | None = None
+    config: Any
+    is_expert: bool
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.plug is None or self.plug.emulation.is_paused:
+            return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc,no-any-return]
+        if kwargs.get("gradient_accumulation_fusion"):
+            raise Refused("emulated linears have no fused gradient accumulation (set model.gradient_accumulation_fusion=false)")
+        group = kwargs.get("tp_group")
+        if kwargs.get("sequence_parallel"):
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=group)
+        elif kwargs.get("allreduce_dgrad"):
+            input = copy_to_tensor_model_parallel_region(input, group=group)
+        recompute = self.config.recompute_granularity is not None
+        return apply(self.plug, input, weight, kwargs.get("bias"), expert=self.is_expert, recompute=recompute)
+
+
+class EmulatedColumnParallelLinear(_Emulated, ColumnParallelLinear):  # type: ignore[misc]
+    """megatron-core's ColumnParallelLinear; quantized once `Emulation.attach` has given it a plug."""
+
+
+class EmulatedRowParallelLinear(_Emulated, RowParallelLinear):  # type: ignore[misc]
+    """megatron-core's RowParallelLinear; quantized once `Emulation.attach` has given it a plug."""
+
+
+class EmulatedBackend:
+    """A BackendSpecProvider with our linears; norms, attention and the rest come from `base`."""
+
+    def __init__(self, base: Any) -> None:
+        self._base = base
+
+    def column_parallel_linear(self) -> type:
+        """The column parallel linear."""
+        return EmulatedColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """The row parallel linear."""
+        return EmulatedRowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        """False: norms stay modules of their own."""
+        return False
+
+    def column_parallel_layer_norm_linear(self) -> None:
+        """None: there is no fused one."""
+        return
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
+        """Sequential experts made of our linears, whatever is asked: their GEMMs see the same operands one by one."""
+        return SequentialMLP, MLPSubmodules(linear_fc1=EmulatedColumnParallelLinear, linear_fc2=EmulatedRowParallelLinear)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+
+def places(chunk: torch.nn.Module, policy: PrecisionPolicy) -> Iterator[tuple[torch.nn.Module, str, str, Quant | None]]:
+    """(linear, global name, name below its layer, rule) of every emulated linear of a model chunk, in module order.
+
+    Layer numbers are counted over the whole model. Layers of multi-token prediction get the last region's rule: megatron-core opens its
+    quantization context there without a layer number.
+    """
+    for path, layer in chunk.named_modules():
+        if not isinstance(layer, TransformerLayer):
+            continue
+        number, total = layer.layer_number - 1, layer.config.num_layers
+        stem = _stem(path)
+        for below, linear in layer.named_modules():
+            if isinstance(linear, _Emulated):
+                extra = stem.startswith("mtp")
+                rule = policy.quant if extra else policy.at(below, number, total)
+                yield linear, f"{stem}.{below}" if extra else f"{stem.rpartition('.')[0]}.{number}.{below}", below, rule
+
+
+def _stem(path: str) -> str:
+    """A module path without the names of wrappers around the model."""
+    parts = path.split(".")
+    while parts and parts[0] == "module":
+        parts = parts[1:]
+    return ".".join(parts)
+
+
+def blocks(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The TransformerBlocks of a chunk: megatron-core opens delayed scaling's context around each."""
+    return (module for module in chunk.modules() if isinstance(module, TransformerBlock))
+
+
+def amax_group() -> Any:
+    """The group that Transformer Engine reduces delayed scaling's amaxes over under megatron-core; None without parallel state."""
+    from megatron.core import parallel_state
+
+    if not torch.distributed.is_initialized() or not parallel_state.model_parallel_is_initialized():
+        return None
+    return parallel_state.get_amax_reduction_group(with_context_parallel=True)
+
+
+def sharded(tensors: dict[str, torch.Tensor], common: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
+    """Entries for dist_checkpointing: `tensors` of this pipeline stage, equal on all its ranks, and `common` ones, equal on all ranks."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True).rank()
+    everywhere = torch.distributed.get_rank()
+    entries = {f"{prefix}{name}": (tensor, stage) for name, tensor in tensors.items()}
+    entries |= {f"{prefix}{name}": (tensor, everywhere) for name, tensor in common.items()}
+    return {key: ShardedTensor.from_rank_offsets(key, tensor, replica_id=replica) for key, (tensor, replica) in entries.items()}

@@ -1,0 +1,278 @@
+"""Quantizer: one rule of a policy turned into GEMM operands, with the state that the rule keeps between steps.
+
+Transformer Engine quantizes each tensor once or twice: a row copy with blocks along the features and a column copy with blocks along the
+tokens (or along the output features, for a weight), both from the high-precision tensor. Which GEMM sees which copy:
+
+    fprop  Y = X Wt     X row      W row
+    dgrad  dX = dY W    dY row     W column
+    wgrad  dW = dYt X   dY column  X column
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from mpbridge.emulation.delayed import AmaxTable
+from mpbridge.emulation.kernels import (
+    amax_of,
+    blockwise_factors,
+    blockwise_scales,
+    delayed,
+    kernel,
+    mxfp8_scales,
+    nvfp4_factors,
+    nvfp4_scales,
+    peaks,
+    rotate,
+    tensorwise,
+    values,
+    values_stochastic,
+)
+from mpbridge.emulation.rounding import random_bytes
+from mpbridge.emulation.scales import DEFAULT_RELEASE, rules_for
+from mpbridge.errors import Refused
+from mpbridge.formats import BLOCKS, E2M1, FORMATS
+from mpbridge.precision.policy import Quant
+
+Gemm = Literal["fprop", "dgrad", "wgrad"]
+Side = Literal["x", "w", "dy"]
+Copy = Literal["row", "column"]
+COPY_OF: Mapping[tuple[Gemm, Side], Copy] = {
+    ("fprop", "x"): "row",
+    ("fprop", "w"): "row",
+    ("dgrad", "dy"): "row",
+    ("dgrad", "w"): "column",
+    ("wgrad", "dy"): "column",
+    ("wgrad", "x"): "column",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A quantized GEMM operand: its value is `values * alpha`."""
+
+    values: torch.Tensor
+    """Exactly representable in bf16."""
+    alpha: torch.Tensor | None = None
+    """fp32 scalar for the epilogue; None: 1."""
+
+    def dequantized(self) -> torch.Tensor:
+        """The operand's value in fp32, for statistics and tests."""
+        return self.values.float() if self.alpha is None else self.values.float() * self.alpha
+
+
+class Randomness:
+    """Where stochastic rounding takes its bits: a generator seeded anew for every tensor from (seed, step, name, draw).
+
+    So the whole random state is one step counter: a resumed or re-sharded run draws the same bits, whatever was on which rank.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed, self.step = seed, 0
+        self._generator = torch.Generator(device=device)
+        self._draws: dict[str, int] = {}
+
+    def begin(self, step: int) -> None:
+        """Starts the draws of a step."""
+        self.step = step
+        self._draws.clear()
+
+    def bytes(self, shape: torch.Size, name: str) -> torch.Tensor:
+        """Uniform uint8 of that shape; another draw at every call."""
+        draw = self._draws[name] = self._draws.get(name, 0) + 1
+        low = zlib.crc32(f"{self.seed}/{self.step}/{name}/{draw}".encode())
+        high = zlib.crc32(f"{name}/{draw}/{self.step}/{self.seed}".encode())
+        return random_bytes(shape, self._generator.manual_seed(high << 32 | low))
+
+
+class Quantizer:
+    """GEMM operands under one `Quant`; serves megatron-core's linears and plain ones.
+
+    slots: the linears that this quantizer serves, fixed before the first operand (delayed scaling keeps a scale for each).
+    release: the Transformer Engine release whose rules apply. Raises Refused for scaling="custom", whose rules live in the factory.
+    """
+
+    def __init__(
+        self,
+        quant: Quant,
+        slots: Sequence[str],
+        *,
+        randomness: Randomness,
+        device: torch.device,
+        release: tuple[int, int] = DEFAULT_RELEASE,
+        compiled: bool = True,
+    ) -> None:
+        if quant.scaling == "custom":
+            raise Refused(f"scaling 'custom' cannot be emulated: its rules are in {quant.factory} (expected one of {', '.join(BLOCKS)})")
+        self.quant, self.rules, self.compiled, self._randomness = quant, rules_for(release), compiled, randomness
+        self.index = {slot: i for i, slot in enumerate(slots)}
+        self.forward_format = FORMATS[quant.element(gradient=False)]
+        self.gradient_format = FORMATS[quant.element(gradient=True)]
+        self.out = torch.bfloat16
+        names = tuple(f"{slot}.{side}" for slot in slots for side in ("x", "w"))
+        self.forward_table = self.backward_table = None
+        if quant.scaling == "delayed":
+            self.forward_table = AmaxTable(names, quant, self.forward_format.largest, device)
+            self.backward_table = AmaxTable(tuple(f"{slot}.dy" for slot in slots), quant, self.gradient_format.largest, device)
+        self._stashed: dict[str, deque[torch.Tensor]] = {}
+
+    # --- operands --------------------------------------------------------------------------------------------------------------------
+    @property
+    def one_copy(self) -> bool:
+        """True when the row copy is the column copy: one scale for the whole tensor."""
+        return self.quant.scaling in ("delayed", "tensorwise")
+
+    def shares_copies(self, side: Side) -> bool:
+        """True when both copies of that operand are equal: one scale for all of it, or square blocks."""
+        return self.one_copy or (side == "w" and BLOCKS[self.quant.scaling][1].across > 1)
+
+    def operand(self, x: torch.Tensor, *, slot: str, gemm: Gemm, side: Side, first_microbatch: bool = True, replay: bool = False) -> Operand:
+        """`x` (two-dimensional: tokens by features, or a weight) as that GEMM of that linear sees it.
+
+        first_microbatch: a weight is quantized, and its amax counted, on the first micro-batch of a step; later ones reuse the caller's copy.
+        replay: activation recomputation; delayed scaling reads the scale of the first run and counts no amax.
+        """
+        number = self.gradient_format if side == "dy" else self.forward_format
+        scaling, copy = self.quant.scaling, COPY_OF[gemm, side]
+        if scaling == "tensorwise":
+            return Operand(*self._kernel(tensorwise, number, self.out)(x))
+        if scaling == "delayed":
+            return self._delayed(x, slot, side, observe=first_microbatch or side != "w", replay=replay)
+        if scaling == "nvfp4":
+            return self._nvfp4(x, slot, side, copy)
+        return self._blocks(x, side, copy)
+
+    def _kernel(self, function: Any, *fixed: Any) -> Any:
+        return kernel(function, self.compiled, *fixed)
+
+    def _delayed(self, x: torch.Tensor, slot: str, side: Side, *, observe: bool, replay: bool) -> Operand:
+        number = self.gradient_format if side == "dy" else self.forward_format
+        table, index = self._place(slot, side)
+        # a copy: the table is updated before the backward pass reads this operand's scale
+        scale = self._stashed[f"{slot}.{side}"].popleft() if replay else table.scale[index].clone()
+        codes, amax = self._kernel(delayed, number, self.out)(x, scale)
+        if observe and not replay:
+            table.observe(index, amax)
+        return Operand(codes, 1.0 / scale)
+
+    def _place(self, slot: str, side: Side) -> tuple[AmaxTable, int]:
+        assert self.forward_table is not None and self.backward_table is not None  # made in __init__ for this scaling
+        if side == "dy":
+            return self.backward_table, self.index[slot]
+        return self.forward_table, 2 * self.index[slot] + (side == "w")
+
+    def stash(self, slot: str) -> None:
+        """Remembers the scale of `slot`'s input for the replay of this micro-batch (activation recomputation)."""
+        if self.quant.scaling == "delayed":
+            table, index = self._place(slot, "x")
+            self._stashed.setdefault(f"{slot}.x", deque()).append(table.scale[index].clone())
+
+    def forget_stashes(self) -> None:
+        """Drops scales that no replay asked for (a forward pass without a backward one)."""
+        self._stashed.clear()
+
+    def _blocks(self, x: torch.Tensor, side: Side, copy: Copy) -> Operand:
+        number = self.gradient_format if side == "dy" else self.forward_format
+        mx = self.quant.scaling == "mxfp8"
+        block = BLOCKS[self.quant.scaling][side == "w"]
+        padded, shape = _padded(x, block.across if side == "w" else 1, block.along, copy)
+        apply = self._kernel(values, number, self.out)
+        if block.across > 1:
+            view, amax = _square(padded, block.along, self._kernel(peaks))
+            out = apply(view, *_spread(blockwise_factors(amax, number, torch.finfo(x.dtype).max, True), block.along))
+        else:
+            view = _view(padded, block.along, copy)
+            scales = self._kernel(mxfp8_scales, number, self.rules) if mx else self._kernel(blockwise_scales, number, True)
+            out = apply(view, *scales(view))
+        return Operand(_cropped(out.view(padded.shape), shape))
+
+    def _nvfp4(self, x: torch.Tensor, slot: str, side: Side, copy: Copy) -> Operand:
+        block = BLOCKS["nvfp4"][side == "w"]
+        if side == "w":
+            view, amax = _square(x, block.along, self._kernel(peaks))
+            multiplier, factor, alpha = nvfp4_factors(amax, self.rules)
+            multiplier, factor = _spread((multiplier, factor), block.along)
+        else:
+            view = _view(rotate(x) if copy == "column" else x, block.along, copy)
+            multiplier, factor, alpha = self._kernel(nvfp4_scales, self.rules)(view)
+        if side == "dy":
+            random = self._randomness.bytes(view.shape, f"{slot}.{copy}")
+            out = self._kernel(values_stochastic, self.out)(view, multiplier, factor, random)
+        else:
+            out = self._kernel(values, E2M1, self.out)(view, multiplier, factor)
+        return Operand(out.view(x.shape), alpha)
+
+    # --- delayed scaling -----------------------------------------------------------------------------------------------------------------
+    def end_forward(self, group: Any = None) -> None:
+        """The outermost context of a forward pass with gradients ended: new forward scales, amaxes max-reduced over `group`."""
+        if self.forward_table is not None:
+            self.forward_table.update(group)
+
+    def end_backward(self, group: Any = None) -> None:
+        """The backward pass of a context's first linear ended: new gradient scales."""
+        if self.backward_table is not None:
+            self.backward_table.update(group)
+
+    def skip(self, slot: str, side: Side, x: torch.Tensor) -> None:
+        """Counts the amax of a tensor that no GEMM quantizes here (an empty one counts as nothing)."""
+        if self.quant.scaling == "delayed" and x.numel():
+            table, index = self._place(slot, side)
+            table.observe(index, amax_of(x))
+
+    def scale_of(self, slot: str, side: Side) -> float | None:
+        """The stored scale that the next operand of that kind gets; None unless scaling is delayed."""
+        if self.quant.scaling != "delayed":
+            return None
+        table, index = self._place(slot, side)
+        return float(table.scale[index])
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """name -> fp32 vector of scale and history (delayed scaling; empty for the others, which keep nothing)."""
+        tables = (table for table in (self.forward_table, self.backward_table) if table is not None)
+        return {name: tensor for table in tables for name, tensor in table.state().items()}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes back `state`; raises CheckpointError where it does not fit."""
+        for table in (self.forward_table, self.backward_table):
+            if table is not None:
+                table.load_state(state)
+
+
+# --- views ---------------------------------------------------------------------------------------------------------------------------------
+def _view(x: torch.Tensor, along: int, copy: Copy) -> torch.Tensor:
+    """The kernels' view of [rows, columns] with blocks of `along` elements in a row or down a column."""
+    return x.reshape(-1, along) if copy == "row" else x.reshape(x.shape[0] // along, along, x.shape[1])
+
+
+def _square(x: torch.Tensor, side: int, column_peaks: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(column view, fp32 amax of each side x side block as [row blocks, column blocks])."""
+    view = _view(x, side, "column")
+    down = column_peaks(view)
+    return view, down.reshape(down.shape[0], -1, side).amax(2)
+
+
+def _spread(factors: tuple[torch.Tensor, torch.Tensor], side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of square blocks repeated along the columns, so that the column kernels apply them."""
+    first, second = (factor.repeat_interleave(side, 1).unsqueeze(1) for factor in factors)
+    return first, second
+
+
+def _padded(x: torch.Tensor, across: int, along: int, copy: Copy) -> tuple[torch.Tensor, torch.Size]:
+    """x filled with zeros to whole blocks, which changes no amax, and its own shape."""
+    rows, columns = (across, along) if copy == "row" else (along, across)
+    if across > 1:
+        rows = columns = along
+    more_rows, more_columns = -x.shape[0] % rows, -x.shape[1] % columns
+    if more_rows or more_columns:
+        return torch.nn.functional.pad(x, (0, more_columns, 0, more_rows)), x.shape
+    return x, x.shape
+
+
+def _cropped(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    return x if x.shape == shape else x[: shape[0], : shape[1]].contiguous()
