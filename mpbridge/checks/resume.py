@@ -71,10 +71,15 @@ class Fingerprint:
         except (KeyError, TypeError, AttributeError, MpbridgeError) as error:
             raise CheckpointError(f"the fingerprint cannot be read: {type(error).__name__}: {error}") from error
 
-    def with_policy(self, policy: PrecisionPolicy, recipe: str) -> Fingerprint:
-        """The same run in another recipe: `policy` settled with this run's optimizer section."""
-        settled = policy.settled(self.optimizer_section)
-        return dataclasses.replace(self, policy=settled, recipe=recipe, random=self.random or _stochastic(settled))
+    def with_policy(self, policy: PrecisionPolicy, recipe: str, engine: str | None = None) -> Fingerprint:
+        """The same run in another recipe (and on another engine): `policy` settled with this run's optimizer section."""
+        settled, engine = policy.settled(self.optimizer_section), engine or self.engine
+        optimizer = self.optimizer
+        if optimizer in ("adam", "torch_adamw"):
+            # FSDP2 has FusedAdam where the recipe asks for it, torch's AdamW otherwise
+            optimizer = "torch_adamw" if engine == "fsdp2" and not settled.precision_aware else "adam"
+        random = self.random or _stochastic(settled)
+        return dataclasses.replace(self, policy=settled, recipe=recipe, engine=engine, optimizer=optimizer, random=random)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from mpbridge.errors import BadValue, Contradiction, MpbridgeError
-from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.errors import BadValue, Contradiction
 
 Unit = Literal["percent", "steps", "tokens"]
 
@@ -56,18 +54,23 @@ class Mark:
         return f"{number}%" if self.unit == "percent" else f"{number} {self.unit}"
 
 
+class HasEnd(Protocol):
+    """A stage, as config.stages has them."""
+
+    @property
+    def recipe(self) -> str:
+        """The recipe's name."""
+
+    @property
+    def until(self) -> Any:
+        """Where it ends, as its author wrote it; None: with the run."""
+
+
+S = TypeVar("S", bound=HasEnd)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """One entry of the list: a recipe, changes to it, and where it ends."""
-
-    recipe: str
-    config: MixedPrecisionConfig
-    until: Mark | None = None
-    """None: to the end of the run."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Span(Generic[S]):
     """Steps start + 1 ... stop of a run, all in one recipe."""
 
     index: int
@@ -75,71 +78,30 @@ class Span:
     """Steps done when it begins."""
     stop: int
     """Steps done when it ends."""
-    stage: Stage
+    stage: S
 
     def holds(self, done: int) -> bool:
         """Whether the step that follows `done` finished ones is in this span."""
         return self.start <= done < self.stop
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """The stages of one run, in order."""
-
-    stages: tuple[Stage, ...]
-
-    @classmethod
-    def parse(cls, entries: object) -> Schedule:
-        """From `[{recipe: bf16_with_nvfp4_mixed, until: 90%}, {recipe: bf16_mixed}]`; further keys of an entry change its recipe.
-
-        Raises Contradiction with the faults of every entry.
-        """
-        if isinstance(entries, str) or not isinstance(entries, Sequence) or not entries:
-            raise BadValue(f"a schedule of recipes is a list such as [{{recipe: nvfp4, until: 90%}}, {{recipe: bf16_mixed}}], got {entries!r}")
-        stages: list[Stage] = []
-        faults: list[str] = []
-        for number, entry in enumerate(entries, start=1):
-            try:
-                stages.append(_stage(entry, last=number == len(entries)))
-            except MpbridgeError as error:
-                faults.append(f"stage {number}: {error}")
-        if faults:
-            raise Contradiction(faults, subject="the schedule of recipes cannot be read")
-        return cls(stages=tuple(stages))
-
-    def spans(self, *, steps: int, tokens_per_step: int) -> tuple[Span, ...]:
-        """The stages as step ranges that cover the run; raises Contradiction for a stage of no step, or one behind the run's end."""
-        spans: list[Span] = []
-        faults: list[str] = []
-        start = 0
-        for index, stage in enumerate(self.stages):
-            stop = steps if stage.until is None else stage.until.step(steps=steps, tokens_per_step=tokens_per_step)
-            if stop <= start:
-                faults.append(f"stage {index + 1} ({stage.recipe}) ends at step {stop}, but it begins behind step {start}: give it a later `until`")
-            if stop > steps:
-                faults.append(f"stage {index + 1} ({stage.recipe}) ends at step {stop}, behind the run's last step {steps}: end it earlier, or train longer")
-            spans.append(Span(index=index, start=start, stop=stop, stage=stage))
-            start = max(start, stop)
-        if faults:
-            raise Contradiction(faults, subject="the schedule of recipes does not fit the run")
-        return tuple(spans)
-
-
-def _stage(entry: object, *, last: bool) -> Stage:
-    if isinstance(entry, str):
-        entry = {"recipe": entry}
-    if not isinstance(entry, Mapping) or not entry.get("recipe"):
-        raise BadValue(f"{entry!r} names no recipe (expected {{recipe: NAME, until: PLACE}})")
-    changes = {str(name): value for name, value in entry.items() if name not in ("recipe", "until")}
-    until = entry.get("until")
-    if last and until is not None:
-        raise BadValue(f"until: {until!r} on the last stage, which ends with the run: drop it, or add the stage that follows")
-    if not last and until is None:
-        raise BadValue(f"until is missing (expected {_FORMS}); only the last stage goes to the end")
-    name = entry["recipe"]
-    config = get_mixed_precision_config(name)
-    return Stage(
-        recipe=name if isinstance(name, str) else type(name).__name__,
-        config=config.derive(**changes) if changes else config,
-        until=None if until is None else Mark.parse(until),
-    )
+def spans(stages: Sequence[S], *, steps: int, tokens_per_step: int) -> tuple[Span[S], ...]:
+    """The stages as step ranges that cover a run of `steps`; raises Contradiction for a stage of no step, or one that ends behind the run."""
+    found: list[Span[S]] = []
+    faults: list[str] = []
+    start = 0
+    for index, stage in enumerate(stages):
+        try:
+            stop = steps if stage.until is None else Mark.parse(stage.until).step(steps=steps, tokens_per_step=tokens_per_step)
+        except BadValue as error:
+            faults.append(f"stage {index + 1} ({stage.recipe}): {error}")
+            continue
+        if stop <= start and steps:
+            faults.append(f"stage {index + 1} ({stage.recipe}) ends at step {stop}, but it begins behind step {start}: give it a later `until`")
+        if stop > steps:
+            faults.append(f"stage {index + 1} ({stage.recipe}) ends at step {stop}, behind the run's last step {steps}: end it earlier, or train longer")
+        found.append(Span(index=index, start=start, stop=stop, stage=stage))
+        start = max(start, stop)
+    if faults:
+        raise Contradiction(faults, subject="the schedule of recipes does not fit the run")
+    return tuple(found)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 
 from mpbridge.errors import BadValue, Contradiction
-from mpbridge.precision.schedule import Mark, Schedule
+from mpbridge.precision.schedule import Mark, spans
 
 
 @pytest.mark.parametrize(
@@ -31,41 +33,33 @@ def test_what_is_no_place_is_refused(text):
         Mark.parse(text)
 
 
+@dataclass
+class Part:
+    recipe: str
+    until: object = None
+
+
 def test_spans_cover_the_run_and_hold_each_step_once():
-    schedule = Schedule.parse([{"recipe": "nvfp4", "until": "25%"}, {"recipe": "fp8_cs", "until": 90}, "bf16"])
-    spans = schedule.spans(steps=100, tokens_per_step=1)
-    assert [(s.start, s.stop, s.stage.recipe) for s in spans] == [(0, 25, "nvfp4"), (25, 90, "fp8_cs"), (90, 100, "bf16")]
-    assert [sum(s.holds(done) for s in spans) for done in range(100)] == [1] * 100
+    found = spans([Part("nvfp4", "25%"), Part("fp8_cs", 90), Part("bf16")], steps=100, tokens_per_step=1)
+    assert [(s.start, s.stop, s.stage.recipe) for s in found] == [(0, 25, "nvfp4"), (25, 90, "fp8_cs"), (90, 100, "bf16")]
+    assert [sum(s.holds(done) for s in found) for done in range(100)] == [1] * 100
 
 
-def test_further_keys_change_the_recipe():
-    schedule = Schedule.parse([{"recipe": "bf16_mixed", "grad_reduce_in_fp32": False, "until": 3}, {"recipe": "bf16_mixed"}])
-    assert [stage.config.grad_reduce_in_fp32 for stage in schedule.stages] == [False, True]
+@pytest.mark.parametrize(
+    ("marks", "said"),
+    [
+        pytest.param([50, 40, None], "later `until`", id="backwards"),
+        pytest.param([101, None], "behind the run's last step", id="behind the end"),
+        pytest.param([100, None], "later `until`", id="nothing left for the last"),
+        pytest.param(["soon", None], "no place in a run", id="no place"),
+    ],
+)
+def test_stages_that_do_not_fit_the_run_are_refused(marks, said):
+    with pytest.raises(Contradiction, match=said):
+        spans([Part("bf16_mixed", mark) for mark in marks], steps=100, tokens_per_step=1)
 
 
 def test_every_fault_is_named_at_once():
     with pytest.raises(Contradiction) as told:
-        Schedule.parse([{"recipe": "bf16_mixd", "until": 3}, {"recipe": "bf16_mixed"}, {"until": 3}, {"recipe": "fp32", "until": 9}])
-    text = str(told.value)
-    assert "bf16_mixed" in text
-    assert len(told.value.faults) == 4
-    assert [f"stage {n}:" in text for n in (1, 2, 3, 4)] == [True] * 4
-
-
-@pytest.mark.parametrize(
-    ("entries", "said"),
-    [
-        pytest.param([{"recipe": "nvfp4", "until": 50}, {"recipe": "fp8_cs", "until": 40}, "bf16"], "later `until`", id="backwards"),
-        pytest.param([{"recipe": "nvfp4", "until": 101}, "bf16"], "behind the run's last step", id="behind the end"),
-        pytest.param([{"recipe": "nvfp4", "until": 100}, "bf16"], "later `until`", id="nothing left for the last"),
-    ],
-)
-def test_stages_that_do_not_fit_the_run_are_refused(entries, said):
-    with pytest.raises(Contradiction, match=said):
-        Schedule.parse(entries).spans(steps=100, tokens_per_step=1)
-
-
-@pytest.mark.parametrize("entries", ["bf16_mixed", [], None, {"recipe": "bf16_mixed"}])
-def test_only_a_list_is_a_schedule(entries):
-    with pytest.raises(BadValue, match="list"):
-        Schedule.parse(entries)
+        spans([Part("a", "soon"), Part("b", 200), Part("c", 1), Part("d")], steps=100, tokens_per_step=1)
+    assert len(told.value.faults) == 4  # the last stage has nothing left either

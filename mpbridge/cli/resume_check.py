@@ -1,0 +1,51 @@
+"""`mpbridge resume-check CKPT --recipe NAME`: whether and how a run in that recipe goes on from a checkpoint. Loads no framework, reads no tensor."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+from mpbridge.checks.resume import Fingerprint, Verdict, read_fingerprint, verdict
+from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+from mpbridge.train.store import locate
+
+SUMMARY = "say whether and how a run goes on from a checkpoint"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, or a folder of them (then the newest)")
+    parser.add_argument("--recipe", metavar="NAME", help="the recipe to go on in; left out: the checkpoint's own")
+    parser.add_argument("--engine", choices=("mcore", "fsdp2", "megatron_fsdp"), help="left out: the recipe's, else the checkpoint's")
+    parser.add_argument("--reset-optimizer", action="store_true", help="weights alone will do")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the verdict; 0: the run goes on, 1: it does not, or with the weights alone though that was not asked for."""
+    folder = locate(args.checkpoint)
+    saved = read_fingerprint(folder)
+    wanted = wanted_fingerprint(saved, args.recipe, args.engine)
+    found = verdict(saved, wanted)
+    if args.json:
+        print(json.dumps({"checkpoint": str(folder), "from": saved.recipe, "to": wanted.recipe} | dataclasses.asdict(found), indent=1))
+    else:
+        print(f"{folder}: {saved.recipe} -> {wanted.recipe}: " + "\n".join(found.lines()))
+    return exit_code(found, reset=args.reset_optimizer)
+
+
+def exit_code(found: Verdict, *, reset: bool) -> int:
+    """0 when the run goes on, 1 when the answer is no."""
+    return 0 if found.goes_on or (found.kind == "weights only" and reset) else 1
+
+
+def wanted_fingerprint(saved: Fingerprint, recipe: str | None, engine: str | None) -> Fingerprint:
+    """The run that `saved` came from, in another recipe or on another engine. Raises UnknownName, RecipeError or Contradiction."""
+    if recipe is None:
+        return saved.with_policy(saved.policy, saved.recipe, engine)
+    policy = resolve(get_mixed_precision_config(recipe), layers=int(saved.shape["num_layers"]))
+    meant_for = describe(recipe).engine
+    return saved.with_policy(policy, describe(recipe).name, engine or meant_for)
