@@ -1,0 +1,11 @@
+"""The audit: what the live tensors are, beside what the policy promised."""
+
+from mpbridge.audit.agreement import agree
+from mpbridge.audit.findings import Finding, Report
+from mpbridge.audit.hook import AuditHook, write_section
+from mpbridge.audit.motion import Motion
+from mpbridge.audit.run import audit
+from mpbridge.audit.table import audit_table
+from mpbridge.audit.watch import Watch
+
+__all__ = ["AuditHook", "Finding", "Motion", "Report", "Watch", "agree", "audit", "audit_table", "write_section"]

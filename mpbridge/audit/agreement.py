@@ -1,0 +1,38 @@
+"""Do all ranks mean the same? Fingerprints compared before anything is built."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch.distributed as dist
+
+from mpbridge.errors import AuditFailed
+from mpbridge.precision.policy import PrecisionPolicy
+
+
+def agree(policy: PrecisionPolicy, *, group: Any = None) -> str:
+    """The fingerprint that every rank of `group` (None: the world) has.
+
+    Raises AuditFailed on all ranks, naming those whose policy differs from the majority's (rank 0's on a tie) and the fields that differ.
+    """
+    mine = policy.fingerprint()
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return mine
+    prints: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(prints, mine, group=group)
+    if len(set(prints)) == 1:
+        return mine
+    # only now, when something is wrong anyway, whole policies travel
+    data: list[Any] = [None] * len(prints)
+    dist.all_gather_object(data, policy.as_data(), group=group)
+    votes = Counter(prints)
+    most = max(votes.values())
+    usual = next(one for one in prints if votes[one] == most)
+    model = data[prints.index(usual)]
+    lines = []
+    for rank, one in enumerate(prints):
+        if one != usual:
+            fields = ", ".join(f"{name}: {data[rank][name]!r} instead of {model[name]!r}" for name in model if data[rank].get(name) != model[name])
+            lines.append(f"  - rank {rank} ({one[:12]}): {fields}")
+    raise AuditFailed("\n".join([f"ranks disagree about the precision policy (most have {usual[:12]}):", *lines, "give every rank the same recipe and overrides"]))

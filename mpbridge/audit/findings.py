@@ -1,0 +1,90 @@
+"""What an audit says: one Finding a fact, a Report for the whole run, and its table and JSON forms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mpbridge.errors import AuditFailed
+
+Stage = Literal["static", "live"]
+SHOWN = 3
+"""How many offenders a line of text names; `as_data` holds them all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One fact of the policy beside what was seen of it, over all ranks."""
+
+    subject: str
+    """'params', 'exp_avg', 'linears', 'wire: gradients', 'autocast', 'weights moved' ..."""
+    promised: str
+    found: str
+    ok: bool
+    count: int = 0
+    """Tensors, modules or flags that were looked at, summed over ranks."""
+    bytes: int = 0
+    """Of the tensors looked at, summed over ranks; 0 where there are none."""
+    offenders: tuple[str, ...] = ()
+    """Parameters, modules, flags or ranks that are not as promised."""
+    cure: str = ""
+    """What would mend it."""
+
+    def __str__(self) -> str:
+        who = ", ".join(self.offenders[:SHOWN]) + (f" and {len(self.offenders) - SHOWN} more" if len(self.offenders) > SHOWN else "")
+        text = f"{self.subject}: promised {self.promised}, found {self.found}"
+        return text + (f" ({who})" if who else "") + (f"; {self.cure}" if self.cure else "")
+
+    def as_data(self) -> dict[str, Any]:
+        """JSON types."""
+        data = {name: getattr(self, name) for name in ("subject", "promised", "found", "ok", "count", "bytes")}
+        return data | ({"offenders": list(self.offenders)} if self.offenders else {}) | ({"cure": self.cure} if self.cure else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The audit of one stage; equal on every rank."""
+
+    stage: Stage
+    findings: tuple[Finding, ...]
+    layouts: tuple[Mapping[str, Any], ...] = ()
+    """{'roles': {role: dtype}, 'parameters': [names]}: every distinct combination once; rank 0's."""
+    seconds: float = 0.0
+    """Wall time of this rank's own looking."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Recipe, fingerprint, engine, step, world size."""
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        """The findings that are not as promised."""
+        return tuple(finding for finding in self.findings if not finding.ok)
+
+    @property
+    def ok(self) -> bool:
+        """True when nothing differs from the promise."""
+        return not self.faults
+
+    def find(self, subject: str) -> Finding:
+        """The finding about `subject`; KeyError when the audit had nothing to say about it."""
+        for finding in self.findings:
+            if finding.subject == subject:
+                return finding
+        raise KeyError(subject)
+
+    def require(self) -> Report:
+        """This report; raises AuditFailed naming every fault when there is one."""
+        if self.faults:
+            lines = "\n".join(f"  - {fault}" for fault in self.faults)
+            raise AuditFailed(f"the {self.stage} audit found what the policy did not promise:\n{lines}\n(train.audit=warn goes on in spite of it)")
+        return self
+
+    def as_data(self) -> dict[str, Any]:
+        """JSON types; the 'audit' section of precision.json."""
+        return {
+            "ok": self.ok,
+            **self.facts,
+            "seconds": round(self.seconds, 6),
+            "findings": [finding.as_data() for finding in self.findings],
+            "parameters": [dict(layout) for layout in self.layouts],
+        }

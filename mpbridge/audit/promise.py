@@ -1,0 +1,94 @@
+"""What the policy promises of each role's tensors on an engine: the expected storage format, or that there is none."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from dataclasses import dataclass
+
+from mpbridge.formats import DType
+from mpbridge.precision.policy import Owner, PrecisionPolicy, Quant
+
+ABSENT = "none"
+"""The promise that a role has no tensors of its own."""
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
+
+STORED_AS = {
+    "delayed": "Float8Tensor",
+    "tensorwise": "Float8Tensor",
+    "blockwise": "Float8BlockwiseQTensor",
+    "mxfp8": "MXFP8Tensor",
+    "nvfp4": "NVFP4Tensor",
+}
+"""Scaling -> class of a weight at rest in Transformer Engine 2.11 (pytorch/tensor/*.py)."""
+
+ALWAYS_FP32 = ("*expert_bias", "*inv_freq")
+"""Buffers that megatron-core keeps in FP32 whatever the model's dtype (router.py, rotary_pos_embedding.py)."""
+
+
+def place(name: str) -> tuple[str, int] | None:
+    """(path below the layer, 0-based layer) of a parameter or module name; None outside of the layers."""
+    match = _LAYER.search(name)
+    return None if match is None else (match.group(2), int(match.group(1)))
+
+
+def owner_of(policy: PrecisionPolicy, engine: str) -> Owner:
+    """Who holds the main weights on `engine`. Megatron-FSDP keeps them itself, whatever the optimizer could do."""
+    owner = policy.main_params_owner
+    return "engine" if engine == "megatron_fsdp" and owner == "optimizer" else owner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promises:
+    """The policy, settled, as one engine has to keep it."""
+
+    policy: PrecisionPolicy
+    engine: str
+    layers: int
+    """Of the whole model."""
+    emulated: bool = False
+    """Emulation keeps weights in 16 or 32 bits whatever the recipe stores."""
+
+    def of(self, role: str, parameter: str) -> str | None:
+        """The storage format promised for a tensor of `role`; ABSENT; or None when the policy says nothing about it."""
+        if role == "buffers":
+            return "fp32" if any(fnmatch.fnmatchcase(parameter, pattern) for pattern in ALWAYS_FP32) else None
+        if role == "params":
+            return self._params(parameter)
+        if role == "grads":
+            return self._params(parameter) if self.engine == "fsdp2" else self.policy.reduce.short
+        if role == "main_grads":
+            return (self.policy.main_grads or DType.FP32).short
+        if role == "main_params":
+            return self._main_params(parameter)
+        if role in ("exp_avg", "exp_avg_sq"):
+            return (getattr(self.policy, role) or DType.FP32).short
+        return None
+
+    def quant(self, module: str) -> Quant | None:
+        """The rule promised for the linear at path `module`; None: high precision."""
+        where = place(module)
+        return None if where is None else self.policy.at(where[0], where[1], self.layers)
+
+    def kept_fp32(self, parameter: str) -> bool:
+        """Whether `keep_fp32` names this parameter."""
+        return any(fnmatch.fnmatchcase(parameter, pattern) for pattern in self.policy.keep_fp32)
+
+    def _params(self, parameter: str) -> str:
+        if self.kept_fp32(parameter):
+            return "fp32"
+        quant = self.quant(parameter.rpartition(".")[0]) if parameter.endswith(".weight") and not self.emulated else None
+        # only the weights of linears rest in a low format: norms and routers share the layer, not the rule
+        if quant is not None and quant.stored and "norm" not in parameter and "router" not in parameter:
+            return STORED_AS.get(quant.scaling, "a quantized tensor")
+        return self.policy.params.short
+
+    def _main_params(self, parameter: str) -> str:
+        owner = owner_of(self.policy, self.engine)
+        main = self.policy.main_params or DType.FP32
+        if owner == "params" or (self.kept_fp32(parameter) and self.engine == "fsdp2"):
+            return ABSENT
+        if owner == "optimizer" and self.policy.remainders and main is DType.FP32 and self._params(parameter) == "bf16":
+            return "int16"
+        return main.short

@@ -1,0 +1,47 @@
+"""What a live tensor really occupies: the storage format and bytes of plain, sharded and quantized tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpbridge.errors import BadValue
+from mpbridge.formats import dtype
+
+_PARTS = ("_data", "_transpose", "_rowwise_data", "_columnwise_data", "_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv")
+"""Inner tensors of Transformer Engine's quantized tensors (tensor/storage/*.py of 2.11); their own .dtype is the one they pretend to have."""
+
+
+def local(tensor: Any) -> Any:
+    """This rank's shard of a DTensor; the tensor itself otherwise."""
+    inner = getattr(tensor, "_local_tensor", None)
+    return tensor if inner is None else inner
+
+
+def _parts(tensor: Any) -> list[torch.Tensor]:
+    found = [getattr(tensor, name, None) for name in _PARTS]
+    return [part for part in found if isinstance(part, torch.Tensor)]
+
+
+def storage(tensor: Any) -> str:
+    """Short dtype name ('bf16', 'int16'), or the class name of a quantized tensor ('Float8Tensor')."""
+    inner = local(tensor)
+    if _parts(inner):
+        return type(inner).__name__
+    try:
+        return dtype(inner.dtype).short
+    except BadValue:
+        return str(inner.dtype).removeprefix("torch.")
+
+
+def elements(tensor: Any) -> int:
+    """Elements of this rank's part."""
+    return int(local(tensor).numel())
+
+
+def size(tensor: Any) -> int:
+    """Bytes of this rank's part, scales and transposed copies of a quantized tensor included."""
+    inner = local(tensor)
+    parts = _parts(inner)
+    return sum(part.numel() * part.element_size() for part in parts) if parts else int(inner.numel()) * int(inner.element_size())

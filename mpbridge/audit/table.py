@@ -1,0 +1,35 @@
+"""The audit as a table for people."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from mpbridge.audit.findings import Report
+
+
+def _bytes(count: int) -> str:
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return "" if not count else f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def audit_table(report: Report) -> Table:
+    """Promise against finding, one row a fact; offenders follow in `fault_lines`."""
+    verdict = "as promised" if report.ok else f"{len(report.faults)} not as promised"
+    title = f"{report.stage} audit, {report.facts.get('engine', '')}, {report.facts.get('world_size', 1)} process(es): {verdict}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
+    for name, justify in (("what", "left"), ("promised", "left"), ("found", "left"), ("looked at", "right"), ("memory", "right"), ("", "left")):
+        table.add_column(name, justify="right" if justify == "right" else "left")
+    for finding in report.findings:
+        mark = Text("ok", style="green") if finding.ok else Text("NO", style="bold red")
+        table.add_row(finding.subject, finding.promised, finding.found, str(finding.count or ""), _bytes(finding.bytes), mark)
+    return table
+
+
+def fault_lines(report: Report) -> list[str]:
+    """One line a fault, offenders named."""
+    return [str(fault) for fault in report.faults]
