@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mpbridge.config.live import as_mapping
 from mpbridge.config.load import COMMAND_LINE, TOP, dump_yaml, read
-from mpbridge.config.run import Draft, Run
+from mpbridge.config.run import Draft, Run, joined
 from mpbridge.config.schema import SECTIONS, checked
 from mpbridge.config.sections import ENGINES
+from mpbridge.config.shape import smallest_world
 from mpbridge.config.stages import Stage, as_plain, read_stages
 from mpbridge.errors import BadValue, Contradiction, UnknownName
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -94,6 +95,11 @@ class ConfigContainer:
             raise Contradiction(draft.faults, subject="the configuration cannot be used")
         return run
 
+    def smallest_world(self) -> int:
+        """The fewest processes that the parallel sizes allow; 1 when they are no numbers (`resolved` then says so)."""
+        draft = self._draft()
+        return smallest_world(joined(draft.given, draft.engine, [])[1])
+
     def _draft(self) -> Draft:
         faults: list[str] = []
         given = {name: checked(name, as_mapping(name, getattr(self, name), faults), faults) for name in SECTIONS}
@@ -116,7 +122,7 @@ class ConfigContainer:
 
     def _sources(self, given: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Where each given value came from."""
-        out = {}
+        out: dict[str, str] = {}
         for section, values in given.items():
             whole = getattr(self, section)
             in_python = f"the {section} section" if isinstance(whole, Mapping) else f"the {type(whole).__name__} given as {section}"
@@ -152,7 +158,7 @@ class ConfigContainer:
 
     def copy(self) -> Self:
         """A container of its own; live config objects are shared."""
-        sections = {name: dict(value) if isinstance(value := getattr(self, name), Mapping) else value for name in SECTIONS}
+        sections: dict[str, Any] = {name: dict(value) if isinstance(value := getattr(self, name), Mapping) else value for name in SECTIONS}
         return dataclasses.replace(self, origin=dict(self.origin), **sections)
 
     def __eq__(self, other: object) -> bool:

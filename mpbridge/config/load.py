@@ -19,7 +19,7 @@ COMMAND_LINE = "the command line"
 SINGLE = ("mixed_precision", "engine", "emulate")
 TOP = (*SINGLE, *SECTIONS)
 """What a configuration file may hold at its top."""
-_TWIN = {a: b for a, b in TWINS} | {b: a for a, b in TWINS}
+_TWIN = dict(TWINS) | {b: a for a, b in TWINS}
 _MODULES = "mixed_precision.modules."
 
 
@@ -140,7 +140,7 @@ def dotted(overrides: Iterable[str], faults: list[str]) -> Tree:
     out: Tree = {}
     for text in overrides:
         name, equals, value = text.partition("=")
-        name = name.strip().lstrip("-")
+        name = name.strip()
         if not equals or not name:
             faults.append(f"{text!r}: expected key=value, as in optimizer.lr=3e-4")
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,6 +73,13 @@ def model_shape(model: Mapping[str, Any], *, vocab_size: int, seq_length: int) -
         latent_attention={name: model[name] or 0 for name in _LATENT} if model["multi_latent_attention"] else None,
         mtp_layers=model["mtp_num_layers"] or 0,
     )
+
+
+def smallest_world(sizes: Mapping[str, Any]) -> int:
+    """The fewest processes that the parallel sizes (defaults filled in) allow: one replica of the dense part, and of every expert."""
+    tensor, pipeline, expert = sizes["tensor_model_parallel_size"], sizes["pipeline_model_parallel_size"], sizes["expert_model_parallel_size"]
+    dense = tensor * pipeline * sizes["context_parallel_size"]
+    return math.lcm(dense, (sizes["expert_tensor_parallel_size"] or tensor) * expert * pipeline)
 
 
 def parallel_of(sizes: Mapping[str, Any], world_size: int) -> Parallel:

@@ -1,0 +1,90 @@
+"""The entry: finds the verb, parses, runs it, and turns errors into text and an exit code. Nothing heavy is imported here.
+
+Exit codes: 0 done, 1 the answer is no, 2 misuse, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpbridge import __version__
+from mpbridge.errors import MpbridgeError, UnknownName
+
+NOT_VERBS = frozenset({"main", "options", "text"})
+ORDER = ("list", "show", "diff", "plan", "check", "memory", "recommend", "doctor", "train", "rehearse", "audit", "resume-check")
+"""Of the verbs in the help text; others follow by name."""
+_SUMMARY = re.compile(r'^SUMMARY = "(.*)"$', re.MULTILINE)
+
+
+def entry() -> None:
+    """What the installed command calls: `main`, then exit."""
+    raise SystemExit(main())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code. argv: without the program's name; None: sys.argv's."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+    except MpbridgeError as error:
+        _complain(str(error))
+        code = error.exit_code
+    except BrokenPipeError:
+        # `mpbridge list | head`: the reader has seen enough; nothing may be written at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        code = 130
+    except SystemExit as stop:  # argparse's own
+        code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+    return code
+
+
+def verbs() -> dict[str, str]:
+    """verb -> module, in the order of the help text; found by looking, not by importing."""
+    names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NOT_VERBS and not path.stem.startswith("_"))
+    found = {name.replace("_", "-"): f"mpbridge.cli.{name}" for name in names}
+    return {verb: found[verb] for verb in [*(v for v in ORDER if v in found), *(v for v in found if v not in ORDER)]}
+
+
+def _dispatch(arguments: list[str]) -> int:
+    known = verbs()
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help(known))
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"mpbridge {__version__}")
+        return 0
+    verb, *rest = arguments
+    if verb not in known:
+        raise UnknownName("command", verb, known)
+    module: Any = importlib.import_module(known[verb])
+    parser = argparse.ArgumentParser(prog=f"mpbridge {verb}", description=module.SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter)
+    module.add_arguments(parser)
+    # intermixed: key=value may stand before, between and after options
+    return int(module.run(parser.parse_intermixed_args(rest)))
+
+
+def _help(known: dict[str, str]) -> str:
+    lines = [f"mpbridge {__version__}: one name decides every precision fact of a megatron-core training run", "", "usage: mpbridge COMMAND ...", ""]
+    width = max(map(len, known))
+    for verb, module in known.items():
+        text = Path(__file__).with_name(f"{module.rpartition('.')[2]}.py").read_text(encoding="utf-8")
+        found = _SUMMARY.search(text)
+        lines.append(f"  {verb:{width}}  {found.group(1) if found else ''}")
+    return "\n".join([*lines, "", "mpbridge COMMAND --help tells more. Exit codes: 0 done, 1 the answer is no, 2 misuse."])
+
+
+def _complain(text: str) -> None:
+    rank = os.environ.get("RANK", "0")
+    # every process of a job fails alike: the first tells the story, the others a line each
+    print(text if rank == "0" else f"rank {rank}: {text.splitlines()[0] if text else ''}", file=sys.stderr, flush=True)

@@ -1,0 +1,78 @@
+"""Arguments that many verbs share: which recipe, which configuration, what is changed in it; and the Run that they describe."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpbridge.errors import BadValue, UnknownName
+
+if TYPE_CHECKING:
+    from mpbridge.checks.run import Versions
+    from mpbridge.config.container import ConfigContainer, Run
+
+DEFAULT_CONFIG = "gpt_tiny"
+_PRECISION = ("mixed_precision=", "mixed_precision.recipe=")
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) -> None:
+    """--recipe, --config, --engine, --emulate, key=value ...; world: --world-size too, for verbs that only think about a run."""
+    parser.add_argument("--recipe", metavar="NAME", help="a name (mpbridge list), a YAML file, package.module:function or file.py:function")
+    parser.add_argument("--config", metavar="FILE", help=f"a YAML file, or the name of one in configs/ (default: {DEFAULT_CONFIG})")
+    parser.add_argument("--engine", choices=("mcore", "fsdp2", "megatron_fsdp"), help="who shards and reduces (default: the recipe's, else mcore)")
+    parser.add_argument("--emulate", action="store_true", help="quantized GEMMs in software, with Transformer Engine's numerics")
+    if world:
+        parser.add_argument("--world-size", type=int, metavar="N", help="processes (default: as few as the parallel sizes allow)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's, as in optimizer.lr=3e-4")
+
+
+def container(args: argparse.Namespace) -> ConfigContainer:
+    """The configuration that the shared arguments describe; what is wrong in it is said by `resolved`, all at once."""
+    from mpbridge.config.container import ConfigContainer
+
+    overrides = list(args.overrides)
+    if args.recipe is not None:
+        twice = [text for text in overrides if text.startswith(_PRECISION)]
+        if twice:
+            raise BadValue(f"--recipe {args.recipe} and {twice[0]}: two recipes; give one of them")
+        overrides.insert(0, f"mixed_precision.recipe={_quoted(args.recipe)}")
+    overrides += [f"engine={args.engine}"] if args.engine else []
+    overrides += ["emulate=true"] if args.emulate else []
+    return ConfigContainer.load(find_config(args.config), overrides, check=False)
+
+
+def resolved(
+    args: argparse.Namespace, *, training: bool = False, world_size: int | None = None, machine: Any = None, versions: Versions | None = None
+) -> Run:
+    """The Run that the shared arguments describe.
+
+    world_size: None: --world-size, and without that as few processes as the parallel sizes allow. training: ask for what training needs.
+    Raises Contradiction with every fault.
+    """
+    made = container(args)
+    wanted = getattr(args, "world_size", None) if world_size is None else world_size
+    if wanted is not None and wanted < 1:
+        raise BadValue(f"--world-size {wanted}: at least 1")
+    return made.resolved(wanted or made.smallest_world(), machine=machine, versions=versions, training=training)
+
+
+def find_config(name: str | None) -> Path:
+    """The file that `name` (None: the small GPT for a CPU) means: a path, or a name among the shipped ones. Raises UnknownName."""
+    wanted = name or DEFAULT_CONFIG
+    path = Path(wanted)
+    if path.suffix in (".yaml", ".yml") and path.exists():
+        return path
+    folders = [Path("configs"), Path(__file__).resolve().parents[2] / "configs"]
+    shipped = {found.stem: found for folder in reversed(folders) for found in sorted(folder.glob("*.yaml"))}
+    key = path.stem if path.suffix in (".yaml", ".yml") and path.parent in (Path("."), Path("configs")) else wanted
+    if key not in shipped:
+        if path.exists() and not path.is_dir():
+            return path
+        raise UnknownName("configuration", wanted, shipped)
+    return shipped[key]
+
+
+def _quoted(text: str) -> str:
+    """`text` as a YAML string: a recipe may be called 32."""
+    return "'" + text.replace("'", "''") + "'"

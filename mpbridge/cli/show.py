@@ -1,0 +1,101 @@
+"""`mpbridge show NAME`: a recipe's card: its papers, what its author wrote, what it means."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from mpbridge.cli.list import as_data, needs
+from mpbridge.cli.text import print_json, print_table
+from mpbridge.formats import say
+from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
+from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+
+SUMMARY = "one recipe: its papers, its fields, and what they mean"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument("recipe", metavar="NAME", help="a recipe's name, a YAML file, package.module:function or file.py:function")
+    parser.add_argument("--layers", type=int, metavar="N", help="a model's depth: says which of its layers stay in high precision")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the card."""
+    entry, config = describe(args.recipe), get_mixed_precision_config(args.recipe)
+    policy = resolve(config, layers=args.layers).settled()
+    if args.json:
+        print_json(as_data(entry) | {"config": config.as_data(), "policy": policy.as_data(), "fingerprint": policy.fingerprint()})
+        return 0
+    papers = [("needs", needs(entry)), ("status", entry.status), ("engine", entry.engine or "mcore"), ("source", entry.source)]
+    papers += [("also called", ", ".join(entry.aliases))] if entry.aliases else []
+    papers += [("hint", hint) for hint in entry.hints]
+    print(f"{entry.name}: {entry.summary}\n")
+    _lines(papers)
+    print()
+    print_table(("field", "value"), [(name, say(value)) for name, value in config.given().items()], title="what its author wrote")
+    print()
+    print_table(("fact", "value"), facts(policy, args.layers), title="what it means")
+    return 0
+
+
+def facts(policy: PrecisionPolicy, layers: int | None = None) -> list[tuple[str, str]]:
+    """The policy's facts as label and text; layers: also which layers stay out of quantization."""
+    owner = {"engine": "megatron-core", "optimizer": "the optimizer", "params": "the parameters themselves"}[policy.main_params_owner]
+    rows = [
+        ("compute", say(policy.compute)),
+        ("parameters", say(policy.params) + (" (quantized linears: in their low format)" if policy.stored else "")),
+        ("gradients on the wire", say(policy.reduce)),
+        ("main weights", f"{say(policy.main_params)}, kept by {owner}"),
+        ("main gradients", say(policy.main_grads)),
+        ("Adam moments", f"{say(policy.exp_avg)}, {say(policy.exp_avg_sq)}"),
+        ("between pipeline stages", say(policy.pipeline)),
+        ("autocast", say(policy.autocast)),
+        ("loss scale", _scale(policy)),
+    ]
+    for region in policy.regions:
+        rows.append((_where(region), "not quantized" if region.quant is None else quant_text(region.quant)))
+    if layers is not None and policy.quantized:
+        ids = policy.bf16_layers(layers)
+        rows.append((f"layers of {layers} in {say(policy.compute)}", ", ".join(map(str, ids)) or "none"))
+    rows += [("kept in fp32", ", ".join(policy.keep_fp32))] if policy.keep_fp32 else []
+    stated: tuple[tuple[str, Any], ...] = (
+        ("logits", policy.logits),
+        ("router", policy.router),
+        ("residual stream in fp32", policy.residual_fp32),
+        ("softmax in fp32", policy.softmax_fp32),
+    )
+    return rows + [(label, say(value)) for label, value in stated if value is not None]
+
+
+def quant_text(quant: Quant) -> str:
+    """One line about a quantization."""
+    parts = [f"{quant.format}, {quant.scaling} scaling"]
+    if quant.scaling == "delayed":
+        parts.append(f"amax history {quant.amax_history} ({quant.amax_algo}), margin {quant.margin}")
+    parts += ["weights stored so"] if quant.stored else []
+    parts += [f"{quant.attention} attention too"] if quant.attention != "none" else []
+    return ", ".join(parts + ([f"quantizers from {quant.factory}"] if quant.factory else []))
+
+
+def _where(region: Region) -> str:
+    ends = [f"{word} {count}" for word, count in (("first", region.first), ("last", region.last)) if count is not None]
+    modules = "linears" if region.modules == "*" else region.modules
+    return f"{modules} of the {' and '.join(ends)} layers" if ends else modules if region.modules != "*" else "all linears"
+
+
+def _scale(policy: PrecisionPolicy) -> str:
+    scale = policy.loss_scale
+    if scale is None:
+        return "none"
+    if not scale.dynamic:
+        return say(scale.static)
+    return f"dynamic from {say(scale.initial)}, at least {scale.minimum:g}, doubled after {scale.window:g} good steps"
+
+
+def _lines(rows: list[tuple[str, str]]) -> None:
+    width = max(len(label) for label, _ in rows)
+    for label, text in rows:
+        print(f"{label:{width}}  {text}")

@@ -1,0 +1,41 @@
+"""`mpbridge train`: pretrains. One process, or as many as torchrun started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from mpbridge.cli.options import add_run_arguments, resolved
+from mpbridge.errors import BadValue, Conflict
+
+SUMMARY = "pretrain a GPT with a recipe"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    add_run_arguments(parser, world=False)
+    parser.add_argument("--audit", choices=("stop", "warn"), help="what happens when the live tensors are not what the recipe promised")
+    parser.add_argument("--on-conflict", choices=("warn", "error"), default="warn", help="error: refuse when the recipe overrides a given value")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains; 0 when the run is complete. What does not fit is said before torch is imported."""
+    from mpbridge.checks.probe import this_machine
+
+    if args.audit:
+        args.overrides = [*args.overrides, f"train.audit={args.audit}"]
+    made = resolved(args, training=True, world_size=_world_size(), machine=this_machine())
+    if args.on_conflict == "error" and made.plan.conflicts:
+        raise Conflict("\n".join(["the recipe overrides what was set:", *(f"  - {write}" for write in made.plan.conflicts)]))
+    from mpbridge.train.loop import pretrain
+
+    pretrain(made)
+    return 0
+
+
+def _world_size() -> int:
+    """As torchrun says; 1 without it."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdigit() or int(text) < 1:
+        raise BadValue(f"WORLD_SIZE={text!r} in the environment: expected the number of processes, as torchrun sets it")
+    return int(text)
