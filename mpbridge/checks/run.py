@@ -96,6 +96,8 @@ class OptimizerFacts:
     distributed: bool = False
     cpu_offload: bool = False
     overlap_param_gather_with_step: bool = False
+    settings: Mapping[str, Any] = field(default_factory=lambda: types.MappingProxyType({}))
+    """The optimizer section's other plain settings, the plan's writes applied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
