@@ -232,7 +232,7 @@ def plain(value: Any) -> Any:
     if value is UNSET:
         return None
     if isinstance(value, ModuleRules):
-        return dataclasses.asdict(value)["regions"]
+        return [dataclasses.asdict(region) for region in value.regions]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return say(value)
