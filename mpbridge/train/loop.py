@@ -58,9 +58,10 @@ def pretrain(
         feed = Feed(run, dataset)
         if feed.corpus is not None and feed.corpus.prepared is not None:
             out.print(f"corpus: {feed.corpus.prepared.line()}")
-        engine = build_engine(run)
-        training = Training(run=run, engine=engine, scheduler=scheduler(run, engine.optimizer), feed=feed, counters=Counters())
+        training = Training(run=run, engine=build_engine(run), scheduler=None, feed=feed, counters=Counters())
+        # whichever engine stands at the end: a schedule may have put another in its place
         stack.callback(lambda: training.engine.close())
+        training.scheduler = scheduler(run, training.engine.optimizer)
         steps = _Steps(training, parts)
         summary = steps.go(stack, out)
     write_summary(summary, steps.folder)

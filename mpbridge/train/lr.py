@@ -67,7 +67,13 @@ def scheduler(run: Run, optimizer: Any) -> Any:
     """An OptimizerParamScheduler on `optimizer`; `step(global_batch_size)` follows every applied update."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-    return OptimizerParamScheduler(optimizer, **scheduler_arguments(run))
+    arguments = scheduler_arguments(run)
+    for group in optimizer.param_groups:
+        # OptimizerConfig's own defaults are None, which the schedule would calculate with
+        for name in ("max_lr", "min_lr"):
+            if name in group and group[name] is None:
+                group[name] = arguments[name]
+    return OptimizerParamScheduler(optimizer, **arguments)
 
 
 def _warmup(plan: Mapping[str, Any], steps: int) -> int:

@@ -1,0 +1,204 @@
+"""A run's state as a checkpoint holds it, independent of the recipe: main weights and moments in FP32 under one name, whoever owned them.
+
+megatron-core's optimizers store the same things under different names and shapes: FP32Optimizer updates the parameters themselves,
+Float16OptimizerWithFloat16Params calls main weights `fp32_param`, DistributedOptimizer `param`, and FusedAdam with remainders keeps the lower 16
+bits only. Here what an engine asks for is looked up under the name that the checkpoint has, and remainders are joined and split again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpbridge.engines.optimizers import join, split
+
+MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")
+"""Prefixes of main weights: the distributed optimizer's, the other one's."""
+MOMENTS = {"optimizer.state.exp_avg.": "exp_avg", "optimizer.state.exp_avg_sq.": "exp_avg_sq", "optimizer.state.momentum_buffer.": "exp_avg"}
+_GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
+"""What tells parameter groups apart (megatron-core's param_group_identifier_keys)."""
+
+
+def prime(optimizer: Any) -> None:
+    """Gives every parameter its optimizer state, as the first update would: a run whose first steps were all skipped has none yet."""
+    for part in getattr(optimizer, "chained_optimizers", []):
+        initialize = getattr(part, "init_state_fn", None)
+        if initialize is not None and not getattr(part, "is_stub_optimizer", False):
+            initialize(part.optimizer, part.config)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """ShardedTensors, factories and objects anywhere in nested dicts and lists."""
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from leaves(item)
+    elif hasattr(tree, "key") and hasattr(tree, "replica_id"):
+        yield tree
+
+
+def is_model_key(key: str) -> bool:
+    """Whether a key names a tensor of the model."""
+    return not key.startswith(("optimizer.", "emulation.", "rng"))
+
+
+def stored_dtypes(state: Mapping[str, Any]) -> dict[str, str]:
+    """Role -> torch's name of the dtype that its tensors have in `state` (several joined by '+')."""
+    found: dict[str, set[str]] = {}
+    for leaf in leaves(state):
+        dtype = getattr(leaf, "dtype", None) or getattr(leaf.data, "dtype", None)
+        if isinstance(dtype, torch.dtype):
+            found.setdefault(_role(leaf.key), set()).add(str(dtype).removeprefix("torch."))
+    return {role: "+".join(sorted(dtypes)) for role, dtypes in sorted(found.items())}
+
+
+def _role(key: str) -> str:
+    if key.startswith(MAIN):
+        return "main_params"
+    return next((role for prefix, role in MOMENTS.items() if key.startswith(prefix)), "params" if is_model_key(key) else key.partition(".")[0])
+
+
+def parts_of(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """State dicts of the single optimizers in a chained one."""
+    if "param_groups" in optimizer or "optimizer" in optimizer:
+        return [dict(optimizer)]
+    return [dict(part) for _, part in sorted(optimizer.items(), key=lambda item: str(item[0])) if isinstance(part, Mapping)]
+
+
+def join_remainders(state: Mapping[str, Any]) -> None:
+    """Replaces 16-bit remainders in an engine's state by the FP32 main weights that they and the parameters stand for."""
+    for model, main in _remainders(state):
+        whole = join(model.data.detach(), main.data.reshape(model.data.shape))
+        main.data = whole
+        if hasattr(main, "dtype"):
+            main.dtype = whole.dtype
+
+
+def ask_for_whole(state: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Makes an engine's loading state ask for FP32 main weights where it keeps remainders; returns (model key, main key) of each."""
+    pairs = []
+    for model, main in _remainders(state):
+        main.data = torch.empty_like(main.data, dtype=torch.float32)
+        if hasattr(main, "dtype"):
+            main.dtype = torch.float32
+        pairs.append((model.key, main.key))
+    return pairs
+
+
+def _remainders(state: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
+    optimizer = state.get("optimizer")
+    if not isinstance(optimizer, Mapping):
+        return
+    models = {leaf.key: leaf for name, part in state.items() if name.startswith("model") for leaf in leaves(part)}
+    for leaf in leaves(optimizer):
+        if leaf.key.startswith(MAIN) and isinstance(leaf.data, torch.Tensor) and leaf.data.dtype is torch.int16:
+            yield models[_bare(leaf.key)], leaf
+
+
+def _bare(key: str) -> str:
+    return next((key.removeprefix(prefix) for prefix in MAIN if key.startswith(prefix)), key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shelf:
+    """What a checkpoint holds: key -> dtype of every tensor in it."""
+
+    dtypes: Mapping[str, torch.dtype]
+
+    @classmethod
+    def of(cls, metadata: Any) -> Shelf:
+        """From torch's Metadata."""
+        entries = metadata.state_dict_metadata.items()
+        return cls(dtypes={key: entry.properties.dtype for key, entry in entries if hasattr(entry, "properties")})
+
+    def main(self, model_key: str) -> str | None:
+        """The key of the main weights of a parameter; None where the parameter is its own main weight."""
+        return next((prefix + model_key for prefix in MAIN if prefix + model_key in self.dtypes), None)
+
+    def moments(self) -> bool:
+        """Whether there are optimizer states."""
+        return any(key.startswith(tuple(MOMENTS)) for key in self.dtypes)
+
+    def point(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
+        """Renames what `state` asks for to what this checkpoint has.
+
+        Parameters that come in another dtype than they were stored in are read from the main weights: cast once, as the optimizer would.
+        """
+        for leaf in leaves(state):
+            if leaf.key.startswith(MAIN):
+                leaf.key = self.main(_bare(leaf.key)) or _bare(leaf.key)
+            elif is_model_key(leaf.key):
+                wanted, main = _dtype_of(leaf), self.main(leaf.key)
+                if main is not None and (weights_only or wanted is not self.dtypes.get(leaf.key)):
+                    leaf.key = main
+
+
+def _dtype_of(leaf: Any) -> torch.dtype | None:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else getattr(leaf.data, "dtype", None)
+
+
+def optimizer_state(loaded: Mapping[str, Any], fresh: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What `Engine.load_state` wants under 'optimizer'.
+
+    loaded: the tensors, in the shape of `fresh`, the new engine's own state; saved: the checkpoint's plain part (groups, loss scaler).
+    """
+    olds = parts_of(saved)
+    groups = [group for part in olds for group in _groups(part)]
+    scaler = next((part["grad_scaler"] for part in olds if "grad_scaler" in part), None)
+    single = len(parts_of(fresh)) == 1 and parts_of(fresh)[0].keys() == fresh.keys()
+    if single:
+        return _part(dict(loaded), fresh, groups, scaler)
+    return {name: _part(dict(loaded.get(name, {})), part, groups, scaler) for name, part in fresh.items() if isinstance(part, Mapping)}
+
+
+def _part(loaded: dict[str, Any], fresh: Mapping[str, Any], groups: list[dict[str, Any]], scaler: Any) -> dict[str, Any]:
+    merged = [_group(group, groups) for group in _groups(fresh)]
+    if "param_groups" in fresh:  # FP32Optimizer: torch's own shape
+        return {"state": loaded.get("state", {}), "param_groups": merged}
+    inner = dict(fresh["optimizer"]) | {"param_groups": merged}
+    if "state" in inner:
+        inner["state"] = loaded.get("optimizer", {}).get("state", {})
+    whole = {name: value for name, value in fresh.items() if name not in ("optimizer", "grad_scaler")} | loaded | {"optimizer": inner}
+    if scaler is not None and "grad_scaler" in fresh:
+        whole["grad_scaler"] = scaler
+    elif "grad_scaler" in fresh:
+        whole["grad_scaler"] = fresh["grad_scaler"]
+    return whole
+
+
+def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found = part.get("param_groups") or (part.get("optimizer") or {}).get("param_groups") or []
+    return [dict(group) for group in found]
+
+
+def _group(fresh: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """The saved group that is told apart by the same marks, with the parameters of the fresh one."""
+    marks = [key for key in _GROUP_KEYS if key in fresh]
+    match = next((group for group in saved if all(group.get(key) == fresh[key] for key in marks)), None)
+    if match is None:
+        return fresh
+    own = {"params": fresh["params"]} if "params" in fresh else {}
+    return {name: value for name, value in match.items() if name != "params"} | own
+
+
+def split_remainders(state: dict[str, Any], pairs: list[tuple[str, str]], order: Callable[[Any], Iterator[tuple[str, dict[str, Any], str]]]) -> None:
+    """Undoes `ask_for_whole` in a loaded state: main weights become remainders and the parameters their upper halves.
+
+    order: walks a loaded tree and yields (key that was asked for, its holder, name in the holder).
+    """
+    wanted = {main: model for model, main in pairs}
+    if not wanted:
+        return
+    places = {key: (holder, name) for key, holder, name in order(state)}
+    for main, model in wanted.items():
+        (main_in, main_name), (model_in, model_name) = places[main], places[model]
+        whole = main_in[main_name].float().contiguous()
+        high = torch.empty(whole.shape, dtype=torch.bfloat16)
+        low = torch.empty(whole.shape, dtype=torch.int16)
+        split(whole, high, low)
+        model_in[model_name], main_in[main_name] = high, low
