@@ -1,18 +1,16 @@
-"""Modules that replace what megatron-core's own local spec cannot do on a CPU, behind its BackendSpecProvider."""
+"""Modules that replace what megatron-core's own local spec cannot do, or does slowly, on a CPU, behind its BackendSpecProvider."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
+
+from mpbridge.engines.attention import CausalAttention, attends_plainly
 
 
 class Norm:
@@ -26,57 +24,6 @@ class Norm:
             # finalize_model_grads sums the gradients of parameters so marked over the tensor-parallel group
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
-
-
-class FusedAttention(MegatronModule):  # type: ignore[misc]
-    """Causal attention by torch's scaled_dot_product_attention: softmax in FP32, no [s, s] scores in memory."""
-
-    def __init__(
-        self,
-        config: Any,
-        layer_number: int,
-        attn_mask_type: Any,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-    ) -> None:
-        super().__init__(config=config)
-        self.softmax_scale = softmax_scale
-        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
-    ) -> torch.Tensor:
-        """[sequence, batch, heads x width] from query, key and value of [sequence, batch, heads, width]; the mask is causal whatever is given."""
-        length, batch = query.shape[:2]
-        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        dropout = self.dropout if self.training else 0.0
-        # dropout patterns differ between tensor-parallel ranks where heads do; under sequence parallelism megatron-core forks outside
-        fork = get_cuda_rng_tracker().fork() if dropout and not self.config.sequence_parallel else nullcontext()
-        with fork:
-            out = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, dropout_p=dropout, scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        return out.permute(2, 0, 1, 3).reshape(length, batch, -1)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Nothing: no parameters."""
-        return {}
-
-
-def attends_plainly(config: Any) -> bool:
-    """Whether `FusedAttention` computes what `config` asks for: FP32 softmax, no window, no sink, no per-layer scaling."""
-    plain = config.softmax_type == "vanilla" and config.window_size is None and not config.apply_query_key_layer_scaling
-    return bool(plain and config.attention_softmax_in_fp32)
 
 
 class CpuSpecProvider(LocalSpecProvider):  # type: ignore[misc]
@@ -93,8 +40,8 @@ class CpuSpecProvider(LocalSpecProvider):  # type: ignore[misc]
         return Norm
 
     def core_attention(self) -> type:
-        """Fused attention where it computes the same, else megatron-core's own."""
-        return FusedAttention if attends_plainly(self.config) else DotProductAttention
+        """Ours where it computes the same, else megatron-core's own."""
+        return CausalAttention if attends_plainly(self.config) else DotProductAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
         """One expert after the other: grouped GEMMs are CUDA kernels."""
