@@ -73,12 +73,16 @@ def _refuse_stale(plan: Plan) -> None:
 
 
 def _write(plan: Plan, spell: Spell | None) -> list[tuple[Any, str, Any]]:
-    """Sets every field; returns (owner, field, value before) to take it back."""
+    """Sets every field, or none; returns (owner, field, value before) to take it back."""
     saved: list[tuple[Any, str, Any]] = []
-    for write in plan.writes:
-        owner = holder(plan.targets[write.target], write.field)
-        saved.append((owner, write.field, getattr(owner, write.field)))
-        setattr(owner, write.field, spelled(write.after, owner, spell))
+    try:
+        for write in plan.writes:
+            owner = holder(plan.targets[write.target], write.field)
+            saved.append((owner, write.field, getattr(owner, write.field)))
+            setattr(owner, write.field, spelled(write.after, owner, spell))
+    except BaseException:
+        _restore(saved)
+        raise
     return saved
 
 

@@ -75,7 +75,10 @@ def _comparable(value: Any) -> Any:
 
 
 def normal(row: Place, value: Any) -> Any:
-    """An input's value as the plan compares it: strings in dtype fields become DType (moe_router_dtype is a string in megatron-core)."""
-    if isinstance(value, str) and row.field.endswith("dtype") and row.field != "moe_router_dtype":
+    """An input's value as the plan compares it: strings in dtype fields become DType (moe_router_dtype is a string in megatron-core). Raises BadValue."""
+    if not isinstance(value, str) or not row.field.endswith("dtype") or row.field == "moe_router_dtype":
+        return value
+    try:
         return dtype(value)
-    return value
+    except BadValue as fault:
+        raise BadValue(f"{row.target}.{row.field}: {fault}") from None

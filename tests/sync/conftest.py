@@ -14,7 +14,7 @@ from mpbridge.engines.optimizers import CpuFusedAdam
 sys.path.insert(0, str(Path(__file__).parent))  # for sync_kit: pytest's importlib mode adds no folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def core() -> Iterator[None]:
     """The device layer: OptimizerConfig with a precision-aware optimizer cannot be built without a FusedAdam."""
     with device_layer(False, fused_adam=CpuFusedAdam):

@@ -89,7 +89,7 @@ def applied(objects: Any, policy: PrecisionPolicy | None, after: Receipt | None 
 
 
 def built(inputs: dict[str, dict[str, Any]], policy: PrecisionPolicy | None, **more: Any) -> targets.Targets:
-    return targets.build(inputs, plan(policy, **inputs, **more), machine=GPU, versions=HERE)
+    return targets.build(inputs, plan(policy, **{name: inputs[name] for name in CLASSES}, **more), machine=GPU, versions=HERE)
 
 
 def facts_of(objects: Any) -> dict[str, Any]:

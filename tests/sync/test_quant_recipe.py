@@ -1,0 +1,123 @@
+"""Module rules as megatron-core matches them: by stage-local layer numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from megatron.core.quantization.quant_config import MatchContext, RecipeConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from sync_kit import POLICIES, applied, built, live
+
+from mpbridge.engines import quant_recipe
+from mpbridge.errors import BadValue, Refused
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
+from mpbridge.precision.resolve import resolve
+from mpbridge.sync.apply import commit
+from mpbridge.sync.fields import ModuleRules
+from mpbridge.sync.plan import plan
+
+MODULES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+MXFP8 = Quant(format="e4m3", scaling="mxfp8")
+BASE = Quant(format="hybrid", scaling="tensorwise")
+SHAPES = {
+    "fp8 around, one module in BF16": (Region(modules="mlp.linear_fc2"), Region(quant=BASE)),
+    "edges before rules": (Region(first=1, last=2), Region(modules="mlp.*", quant=MXFP8), Region(quant=BASE)),
+    "a rule for some layers": (Region(modules="*.linear_fc1", first=3, quant=MXFP8), Region(modules="mlp.*"), Region(quant=BASE)),
+    "16 bits around, one module in FP8": (Region(modules="mlp.linear_fc1", quant=MXFP8), Region()),
+    "a layer with a rule of its own": (Region(first=1, quant=MXFP8), Region(modules="mlp.*"), Region(quant=BASE)),
+    "FP4 around": (Region(modules="self_attention.*", quant=BASE), Region(quant=Quant(format="e2m1", scaling="nvfp4"))),
+}
+
+
+def seen(recipe: RecipeConfig, policy: PrecisionPolicy, path: str, layer: int, layers: int) -> tuple[Any, ...]:
+    """(FP8 recipe, format, FP4 recipe) that a module runs in: its own parameters if they take effect, else the block's."""
+    base = None if layer in policy.bf16_layers(layers) else policy.quant
+    around = (None, None, None) if base is None else spell(base)
+    found = recipe.match(MatchContext(path, None))
+    if found is None:
+        return around
+    own = found.config["training_recipe"]
+    # TEQuantizationRecipe: a module overrides a quantized block by default, and a block in high precision only if it says so
+    if base is None and not own.get("override_nonquantized_autocast", False):
+        return around
+    return own.get("fp8_quantization_recipe"), own.get("fp8_format"), own.get("fp4_quantization_recipe")
+
+
+def spell(quant: Quant | None) -> tuple[Any, ...]:
+    if quant is None:
+        return None, None, None
+    return (quant.scaling, quant.format, None) if quant.bits == 8 else (None, None, quant.scaling)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("regions", SHAPES.values(), ids=SHAPES)
+def test_every_module_of_every_stage_gets_the_rule_that_the_policy_gives_it(regions: tuple[Region, ...], stages: int) -> None:
+    policy = PrecisionPolicy(**{k: POLICIES["bf16_mixed"].role(k) for k in ("compute", "params", "pipeline", "output")}, reduce=POLICIES["bf16_mixed"].reduce, regions=regions)
+    layers, per_stage = 8, 8 // stages
+    for stage in range(stages):
+        chunk = range(stage * per_stage, (stage + 1) * per_stage)
+        recipe = RecipeConfig.from_config_dict(quant_recipe.as_dict(ModuleRules(regions=regions), chunk, layers))
+        for local, layer in enumerate(chunk):
+            for module in MODULES:
+                found = seen(recipe, policy, f"decoder.layers.{local}.{module}", layer, layers)
+                assert found == spell(policy.at(module, layer, layers)), (stage, layer, module)
+        assert recipe.match(MatchContext("output_layer", None)) is None
+
+
+def test_transformer_engine_params_are_what_megatron_core_parses() -> None:
+    from megatron.core.extensions import transformer_engine as te
+
+    if not hasattr(te, "TEQuantizationParams"):
+        pytest.skip("this megatron-core defines them only with Transformer Engine")
+    recipe = RecipeConfig.from_config_dict(quant_recipe.as_dict(ModuleRules(regions=SHAPES["edges before rules"]), range(8), 8))
+    params = te.TEQuantizationParams.parse_from_config(recipe.match(MatchContext("decoder.layers.3.mlp.linear_fc1", None)))
+    assert params.training_recipe.fp8_quantization_recipe == "mxfp8"
+
+
+@pytest.mark.usefixtures("core")
+def test_module_rules_reach_the_config_and_leave_it_again() -> None:
+    inputs = {"model": {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}, "optimizer": {}, "ddp": {}}
+    made = built(inputs, POLICIES["module_rules"]).model.quant_recipe
+    assert made.match(MatchContext("decoder.layers.1.mlp.linear_fc2", None)).config["training_recipe"] == {}
+    objects = live(inputs)
+    theirs = objects.model.quant_recipe = RecipeConfig.from_config_dict({})
+    receipt = applied(objects, POLICIES["module_rules"])
+    assert objects.model.quant_recipe == made
+    receipt = applied(objects, POLICIES["bf16_mixed"], receipt)
+    assert objects.model.quant_recipe is None
+    applied(objects, None, receipt)
+    assert objects.model.quant_recipe is theirs
+
+
+def test_rules_for_a_pipeline_do_not_answer_before_the_stage_is_known() -> None:
+    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=2, pipeline_dtype=__import__("torch").bfloat16)
+    recipe = quant_recipe.compile_rules(ModuleRules(regions=SHAPES["edges before rules"]), config)
+    assert not recipe.compiled
+    with pytest.raises(Refused, match="enter_chunk"):
+        recipe.match(MatchContext("decoder.layers.0.mlp.linear_fc1", None))
+    assert copy.deepcopy(recipe) == recipe
+
+
+def test_a_stage_is_entered_with_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=2, pipeline_dtype=__import__("torch").bfloat16)
+    config.quant_recipe = quant_recipe.compile_rules(ModuleRules(regions=(Region(first=1), Region(modules="mlp.*"), Region(quant=BASE))), config)
+    monkeypatch.setattr(quant_recipe.parallel_state, "model_parallel_is_initialized", lambda: True)
+    for rank, expected in ((0, [None, {}]), (1, [{}, {}])):
+        monkeypatch.setattr(quant_recipe.parallel_state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank)
+        quant_recipe.enter_chunk(config)
+        matches = [config.quant_recipe.match(MatchContext(f"decoder.layers.{local}.mlp.linear_fc1", None)) for local in (0, 1)]
+        assert [m and m.config["training_recipe"] for m in matches] == expected
+    plain = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)
+    quant_recipe.enter_chunk(plain)
+    assert plain.quant_recipe is None
+
+
+def test_writing_module_rules_without_somebody_who_spells_them_is_refused() -> None:
+    policy = resolve(MixedPrecisionConfig(bf16=True, fp8="hybrid", modules={"mlp.*": "bf16"}))
+    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)
+    with pytest.raises(BadValue, match=r"mpbridge\.apply"):
+        commit(plan(policy, model=config))
+    assert (config.bf16, config.fp8, config.quant_recipe) == (False, None, None)
