@@ -7,7 +7,7 @@ bits only. Here what an engine asks for is looked up under the name that the che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch
 
 from mpbridge.engines.optimizers import join, split
 
+Path = tuple[Any, ...]
+"""Keys and indices that lead to a place in nested dicts and lists."""
 MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 """Prefixes of main weights: the distributed optimizer's, the other one's."""
 MOMENTS = {"optimizer.state.exp_avg.": "exp_avg", "optimizer.state.exp_avg_sq.": "exp_avg_sq", "optimizer.state.momentum_buffer.": "exp_avg"}
-_GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "default_config")
+_GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """What tells parameter groups apart (megatron-core's param_group_identifier_keys)."""
 
 
@@ -30,15 +32,22 @@ def prime(optimizer: Any) -> None:
             initialize(part.optimizer, part.config)
 
 
-def leaves(tree: Any) -> Iterator[Any]:
-    """ShardedTensors, factories and objects anywhere in nested dicts and lists."""
+def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """(path, leaf) of the ShardedTensors, factories and objects anywhere in nested dicts and lists."""
     if isinstance(tree, Mapping):
-        tree = list(tree.values())
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from leaves(item)
+        for name, item in tree.items():
+            yield from walk(item, (*path, name))
+    elif isinstance(tree, (list, tuple)):
+        for index, item in enumerate(tree):
+            yield from walk(item, (*path, index))
     elif hasattr(tree, "key") and hasattr(tree, "replica_id"):
-        yield tree
+        yield path, tree
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """The leaves that `walk` finds."""
+    for _, leaf in walk(tree):
+        yield leaf
 
 
 def is_model_key(key: str) -> bool:
@@ -71,32 +80,48 @@ def parts_of(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def join_remainders(state: Mapping[str, Any]) -> None:
     """Replaces 16-bit remainders in an engine's state by the FP32 main weights that they and the parameters stand for."""
-    for model, main in _remainders(state):
-        whole = join(model.data.detach(), main.data.reshape(model.data.shape))
-        main.data = whole
-        if hasattr(main, "dtype"):
-            main.dtype = whole.dtype
+    for (_, model), (_, main) in _remainders(state):
+        _put(main, join(model.data.detach(), main.data.reshape(model.data.shape)))
 
 
-def ask_for_whole(state: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Makes an engine's loading state ask for FP32 main weights where it keeps remainders; returns (model key, main key) of each."""
+def ask_for_whole(state: Mapping[str, Any]) -> list[tuple[Path, Path]]:
+    """Makes an engine's loading state ask for FP32 main weights where it keeps remainders; returns (path of the parameter, of the main weight)."""
     pairs = []
-    for model, main in _remainders(state):
-        main.data = torch.empty_like(main.data, dtype=torch.float32)
-        if hasattr(main, "dtype"):
-            main.dtype = torch.float32
-        pairs.append((model.key, main.key))
+    for (model_path, _), (main_path, main) in _remainders(state):
+        _put(main, torch.empty_like(main.data, dtype=torch.float32))
+        pairs.append((model_path, main_path))
     return pairs
 
 
-def _remainders(state: Mapping[str, Any]) -> Iterator[tuple[Any, Any]]:
-    optimizer = state.get("optimizer")
-    if not isinstance(optimizer, Mapping):
-        return
-    models = {leaf.key: leaf for name, part in state.items() if name.startswith("model") for leaf in leaves(part)}
-    for leaf in leaves(optimizer):
+def split_remainders(loaded: dict[str, Any], pairs: list[tuple[Path, Path]]) -> None:
+    """Undoes `ask_for_whole` in what was loaded: main weights become remainders, and the parameters their upper halves."""
+    for model_path, main_path in pairs:
+        whole = at(loaded, main_path[:-1])[main_path[-1]].float().contiguous()
+        high = torch.empty(whole.shape, dtype=torch.bfloat16)
+        low = torch.empty(whole.shape, dtype=torch.int16)
+        split(whole, high, low)
+        at(loaded, main_path[:-1])[main_path[-1]] = low
+        at(loaded, model_path[:-1])[model_path[-1]] = high
+
+
+def at(tree: Any, path: Path) -> Any:
+    """The part of nested dicts and lists that `path` leads to."""
+    for step in path:
+        tree = tree[step]
+    return tree
+
+
+def _put(leaf: Any, tensor: torch.Tensor) -> None:
+    leaf.data = tensor
+    if hasattr(leaf, "dtype"):  # a factory has none of its own
+        leaf.dtype = tensor.dtype
+
+
+def _remainders(state: Mapping[str, Any]) -> Iterator[tuple[tuple[Path, Any], tuple[Path, Any]]]:
+    models = {leaf.key: (path, leaf) for path, leaf in walk({name: part for name, part in state.items() if name.startswith("model")})}
+    for path, leaf in walk({"optimizer": state.get("optimizer")}):
         if leaf.key.startswith(MAIN) and isinstance(leaf.data, torch.Tensor) and leaf.data.dtype is torch.int16:
-            yield models[_bare(leaf.key)], leaf
+            yield models[_bare(leaf.key)], (path, leaf)
 
 
 def _bare(key: str) -> str:
@@ -150,19 +175,22 @@ def optimizer_state(loaded: Mapping[str, Any], fresh: Mapping[str, Any], saved: 
     olds = parts_of(saved)
     groups = [group for part in olds for group in _groups(part)]
     scaler = next((part["grad_scaler"] for part in olds if "grad_scaler" in part), None)
+    # torch's own optimizers count their steps in each parameter's state, which megatron-core stores once
+    states = [part.get("state") or (part.get("optimizer") or {}).get("state") or {} for part in olds]
+    step = next(({"common_step": state["common_step"]} for state in states if "common_step" in state), {})
     single = len(parts_of(fresh)) == 1 and parts_of(fresh)[0].keys() == fresh.keys()
     if single:
-        return _part(dict(loaded), fresh, groups, scaler)
-    return {name: _part(dict(loaded.get(name, {})), part, groups, scaler) for name, part in fresh.items() if isinstance(part, Mapping)}
+        return _part(dict(loaded), fresh, groups, scaler, step)
+    return {name: _part(dict(loaded.get(name, {})), part, groups, scaler, step) for name, part in fresh.items() if isinstance(part, Mapping)}
 
 
-def _part(loaded: dict[str, Any], fresh: Mapping[str, Any], groups: list[dict[str, Any]], scaler: Any) -> dict[str, Any]:
+def _part(loaded: dict[str, Any], fresh: Mapping[str, Any], groups: list[dict[str, Any]], scaler: Any, step: dict[str, Any]) -> dict[str, Any]:
     merged = [_group(group, groups) for group in _groups(fresh)]
     if "param_groups" in fresh:  # FP32Optimizer: torch's own shape
-        return {"state": loaded.get("state", {}), "param_groups": merged}
+        return {"state": loaded.get("state", {}) | step, "param_groups": merged}
     inner = dict(fresh["optimizer"]) | {"param_groups": merged}
     if "state" in inner:
-        inner["state"] = loaded.get("optimizer", {}).get("state", {})
+        inner["state"] = loaded.get("optimizer", {}).get("state", {}) | step
     whole = {name: value for name, value in fresh.items() if name not in ("optimizer", "grad_scaler")} | loaded | {"optimizer": inner}
     if scaler is not None and "grad_scaler" in fresh:
         whole["grad_scaler"] = scaler
@@ -180,25 +208,9 @@ def _group(fresh: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]
     """The saved group that is told apart by the same marks, with the parameters of the fresh one."""
     marks = [key for key in _GROUP_KEYS if key in fresh]
     match = next((group for group in saved if all(group.get(key) == fresh[key] for key in marks)), None)
-    if match is None:
-        return fresh
-    own = {"params": fresh["params"]} if "params" in fresh else {}
+    match = fresh if match is None else match
+    # (megatron-core wraps them, so that they stay out of the files)
+    params = fresh.get("params")
+    own = {"params": params.unwrap() if hasattr(params, "unwrap") else params} if "params" in fresh else {}
     return {name: value for name, value in match.items() if name != "params"} | own
 
-
-def split_remainders(state: dict[str, Any], pairs: list[tuple[str, str]], order: Callable[[Any], Iterator[tuple[str, dict[str, Any], str]]]) -> None:
-    """Undoes `ask_for_whole` in a loaded state: main weights become remainders and the parameters their upper halves.
-
-    order: walks a loaded tree and yields (key that was asked for, its holder, name in the holder).
-    """
-    wanted = {main: model for model, main in pairs}
-    if not wanted:
-        return
-    places = {key: (holder, name) for key, holder, name in order(state)}
-    for main, model in wanted.items():
-        (main_in, main_name), (model_in, model_name) = places[main], places[model]
-        whole = main_in[main_name].float().contiguous()
-        high = torch.empty(whole.shape, dtype=torch.bfloat16)
-        low = torch.empty(whole.shape, dtype=torch.int16)
-        split(whole, high, low)
-        model_in[model_name], main_in[main_name] = high, low
