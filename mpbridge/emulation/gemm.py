@@ -99,7 +99,7 @@ class QuantizedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plug: Plug, first: bool, replay: bool) -> torch.Tensor:
         """x: [..., in]; first: this linear opens its context; replay: activation recomputation."""
         with torch._C.DisableTorchFunction():  # the CPU device layer's redirections cost time and change nothing here
-            flat = x.reshape(-1, x.shape[-1])
+            flat = x.detach().reshape(-1, x.shape[-1])  # kernels are compiled for tensors without gradients
             row = _seen(plug, "fprop", "x", flat, replay=replay)
             weights = _weights(plug, weight, column=ctx.needs_input_grad[0])
             y = product(row, Operand(weights[0].values.t(), weights[0].alpha), x.dtype, bias)

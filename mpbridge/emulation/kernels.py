@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx.experimental._config
 
 from mpbridge.emulation.rounding import round_nearest, round_stochastic
 from mpbridge.emulation.scales import Rules, magnitude, mxfp8_exponent, mxfp8_factors, nvfp4_block, nvfp4_global, scale_from_amax
@@ -129,8 +130,8 @@ def compiler() -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
-def kernel(function: Callable[..., Any], compiled: bool, *fixed: Any) -> Callable[..., Any]:
-    """`function` with its trailing arguments fixed, compiled for any shape.
+def kernel(function: Callable[..., Any], compiled: bool, kind: tuple[int, torch.dtype], *fixed: Any) -> Callable[..., Any]:
+    """`function` with its trailing arguments fixed, compiled for any shape of one kind: (dimensions, dtype) of its first tensor.
 
     Each gets a code object of its own: torch counts recompilations by code object and gives up after eight.
     """
@@ -140,7 +141,7 @@ def kernel(function: Callable[..., Any], compiled: bool, *fixed: Any) -> Callabl
     def call(*tensors: torch.Tensor) -> Any:
         return function(*tensors, *fixed)
 
-    name = f"{function.__name__}_{zlib.crc32(repr(fixed).encode()):08x}"
+    name = f"{function.__name__}_{zlib.crc32(repr((kind, fixed)).encode()):08x}"
     code = call.__code__.replace(co_name=name)
     own = types.FunctionType(code, call.__globals__, name, call.__defaults__, call.__closure__)
     return _Guarded(torch.compile(own, dynamic=True), lambda *tensors: function(*tensors, *fixed))
@@ -156,7 +157,9 @@ class _Guarded:
         if self._proven:
             return self._call(*tensors)
         try:
-            result = self._call(*tensors)
+            # sizes that happen to be equal in the first call must not be taken for one size: that would compile again for every shape
+            with torch.fx.experimental._config.patch(use_duck_shape=False):
+                result = self._call(*tensors)
         except Exception as error:  # whatever a tool chain can do wrong: the numbers do not depend on it
             _log.warning("torch.compile failed (%s): quantize kernels run uncompiled, slower, with the same results", type(error).__name__)
             self._call = self._slow

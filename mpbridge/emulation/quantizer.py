@@ -141,22 +141,22 @@ class Quantizer:
         number = self.gradient_format if side == "dy" else self.forward_format
         scaling, copy = self.quant.scaling, COPY_OF[gemm, side]
         if scaling == "tensorwise":
-            return Operand(*self._kernel(tensorwise, number, self.out)(x))
+            return Operand(*self._kernel(tensorwise, x, number, self.out)(x))
         if scaling == "delayed":
             return self._delayed(x, slot, side, observe=first_microbatch or side != "w", replay=replay)
         if scaling == "nvfp4":
             return self._nvfp4(x, slot, side, copy)
         return self._blocks(x, side, copy)
 
-    def _kernel(self, function: Any, *fixed: Any) -> Any:
-        return kernel(function, self.compiled, *fixed)
+    def _kernel(self, function: Any, x: torch.Tensor, *fixed: Any) -> Any:
+        return kernel(function, self.compiled, (x.dim(), x.dtype), *fixed)
 
     def _delayed(self, x: torch.Tensor, slot: str, side: Side, *, observe: bool, replay: bool) -> Operand:
         number = self.gradient_format if side == "dy" else self.forward_format
         table, index = self._place(slot, side)
         # a copy: the table is updated before the backward pass reads this operand's scale
         scale = self._stashed[f"{slot}.{side}"].popleft() if replay else table.scale[index].clone()
-        codes, amax = self._kernel(delayed, number, self.out)(x, scale)
+        codes, amax = self._kernel(delayed, x, number, self.out)(x, scale)
         if observe and not replay:
             table.observe(index, amax)
         return Operand(codes, 1.0 / scale)
@@ -182,30 +182,32 @@ class Quantizer:
         mx = self.quant.scaling == "mxfp8"
         block = BLOCKS[self.quant.scaling][side == "w"]
         padded, shape = _padded(x, block.across if side == "w" else 1, block.along, copy)
-        apply = self._kernel(values, number, self.out)
+        view = _view(padded, block.along, "column" if block.across > 1 else copy)
         if block.across > 1:
-            view, amax = _square(padded, block.along, self._kernel(peaks))
-            out = apply(view, *_spread(blockwise_factors(amax, number, torch.finfo(x.dtype).max, True), block.along))
+            amax = _square_peaks(self._kernel(peaks, view)(view), block.along)
+            factors = _spread(blockwise_factors(amax, number, torch.finfo(x.dtype).max, True), block.along)
+        elif mx:
+            factors = self._kernel(mxfp8_scales, view, number, self.rules)(view)
         else:
-            view = _view(padded, block.along, copy)
-            scales = self._kernel(mxfp8_scales, number, self.rules) if mx else self._kernel(blockwise_scales, number, True)
-            out = apply(view, *scales(view))
+            factors = self._kernel(blockwise_scales, view, number, True)(view)
+        out = self._kernel(values, view, number, self.out)(view, *factors)
         return Operand(_cropped(out.view(padded.shape), shape))
 
     def _nvfp4(self, x: torch.Tensor, slot: str, side: Side, copy: Copy) -> Operand:
         block = BLOCKS["nvfp4"][side == "w"]
         if side == "w":
-            view, amax = _square(x, block.along, self._kernel(peaks))
+            view = _view(x, block.along, "column")
+            amax = _square_peaks(self._kernel(peaks, view)(view), block.along)
             multiplier, factor, alpha = nvfp4_factors(amax, self.rules)
             multiplier, factor = _spread((multiplier, factor), block.along)
         else:
             view = _view(rotate(x) if copy == "column" else x, block.along, copy)
-            multiplier, factor, alpha = self._kernel(nvfp4_scales, self.rules)(view)
+            multiplier, factor, alpha = self._kernel(nvfp4_scales, view, self.rules)(view)
         if side == "dy":
             random = self._randomness.bytes(view.shape, f"{slot}.{copy}")
-            out = self._kernel(values_stochastic, self.out)(view, multiplier, factor, random)
+            out = self._kernel(values_stochastic, view, self.out)(view, multiplier, factor, random)
         else:
-            out = self._kernel(values, E2M1, self.out)(view, multiplier, factor)
+            out = self._kernel(values, view, E2M1, self.out)(view, multiplier, factor)
         return Operand(out.view(x.shape), alpha)
 
     # --- delayed scaling -----------------------------------------------------------------------------------------------------------------
@@ -250,11 +252,9 @@ def _view(x: torch.Tensor, along: int, copy: Copy) -> torch.Tensor:
     return x.reshape(-1, along) if copy == "row" else x.reshape(x.shape[0] // along, along, x.shape[1])
 
 
-def _square(x: torch.Tensor, side: int, column_peaks: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(column view, fp32 amax of each side x side block as [row blocks, column blocks])."""
-    view = _view(x, side, "column")
-    down = column_peaks(view)
-    return view, down.reshape(down.shape[0], -1, side).amax(2)
+def _square_peaks(down: torch.Tensor, side: int) -> torch.Tensor:
+    """Amax of square blocks, [row blocks, column blocks], from the amaxes down their columns, [row blocks, 1, columns]."""
+    return down.reshape(down.shape[0], -1, side).amax(2)
 
 
 def _spread(factors: tuple[torch.Tensor, torch.Tensor], side: int) -> tuple[torch.Tensor, torch.Tensor]:
