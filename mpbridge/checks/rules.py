@@ -75,7 +75,7 @@ class Rule:
     """One row. `found` gives the words for what is wrong, or a false value when the rule holds."""
 
     id: str
-    found: Callable[[Case], str | bool | None]
+    found: Callable[[Case], object]
     expected: str
     cure: str
     source: str
@@ -113,8 +113,7 @@ def rules() -> tuple[Rule, ...]:
     """All rows, in table order; ids are unique."""
     from mpbridge.checks import rules_environment, rules_model, rules_optimizer, rules_quant, rules_storage
 
-    tables = (rules_quant.RULES, rules_storage.RULES, rules_optimizer.RULES, rules_model.RULES, rules_environment.RULES)
-    return tuple(rule for table in tables for rule in table)
+    return rules_quant.RULES + rules_storage.RULES + rules_optimizer.RULES + rules_model.RULES + rules_environment.RULES
 
 
 def broken(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:

@@ -1,0 +1,62 @@
+"""Roles under fully sharded engines: torch FSDP2 and Megatron-FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpbridge.checks.layers import Parameter
+from mpbridge.checks.ranks import Coordinates
+from mpbridge.checks.roles import Role, dtype_at_rest, grads_dtype, main_dtype
+from mpbridge.checks.run import RunFacts
+from mpbridge.formats import DType
+from mpbridge.precision.policy import PrecisionPolicy
+
+
+def fsdp2(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...]) -> Iterator[Role]:
+    """Every parameter cut along its first dimension; ranks that get fewer rows hold padding. Gradients and moments follow the parameters' shards.
+
+    torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param.py: chunks as torch.chunk cuts them, gradients cast to the parameter's dtype after the reduction.
+    """
+    ranks = run.parallel.data * run.parallel.context
+    fused = bool(policy.precision_aware)
+    for parameter in chunk:
+        rows = parameter.weight.shape[0]
+        width = parameter.weight.elements // rows
+        each = -(-rows // ranks)
+        here = max(0, min(each, rows - at.data * each))
+        at_rest, _ = dtype_at_rest(policy, run, parameter)
+        size, name = here * width, parameter.name
+        yield Role("params", name, at_rest, size, (each - here) * width, "engine")
+        yield Role("grads", name, at_rest, size, 0, "engine")
+        first = (policy.exp_avg or DType.FP32) if fused else at_rest
+        second = (policy.exp_avg_sq or DType.FP32) if fused else at_rest
+        if fused and at_rest is not DType.FP32:
+            yield Role("main_params", name, main_dtype(policy, at_rest), size, 0, "optimizer")
+        yield Role("exp_avg", name, first, size, 0, "optimizer")
+        yield Role("exp_avg_sq", name, second, size, 0, "optimizer")
+
+
+_SHARDED = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+
+def megatron_fsdp(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...]) -> Iterator[Role]:
+    """Equal shares of parameters, main weights, gradients and moments, as far as the sharding strategy goes; its buffers' alignment is left out."""
+    ranks = run.parallel.data * run.parallel.context
+    stage = _SHARDED.get(str(run.ddp.get("data_parallel_sharding_strategy") or "optim_grads_params"), 3)
+    keeps = run.ddp.get("preserve_fp32_weights", True) is not False
+    aware = bool(policy.precision_aware)
+
+    def share(size: int, from_stage: int, group: int) -> int:
+        return -(-size // group) if stage >= from_stage else size
+
+    for parameter in chunk:
+        group = run.parallel.expert_data if parameter.weight.expert and run.parallel.expert > 1 else ranks
+        at_rest, _ = dtype_at_rest(policy, run, parameter)
+        size, name = parameter.weight.elements, parameter.name
+        yield Role("params", name, at_rest, share(size, 3, group), 0, "engine")
+        yield Role("grads", name, grads_dtype(policy, at_rest), share(size, 2, group), 0, "engine")
+        if keeps and at_rest is not DType.FP32:
+            yield Role("main_params", name, DType.FP32, share(size, 1, group), 0, "engine")
+        states = (policy.exp_avg or DType.FP32, policy.exp_avg_sq or DType.FP32) if aware else (DType.FP32, DType.FP32)
+        for role, dtype in zip(("exp_avg", "exp_avg_sq"), states, strict=True):
+            yield Role(role, name, dtype, share(size, 1, group), 0, "optimizer")
