@@ -34,9 +34,11 @@ def place(name: str) -> tuple[str, int] | None:
 
 
 def owner_of(policy: PrecisionPolicy, engine: str) -> Owner:
-    """Who holds the main weights on `engine`. Megatron-FSDP keeps them itself, whatever the optimizer could do."""
+    """Who holds the main weights on `engine`: Megatron-FSDP always itself, FSDP2 never (FusedAdam does)."""
     owner = policy.main_params_owner
-    return "engine" if engine == "megatron_fsdp" and owner == "optimizer" else owner
+    if owner == "params":
+        return owner
+    return {"megatron_fsdp": "engine", "fsdp2": "optimizer"}.get(engine, owner)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

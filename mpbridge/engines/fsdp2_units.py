@@ -1,0 +1,98 @@
+"""torch FSDP2 around a GPTModel: which modules form a unit, each unit's MixedPrecisionPolicy, and a reduce-scatter that says what it carries."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from mpbridge.errors import BadValue
+from mpbridge.formats import DType
+from mpbridge.precision.policy import PrecisionPolicy
+
+
+def unit_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
+    """How a layer computes and reduces.
+
+    Inputs are not cast at the unit's door: they come in the compute dtype already, and rotary angles must stay FP32 until their cosine is taken
+    (a position of 1000 rounds to a multiple of 4 in BF16).
+    """
+    compute = policy.compute.torch()
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=policy.reduce.torch(), output_dtype=policy.output.torch(), cast_forward_inputs=False)
+
+
+def root_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
+    """As `unit_policy`, but the model hands on FP32 (megatron-core's Float16Module does the same): a loss in BF16 has three digits."""
+    return MixedPrecisionPolicy(
+        param_dtype=policy.compute.torch(), reduce_dtype=policy.reduce.torch(), output_dtype=torch.float32, cast_forward_inputs=False
+    )
+
+
+def fp32_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
+    """A module that `keep_fp32` names: parameters, arithmetic and reduction in FP32; what leaves it fits the BF16 modules behind it."""
+    return MixedPrecisionPolicy(
+        param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=policy.output.torch(), cast_forward_inputs=True
+    )
+
+
+def refuse_mixed(kept: Mapping[torch.nn.Module, list[str]], names: Mapping[int, str]) -> None:
+    """Raises BadValue for modules of which `keep_fp32` names some parameters and leaves others: one unit has one compute dtype."""
+    faults = []
+    for module, own in kept.items():
+        rest = [name for name, _ in module.named_parameters(recurse=False) if name not in own]
+        if rest:
+            said = ", ".join(names[id(getattr(module, name))] for name in own)
+            left = ", ".join(names[id(getattr(module, name))] for name in rest)
+            faults.append(f"keep_fp32 names {said} and leaves {left} of the same module: name both or neither")
+    if faults:
+        raise BadValue("; ".join(faults))
+
+
+class Reduced(ReduceScatter):
+    """torch's own reduce-scatter through FSDP2's interface for custom ones, counting what it carries."""
+
+    def __init__(self, seen: Counter[torch.dtype]) -> None:
+        self.seen = seen
+        """dtype -> elements of this rank's unsharded gradients, also at one process, where nothing is sent but the buffer is the same."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer for the input, then one for the output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Counts, and reduces."""
+        self.seen[input_tensor.dtype] += input_tensor.numel()
+        return dist.reduce_scatter_tensor(output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op)
+
+
+def store(model: torch.nn.Module, policy: PrecisionPolicy, kept: Mapping[torch.nn.Module, list[str]]) -> None:
+    """Gives every parameter its resident dtype: the policy's, FP32 for those kept. Buffers stay as megatron-core made them."""
+    wide = {id(getattr(module, name)) for module, own in kept.items() for name in own}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.float32 if id(parameter) in wide else policy.params.torch())
+
+
+def shard(model: Any, policy: PrecisionPolicy, mesh: DeviceMesh, kept: Mapping[torch.nn.Module, list[str]]) -> Counter[torch.dtype]:
+    """Shards in place: modules kept in FP32, then each layer, then the rest. Returns the counter that its reductions fill."""
+    seen: Counter[torch.dtype] = Counter()
+    units: list[Any] = []
+    if policy.compute is not DType.FP32:
+        units += [fully_shard(module, mesh=mesh, mp_policy=fp32_policy(policy)) for module in kept]
+    units += [fully_shard(layer, mesh=mesh, mp_policy=unit_policy(policy)) for layer in model.decoder.layers]
+    units.append(fully_shard(model, mesh=mesh, mp_policy=root_policy(policy)))
+    for unit in units:
+        unit.set_custom_reduce_scatter(Reduced(seen))
+    return seen
+
+
+def data_mesh(group: dist.ProcessGroup, *, cuda: bool) -> DeviceMesh:
+    """The one-dimensional mesh of a process group, on the device that trains."""
+    return DeviceMesh.from_group(group, "cuda" if cuda else "cpu", mesh_dim_names=("shard",))

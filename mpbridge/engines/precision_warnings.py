@@ -1,0 +1,90 @@
+"""Which optimizer keeps its states where: the choice for a policy, the defaults it implies, and the warnings it deserves."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from mpbridge.formats import DType, dtype
+from mpbridge.precision.policy import PrecisionPolicy
+
+log = logging.getLogger("mpbridge")
+
+Choice = Literal["torch", "fused"]
+"""torch's own Adam or AdamW, whose moments have the parameters' dtype; or FusedAdam, whose states have dtypes of their own."""
+
+_warned: set[str] = set()
+
+
+def choice(policy: PrecisionPolicy) -> Choice:
+    """Which Adam keeps a settled policy's promises where parameters are sharded as they are stored (FSDP2)."""
+    same = {policy.exp_avg or DType.FP32, policy.exp_avg_sq or DType.FP32, policy.main_params or DType.FP32} == {policy.params}
+    return "torch" if same and not policy.precision_aware else "fused"
+
+
+def storage_default(optimizer: str, requested: object = None, *, peft: bool = False) -> DType:
+    """Storage of parameters where the author left it open (None or 'auto'); what the author says always wins.
+
+    optimizer: 'fused' or a name of torch's ('adamw', 'torch.optim.AdamW', 'sgd'). torch's optimizers keep their states in the parameters' dtype, so
+    full training with them starts from FP32; FusedAdam keeps its own states, and PEFT trains few parameters for a short time: BF16.
+    Rule: NeMo AutoModel PR 2248, precision_warnings.py.
+    """
+    if requested is not None and requested != "auto":
+        return dtype(requested)
+    name = optimizer.lower().rpartition(".")[2]
+    torchs = name not in ("fused", "fusedadam", "fused_adam", "cpufusedadam")
+    return DType.FP32 if torchs and not peft else DType.BF16
+
+
+def _torch_adam(optimizer: Any) -> bool:
+    many = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    return any(isinstance(one, (torch.optim.Adam, torch.optim.AdamW)) for one in many)
+
+
+def warn_bf16_adam(optimizer: Any, parameters: Iterable[torch.Tensor], *, peft: bool = False, context: str = "optim") -> bool:
+    """Warns, once a process and on rank 0 only, when torch's Adam or AdamW trains BF16 parameters in full; says whether it warned.
+
+    Silent for PEFT, for frozen BF16 parameters, for other optimizers: SGD has no such states, FusedAdam keeps them in FP32.
+    """
+    if peft or context in _warned or not _torch_adam(optimizer) or (dist.is_initialized() and dist.get_rank() != 0):
+        return False
+    if not any(p.requires_grad and p.dtype is torch.bfloat16 for p in parameters):
+        return False
+    _warned.add(context)
+    log.warning(
+        "torch's Adam keeps both moments in the parameters' dtype, BF16 here: the second one stalls and small updates are lost "
+        "(scripts/show_bf16_adam.py). Store parameters in FP32 (recipe fp32_params_bf16_compute), or let FusedAdam keep FP32 states "
+        "(recipe bf16_params_fp32_states)"
+    )
+    return True
+
+
+def without_duplicate(parameters: Iterable[torch.Tensor], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """FusedAdam's arguments for parameters of one dtype, with main weights switched off where they would be a copy that nobody reads.
+
+    For FP32 parameters FusedAdam updates the parameter and never looks at its main weights (fused_adam.py, the FP32 branch of step): 4 bytes a
+    parameter for nothing.
+    """
+    if arguments.get("master_weights") and all(p.dtype is torch.float32 for p in parameters):
+        if "duplicate" not in _warned and not (dist.is_initialized() and dist.get_rank() != 0):
+            _warned.add("duplicate")
+            log.warning("FusedAdam's main weights are off for FP32 parameters: they are their own main copy (saves 4 bytes a parameter)")
+        return dict(arguments) | {"master_weights": False, "store_param_remainders": False}
+    return dict(arguments)
+
+
+def foreach_arguments(factory: Any, *, tensor_parallel: int) -> dict[str, bool]:
+    """{'foreach': False} where tensor parallelism needs it and the optimizer takes the argument; else nothing.
+
+    torch's foreach kernels refuse lists that mix tensors of different meshes; FusedAdam has no such argument and must not get one.
+    """
+    if tensor_parallel <= 1:
+        return {}
+    parameters = inspect.signature(factory).parameters
+    takes = "foreach" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return {"foreach": False} if takes else {}

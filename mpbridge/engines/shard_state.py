@@ -1,0 +1,162 @@
+"""Local shards as megatron-core's checkpoints and the audit see them: sharded tensors by global name, main weights and moments in FP32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from mpbridge.engines.contract import Live
+from mpbridge.engines.optimizers import join, split
+from mpbridge.engines.shard_optimizer import ShardOptimizer
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+_GROUP_FACTS = ("lr", "weight_decay", "max_lr", "min_lr", "wd_mult", "lr_mult")
+
+
+def live_shards(model: Any, optimizer: ShardOptimizer) -> Iterator[Live]:
+    """Parameters, gradients, buffers, main weights and moments that exist now, each this rank's part."""
+    for name, parameter in model.named_parameters():
+        yield Live(role="params", parameter=name, tensor=parameter._local_tensor.detach())
+        if parameter.grad is not None:
+            yield Live(role="grads", parameter=name, tensor=parameter.grad._local_tensor)
+        state = optimizer.state_of(name)
+        for key, role in (("master_param", "main_params"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"), ("momentum_buffer", "exp_avg")):
+            if isinstance(state.get(key), torch.Tensor):
+                yield Live(role=role, parameter=name, tensor=state[key])
+    for name, buffer in model.named_buffers():
+        yield Live(role="buffers", parameter=name, tensor=buffer)
+
+
+def _sharded(key: str, local: torch.Tensor, parameter: Any) -> Any:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return ShardedTensor(
+        key=key,
+        data=local,
+        dtype=local.dtype,
+        local_shape=tuple(local.shape),
+        global_shape=tuple(parameter.shape),
+        global_offset=tuple(offset),
+        axis_fragmentations=None,  # rows that the ranks cannot share evenly make an irregular grid
+        replica_id=0,
+    )
+
+
+def parameter_state(optimizer: ShardOptimizer) -> dict[str, Any]:
+    """Name -> this rank's part of the parameter as stored; frozen parameters too."""
+    return {name: _sharded(name, p._local_tensor.detach(), p) for name, p in optimizer.names.items() if p._local_tensor.numel()}
+
+
+def main_weights(optimizer: ShardOptimizer, name: str) -> torch.Tensor:
+    """This rank's part of what is really trained, in FP32: remainders joined, scaled main weights unscaled."""
+    shard, state = optimizer.shards[name], optimizer.state_of(name)
+    stored = state.get("master_param")
+    if stored is None or shard.dtype is torch.float32:
+        return shard.detach().float()
+    if stored.dtype is torch.int16:
+        return join(shard.detach(), stored)
+    wide: torch.Tensor = optimizer.part_of(name).get_unscaled_state(shard, "master_param")
+    return wide.float()
+
+
+def optimizer_state(optimizer: ShardOptimizer, *, loading: bool = False) -> dict[str, Any]:
+    """{'main', 'exp_avg', ...: name -> FP32 part; 'groups', 'step', 'scaler'}; zeros for moments that do not exist yet."""
+    keys = _moment_names(optimizer)
+    state: dict[str, Any] = {"main": {}} | {key: {} for key in keys}
+    for name, shard in optimizer.shards.items():
+        parameter = optimizer.names[name]
+        state["main"][name] = _sharded(f"optimizer.main.{name}", main_weights(optimizer, name).view(shard.shape), parameter)
+        for key in keys:
+            value = torch.zeros_like(shard, dtype=torch.float32) if loading else _moment(optimizer, name, key)
+            state[key][name] = _sharded(f"optimizer.{key}.{name}", value.view(shard.shape), parameter)
+    state["step"] = _step(optimizer)
+    state["groups"] = [{fact: group[fact] for fact in _GROUP_FACTS if fact in group} for group in optimizer.param_groups]
+    scaler = optimizer.grad_scaler
+    state["scaler"] = {} if scaler is None else {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in scaler.state_dict().items()}
+    return state
+
+
+def _moment_names(optimizer: ShardOptimizer) -> tuple[str, ...]:
+    return ("momentum_buffer",) if isinstance(optimizer.parts[0], torch.optim.SGD) else ("exp_avg", "exp_avg_sq")
+
+
+def _moment(optimizer: ShardOptimizer, name: str, key: str) -> torch.Tensor:
+    shard, part = optimizer.shards[name], optimizer.part_of(name)
+    stored = optimizer.state_of(name).get(key)
+    if stored is None:
+        return torch.zeros_like(shard, dtype=torch.float32)
+    if hasattr(part, "get_unscaled_state"):
+        stored = part.get_unscaled_state(shard, key)
+    return stored.detach().float()
+
+
+def _step(optimizer: ShardOptimizer) -> int:
+    """Updates applied so far: FusedAdam counts a group's, torch a parameter's."""
+    for group in optimizer.param_groups:
+        if "step" in group and group["params"]:
+            return int(group["step"])
+    for name in optimizer.shards:
+        step = optimizer.state_of(name).get("step")
+        if step is not None:
+            return int(step)
+    return 0
+
+
+@torch.no_grad()
+def load_parameters(optimizer: ShardOptimizer, state: Mapping[str, torch.Tensor]) -> None:
+    """Copies weights in, whatever dtype they come in; main weights that exist become equal to them."""
+    for name, parameter in optimizer.names.items():
+        if parameter._local_tensor.numel():
+            parameter._local_tensor.copy_(state[name])
+    for name, shard in optimizer.shards.items():
+        stored = optimizer.state_of(name).get("master_param")
+        if stored is None:
+            continue
+        if stored.dtype is torch.int16:
+            stored.zero_()  # a parameter is exactly its own main weight now
+        else:
+            optimizer.part_of(name).set_scaled_state(shard, "master_param", shard.detach().float())
+
+
+@torch.no_grad()
+def load_optimizer(optimizer: ShardOptimizer, state: Mapping[str, Any]) -> None:
+    """Takes back `optimizer_state`, also one that another storage of states wrote: main weights and moments are rounded to this recipe's own."""
+    step = int(state["step"])
+    for name, shard in optimizer.shards.items():
+        part = optimizer.part_of(name)
+        if step:
+            _load_moments(part, shard, {key: state[key][name] for key in _moment_names(optimizer)}, step)
+        _load_main(part, shard, state["main"][name])
+    for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):
+        group.update(saved)
+        if step and not isinstance(optimizer.parts[0], (torch.optim.SGD, torch.optim.Adam)):
+            group["step"] = step
+    if optimizer.grad_scaler is not None and state["scaler"]:
+        scale = torch.tensor([state["scaler"]["scale"]], dtype=torch.float32)
+        optimizer.grad_scaler.load_state_dict({**state["scaler"], "scale": scale})
+
+
+def _load_moments(part: Any, shard: torch.nn.Parameter, moments: Mapping[str, torch.Tensor], step: int) -> None:
+    if hasattr(part, "set_scaled_state"):
+        if not part.state[shard]:
+            part.initialize_state(shard, part.store_param_remainders)
+        for key, value in moments.items():
+            part.set_scaled_state(shard, key, value.float())
+        return
+    own = {key: value.to(shard.dtype) for key, value in moments.items()}
+    # torch keeps the count in FP32, and on the CPU, whatever the parameter is
+    part.state[shard] = own if isinstance(part, torch.optim.SGD) else {"step": torch.tensor(float(step)), **own}
+
+
+def _load_main(part: Any, shard: torch.nn.Parameter, main: torch.Tensor) -> None:
+    stored = part.state[shard].get("master_param") if shard in part.state else None
+    if stored is not None and stored.dtype is torch.int16:
+        split(main.float().contiguous(), shard.detach(), stored)
+        return
+    shard.copy_(main)
+    if stored is not None:
+        part.set_scaled_state(shard, "master_param", main.float())
