@@ -176,7 +176,7 @@ class Draft:
             parallel=parallel,
             engine=self.engine,
             realization=planned.realization,
-            optimizer=_optimizer_facts(inputs, policy, self.engine),
+            optimizer=_optimizer_facts(_after(filled("optimizer", inputs["optimizer"]), planned, "optimizer"), policy, self.engine),
             model=_after(model, planned, "model"),
             ddp=_after(filled("ddp", inputs["ddp"]), planned, "ddp"),
             micro_batch_size=full["train"]["micro_batch_size"],
@@ -211,8 +211,7 @@ GPT_FILLED = frozenset({"position_embedding_type", "rotary_base", "rotary_percen
 """GPTModel's arguments that a Run's inputs always name."""
 
 
-def _optimizer_facts(inputs: Mapping[str, Section], policy: PrecisionPolicy, engine: str) -> OptimizerFacts:
-    optimizer = filled("optimizer", inputs["optimizer"])
+def _optimizer_facts(optimizer: Section, policy: PrecisionPolicy, engine: str) -> OptimizerFacts:
     # FSDP2 has FusedAdam where the recipe asks for it, torch's AdamW otherwise
     torchs = engine == "fsdp2" and optimizer["optimizer"] == "adam" and not policy.precision_aware
     return OptimizerFacts(
@@ -220,6 +219,7 @@ def _optimizer_facts(inputs: Mapping[str, Section], policy: PrecisionPolicy, eng
         distributed=optimizer["use_distributed_optimizer"],
         cpu_offload=optimizer["optimizer_cpu_offload"],
         overlap_param_gather_with_step=optimizer["overlap_param_gather_with_optimizer_step"],
+        settings=optimizer,
     )
 
 

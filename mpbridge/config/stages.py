@@ -105,17 +105,19 @@ def _stage(
         elif isinstance(part, (str, Mapping)):
             additions = {} if isinstance(part, str) else dict(part)
             given = part if isinstance(part, str) else additions.pop("recipe", None)
+            if not isinstance(given, (str, int, type(None))) or isinstance(given, bool):
+                raise Contradiction([f"recipe={given!r}: expected a recipe's name"])
             if given is not None:
                 if not trusted and ":" in str(given):
-                    raise Contradiction([f"{place}={given!r} is code that this configuration brings along: name the recipe yourself (--recipe)"])
+                    raise Contradiction([f"recipe={given!r} is code that this configuration brings along: name the recipe yourself (--recipe)"])
                 config, entry = get_mixed_precision_config(str(given)), describe(str(given))
                 name, engine = entry.name, entry.engine
             config = _added(config or MixedPrecisionConfig(), additions, place, faults)
         else:
             faults.append(f"{place}={part!r}: expected a recipe's name, a mapping with `recipe:`, or a MixedPrecisionConfig")
-        if config is None or len(faults) > before:
-            return None
-        return Stage(recipe=name, config=config, policy=resolve(config, optimizer=optimizer, layers=layers), until=until, engine=engine)
+        if config is not None:
+            policy = resolve(config, optimizer=optimizer, layers=layers)
+            return Stage(recipe=name, config=config, policy=policy, until=until, engine=engine) if len(faults) == before else None
     except Contradiction as error:
         faults += [f"{place}: {fault}" for fault in error.faults]
     except MpbridgeError as error:
