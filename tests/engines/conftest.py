@@ -1,3 +1,32 @@
-"""Small runs for the engines' tests."""
+"""A world of one process for the engines' tests."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# pytest's importlib mode adds no folder, and the helpers are imported as tests.engines.tiny and tests.engines.worker
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[None]:
+    """A process group of one, left behind as it was found."""
+    from mpbridge.engines.parallel import start_process_group, stop_process_group
+
+    made = start_process_group(False)
+    yield
+    if made:
+        stop_process_group()
+
+
+@pytest.fixture
+def layer(world: None) -> Iterator[None]:
+    """An active CPU device layer in a world of one."""
+    from mpbridge.devices import device_layer
+
+    with device_layer(False):
+        yield

@@ -61,7 +61,7 @@ def world(size: int, names: list[str], folder: Path, *, kinds: list[str], timeou
     ]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parent)]),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
@@ -69,13 +69,13 @@ def world(size: int, names: list[str], folder: Path, *, kinds: list[str], timeou
 
 
 def _scenario(name: str, kind: str, weights: Path) -> dict[str, Any]:
-    import tiny
     import torch
     from megatron.core import parallel_state
 
     from mpbridge.devices import device_layer
     from mpbridge.engines.mcore import McoreEngine
     from mpbridge.errors import Refused
+    from tests.engines import tiny
 
     with device_layer(False):
         try:
