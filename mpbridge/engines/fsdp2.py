@@ -24,7 +24,11 @@ ONLY_ONE = ("tensor", "pipeline", "context", "expert")
 def refuse(run: Run) -> None:
     """Raises Refused with everything about `run` that this engine would not do as asked."""
     sizes, policy = run.facts.parallel, run.policy
-    faults = [f"{name} parallelism of {getattr(sizes, name)}: only data parallelism here, set it to 1" for name in ONLY_ONE if getattr(sizes, name) > 1]
+    faults = [
+        f"{name} parallelism of {getattr(sizes, name)}: only data parallelism here, set it to 1"
+        for name in ONLY_ONE
+        if getattr(sizes, name) > 1
+    ]
     if policy.stored:
         faults.append("weights stored in FP8 or FP4: FSDP2 shards 16- and 32-bit parameters; set fp8_param_gather=false")
     if policy.autocast is not None:

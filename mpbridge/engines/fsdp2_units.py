@@ -24,7 +24,9 @@ def unit_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
     (a position of 1000 rounds to a multiple of 4 in BF16).
     """
     compute = policy.compute.torch()
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=policy.reduce.torch(), output_dtype=policy.output.torch(), cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=policy.reduce.torch(), output_dtype=policy.output.torch(), cast_forward_inputs=False
+    )
 
 
 def root_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from mpbridge.devices import device_layer
+from mpbridge.engines import full_bf16
 from mpbridge.engines.contract import Batch, Live, StepResult
 from mpbridge.engines.optimizers import CpuFusedAdam
 
@@ -43,6 +44,7 @@ class McoreEngine:
         backend: from a TransformerConfig to a BackendSpecProvider, where other linears are wanted (emulation); None: the device's own.
         Raises Refused where this device cannot run it, with every reason.
         """
+        full_bf16.refuse(run)
         engine = cls(run, cuda=torch.cuda.is_available())
         try:
             with engine._layer():
@@ -66,6 +68,7 @@ class McoreEngine:
         chunks = build_chunks(targets.model, targets.gpt, self.run.policy, cuda=self.cuda, backend=backend)
         self.model = [DistributedDataParallel(targets.model, targets.ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
         self.optimizer = get_megatron_optimizer(targets.optimizer, self.model)
+        full_bf16.prepare(self.optimizer, self.run.policy)
         self.configs = targets
         self._hook_up()
 

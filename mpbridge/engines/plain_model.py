@@ -15,7 +15,11 @@ def plain_model(config: Any, arguments: Mapping[str, Any], policy: PrecisionPoli
     from mpbridge.engines.local_spec import CpuSpecProvider
     from mpbridge.engines.model import _logits_in, block_spec, transformer_engine_spec
 
-    spec = transformer_engine_spec(config, chunk=None) if backend is None and cuda else block_spec(config, (backend or CpuSpecProvider)(config), chunk=None)
+    spec = (
+        transformer_engine_spec(config, chunk=None)
+        if backend is None and cuda
+        else block_spec(config, (backend or CpuSpecProvider)(config), chunk=None)
+    )
     model = GPTModel(config=config, transformer_layer_spec=spec, pre_process=True, post_process=True, **arguments)
     if policy.logits is not None:
         _logits_in(model.output_layer, policy.logits.torch())

@@ -89,7 +89,9 @@ class ShardOptimizer:
         self.names: dict[str, Any] = dict(model.named_parameters())
         """Name -> sharded parameter (a DTensor)."""
         self.shards: dict[str, torch.nn.Parameter] = {
-            name: torch.nn.Parameter(p._local_tensor, requires_grad=False) for name, p in self.names.items() if p.requires_grad and p._local_tensor.numel()
+            name: torch.nn.Parameter(p._local_tensor, requires_grad=False)
+            for name, p in self.names.items()
+            if p.requires_grad and p._local_tensor.numel()
         }
         """Name -> view of this rank's part, for those that have one."""
         name_of = {id(p): name for name, p in self.names.items()}

@@ -22,7 +22,12 @@ def live_shards(model: Any, optimizer: ShardOptimizer) -> Iterator[Live]:
         if parameter.grad is not None:
             yield Live(role="grads", parameter=name, tensor=parameter.grad._local_tensor)
         state = optimizer.state_of(name)
-        for key, role in (("master_param", "main_params"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"), ("momentum_buffer", "exp_avg")):
+        for key, role in (
+            ("master_param", "main_params"),
+            ("exp_avg", "exp_avg"),
+            ("exp_avg_sq", "exp_avg_sq"),
+            ("momentum_buffer", "exp_avg"),
+        ):
             if isinstance(state.get(key), torch.Tensor):
                 yield Live(role=role, parameter=name, tensor=state[key])
     for name, buffer in model.named_buffers():

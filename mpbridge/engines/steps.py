@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mpbridge.engines.contract import Batch
+from mpbridge.engines.full_bf16 import clip, grad_norm
 
 
 def token_mean(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,18 +35,14 @@ def update(optimizer: Any) -> tuple[bool, float | None]:
 
     megatron-core skips them only where a loss scaler looks (fp16); under BF16 and FP32 its own step would write NaN into every parameter.
     """
-    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-
     if optimizer.prepare_grads():
         return False, None
-    norm = float(optimizer.get_grad_norm())
+    norm = grad_norm(optimizer)
     if not math.isfinite(norm):
         return False, None
     for part in optimizer.chained_optimizers:
-        parameters = [] if getattr(part, "is_stub_optimizer", False) else part.get_parameters()
-        if parameters and part.config.clip_grad > 0.0:
-            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-            clip_grad_by_total_norm_fp32(parameters, max_norm=part.config.clip_grad, total_norm=norm, use_decoupled_grad=decoupled)
+        if part.config.clip_grad > 0.0 and not getattr(part, "is_stub_optimizer", False):
+            clip(part, norm)
     return bool(optimizer.step_with_ready_grads()), norm
 
 
