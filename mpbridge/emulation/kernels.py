@@ -4,8 +4,8 @@ A kernel returns values on the low-precision grid, already multiplied by the blo
 power-of-two scale times a code (blockwise, MXFP8), an E2M1 code times an E4M3 scale (NVFP4), or the bare code where one fp32 factor serves
 the whole tensor. That factor goes into the GEMM's epilogue.
 
-Blocks are given as views, never by index arithmetic inside a kernel: [blocks, along] for blocks along the rows' direction and
-[groups, along, columns] for blocks down the columns. With those, one compiled kernel serves every shape at full vector speed. Scales and
+Blocks are given as views, never by index arithmetic inside a kernel: [blocks, along] for blocks along the rows' direction,
+[groups, along, columns] for blocks down the columns, [elements] where there are none. With those, one compiled kernel serves every shape at full vector speed. Scales and
 codes are separate kernels, because fused ones make inductor walk memory against its order (twice as slow).
 """
 
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._dynamo
 import torch.fx.experimental._config
 
 from mpbridge.emulation.rounding import round_nearest, round_stochastic
@@ -144,7 +145,7 @@ def kernel(function: Callable[..., Any], compiled: bool, kind: tuple[int, torch.
     name = f"{function.__name__}_{zlib.crc32(repr((kind, fixed)).encode()):08x}"
     code = call.__code__.replace(co_name=name)
     own = types.FunctionType(code, call.__globals__, name, call.__defaults__, call.__closure__)
-    return _Guarded(torch.compile(own, dynamic=True), lambda *tensors: function(*tensors, *fixed))
+    return _Guarded(torch.compile(own), lambda *tensors: function(*tensors, *fixed))
 
 
 class _Guarded:
@@ -157,7 +158,12 @@ class _Guarded:
         if self._proven:
             return self._call(*tensors)
         try:
-            # sizes that happen to be equal in the first call must not be taken for one size: that would compile again for every shape
+            # only these two axes vary: marking more (or dynamic=True) turns block lengths and format constants into run-time values, four times
+            # slower. And sizes that happen to be equal in the first call must not be taken for one size: that would compile for every shape.
+            for tensor in tensors:
+                for axis in range(0, tensor.dim(), 2):
+                    if tensor.shape[axis] > 1:
+                        torch._dynamo.maybe_mark_dynamic(tensor, axis)
             with torch.fx.experimental._config.patch(use_duck_shape=False):
                 result = self._call(*tensors)
         except Exception as error:  # whatever a tool chain can do wrong: the numbers do not depend on it

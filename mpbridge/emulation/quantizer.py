@@ -141,7 +141,9 @@ class Quantizer:
         number = self.gradient_format if side == "dy" else self.forward_format
         scaling, copy = self.quant.scaling, COPY_OF[gemm, side]
         if scaling == "tensorwise":
-            return Operand(*self._kernel(tensorwise, x, number, self.out)(x))
+            flat = x.reshape(-1)
+            codes, alpha = self._kernel(tensorwise, flat, number, self.out)(flat)
+            return Operand(codes.view(x.shape), alpha)
         if scaling == "delayed":
             return self._delayed(x, slot, side, observe=first_microbatch or side != "w", replay=replay)
         if scaling == "nvfp4":
@@ -156,10 +158,11 @@ class Quantizer:
         table, index = self._place(slot, side)
         # a copy: the table is updated before the backward pass reads this operand's scale
         scale = self._stashed[f"{slot}.{side}"].popleft() if replay else table.scale[index].clone()
-        codes, amax = self._kernel(delayed, x, number, self.out)(x, scale)
+        flat = x.reshape(-1)
+        codes, amax = self._kernel(delayed, flat, number, self.out)(flat, scale)
         if observe and not replay:
             table.observe(index, amax)
-        return Operand(codes, 1.0 / scale)
+        return Operand(codes.view(x.shape), 1.0 / scale)
 
     def _place(self, slot: str, side: Side) -> tuple[AmaxTable, int]:
         assert self.forward_table is not None and self.backward_table is not None  # made in __init__ for this scaling
