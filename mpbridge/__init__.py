@@ -39,7 +39,6 @@ _HOME = {
     "build": "engines.targets",
     "ConfigContainer": "config.container",
     "pretrain": "train.loop",
-    "audit": "audit.audit",
 }
 __all__ = ["__version__", *sorted(_HOME)]
 

@@ -25,3 +25,46 @@ def transformer_engine():
     if reason:
         pytest.skip(reason)
     return importlib.import_module("transformer_engine.pytorch")
+
+
+def native_reason(name: str) -> str | None:
+    """Why this machine cannot run the recipe `name` natively; None when it can."""
+    from mpbridge.checks.capability import can_run
+    from mpbridge.checks.probe import installed, this_machine
+    from mpbridge.precision.registry import get_mixed_precision_config
+    from mpbridge.precision.resolve import resolve
+
+    machine = this_machine()
+    if not machine.gpu:
+        return f"needs a CUDA device; this machine is a {machine.name}"
+    answer = can_run(resolve(get_mixed_precision_config(name)), machine, installed())
+    return None if answer.native else answer.reason
+
+
+@pytest.fixture
+def on_gpu():
+    """A function that skips unless a recipe (default bf16_mixed) runs natively here."""
+
+    def check(name: str = "bf16_mixed") -> None:
+        reason = native_reason(name) or transformer_engine_reason()
+        if reason:
+            pytest.skip(reason)
+
+    return check
+
+
+@pytest.fixture
+def gpu_run(tmp_path):
+    """From a recipe and dotted overrides to the Run of a small GPT on real text."""
+    from mpbridge.config.container import ConfigContainer
+
+    def make(recipe: str, *overrides: str, config: str = "gpt_tiny", **sections):
+        from pathlib import Path
+
+        path = Path(__file__).resolve().parents[2] / "configs" / f"{config}.yaml"
+        # dimensions that every recipe of a Hopper can quantize, and heads that fused attention takes
+        shape = ["model.hidden_size=512", "model.ffn_hidden_size=1536", "model.num_attention_heads=8"] if config == "gpt_tiny" else []
+        common = [f"mixed_precision={recipe}", f"logger.log_dir={tmp_path / recipe}", "logger.progress=false", *shape]
+        return ConfigContainer.load(path, [*common, *overrides]).resolved(world_size=1)
+
+    return make

@@ -39,10 +39,9 @@ def synced(name: str):
 
 
 def core_recipe(config):
+    import torch
     from megatron.core.fp4_utils import get_fp4_recipe
     from megatron.core.fp8_utils import get_fp8_recipe
-
-    import torch
 
     from mpbridge.devices import device_layer
 

@@ -1,0 +1,152 @@
+"""Recipes on a real GPU: they train, their audit passes, planted faults are named, losses agree, memory is as predicted."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+HOPPER = [
+    "bf16_mixed",
+    "fp16_mixed",
+    "bf16_with_fp8_delayed_scaling_mixed",
+    "bf16_with_fp8_current_scaling_mixed",
+    "bf16_with_fp8_subchannel_scaling_mixed",
+    "nanov2_bf16_with_fp8_current_scaling_mixed",
+    "bf16_mixed_bf16_moments",
+    "full_bf16",
+]
+GATHER = [name for name in HOPPER if "fp8" in name and not name.startswith("nanov2")]
+
+
+def losses(run, **options):
+    from mpbridge.train.loop import pretrain
+
+    return pretrain(run, quiet=True, **options)
+
+
+@pytest.mark.parametrize("name", HOPPER)
+def test_recipe_trains_and_its_audit_passes(name, on_gpu, gpu_run):
+    on_gpu(name)
+    # six layers, so that a recipe with two BF16 layers at each end still quantizes something
+    summary = losses(gpu_run(name, "model.num_layers=6", "train.train_iters=60"))
+    assert summary.last_loss < summary.first_loss - 1.0
+
+
+@pytest.mark.parametrize("name", GATHER)
+def test_weights_stored_in_fp8_or_not_both_train(name, on_gpu, gpu_run):
+    on_gpu(name)
+    for stored in ("true", "false"):
+        summary = losses(gpu_run(name, f"mixed_precision.fp8_param_gather={stored}", "train.train_iters=40"))
+        assert summary.last_loss < summary.first_loss - 0.5
+
+
+@pytest.mark.parametrize("name", GATHER)
+def test_precision_aware_optimizer_trains_under_fp8(name, on_gpu, gpu_run):
+    on_gpu(name)
+    summary = losses(gpu_run(name, "optimizer.use_precision_aware_optimizer=true", "ddp.use_distributed_optimizer=true", "train.train_iters=40"))
+    assert summary.last_loss < summary.first_loss - 0.5
+
+
+@pytest.mark.parametrize("name", ["bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"])
+def test_blackwell_recipes_are_refused_with_the_reason_and_run_emulated(name, on_gpu, gpu_run):
+    from mpbridge.checks.probe import this_machine
+    from mpbridge.errors import Refused
+
+    on_gpu()
+    if this_machine().arch >= (10, 0):
+        pytest.skip("this machine runs them natively")
+    with pytest.raises(Refused, match="Blackwell"):
+        losses(gpu_run(name, "train.train_iters=2"))
+    summary = losses(gpu_run(name, "emulate=true", "train.train_iters=20"))
+    assert summary.last_loss < summary.first_loss
+
+
+@pytest.mark.parametrize(("name", "engine"), [("fp32_params_bf16_compute", "fsdp2"), ("bf16_params_fp32_states", "fsdp2"), ("bf16_megatron_fsdp", "megatron_fsdp")])
+def test_sharding_engines_train_at_one_process(name, engine, on_gpu, gpu_run):
+    on_gpu()
+    summary = losses(gpu_run(name, f"engine={engine}", "train.train_iters=40"))
+    assert summary.last_loss < summary.first_loss - 0.5
+
+
+def test_audit_names_a_moment_that_was_cast(on_gpu, gpu_run):
+    import torch
+
+    from mpbridge.errors import AuditFailed
+    from mpbridge.train.hooks import Hook
+
+    on_gpu()
+
+    class Plant(Hook):
+        def built(self, training):
+            inner = training.engine.optimizer.chained_optimizers[0].optimizer
+            step = inner.step
+
+            def cast(*args, **kwargs):
+                out = step(*args, **kwargs)
+                for state in inner.state.values():
+                    state["exp_avg"] = state["exp_avg"].to(torch.bfloat16)
+                return out
+
+            inner.step = cast
+
+    with pytest.raises(AuditFailed, match="exp_avg"):
+        losses(gpu_run("bf16_mixed", "train.train_iters=8"), hooks=[Plant()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in HOPPER if "fp8" in n])
+def test_fp8_loss_is_within_one_percent_of_bf16_after_500_steps_of_125m(name, on_gpu, gpu_run):
+    on_gpu(name)
+    shared = [
+        "data.corpus=stdlib", "model.vocab_size=384", "train.train_iters=500", "train.micro_batch_size=16", "train.global_batch_size=16",
+        "scheduler.lr_warmup_iters=50", "train.eval_interval=500", "train.eval_iters=8",
+    ]  # fmt: skip
+    reference = losses(gpu_run("bf16_mixed", *shared, config="gpt_125m")).eval_loss
+    found = losses(gpu_run(name, *shared, config="gpt_125m")).eval_loss
+    assert found == pytest.approx(reference, rel=0.01)
+
+
+def test_memory_by_role_is_what_was_predicted(on_gpu, gpu_run):
+    import torch
+
+    from mpbridge.checks.roles import roles
+    from mpbridge.devices import device_layer
+    from mpbridge.engines.parallel import start_process_group
+    from mpbridge.engines.registry import build_engine
+
+    on_gpu()
+    run = gpu_run("bf16_mixed", "model.num_layers=16", "model.hidden_size=2048", "model.ffn_hidden_size=5504", "model.num_attention_heads=16")
+    with device_layer(True):
+        start_process_group(True)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        engine = build_engine(run)
+        try:
+            engine.train_step(_batches(run), microbatches=1)
+            torch.cuda.synchronize()
+            found = torch.cuda.memory_allocated() - before
+        finally:
+            engine.close()
+    predicted = sum(role.bytes for role in roles(run.policy, run.facts, rank=0))
+    assert found == pytest.approx(predicted, rel=0.02)
+
+
+def _batches(run):
+    import torch
+
+    size = (run.facts.micro_batch_size, run.facts.shape.seq_length + 1)
+    while True:
+        ids = torch.randint(0, 256, size)
+        positions = torch.arange(size[1] - 1)[None].expand(size[0], -1)
+        yield {"tokens": ids[:, :-1], "labels": ids[:, 1:], "position_ids": positions, "loss_mask": torch.ones(size[0], size[1] - 1)}
+
+
+@pytest.mark.parametrize("name", ["bf16_mixed", "fp16_mixed", "bf16_with_fp8_current_scaling_mixed"])
+def test_resumed_run_equals_the_uninterrupted_one(name, on_gpu, gpu_run, tmp_path):
+    on_gpu(name)
+    whole = losses(gpu_run(name, "train.train_iters=20", "train.deterministic=true"))
+    folder = tmp_path / "checkpoints"
+    common = [f"checkpoint.save={folder}", f"checkpoint.load={folder}", "train.train_iters=20", "train.deterministic=true"]
+    losses(gpu_run(name, *common, "train.exit_interval=10"))
+    assert losses(gpu_run(name, *common)).last_loss == whole.last_loss
