@@ -63,6 +63,9 @@ class Train:
     """The same losses to the bit, at some cost in speed."""
     exit_interval: int | None = None
     """Stop (and save) when the step is a multiple of this one."""
+    nonfinite: str = "skip"
+    """After a step whose loss or gradients are not finite (it is never applied): "skip" it, "stop", or "rollback N": back to the newest checkpoint
+    and on behind the samples that led there, at most N times."""
     audit: Literal["stop", "warn"] = "stop"
     """What happens when the live tensors are not what the policy promised."""
 
@@ -118,6 +121,9 @@ class Checkpoint:
     keep_every: int | None = None
     """Checkpoints of steps that are multiples of this one stay in any case."""
     async_save: bool = False
+    """Write checkpoints in the background while training goes on."""
+    reset_optimizer: bool = False
+    """Load the weights alone: optimizer states start anew."""
 
 
 @dataclass(kw_only=True)

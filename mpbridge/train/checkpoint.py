@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mpbridge.checks.resume import FILE, Fingerprint, Verdict, fingerprint, read_fingerprint, verdict
 from mpbridge.errors import CheckpointError, MpbridgeError, Refused
 from mpbridge.train import safe_load, state, store
+from mpbridge.train.together import agreed, on_first_rank
 from mpbridge.train.writer import Background, PlainSave
 
 if TYPE_CHECKING:
@@ -24,28 +25,11 @@ if TYPE_CHECKING:
 
 CONFIG = "config.yaml"
 """The resolved configuration's file inside a checkpoint."""
-T = TypeVar("T")
 
 
 def of_run(run: Run, stored: Mapping[str, str] | None = None) -> Fingerprint:
     """The fingerprint of a resolved run."""
     return fingerprint(run.recipe, run.policy, run.facts, run.inputs["optimizer"], stored)
-
-
-def on_first_rank(act: Callable[[], T]) -> T:
-    """What `act` returns on rank 0, on every rank; an MpbridgeError that it raises there is raised on every rank."""
-    box: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = act()
-        except MpbridgeError as error:
-            box[1] = error
-        except OSError as error:
-            box[1] = CheckpointError(f"{error.filename or 'a checkpoint'}: {error.strerror or error}")
-    dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise box[1]
-    return box[0]  # type: ignore[no-any-return]
 
 
 class Writing:
@@ -56,10 +40,7 @@ class Writing:
 
     def done(self) -> bool:
         """Whether every rank's files are written; every rank calls it."""
-        waiting = torch.tensor([0 if self.background is None or self.background.done() else 1], dtype=torch.int32)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(waiting, op=dist.ReduceOp.MAX)
-        return not int(waiting)
+        return not agreed(0 if self.background is None or self.background.done() else 1)
 
     def finish(self, *, keep_last: int | None = None, keep_every: int | None = None) -> Path:
         """Waits, seals, removes old ones; returns the checkpoint's folder. Every rank calls it. Raises CheckpointError."""
@@ -95,8 +76,8 @@ def save(training: Training, folder: Path, *, background: bool = False) -> Writi
     with _explained(folder, partial):
         contents = gather(training)
         stored = state.stored_dtypes(contents)
-        on_first_rank(lambda: _describe(partial, training.run, stored, step))
         request = dist_checkpointing.save(contents, str(partial), sharded_strategy=PlainSave(), async_sharded_save=background)
+        on_first_rank(lambda: _describe(partial, training.run, stored, step))
         return Writing(folder, partial, step, Background(request) if background else None)
 
 

@@ -28,6 +28,10 @@ class Training:
     progress: ProgressLine | None = None
     stop: str | None = None
     """Set it to end the run behind the step that is under way; the text says why."""
+    moved: bool = False
+    """Set it after changing counters.consumed: the loop then reads on from there."""
+    next_run: Run | None = None
+    """Set it to go on in another recipe: the loop rebuilds the engine before the next step."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Facts for the closing summary, by name."""
 
@@ -106,4 +110,6 @@ class Hooks(Hook):
 
 def default_hooks(run: Run) -> list[Hook]:
     """The hooks that a run's own sections ask for, in the order in which they act."""
-    return []
+    from mpbridge.train.faults import surviving
+
+    return surviving(run)

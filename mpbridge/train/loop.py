@@ -20,12 +20,14 @@ from mpbridge.report.console import console, rank
 from mpbridge.report.metrics import MetricsLog
 from mpbridge.report.progress import ProgressLine
 from mpbridge.report.tables import summary_table
+from mpbridge.train.faults import explained
 from mpbridge.train.flops import flops_per_token
 from mpbridge.train.hooks import Hook, Hooks, Training, default_hooks
 from mpbridge.train.lr import scheduler, scheduler_arguments, train_iters
 from mpbridge.train.machine import data_parallel, process_group, process_settings
 from mpbridge.train.metrics import Counters, Meter, line
 from mpbridge.train.preflight import preflight, write_precision
+from mpbridge.train.stages import at_stage, check_stages, switch
 from mpbridge.train.summary import Summary, write_summary
 
 if TYPE_CHECKING:
@@ -47,7 +49,10 @@ def pretrain(
     train_iters(run)
     scheduler_arguments(run)
     out = console(speaks=rank() == 0 and not quiet)
+    run = at_stage(run)
     preflight(run, out)
+    for said in check_stages(run):
+        out.print(said, markup=False)
     parts = Hooks.of([*default_hooks(run), *hooks])
     cuda = torch.cuda.is_available()
     with ExitStack() as stack:
@@ -55,6 +60,7 @@ def pretrain(
         stack.enter_context(process_settings(run.train))
         stack.enter_context(device_layer(cuda, fused_adam=CpuFusedAdam))
         stack.enter_context(process_group(cuda))
+        stack.enter_context(explained())
         feed = Feed(run, dataset)
         if feed.corpus is not None and feed.corpus.prepared is not None:
             out.print(f"corpus: {feed.corpus.prepared.line()}")
@@ -95,9 +101,15 @@ class _Steps:
         stack.callback(log.close)
         bar = bool(run.logger.get("progress", True))
         training.progress = stack.enter_context(ProgressLine(out, total=self.total, done=counters.iteration, interval=interval, bar=bar))
-        stream = training.feed.batches("train", counters.consumed, self.rank, self.ranks)
+        stream, training.moved = training.feed.batches("train", counters.consumed, self.rank, self.ranks), False
         self.hooks.started(training)
         while counters.iteration < self.total and training.stop is None:
+            if training.next_run is not None:
+                switch(training)
+                self.hooks.built(training)
+                self.hooks.started(training)
+            if training.moved:
+                stream, training.moved = training.feed.batches("train", counters.consumed, self.rank, self.ranks), False
             self._step(stream, log, interval)
         self.hooks.finished(training)
         return self._summary()

@@ -1,0 +1,40 @@
+"""What all ranks of a job do as one: agree on a number, take over what the first one did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from mpbridge.errors import CheckpointError, MpbridgeError
+
+T = TypeVar("T")
+
+
+def agreed(value: int) -> int:
+    """The largest `value` of all ranks, on every rank."""
+    if dist.get_world_size() == 1:
+        return value
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    box = torch.tensor([value], dtype=torch.int64, device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return int(box)
+
+
+def on_first_rank(act: Callable[[], T]) -> T:
+    """What `act` returns on rank 0, on every rank; an MpbridgeError that it raises there is raised on every rank, OSError as CheckpointError."""
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = act()
+        except MpbridgeError as error:
+            box[1] = error
+        except OSError as error:
+            box[1] = CheckpointError(f"{error.filename or 'a checkpoint'}: {error.strerror or error}")
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]  # type: ignore[no-any-return]

@@ -1,0 +1,87 @@
+"""Tiny runs that are saved, broken off and resumed: two layers of 64 on text that can be learnt."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mpbridge.config.container import ConfigContainer, Run
+from mpbridge.train.hooks import Hook
+
+SEQ, VOCAB = 32, 64
+MODEL = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": VOCAB,
+    "max_sequence_length": SEQ,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.1,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "share_embeddings_and_output_weights": True,
+}
+
+
+class Text:
+    """Counting sequences, endless and the same every time."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            start = torch.randint(0, VOCAB, (1,), generator=generator)
+            yield {"tokens": (start + torch.arange(SEQ + 1)) % VOCAB}
+
+
+def run(recipe: Any = "bf16_mixed", *, world: int = 1, iters: int = 6, **sections: Mapping[str, Any]) -> Run:
+    """A resolved Run; a section's settings are added to the tiny ones."""
+    container = ConfigContainer(
+        mixed_precision=recipe,
+        engine=sections.pop("engine", None),
+        emulate=bool(sections.pop("emulate", False)),
+        model=MODEL | dict(sections.pop("model", {})),
+        optimizer={"lr": 1e-3, "clip_grad": 1.0, "weight_decay": 0.01} | dict(sections.pop("optimizer", {})),
+        train={"micro_batch_size": 2, "global_batch_size": 4, "train_iters": iters, "eval_interval": None, "threads": 1} | dict(sections.pop("train", {})),
+        scheduler={"lr_decay_style": "cosine", "lr_decay_iters": 100, "lr_warmup_iters": 2} | dict(sections.pop("scheduler", {})),
+        **sections,
+    )
+    return container.resolved(world_size=world)
+
+
+def digest(training: Any) -> str:
+    """sha256 over every parameter, main weight and moment of this rank, by name."""
+    found = hashlib.sha256()
+    keep = ("params", "main_params", "exp_avg", "exp_avg_sq")
+    tensors = [live for live in training.engine.tensors() if live.role in keep]
+    for live in sorted(tensors, key=lambda one: (one.role, one.parameter)):
+        found.update(f"{live.role} {live.parameter} {live.tensor.dtype}".encode())
+        found.update(live.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+class Watch(Hook):
+    """Keeps each step's loss and, at the end, the digest of the state."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.digest = ""
+        self.recipes: list[str] = []
+
+    def stepped(self, training: Any, result: Any) -> None:
+        self.losses[training.counters.iteration] = result.loss
+        self.recipes.append(training.run.recipe)
+
+    def finished(self, training: Any) -> None:
+        self.digest = digest(training)
+
+
+def go(made: Run, *hooks: Hook) -> Watch:
+    """Trains, and what was seen."""
+    from mpbridge.train.loop import pretrain
+
+    watch = Watch()
+    pretrain(made, dataset=Text(), hooks=[*hooks, watch], quiet=True)
+    return watch
