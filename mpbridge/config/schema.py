@@ -19,7 +19,7 @@ from mpbridge.formats import DType, dtype
 
 UPSTREAM = {"optimizer": "OptimizerConfig", "ddp": "DistributedDataParallelConfig"}
 SECTIONS = ("model", "optimizer", "scheduler", "ddp", "parallel", "train", "data", "checkpoint", "logger")
-ACTIVATIONS = ("gelu", "silu", "relu", "squared_relu", "quick_gelu", "fast_gelu")
+ACTIVATIONS = ("gelu", "silu", "relu", "squared_relu", "quick_gelu")
 """Names for `activation_func`: torch.nn.functional's first three, then those of megatron.core.activations."""
 
 

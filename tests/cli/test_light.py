@@ -1,0 +1,58 @@
+"""The verbs that only think load no framework, and listing costs little."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "megatron", "transformer_engine", "numpy", "matplotlib")
+VERBS = [
+    ["list"],
+    ["list", "--json"],
+    ["show", "fp8_cs"],
+    ["diff", "bf16_mixed", "fp16_mixed"],
+    ["plan"],
+    ["plan", "--config", "deepseek_v3_671b", "--recipe", "mxfp8", "--explain"],
+    ["--help"],
+    ["train", "--help"],
+]
+
+
+def loaded_by(code: str) -> list[str]:
+    """Which of `HEAVY` a fresh interpreter has loaded after `code`."""
+    text = f"import sys, json\n{code}\nprint(json.dumps(sorted(set({HEAVY!r}) & set(sys.modules))), file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    return json.loads(done.stderr.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_thinking_loads_no_framework(verb):
+    assert loaded_by(f"from mpbridge.cli.main import main\nassert main({verb!r}) == 0") == []
+
+
+def test_the_test_above_can_fail():
+    assert "numpy" in loaded_by("import numpy")
+
+
+def test_a_refused_training_run_says_so_without_torch():
+    code = "from mpbridge.cli.main import main\nassert main(['train', 'train.train_itres=3']) == 2"
+    assert loaded_by(code) == []
+
+
+def cpu_seconds(*arguments: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.DEVNULL, check=True, timeout=120)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize("arguments", [("-c", "import mpbridge"), ("-m", "mpbridge", "list")], ids=["import", "list"])
+def test_a_look_costs_at_most_150_milliseconds_of_cpu(arguments):
+    # the best of three: other work on the machine costs cache, never the other way round
+    assert min(cpu_seconds(*arguments) for _ in range(3)) <= 0.15

@@ -1,0 +1,216 @@
+"""Exit codes, error texts and the verbs' output."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpbridge.cli import main as cli
+from mpbridge.cli import text
+from mpbridge.cli.main import main
+from mpbridge.errors import Refused
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.recipes import BUILT_IN
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def in_the_checkout(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+
+
+@pytest.fixture
+def said(capsys):
+    def call(*arguments):
+        code = main(list(arguments))
+        out = capsys.readouterr()
+        return code, out.out, out.err
+
+    return call
+
+
+def test_every_verb_has_what_the_entry_asks_for():
+    import importlib
+
+    assert {"list", "show", "diff", "plan", "train"} <= set(cli.verbs())
+    for module in map(importlib.import_module, cli.verbs().values()):
+        assert module.SUMMARY
+        assert callable(module.add_arguments)
+        assert callable(module.run)
+
+
+def test_help_names_every_verb_with_its_summary(said):
+    code, out, _ = said("--help")
+    assert code == 0
+    for verb in cli.verbs():
+        line = next(line for line in out.splitlines() if line.startswith(f"  {verb} "))
+        assert len(line.split()) > 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        pytest.param([], 2, "usage: mpbridge", id="nothing"),
+        pytest.param(["--version"], 0, "mpbridge 0", id="version"),
+        pytest.param(["lst"], 2, "no command named 'lst' (nearest: list)", id="misspelled verb"),
+        pytest.param(["list", "--jsn"], 2, "unrecognized arguments", id="unknown option"),
+        pytest.param(["show", "bf16_mxed"], 2, "nearest: bf16_mixed", id="misspelled recipe"),
+        pytest.param(["diff", "bf16_mixed"], 2, "required: B", id="argument missing"),
+        pytest.param(["plan", "--config", "gpt_tny"], 2, "no configuration named 'gpt_tny' (nearest: gpt_tiny)", id="misspelled config"),
+        pytest.param(["plan", "--config", "README.md"], 2, "README.md", id="no configuration"),
+        pytest.param(["plan", "--recipe", "fp32", "mixed_precision=bf16"], 2, "two recipes", id="two recipes"),
+        pytest.param(["plan", "--world-size", "0"], 2, "at least 1", id="no processes"),
+        pytest.param(["plan", "model.hiden=3", "optimizer.lr=x"], 2, "nearest: hidden_size", id="bad settings"),
+        pytest.param(["plan", "--recipe", "nope.py:f"], 2, "no such file", id="no recipe file"),
+        pytest.param(["plan", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"], 1, "to keep it", id="conflict"),
+        pytest.param(["plan", "ddp.grad_reduce_in_fp32=false"], 0, "mixed_precision.grad_reduce_in_fp32=false", id="conflict, shown"),
+        pytest.param(["train", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"], 1, "the recipe overrides", id="conflict, refused"),
+        pytest.param(["train", "train.train_iters=null"], 2, "train.train_iters is missing", id="how long"),
+    ],
+)
+def test_exit_codes_and_words(said, arguments, code, words):
+    got, out, err = said(*arguments)
+    assert got == code, out + err
+    assert words in out + err
+    assert "Traceback" not in err
+
+
+def test_several_faults_are_said_at_once(said):
+    _, _, err = said("train", "model.hiden=3", "train.train_iters=null", "--recipe", "fp31")
+    assert err.count("\n  - ") == 3
+
+
+def test_options_and_settings_may_stand_in_any_order(said):
+    code, out, _ = said("plan", "optimizer.lr=1e-4", "--recipe", "fp16", "ddp.bucket_size=7", "--json", "train.seed=5")
+    assert code == 0
+    data = json.loads(out)
+    assert data["recipe"] == "fp16_mixed"
+    assert {"optimizer.lr", "ddp.bucket_size", "train.seed"} <= {k for k, v in data["origin"].items() if v == "the command line"}
+
+
+def test_list_shows_every_recipe_and_its_json_reads_back(said):
+    _, out, _ = said("list")
+    assert [line.split()[0] for line in out.splitlines()[1:]][: len(BUILT_IN)] == [entry.name for entry in BUILT_IN]
+    _, out, _ = said("list", "--json")
+    assert {entry["name"] for entry in json.loads(out)} >= {entry.name for entry in BUILT_IN}
+    assert "fp8_cs" in said("list", "--aliases")[1]
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in BUILT_IN])
+def test_show_tells_every_recipe_and_its_json_is_the_policy(said, name):
+    code, out, _ = said("show", name, "--layers", "24")
+    assert code == 0
+    assert "what it means" in out
+    data = json.loads(said("show", name, "--json")[1])
+    assert PrecisionPolicy.from_data(data["policy"]).fingerprint() == data["fingerprint"]
+
+
+def test_show_reads_files_and_functions(said, tmp_path):
+    (tmp_path / "mine.py").write_text("from mpbridge import get_mixed_precision_config\ndef mine():\n    return get_mixed_precision_config('fp16')\n")
+    assert "fp16" in said("show", f"{tmp_path / 'mine.py'}:mine")[1]
+    assert "grad_reduce_in_fp32  false" in said("show", "configs/recipes/bf16_grads.yaml")[1]
+
+
+def test_diff_shows_fields_and_meaning(said):
+    _, out, _ = said("diff", "bf16_mixed", "configs/recipes/bf16_grads.yaml")
+    assert "grad_reduce_in_fp32  true" in out
+    assert "gradients on the wire" in out
+    assert "say the same" in said("diff", "bf16", "bf16_mixed")[1]
+    data = json.loads(said("diff", "bf16_mixed", "fp16_mixed", "--json")[1])
+    assert data["fields"]["params_dtype"] == ["bf16", "fp16"]
+
+
+def test_plan_explains_where_values_came_from(said):
+    _, out, _ = said("plan", "--recipe", "fp8_cs", "--explain", "optimizer.lr=5e-4")
+    assert "layers of 4 in bf16" in out
+    line = next(line for line in out.splitlines() if line.startswith("optimizer.lr "))
+    assert line.split(maxsplit=2)[1:] == ["0.0005", "the command line"]
+
+
+def test_plan_starts_from_as_few_processes_as_the_sizes_allow(said):
+    assert json.loads(said("plan", "--config", "llama3_8b", "--json")[1])["world_size"] == 2
+    assert json.loads(said("plan", "--config", "deepseek_v3_671b", "--json")[1])["world_size"] == 512
+    assert json.loads(said("plan", "--config", "llama3_8b", "--world-size", "8", "--json")[1])["world_size"] == 8
+
+
+def test_plan_with_emulation_writes_the_high_precision_spelling(said):
+    writes = {f"{w['target']}.{w['field']}" for w in json.loads(said("plan", "--recipe", "fp8_cs", "--emulate", "--json")[1])["writes"]}
+    assert "model.fp8" not in writes
+    assert "model.bf16" in writes
+
+
+def test_tables_are_richs_on_a_terminal_and_aligned_elsewhere(monkeypatch, capsys):
+    text.print_table(("a", "b", "c"), [("1", "", "x"), ("22", "", "[y]")])
+    assert capsys.readouterr().out == "a   c\n1   x\n22  [y]\n"
+    monkeypatch.setattr(text, "on_terminal", lambda: True)
+    text.print_table(("a", "b"), [("1", "[y]")], title="t")
+    assert "[y]" in capsys.readouterr().out
+
+
+def test_train_takes_the_world_from_torchrun_and_hands_over_the_run(monkeypatch, said):
+    import types
+
+    runs = []
+    monkeypatch.setitem(sys.modules, "mpbridge.train.loop", types.SimpleNamespace(pretrain=runs.append))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert said("train", "--recipe", "fp16", "--emulate", "--audit", "warn", "train.train_iters=3")[0] == 0
+    (run,) = runs
+    assert (run.world_size, run.recipe, run.emulate, run.train["audit"], run.train["micro_batch_size"]) == (2, "fp16_mixed", True, "warn", 4)
+    assert run.facts.machine is not None
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    assert said("train")[0] == 2
+
+
+def test_refusals_exit_with_one_and_other_ranks_say_one_line(monkeypatch, said):
+    def no(arguments):
+        raise Refused("no\nbecause")
+
+    monkeypatch.setattr(cli, "_dispatch", no)
+    assert said("x") == (1, "", "no\nbecause\n")
+    monkeypatch.setenv("RANK", "1")
+    assert said("x") == (1, "", "rank 1: no\n")
+
+
+def test_an_interrupt_is_no_traceback(monkeypatch, said):
+    def stop(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_dispatch", stop)
+    assert said("x") == (130, "", "interrupted\n")
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m mpbridge list --json | head -c 10", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr == ""
+
+
+def test_the_script_and_the_module_are_the_command():
+    for start in (["scripts/pretrain.py"], ["-m", "mpbridge", "train"]):
+        done = subprocess.run([sys.executable, *start, "train.train_iters=null"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2
+        assert "train.train_iters is missing" in done.stderr
+
+
+def test_shipped_configurations_are_found_from_anywhere(monkeypatch, tmp_path, said):
+    monkeypatch.chdir(tmp_path)
+    assert said("plan", "--config", "gpt_125m")[0] == 0
+    assert said("plan")[0] == 0
+    (tmp_path / "mine.yaml").write_text("mixed_precision: fp32\nmodel: {num_layers: 2, hidden_size: 8, num_attention_heads: 2}\ndata: {seq_length: 8}\n")
+    assert "recipe fp32" in said("plan", "--config", "mine.yaml")[1]
+
+
+def test_output_is_utf8_safe_on_a_plain_pipe(monkeypatch):
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    assert main(["list"]) == 0
+    out.getvalue().encode("ascii")
