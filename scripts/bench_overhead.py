@@ -33,11 +33,14 @@ class Bare:
 
         run = training.run
         self.run, self.size = run, int(run.train["global_batch_size"])
-        targets, arguments = build_targets(run, cuda=False)
-        chunks = build_chunks(targets.model, arguments, run.policy, cuda=False)
+        targets = build_targets(run, cuda=False)
+        chunks = build_chunks(targets.model, targets.gpt, run.policy, cuda=False)
         self.model = DistributedDataParallel(targets.model, targets.ddp, chunks[0])
         self.optimizer = get_megatron_optimizer(targets.optimizer, [self.model])
-        self.schedule = OptimizerParamScheduler(self.optimizer, **scheduler_arguments(run))
+        arguments = scheduler_arguments(run)
+        for group in self.optimizer.param_groups:
+            group["min_lr"] = arguments["min_lr"]
+        self.schedule = OptimizerParamScheduler(self.optimizer, **arguments)
         targets.model.grad_scale_func, targets.model.finalize_model_grads_func = self.optimizer.scale_loss, finalize_model_grads
         self.forward_backward = get_forward_backward_func()
         self.data = self.batches(training)

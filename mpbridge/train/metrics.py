@@ -26,7 +26,7 @@ class Counters:
     skipped: int = 0
     """Steps whose update was not applied."""
     nonfinite: int = 0
-    """Steps whose loss or gradient norm was NaN or infinite."""
+    """Steps whose loss or gradient was NaN or infinite, the overflows that a loss scale is there for left out."""
     tokens: int = 0
     """Training tokens read by the whole job."""
 
@@ -36,7 +36,9 @@ class Counters:
         self.consumed += samples
         self.tokens += tokens
         self.skipped += not result.applied
-        self.nonfinite += not (math.isfinite(result.loss) and math.isfinite(result.grad_norm or 0.0))
+        # without a loss scale there is one reason to skip: a gradient that is not finite
+        gradient = math.isfinite(result.grad_norm or 0.0) and (result.applied or result.loss_scale != 1.0)
+        self.nonfinite += not (math.isfinite(result.loss) and gradient)
 
 
 @dataclass(slots=True)
