@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from sync_kit import GPU, HERE, INPUTS, POLICIES, applied, facts_of, fresh, live, planned
 
 from mpbridge import apply
@@ -100,11 +100,13 @@ def test_a_fault_that_was_there_before_is_noted_and_not_ours() -> None:
 
 
 def test_the_check_changes_nothing_but_the_plans_fields() -> None:
-    config = MLATransformerConfig(**INPUTS["mla"]["model"], recompute_granularity="selective", recompute_modules=["core_attn"])
-    lists = config.recompute_modules
-    apply(plan(BF16, model=config))
-    assert config.recompute_modules is lists
-    assert lists == ["core_attn"]
+    provider = Provider(num_moe_experts=2, moe_layer_recompute=True, recompute_granularity="selective", recompute_modules=["core_attn"])
+    lists = provider.recompute_modules
+    apply(plan(BF16, model=provider))
+    assert provider.recompute_modules is lists
+    assert lists == ["core_attn"]  # megatron-core's post-init appends to it
+    provider.finalize()
+    assert lists == ["core_attn", "moe"]
 
 
 def test_a_target_that_changed_after_the_plan_is_a_stale_plan() -> None:

@@ -45,9 +45,9 @@ def test_functions_and_enumerations_go_by_name() -> None:
     assert built(with_model(activation_func="silu"), BF16).model.activation_func is torch.nn.functional.silu
     made = built(with_model(activation_func="squared_relu", attention_backend="unfused"), BF16).model
     assert (made.activation_func, made.attention_backend) == (squared_relu, AttnBackend.unfused)
-    with pytest.raises(UnknownName, match="no activation function named 'sillu' .nearest: silu"):
+    with pytest.raises(UnknownName, match=r"no activation function named 'sillu' .nearest: silu"):
         built(with_model(activation_func="sillu"), BF16)
-    with pytest.raises(UnknownName, match="no attention backend named 'flsh' .nearest: flash"):
+    with pytest.raises(UnknownName, match=r"no attention backend named 'flsh' .nearest: flash"):
         built(with_model(attention_backend="flsh"), BF16)
 
 
@@ -67,9 +67,9 @@ def test_the_models_own_arguments_are_gpt_models() -> None:
 
 
 def test_unknown_fields_are_named_all_at_once() -> None:
-    with pytest.raises(UnknownName, match="no field of TransformerConfig named 'num_layer' .nearest: num_layers"):
+    with pytest.raises(UnknownName, match=r"no field of TransformerConfig named 'num_layer' .nearest: num_layers"):
         built(with_model(num_layer=2), BF16)
-    with pytest.raises(Contradiction, match="num_layer(.|\n)*use_distributed_optimiser"):
+    with pytest.raises(Contradiction, match=r"num_layer(.|\n)*use_distributed_optimiser"):
         built({**with_model(num_layer=2), "ddp": {"use_distributed_optimiser": True}}, BF16)
 
 
