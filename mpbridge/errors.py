@@ -32,9 +32,7 @@ class UnknownName(MpbridgeError, AttributeError, LookupError):
 
     def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
         self.kind, self.given, self.known = kind, given, tuple(sorted(set(known)))
-        folded = {name.lower().replace("-", "_"): name for name in self.known}
-        close = difflib.get_close_matches(given.lower().replace("-", "_"), folded, n=3, cutoff=0.6)
-        self.near = tuple(folded[name] for name in close)
+        self.near = nearest(given, self.known)
         hint = f"nearest: {', '.join(self.near)}" if self.near else f"known: {', '.join(self.known)}"
         super().__init__(f"no {kind} named {given!r} ({hint})")
 
@@ -44,6 +42,25 @@ class UnknownName(MpbridgeError, AttributeError, LookupError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.kind, self.given, self.known)
+
+
+def nearest(given: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.65) -> tuple[str, ...]:
+    """The names that `given` was probably meant to be, best first: alike as a whole, or word by word ('bf16_mxpf8' is bf16_with_mxfp8_mixed)."""
+
+    def alike(a: str, b: str) -> float:
+        return difflib.SequenceMatcher(None, a, b).ratio()
+
+    wanted = given.lower().replace("-", "_")
+    words = wanted.split("_")
+
+    def score(name: str) -> float:
+        other = name.lower().replace("-", "_")
+        # a mistyped word weighs as much as it is long; words that were left out cost little
+        by_word = sum(len(word) * max(alike(word, candidate) for candidate in other.split("_")) for word in words) / max(1, sum(map(len, words)))
+        return max(alike(wanted, other), 0.95 * by_word if len(words) > 1 else 0.0)
+
+    scored = sorted(((score(name), name) for name in known), key=lambda pair: (-pair[0], len(pair[1]), pair[1]))
+    return tuple(name for value, name in scored[:most] if value >= cutoff)
 
 
 class BadValue(MpbridgeError, ValueError):
