@@ -160,4 +160,4 @@ def _module_buffers(policy: PrecisionPolicy, run: RunFacts, chunk: tuple[Paramet
         if parameter.weight.path.endswith("mlp.router.weight"):
             prefix = parameter.name.removesuffix("weight")
             yield Role("buffers", f"{prefix}expert_bias", DType.FP32, run.shape.experts or 0, 0, "model")
-            yield Role("buffers", f"{prefix}local_tokens_per_expert", DType.FP32, run.shape.experts or 0, 0, "model")
+            yield Role("buffers", f"{prefix}local_tokens_per_expert", policy.params, run.shape.experts or 0, 0, "model")
