@@ -103,7 +103,7 @@ class Fsdp2Engine:
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.reduced = shard(model, policy, data_mesh(group, cuda=self.cuda), kept)
         self.model = [model]
-        self.optimizer = ShardOptimizer(model, policy, self.configs.optimizer, group, cuda=self.cuda)
+        self.optimizer = ShardOptimizer(dict(model.named_parameters()), policy, self.configs.optimizer, group, cuda=self.cuda)
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = _finalize
         if policy.reduce.bytes > policy.params.bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -74,29 +74,55 @@ def scaler(config: Any) -> Any:
     )
 
 
+Offset = Callable[[str, Any], tuple[int, ...]]
+"""(name, DTensor) -> first index of this rank's part along each dimension."""
+
+
+def placed(name: str, parameter: Any) -> tuple[int, ...]:
+    """Where the local shard of a DTensor with regular placements begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1])
+
+
+class _Named:
+    """What megatron-core's grouping asks of a model."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        self._parameters = parameters
+
+    def named_parameters(self) -> Iterable[tuple[str, Any]]:
+        return self._parameters.items()
+
+
 class ShardOptimizer:
     """Optimizers over views of local shards: no DTensor dispatch, no empty shard, states as plain tensors.
 
     Elementwise optimizers see every element once wherever it lives, so the result is that of the whole parameter.
     """
 
-    def __init__(self, model: Any, policy: PrecisionPolicy, config: Any, group: dist.ProcessGroup, *, cuda: bool) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Any], policy: PrecisionPolicy, config: Any, group: dist.ProcessGroup, *, cuda: bool, offset: Offset | None = None
+    ) -> None:
+        """parameters: DTensors by global name. policy: settled, `params` being the dtype that these rest in. group: those that share the shards.
+
+        offset: where a local shard begins in its parameter; None: as DTensor's placements say.
+        """
         from megatron.core.optimizer import _get_param_groups
 
         self.config = config
         self.group = group
         self.grad_scaler = scaler(config)
-        self.names: dict[str, Any] = dict(model.named_parameters())
+        self.names: dict[str, Any] = dict(parameters)
         """Name -> sharded parameter (a DTensor)."""
+        self.offset: Offset = offset or placed
         self.shards: dict[str, torch.nn.Parameter] = {
-            name: torch.nn.Parameter(p._local_tensor, requires_grad=False)
-            for name, p in self.names.items()
-            if p.requires_grad and p._local_tensor.numel()
+            name: torch.nn.Parameter(p._local_tensor, requires_grad=False) for name, p in self.names.items() if p.requires_grad and p._local_tensor.numel()
         }
         """Name -> view of this rank's part, for those that have one."""
         name_of = {id(p): name for name, p in self.names.items()}
         # megatron-core's own rules: no weight decay for biases and norms, multipliers, minimum rates
-        groups = _get_param_groups([model], config, None)
+        groups = _get_param_groups([_Named(self.names)], config, None)
         local = [{**g, "params": [self.shards[name_of[id(p)]] for p in g["params"] if name_of[id(p)] in self.shards]} for g in groups]
         # from the whole model, so that ranks without a shard of some dtype have the same groups
         dtypes = list(dict.fromkeys(p.dtype for p in self.names.values() if p.requires_grad))

@@ -17,10 +17,18 @@ _GROUP_FACTS = ("lr", "weight_decay", "max_lr", "min_lr", "wd_mult", "lr_mult")
 
 def live_shards(model: Any, optimizer: ShardOptimizer) -> Iterator[Live]:
     """Parameters, gradients, buffers, main weights and moments that exist now, each this rank's part."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in optimizer.names.items():
         yield Live(role="params", parameter=name, tensor=parameter._local_tensor.detach())
         if parameter.grad is not None:
             yield Live(role="grads", parameter=name, tensor=parameter.grad._local_tensor)
+    yield from live_states(optimizer)
+    for name, buffer in model.named_buffers():
+        yield Live(role="buffers", parameter=name, tensor=buffer)
+
+
+def live_states(optimizer: ShardOptimizer) -> Iterator[Live]:
+    """Main weights that FusedAdam holds, and moments."""
+    for name in optimizer.names:
         state = optimizer.state_of(name)
         for key, role in (
             ("master_param", "main_params"),
@@ -30,22 +38,19 @@ def live_shards(model: Any, optimizer: ShardOptimizer) -> Iterator[Live]:
         ):
             if isinstance(state.get(key), torch.Tensor):
                 yield Live(role=role, parameter=name, tensor=state[key])
-    for name, buffer in model.named_buffers():
-        yield Live(role="buffers", parameter=name, tensor=buffer)
 
 
-def _sharded(key: str, local: torch.Tensor, parameter: Any) -> Any:
+def _sharded(key: str, local: torch.Tensor, optimizer: ShardOptimizer, name: str) -> Any:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    parameter = optimizer.names[name]
     return ShardedTensor(
         key=key,
         data=local,
         dtype=local.dtype,
         local_shape=tuple(local.shape),
         global_shape=tuple(parameter.shape),
-        global_offset=tuple(offset),
+        global_offset=optimizer.offset(name, parameter),
         axis_fragmentations=None,  # rows that the ranks cannot share evenly make an irregular grid
         replica_id=0,
     )
@@ -53,7 +58,7 @@ def _sharded(key: str, local: torch.Tensor, parameter: Any) -> Any:
 
 def parameter_state(optimizer: ShardOptimizer) -> dict[str, Any]:
     """Name -> this rank's part of the parameter as stored; frozen parameters too."""
-    return {name: _sharded(name, p._local_tensor.detach(), p) for name, p in optimizer.names.items() if p._local_tensor.numel()}
+    return {name: _sharded(name, p._local_tensor.detach(), optimizer, name) for name, p in optimizer.names.items() if p._local_tensor.numel()}
 
 
 def main_weights(optimizer: ShardOptimizer, name: str) -> torch.Tensor:
@@ -73,11 +78,10 @@ def optimizer_state(optimizer: ShardOptimizer, *, loading: bool = False) -> dict
     keys = _moment_names(optimizer)
     state: dict[str, Any] = {"main": {}} | {key: {} for key in keys}
     for name, shard in optimizer.shards.items():
-        parameter = optimizer.names[name]
-        state["main"][name] = _sharded(f"optimizer.main.{name}", main_weights(optimizer, name).view(shard.shape), parameter)
+        state["main"][name] = _sharded(f"optimizer.main.{name}", main_weights(optimizer, name).view(shard.shape), optimizer, name)
         for key in keys:
             value = torch.zeros_like(shard, dtype=torch.float32) if loading else _moment(optimizer, name, key)
-            state[key][name] = _sharded(f"optimizer.{key}.{name}", value.view(shard.shape), parameter)
+            state[key][name] = _sharded(f"optimizer.{key}.{name}", value.view(shard.shape), optimizer, name)
     state["step"] = _step(optimizer)
     state["groups"] = [{fact: group[fact] for fact in _GROUP_FACTS if fact in group} for group in optimizer.param_groups]
     scaler = optimizer.grad_scaler

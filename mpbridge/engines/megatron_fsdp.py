@@ -1,0 +1,218 @@
+"""The Megatron-FSDP engine: megatron-core 0.16.1's own fully sharded wrapper, with one main copy and one gradient that everybody reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from mpbridge.devices import device_layer
+from mpbridge.engines.contract import Batch, Live, StepResult
+from mpbridge.engines.megatron_fsdp_rules import refuse, sections
+from mpbridge.engines.optimizers import CpuFusedAdam
+from mpbridge.formats import DType
+from mpbridge.precision.policy import PrecisionPolicy
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import Run
+
+
+class MegatronFsdpEngine:
+    """GPTModel in Float16Module in FullyShardedDataParallel, updated by torch's AdamW or FusedAdam on the wrapper's own shards.
+
+    megatron-core 0.16.1's optimizer factory is not used here: with a precision-aware optimizer it gives FusedAdam `use_decoupled_grad`, while the wrapper
+    puts gradients on `.grad`, so no weight ever moves; and it lets FusedAdam keep a second main copy. (Megatron-LM PRs 4024, 3746, 4133 and 4427.)
+    """
+
+    name = "megatron_fsdp"
+
+    def __init__(self, run: Run, *, cuda: bool) -> None:
+        self.run = run
+        self.cuda = cuda
+        self.model: list[Any] = []
+        self.optimizer: Any = None
+        self.configs: Any = None
+        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self._parallel: Any = None
+
+    def _layer(self) -> AbstractContextManager[None]:
+        return device_layer(self.cuda, fused_adam=None if self.cuda else CpuFusedAdam)
+
+    @classmethod
+    def build(cls, run: Run, *, backend: Any = None) -> Self:
+        """The engine of `run`, inside an active device layer and an initialised process group.
+
+        backend: from a TransformerConfig to a BackendSpecProvider, where other linears are wanted (emulation); None: the device's own.
+        Raises Refused with every reason why not.
+        """
+        refuse(run, cuda=torch.cuda.is_available())
+        engine = cls(run, cuda=torch.cuda.is_available())
+        try:
+            with engine._layer():
+                engine._build(backend)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    def _build(self, backend: Any) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+
+        from mpbridge.engines.model import build_chunks
+        from mpbridge.engines.parallel import ModelParallel
+        from mpbridge.engines.shard_optimizer import ShardOptimizer
+        from mpbridge.engines.targets import build
+
+        run = self.run
+        self.configs = build(sections(run, cuda=self.cuda), run.plan, machine=run.facts.machine, versions=run.facts.versions)
+        self._parallel = ModelParallel(run.facts.parallel, seed=int(run.train.get("seed", 1234)))
+        config = self.configs.model
+        config.gradient_accumulation_fusion = False  # its kernel writes past the wrapper's buckets
+        (chunk,) = build_chunks(config, self.configs.gpt, run.policy, cuda=self.cuda, backend=backend)
+        with _indexed_device(self.cuda):
+            wrapped = FullyShardedDataParallel(config, self.configs.ddp, chunk, device=self._device)
+        self.model = [wrapped]
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        parameters = {_short(name): parameter for name, parameter in self._buffer.optimizer_named_parameters}
+        self.optimizer = ShardOptimizer(
+            parameters, _held(run.policy), self.configs.optimizer, group, cuda=self.cuda, offset=partial(_offset, self._buffer)
+        )
+        config.grad_scale_func = self.optimizer.scale_loss
+        config.finalize_model_grads_func = finalize_model_grads
+        config.no_sync_func = wrapped.no_sync
+
+    @property
+    def _buffer(self) -> Any:
+        return self.model[0].param_and_grad_buffer
+
+    def train_step(self, batches: Iterator[Batch], *, microbatches: int) -> StepResult:
+        """Forward, backward and update over `microbatches` micro-batches of this data-parallel rank."""
+        from mpbridge.engines.steps import learning_rate
+
+        with self._layer(), _indexed_device(self.cuda):
+            wrapped = self.model[0]
+            wrapped.train()
+            wrapped.zero_grad_buffer()
+            scale, lr = self.optimizer.get_loss_scale(), learning_rate(self.optimizer)
+            loss = self._schedule(batches, microbatches, forward_only=False)
+            applied, norm = self.optimizer.step()
+            self._install()
+            return StepResult(loss=loss, applied=applied, grad_norm=norm, loss_scale=scale, lr=lr)
+
+    def _install(self) -> None:
+        """Main weights into the model's own, and the first of them on their way to all ranks."""
+        self._buffer.copy_main_weights_to_model_weights()
+        self.model[0].start_param_sync()
+
+    def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
+        """Mean loss in nats a token over the micro-batches and the data-parallel group; nothing is updated."""
+        with self._layer(), _indexed_device(self.cuda), torch.no_grad():
+            self.model[0].eval()
+            return self._schedule(batches, microbatches, forward_only=True)
+
+    def _schedule(self, batches: Iterator[Batch], microbatches: int, *, forward_only: bool) -> float:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from mpbridge.engines.parallel import mean_over_data
+        from mpbridge.engines.steps import forward_step
+
+        losses = get_forward_backward_func()(
+            forward_step_func=partial(forward_step, self._device),
+            data_iterator=batches,
+            model=self.model[0],
+            num_microbatches=microbatches,
+            seq_length=self.run.facts.shape.seq_length,
+            micro_batch_size=self.run.facts.micro_batch_size,
+            forward_only=forward_only,
+        )
+        return float(mean_over_data(torch.stack(losses).mean()))
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The wrapper's sharded main parameters (DTensors) by their global name."""
+        return list(self.optimizer.names.items()) if self.optimizer is not None else []
+
+    def tensors(self) -> Iterable[Live]:
+        """Every tensor that plays a role, as it exists now: the wrapper's buffers and the optimizer's states, local shards."""
+        from mpbridge.engines.shard_state import live_states
+
+        yield from _live_buffers(self._buffer)
+        yield from live_states(self.optimizer)
+        for name, buffer in self.model[0].named_buffers():
+            yield Live(role="buffers", parameter=_short(name), tensor=buffer)
+
+    def state(self, *, loading: bool = False) -> dict[str, Any]:
+        """Sharded state dict: 'model' in the main weights' dtype, 'optimizer' with main weights and moments in FP32, and the loss scaler."""
+        from mpbridge.engines.shard_state import optimizer_state, parameter_state
+
+        with self._layer():
+            return {"model": parameter_state(self.optimizer), "optimizer": optimizer_state(self.optimizer, loading=loading)}
+
+    def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
+        """Takes back what `state` described; optimizer=False: weights only."""
+        from mpbridge.engines.shard_state import load_optimizer, load_parameters
+
+        with self._layer(), _indexed_device(self.cuda):
+            load_parameters(self.optimizer, state["model"])
+            if optimizer:
+                load_optimizer(self.optimizer, state["optimizer"])
+            self._install()
+
+    def close(self) -> None:
+        """Frees tensors and megatron-core's process-wide parallel state, so that another engine can be built."""
+        with self._layer():
+            self.model, self.optimizer, self.configs = [], None, None
+            if self._parallel is not None:
+                self._parallel.stop()
+                self._parallel = None
+
+
+@contextmanager
+def _indexed_device(cuda: bool) -> Iterator[None]:
+    """The wrapper makes 'cuda:<current device>' of a number; the CPU layer's current device is no number."""
+    if cuda:
+        yield
+        return
+    before = torch.cuda.current_device
+    torch.cuda.current_device = lambda: 0
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = before
+
+
+def _short(name: str) -> str:
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _held(policy: PrecisionPolicy) -> PrecisionPolicy:
+    """The policy as the optimizer has to see it: what it updates is the wrapper's main copy, which is its own main weight."""
+    main = policy.params if policy.main_params_owner == "params" else policy.main_params or DType.FP32
+    return dataclasses.replace(policy, params=main, main_params=main, remainders=False)
+
+
+def _offset(buffer: Any, name: str, parameter: Any) -> tuple[int, ...]:
+    """Where this rank's rows of a parameter begin: the wrapper cuts flat buffers, at multiples of a row."""
+    original = parameter.orig_param
+    group = buffer.parameter_groups[buffer.param_to_param_group[original]]
+    held = group.main_weight_buffer or group.model_weight_buffer
+    start, _ = held.locate_item_in_global_item(held.param_idx[original])
+    row = original[0].numel() if original.dim() > 1 else 1
+    return (start // row, *([0] * (original.dim() - 1)))
+
+
+def _live_buffers(buffer: Any) -> Iterator[Live]:
+    """Model weights as they rest between steps, main weights and gradients of every parameter group; shared tensors named once."""
+    for group in buffer.parameter_groups:
+        for index, parameter in enumerate(group.params):
+            name = _short(buffer.param_to_name[parameter])
+            for role, held in (("params", group.model_weight_buffer), ("main_params", group.main_weight_buffer), ("grads", group.main_grad_buffer)):
+                if held is not None:
+                    yield Live(role=role, parameter=name, tensor=held.get_item(index, only_shard=held.is_data_distributed))
