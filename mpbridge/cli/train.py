@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import warnings
 
 from mpbridge.cli.options import add_run_arguments, resolved
 from mpbridge.errors import BadValue, Conflict
 
 SUMMARY = "pretrain a GPT with a recipe"
+UPSTREAM_CHATTER = ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated")
+"""Warnings that megatron-core 0.16.1 gives at every import or construction on a machine without Transformer Engine; `doctor` says it better."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
     made = resolved(args, training=True, world_size=_world_size(), machine=this_machine())
     if args.on_conflict == "error" and made.plan.conflicts:
         raise Conflict("\n".join(["the recipe overrides what was set:", *(f"  - {write}" for write in made.plan.conflicts)]))
+    for text in UPSTREAM_CHATTER:
+        warnings.filterwarnings("ignore", message=text)
     from mpbridge.train.loop import pretrain
 
     pretrain(made)

@@ -159,44 +159,46 @@ class Draft:
         self.faults += training_faults(full | inputs, parallel) if training else batch_faults(full["train"], parallel) if parallel else []
         if self.faults or not self.stages or parallel is None:
             return None
-        policy, emulated = self.stages[0].policy, bool(self.container.emulate)
-        planned = plan(
-            policy,
-            model=self.given["model"],
-            optimizer=inputs["optimizer"],
-            ddp=inputs["ddp"],
-            origin=self.origin,
-            realization="emulated" if emulated and policy.quantized else "native",
-        )
         full["data"]["seq_length"] = seq
         full["train"]["micro_batch_size"] = full["train"]["micro_batch_size"] or full["train"]["global_batch_size"] // parallel.data
-        arguments = {name: model[name] for name in defaults("model") if name in GPT_FILLED and model[name] is not None}
+        planned = self._plan(inputs)
         facts = RunFacts(
             shape=model_shape(model, vocab_size=vocabulary, seq_length=seq),
             parallel=parallel,
             engine=self.engine,
             realization=planned.realization,
-            optimizer=_optimizer_facts(_after(filled("optimizer", inputs["optimizer"]), planned, "optimizer"), policy, self.engine),
-            model=_after(model, planned, "model"),
-            ddp=_after(filled("ddp", inputs["ddp"]), planned, "ddp"),
+            optimizer=_optimizer_facts(_after("optimizer", inputs, planned), self.stages[0].policy, self.engine),
+            model=_after("model", inputs, planned),
+            ddp=_after("ddp", inputs, planned),
             micro_batch_size=full["train"]["micro_batch_size"],
             global_batch_size=full["train"]["global_batch_size"],
             versions=versions or installed(),
             machine=machine,
             environment=environment(),
         )
-        inputs["model"] = arguments | inputs["model"] | {"vocab_size": vocabulary, "max_sequence_length": most}
+        inputs["model"] = {name: model[name] for name in GPT_FILLED} | inputs["model"] | {"vocab_size": vocabulary, "max_sequence_length": most}
         return Run(
             container=self.container,
             recipe=self.stages[0].recipe,
-            policy=policy,
+            policy=self.stages[0].policy,
             plan=planned,
             facts=facts,
             inputs=inputs,
             origin=dict(self.origin),
-            emulate=emulated,
+            emulate=bool(self.container.emulate),
             stages=self.stages,
-            **{name: full[name] for name in ("train", "data", "scheduler", "checkpoint", "logger")},
+            **full,
+        )
+
+    def _plan(self, inputs: Mapping[str, Section]) -> Plan:
+        policy = self.stages[0].policy
+        return plan(
+            policy,
+            model=self.given["model"],
+            optimizer=inputs["optimizer"],
+            ddp=inputs["ddp"],
+            origin=self.origin,
+            realization="emulated" if self.container.emulate and policy.quantized else "native",
         )
 
     def _parallel(self, sizes: Section, world_size: int) -> Parallel | None:
@@ -207,7 +209,7 @@ class Draft:
             return None
 
 
-GPT_FILLED = frozenset({"position_embedding_type", "rotary_base", "rotary_percent", "share_embeddings_and_output_weights"})
+GPT_FILLED = ("position_embedding_type", "rotary_base", "rotary_percent", "share_embeddings_and_output_weights")
 """GPTModel's arguments that a Run's inputs always name."""
 
 
@@ -223,6 +225,6 @@ def _optimizer_facts(optimizer: Section, policy: PrecisionPolicy, engine: str) -
     )
 
 
-def _after(section: Section, planned: Plan, target: str) -> Section:
+def _after(target: str, inputs: Mapping[str, Section], planned: Plan) -> Section:
     """The section with its defaults and the plan's writes, in plain types."""
-    return section | {name: plain(value) for name, value in planned.of(target).items()}
+    return filled(target, inputs[target]) | {name: plain(value) for name, value in planned.of(target).items()}

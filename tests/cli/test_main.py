@@ -68,7 +68,7 @@ def test_help_names_every_verb_with_its_summary(said):
         pytest.param(["plan", "--config", "README.md"], 2, "README.md", id="no configuration"),
         pytest.param(["plan", "--recipe", "fp32", "mixed_precision=bf16"], 2, "two recipes", id="two recipes"),
         pytest.param(["plan", "--world-size", "0"], 2, "at least 1", id="no processes"),
-        pytest.param(["plan", "model.hiden=3", "optimizer.lr=x"], 2, "nearest: hidden_size", id="bad settings"),
+        pytest.param(["plan", "model.hiden_sise=3", "optimizer.lr=x"], 2, "nearest: hidden_size", id="bad settings"),
         pytest.param(["plan", "--recipe", "nope.py:f"], 2, "no such file", id="no recipe file"),
         pytest.param(["plan", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"], 1, "to keep it", id="conflict"),
         pytest.param(["plan", "ddp.grad_reduce_in_fp32=false"], 0, "mixed_precision.grad_reduce_in_fp32=false", id="conflict, shown"),

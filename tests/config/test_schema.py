@@ -104,7 +104,7 @@ def test_values_come_back_in_one_plain_form(section, name, value, plain):
     ],
 )
 def test_what_cannot_be_is_named_with_what_could(section, name, value, said):
-    values, faults = faults_of(section, **{name: value})
+    _, faults = faults_of(section, **{name: value})
     assert len(faults) == 1
     assert f"{section}.{name}" in faults[0]
     assert said in faults[0]
