@@ -5,4 +5,4 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 make_environment
-exec "$python" scripts/pretrain.py --recipe bf16_mixed --config configs/gpt_tiny.yaml "$@"
+exec "$python" scripts/pretrain.py --recipe bf16_mixed --config configs/gpt_tiny.yaml logger.log_dir=runs/quickstart "$@"
