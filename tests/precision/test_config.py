@@ -1,0 +1,123 @@
+"""MixedPrecisionConfig: a function of its values, however it was made, copied or written down."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, recipes, resolve
+from mpbridge.errors import BadValue, Contradiction, UnknownName
+from mpbridge.formats import DType
+
+WAYS = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda c: pickle.loads(pickle.dumps(c)),
+    "replace": lambda c: dataclasses.replace(c),
+    "asdict": lambda c: MixedPrecisionConfig(**{f.name: getattr(c, f.name) for f in dataclasses.fields(c)}),
+    "stored": lambda c: MixedPrecisionConfig(**c.stored()),
+    "derive": lambda c: c.derive(),
+    "yaml": lambda c: MixedPrecisionConfig.from_data(yaml.safe_load(yaml.safe_dump(c.as_data()))),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", recipes)
+def test_a_copy_by_any_way_is_equal_and_means_the_same(name: str, way: str) -> None:
+    config = get_mixed_precision_config(name)
+    other = WAYS[way](config)
+    assert other == config
+    assert resolve(other) == resolve(config)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_shares_nothing(way: str) -> None:
+    config = MixedPrecisionConfig(bf16=True)
+    other = WAYS[way](config)
+    other.grad_reduce_in_fp32 = False
+    other.params_dtype = "fp32"
+    assert (config.grad_reduce_in_fp32, config.params_dtype) == (True, None)
+    assert other != config
+
+
+@pytest.mark.parametrize("spelling", ["bf16", "bfloat16", "torch.bfloat16", "BF16", torch.bfloat16, DType.BF16])
+def test_a_dtype_goes_in_in_any_spelling_and_comes_out_as_torchs(spelling: Any) -> None:
+    assert MixedPrecisionConfig(params_dtype=spelling).params_dtype is torch.bfloat16
+    assert MixedPrecisionConfig(params_dtype=spelling) == MixedPrecisionConfig(params_dtype="bf16")
+
+
+def test_a_word_that_is_no_dtype_names_field_and_legal_words() -> None:
+    with pytest.raises(BadValue, match=r"params_dtype: 'b16' is no dtype .expected one of fp64, fp32, bf16"):
+        MixedPrecisionConfig(params_dtype="b16")
+
+
+def test_an_unknown_attribute_is_refused_with_the_nearest_name() -> None:
+    config = MixedPrecisionConfig()
+    for attempt in (lambda: setattr(config, "grad_reduce_in_fp23", True), lambda: config.grad_reduce_in_fp23, lambda: config.derive(grad_reduce_in_fp23=True)):
+        with pytest.raises(UnknownName, match="nearest: grad_reduce_in_fp32"):
+            attempt()
+    assert not hasattr(config, "__wrapped__")  # dunders stay Python's
+
+
+@pytest.mark.parametrize(("one", "other"), [("fp8_param", "fp8_param_gather"), ("fp4_param", "fp4_param_gather")])
+def test_twin_fields_are_one_fact(one: str, other: str) -> None:
+    assert getattr(MixedPrecisionConfig(**{one: True}), other) is True
+    assert getattr(MixedPrecisionConfig(**{other: False}), one) is False
+    with pytest.raises(Contradiction, match="are one fact"):
+        MixedPrecisionConfig(**{one: True, other: False})
+    config = MixedPrecisionConfig(**{one: True})
+    setattr(config, other, False)  # the last word is about both
+    assert getattr(config, one) is False
+    assert getattr(config.derive(**{one: True}), other) is True
+    with pytest.raises(Contradiction):
+        config.derive(**{one: True, other: False})
+    assert getattr(config.derive(**{one: True, other: None}), other) is True
+
+
+def test_comparing_printing_and_dumping_load_no_torch() -> None:
+    code = (
+        "import sys\nfrom mpbridge import MixedPrecisionConfig, get_mixed_precision_config as get, recipes, resolve\n"
+        "for name in recipes:\n    c = get(name); repr(c); c.as_data(); assert c == get(name); resolve(c).fingerprint()\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert c.params_dtype is not None and 'torch' in sys.modules\n"  # and reading a dtype does load it, so the line above can fail
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_repr_shows_what_differs_from_the_defaults() -> None:
+    assert repr(MixedPrecisionConfig(bf16=True, params_dtype=torch.bfloat16)) == "MixedPrecisionConfig(bf16=True, params_dtype=bf16)"
+
+
+def test_first_last_layers_alone_means_one_layer_at_each_end() -> None:
+    # Megatron-LM's meaning; the neighbour's defaults make it zero layers
+    config = MixedPrecisionConfig(bf16=True, fp8="hybrid", first_last_layers_bf16=True)
+    assert resolve(config).ends == (1, 1)
+    assert resolve(config.derive(num_layers_at_end_in_bf16=0)).ends == (1, 0)
+
+
+_VALUES: dict[str, Any] = {"bool": st.booleans(), "int": st.integers(0, 9), "float": st.floats(1, 1e6), "str": st.sampled_from(["e4m3", "mxfp8", "fp32"])}
+
+
+@given(data=st.data())
+def test_any_config_survives_yaml(data: st.DataObject) -> None:
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(MixedPrecisionConfig):
+        hint = str(field.type).removesuffix(" | None")
+        kind = st.sampled_from([d.short for d in DType]) if hint == "DTypeField" else _VALUES.get(hint)
+        if kind is not None and data.draw(st.booleans()):
+            values[field.name] = data.draw(kind)
+    for twin, other in (("fp8_param", "fp8_param_gather"), ("fp4_param", "fp4_param_gather")):
+        if twin in values:
+            values[other] = values[twin]
+    config = MixedPrecisionConfig(**values)
+    assert WAYS["yaml"](config) == config
