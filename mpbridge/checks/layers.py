@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mpbridge.checks.ranks import Chunk, Coordinates
-from mpbridge.checks.run import ModelShape, RunFacts
+from mpbridge.checks.run import ModelShape, Parallel, RunFacts
 
 Split = Literal["column", "row"]
 
@@ -58,14 +58,31 @@ def parameters(run: RunFacts, at: Coordinates) -> tuple[tuple[Parameter, ...], .
 
 
 def module_paths(shape: ModelShape) -> tuple[str, ...]:
-    """Every linear below a layer that a recipe's `modules` can name; experts by the pattern's own 'mlp.experts.local_experts.0.linear_fc1'."""
-    kinds = {shape.is_expert_layer(layer) for layer in range(shape.num_layers)}
+    """Every linear below a layer that a recipe's `modules` can name. Experts by both of their names: one by one, and grouped on a GPU."""
     found: list[str] = []
-    for kind in sorted(kinds):
-        for weight in layer_weights(shape, tensor=1, expert_tensor=1, local_experts=(shape.experts or 0), mixture=kind, shared_gate=False, whole_down=True):
-            if weight.linear and weight.module not in found:
-                found.append(weight.module)
-    return tuple(found)
+    for kind in sorted({shape.is_expert_layer(layer) for layer in range(shape.num_layers)}):
+        for grouped in (False, True):
+            every = layer_weights(
+                shape, tensor=1, expert_tensor=1, local_experts=shape.experts or 0, mixture=kind, shared_gate=False, whole_down=True, grouped=grouped
+            )
+            found += [weight.module for weight in every if weight.linear]
+    return tuple(dict.fromkeys(found))
+
+
+def model_names(run: RunFacts) -> tuple[str, ...]:
+    """Global names of every parameter of the whole model, in order."""
+    return tuple(p.name for chunk in parameters(unsplit(run), Coordinates(tensor=0, stage=0, expert=0, data=0, expert_data=0)) for p in chunk)
+
+
+_SPLITS = (
+    "pipeline_model_parallel_layout", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+)  # fmt: skip
+
+
+def unsplit(run: RunFacts, parallel: Parallel | None = None) -> RunFacts:
+    """The run in another layout (default: one process) with the settings that place layers on stages dropped."""
+    return replace(run, parallel=parallel or Parallel(), model={name: value for name, value in run.model.items() if name not in _SPLITS})
 
 
 def te_layers(run: RunFacts) -> bool:
@@ -111,6 +128,7 @@ def _layer(run: RunFacts, at: Coordinates, layer: int, prefix: str) -> list[Para
         shared_gate=bool(run.model.get("moe_shared_expert_gate")),
         whole_down=te_layers(run),
         first_expert=at.expert * here,
+        grouped=shape.grouped_gemm and te_layers(run),
     )
     return [Parameter(prefix + weight.path, weight, layer) for weight in weights]
 
@@ -136,14 +154,14 @@ def _parts(shape: ModelShape) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _layer_weights(
-    shape_key: _Key, tensor: int, expert_tensor: int, local_experts: int, mixture: bool, shared_gate: bool, whole_down: bool, first_expert: int
+    shape_key: _Key, tensor: int, expert_tensor: int, local_experts: int, mixture: bool, shared_gate: bool, whole_down: bool, first_expert: int, grouped: bool
 ) -> tuple[Weight, ...]:
     shape = shape_key.shape
     attention = _latent(shape, tensor, whole_down) if shape.latent_attention else _attention(shape, tensor)
     norm = [Weight(f"input_layernorm.{part}", (shape.hidden_size,)) for part in _parts(shape)]
     second = [Weight(f"pre_mlp_layernorm.{part}", (shape.hidden_size,)) for part in _parts(shape)]
     if mixture:
-        mlp = _experts(shape, tensor, expert_tensor, local_experts, shared_gate, first_expert)
+        mlp = _experts(shape, tensor, expert_tensor, local_experts, shared_gate, first_expert, grouped)
     else:
         mlp = _mlp(shape, "mlp.", shape.ffn_hidden_size, tensor)
     return (*norm, *attention, *second, *mlp)
@@ -165,13 +183,23 @@ class _Key:
 
 
 def layer_weights(
-    shape: ModelShape, *, tensor: int, expert_tensor: int, local_experts: int, mixture: bool, shared_gate: bool, whole_down: bool, first_expert: int = 0
+    shape: ModelShape,
+    *,
+    tensor: int,
+    expert_tensor: int,
+    local_experts: int,
+    mixture: bool,
+    shared_gate: bool,
+    whole_down: bool,
+    first_expert: int = 0,
+    grouped: bool = False,
 ) -> tuple[Weight, ...]:
     """The parameters of one layer in a rank's share.
 
     mixture: the layer's MLP is experts. whole_down: latent attention's down projections are whole on every rank (Transformer Engine's modules) and not split.
+    grouped: experts are one module with a weight for each of them (Transformer Engine's GroupedLinear).
     """
-    return _layer_weights(_Key(shape), tensor, expert_tensor, local_experts, mixture, shared_gate, whole_down, first_expert)
+    return _layer_weights(_Key(shape), tensor, expert_tensor, local_experts, mixture, shared_gate, whole_down, first_expert, grouped)
 
 
 def _column(path: str, out: int, inner: int, tensor: int, *, bias: bool, expert: bool = False) -> list[Weight]:
@@ -221,11 +249,15 @@ def _mlp(shape: ModelShape, prefix: str, width: int, tensor: int, *, bias: bool 
     return found + _row(f"{prefix}linear_fc2", shape.hidden_size, width, tensor, bias=has_bias, expert=expert)
 
 
-def _experts(shape: ModelShape, tensor: int, expert_tensor: int, local: int, shared_gate: bool, first: int) -> list[Weight]:
+def _experts(shape: ModelShape, tensor: int, expert_tensor: int, local: int, shared_gate: bool, first: int, grouped: bool) -> list[Weight]:
     hidden = shape.hidden_size
     found = [Weight("mlp.router.weight", (shape.experts or 0, hidden))]
-    for index in range(first, first + local):
-        found += _mlp(shape, f"mlp.experts.local_experts.{index}.", shape.expert_ffn_hidden_size, expert_tensor, expert=True)
+    if grouped:
+        one = _mlp(shape, "mlp.experts.", shape.expert_ffn_hidden_size, expert_tensor, expert=True)
+        found += [replace(weight, path=f"{weight.path}{index}") for weight in one for index in range(first, first + local)]
+    else:
+        for index in range(first, first + local):
+            found += _mlp(shape, f"mlp.experts.local_experts.{index}.", shape.expert_ffn_hidden_size, expert_tensor, expert=True)
     if shape.shared_expert_size:
         if shared_gate:
             found.append(Weight("mlp.shared_experts.gate_weight", (1, hidden)))

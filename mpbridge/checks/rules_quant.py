@@ -71,6 +71,14 @@ def _dead_modules(case: Case) -> str | None:
     return f"{', '.join(map(repr, dead))} match no linear of this model ({', '.join(module_paths(case.run.shape))})" if dead else None
 
 
+def _sizes(case: Case) -> str | None:
+    from mpbridge.checks.shapes import lint
+
+    wrong = [finding for finding in lint(case.policy, case.run) if finding.level == "required"]
+    words = [f"{f.module} {f.dimension} {f.value} (multiple of {f.multiple}: {f.cure})" for f in wrong]
+    return "; ".join(words[:4]) + (f"; and {len(words) - 4} more" if len(words) > 4 else "")
+
+
 def _inert(case: Case) -> str | None:
     names = []
     for quant in case.policy.quants:
@@ -178,6 +186,14 @@ RULES: tuple[Rule, ...] = (
         expected="each glob under `modules` names a linear of the model",
         cure="correct the glob (mpbridge plan --explain lists the names)",
         source="Megatron-LM#6745: matchers that were never applied",
+    ),
+    Rule(
+        id="gemm-sizes",
+        found=_sizes,
+        expected="multiples that Transformer Engine asserts for this recipe",
+        cure="see each size (mpbridge check lists them all, with those that only cost speed)",
+        source="Transformer Engine 2.11 pytorch/utils.py, csrc/quantizer.cpp, common/gemm/cublaslt_gemm.cu",
+        emulated="warning",
     ),
     Rule(
         id="inert-outside-delayed-scaling",

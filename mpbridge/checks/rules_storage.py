@@ -15,6 +15,16 @@ def _overlaps(case: Case) -> bool:
     return bool(case.ddp("overlap_grad_reduce") and case.ddp("overlap_param_gather"))
 
 
+def _dead_names(case: Case) -> str | None:
+    from mpbridge.checks.layers import model_names
+    from mpbridge.precision.resolve import dead_patterns
+
+    if not case.policy.keep_fp32:
+        return None
+    dead = dead_patterns(case.policy.keep_fp32, model_names(case.run))
+    return f"keep_fp32 {', '.join(map(repr, dead))} match no parameter" if dead else None
+
+
 def _own_copy(case: Case) -> bool:
     """16-bit parameters that are their own main copy ("full BF16")."""
     return case.policy.main_params_owner == "params" and case.policy.params is not DType.FP32
@@ -89,6 +99,13 @@ RULES: tuple[Rule, ...] = (
         cure="mixed_precision.fp8_param_gather=false",
         source="Megatron-LM training/arguments.py validate_args (d98e8a64)",
         emulated="warning",
+    ),
+    Rule(
+        id="keep-fp32-matches-nothing",
+        found=_dead_names,
+        expected="globs over names such as 'decoder.layers.0.mlp.router.weight' or 'decoder.final_layernorm.weight'",
+        cure="correct the glob ('*router.weight')",
+        source="OLMo-core float8: an exclusion that excludes nothing is an error",
     ),
     Rule(
         id="fp32-storage-under-16-bit-compute",
