@@ -126,7 +126,9 @@ class Fsdp2Engine:
         """Mean loss in nats a token over the micro-batches and the data-parallel group; nothing is updated."""
         with self._layer(), torch.no_grad():
             self.model[0].eval()
-            return self._schedule(batches, microbatches, forward_only=True)
+            loss = self._schedule(batches, microbatches, forward_only=True)
+            self.model[0].reshard()  # the root unit stays gathered for a backward pass that does not come
+            return loss
 
     def _schedule(self, batches: Iterator[Batch], microbatches: int, *, forward_only: bool) -> float:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -147,8 +149,7 @@ class Fsdp2Engine:
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Sharded parameters (DTensors) of this rank by their global name."""
-        for model in self.model:
-            yield from model.named_parameters()
+        return list(self.optimizer.names.items()) if self.optimizer is not None else []
 
     def tensors(self) -> Iterable[Live]:
         """Every tensor that plays a role, as it exists now: local shards."""

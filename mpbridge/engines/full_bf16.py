@@ -65,7 +65,11 @@ def grad_norm(optimizer: Any) -> float:
     """
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 
-    parts = {id(part): part.get_main_grads_for_grad_norm() for part in optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)}
+    parts = {
+        id(part): part.get_main_grads_for_grad_norm()
+        for part in optimizer.chained_optimizers
+        if not getattr(part, "is_stub_optimizer", False)
+    }
     if all(grad.dtype is torch.float32 for grads in parts.values() for grad in grads):
         return float(optimizer.get_grad_norm())
     total = 0.0

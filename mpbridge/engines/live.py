@@ -109,3 +109,10 @@ def forget_main_weights(optimizer: Any) -> None:
                 state["master_param"].zero_()
             else:
                 inner.set_scaled_state(parameter, "master_param", parameter.detach().float())
+
+
+def allocate_moments(optimizer: Any) -> None:
+    """Gives parameters that were never updated their zero moments: a checkpoint without them could not be loaded (say, all steps so far overflowed)."""
+    for part in optimizer.chained_optimizers:
+        if part.init_state_fn is not None and not getattr(part, "is_stub_optimizer", False):
+            part.init_state_fn(part.optimizer, part.config)

@@ -154,10 +154,11 @@ class McoreEngine:
 
     def state(self, *, loading: bool = False) -> dict[str, Any]:
         """Sharded state dict of model ('model', or 'model0', ... where stages interleave) and 'optimizer', loss scaler included."""
-        from mpbridge.engines.live import bare
+        from mpbridge.engines.live import allocate_moments, bare
 
         with self._layer():
             self._gather_parameters()
+            allocate_moments(self.optimizer)
             metadata = self._metadata()
             keys = ["model"] if len(self.model) == 1 else [f"model{i}" for i in range(len(self.model))]
             state = {key: bare(chunk).sharded_state_dict(metadata=metadata) for key, chunk in zip(keys, self.model, strict=True)}

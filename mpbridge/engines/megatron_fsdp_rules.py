@@ -46,7 +46,9 @@ def _layout_faults(run: Run) -> list[str]:
     ]
     strategy = ddp.get("data_parallel_sharding_strategy")
     if strategy in BROKEN:
-        faults.append(f"ddp.data_parallel_sharding_strategy={strategy}: {BROKEN[strategy]}; use optim_grads_params (the default) or optim_grads")
+        faults.append(
+            f"ddp.data_parallel_sharding_strategy={strategy}: {BROKEN[strategy]}; use optim_grads_params (the default) or optim_grads"
+        )
     if (ddp.get("num_distributed_optimizer_instances") or 1) > 1:
         faults.append("ddp.num_distributed_optimizer_instances above 1 (hybrid sharding): not offered here, set it to 1")
     if ddp.get("use_distributed_optimizer") is False:
@@ -65,12 +67,18 @@ def _dtype_faults(run: Run) -> list[str]:
             "use bf16_megatron_fsdp, or engine=fsdp2 with fp32_params_bf16_compute"
         )
     if policy.main_params not in (None, DType.FP32, policy.params):
-        faults.append(f"main_params_dtype={policy.main_params.short}: the wrapper of 0.16.1 keeps FP32 main weights or none (preserve_fp32_weights)")
+        faults.append(
+            f"main_params_dtype={policy.main_params.short}: the wrapper of 0.16.1 keeps FP32 main weights or none (preserve_fp32_weights)"
+        )
     wanted = DType.FP32 if policy.main_params_owner != "params" else policy.reduce
     if policy.main_grads not in (None, wanted):
-        faults.append(f"main_grads_dtype={policy.main_grads.short}: 0.16.1 hands gradients to the optimizer in its weights' dtype, {wanted.short}")
+        faults.append(
+            f"main_grads_dtype={policy.main_grads.short}: 0.16.1 hands gradients to the optimizer in its weights' dtype, {wanted.short}"
+        )
     if policy.main_params_owner == "params" and policy.params is not DType.FP32 and policy.reduce is DType.FP32:
-        faults.append("grad_reduce_in_fp32=true without main weights: the gradient would be rounded to the parameters' dtype anyway; set it to false")
+        faults.append(
+            "grad_reduce_in_fp32=true without main weights: the gradient would be rounded to the parameters' dtype anyway; set it to false"
+        )
     if policy.stored:
         faults.append("weights stored in FP8 or FP4: not offered with this engine; set fp8_param_gather=false, or engine=mcore")
     if policy.keep_fp32:

@@ -189,9 +189,15 @@ class CpuFusedAdam(torch.optim.Optimizer):
         return stored
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
-        """The state in FP32 (the stored tensor itself where it is FP32); int16 remainders as they are."""
+        """The state in FP32; the stored tensor itself where it is FP32.
+
+        Remainders come joined with their parameter, as the main weights that they are. Transformer Engine hands out the int16 halves, which megatron-core's
+        fully reshardable checkpoints then store as if they were weights, and cannot load (by reading fused_adam.py 2.11 and distrib_optimizer.py 0.16.1).
+        """
         stored: torch.Tensor = self.state[param][state_name]
-        if stored.dtype in (torch.float32, torch.int16):
+        if stored.dtype is torch.int16:
+            return join(param.detach(), stored)
+        if stored.dtype is torch.float32:
             return stored
         if stored.dtype is torch.bfloat16:
             return stored.float()
@@ -199,13 +205,19 @@ class CpuFusedAdam(torch.optim.Optimizer):
         return values.float().mul_(self._scales[param][state_name])
 
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
-        """Stores an FP32 state (int16 where remainders are stored) in the state's own dtype, with a new scale where it has one."""
-        wanted = torch.int16 if self._is_remainder(param, state_name) else torch.float32
-        if unscaled_state.dtype is not wanted:
-            raise BadValue(f"{state_name} comes as {unscaled_state.dtype}, expected {wanted}")
+        """Stores an FP32 state in its own dtype, with a new scale where it has one.
+
+        FP32 main weights of a BF16 parameter with remainders set the parameter too; int16 is taken as the remainder itself. Raises BadValue otherwise.
+        """
+        remainder = self._is_remainder(param, state_name)
+        if unscaled_state.dtype is not torch.float32 and not (remainder and unscaled_state.dtype is torch.int16):
+            raise BadValue(f"{state_name} comes as {unscaled_state.dtype}, expected torch.float32{' or torch.int16' if remainder else ''}")
         stored = self.state[param].get(state_name)
         if stored is None:
             stored = self._allocate(param, state_name)
+        if remainder and unscaled_state.dtype is torch.float32:
+            split(unscaled_state, param.detach(), stored)
+            return
         if stored.dtype not in LARGEST:
             stored.copy_(unscaled_state)
             return
@@ -298,7 +310,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
         return self._scratch[device]
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's layout with every state in FP32, except int16 remainders: a checkpoint does not depend on how states are stored."""
+        """torch's layout with every state in FP32: a checkpoint does not depend on how states are stored."""
         saved = super().state_dict()
         params = self._by_index(saved)
         states = {index: {name: self.get_unscaled_state(params[index], name) for name in state} for index, state in saved["state"].items()}
@@ -315,7 +327,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
             for name, value in state.items():
                 if value is not None:
                     param = params[index]
-                    self.set_scaled_state(param, name, value if self._is_remainder(param, name) else value.float())
+                    self.set_scaled_state(param, name, value if value.dtype is torch.int16 else value.float())
 
     def _by_index(self, state_dict: Mapping[str, Any]) -> dict[int, torch.Tensor]:
         indices = (index for group in state_dict["param_groups"] for index in group["params"])

@@ -34,10 +34,12 @@ def fused_arguments(policy: PrecisionPolicy) -> dict[str, Any]:
     """FusedAdam's arguments about state dtypes for a settled policy (pattern A: masters, remainders, FP32 moments)."""
     main = policy.main_params or DType.FP32
     masters = main is not policy.params
+    # remainders are the precision-aware optimizer's; without it "FP32 main weights" means whole ones
+    remainders = bool(policy.remainders and policy.precision_aware) and masters and main is DType.FP32 and policy.params is DType.BF16
     return {
         "master_weights": masters,
         "master_weight_dtype": main.torch() if masters else torch.float32,
-        "store_param_remainders": bool(policy.remainders) and masters and main is DType.FP32 and policy.params is DType.BF16,
+        "store_param_remainders": remainders,
         "exp_avg_dtype": (policy.exp_avg or DType.FP32).torch(),
         "exp_avg_sq_dtype": (policy.exp_avg_sq or DType.FP32).torch(),
     }
@@ -102,7 +104,14 @@ class ShardOptimizer:
     """
 
     def __init__(
-        self, parameters: Mapping[str, Any], policy: PrecisionPolicy, config: Any, group: dist.ProcessGroup, *, cuda: bool, offset: Offset | None = None
+        self,
+        parameters: Mapping[str, Any],
+        policy: PrecisionPolicy,
+        config: Any,
+        group: dist.ProcessGroup,
+        *,
+        cuda: bool,
+        offset: Offset | None = None,
     ) -> None:
         """parameters: DTensors by global name. policy: settled, `params` being the dtype that these rest in. group: those that share the shards.
 
@@ -117,7 +126,9 @@ class ShardOptimizer:
         """Name -> sharded parameter (a DTensor)."""
         self.offset: Offset = offset or placed
         self.shards: dict[str, torch.nn.Parameter] = {
-            name: torch.nn.Parameter(p._local_tensor, requires_grad=False) for name, p in self.names.items() if p.requires_grad and p._local_tensor.numel()
+            name: torch.nn.Parameter(p._local_tensor, requires_grad=False)
+            for name, p in self.names.items()
+            if p.requires_grad and p._local_tensor.numel()
         }
         """Name -> view of this rank's part, for those that have one."""
         name_of = {id(p): name for name, p in self.names.items()}

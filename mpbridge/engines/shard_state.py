@@ -58,7 +58,9 @@ def _sharded(key: str, local: torch.Tensor, optimizer: ShardOptimizer, name: str
 
 def parameter_state(optimizer: ShardOptimizer) -> dict[str, Any]:
     """Name -> this rank's part of the parameter as stored; frozen parameters too."""
-    return {name: _sharded(name, p._local_tensor.detach(), optimizer, name) for name, p in optimizer.names.items() if p._local_tensor.numel()}
+    return {
+        name: _sharded(name, p._local_tensor.detach(), optimizer, name) for name, p in optimizer.names.items() if p._local_tensor.numel()
+    }
 
 
 def main_weights(optimizer: ShardOptimizer, name: str) -> torch.Tensor:

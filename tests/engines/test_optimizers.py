@@ -161,7 +161,7 @@ def test_a_saved_state_goes_on_to_the_bit(options: dict[str, Any], dtypes: dict[
     optimizer = aware(params, **options)
     train(optimizer, params, 3, decoupled=True)
     saved = copy.deepcopy(optimizer.state_dict())
-    assert {value.dtype for state in saved["state"].values() for value in state.values()} <= {FP32, torch.int16}
+    assert {value.dtype for state in saved["state"].values() for value in state.values()} == {FP32}
     copies = [torch.nn.Parameter(param.detach().clone()) for param in params]
     resumed = aware(copies, **options)
     resumed.load_state_dict(saved)
@@ -233,5 +233,16 @@ def test_a_state_of_the_wrong_dtype_is_refused() -> None:
     (param,) = parameters(BF16, shapes=[(4,)])
     optimizer = aware([param], store_param_remainders=True)
     optimizer.initialize_state(param)
-    with pytest.raises(BadValue, match="expected torch.int16"):
-        optimizer.set_scaled_state(param, "master_param", torch.zeros(4))
+    with pytest.raises(BadValue, match=r"comes as torch\.float64, expected torch\.float32 or torch\.int16"):
+        optimizer.set_scaled_state(param, "master_param", torch.zeros(4, dtype=torch.float64))
+
+
+def test_remainders_are_saved_as_the_main_weights_that_they_are() -> None:
+    (param,) = parameters(BF16, shapes=[(64,)])
+    optimizer = aware([param], store_param_remainders=True)
+    optimizer.initialize_state(param)
+    weights = torch.linspace(0.1, 0.2, 64)
+    optimizer.set_scaled_state(param, "master_param", weights)
+    assert torch.equal(param.detach(), weights.bfloat16())
+    assert optimizer.state[param]["master_param"].dtype is torch.int16
+    assert torch.equal(optimizer.get_unscaled_state(param, "master_param"), weights)
