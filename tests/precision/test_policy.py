@@ -1,0 +1,110 @@
+"""PrecisionPolicy: frozen facts, per layer and module, with a fingerprint that means one thing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, recipes, resolve
+from mpbridge.errors import BadValue, UnknownName
+from mpbridge.formats import DType
+from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
+
+POLICIES = {name: resolve(get_mixed_precision_config(name)) for name in recipes}
+FP8 = Quant(format="hybrid", scaling="tensorwise")
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_is_frozen_hashable_and_survives_json_and_pickle(name: str) -> None:
+    policy = POLICIES[name]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        policy.compute = DType.FP32  # type: ignore[misc]
+    assert PrecisionPolicy.from_data(json.loads(json.dumps(policy.as_data()))) == policy
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    assert len({policy, pickle.loads(pickle.dumps(policy))}) == 1
+
+
+def test_fingerprints_tell_policies_apart_and_aliases_together() -> None:
+    assert len({policy.fingerprint() for policy in POLICIES.values()}) == len(set(POLICIES.values()))
+    assert resolve(get_mixed_precision_config("bf16")).fingerprint() == POLICIES["bf16_mixed"].fingerprint()
+
+
+def test_a_fingerprint_writes_every_field_and_a_schema() -> None:
+    data = POLICIES["fp32"].as_data()
+    assert set(data) == {"schema", *(field.name for field in dataclasses.fields(PrecisionPolicy))}
+    with pytest.raises(BadValue, match="policy schema 99"):
+        PrecisionPolicy.from_data(data | {"schema": 99})
+
+
+def test_two_configs_that_mean_the_same_have_one_fingerprint() -> None:
+    short, long = MixedPrecisionConfig(bf16=True), MixedPrecisionConfig(bf16=True, params_dtype="bf16", pipeline_dtype="bf16", fp8_recipe="delayed")
+    assert short != long
+    assert resolve(short).fingerprint() == resolve(long).fingerprint()
+
+
+@given(first=st.integers(0, 4), last=st.integers(0, 4), layers=st.integers(1, 12))
+def test_edges_are_counted_over_the_whole_model(first: int, last: int, layers: int) -> None:
+    policy = dataclasses.replace(POLICIES["bf16_mixed"], regions=(Region(first=first, last=last), Region(quant=FP8)))
+    high = [layer for layer in range(layers) if policy.at("mlp.linear_fc1", layer, layers) is None]
+    assert high == list(policy.bf16_layers(layers))
+    assert high == sorted(set(range(min(first, layers))) | set(range(max(0, layers - last), layers)))
+    assert policy.ends == (first, last)
+
+
+def test_the_first_region_that_covers_a_module_decides() -> None:
+    other = Quant(format="e4m3", scaling="mxfp8")
+    regions = (Region(modules="mlp.linear_fc2"), Region(modules="mlp.*", first=1, quant=other), Region(quant=FP8))
+    policy = dataclasses.replace(POLICIES["bf16_mixed"], regions=regions)
+    assert [policy.at(module, layer, 4) for module, layer in (("mlp.linear_fc2", 0), ("mlp.linear_fc1", 0), ("mlp.linear_fc1", 1))] == [None, other, FP8]
+    assert policy.quants == (other, FP8)
+    assert policy.module_regions == regions[:2]
+
+
+@pytest.mark.parametrize(("name", "changes", "owner"), [
+    ("fp32", {}, "params"), ("bf16_mixed", {}, "engine"), ("full_bf16", {}, "params"), ("fp32_params_bf16_compute", {}, "params"),
+    ("bf16_params_fp32_states", {}, "optimizer"), ("bf16_mixed_bf16_moments", {}, "optimizer"), ("bf16_with_mxfp8_mixed", {}, "engine"),
+    ("bf16_with_mxfp8_mixed", {"precision_aware": True}, "engine"), ("bf16_with_fp8_delayed_scaling_mixed", {"precision_aware": True}, "optimizer"),
+    ("bf16_with_mxfp8_mixed", {"precision_aware": True, "main_params": DType.FP16}, "optimizer"),
+])  # fmt: skip
+def test_who_owns_the_main_weights(name: str, changes: dict[str, object], owner: str) -> None:
+    assert dataclasses.replace(POLICIES[name], **changes).main_params_owner == owner
+
+
+def test_roles() -> None:
+    policy = POLICIES["fp16_mixed"]
+    assert [policy.role(role) for role in ("params", "grads", "main_grads", "main_params", "exp_avg", "exp_avg_sq", "compute", "pipeline", "output")] == [
+        DType.FP16, DType.FP16, DType.FP32, DType.FP32, DType.FP32, DType.FP32, DType.FP16, DType.FP16, DType.FP16,
+    ]  # fmt: skip
+    stored = POLICIES["bf16_with_fp8_current_scaling_mixed"]
+    assert stored.role("params", "mlp.linear_fc1", 1, 4) == stored.quant
+    assert stored.role("params", "mlp.linear_fc1", 0, 4) is DType.BF16
+    assert stored.role("params") is DType.BF16
+    with pytest.raises(UnknownName, match=r"no role named 'main_param' .nearest: main_params"):
+        policy.role("main_param")
+
+
+def test_settling_fills_what_is_open_and_changes_nothing_that_is_stated() -> None:
+    settled = POLICIES["bf16_mixed"].settled({"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "store_param_remainders": False})
+    assert (settled.precision_aware, settled.exp_avg, settled.remainders) == (True, DType.BF16, False)
+    assert settled.settled({"exp_avg_dtype": "fp16"}) == settled
+    stated = POLICIES["bf16_mixed_bf16_moments"].settled({"use_precision_aware_optimizer": False, "exp_avg_dtype": "fp16"})
+    assert (stated.precision_aware, stated.exp_avg) == (True, DType.BF16)
+
+
+def test_the_layout_is_what_shapes_a_checkpoint_and_nothing_else() -> None:
+    base = POLICIES["bf16_mixed"]
+    same = dataclasses.replace(base, reduce=DType.BF16, autocast=DType.BF16, regions=(Region(quant=FP8),))
+    assert same.layout() == base.layout()
+    assert dataclasses.replace(base, exp_avg=DType.BF16).layout() != base.layout()
+    assert dataclasses.replace(base, regions=(Region(quant=dataclasses.replace(FP8, stored=True)),)).layout() != base.layout()
+
+
+def test_element_formats() -> None:
+    assert (FP8.element(gradient=False), FP8.element(gradient=True), FP8.bits) == ("e4m3", "e5m2", 8)
+    four = Quant(format="e2m1", scaling="nvfp4")
+    assert (four.element(gradient=True), four.bits) == ("e2m1", 4)

@@ -1,0 +1,226 @@
+"""Names to configs: built in, registered, from files and from other packages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, recipes, register
+from mpbridge.errors import BadValue, DuplicateName, RecipeError, UnknownName
+from mpbridge.precision import registry
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    len(recipes)  # fills the registry
+    names, others = dict(registry._by_name), dict(registry._alias_of)
+    yield
+    for table, before in ((registry._by_name, names), (registry._alias_of, others)):
+        table.clear()
+        table.update(before)
+
+
+@pytest.mark.parametrize("spelling", ["bf16_mixed", "bf16-mixed", "BF16-Mixed", " bf16_mixed ", "bf16", "bfloat16"])
+def test_a_name_is_found_in_any_spelling_and_by_its_aliases(spelling: str) -> None:
+    assert get_mixed_precision_config(spelling) == MixedPrecisionConfig(bf16=True, params_dtype="bf16", pipeline_dtype="bf16")
+    assert spelling in recipes
+    assert recipes[spelling].name == "bf16_mixed"
+
+
+@pytest.mark.parametrize(("typed", "name"), [
+    ("16-mixed", "fp16_mixed"), ("32", "fp32"), ("fp8_cs", "bf16_with_fp8_current_scaling_mixed"), ("fp8_mx", "bf16_with_mxfp8_mixed"),
+    ("fp8_sc", "bf16_with_fp8_subchannel_scaling_mixed"), ("fp8_ds", "bf16_with_fp8_delayed_scaling_mixed"), ("nvfp4", "bf16_with_nvfp4_mixed"),
+    ("nanov2_bf16_with_fp8_subchannel_scaling_mixed", "nanov2_bf16_with_fp8_current_scaling_mixed"),
+])  # fmt: skip
+def test_names_that_people_type_elsewhere(typed: str, name: str) -> None:
+    assert recipes[typed].name == name
+
+
+def test_every_call_gives_a_fresh_object() -> None:
+    first = get_mixed_precision_config("bf16_mixed")
+    first.grad_reduce_in_fp32 = False
+    assert get_mixed_precision_config("bf16_mixed").grad_reduce_in_fp32 is True
+    mine = MixedPrecisionConfig(bf16=True)
+    copied = get_mixed_precision_config(mine)
+    assert copied == mine
+    assert copied is not mine
+
+
+def test_the_window_is_read_only_and_lists_each_recipe_once() -> None:
+    with pytest.raises(TypeError):
+        recipes["mine"] = recipes["bf16_mixed"]  # type: ignore[index]
+    assert len(list(recipes)) == len(recipes) == len(set(recipes))
+    assert "bf16" not in list(recipes)
+
+
+def test_a_misspelled_name_says_the_nearest_ones_and_a_strange_one_lists_all() -> None:
+    with pytest.raises(UnknownName, match=r"no recipe named 'bf16_mxpf8_mixed' .nearest: .*bf16_.*mixed"):
+        get_mixed_precision_config("bf16_mxpf8_mixed")
+    with pytest.raises(UnknownName, match=r"known: .*bf16_mixed.*fp32"):
+        get_mixed_precision_config("qqqqqq")
+
+
+def test_register_bare_and_with_options() -> None:
+    @register
+    def my_bare_recipe() -> MixedPrecisionConfig:
+        """What it is for."""
+        return MixedPrecisionConfig(bf16=True)
+
+    @register(name="My-Other", aliases=("mine_too",), summary="s", needs=(9, 0), status="validated", source="a paper", engine="fsdp2", hints=("h",))
+    def whatever() -> MixedPrecisionConfig:
+        return MixedPrecisionConfig(fp16=True)
+
+    assert get_mixed_precision_config("my-bare-recipe").bf16 is True
+    assert recipes["my_bare_recipe"].summary == "What it is for."
+    assert "test_registry" in recipes["my_bare_recipe"].source
+    assert get_mixed_precision_config("MINE-TOO").fp16 is True
+    other = recipes["my_other"]
+    assert (other.needs, other.status, other.source, other.engine, other.hints, other.summary) == ((9, 0), "validated", "a paper", "fsdp2", ("h",), "s")
+    assert my_bare_recipe().bf16 is True  # the decorator gives the function back
+    assert whatever().fp16 is True
+    registry.unregister("my_other")
+    assert "mine_too" not in recipes
+
+
+@pytest.mark.parametrize("names", [{"name": "bf16_mixed"}, {"name": "bf16"}, {"name": "new_one", "aliases": ("16-mixed",)}])
+def test_a_taken_name_or_alias_is_refused_and_nothing_is_stored(names: dict[str, object]) -> None:
+    before = list(recipes)
+    with pytest.raises(DuplicateName, match="exists already"):
+        register(**names)(MixedPrecisionConfig)  # type: ignore[call-overload]
+    assert list(recipes) == before
+    assert "new_one" not in recipes
+
+
+def test_something_without_a_name_asks_for_one() -> None:
+    with pytest.raises(BadValue, match=r"register\(name=\.\.\.\)"):
+        register(lambda: MixedPrecisionConfig())
+
+
+def test_a_factory_that_returns_something_else_is_its_own_error() -> None:
+    register(name="wrong_type")(lambda: {"bf16": True})  # type: ignore[arg-type,return-value]
+    with pytest.raises(RecipeError, match="recipe 'wrong_type' returned dict, expected a MixedPrecisionConfig"):
+        get_mixed_precision_config("wrong_type")
+
+
+@pytest.mark.parametrize("fault", [KeyError("bf16"), ZeroDivisionError("by zero"), AttributeError("no such")])
+def test_an_exception_inside_a_factory_is_never_an_unknown_name(fault: Exception) -> None:
+    def broken() -> MixedPrecisionConfig:
+        raise fault
+
+    register(broken)
+    with pytest.raises(RecipeError, match=f"recipe 'broken' raised {type(fault).__name__}") as caught:
+        get_mixed_precision_config("broken")
+    assert caught.value.__cause__ is fault
+
+
+def test_a_config_that_a_factory_misspells_is_the_factorys_fault() -> None:
+    register(name="misspells")(lambda: MixedPrecisionConfig().derive(bf61=True))
+    with pytest.raises(RecipeError, match="recipe 'misspells' failed: no field of MixedPrecisionConfig named 'bf61' .nearest: bf16"):
+        get_mixed_precision_config("misspells")
+
+
+def test_module_and_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "somebodys_recipes.py").write_text("from mpbridge import MixedPrecisionConfig\ndef mine():\n    return MixedPrecisionConfig(bf16=True, hysteresis=5)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert get_mixed_precision_config("somebodys_recipes:mine").hysteresis == 5
+    with pytest.raises(UnknownName, match=r"no function in somebodys_recipes named 'mien' .nearest: mine"):
+        get_mixed_precision_config("somebodys_recipes:mien")
+    with pytest.raises(RecipeError, match="recipe module 'nobodys_recipes' cannot be imported: ModuleNotFoundError"):
+        get_mixed_precision_config("nobodys_recipes:mine")
+
+
+def test_file_and_function(tmp_path: Path) -> None:
+    path = tmp_path / "my recipes.py"
+    path.write_text(
+        "from mpbridge import MixedPrecisionConfig, register\n@register\ndef from_a_file():\n    return MixedPrecisionConfig(fp16=True)\n"
+        "def bad():\n    return {}['bf16']\n"
+    )
+    assert get_mixed_precision_config(f"{path}:from_a_file").fp16 is True
+    assert get_mixed_precision_config(f"{path}:from_a_file").fp16 is True  # the file runs once: its @register would fail the second time
+    assert get_mixed_precision_config("from_a_file").fp16 is True
+    with pytest.raises(RecipeError, match="raised KeyError"):
+        get_mixed_precision_config(f"{path}:bad")
+    with pytest.raises(RecipeError, match="no such file"):
+        get_mixed_precision_config(f"{tmp_path / 'other.py'}:mine")
+    (tmp_path / "broken.py").write_text("def (:\n")
+    with pytest.raises(RecipeError, match="cannot be executed: SyntaxError"):
+        get_mixed_precision_config(f"{tmp_path / 'broken.py'}:mine")
+
+
+def test_yaml_extends_a_name_or_another_file(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("extends: fp8-cs\nnum_layers_at_start_in_bf16: 3\n")
+    (tmp_path / "mine.yaml").write_text("extends: base.yaml\nfp8_param: false\ninitial_loss_scale: 1e4\nkeep_fp32: ['*norm*']\n")
+    (tmp_path / "alone.yml").write_text("fp16: true\n")
+    config = get_mixed_precision_config(tmp_path / "mine.yaml")
+    assert (config.fp8, config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16) == ("hybrid", 3, 1)
+    assert (config.fp8_param_gather, config.initial_loss_scale, config.keep_fp32) == (False, 1e4, ("*norm*",))
+    assert get_mixed_precision_config(str(tmp_path / "alone.yml")) == MixedPrecisionConfig(fp16=True)
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("extends: bf16_mixd\n", "no recipe named 'bf16_mixd' .nearest: bf16_mixed"),
+    ("extends: bf16_mixed\ngrad_reduce_in_fp23: false\n", "nearest: grad_reduce_in_fp32"),
+    ("- bf16\n", "expected a mapping of fields, got list"),
+    ("bf16: true\nbf16: false\n", "key 'bf16' appears twice"),
+    ("bf16: [\n", "cannot be read"),
+    ("extends: self.yaml\n", "extends itself"),
+    ("fp8_param: true\nfp8_param_gather: false\n", "are one fact"),
+    ("params_dtype: b16\n", "params_dtype: 'b16' is no dtype"),
+    ("extends: gone.yaml\n", "gone.yaml cannot be read"),
+])  # fmt: skip
+def test_a_yaml_recipe_that_cannot_be_used_names_the_file_and_the_fault(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "self.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match="recipe file ") as caught:
+        get_mixed_precision_config(path)
+    assert caught.match(words)
+
+
+def test_the_recipes_shipped_as_files_can_be_used() -> None:
+    from mpbridge import resolve
+
+    files = sorted((Path(__file__).parents[2] / "configs" / "recipes").glob("*.yaml"))
+    assert files
+    for path in files:
+        resolve(get_mixed_precision_config(path))
+
+
+def _in_a_process(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), root])}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def _package(folder: Path, *lines: str) -> None:
+    info = folder / "somebodys-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: somebodys\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("\n".join(["[mpbridge.recipes]", *lines, ""]))
+    (folder / "somebodys.py").write_text(
+        "print('loaded')\nfrom mpbridge import MixedPrecisionConfig\ndef mine():\n    return MixedPrecisionConfig(bf16=True, hysteresis=9)\n"
+        "def bad():\n    raise KeyError('x')\n"
+    )
+
+
+def test_recipes_of_another_installed_package_are_listed_unloaded_and_loaded_on_use(tmp_path: Path) -> None:
+    _package(tmp_path, "their-recipe = somebodys:mine", "bad_one = somebodys:bad")
+    code = (
+        "import sys\nfrom mpbridge import get_mixed_precision_config as get, recipes\nfrom mpbridge.errors import RecipeError\n"
+        "assert 'their_recipe' in list(recipes) and 'somebodys' not in sys.modules\n"
+        "assert recipes['their_recipe'].source == 'somebodys:mine'\n"
+        "assert get('their-recipe').hysteresis == 9 and 'somebodys' in sys.modules\n"
+        "try:\n    get('bad_one')\nexcept RecipeError as error:\n    assert 'raised KeyError' in str(error), error\nelse:\n    raise SystemExit('no error')\n"
+    )
+    done = _in_a_process(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_package_cannot_take_a_name(tmp_path: Path) -> None:
+    _package(tmp_path, "BF16-mixed = somebodys:mine")
+    done = _in_a_process("from mpbridge import recipes\nlist(recipes)\n", tmp_path)
+    assert "DuplicateName: entry point 'somebodys:mine' offers a recipe named 'bf16_mixed', which exists already" in done.stderr.replace("mpbridge.errors.", "")
