@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -108,8 +108,11 @@ class Hooks(Hook):
                 stack.callback(part.closed)
 
 
-def default_hooks(run: Run) -> list[Hook]:
-    """The hooks that a run's own sections ask for, in the order in which they act."""
+def default_hooks(run: Run, show: Callable[[Any], None] | None = None) -> list[Hook]:
+    """The hooks that a run's own sections ask for, in the order in which they act. show: prints a table or a line; None: silence."""
+    from mpbridge.audit import AuditHook
     from mpbridge.train.faults import surviving
 
-    return surviving(run)
+    audit: Any = AuditHook(mode=run.train["audit"], folder=run.logger["log_dir"], show=show)
+    # the audit first: what it stops is not saved
+    return [audit, *surviving(run)]

@@ -53,7 +53,7 @@ def pretrain(
     preflight(run, out)
     for said in check_stages(run):
         out.print(said, markup=False)
-    parts = Hooks.of([*default_hooks(run), *hooks])
+    parts = Hooks.of([*default_hooks(run, out.print), *hooks])
     cuda = torch.cuda.is_available()
     with ExitStack() as stack:
         stack.callback(parts.closed)
@@ -95,8 +95,8 @@ class _Steps:
         """All steps that are left, and the figures."""
         training, run, counters = self.training, self.training.run, self.training.counters
         interval = int(run.train.get("log_interval") or 10)
-        self.hooks.built(training)
         write_precision(run, self.folder)
+        self.hooks.built(training)
         log = MetricsLog(self.folder, tensorboard=bool(run.logger.get("tensorboard")), after=counters.iteration)
         stack.callback(log.close)
         bar = bool(run.logger.get("progress", True))
