@@ -91,6 +91,6 @@ class Promises:
         main = self.policy.main_params or DType.FP32
         if owner == "params" or (self.kept_fp32(parameter) and self.engine == "fsdp2"):
             return ABSENT
-        if owner == "optimizer" and self.policy.remainders and main is DType.FP32 and self._params(parameter) == "bf16":
+        if owner == "optimizer" and self.policy.precision_aware and self.policy.remainders and main is DType.FP32 and self._params(parameter) == "bf16":
             return "int16"
         return main.short

@@ -23,6 +23,20 @@ Seen = Counter[tuple[str, str]]
 """('gradients' | 'parameters', dtype) -> elements sent by this rank."""
 
 
+_aside = 0
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """What is sent inside belongs to no step (a checkpoint's tables and bytes): it is not counted."""
+    global _aside
+    _aside += 1
+    try:
+        yield
+    finally:
+        _aside -= 1
+
+
 def _first_tensor(values: tuple[Any, ...]) -> torch.Tensor | None:
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -57,7 +71,7 @@ def _spy(name: str, original: Callable[..., Any], seen: Seen) -> Callable[..., A
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        tensor = _payload(name, args, kwargs)
+        tensor = None if _aside else _payload(name, args, kwargs)
         if tensor is not None and tensor.numel() >= _SMALL and _carries_weights(tensor, kind) and _data_parallel(kwargs.get("group", _group(args))):
             seen[kind, storage(tensor)] += tensor.numel()
         return original(*args, **kwargs)
