@@ -11,6 +11,6 @@ import pytest
 
 pytest.register_assert_rewrite("tests.contract.engine_contract")
 
-from tests.engines.conftest import layer, world
+from tests.engines.conftest import layer, world  # noqa: E402
 
 __all__ = ["layer", "world"]

@@ -22,8 +22,14 @@ def poisoned(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return batch | {"loss_mask": torch.full_like(batch["loss_mask"], float("nan"))}
 
 
+def whole(tensor: Any) -> torch.Tensor:
+    """A plain copy; of a DTensor the full tensor (FSDP2's root keeps its parameters unsharded after a forward pass, sharded otherwise)."""
+    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
 def weights(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in engine.named_parameters()}
+    return {name: whole(parameter) for name, parameter in engine.named_parameters()}
 
 
 def save(engine: Any, folder: Path) -> None:
