@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from mpbridge.audit.wire import unobserved
 from mpbridge.checks.resume import FILE, Fingerprint, Verdict, fingerprint, read_fingerprint, verdict
 from mpbridge.errors import CheckpointError, MpbridgeError, Refused
 from mpbridge.train import safe_load, state, store
@@ -72,7 +73,8 @@ def save(training: Training, folder: Path, *, background: bool = False) -> Writi
     from megatron.core import dist_checkpointing
 
     step = training.counters.iteration
-    partial = on_first_rank(lambda: store.begin(folder, step))
+    with unobserved():
+        partial = on_first_rank(lambda: store.begin(folder, step))
     with _explained(folder, partial):
         contents = gather(training)
         stored = state.stored_dtypes(contents)
@@ -85,7 +87,7 @@ def gather(training: Training) -> dict[str, Any]:
     """Everything that the next step depends on, as a sharded state dict."""
     state.prime(training.engine.optimizer)
     contents = training.engine.state()
-    state.join_remainders(contents)
+    state.join_remainders(contents, training.engine.optimizer)
     contents["run"] = {"counters": dataclasses.asdict(training.counters), "scheduler": training.scheduler.state_dict()}
     return contents | {"rng": _random_entry(_random_states())}
 
@@ -96,14 +98,15 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Ve
     Every rank calls it. Checksums, the fingerprint and every file that a loader unpickles are looked at before anything is opened.
     Raises Refused when the verdict is no, CheckpointError for a checkpoint that is damaged or does not fit.
     """
-    found, metadata = on_first_rank(lambda: _look(path)), None
+    with unobserved():
+        found = on_first_rank(lambda: _look(path))
     metadata = safe_load.read_metadata(path)
     answer = judge(found, training.run, path, reset=reset_optimizer)
     weights_only = answer.kind == "weights only" or reset_optimizer
     shelf = state.Shelf.of(metadata)
     with _explained(path.parent, None):
         plain = _take_up(training, path, shelf, weights_only=weights_only)
-    _resume_plain(training, plain, same_layout=found.parallel == of_run(training.run).parallel, path=path, metadata=metadata)
+    _resume_plain(training, plain, same_layout=found.parallel == of_run(training.run).parallel, path=path)
     return answer
 
 
@@ -132,7 +135,7 @@ def _take_up(training: Training, path: Path, shelf: state.Shelf, *, weights_only
     if "run" not in plain:
         raise CheckpointError(f"{path / safe_load.COMMON} holds no counters: it was not written by mpbridge")
     wanted = engine.state(loading=not weights_only)
-    pairs = [] if weights_only else state.ask_for_whole(wanted)
+    pairs = [] if weights_only else state.ask_for_whole(wanted, engine.optimizer)
     fresh = wanted.pop("optimizer", {})
     shelf.point(wanted)
     have = {name: part for name, part in wanted.items() if all(leaf.key in shelf.dtypes for leaf in state.leaves(part)) or name.startswith("model")}
@@ -146,7 +149,7 @@ def _take_up(training: Training, path: Path, shelf: state.Shelf, *, weights_only
     return plain["run"]
 
 
-def _resume_plain(training: Training, plain: Mapping[str, Any], *, same_layout: bool, path: Path, metadata: Any) -> None:
+def _resume_plain(training: Training, plain: Mapping[str, Any], *, same_layout: bool, path: Path) -> None:
     for name, value in plain["counters"].items():
         setattr(training.counters, name, value)
     try:
@@ -202,7 +205,8 @@ def _explained(folder: Path, partial: Path | None) -> Iterator[None]:
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
-        yield
+        with unobserved():
+            yield
     except MpbridgeError:
         _give_up(partial)
         raise

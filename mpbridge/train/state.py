@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.engines.optimizers import join, split
+from mpbridge.engines.optimizers import CpuFusedAdam, join, split
 
 Path = tuple[Any, ...]
 """Keys and indices that lead to a place in nested dicts and lists."""
@@ -78,16 +78,17 @@ def parts_of(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [dict(part) for _, part in sorted(optimizer.items(), key=lambda item: str(item[0])) if isinstance(part, Mapping)]
 
 
-def join_remainders(state: Mapping[str, Any]) -> None:
+def join_remainders(state: Mapping[str, Any], optimizer: Any) -> None:
     """Replaces 16-bit remainders in an engine's state by the FP32 main weights that they and the parameters stand for."""
-    for (_, model), (_, main) in _remainders(state):
-        _put(main, join(model.data.detach(), main.data.reshape(model.data.shape)))
+    for (_, model), (_, main) in _remainders(state, optimizer):
+        # megatron-core gathers them as FP32 numbers, and its own loading then refuses them (expected int16)
+        _put(main, join(model.data.detach(), main.data.reshape(model.data.shape).to(torch.int16)))
 
 
-def ask_for_whole(state: Mapping[str, Any]) -> list[tuple[Path, Path]]:
+def ask_for_whole(state: Mapping[str, Any], optimizer: Any) -> list[tuple[Path, Path]]:
     """Makes an engine's loading state ask for FP32 main weights where it keeps remainders; returns (path of the parameter, of the main weight)."""
     pairs = []
-    for (model_path, _), (main_path, main) in _remainders(state):
+    for (model_path, _), (main_path, main) in _remainders(state, optimizer):
         _put(main, torch.empty_like(main.data, dtype=torch.float32))
         pairs.append((model_path, main_path))
     return pairs
@@ -117,11 +118,24 @@ def _put(leaf: Any, tensor: torch.Tensor) -> None:
         leaf.dtype = tensor.dtype
 
 
-def _remainders(state: Mapping[str, Any]) -> Iterator[tuple[tuple[Path, Any], tuple[Path, Any]]]:
-    models = {leaf.key: (path, leaf) for path, leaf in walk({name: part for name, part in state.items() if name.startswith("model")})}
+def _remainders(state: Mapping[str, Any], optimizer: Any) -> Iterator[tuple[tuple[Path, Any], tuple[Path, Any]]]:
+    if not any(map(_hands_out_halves, getattr(optimizer, "chained_optimizers", []))):
+        return
+    models = {_place(leaf, leaf.key): (path, leaf) for path, leaf in walk({name: part for name, part in state.items() if name.startswith("model")})}
     for path, leaf in walk({"optimizer": state.get("optimizer")}):
-        if leaf.key.startswith(MAIN) and isinstance(leaf.data, torch.Tensor) and leaf.data.dtype is torch.int16:
-            yield models[_bare(leaf.key)], (path, leaf)
+        if leaf.key.startswith(MAIN) and models[_place(leaf, _bare(leaf.key))][1].data.dtype is torch.bfloat16:
+            yield models[_place(leaf, _bare(leaf.key))], (path, leaf)
+
+
+def _hands_out_halves(part: Any) -> bool:
+    """Whether an optimizer's main weights come as bare remainders: Transformer Engine's do, ours come whole."""
+    inner = getattr(part, "optimizer", None)
+    return bool(getattr(inner, "store_param_remainders", False)) and not isinstance(inner, CpuFusedAdam)
+
+
+def _place(leaf: Any, key: str) -> tuple[Any, ...]:
+    """What is the same for a parameter and its main weight: layers share a key and differ in the offset, or in what builds a factory's tensors."""
+    return key, getattr(leaf, "global_offset", None), id(getattr(leaf, "build_fn", None))
 
 
 def _bare(key: str) -> str:
