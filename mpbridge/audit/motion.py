@@ -18,8 +18,9 @@ class _Live(Protocol):
 
 def _plain(tensor: Any) -> torch.Tensor:
     """The values as an ordinary tensor; quantized weights are dequantized."""
-    inner = local(tensor).detach()
-    return inner.dequantize() if hasattr(inner, "_scale_inv") or hasattr(inner, "_rowwise_scale_inv") else inner
+    inner: Any = local(tensor).detach()
+    values: torch.Tensor = inner.dequantize() if hasattr(inner, "_scale_inv") or hasattr(inner, "_rowwise_scale_inv") else inner
+    return values
 
 
 def _checksum(tensor: Any) -> tuple[float, float]:

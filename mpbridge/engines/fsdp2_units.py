@@ -72,7 +72,8 @@ class Reduced(ReduceScatter):
     ) -> dist.Work | None:
         """Counts, and reduces."""
         self.seen[input_tensor.dtype] += input_tensor.numel()
-        return dist.reduce_scatter_tensor(output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op)
+        work: dist.Work | None = dist.reduce_scatter_tensor(output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op)
+        return work
 
 
 def store(model: torch.nn.Module, policy: PrecisionPolicy, kept: Mapping[torch.nn.Module, list[str]]) -> None:

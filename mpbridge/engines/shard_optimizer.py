@@ -51,8 +51,9 @@ def _inner(groups: list[dict[str, Any]], policy: PrecisionPolicy, config: Any, *
         return torch.optim.SGD(groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum)
     adam = {"lr": config.lr, "weight_decay": config.weight_decay, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     if choice(policy) == "torch":
-        kind = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-        return kind(groups, **adam, **foreach_arguments(kind, tensor_parallel=1))
+        kind: Any = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+        torchs: torch.optim.Optimizer = kind(groups, **adam, **foreach_arguments(kind, tensor_parallel=1))
+        return torchs
     arguments = without_duplicate([p for group in groups for p in group["params"]], fused_arguments(policy))
     optimizer: torch.optim.Optimizer = fused_adam(cuda)(groups, adam_w_mode=config.decoupled_weight_decay, **adam, **arguments)
     return optimizer
@@ -155,7 +156,8 @@ class ShardOptimizer:
         shard = self.shards.get(name)
         for part in self.parts:
             if shard is not None and shard in part.state:
-                return part.state[shard]
+                found: Mapping[str, Any] = part.state[shard]
+                return found
         return {}
 
     def part_of(self, name: str) -> Any:

@@ -97,12 +97,13 @@ def _moment_names(optimizer: ShardOptimizer) -> tuple[str, ...]:
 
 def _moment(optimizer: ShardOptimizer, name: str, key: str) -> torch.Tensor:
     shard, part = optimizer.shards[name], optimizer.part_of(name)
-    stored = optimizer.state_of(name).get(key)
+    stored: torch.Tensor | None = optimizer.state_of(name).get(key)
     if stored is None:
         return torch.zeros_like(shard, dtype=torch.float32)
     if hasattr(part, "get_unscaled_state"):
         stored = part.get_unscaled_state(shard, key)
-    return stored.detach().float()
+    wide: torch.Tensor = stored.detach().float()
+    return wide
 
 
 def _step(optimizer: ShardOptimizer) -> int:
