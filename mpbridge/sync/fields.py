@@ -89,7 +89,9 @@ class Place:
     default: Any
     """megatron-core 0.16.1's own, dtypes as DType; a test compares it with the installed one."""
     knob: str | None = None
-    """Field of MixedPrecisionConfig that alone keeps another value here; None: another recipe does."""
+    """Field of MixedPrecisionConfig that keeps an author's value here; None: only another recipe does."""
+    turns: Callable[[Facts, Any], bool] = lambda facts, value: True
+    """(facts, the author's value) -> whether that knob alone keeps it under this policy."""
     kind: Literal["owned", "cleared"] = "owned"
     """cleared: reset only where the policy makes it illegal or fatal, else left alone."""
     optional: bool = False
@@ -106,8 +108,9 @@ def _of(low: Literal["fp8", "fp4", "quant"], attribute: str, off: Any) -> Value:
     return value
 
 
-def _scale(attribute: str, off: Any) -> Value:
-    return lambda facts: off if facts.policy.loss_scale is None else getattr(facts.policy.loss_scale, attribute)
+def _scale(attribute: str) -> Value:
+    """A detail of dynamic loss scaling; without loss scaling megatron-core reads none of them."""
+    return lambda facts: KEEP if facts.policy.loss_scale is None else getattr(facts.policy.loss_scale, attribute)
 
 
 def _edge(side: int) -> Value:
@@ -174,6 +177,34 @@ def _reuse(facts: Facts) -> bool:
     return facts.policy.reuse_grad_buffer and not facts.megatron_fsdp
 
 
+def _with_fp8(facts: Facts, value: Any) -> bool:
+    return facts.policy.fp8 is not None
+
+
+def _storage_turns(facts: Facts, value: Any) -> bool:
+    # the reused gradient buffer needs FP8 storage
+    return facts.policy.fp8 is not None and (value is True or not facts.policy.reuse_grad_buffer)
+
+
+def _with_fp4(facts: Facts, value: Any) -> bool:
+    return facts.policy.fp4 is not None
+
+
+def _with_stored_mxfp8(facts: Facts, value: Any) -> bool:
+    quant = facts.policy.fp8
+    return quant is not None and quant.stored and quant.scaling == "mxfp8" and not facts.megatron_fsdp
+
+
+def _aware_says(facts: Facts, value: Any) -> bool:
+    return facts.aware
+
+
+def _low_states(facts: Facts) -> bool:
+    """Whether a state is narrower than FP32, which only a precision-aware optimizer can keep."""
+    policy = facts.policy
+    return any(state not in (None, DType.FP32) for state in (policy.main_params, policy.exp_avg, policy.exp_avg_sq))
+
+
 def _row(target: Target, field: str, value: Value, why: str, default: Any, **more: Any) -> Place:
     return Place(target=target, field=field, value=value, why=why, default=default, **more)
 
@@ -188,7 +219,8 @@ _HALVES: tuple[Place, ...] = (
     _row("optimizer", "params_dtype", lambda f: f.policy.params, "resident parameters", DType.FP32),
     _row("model", "pipeline_dtype", lambda f: f.policy.pipeline, "activations between pipeline stages", None, knob="pipeline_dtype"),
     _row("model", "enable_autocast", lambda f: f.policy.autocast is not None, "torch autocast around the model", False, knob="autocast_enabled"),
-    _row("model", "autocast_dtype", lambda f: f.policy.autocast or f.policy.params, "follows params_dtype unless autocast is on", None),
+    _row("model", "autocast_dtype", lambda f: f.policy.autocast or f.policy.params, "follows params_dtype unless autocast is on", None, knob="autocast_dtype",
+         turns=lambda f, v: f.policy.autocast is not None),
     _row("model", "fp32_residual_connection", _stated("residual_fp32"), "the residual stream", False, knob="fp32_residual_connection"),
     _row("model", "attention_softmax_in_fp32", _softmax, "the softmax of attention", True, knob="attention_softmax_in_fp32"),
     _row("model", "moe_router_dtype", _router, "the router's arithmetic", None, knob="moe_router_dtype"),
@@ -196,47 +228,57 @@ _HALVES: tuple[Place, ...] = (
 _LOW: tuple[Place, ...] = (
     _row("model", "fp8", _of("fp8", "format", None), "format of GEMM operands", None),
     _row("model", "fp8_recipe", _of("fp8", "scaling", "delayed"), "how FP8 scales are chosen", "delayed"),
-    _row("model", "fp8_param", _of("fp8", "stored", False), "weights at rest in FP8", False, knob="fp8_param"),
+    _row("model", "fp8_param", _of("fp8", "stored", False), "weights at rest in FP8", False, knob="fp8_param", turns=_storage_turns),
     _row("model", "fp8_quantizer_factory", _of("fp8", "factory", None), "of the custom FP8 recipe only", None),
-    _row("model", "fp8_margin", _of("fp8", "margin", 0), "delayed scaling only", 0, knob="fp8_margin"),
-    _row("model", "fp8_amax_history_len", _of("fp8", "amax_history", 1), "delayed scaling only", 1, knob="fp8_amax_history_len"),
-    _row("model", "fp8_amax_compute_algo", _of("fp8", "amax_algo", "most_recent"), "delayed scaling only", "most_recent", knob="fp8_amax_compute_algo"),
-    _row("model", "fp8_wgrad", _of("fp8", "wgrad", True), "delayed scaling only", True, knob="fp8_wgrad"),
+    _row("model", "fp8_margin", _of("fp8", "margin", 0), "delayed scaling only", 0, knob="fp8_margin", turns=_with_fp8),
+    _row("model", "fp8_amax_history_len", _of("fp8", "amax_history", 1), "delayed scaling only", 1, knob="fp8_amax_history_len", turns=_with_fp8),
+    _row("model", "fp8_amax_compute_algo", _of("fp8", "amax_algo", "most_recent"), "delayed scaling only", "most_recent", knob="fp8_amax_compute_algo", turns=_with_fp8),
+    _row("model", "fp8_wgrad", _of("fp8", "wgrad", True), "delayed scaling only", True, knob="fp8_wgrad", turns=_with_fp8),
     _row("model", "fp8_dot_product_attention", lambda f: f.policy.fp8 is not None and f.policy.fp8.attention != "none", "attention in FP8", False,
-         knob="fp8_dot_product_attention"),
+         knob="fp8_dot_product_attention", turns=lambda f, v: _with_fp8(f, v) and (v or not f.policy.fp8 or f.policy.fp8.attention != "multi_head")),
     _row("model", "fp8_multi_head_attention", lambda f: f.policy.fp8 is not None and f.policy.fp8.attention == "multi_head", "attention in FP8", False,
-         knob="fp8_multi_head_attention"),
+         knob="fp8_multi_head_attention", turns=lambda f, v: f.policy.fp8 is not None and f.policy.fp8.attention != "none"),
     _row("model", "fp4", _of("fp4", "format", None), "format of GEMM operands", None),
     _row("model", "fp4_recipe", _of("fp4", "scaling", "nvfp4"), "how FP4 scales are chosen", "nvfp4"),
-    _row("model", "fp4_param", _of("fp4", "stored", False), "weights at rest in FP4", False, knob="fp4_param"),
+    _row("model", "fp4_param", _of("fp4", "stored", False), "weights at rest in FP4", False, knob="fp4_param", turns=_with_fp4),
     _row("model", "fp4_quantizer_factory", _of("fp4", "factory", None), "of the custom FP4 recipe only", None),
-    _row("model", "first_last_layers_bf16", lambda f: f.policy.ends is not None, "edge layers out of quantization", False, knob="first_last_layers_bf16"),
-    _row("model", "num_layers_at_start_in_bf16", _edge(0), "first layers out of quantization", 1, knob="num_layers_at_start_in_bf16"),
-    _row("model", "num_layers_at_end_in_bf16", _edge(1), "last layers out of quantization", 1, knob="num_layers_at_end_in_bf16"),
-    _row("model", "quant_recipe", _module_rules, "rules for single modules", None, knob="modules"),
+    _row("model", "first_last_layers_bf16", lambda f: f.policy.ends is not None, "edge layers out of quantization", False, knob="first_last_layers_bf16",
+         turns=lambda f, v: f.policy.quant is not None),
+    _row("model", "num_layers_at_start_in_bf16", _edge(0), "first layers out of quantization", 1, knob="num_layers_at_start_in_bf16",
+         turns=lambda f, v: f.policy.ends is not None),
+    _row("model", "num_layers_at_end_in_bf16", _edge(1), "last layers out of quantization", 1, knob="num_layers_at_end_in_bf16",
+         turns=lambda f, v: f.policy.ends is not None),
+    _row("model", "quant_recipe", _module_rules, "rules for single modules", None),
     _row("optimizer", "fp8_recipe", _of("fp8", "scaling", None), "only with FP8 on: else it disarms the precision-aware optimizer", None),
     _row("optimizer", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,
-         knob="reuse_grad_buf_for_mxfp8_param_ag"),
+         knob="reuse_grad_buf_for_mxfp8_param_ag", turns=_with_stored_mxfp8),
     _row("ddp", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,
-         knob="reuse_grad_buf_for_mxfp8_param_ag"),
-    _row("ddp", "fp8_param_gather", _of("fp8", "stored", False), "parameters on the wire in FP8", False, knob="fp8_param_gather"),
-    _row("ddp", "fp4_param_gather", _of("fp4", "stored", False), "parameters on the wire in FP4", False, knob="fp4_param_gather", optional=True),
+         knob="reuse_grad_buf_for_mxfp8_param_ag", turns=_with_stored_mxfp8),
+    _row("ddp", "fp8_param_gather", _of("fp8", "stored", False), "parameters on the wire in FP8", False, knob="fp8_param_gather", turns=_storage_turns),
+    _row("ddp", "fp4_param_gather", _of("fp4", "stored", False), "parameters on the wire in FP4", False, knob="fp4_param_gather", turns=_with_fp4, optional=True),
 )  # fmt: skip
 _STATES: tuple[Place, ...] = (
-    _row("ddp", "grad_reduce_in_fp32", lambda f: f.policy.reduce is DType.FP32, "gradient buffers and their reduction", False, knob="grad_reduce_in_fp32"),
-    _row("ddp", "preserve_fp32_weights", _main_copy, "Megatron-FSDP's main weights", True, knob="main_params_dtype"),
+    _row("ddp", "grad_reduce_in_fp32", lambda f: f.policy.reduce is DType.FP32, "gradient buffers and their reduction", False, knob="grad_reduce_in_fp32",
+         turns=lambda f, v: v is False or f.policy.main_grads in (None, DType.FP32)),
+    _row("ddp", "preserve_fp32_weights", _main_copy, "Megatron-FSDP's main weights", True),
     _row("optimizer", "use_precision_aware_optimizer", _stated("precision_aware"), "FusedAdam owns main weights and moments", False,
-         knob="use_precision_aware_optimizer"),
-    _row("optimizer", "store_param_remainders", _stated("remainders"), "main weights as 16 more bits of BF16 parameters", True, knob="store_param_remainders"),
-    _row("optimizer", "main_params_dtype", _state("main_params"), "main weights", DType.FP32, knob="main_params_dtype"),
-    _row("optimizer", "main_grads_dtype", _state("main_grads"), "gradients that the optimizer reads", DType.FP32, knob="main_grads_dtype"),
-    _row("optimizer", "exp_avg_dtype", _state("exp_avg"), "first Adam moment", DType.FP32, knob="exp_avg_dtype"),
-    _row("optimizer", "exp_avg_sq_dtype", _state("exp_avg_sq"), "second Adam moment", DType.FP32, knob="exp_avg_sq_dtype"),
-    _row("optimizer", "loss_scale", _scale("static", None), "none: dynamic under FP16, off otherwise", None, knob="loss_scale"),
-    _row("optimizer", "initial_loss_scale", _scale("initial", 2.0**32), "dynamic loss scale", 2.0**32, knob="initial_loss_scale"),
-    _row("optimizer", "min_loss_scale", _scale("minimum", 1.0), "dynamic loss scale", 1.0, knob="min_loss_scale"),
-    _row("optimizer", "loss_scale_window", _scale("window", 1000.0), "dynamic loss scale", 1000.0, knob="loss_scale_window"),
-    _row("optimizer", "hysteresis", _scale("hysteresis", 2), "dynamic loss scale", 2, knob="hysteresis"),
+         knob="use_precision_aware_optimizer", turns=lambda f, v: v is True or not _low_states(f)),
+    _row("optimizer", "store_param_remainders", _stated("remainders"), "main weights as 16 more bits of BF16 parameters", True, knob="store_param_remainders",
+         turns=lambda f, v: v is False or f.policy.params is DType.BF16),
+    _row("optimizer", "main_params_dtype", _state("main_params"), "main weights, as the precision-aware optimizer reads it", DType.FP32, knob="main_params_dtype",
+         turns=_aware_says),
+    _row("optimizer", "main_grads_dtype", _state("main_grads"), "gradients, as the precision-aware optimizer reads it", DType.FP32, knob="main_grads_dtype",
+         turns=lambda f, v: f.aware and f.policy.reduce is not DType.FP32),
+    _row("optimizer", "exp_avg_dtype", _state("exp_avg"), "first Adam moment, as the precision-aware optimizer reads it", DType.FP32, knob="exp_avg_dtype",
+         turns=_aware_says),
+    _row("optimizer", "exp_avg_sq_dtype", _state("exp_avg_sq"), "second Adam moment, as the precision-aware optimizer reads it", DType.FP32, knob="exp_avg_sq_dtype",
+         turns=_aware_says),
+    _row("optimizer", "loss_scale", lambda f: f.policy.loss_scale and f.policy.loss_scale.static, "none: dynamic under FP16, off otherwise", None,
+         knob="loss_scale"),
+    _row("optimizer", "initial_loss_scale", _scale("initial"), "dynamic loss scale", 2.0**32, knob="initial_loss_scale"),
+    _row("optimizer", "min_loss_scale", _scale("minimum"), "dynamic loss scale", 1.0, knob="min_loss_scale"),
+    _row("optimizer", "loss_scale_window", _scale("window"), "dynamic loss scale", 1000.0, knob="loss_scale_window"),
+    _row("optimizer", "hysteresis", _scale("hysteresis"), "dynamic loss scale", 2, knob="hysteresis"),
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from mpbridge.errors import UnknownName
+from mpbridge.errors import BadValue, UnknownName
 from mpbridge.formats import DType, dtype, say
 from mpbridge.precision.policy import PrecisionPolicy, Region
 from mpbridge.sync.classes import PROCESS_WIDE, USERS_OWN
@@ -173,7 +173,7 @@ class _Reading:
         if not has(target, row.field):
             if row.optional or row.kind == "cleared" or facts is None or row.value(facts) is KEEP:
                 return
-            raise UnknownName(f"field of {type(target).__name__}", row.field, vars(target))
+            raise UnknownName(f"field of {type(target).__name__}", row.field, getattr(target, "__dict__", {}))
         now = normal(row, read(target, row.field))
         wanted = KEEP if facts is None else row.value(facts)
         new = self.baseline(row.target, row.field, now) if wanted is KEEP else wanted
@@ -182,12 +182,16 @@ class _Reading:
             return
         set_by, conflict = self._set_by(row, now)
         why = "as it was before the earlier recipe" if wanted is KEEP else row.why
-        keep = f"mixed_precision.{row.knob}={_yaml(now)}" if conflict and row.knob else None
+        if row.field == "moe_router_dtype" and now not in (UNSET, None) and _means(now) == new:
+            conflict, why = False, f"megatron-core compares with the strings 'fp32' and 'fp64': {now} there does nothing"
+        turns = conflict and row.knob is not None and facts is not None and row.turns(facts, now)
+        keep = f"mixed_precision.{row.knob}={_yaml(now)}" if turns else None
         yield Write(target=row.target, field=row.field, before=now, after=new, why=why, set_by=set_by, conflict=conflict, keep=keep)
 
     def _set_by(self, row: Place, now: Any) -> tuple[str, bool]:
         target, name = self.targets[row.target], f"{row.target}.{row.field}"
-        if now is UNSET:
+        # of these two None says "derive it" and nothing more
+        if now is UNSET or (now is None and row.field in ("pipeline_dtype", "autocast_dtype")):
             return "nobody", False
         receipt = self.after.fields.get((row.target, row.field))
         if receipt is not None and same(now, receipt[1]):
@@ -236,6 +240,13 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return say(value)
+
+
+def _means(value: Any) -> str | None:
+    try:
+        return dtype(value).short
+    except BadValue:
+        return None
 
 
 def _yaml(value: Any) -> str:
