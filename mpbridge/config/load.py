@@ -10,7 +10,7 @@ from typing import Any
 
 from mpbridge.config.schema import SECTIONS
 from mpbridge.errors import BadValue, UnknownName
-from mpbridge.precision.config import TWINS, twin_clashes
+from mpbridge.precision.config import TWINS
 from mpbridge.precision.registry import key
 from mpbridge.precision.yaml_loader import load_yaml
 
@@ -100,9 +100,6 @@ def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> 
     if path is not None:
         layers.add(read_file(Path(path)), str(path))
     said = dotted(overrides, layers.faults)
-    precision = said.get("mixed_precision")
-    if isinstance(precision, dict):
-        layers.faults += twin_clashes(precision)
     layers.add(said, COMMAND_LINE)
     return layers
 

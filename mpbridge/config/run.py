@@ -11,8 +11,9 @@ from mpbridge.checks.run import OptimizerFacts, Parallel, RunFacts, Versions
 from mpbridge.config.schema import defaults
 from mpbridge.config.shape import model_shape, padded_vocabulary, parallel_of, shape_faults
 from mpbridge.config.stages import Stage
-from mpbridge.errors import BadValue
+from mpbridge.errors import BadValue, Contradiction
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.schedule import spans
 from mpbridge.sync.plan import Plan, plain, plan
 
 if TYPE_CHECKING:
@@ -157,6 +158,8 @@ class Draft:
         parallel = self._parallel(sizes, world_size)
         vocabulary, seq, most = lengths(model, full["data"], parallel.tensor if parallel else 1, self.faults)
         self.faults += training_faults(full | inputs, parallel) if training else batch_faults(full["train"], parallel) if parallel else []
+        if len(self.stages) > 1 and full["train"]["train_iters"]:
+            self._fit_schedule(full["train"], seq)
         if self.faults or not self.stages or parallel is None:
             return None
         full["data"]["seq_length"] = seq
@@ -200,6 +203,12 @@ class Draft:
             origin=self.origin,
             realization="emulated" if self.container.emulate and policy.quantized else "native",
         )
+
+    def _fit_schedule(self, train: Section, seq: int) -> None:
+        try:
+            spans(self.stages, steps=train["train_iters"], tokens_per_step=train["global_batch_size"] * seq)
+        except Contradiction as error:
+            self.faults += [f"mixed_precision: {fault}" for fault in error.faults]
 
     def _parallel(self, sizes: Section, world_size: int) -> Parallel | None:
         try:

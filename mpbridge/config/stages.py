@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.errors import Contradiction, MpbridgeError, UnknownName
+from mpbridge.errors import BadValue, Contradiction, MpbridgeError, UnknownName
 from mpbridge.precision.config import MixedPrecisionConfig, twin_clashes
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
+from mpbridge.precision.schedule import Mark
 
 UNNAMED = "custom"
 """What a policy without a recipe's name is called."""
-_UNTIL = re.compile(r"\d+(\.\d+)?%|\d+(\.\d+)?(e\d+)? (steps|tokens)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +26,8 @@ class Stage:
     config: MixedPrecisionConfig
     """The recipe with its additions."""
     policy: PrecisionPolicy
-    until: int | str | None = None
-    """A step, 'N%' of train_iters, 'N steps' or 'N tokens'; None: the end of the run."""
+    until: Any = None
+    """Where it ends, as its author wrote it (`precision.schedule.Mark`); None: with the run."""
     engine: str | None = None
     """The engine that the recipe is meant for."""
 
@@ -77,25 +76,27 @@ def _plain(value: Any) -> Any:
     return dtype(value).short
 
 
-def _split_until(part: Any, place: str, *, needed: bool, allowed: bool, faults: list[str]) -> tuple[Any, int | str | None]:
+def _split_until(part: Any, place: str, *, needed: bool, allowed: bool, faults: list[str]) -> tuple[Any, Any]:
     if not isinstance(part, Mapping) or "until" not in part:
         if needed:
-            faults.append(f"{place}: every stage but the last needs `until`: a step, '90%', '1000 steps' or '3e9 tokens'")
+            faults.append(f"{place}: every stage but the last needs `until`: a step, '90%', '1000 steps' or '3B tokens'")
         return part, None
     rest = {name: item for name, item in part.items() if name != "until"}
     until = part["until"]
-    fits = (isinstance(until, int) and not isinstance(until, bool) and until > 0) or (isinstance(until, str) and _UNTIL.fullmatch(until))
     if not allowed:
         faults.append(f"{place}.until={until!r}: only the stages of a list end")
     elif not needed:
         faults.append(f"{place}.until={until!r}: the last stage runs to the end")
-    elif not fits:
-        faults.append(f"{place}.until={until!r}: expected a step, '90%', '1000 steps' or '3e9 tokens'")
+    else:
+        try:
+            Mark.parse(until)
+        except BadValue as error:
+            faults.append(f"{place}: {error}")
     return rest, until
 
 
 def _stage(
-    part: Any, until: int | str | None, place: str, optimizer: Mapping[str, Any], layers: int | None, faults: list[str], trusted: bool
+    part: Any, until: Any, place: str, optimizer: Mapping[str, Any], layers: int | None, faults: list[str], trusted: bool
 ) -> Stage | None:
     before = len(faults)
     name, engine, config = UNNAMED, None, None

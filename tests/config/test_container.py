@@ -177,7 +177,8 @@ def test_stages_are_accepted_and_the_first_one_begins():
     ("stages", "said"),
     [
         ([{"recipe": "fp8_cs"}, {"recipe": "bf16_mixed"}], "needs `until`"),
-        ([{"recipe": "fp8_cs", "until": "soon"}, {"recipe": "bf16_mixed"}], "expected a step"),
+        ([{"recipe": "fp8_cs", "until": "soon"}, {"recipe": "bf16_mixed"}], "no place in a run"),
+        ([{"recipe": "fp8_cs", "until": 99}, {"recipe": "bf16_mixed"}], "behind the run's last step 10"),
         ([{"recipe": "fp8_cs", "until": 5}, {"recipe": "bf16_mixed", "until": 9}], "runs to the end"),
         ({"recipe": "fp8_cs", "until": 5}, "only the stages of a list end"),
         ([{"recipe": "fp8_cz", "until": 5}, "bf16_mixed"], "mixed_precision[0]: no recipe named 'fp8_cz'"),
@@ -225,9 +226,10 @@ def test_a_dump_loads_back_to_an_equal_container(tmp_path):
     c.dump(tmp_path / "c.yaml")
     again = ConfigContainer.load(tmp_path / "c.yaml")
     assert again == c
+    assert (again.engine, again.emulate) == ("mcore", True)
     assert again.as_data() == c.as_data()
     assert again.resolved().policy == c.resolved().policy
-    assert again.resolved().plan.writes == c.resolved().plan.writes or again.origin
+    assert [write.name for write in again.resolved().plan.writes] == [write.name for write in c.resolved().plan.writes]
 
 
 def test_a_config_object_dumps_as_its_fields():
