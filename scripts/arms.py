@@ -42,14 +42,13 @@ class Turns(Hook):
         self.seconds: Seconds = {"ours": []}
         self.args: Any = None
 
-    def started(self, training: Training) -> None:
-        self.arms = dict(self.make(training))
-        self.seconds |= {name: [] for name in self.arms}
-        self.mark = time.process_time()
-
     def stepped(self, training: Training, result: StepResult) -> None:
         if training.counters.iteration % self.steps:
             return
+        if not self.arms:
+            # not earlier: until its first update the audit watches every collective, theirs too
+            self.arms = dict(self.make(training))
+            self.seconds |= {name: [] for name in self.arms}
         spent = {"ours": (time.process_time() - self.mark) / self.steps}
         names = list(self.arms)
         # who goes first changes with the round
