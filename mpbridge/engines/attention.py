@@ -73,9 +73,9 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        **unused: Any,
     ) -> None:
+        # unused: process groups, and the widths of keys and values, which megatron-core's own local attention does not take (so MLA needs this one)
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout

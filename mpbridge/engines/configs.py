@@ -70,6 +70,10 @@ def _refuse_cuda_only(inputs: Mapping[str, Section]) -> None:
         )
     if (model.get("context_parallel_size") or 1) > 1:
         faults.append("parallel.context_parallel_size above 1 needs Transformer Engine's attention: set it to 1")
+    if model.get("multi_latent_attention") and model.get("attention_softmax_in_fp32") is False:
+        faults.append(
+            "model.attention_softmax_in_fp32=false with latent attention: megatron-core's local attention cannot do MLA; leave the softmax in FP32"
+        )
     if inputs["optimizer"].get("optimizer", "adam") == "sgd" and inputs["ddp"].get("use_distributed_optimizer"):
         faults.append(
             "optimizer.optimizer=sgd with the distributed optimizer: megatron-core's shards Adam only; set ddp.use_distributed_optimizer=false"

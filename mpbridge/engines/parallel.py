@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.checks.run import Parallel
+from mpbridge.errors import BadValue
 
 
 def start_process_group(cuda: bool, *, timeout_minutes: float = 30.0) -> bool:
@@ -72,11 +73,16 @@ class ModelParallel:
     """megatron-core's parallel state, seeded, for as long as one engine lives."""
 
     def __init__(self, sizes: Parallel, *, seed: int, optimizer_instances: int = 1) -> None:
+        """Raises BadValue while another engine, or foreign code, has initialised megatron-core's parallel state: there is one in a process."""
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel import random as core_random
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
+        if parallel_state.model_parallel_is_initialized():
+            raise BadValue(
+                "megatron-core's parallel state is in use, expected none: close the other engine first (one at a time in a process)"
+            )
         self._before = _snapshot(parallel_state, core_random, MoEAuxLossAutoScaler, MTPLossAutoScaler)
         try:
             layout = (dist.group.WORLD, sizes, optimizer_instances)

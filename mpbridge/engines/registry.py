@@ -36,4 +36,6 @@ def build_engine(run: Run) -> Engine:
 
     Wanted: an active device layer (`mpbridge.devices.device_layer`) and an initialised process group (`parallel.start_process_group`).
     """
-    return engine_class(run.facts.engine).build(run)
+    from mpbridge.engines.emulated import build_emulated
+
+    return build_emulated(engine_class(run.facts.engine), run)

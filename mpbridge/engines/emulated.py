@@ -1,0 +1,72 @@
+"""Any engine with emulated linears: the engine as it is, with the emulation told of its steps and kept in its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from mpbridge.emulation import Emulation, emulation_for
+from mpbridge.engines.contract import Batch, Engine, StepResult
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import Run
+
+PART = "emulation"
+"""The engine state's entry for scales, amax histories and the step counter of the random bits."""
+
+
+def build_emulated(kind: type[Engine], run: Run) -> Engine:
+    """An engine of `kind` for `run`, its linears emulated when the run says so and its recipe quantizes anything."""
+    emulation = emulation_for(run)
+    if emulation is None:
+        return kind.build(run)
+    return cast("Engine", EmulatedEngine.build_around(kind, run, emulation))
+
+
+class EmulatedEngine:
+    """An engine whose linears are emulated; everything that is not here is the engine's own."""
+
+    def __init__(self, engine: Any, emulation: Emulation) -> None:
+        self.engine, self.emulation = engine, emulation
+
+    @classmethod
+    def build_around(cls, kind: Any, run: Run, emulation: Emulation) -> Self:
+        """Builds an engine of class `kind` with linears of `emulation`, and attaches it."""
+        from mpbridge.engines.local_spec import CpuSpecProvider
+
+        # megatron-core's local modules on CUDA too: there is no Transformer Engine module to put other GEMMs into
+        engine = kind.build(run, backend=lambda config: emulation.backend(CpuSpecProvider(config)))
+        try:
+            emulation.attach(engine.model)
+        except BaseException:
+            engine.close()
+            raise
+        return cls(engine, emulation)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def train_step(self, batches: Iterator[Batch], *, microbatches: int) -> StepResult:
+        """The engine's step, with weights quantized anew."""
+        self.emulation.step_begin()
+        return cast("StepResult", self.engine.train_step(batches, microbatches=microbatches))
+
+    def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
+        """The engine's evaluation, quantized as training is."""
+        self.emulation.eval_begin()
+        return float(self.engine.evaluate(batches, microbatches=microbatches))
+
+    def state(self, *, loading: bool = False) -> dict[str, Any]:
+        """The engine's state, and 'emulation'."""
+        return {**self.engine.state(loading=loading), PART: self.emulation.sharded_state(f"{PART}.")}
+
+    def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
+        """Takes both back; a checkpoint without an emulation's state, or one taken up for its weights only, leaves this one fresh."""
+        self.engine.load_state({name: part for name, part in state.items() if name != PART}, optimizer=optimizer)
+        if optimizer and state.get(PART):
+            self.emulation.load_state(state[PART], f"{PART}.")
+
+    def close(self) -> None:
+        """Detaches the emulation and closes the engine."""
+        self.emulation.detach()
+        self.engine.close()
