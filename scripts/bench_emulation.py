@@ -27,10 +27,8 @@ from megatron.core import parallel_state
 
 from mpbridge.config.container import ConfigContainer
 from mpbridge.devices import device_layer
-from mpbridge.emulation import emulation_for
-from mpbridge.engines.local_spec import CpuSpecProvider
-from mpbridge.engines.mcore import McoreEngine
 from mpbridge.engines.parallel import start_process_group, stop_process_group
+from mpbridge.engines.registry import build_engine
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "gpt_tiny.yaml"
 RECIPES = {
@@ -79,20 +77,13 @@ class Arm:
         self.run = ConfigContainer.load(CONFIG, overrides).resolved()
         self.microbatches = self.run.train["global_batch_size"] // micro
         self.data = batches(micro, self.run.facts.shape.seq_length)
-        self.emulation = emulation_for(self.run)
         # an engine sets these up and another may not: engines are meant to follow each other, here they stand side by side
         parallel_state._GLOBAL_MEMORY_BUFFER = parallel_state._GLOBAL_SYMMETRIC_MEMORY_BUFFER = None
-        self.engine = McoreEngine.build(self.run, backend=self._backend if self.emulation else None)
-        if self.emulation:
-            self.emulation.attach(self.engine.model)
-
-    def _backend(self, config: Any) -> Any:
-        return self.emulation.backend(CpuSpecProvider(config))
+        self.engine: Any = build_engine(self.run)
+        self.emulation = getattr(self.engine, "emulation", None)
 
     def step(self) -> float:
         """One optimizer step; the loss."""
-        if self.emulation:
-            self.emulation.step_begin()
         return self.engine.train_step(self.data, microbatches=self.microbatches).loss
 
     def quantized(self) -> int:

@@ -1,13 +1,14 @@
 """Low-precision recipes on any machine: linear layers whose three GEMMs see operands quantized by Transformer Engine's rules.
 
-How an engine plugs it in (everything is a no-op away: `emulation_for` answers None when the run is not emulated or nothing is quantized):
+How an engine plugs it in (`engines/emulated.py` does it for every engine; everything is a no-op away: `emulation_for` answers None when the run is not emulated or nothing is quantized):
 
     emulation = emulation_for(run)                        # Emulation | None
     provider  = emulation.backend(provider)               # before the layer spec is made: its linears are ours, all else is `provider`'s
     model     = GPTModel(...)                             # as ever; wrap it in Float16Module, DDP ... as ever
     emulation.attach(chunks)                              # after building (before or after wrapping, before FSDP shards): names, hooks
     ...
-    emulation.step_begin()                                # before the first micro-batch of every train_step and every evaluate
+    emulation.step_begin()                                # before the first micro-batch of every train_step
+    emulation.eval_begin()                                # before the first micro-batch of every evaluate
     with emulation.paused(): ...                          # high precision inside, for comparisons
     saved = emulation.sharded_state("emulation.")         # entries for megatron-core's dist_checkpointing, resharding included
     emulation.load_state(saved)                           # takes the same keys back (prefix and all), or what state() gave

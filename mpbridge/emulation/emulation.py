@@ -130,8 +130,12 @@ class Emulation:
 
     # --- running -------------------------------------------------------------------------------------------------------------------------
     def step_begin(self) -> None:
-        """To be called before the first micro-batch of a training step or an evaluation: weights are quantized anew, once."""
+        """To be called before the first micro-batch of a training step: weights are quantized anew, once, and random bits drawn anew."""
         self.randomness.begin(self.randomness.step + 1)
+        self.eval_begin()
+
+    def eval_begin(self) -> None:
+        """To be called before the first micro-batch of an evaluation: weights are quantized anew, and training's random bits stay what they are."""
         for plug in self.plugs.values():
             plug.first_microbatch = True
             plug.weight_row = plug.weight_column = None
