@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpbridge.checks.memory import Memory, memory
 from mpbridge.checks.roles import fused_keeps_main
@@ -30,10 +30,16 @@ class Comparison:
         return self.mine.total - self.reference.total
 
 
-def against_bf16(policy: PrecisionPolicy, run: RunFacts, *, mine: Memory | None = None) -> Comparison:
-    """`policy` beside bf16_mixed on the rank that holds most under `policy`."""
+def against_bf16(
+    policy: PrecisionPolicy, run: RunFacts, *, mine: Memory | None = None, reference: tuple[PrecisionPolicy, RunFacts] | None = None
+) -> Comparison:
+    """`policy` beside bf16_mixed on the rank that holds most under `policy`.
+
+    reference: bf16_mixed's own policy and run, where they are known; else its policy on this run, without what the recipe wrote for the optimizer.
+    """
     own = mine or memory(policy, run)
-    other = memory(resolve(recipe(REFERENCE).make()), run, rank=own.rank)
+    base, base_run = reference or (resolve(recipe(REFERENCE).make()), replace(run, optimizer=replace(run.optimizer, settings={})))
+    other = memory(base, base_run, rank=own.rank)
     return Comparison(mine=own, reference=other, reasons=_reasons(policy, run, own, other))
 
 

@@ -36,7 +36,8 @@ def fsdp2(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[
         yield Role("exp_avg_sq", name, second, size, 0, "optimizer")
 
 
-_SHARDED = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+_SHARDED = {"optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+"""megatron-core's default, "no_shard", is what nobody chooses Megatron-FSDP for: the engine shards everything then."""
 
 
 def megatron_fsdp(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...]) -> Iterator[Role]:

@@ -1,0 +1,75 @@
+"""--target and its companions: the machine and the versions that are asked about, here or anywhere."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from mpbridge.checks.capability import ASSUMED
+from mpbridge.checks.machines import Machine, machine
+from mpbridge.checks.probe import installed, this_machine
+from mpbridge.checks.run import RunFacts, Versions
+from mpbridge.checks.versions import release
+from mpbridge.errors import BadValue, UnknownName
+
+_OPTIONS = {"cuda": "cuda", "te": "transformer_engine", "mcore": "megatron_core", "torch": "torch", "cublaslt": "cublaslt"}
+_EXAMPLES = {
+    "cuda": ("11.8", "12.1", "12.4", "12.6", "12.8", "12.9", "13.0"),
+    "te": ("1.13", "2.0", "2.1", "2.2", "2.3", "2.4", "2.5", "2.6", "2.7", "2.8", "2.9", "2.10", "2.11", "2.12"),
+    "mcore": ("0.13.1", "0.14.0", "0.15.0", "0.16.0", "0.16.1", "0.17.0"),
+    "torch": ("2.6", "2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.13"),
+    "cublaslt": ("12.1.3", "12.8", "12.9"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is asked about."""
+
+    machine: Machine
+    versions: Versions
+    here: bool
+    """Whether it is this machine with what is installed on it."""
+    assumed: tuple[str, ...] = ()
+    """Versions that nobody gave: 'transformer engine 2.11.0'."""
+
+    def facts(self, facts: RunFacts) -> RunFacts:
+        """The run's facts on this target; variables set here say nothing about a machine elsewhere."""
+        changes: dict[str, Any] = {"machine": self.machine, "versions": self.versions}
+        return dataclasses.replace(facts, **(changes if self.here else changes | {"environment": {}}))
+
+    def line(self) -> str:
+        """One line about it."""
+        have = [f"{name.replace('_', ' ')} {value}" for name, value in dataclasses.asdict(self.versions).items() if value and name != "python"]
+        assumed = f" (assumed: {', '.join(self.assumed)})" if self.assumed else ""
+        return f"{self.machine.name} ({self.machine.sm}) with {', '.join(have) or 'nothing installed'}{assumed}"
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """--target, --cuda, --te, --mcore, --torch, --cublaslt."""
+    parser.add_argument("--target", metavar="GPU", help="the machine that will run it: h100, b200, rtx4090, sm_90 ... (default: this one)")
+    for option, field in _OPTIONS.items():
+        parser.add_argument(f"--{option}", metavar="X.Y", help=f"version of {field.replace('_', ' ')} there (default: as installed; for a --target 'none' means absent)")
+
+
+def target(args: argparse.Namespace) -> Target:
+    """The machine and versions that the arguments name. Raises UnknownName with the nearest names."""
+    given = {field: _version(option, getattr(args, option)) for option, field in _OPTIONS.items() if getattr(args, option) is not None}
+    if args.target is None:
+        return Target(machine=this_machine(), versions=dataclasses.replace(installed(), **given), here=not given)
+    found = machine(args.target)
+    base = ASSUMED if found.gpu else dataclasses.replace(ASSUMED, transformer_engine=None, cuda=None)
+    assumed = tuple(f"{name.replace('_', ' ')} {value}" for name, value in dataclasses.asdict(base).items() if value and name not in given and name != "python")
+    return Target(machine=found, versions=dataclasses.replace(base, **given), here=False, assumed=assumed)
+
+
+def _version(option: str, text: str) -> str | None:
+    if text.strip().lower() in ("none", "no", "-"):
+        return None
+    try:
+        release(text)
+    except BadValue:
+        raise UnknownName(f"version of {_OPTIONS[option].replace('_', ' ')}", text, _EXAMPLES[option]) from None
+    return text

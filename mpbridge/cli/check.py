@@ -1,0 +1,97 @@
+"""`mpbridge check`: every rule that a configuration breaks on a machine, and every size that does not suit its recipe."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+from mpbridge.checks.capability import Capability, can_run
+from mpbridge.checks.rules import Violation, broken, rules
+from mpbridge.checks.shapes import Finding, lint, spans, token_multiple
+from mpbridge.cli._target import Target, add_target_arguments, target
+from mpbridge.cli.options import add_run_arguments, resolved
+from mpbridge.cli.text import print_json, print_table
+from mpbridge.config.container import Run
+from mpbridge.precision.policy import PrecisionPolicy
+
+SUMMARY = "whether a configuration is legal on a machine: every broken rule, every unsuitable size"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    add_run_arguments(parser)
+    add_target_arguments(parser)
+    parser.add_argument("--rules", action="store_true", help="list every rule with its source and end")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what is broken; 1 when any error is among it."""
+    if args.rules:
+        return _list(args.json)
+    where = target(args)
+    made = resolved(args, machine=where.machine, versions=where.versions)
+    violations = judge(made, where)
+    findings = lint(made.policy, where.facts(made.facts))
+    quantizer = "emulation" if made.facts.realization == "emulated" else "transformer_engine"
+    answer = can_run(made.policy, where.machine, where.versions, quantized_by=quantizer)  # type: ignore[arg-type]
+    if args.json:
+        print_json(as_data(made, where, violations, findings, answer))
+    else:
+        _print(made, where, violations, findings, answer)
+    return 1 if any(v.severity == "error" for v in violations) else 0
+
+
+def judge(made: Run, where: Target) -> tuple[Violation, ...]:
+    """What is broken by any recipe of the run; a later stage's rules say which stage they speak of."""
+    facts = where.facts(made.facts)
+    found = list(broken(made.policy, facts))
+    for index, stage in enumerate(made.stages[1:], start=2):
+        later = (v for v in broken(stage.policy, facts) if v.rule not in {seen.rule for seen in found})
+        found += [dataclasses.replace(v, found=f"stage {index} ({stage.recipe}): {v.found}") for v in later]
+    return tuple(sorted(found, key=lambda v: v.severity != "error"))
+
+
+def as_data(made: Run, where: Target, violations: Sequence[Violation], findings: Sequence[Finding], answer: Capability) -> dict[str, object]:
+    """The answer in JSON types."""
+    errors = [v for v in violations if v.severity == "error"]
+    return {
+        "ok": not errors,
+        "recipe": made.recipe,
+        "engine": made.engine,
+        "world_size": made.world_size,
+        "target": {"machine": where.machine.name, "arch": where.machine.sm, "versions": dataclasses.asdict(where.versions), "assumed": list(where.assumed)},
+        "capability": dataclasses.asdict(answer),
+        "violations": [dataclasses.asdict(v) for v in violations],
+        "sizes": [dataclasses.asdict(f) | {"pad": f.pad} for f in findings],
+        "bf16_layers": _edges(made.policy, made.facts.shape.num_layers),
+        "token_multiple": token_multiple(made.policy, where.facts(made.facts)),
+    }
+
+
+def _edges(policy: PrecisionPolicy, depth: int) -> list[int]:
+    return list(policy.bf16_layers(depth)) if policy.quantized else []
+
+
+def _print(made: Run, where: Target, violations: Sequence[Violation], findings: Sequence[Finding], answer: Capability) -> None:
+    print(f"recipe {made.recipe}, engine {made.engine}, {made.world_size} process{'es' if made.world_size > 1 else ''}")
+    print(f"target {where.line()}")
+    print(f"runs   {answer.how}{'' if answer.proven else ' (unproven)'}: {answer.reason}\n")
+    for v in violations:
+        print(f"{v.severity}: {v.rule}\n  found     {v.found}\n  expected  {v.expected}\n  cure      {v.cure}\n  source    {v.source}{f' ({v.versions})' if v.versions else ''}\n")
+    rows = [(f.level, f.module, spans(f.layers), f.dimension, str(f.value or "at run time"), str(f.multiple) if f.multiple > 1 else "", str(f.pad or ""), f.cure) for f in findings]
+    if rows:
+        print_table(("size", "module", "layers", "dimension", "value", "multiple of", "to pad", "what to do"), rows, title="sizes of quantized GEMMs")
+        print()
+    errors = sum(v.severity == "error" for v in violations)
+    print(f"{errors} error{'s' if errors != 1 else ''}, {len(violations) - errors} warning{'s' if len(violations) - errors != 1 else ''}")
+
+
+def _list(as_json: bool) -> int:
+    rows = [(rule.severity, rule.id, rule.expected, " and ".join(map(str, rule.holds)), rule.source) for rule in rules()]
+    if as_json:
+        print_json([dict(zip(("severity", "id", "expected", "holds", "source"), row, strict=True)) for row in rows])
+    else:
+        print_table(("severity", "rule", "what it expects", "holds for", "source"), rows, title=f"{len(rows)} rules")
+    return 0

@@ -1,0 +1,65 @@
+"""`mpbridge doctor`: what is installed here (or on a target), and which recipe runs there how."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from mpbridge.checks.capability import Capability, can_run
+from mpbridge.checks.probe import environment, gpus
+from mpbridge.cli._target import Target, add_target_arguments, target
+from mpbridge.cli.text import print_json, print_table
+from mpbridge.precision.registry import recipe, recipes
+from mpbridge.precision.resolve import resolve
+
+SUMMARY = "which recipes run natively, emulated or not at all, here or on a --target"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    add_target_arguments(parser)
+    parser.add_argument("--recipe", metavar="NAME", help="only this one; exit 1 unless it runs natively")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table; 1 when a single recipe was asked about and does not run natively."""
+    where = target(args)
+    names = (recipe(args.recipe).name,) if args.recipe else tuple(recipes)
+    answers = {name: can_run(resolve(recipes[name].make()), where.machine, where.versions) for name in names}
+    if args.json:
+        print_json(as_data(where, answers))
+    else:
+        _print(where, answers)
+    return 1 if args.recipe and not all(answer.native for answer in answers.values()) else 0
+
+
+def as_data(where: Target, answers: dict[str, Capability]) -> dict[str, object]:
+    """The answer in JSON types."""
+    machine = dataclasses.asdict(where.machine) | {"sm": where.machine.sm, "peak": dict(where.machine.peak)}
+    found = {"gpus": [gpu.name for gpu in gpus()], "environment": environment()} if where.here else {}
+    return {
+        "machine": machine,
+        "versions": dataclasses.asdict(where.versions),
+        "assumed": list(where.assumed),
+        **found,
+        "recipes": {name: dataclasses.asdict(answer) for name, answer in answers.items()},
+    }
+
+
+def _print(where: Target, answers: dict[str, Capability]) -> None:
+    machine = where.machine
+    print(f"machine   {machine.name} ({machine.sm}), {machine.memory_bytes / 2**30:.1f} GiB{f', {machine.note}' if machine.note else ''}")
+    if machine.peak:
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in machine.peak)
+        print(f"peak      {rates} dense TFLOP/s, {machine.bandwidth / 1e9:g} GB/s ({machine.source})")
+    for name, value in dataclasses.asdict(where.versions).items():
+        print(f"{name.replace('_', ' '):19}{value or ('not there' if where.here else 'not said')}{' (assumed)' if any(a.startswith(name.replace('_', ' ')) for a in where.assumed) else ''}")
+    if where.here:
+        unused = [gpu.name for gpu in gpus()] if not machine.gpu else []
+        print(f"gpus               {', '.join(gpu.name for gpu in gpus()) or 'none'}{' (torch is a build without CUDA)' if unused else ''}")
+        for name, value in environment().items():
+            print(f"{name}={value}")
+    print()
+    rows = [(name, answer.how + ("" if answer.proven else ", unproven"), answer.nearest or "", answer.reason) for name, answer in answers.items()]
+    print_table(("recipe", "runs", "nearest that runs", "why"), rows)

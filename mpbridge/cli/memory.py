@@ -1,0 +1,115 @@
+"""`mpbridge memory`: bytes a GPU by role, beside bf16_mixed, and whether it fits."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from mpbridge.checks.compare import REFERENCE, Comparison, against_bf16
+from mpbridge.checks.memory import RESERVED, STATES, Fit, Memory, duplicate_main, fit, memory, total_parameters
+from mpbridge.checks.run import RunFacts
+from mpbridge.cli._target import Target, add_target_arguments, target
+from mpbridge.cli.options import add_run_arguments, resolved
+from mpbridge.cli.text import print_json, print_table
+from mpbridge.config.container import Run
+
+SUMMARY = "bytes on each GPU by role, beside bf16_mixed, and whether they fit"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    add_run_arguments(parser)
+    add_target_arguments(parser)
+    parser.add_argument("--rank", type=int, metavar="N", help="of this rank (default: of the pipeline stage that holds most)")
+    parser.add_argument("--stages", action="store_true", help="every pipeline stage")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table; 1 when a GPU is known and the run does not fit."""
+    where = target(args)
+    made = resolved(args, machine=where.machine, versions=where.versions)
+    facts = where.facts(made.facts)
+    mine = memory(made.policy, facts, rank=args.rank)
+    plain = dataclasses.replace(made.container, mixed_precision=REFERENCE, engine=made.engine, emulate=False)
+    other = plain.resolved(made.world_size, machine=where.machine, versions=where.versions, training=False)
+    compared = against_bf16(made.policy, facts, mine=mine, reference=(other.policy, where.facts(other.facts)))
+    fits = fit(made.policy, facts, where.machine) if where.machine.gpu else None
+    stages = _stages(made, facts) if args.stages else ()
+    if args.json:
+        print_json(as_data(made, facts, compared, fits, stages))
+    else:
+        _print(made, facts, where, compared, fits, stages)
+    return 1 if fits is not None and not fits.ok else 0
+
+
+def as_data(made: Run, facts: RunFacts, compared: Comparison, fits: Fit | None, stages: tuple[Memory, ...] = ()) -> dict[str, Any]:
+    """The estimate in JSON types; bytes."""
+    return {
+        "recipe": made.recipe,
+        "world_size": made.world_size,
+        "parameters": total_parameters(facts),
+        **_plain(compared.mine),
+        "reference": {"recipe": REFERENCE} | _plain(compared.reference),
+        "difference": compared.difference,
+        "reasons": list(compared.reasons),
+        "duplicate_main_weights": duplicate_main(facts, rank=compared.mine.rank),
+        "fit": None if fits is None else dataclasses.asdict(fits) | {"reserved": RESERVED},
+        "stages": [_plain(stage) for stage in stages],
+    }
+
+
+def _plain(one: Memory) -> dict[str, Any]:
+    return {
+        "rank": one.rank,
+        "stage": one.stage,
+        "exact": one.exact,
+        "roles": dict(one.roles),
+        "states": one.states,
+        "bytes_per_parameter": one.bytes_per_parameter,
+        "parameters_on_rank": one.elements,
+        "estimates": {"activations": one.activations, "communication": one.communication},
+        "total": one.total,
+    }
+
+
+def _stages(made: Run, facts: RunFacts) -> tuple[Memory, ...]:
+    step = facts.parallel.world_size // facts.parallel.pipeline
+    return tuple(memory(made.policy, facts, rank=stage * step) for stage in range(facts.parallel.pipeline))
+
+
+def _print(made: Run, facts: RunFacts, where: Target, compared: Comparison, fits: Fit | None, stages: tuple[Memory, ...]) -> None:
+    mine, other, sizes = compared.mine, compared.reference, facts.parallel
+    print(f"recipe {made.recipe}, engine {made.engine}: {total_parameters(facts) / 1e9:.2f}e9 parameters on {made.world_size} GPU{'s' if made.world_size > 1 else ''}")
+    print(f"tensor {sizes.tensor}, pipeline {sizes.pipeline}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}; rank {mine.rank} (stage {mine.stage}) holds most\n")
+    rows = [(name, _mib(mine.roles.get(name, 0)), _mib(other.roles.get(name, 0)), _each(mine, name), "") for name in STATES if name in mine.roles or name in other.roles]
+    rows.append(("states", _mib(mine.states), _mib(other.states), f"{mine.bytes_per_parameter:.2f}", "" if mine.exact else "without its engine's alignment"))
+    rows += [(name, _mib(getattr(mine, name)), _mib(getattr(other, name)), "", "estimate") for name in ("communication", "activations") if getattr(mine, name) or getattr(other, name)]
+    rows.append(("total", _mib(mine.total), _mib(other.total), "", ""))
+    print_table(("role", "MiB", f"{REFERENCE} MiB", "bytes/parameter", ""), rows)
+    if stages:
+        print()
+        print_table(("stage", "states MiB", "activations MiB (estimate)", "total MiB"), [(str(s.stage), _mib(s.states), _mib(s.activations), _mib(s.total)) for s in stages])
+    if compared.reasons:
+        print(f"\nwhy it differs from {REFERENCE}")
+        for reason in compared.reasons:
+            print(f"  {reason}")
+    if fits is not None:
+        _say_fit(fits, where)
+
+
+def _say_fit(fits: Fit, where: Target) -> None:
+    need, have = fits.needed / 2**30, fits.available / 2**30
+    verdict = "fits" if fits.ok else "does not fit"
+    print(f"\n{verdict} on {where.machine.name}: {need:.1f} GiB of {have:.1f} ({RESERVED / 2**30:.0f} GiB kept free for CUDA and NCCL, an assumption)")
+    for way in fits.ways:
+        print(f"  {way}")
+
+
+def _each(mine: Memory, name: str) -> str:
+    return f"{mine.roles.get(name, 0) / max(1, mine.elements):.2f}"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f}"
