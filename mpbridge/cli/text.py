@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+ROOM = 28
+"""Characters below which a text column is no longer readable beside the others."""
 
 
 def on_terminal() -> bool:
@@ -21,12 +25,13 @@ def print_json(data: Any) -> None:
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
     """Rows under their headings. Cells are plain text."""
     rows = [[str(cell) for cell in row] for row in rows]
-    if on_terminal():
+    width = shutil.get_terminal_size().columns
+    if on_terminal() and _room(columns, rows, width) >= ROOM:
         _rich(columns, rows, title)
         return
     if title:
         print(title)
-    for line in aligned(columns, rows):
+    for line in stacked(columns, rows) if on_terminal() else aligned(columns, rows):
         print(line)
 
 
@@ -38,6 +43,19 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table if row]
 
 
+def stacked(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """As `aligned`, with the last column's text on a line of its own: for narrow terminals."""
+    lines = aligned(columns[:-1], [row[:-1] for row in rows])
+    return [lines[0], *(part for line, row in zip(lines[1:], rows, strict=True) for part in (line, f"    {row[-1]}"))]
+
+
+def _room(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> int:
+    """Characters that are left for the last column when the others stay whole; ROOM when it needs less."""
+    longest = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    left = width - sum(longest[:-1]) - 4 * len(columns)
+    return ROOM if left >= longest[-1] else left
+
+
 def _rich(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> None:
     from rich import box
     from rich.console import Console
@@ -46,7 +64,7 @@ def _rich(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> 
 
     table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for i, column in enumerate(columns):
-        table.add_column(column, overflow="fold", no_wrap=i == 0)  # the first one is what people copy
+        table.add_column(column, overflow="fold", no_wrap=i < len(columns) - 1)
     for row in rows:
         table.add_row(*map(Text, row))
     Console(highlight=False).print(table)

@@ -155,6 +155,16 @@ def test_tables_are_richs_on_a_terminal_and_aligned_elsewhere(monkeypatch, capsy
     assert "[y]" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("width", [40, 80, 100, 200])
+def test_names_stay_whole_on_every_terminal(monkeypatch, capsys, width):
+    monkeypatch.setattr(text, "on_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for entry in BUILT_IN:
+        assert any(line.split()[:1] == [entry.name] for line in lines)
+
+
 def test_train_takes_the_world_from_torchrun_and_hands_over_the_run(monkeypatch, said):
     import types
 
