@@ -227,7 +227,7 @@ def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
 
     here = path.resolve()
     if here in seen:
-        raise RecipeError(f"{path}: extends itself through {' -> '.join(p.name for p in (*seen, here))}")
+        raise RecipeError(f"recipe file {path}: extends itself through {' -> '.join(p.name for p in (*seen, here))}")
     try:
         data = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

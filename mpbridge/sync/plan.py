@@ -47,7 +47,9 @@ class Write:
 
     def __str__(self) -> str:
         if not self.conflict:
-            return f"{self.name}: {show(self.before)} -> {show(self.after)}  ({self.why})"
+            before, after = show(self.before), show(self.after)
+            # another spelling of the same: only the raw value shows what was wrong with it
+            return f"{self.name}: {str(self.before) if before == after else before} -> {after}  ({self.why})"
         # inputs say who wrote them; of a live value one can only say that it is not the class's default
         source = "was not the default" if self.set_by == "somebody" else f"set by {self.set_by}"
         cure = f"to keep it: {self.keep}" if self.keep else "another recipe keeps it: mpbridge list"

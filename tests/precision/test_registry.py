@@ -120,7 +120,7 @@ def test_an_exception_inside_a_factory_is_never_an_unknown_name(fault: Exception
 
 def test_a_config_that_a_factory_misspells_is_the_factorys_fault() -> None:
     register(name="misspells")(lambda: MixedPrecisionConfig().derive(bf61=True))
-    with pytest.raises(RecipeError, match="recipe 'misspells' failed: no field of MixedPrecisionConfig named 'bf61' .nearest: bf16"):
+    with pytest.raises(RecipeError, match=r"recipe 'misspells' failed: no field of MixedPrecisionConfig named 'bf61' .nearest: bf16"):
         get_mixed_precision_config("misspells")
 
 

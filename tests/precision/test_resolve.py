@@ -72,7 +72,7 @@ def test_contradictions_are_named(case: str) -> None:
 def test_more_edge_layers_than_the_model_has_is_a_fault_where_the_depth_is_known() -> None:
     config = get_mixed_precision_config("nemotron_3_super_bf16_with_nvfp4_mixed")
     resolve(config, layers=14)
-    with pytest.raises(Contradiction, match="0 . 14 edge layers stay in bf16 but the model has 12"):
+    with pytest.raises(Contradiction, match=r"0 . 14 edge layers stay in bf16 but the model has 12"):
         resolve(config, layers=12)
 
 
@@ -145,7 +145,7 @@ PLAIN = [name for name in MixedPrecisionConfig.__dataclass_fields__ if not name.
 @given(st.dictionaries(st.sampled_from(PLAIN), st.one_of(ANYTHING, WORDS, st.booleans()), max_size=8))
 def test_whatever_the_values_the_answer_is_a_policy_or_a_contradiction(values: dict[str, Any]) -> None:
     try:
-        config = MixedPrecisionConfig(**values)
-        assert PrecisionPolicy.from_data(resolve(config).as_data()) == resolve(config)
-    except Contradiction as error:
-        assert error.faults
+        policy = resolve(MixedPrecisionConfig(**values))
+    except Contradiction:
+        return
+    assert PrecisionPolicy.from_data(policy.as_data()) == policy

@@ -1,0 +1,139 @@
+"""Tables of the README and the docs, generated from the code: `python scripts/tables.py` rewrites them, `--check` says which are out of date.
+
+A page asks for a table with a pair of lines, and what stands between them is generated:
+
+    <!-- table:NAME -->
+    <!-- end of table -->
+
+A new table is a function here that returns Markdown, under @table("NAME").
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # runs in a checkout where nothing is installed
+
+BLOCK = re.compile(r"(<!-- table:(?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+TABLES: dict[str, Callable[[], str]] = {}
+
+
+def table(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
+    def enter(make: Callable[[], str]) -> Callable[[], str]:
+        if name in TABLES:
+            raise SystemExit(f"two tables named {name!r}")
+        TABLES[name] = make
+        return make
+
+    return enter
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines)
+
+
+@table("recipes")
+def recipe_table() -> str:
+    from mpbridge.precision.recipes import BUILT_IN
+
+    def needs(arch: tuple[int, int] | None) -> str:
+        return "any machine" if arch is None else f"compute capability {arch[0]}.{arch[1]}"
+
+    rows = [
+        (f"`{r.name}`", r.summary, needs(r.needs), f"{r.status}{f', engine {r.engine}' if r.engine else ''}", ", ".join(f"`{a}`" for a in r.aliases))
+        for r in BUILT_IN
+    ]
+    return markdown(("recipe", "what it does", "needs", "status", "also called"), rows)
+
+
+@table("sources")
+def source_table() -> str:
+    from mpbridge.precision.recipes import BUILT_IN
+
+    return markdown(("recipe", "values and evidence", "what it wants"), [(f"`{r.name}`", r.source, "; ".join(r.hints)) for r in BUILT_IN])
+
+
+@table("differences")
+def difference_table() -> str:
+    import json
+
+    from mpbridge.precision.recipes import BUILT_IN, DIFFERENCES
+
+    reference = json.loads((ROOT / "tests" / "golden" / "recipes.json").read_text(encoding="utf-8"))["reference"]
+    ours = {entry.name: entry.make().stored() for entry in BUILT_IN}
+
+    def said(value: object) -> str:
+        return f"`{json.dumps(value)}`"
+
+    rows = [
+        (f"`{name}`", f"`{field}`", said((reference["class_defaults"] | reference["recipes"][name])[field]), said(ours[name][field]), reason)
+        for (name, field), reason in DIFFERENCES.items()
+    ]
+    return markdown(("recipe", "field", "Megatron Bridge", "mpbridge", "why"), rows)
+
+
+@table("fields")
+def field_table() -> str:
+    """What a recipe decides on megatron-core's configs."""
+    from mpbridge.sync.fields import TABLE
+
+    rows = [
+        (f"`{row.target}.{row.field}`", row.why, f"`mixed_precision.{row.knob}`" if row.knob else "another recipe", row.kind) for row in TABLE
+    ]
+    return markdown(("field", "what it is", "what changes it", "kind"), rows)
+
+
+@table("left-alone")
+def left_alone_table() -> str:
+    """Precision fields that no recipe decides."""
+    from mpbridge.sync.classes import PROCESS_WIDE, USERS_OWN
+
+    rows = [(f"`{'.'.join(key)}`", why, kind) for kind, which in (("yours", USERS_OWN), ("process-wide", PROCESS_WIDE)) for key, why in which.items()]
+    return markdown(("field", "what it does", "whose"), rows)
+
+
+def filled(text: str, page: str) -> str:
+    def fill(found: re.Match[str]) -> str:
+        if found["name"] not in TABLES:
+            raise SystemExit(f"{page}: no table named {found['name']!r} (known: {', '.join(TABLES)})")
+        return f"{found[1]}{TABLES[found['name']]()}\n{found[3]}"
+
+    return BLOCK.sub(fill, text)
+
+
+def pages() -> list[Path]:
+    return [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if path.is_file()]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when a table is out of date")
+    parser.add_argument("--print", metavar="NAME", dest="shown", help="print one table")
+    parser.add_argument("page", nargs="*", type=Path, help="default: README.md and docs/*.md")
+    args = parser.parse_args(arguments)
+    if args.shown:
+        if args.shown not in TABLES:
+            parser.error(f"no table named {args.shown!r} (known: {', '.join(TABLES)})")
+        print(TABLES[args.shown]())
+        return 0
+    stale = []
+    for page in args.page or pages():
+        text = page.read_text(encoding="utf-8")
+        new = filled(text, page.name)
+        if new != text:
+            stale.append(page.name)
+            if not args.check:
+                page.write_text(new, encoding="utf-8")
+    if stale:
+        print(f"{'out of date' if args.check else 'rewritten'}: {', '.join(stale)}")
+    return 1 if stale and args.check else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

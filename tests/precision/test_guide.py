@@ -1,0 +1,110 @@
+"""What users of Megatron Bridge have in their scripts runs here with the import path changed, and means what its guide says.
+
+The calls follow the examples of its mixed-precision guide (Custom Mixed Precision Configuration, FP8 Recipe Examples, Custom FP8 Configuration,
+Registering Custom Mixed Precision Recipes, Configuration Synchronization); read 2026-08.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from mpbridge import ConfigContainer, MixedPrecisionConfig, get_mixed_precision_config, recipes, register, resolve
+from mpbridge.checks.machines import machine
+from mpbridge.config.run import Run
+from mpbridge.formats import DType
+from mpbridge.precision import registry
+
+SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "max_sequence_length": 32}
+
+
+def resolved(mixed_precision: Any, **sections: Any) -> Run:
+    """The run of a container that says nothing about precision itself, but for `sections`."""
+    given = {"model": SIZES, "optimizer": {"lr": 1e-3}, "ddp": {}, "train": {"train_iters": 1}} | sections
+    return ConfigContainer(mixed_precision=mixed_precision, **given).resolved(machine=machine("h100"), training=False)
+
+
+@pytest.mark.parametrize(("name", "half"), [("bf16_mixed", "bf16"), ("fp16_mixed", "fp16")])
+def test_a_recipe_is_a_string_in_the_container(name: str, half: str) -> None:
+    run = resolved(name)
+    assert run.recipe == name
+    assert run.plan.of("model")[half] is True
+    assert run.plan.of("optimizer")[half] is True
+    # half precision in all layers, optimizer states and main weights in FP32
+    assert run.policy.compute.short == half
+    assert {run.policy.main_params, run.policy.exp_avg, run.policy.exp_avg_sq} == {DType.FP32}
+
+
+def test_a_custom_bf16_configuration() -> None:
+    bf16_config = MixedPrecisionConfig(bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, autocast_enabled=False, grad_reduce_in_fp32=True)
+    assert bf16_config.params_dtype is torch.bfloat16
+    assert resolved(bf16_config).policy == resolved("bf16_mixed").policy
+
+
+def test_fp8_by_recipe_name() -> None:
+    run = resolved("bf16_with_fp8_current_scaling_mixed")
+    written = run.plan.of("model")
+    assert (written["fp8"], written["fp8_recipe"], written["first_last_layers_bf16"]) == ("hybrid", "tensorwise", True)
+
+
+def test_a_custom_fp8_configuration() -> None:
+    fp8_config = MixedPrecisionConfig(
+        bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, fp8="hybrid", fp8_recipe="tensorwise", fp8_margin=0,
+        fp8_amax_history_len=1024, fp8_amax_compute_algo="max", fp8_param_gather=True,
+    )  # fmt: skip
+    run = resolved(fp8_config)
+    assert run.plan.of("ddp")["fp8_param_gather"] is True
+    assert run.plan.of("model")["fp8_param"] is True  # one fact there too
+    assert run.plan.of("model")["fp8_amax_history_len"] == 1024
+
+
+@pytest.fixture
+def _clean_registry() -> Iterator[None]:
+    len(recipes)
+    yield
+    registry.unregister("my_custom_fp8_recipe")
+
+
+@pytest.mark.usefixtures("_clean_registry")
+def test_a_recipe_of_ones_own_by_decorator() -> None:
+    @register
+    def my_custom_fp8_recipe() -> MixedPrecisionConfig:
+        """FP8 with settings of my own."""
+        return MixedPrecisionConfig(bf16=True, fp8="hybrid", fp8_recipe="tensorwise", fp8_param_gather=True)
+
+    config = get_mixed_precision_config("my_custom_fp8_recipe")
+    assert (config.fp8, config.fp8_param) == ("hybrid", True)
+    # over there this example leaves params_dtype None, and pipeline parallelism then fails for want of a pipeline_dtype
+    policy = resolve(config)
+    assert (policy.params, policy.pipeline) == (DType.BF16, DType.BF16)
+    assert resolved("my_custom_fp8_recipe").plan.of("model")["params_dtype"] is DType.BF16
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["mappings", "megatron-core's objects"])
+def test_the_recipe_takes_precedence_over_what_was_set_on_the_configs(live: bool) -> None:
+    model: Any = SIZES | {"bf16": False}
+    optimizer: Any = {"lr": 1e-3, "bf16": False}
+    if live:
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        model = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)
+        optimizer = OptimizerConfig(lr=1e-3)
+        model.bf16 = False
+        optimizer.bf16 = False
+    run = resolved("bf16_mixed", model=model, optimizer=optimizer, data={"seq_length": 32})
+    assert run.plan.of("model")["bf16"] is True
+    assert run.plan.of("optimizer")["bf16"] is True
+    if not live:  # over there it happens in silence; a live False cannot be told from the default
+        assert {write.name for write in run.plan.conflicts} == {"model.bf16", "optimizer.bf16"}
+
+
+def test_fp8_parameters_have_the_names_and_the_defaults_that_the_guide_lists() -> None:
+    plain = MixedPrecisionConfig()
+    assert (plain.fp8, plain.first_last_layers_bf16, plain.fp8_margin, plain.fp8_amax_history_len, plain.fp8_amax_compute_algo) == (None, False, 0, 1, "most_recent")
+    meant = resolve(MixedPrecisionConfig(bf16=True, fp8="hybrid")).fp8
+    assert meant is not None
+    assert (meant.scaling, meant.stored) == ("tensorwise", False)

@@ -1,0 +1,54 @@
+"""The pages' tables are what the code says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mpbridge_tables", ROOT / "scripts" / "tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_table_of_every_page_is_up_to_date(tables: ModuleType) -> None:
+    for page in tables.pages():
+        text = page.read_text(encoding="utf-8")
+        assert tables.filled(text, page.name) == text, f"{page.name}: python scripts/tables.py"
+
+
+def test_a_stale_table_is_found_and_rewritten(tables: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "PAGE.md"
+    page.write_text("before\n<!-- table:differences -->\nold\n<!-- end of table -->\nafter\n")
+    assert tables.main(["--check", str(page)]) == 1
+    assert "old" in page.read_text()
+    assert tables.main([str(page)]) == 0
+    assert page.read_text().startswith("before\n<!-- table:differences -->\n| recipe | field |")
+    assert page.read_text().endswith("|\n<!-- end of table -->\nafter\n")
+    assert tables.main(["--check", str(page)]) == 0
+    assert capsys.readouterr().out == "out of date: PAGE.md\nrewritten: PAGE.md\n"
+
+
+def test_a_page_that_asks_for_an_unknown_table_is_an_error(tables: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="no table named 'recipe'"):
+        tables.filled("<!-- table:recipe -->\n<!-- end of table -->\n", "PAGE.md")
+
+
+def test_the_tables_name_every_recipe_and_difference(tables: ModuleType) -> None:
+    from mpbridge.precision.recipes import BUILT_IN, DIFFERENCES
+
+    assert tables.recipe_table().count("\n") == len(BUILT_IN) + 1
+    assert tables.difference_table().count("\n") == len(DIFFERENCES) + 1
+    for make in tables.TABLES.values():
+        widths = {line.replace("\\|", "").count("|") for line in make().splitlines()}
+        assert len(widths) == 1
