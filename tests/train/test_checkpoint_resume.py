@@ -1,0 +1,174 @@
+"""Interrupted and resumed is uninterrupted, to the bit; and every verdict is true of the run that follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.train import survival
+import torch
+from tests.train.survival import Hook, go, run
+
+from mpbridge.checks.resume import read_fingerprint, verdict
+from mpbridge.errors import CheckpointError, Refused
+from mpbridge.train import checkpoint, store
+
+DIST = {"use_distributed_optimizer": True}
+FP16 = {"recipe": "fp16_mixed", "initial_loss_scale": 4096.0}
+DELAYED = {"recipe": "bf16_with_fp8_delayed_scaling_mixed", "fp8_param_gather": False, "fp8_amax_history_len": 4}
+STILL = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def broken_off(folder: Path, recipe, at=3, **sections):
+    """The uninterrupted run, and the same one saved behind step `at` and resumed."""
+    kept = {"save": str(folder), "load": str(folder)} | sections.pop("checkpoint", {})
+    whole = go(run(recipe, **sections))
+    first = go(run(recipe, checkpoint=kept, train={"exit_interval": at}, **sections))
+    second = go(run(recipe, checkpoint=kept, **sections))
+    return whole, first, second
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sections"),
+    [
+        pytest.param("fp32", {}, id="fp32"),
+        pytest.param("bf16_mixed", {}, id="bf16"),
+        pytest.param(FP16, {}, id="fp16"),
+        pytest.param("fp16_mixed", {}, id="fp16 while every step is skipped"),
+        pytest.param("fp32", {"ddp": DIST}, id="fp32 distributed"),
+        pytest.param("bf16_mixed", {"ddp": DIST}, id="bf16 distributed"),
+        pytest.param(FP16, {"ddp": DIST}, id="fp16 distributed"),
+        pytest.param("bf16_mixed_bf16_moments", {"ddp": DIST}, id="bf16 moments and remainders"),
+        pytest.param("bf16_mixed", {"checkpoint": {"async_save": True, "save_interval": 1, "keep_last": 1}}, id="in the background"),
+        pytest.param(DELAYED, {"emulate": True}, id="fp8 delayed emulated"),
+        pytest.param("bf16_with_nvfp4_mixed", {"emulate": True, "ddp": DIST}, id="nvfp4 emulated, stochastic rounding"),
+    ],
+)
+def test_resumed_is_uninterrupted_to_the_bit(tmp_path, recipe, sections):
+    whole, first, second = broken_off(tmp_path, recipe, **sections)
+    assert whole.losses == first.losses | second.losses
+    assert sorted(second.losses) == [4, 5, 6]
+    assert whole.digest == second.digest
+    assert len(set(whole.losses.values())) == 6
+
+
+def values(training):
+    """'role name' -> FP32 values of main weights (the parameters themselves where there are none) and moments."""
+    from mpbridge.engines.optimizers import join
+
+    live = list(training.engine.tensors())
+    found = {}
+    for one in live:
+        if one.role == "params":
+            found.setdefault(f"main {one.parameter}", one.tensor.detach().float().flatten().clone())
+    params = {one.parameter: one.tensor.detach() for one in live if one.role == "params"}
+    for one in live:
+        if one.role == "main_params":
+            halves = one.tensor.dtype is torch.int16
+            whole = join(params[one.parameter].flatten(), one.tensor.flatten()) if halves else one.tensor.detach().float().flatten()
+            found[f"main {one.parameter}"] = whole.clone()
+        elif one.role in ("exp_avg", "exp_avg_sq"):
+            found[f"{one.role} {one.parameter}"] = one.tensor.detach().float().flatten().clone()
+    return found
+
+
+class Grab(Hook):
+    """Values behind step 3 of the run that is saved, or as they are after loading."""
+
+    def started(self, training):
+        self.loaded = values(training)
+
+    def stepped(self, training, result):
+        if training.counters.iteration == 3:
+            self.saved = values(training)
+
+
+EXACT = {"main", "exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind", "exact"),
+    [
+        pytest.param("fp32", "bf16_mixed", "safe", EXACT, id="fp32 to bf16"),
+        pytest.param("bf16_mixed", "fp32", "safe", EXACT, id="bf16 to fp32"),
+        pytest.param("bf16_mixed", FP16, "safe", EXACT, id="bf16 to fp16"),
+        pytest.param(FP16, "bf16_mixed", "lossy", EXACT, id="fp16 to bf16: the scaler is lost"),
+        pytest.param("bf16_mixed", "bf16_mixed+", "safe", EXACT, id="to the distributed optimizer"),
+        pytest.param("bf16_mixed+", "fp32", "safe", EXACT, id="from the distributed optimizer"),
+        pytest.param("bf16_mixed_bf16_moments+", "bf16_mixed", "safe", EXACT, id="remainders and narrow moments to wide"),
+        pytest.param("bf16_mixed", "bf16_mixed_bf16_moments+", "lossy", {"main"}, id="moments narrowed, main weights kept"),
+        pytest.param("fp32", "full_bf16", "lossy", set(), id="main weights narrowed"),
+        pytest.param("full_bf16", "fp32", "safe", EXACT, id="everything widened"),
+    ],
+)
+def test_verdicts_are_true_of_the_run(tmp_path, before, after, kind, exact):
+    def made(spec, **sections):
+        name = spec.removesuffix("+") if isinstance(spec, str) else spec
+        return run(name, iters=5, model=STILL, **({"ddp": DIST} if isinstance(spec, str) and spec.endswith("+") else {}), **sections)
+
+    first, second = Grab(), Grab()
+    go(made(before, checkpoint={"save": str(tmp_path)}, train={"exit_interval": 3}), first)
+    resumed = made(after, checkpoint={"load": str(tmp_path)})
+    said = verdict(read_fingerprint(store.locate(tmp_path)), checkpoint.of_run(resumed))
+    assert said.kind == kind
+    watch = go(resumed, second)
+    worst = {}
+    for name, value in first.saved.items():
+        role = name.partition(" ")[0]
+        worst[role] = max(worst.get(role, 0.0), float((value - second.loaded[name]).abs().max()))
+    assert {role for role, difference in worst.items() if difference == 0.0} == exact
+    # goes on where it was: a run that lost its place would start at the first loss, log 64 = 4.16
+    reference = go(made(before)).losses
+    for step, loss in watch.losses.items():
+        assert abs(loss - reference[step]) < 0.03, (watch.losses, reference)
+
+
+def test_weights_only_needs_to_be_asked_for(tmp_path):
+    go(run("bf16_mixed", checkpoint={"save": str(tmp_path)}, train={"exit_interval": 3}))
+    sgd = {"optimizer": "sgd", "sgd_momentum": 0.9}
+    with pytest.raises(Refused, match="--reset-optimizer"):
+        go(run("bf16_mixed", checkpoint={"load": str(tmp_path)}, optimizer=sgd))
+    watch = go(run("bf16_mixed", checkpoint={"load": str(tmp_path), "reset_optimizer": True}, optimizer=sgd))
+    assert sorted(watch.losses) == [4, 5, 6]
+    assert watch.losses[4] < 4.0  # the weights were taken over
+
+
+def test_another_model_is_refused_before_anything_is_read(tmp_path):
+    go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
+    with pytest.raises(Refused, match="hidden_size is 64 in the checkpoint and 32 in the run"):
+        go(run("bf16_mixed", checkpoint={"load": str(tmp_path)}, model={"hidden_size": 32}))
+
+
+def test_another_schedule_is_an_error_that_names_the_cure(tmp_path):
+    go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
+    with pytest.raises(CheckpointError, match="scheduler.override_opt_param_scheduler=true"):
+        go(run("bf16_mixed", iters=2, checkpoint={"load": str(tmp_path)}, scheduler={"lr_decay_iters": 50}))
+    assert go(run("bf16_mixed", iters=2, checkpoint={"load": str(tmp_path)}, scheduler={"lr_decay_iters": 50, "override_opt_param_scheduler": True})).losses
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
+    go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
+
+
+def test_the_config_and_the_fingerprint_are_inside(tmp_path):
+    from mpbridge.config.container import ConfigContainer
+
+    made = run("bf16_mixed_bf16_moments", iters=1, ddp=DIST, checkpoint={"save": str(tmp_path)})
+    go(made)
+    place = store.locate(tmp_path)
+    assert ConfigContainer.load(place / checkpoint.CONFIG) == made.container
+    assert read_fingerprint(place).stored == {
+        "exp_avg": "float32", "exp_avg_sq": "float32", "main_params": "float32", "params": "bfloat16",
+    }  # fmt: skip
+
+
+def test_a_missing_need_is_an_error_at_start(tmp_path, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "psutil" else find(name, *rest))
+    with pytest.raises(CheckpointError, match="pip install 'psutil"):
+        go(run("bf16_mixed", checkpoint={"save": str(tmp_path)}))
+    assert not list(tmp_path.iterdir())
