@@ -12,7 +12,7 @@ from mpbridge.emulation.gemm import Plug, QuantizedLinear, check_shapes
 
 if TYPE_CHECKING:
     from mpbridge.emulation.emulation import Emulation
-    from mpbridge.precision.policy import PrecisionPolicy
+    from mpbridge.precision.policy import PrecisionPolicy, Quant
 
 EXPERT_PADDING = {"mxfp8": 32, "nvfp4": 128}
 """Tokens of an expert are padded to this multiple, else 16; megatron-core 0.16.1 fp8_utils.py:168 and fp4_utils.py:51."""
@@ -57,6 +57,11 @@ class EmulatedLinear(torch.nn.Linear):
     """A `torch.nn.Linear` whose forward goes through a plug; same parameters, same state dict."""
 
     plug: Plug
+
+    @property
+    def quant(self) -> Quant:
+        """The rule that this linear's GEMMs run under."""
+        return self.plug.quantizer.quant
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """input Wt + b with quantized operands."""

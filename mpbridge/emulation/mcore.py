@@ -32,6 +32,11 @@ class _Emulated:
     config: Any
     is_expert: bool
 
+    @property
+    def quant(self) -> Quant | None:
+        """The rule that this linear's GEMMs run under, for the audit; None: high precision."""
+        return None if self.plug is None else self.plug.quantizer.quant
+
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.plug is None or self.plug.emulation.is_paused:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc,no-any-return]
