@@ -119,5 +119,6 @@ class PlainTrainer:
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(self.main, self.clip)
         self.optimizer.step()
-        torch._foreach_copy_(list(self.model.parameters()), self.main)
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.model.parameters()), self.main)
         return total / len(batches)
