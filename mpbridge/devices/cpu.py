@@ -79,6 +79,10 @@ def _megatron_patches() -> Iterator[Patch]:
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16.1 names it without importing it where Transformer Engine is missing: NameError in the router
         yield moe_utils, "te_general_gemm", None
+    latent = _core("transformer.multi_latent_attention")
+    if not isinstance(latent.TELinear, type):
+        # 0.16.1 takes the placeholder for Transformer Engine itself: TypeError from isinstance() in every MLA layer
+        yield latent, "HAVE_TE", False
     for module in (moe_utils, dispatcher):
         if hasattr(module, "maybe_move_tensor_to_cpu"):
             yield module, "maybe_move_tensor_to_cpu", split_sizes

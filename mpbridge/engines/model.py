@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec, get_mlp_module_spec_for_backend
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -78,6 +80,17 @@ def local_layer_spec(config: Any, backend: Any, *, experts: int | None) -> Modul
     return ModuleSpec(module=getattr(backend, "transformer_layer", TransformerLayer), submodules=submodules)
 
 
+@contextmanager
+def latent_attention_takes(column: type) -> Iterator[None]:
+    """While layers are built: megatron-core's MLA checks its down projections against a list of classes, which knows no subclass (emulated linears)."""
+    listed = multi_latent_attention.ColumnParallelLinear
+    multi_latent_attention.ColumnParallelLinear = column
+    try:
+        yield
+    finally:
+        multi_latent_attention.ColumnParallelLinear = listed
+
+
 def _expert_layers(config: Any) -> list[bool]:
     """For each layer of the whole model whether it is a mixture of experts (moe_layer_freq: every n-th, or a list of 0 and 1)."""
     if not config.num_moe_experts:
@@ -119,11 +132,10 @@ def build_chunks(
     for chunk in range(virtual) if virtual else (None,):
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=chunk is None, vp_stage=chunk)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=chunk is None, vp_stage=chunk)
-        if backend is None and cuda:
-            spec = transformer_engine_spec(config, chunk=chunk)
-        else:
-            spec = block_spec(config, (backend or CpuSpecProvider)(config), chunk=chunk)
-        model = GPTModel(config=config, transformer_layer_spec=spec, pre_process=first, post_process=last, vp_stage=chunk, **arguments)
+        provider = None if backend is None and cuda else (backend or CpuSpecProvider)(config)
+        spec = transformer_engine_spec(config, chunk=chunk) if provider is None else block_spec(config, provider, chunk=chunk)
+        with nullcontext() if provider is None else latent_attention_takes(provider.column_parallel_linear()):
+            model = GPTModel(config=config, transformer_layer_spec=spec, pre_process=first, post_process=last, vp_stage=chunk, **arguments)
         if policy.logits is not None and last:
             _logits_in(model.output_layer, policy.logits.torch())
         chunks.append(_in_precision(config, model, policy))

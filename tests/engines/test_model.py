@@ -15,6 +15,17 @@ from mpbridge.errors import BadValue, Refused, UnknownName
 from tests.engines import tiny
 
 
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "rope_type": "rope",
+}
+
+
 @pytest.fixture
 def build(layer: None) -> Any:
     made: list[McoreEngine] = []
@@ -70,15 +81,7 @@ def test_blocked_attention_is_attention(length: int, dtype: torch.dtype, toleran
         {"attention_softmax_in_fp32": False},
         {"recompute_granularity": "selective"},
         {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 1e-2, "moe_layer_freq": 2, "moe_ffn_hidden_size": 64},
-        {
-            "multi_latent_attention": True,
-            "q_lora_rank": 32,
-            "kv_lora_rank": 16,
-            "qk_head_dim": 16,
-            "qk_pos_emb_head_dim": 8,
-            "v_head_dim": 16,
-            "rope_type": "rope",
-        },
+        LATENT,
     ],
     ids=lambda model: next(iter(model)),
 )
@@ -119,9 +122,11 @@ def test_a_backend_replaces_every_linear_of_every_layer(build: Any) -> None:
         def row_parallel_linear(self) -> type:
             return Row
 
-    engine = build("bf16", backend=Other, model={"num_moe_experts": 2, "moe_layer_freq": 2})
-    kinds = {type(module) for name, module in engine.model[0].named_modules() if "layers." in name and "linear" in name}
-    assert kinds == {Column, Row}
+    for model in ({"num_moe_experts": 2, "moe_layer_freq": 2}, LATENT):
+        engine = build("bf16", backend=Other, model=model)
+        kinds = {type(module) for name, module in engine.model[0].named_modules() if "layers." in name and "linear" in name}
+        assert kinds == {Column, Row}
+        engine.close()
 
 
 def test_logits_come_in_the_dtype_that_the_policy_says(build: Any) -> None:
