@@ -17,23 +17,36 @@ from mpbridge.sync.fields import ModuleRules
 
 
 class StageRecipe(RecipeConfig):  # type: ignore[misc]  # megatron-core is not typed
-    """megatron-core's recipe of one model chunk; `rules` says what it was made from. Without a known chunk it refuses to answer."""
+    """megatron-core's recipe of one model chunk; `rules` says what it was made from.
 
-    def __init__(self, rules: ModuleRules, data: dict[str, Any] | None) -> None:
-        plain = RecipeConfig.from_config_dict(data or {})
-        super().__init__(plain.matchers, plain.configs)
-        self.rules, self.compiled = rules, data is not None
+    Configs are usually made before ranks are known: then it is compiled when megatron-core first asks.
+    """
+
+    def __init__(self, rules: ModuleRules, config: Any, vp_stage: int | None = None) -> None:
+        super().__init__([], {})
+        self.rules, self.compiled = rules, False
+        self._config, self._vp_stage = config, vp_stage
+        self._compile()
+
+    def _compile(self) -> None:
+        chunk = chunk_layers(self._config, self._vp_stage)
+        if chunk is not None:
+            plain = RecipeConfig.from_config_dict(as_dict(self.rules, chunk, self._config.num_layers))
+            self.matchers, self.configs, self.compiled = plain.matchers, plain.configs, True
 
     def match(self, operator_context: Any) -> Any:
-        """The quantization of a module, or None where the block around it decides."""
+        """The quantization of a module, or None where the block around it decides. Raises Refused when the chunk is still not known."""
+        if not self.compiled:
+            self._compile()
         if not self.compiled:
             raise Refused(
-                "module rules under pipeline parallelism belong to one model chunk: call mpbridge.engines.quant_recipe.enter_chunk(config, vp_stage) before GPTModel"
+                "module rules under an interleaved pipeline belong to one model chunk: "
+                "call mpbridge.engines.quant_recipe.enter_chunk(config, vp_stage) before each GPTModel"
             )
         return super().match(operator_context)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, StageRecipe) and (self.rules, self.compiled) == (other.rules, other.compiled)
+        return isinstance(other, StageRecipe) and self.rules == other.rules
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -44,12 +57,11 @@ class StageRecipe(RecipeConfig):  # type: ignore[misc]  # megatron-core is not t
 
 def compile_rules(rules: ModuleRules, config: Any, vp_stage: int | None = None) -> StageRecipe:
     """`rules` for the model chunk that this rank builds from `config`; left open where the chunk is not known yet."""
-    chunk = chunk_layers(config, vp_stage)
-    return StageRecipe(rules, None if chunk is None else as_dict(rules, chunk, config.num_layers))
+    return StageRecipe(rules, config, vp_stage)
 
 
 def enter_chunk(config: Any, vp_stage: int | None = None) -> None:
-    """Makes `config.quant_recipe` that of one chunk; call it before each GPTModel of an (interleaved) pipeline. Nothing happens without module rules."""
+    """Makes `config.quant_recipe` that of one chunk; call it before each GPTModel of an interleaved pipeline. Nothing happens without module rules."""
     recipe = getattr(config, "quant_recipe", None)
     if isinstance(recipe, StageRecipe):
         config.quant_recipe = compile_rules(recipe.rules, config, vp_stage)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from megatron.core.quantization.quant_config import MatchContext, RecipeConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from sync_kit import POLICIES, applied, built, live
@@ -93,7 +98,7 @@ def test_module_rules_reach_the_config_and_leave_it_again() -> None:
 
 
 def test_rules_for_a_pipeline_do_not_answer_before_the_stage_is_known() -> None:
-    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=2, pipeline_dtype=__import__("torch").bfloat16)
+    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=2, pipeline_dtype=torch.bfloat16)
     recipe = quant_recipe.compile_rules(ModuleRules(regions=SHAPES["edges before rules"]), config)
     assert not recipe.compiled
     with pytest.raises(Refused, match="enter_chunk"):
@@ -101,8 +106,16 @@ def test_rules_for_a_pipeline_do_not_answer_before_the_stage_is_known() -> None:
     assert copy.deepcopy(recipe) == recipe
 
 
+def test_rules_for_a_pipeline_are_compiled_when_ranks_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=2, pipeline_dtype=torch.bfloat16)
+    recipe = quant_recipe.compile_rules(ModuleRules(regions=(Region(first=3), Region(modules="mlp.*"), Region(quant=BASE))), config)
+    monkeypatch.setattr(quant_recipe.parallel_state, "model_parallel_is_initialized", lambda: True)
+    monkeypatch.setattr(quant_recipe.parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
+    assert [recipe.match(MatchContext(f"decoder.layers.{local}.mlp.linear_fc1", None)) is not None for local in (0, 1)] == [False, True]
+
+
 def test_a_stage_is_entered_with_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=2, pipeline_dtype=__import__("torch").bfloat16)
+    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=2, pipeline_dtype=torch.bfloat16)
     config.quant_recipe = quant_recipe.compile_rules(ModuleRules(regions=(Region(first=1), Region(modules="mlp.*"), Region(quant=BASE))), config)
     monkeypatch.setattr(quant_recipe.parallel_state, "model_parallel_is_initialized", lambda: True)
     for rank, expected in ((0, [None, {}]), (1, [{}, {}])):
@@ -121,3 +134,12 @@ def test_writing_module_rules_without_somebody_who_spells_them_is_refused() -> N
     with pytest.raises(BadValue, match=r"mpbridge\.apply"):
         commit(plan(policy, model=config))
     assert (config.bf16, config.fp8, config.quant_recipe) == (False, None, None)
+
+
+def test_two_stages_of_a_real_model_get_their_own_layers_rules() -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(Path(__file__).with_name("pipeline_worker.py"))]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("stage")) == [f"stage {n}: 12 linears as the policy says" for n in (0, 1)]
