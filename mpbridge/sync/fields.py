@@ -195,8 +195,9 @@ def _with_stored_mxfp8(facts: Facts, value: Any) -> bool:
     return quant is not None and quant.stored and quant.scaling == "mxfp8" and not facts.megatron_fsdp
 
 
-def _aware_says(facts: Facts, value: Any) -> bool:
-    return facts.aware
+def _state_turns(facts: Facts, value: Any) -> bool:
+    # a narrow state asks for the precision-aware optimizer by itself, unless the parameters are their own main copy
+    return facts.aware or (facts.policy.main_params_owner == "engine" and value != facts.policy.params)
 
 
 def _low_states(facts: Facts) -> bool:
@@ -266,13 +267,13 @@ _STATES: tuple[Place, ...] = (
     _row("optimizer", "store_param_remainders", _stated("remainders"), "main weights as 16 more bits of BF16 parameters", True, knob="store_param_remainders",
          turns=lambda f, v: v is False or f.policy.params is DType.BF16),
     _row("optimizer", "main_params_dtype", _state("main_params"), "main weights, as the precision-aware optimizer reads it", DType.FP32, knob="main_params_dtype",
-         turns=_aware_says),
+         turns=_state_turns),
     _row("optimizer", "main_grads_dtype", _state("main_grads"), "gradients, as the precision-aware optimizer reads it", DType.FP32, knob="main_grads_dtype",
          turns=lambda f, v: f.aware and f.policy.reduce is not DType.FP32),
     _row("optimizer", "exp_avg_dtype", _state("exp_avg"), "first Adam moment, as the precision-aware optimizer reads it", DType.FP32, knob="exp_avg_dtype",
-         turns=_aware_says),
+         turns=_state_turns),
     _row("optimizer", "exp_avg_sq_dtype", _state("exp_avg_sq"), "second Adam moment, as the precision-aware optimizer reads it", DType.FP32, knob="exp_avg_sq_dtype",
-         turns=_aware_says),
+         turns=_state_turns),
     _row("optimizer", "loss_scale", lambda f: f.policy.loss_scale and f.policy.loss_scale.static, "none: dynamic under FP16, off otherwise", None,
          knob="loss_scale"),
     _row("optimizer", "initial_loss_scale", _scale("initial"), "dynamic loss scale", 2.0**32, knob="initial_loss_scale"),

@@ -82,6 +82,7 @@ OTHERS = {
 BASES = {  # a config under which each knob may turn
     "delayed": MixedPrecisionConfig(bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_dot_product_attention=True),
     "edges": get_mixed_precision_config("fp8_cs"), "mxfp8": get_mixed_precision_config("mxfp8"), "fp16": get_mixed_precision_config("fp16"),
+    "bf16": MixedPrecisionConfig(bf16=True), "full": get_mixed_precision_config("full_bf16"),
     "aware": MixedPrecisionConfig(bf16=True, use_precision_aware_optimizer=True),
     "states": MixedPrecisionConfig(
         bf16=True, use_precision_aware_optimizer=True, grad_reduce_in_fp32=False, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", main_params_dtype="fp32",
@@ -95,8 +96,8 @@ BASES = {  # a config under which each knob may turn
 @pytest.mark.parametrize("row", KEEPERS, ids=lambda row: f"{row.target}.{row.field}")
 def test_the_line_that_would_keep_a_value_keeps_it(row: Any) -> None:
     kept = 0
-    for base, config in BASES.items():
-        current = resolve(config)
+    for base, config, optimizer in ((name, config, section) for name, config in BASES.items() for section in (None, {})):
+        current = resolve(config, optimizer=optimizer)
         other = OTHERS.get(row.field)
         if other is None:  # a flag: the other way round from what the recipe says
             now = plan(current, **{row.target: {}}).of(row.target).get(row.field, row.default)
