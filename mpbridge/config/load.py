@@ -21,6 +21,8 @@ TOP = (*SINGLE, *SECTIONS)
 """What a configuration file may hold at its top."""
 _TWIN = dict(TWINS) | {b: a for a, b in TWINS}
 _MODULES = "mixed_precision.modules."
+MOST_VALUES, DEEPEST = 20_000, 12
+"""Values in a configuration, and levels: both far above what any has."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,6 +116,8 @@ def read_file(path: Path) -> Tree:
         raise BadValue(f"configuration {path} cannot be read: {error}") from None
     if data is None:
         return {}
+    if not _is_tree(data):
+        raise BadValue(f"configuration {path}: it refers to itself, or is larger or deeper than any configuration is")
     if not isinstance(data, dict):
         raise BadValue(f"configuration {path}: expected a mapping of sections ({', '.join(TOP)}), got {type(data).__name__}")
     if "mixed_precision" in data:
@@ -154,9 +158,23 @@ def _value(text: str) -> Any:
     if not text.strip():
         raise BadValue("no value; to unset it write null, for an empty text ''")
     try:
-        return load_yaml(text)
+        value = load_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise BadValue(f"no YAML value: {' '.join(str(error).split())}") from None
+    if not _is_tree(value):
+        raise BadValue("it refers to itself, or is larger or deeper than any value is")
+    return value
+
+
+def _is_tree(data: Any) -> bool:
+    """Whether `data` ends: YAML's aliases can make it refer to itself, or to a part a million times."""
+    left, level = MOST_VALUES, [data]
+    for _ in range(DEEPEST):
+        level = [part for item in level[:left] if isinstance(item, (dict, list)) for part in (item.values() if isinstance(item, dict) else item)]
+        left -= len(level)
+        if not level or left < 0:
+            break
+    return left >= 0 and not level
 
 
 def _put(tree: Tree, name: str, value: Any) -> None:

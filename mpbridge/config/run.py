@@ -154,10 +154,10 @@ class Draft:
         inputs, sizes = joined(self.given, self.engine, self.faults)
         full = {name: filled(name, self.given[name]) for name in ("train", "data", "scheduler", "checkpoint", "logger")}
         model = filled("model", inputs["model"])
-        self.faults += shape_faults(model)
+        self._add(shape_faults(model))
         parallel = self._parallel(sizes, world_size)
         vocabulary, seq, most = lengths(model, full["data"], parallel.tensor if parallel else 1, self.faults)
-        self.faults += training_faults(full | inputs, parallel) if training else batch_faults(full["train"], parallel) if parallel else []
+        self._add(training_faults(full | inputs, parallel) if training else batch_faults(full["train"], parallel) if parallel else [])
         if len(self.stages) > 1 and full["train"]["train_iters"]:
             self._fit_schedule(full["train"], seq)
         if self.faults or not self.stages or parallel is None:
@@ -203,6 +203,10 @@ class Draft:
             origin=self.origin,
             realization="emulated" if self.container.emulate and policy.quantized else "native",
         )
+
+    def _add(self, found: list[str]) -> None:
+        """Takes up faults, but for "x is missing" where x was given and is at fault already."""
+        self.faults += [new for new in found if not any(old.startswith(f"{new.partition(' is missing')[0]}=") for old in self.faults)]
 
     def _fit_schedule(self, train: Section, seq: int) -> None:
         try:

@@ -102,13 +102,15 @@ def checked(section: str, values: Mapping[str, Any], faults: list[str]) -> dict[
             faults.append(f"{where}={_short(value)}: {_unknown(section, str(name), known)}")
             continue
         try:
-            out[name] = fit(known[name], value)
+            plain = fit(known[name], value)
         except BadValue as error:
             faults.append(f"{where}={error}")
             continue
         least = LEAST.get(where)
-        if least is not None and isinstance(out[name], (int, float)) and out[name] < least:
+        if least is not None and isinstance(plain, (int, float)) and plain < least:
             faults.append(f"{where}={value}: at least {least}")
+            continue
+        out[name] = plain
     return out
 
 

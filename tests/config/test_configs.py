@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 
@@ -90,17 +91,17 @@ def mutated(data, rng):
         inner = data.get(section)
         act = rng.randrange(5)
         if act == 0:
-            data[section] = rng.choice(ODD)
+            data[section] = copy.deepcopy(rng.choice(ODD))
         elif act == 1:
             data.pop(section, None)
         elif isinstance(inner, dict) and inner:
             key = rng.choice(list(inner))
             if act == 2:
-                inner[key] = rng.choice(ODD)
+                inner[key] = copy.deepcopy(rng.choice(ODD))
             elif act == 3:
                 inner[rng.choice(["", 3, None, key[::-1] if isinstance(key, str) else "k"])] = inner.pop(key)
             else:
-                inner[rng.choice(["fp8", "fp8_recipe", "recipe", "until", "sequence_parallel", "num_moe_experts"])] = rng.choice(ODD)
+                inner[rng.choice(["fp8", "fp8_recipe", "recipe", "until", "sequence_parallel", "num_moe_experts"])] = copy.deepcopy(rng.choice(ODD))
     return data
 
 

@@ -133,6 +133,16 @@ def test_a_missing_depth_and_length_are_named():
     assert "data.seq_length is missing" in said
 
 
+@pytest.mark.parametrize(
+    ("section", "name"), [("model", "num_layers"), ("model", "num_query_groups"), ("train", "train_iters"), ("optimizer", "lr"), ("train", "micro_batch_size")]
+)
+@pytest.mark.parametrize("value", ["four", -1])
+def test_a_value_that_cannot_be_is_one_fault_and_not_missing_too(section, name, value):
+    said = faults(container(**{section: {name: value}})).splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"{section}.{name}=")
+
+
 def test_planning_asks_for_less_than_training():
     c = container(train={"train_iters": None}, optimizer={"lr": None})
     assert c.resolved(training=False).train["train_iters"] is None

@@ -115,6 +115,23 @@ def test_a_file_that_is_no_configuration_is_one_clear_error(file, text):
         loaded(file(text))
 
 
+LAUGHS = "a: &a [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefg", "bcdefgh", strict=True)
+)
+
+
+@pytest.mark.parametrize("text", ["model: &m {a: *m}\n", LAUGHS, "[" * 50 + "]" * 50], ids=["cycle", "billion laughs", "deep"])
+def test_a_file_that_never_ends_is_refused_at_once(file, text):
+    with pytest.raises(BadValue, match="refers to itself, or is larger"):
+        loaded(file(text))
+
+
+def test_an_override_that_never_ends_is_refused():
+    faults: list[str] = []
+    dotted(["model=&m {a: *m}"], faults)
+    assert "refers to itself" in faults[0]
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(BadValue, match=r"nowhere\.yaml"):
         loaded(tmp_path / "nowhere.yaml")
