@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, recipes, resolve
@@ -108,6 +108,7 @@ def test_first_last_layers_alone_means_one_layer_at_each_end() -> None:
 _VALUES: dict[str, Any] = {"bool": st.booleans(), "int": st.integers(0, 9), "float": st.floats(1, 1e6), "str": st.sampled_from(["e4m3", "mxfp8", "fp32"])}
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_any_config_survives_yaml(data: st.DataObject) -> None:
     values: dict[str, Any] = {}

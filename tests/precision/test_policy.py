@@ -7,7 +7,7 @@ import json
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, recipes, resolve
@@ -47,6 +47,7 @@ def test_two_configs_that_mean_the_same_have_one_fingerprint() -> None:
     assert resolve(short).fingerprint() == resolve(long).fingerprint()
 
 
+@settings(deadline=None)
 @given(first=st.integers(0, 4), last=st.integers(0, 4), layers=st.integers(1, 12))
 def test_edges_are_counted_over_the_whole_model(first: int, last: int, layers: int) -> None:
     policy = dataclasses.replace(POLICIES["bf16_mixed"], regions=(Region(first=first, last=last), Region(quant=FP8)))

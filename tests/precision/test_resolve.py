@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, recipes, resolve
@@ -142,6 +142,7 @@ WORDS = st.sampled_from(["e4m3", "hybrid", "e2m1", "tensorwise", "delayed", "mxf
 PLAIN = [name for name in MixedPrecisionConfig.__dataclass_fields__ if not name.endswith("_dtype") or name == "moe_router_dtype"]
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(PLAIN), st.one_of(ANYTHING, WORDS, st.booleans()), max_size=8))
 def test_whatever_the_values_the_answer_is_a_policy_or_a_contradiction(values: dict[str, Any]) -> None:
     try:
