@@ -14,7 +14,6 @@ from mpbridge.engines.registry import ENGINES, engine_class
 from mpbridge.errors import BadValue, Refused, UnknownName
 from tests.engines import tiny
 
-
 LATENT = {
     "multi_latent_attention": True,
     "q_lora_rank": 32,

@@ -45,7 +45,11 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
-def world(size: int, names: list[str], folder: Path, *, kinds: list[str], timeout: float = 240.0) -> dict[str, Any]:
+WHOLE, SHARDED = ("dp2", "tp2", "tp2_sp", "pp2"), ("dp2_sharded", "dp2_sharded_overlap")
+"""Layouts that read each other's checkpoints: megatron-core lays out optimizer states in one way with the distributed optimizer and in another without."""
+
+
+def world(size: int, names: list[str], folder: Path, *, kinds: list[str], resume: bool = False, timeout: float = 280.0) -> dict[str, Any]:
     """What `size` processes report for each 'name/kind'; both ranks' errors are shown when one fails."""
     out = folder / f"world{size}.json"
     command = [
@@ -58,6 +62,7 @@ def world(size: int, names: list[str], folder: Path, *, kinds: list[str], timeou
         str(out),
         ",".join(names),
         ",".join(kinds),
+        *(["resume"] if resume else []),
     ]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -94,6 +99,47 @@ def _scenario(name: str, kind: str, weights: Path) -> dict[str, Any]:
     return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "held": held, "roles": roles, "names": names}
 
 
+def _resume(name: str, kind: str, folder: Path) -> dict[str, Any]:
+    """Three steps, a checkpoint, two more; then an engine of every other layout takes the checkpoint and does those two."""
+    import torch
+    from megatron.core import dist_checkpointing, parallel_state
+
+    from mpbridge.devices import device_layer
+    from mpbridge.engines.mcore import McoreEngine
+    from tests.engines import tiny
+
+    def go(engine: Any, skip: int, steps: int) -> list[float]:
+        rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        batches = tiny.batches(rank=rank, size=size)
+        for _ in range(skip * 4 // size):
+            next(batches)
+        return [engine.train_step(batches, microbatches=4 // size).loss for _ in range(steps)]
+
+    def build(scenario: str) -> Any:
+        return McoreEngine.build(tiny.run(kind, world=torch.distributed.get_world_size(), **SCENARIOS[scenario]))
+
+    place = folder / f"{name}_{kind}"
+    if torch.distributed.get_rank() == 0:
+        place.mkdir()
+    torch.distributed.barrier()
+    found: dict[str, Any] = {}
+    with device_layer(False):
+        engine = build(name)
+        go(engine, 0, 3)
+        dist_checkpointing.save(engine.state(), str(place))
+        found["straight"] = go(engine, 3, 2)
+        final = {parameter: tensor.detach().clone() for parameter, tensor in engine.named_parameters()}
+        engine.close()
+        for other in (name,) if kind != "fp32" else WHOLE if name in WHOLE else SHARDED:
+            engine = build(other)
+            engine.load_state(dist_checkpointing.load(engine.state(loading=True), str(place)))
+            found[other] = go(engine, 3, 2)
+            if other == name:
+                found["equal"] = all(torch.equal(tensor, final[parameter]) for parameter, tensor in engine.named_parameters())
+            engine.close()
+    return found
+
+
 def _family(name: str) -> str:
     """Which initial weights: file stem."""
     return {"pp2_untied": "untied", "one_untied": "untied", "vpp2": "deep", "one_deep": "deep", "one_rms": "rms", "one_moe": "moe"}.get(
@@ -123,7 +169,8 @@ def main() -> None:
     start_process_group(False, timeout_minutes=2)
     import torch
 
-    found = {f"{name}/{kind}": _scenario(name, kind, out.parent) for name in names for kind in kinds}
+    do = _resume if len(sys.argv) > 4 else _scenario
+    found = {f"{name}/{kind}": do(name, kind, out.parent) for name in names for kind in kinds}
     reports: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(reports, found)
     if torch.distributed.get_rank() == 0:
