@@ -179,10 +179,8 @@ def _lost(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
             if gets not in _KEEPS[had]:
                 lost.append(f"bits of the {text}: {had.short} -> {gets.short}")
     had_steps, gets_steps = _history(a), _history(b)
-    if had_steps and (not gets_steps or saved.realization != wanted.realization):
+    if had_steps and (gets_steps != had_steps or saved.realization != wanted.realization):
         lost.append(f"amax history of delayed scaling ({had_steps} steps)")
-    elif gets_steps < had_steps:
-        lost.append(f"the older part of the amax history: {had_steps} -> {gets_steps} steps")
     if _dynamic(a) and not _dynamic(b):
         lost.append("the dynamic loss scale and its counters")
     if saved.parallel != wanted.parallel and wanted.random:
@@ -197,8 +195,8 @@ def _notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
         changed = [name for name in _facts(a) if _facts(a)[name] != _facts(b)[name]]
         if changed:
             notes.append(f"recipe {saved.recipe} -> {wanted.recipe}: {', '.join(changed)} differ")
-    if _history(b) > _history(a):
-        notes.append("the amax history of delayed scaling starts empty" if not _history(a) else f"the amax history grows to {_history(b)} steps")
+    if _history(b) and _history(a) != _history(b):
+        notes.append("the amax history of delayed scaling starts empty")
     if _dynamic(b) and not _dynamic(a):
         scale = b.loss_scale.initial if b.loss_scale is not None else 0.0
         notes.append(f"the loss scale starts at {scale:g}")

@@ -138,7 +138,8 @@ def _take_up(training: Training, path: Path, shelf: state.Shelf, *, weights_only
     pairs = [] if weights_only else state.ask_for_whole(wanted, engine.optimizer)
     fresh = wanted.pop("optimizer", {})
     shelf.point(wanted)
-    have = {name: part for name, part in wanted.items() if all(leaf.key in shelf.dtypes for leaf in state.leaves(part)) or name.startswith("model")}
+    # what comes beside the model (amax histories) starts anew where the checkpoint has none, or another kind
+    have = {name: part for name, part in wanted.items() if name.startswith("model") or shelf.holds(part)}
     loaded = {name: part for name, part in dist_checkpointing.load(have, str(path)).items() if name in have}
     if not weights_only:
         shelf.point(fresh)

@@ -144,23 +144,27 @@ def _bare(key: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shelf:
-    """What a checkpoint holds: key -> dtype of every tensor in it."""
+    """What a checkpoint holds: key -> dtype and global shape of every tensor in it."""
 
     dtypes: Mapping[str, torch.dtype]
+    shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def of(cls, metadata: Any) -> Shelf:
         """From torch's Metadata."""
-        entries = metadata.state_dict_metadata.items()
-        return cls(dtypes={key: entry.properties.dtype for key, entry in entries if hasattr(entry, "properties")})
+        tensors = {key: entry for key, entry in metadata.state_dict_metadata.items() if hasattr(entry, "properties")}
+        return cls(
+            dtypes={key: entry.properties.dtype for key, entry in tensors.items()},
+            shapes={key: tuple(entry.size) for key, entry in tensors.items()},
+        )
 
     def main(self, model_key: str) -> str | None:
         """The key of the main weights of a parameter; None where the parameter is its own main weight."""
         return next((prefix + model_key for prefix in MAIN if prefix + model_key in self.dtypes), None)
 
-    def moments(self) -> bool:
-        """Whether there are optimizer states."""
-        return any(key.startswith(tuple(MOMENTS)) for key in self.dtypes)
+    def holds(self, part: Any) -> bool:
+        """Whether every tensor that `part` of an engine's state asks for is there, in the shape that it asks for."""
+        return all(self.shapes.get(leaf.key) == tuple(leaf.global_shape) for leaf in leaves(part))
 
     def point(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
         """Renames what `state` asks for to what this checkpoint has.

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,3 +91,35 @@ def go(made: Run, *hooks: Hook) -> Watch:
     watch = Watch()
     pretrain(made, dataset=Text(), hooks=[*hooks, watch], quiet=True)
     return watch
+
+
+def job(size: int, folder: Path, *specs: Mapping[str, Any], timeout: float = 200.0, expect: int = 0) -> list[dict[str, Any]]:
+    """What `size` processes make of `run(**spec)`, one after the other: losses, and the digest of each rank. Both ranks' output is shown on failure."""
+    out = folder / "job.json"
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", __file__]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([*command, str(out), json.dumps(specs)], env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == expect, done.stdout[-4000:] + done.stderr[-8000:]
+    return json.loads(out.read_text()) if out.exists() else []
+
+
+def _rank(out: str, specs: str) -> None:
+    import torch.distributed as dist
+
+    from mpbridge.engines.parallel import start_process_group, stop_process_group
+
+    start_process_group(False)
+    seen = []
+    for spec in json.loads(specs):
+        watch = go(run(world=dist.get_world_size(), **spec))
+        digests: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, watch.digest)
+        seen.append({"losses": {str(step): loss for step, loss in watch.losses.items()}, "digests": digests, "recipes": watch.recipes})
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(seen))
+    dist.barrier()
+    stop_process_group()
+
+
+if __name__ == "__main__":
+    _rank(*sys.argv[1:])

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.train import survival
 import torch
-from tests.train.survival import Hook, go, run
+from tests.train.survival import Hook, go, job, run
 
 from mpbridge.checks.resume import read_fingerprint, verdict
 from mpbridge.errors import CheckpointError, Refused
@@ -172,3 +171,53 @@ def test_a_missing_need_is_an_error_at_start(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="pip install 'psutil"):
         go(run("bf16_mixed", checkpoint={"save": str(tmp_path)}))
     assert not list(tmp_path.iterdir())
+
+
+PAIRS = {
+    "fp32": ("fp32", {}),
+    "bf16 in the background": ("bf16_mixed", {"checkpoint": {"async_save": True, "save_interval": 1}}),
+    "fp16": (FP16, {}),
+    "moments and remainders": ("bf16_mixed_bf16_moments", {}),
+    "fp8 delayed emulated": (DELAYED, {"emulate": True}),
+}
+RESHARD = {"model": STILL | {"num_layers": 2}}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Name -> what two ranks saw of each run; one job for all, since starting one costs more than its steps."""
+    folder = tmp_path_factory.mktemp("two")
+    specs = {}
+    for name, (recipe, spec) in PAIRS.items():
+        place = str(folder / name.replace(" ", "_"))
+        kept = {"checkpoint": {"save": place, "load": place} | spec.get("checkpoint", {})}
+        base = {"recipe": recipe, "ddp": DIST} | {key: value for key, value in spec.items() if key != "checkpoint"}
+        specs |= {(name, "whole"): base, (name, "first"): base | kept | {"train": {"exit_interval": 3}}, (name, "second"): base | kept}
+    base, load = {"recipe": "fp32"} | RESHARD, {"checkpoint": {"load": str(folder / "tensor")}}
+    tensor, pipeline = {"parallel": {"tensor_model_parallel_size": 2}}, {"parallel": {"pipeline_model_parallel_size": 2}}
+    specs |= {
+        ("reshard", "whole"): base | tensor,
+        ("reshard", "first"): base | tensor | {"checkpoint": {"save": str(folder / "tensor")}, "train": {"exit_interval": 3}},
+        ("reshard", "pipeline"): base | pipeline | load,
+        ("reshard", "data"): base | {"ddp": DIST} | load,
+    }
+    return folder, dict(zip(specs, job(2, folder, *specs.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_ranks_with_the_distributed_optimizer_resume_to_the_bit(two, name):
+    whole, first, second = (two[1][name, part] for part in ("whole", "first", "second"))
+    assert whole["losses"] == first["losses"] | second["losses"]
+    assert sorted(second["losses"]) == ["4", "5", "6"]
+    assert whole["digests"] == second["digests"]
+    assert len(set(whole["digests"])) == 2  # each rank has its own shard
+
+
+def test_a_tensor_parallel_checkpoint_goes_on_in_any_layout(two):
+    folder, seen = two
+    alone = go(run("fp32", checkpoint={"load": str(folder / "tensor")}, **RESHARD)).losses
+    whole = seen["reshard", "whole"]["losses"]
+    for losses in (seen["reshard", "pipeline"]["losses"], seen["reshard", "data"]["losses"], {str(step): loss for step, loss in alone.items()}):
+        assert sorted(losses) == ["4", "5", "6"]
+        # fp32 sums in another order: a few units in the last place of losses near 4
+        assert all(abs(loss - whole[step]) < 1e-6 for step, loss in losses.items()), (losses, whole)
