@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,8 +44,12 @@ class Corpus:
         config.split_matrix = [matrix if at == place else None for at, matrix in enumerate(config.split_matrix)]
         sizes[place] = samples
         self._some_text(split, config.split_matrix[place])
-        with _some_group(len(self.prefixes) > 1):
-            return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[place]
+        with _some_group(len(self.prefixes) > 1), _alone(Path(config.path_to_cache)):
+            try:
+                return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[place]
+            except (OSError, EOFError, ValueError) as error:
+                # a run that was killed while it wrote leaves half a file, which the library takes for a whole one
+                raise DataError(f"the sample index under {config.path_to_cache} cannot be used ({error}); delete that folder") from error
 
     def _config(self) -> Any:
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
@@ -139,6 +145,24 @@ def _some_group(needed: bool) -> Iterator[None]:
     finally:
         if made:
             stop_process_group()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Rank 0 of one job at a time: the library writes its indices in place, and two jobs on the same text would read each other's halves."""
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_rank() != 0:
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise DataError(f"cannot write the data cache {folder} ({error.strerror}); name another folder with data.cache_dir=...") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _first_rank(work: Any) -> Any:

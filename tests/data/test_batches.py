@@ -141,3 +141,12 @@ def test_several_prefixes_are_blended_for_as_long_as_the_run_lasts(tmp_path: Pat
     tokens = torch.cat(_take(batches(_run(tmp_path, corpus=pairs, train_iters=300), "train"), 600))
     share = (tokens == ord("a")).sum() / ((tokens == ord("a")).sum() + (tokens == ord("b")).sum())
     assert 0.4 < share < 0.6
+
+
+def test_half_an_index_is_named_and_not_used(tmp_path: Path) -> None:
+    run = _run(tmp_path)
+    next(batches(run, "train"))
+    (index,) = (tmp_path / "cache" / "indices").glob("*shuffle_index.npy")
+    index.write_bytes(index.read_bytes()[:40])
+    with pytest.raises(DataError, match="delete that folder"):
+        next(batches(run, "train"))

@@ -103,7 +103,9 @@ def test_workers_do_not_change_the_output(tmp_path: Path, monkeypatch: pytest.Mo
     one = prepare([source], cache=tmp_path / "one", workers=1)
     two = prepare([source], cache=tmp_path / "two", workers=2)
     assert _tokens(one.prefixes[0]) == _tokens(two.prefixes[0])
-    assert (one.documents, one.skipped) == (two.documents, two.skipped) == (62, one.skipped)
+    # and cutting the file among them loses, doubles and breaks no record
+    expected = {"null": 2, "not text": 1, "empty": 2, "key missing": 1}
+    assert (one.documents, one.skipped) == (two.documents, two.skipped) == (62, expected)
 
 
 def test_a_failing_worker_ends_with_an_error_and_leaves_nothing(tmp_path: Path) -> None:
