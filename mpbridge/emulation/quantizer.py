@@ -25,6 +25,7 @@ from mpbridge.emulation.kernels import (
     blockwise_scales,
     delayed,
     kernel,
+    mxfp8_block_factors,
     mxfp8_scales,
     nvfp4_factors,
     nvfp4_scales,
@@ -35,9 +36,9 @@ from mpbridge.emulation.kernels import (
     values_stochastic,
 )
 from mpbridge.emulation.rounding import random_bytes
-from mpbridge.emulation.scales import DEFAULT_RELEASE, rules_for
+from mpbridge.emulation.scales import DEFAULT_RELEASE, rules_for, scale_from_amax
 from mpbridge.errors import Refused
-from mpbridge.formats import BLOCKS, E2M1, FORMATS
+from mpbridge.formats import BLOCKS, E2M1, FORMATS, NumberFormat
 from mpbridge.precision.policy import Quant
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
@@ -138,7 +139,7 @@ class Quantizer:
         first_microbatch: a weight is quantized, and its amax counted, on the first micro-batch of a step; later ones reuse the caller's copy.
         replay: activation recomputation; delayed scaling reads the scale of the first run and counts no amax.
         """
-        number = self.gradient_format if side == "dy" else self.forward_format
+        number = self.format_of(side)
         scaling, copy = self.quant.scaling, COPY_OF[gemm, side]
         if scaling == "tensorwise":
             flat = x.reshape(-1)
@@ -150,11 +151,41 @@ class Quantizer:
             return self._nvfp4(x, slot, side, copy)
         return self._blocks(x, side, copy)
 
+    def format_of(self, side: Side) -> NumberFormat:
+        """The element format of that side's operands."""
+        return self.gradient_format if side == "dy" else self.forward_format
+
+    def explain(self, x: torch.Tensor, *, slot: str, gemm: Gemm, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
+        """(fp32 tensor that was rounded: x, or x rotated; fp32 multiplier before the cast, of x's shape or a scalar) for statistics.
+
+        Delayed scaling: the stored scale, which is the one used until the context ends.
+        """
+        number, scaling, copy = self.format_of(side), self.quant.scaling, COPY_OF[gemm, side]
+        if scaling == "tensorwise":
+            return x.float(), scale_from_amax(amax_of(x), number.largest, power_of_two=False)
+        if scaling == "delayed":
+            table, index = self._place(slot, side)
+            return x.float(), table.scale[index]
+        block = BLOCKS[scaling][side == "w"]
+        source = rotate(x) if scaling == "nvfp4" and copy == "column" and side != "w" else x
+        padded, shape = _padded(source, block.across if side == "w" else 1, block.along, copy)
+        view = _view(padded, block.along, "column" if block.across > 1 else copy)
+        amax = _square_peaks(peaks(view), block.along) if block.across > 1 else peaks(view)
+        if scaling == "nvfp4":
+            multiplier, _, _ = nvfp4_factors(amax, self.rules)
+        elif scaling == "mxfp8":
+            multiplier, _ = mxfp8_block_factors(amax, number, self.rules)
+        else:
+            multiplier, _ = blockwise_factors(amax, number, torch.finfo(x.dtype).max, True)
+        if block.across > 1:
+            multiplier, _ = _spread((multiplier, multiplier), block.along)
+        return source.float(), _cropped(multiplier.expand(view.shape).reshape(padded.shape), shape)
+
     def _kernel(self, function: Any, x: torch.Tensor, *fixed: Any) -> Any:
         return kernel(function, self.compiled, (x.dim(), x.dtype), *fixed)
 
     def _delayed(self, x: torch.Tensor, slot: str, side: Side, *, observe: bool, replay: bool) -> Operand:
-        number = self.gradient_format if side == "dy" else self.forward_format
+        number = self.format_of(side)
         table, index = self._place(slot, side)
         # a copy: the table is updated before the backward pass reads this operand's scale
         scale = self._stashed[f"{slot}.{side}"].popleft() if replay else table.scale[index].clone()
@@ -181,7 +212,7 @@ class Quantizer:
         self._stashed.clear()
 
     def _blocks(self, x: torch.Tensor, side: Side, copy: Copy) -> Operand:
-        number = self.gradient_format if side == "dy" else self.forward_format
+        number = self.format_of(side)
         mx = self.quant.scaling == "mxfp8"
         block = BLOCKS[self.quant.scaling][side == "w"]
         padded, shape = _padded(x, block.across if side == "w" else 1, block.along, copy)

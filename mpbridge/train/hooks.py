@@ -114,5 +114,10 @@ def default_hooks(run: Run, show: Callable[[Any], None] | None = None) -> list[H
     from mpbridge.train.faults import surviving
 
     audit: Any = AuditHook(mode=run.train["audit"], folder=run.logger["log_dir"], show=show)
+    notes: list[Hook] = []
+    if run.emulate and run.policy.quantized:
+        from mpbridge.train.emulated import EmulationNotes
+
+        notes = [EmulationNotes(show)]
     # the audit first: what it stops is not saved
-    return [audit, *surviving(run)]
+    return [audit, *notes, *surviving(run)]

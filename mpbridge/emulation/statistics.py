@@ -1,0 +1,179 @@
+"""What quantization does to each tensor: errors, losses at both ends of the format, amaxes and stale scales, gathered while a model runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mpbridge.emulation.quantizer import COPY_OF, Gemm, Operand, Quantizer, Side
+from mpbridge.formats import NumberFormat
+
+BINS = (-32, 16)
+"""First and last power of two of the histograms of row amaxes in units of the codes; what lies outside is counted in the end bins."""
+ROWS = 512
+"""Rows of a tensor that are looked at in one sample, evenly spread: enough for a median, and the cost stays a few percent of a step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One look at one operand. Shares are of the elements that are not zero, errors of the finite ones."""
+
+    relative_error: float
+    """|q - x| / |x|, Frobenius norms."""
+    row_error: float
+    """Median over rows of the same: an outlier elsewhere cannot hide what it did to them."""
+    flushed: float
+    """Share of nonzero elements that became zero."""
+    saturated: float
+    """Share of elements beyond the format's largest value after scaling."""
+    sqnr: float
+    """Signal to quantization noise in dB: -20 log10(relative_error)."""
+    amax: float
+    nonfinite: int
+    """Infinities and NaN among the elements."""
+    staleness: float | None
+    """Delayed scaling: log2 of (the scale that this amax asks for / the stored one); 0 is fresh, below 0 saturates, above 0 wastes range."""
+    ranges: tuple[int, ...]
+    """Rows by floor(log2) of their amax in units of the codes, from BINS[0] to BINS[1]; rows of zeros are left out."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Track:
+    """All samples of one operand."""
+
+    slot: str
+    side: Side
+    copy: str
+    gemms: list[Gemm] = field(default_factory=list)
+    format: str
+    scaling: str
+    steps: list[int] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+    def summary(self, *, warmup: int = 0) -> dict[str, Any]:
+        """Plain data: means over the samples behind the first `warmup` steps (all of them if there are no others), and the series."""
+        late = [s for step, s in zip(self.steps, self.samples, strict=True) if step > warmup] or self.samples
+        stale = [s.staleness for s in late if s.staleness is not None]
+        return {
+            "tensor": f"{self.slot}.{self.side}",
+            "slot": self.slot,
+            "side": self.side,
+            "copy": self.copy,
+            "gemms": list(self.gemms),
+            "format": self.format,
+            "scaling": self.scaling,
+            "samples": len(late),
+            "relative_error": _mean(s.relative_error for s in late),
+            "row_error": _mean(s.row_error for s in late),
+            "flushed": _mean(s.flushed for s in late),
+            "saturated": _mean(s.saturated for s in late),
+            "sqnr": _mean(s.sqnr for s in late),
+            "nonfinite": sum(s.nonfinite for s in late),
+            "staleness": max(stale, key=abs) if stale else None,
+            "amax": [[step, sample.amax] for step, sample in zip(self.steps, self.samples, strict=True)],
+            "ranges": [sum(column) for column in zip(*(s.ranges for s in late), strict=True)],
+        }
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None
+
+
+class Statistics:
+    """An observer of an Emulation that samples operands on some steps.
+
+    every: a step in so many is looked at, and of it the first micro-batch; call `step` with its number before each. rows: see ROWS.
+    """
+
+    def __init__(self, *, every: int = 1, rows: int = ROWS) -> None:
+        self.every, self.rows, self.now = every, rows, 0
+        self.tracks: dict[tuple[str, Side, str], Track] = {}
+        self._seen: set[tuple[str, Side, str]] = set()
+
+    def step(self, number: int) -> None:
+        """Says which step (counted from 1) the operands that follow belong to."""
+        self.now = number
+        self._seen.clear()
+
+    @property
+    def active(self) -> bool:
+        """Whether operands of this step are looked at."""
+        return self.now % self.every == 1 % self.every or self.every == 1
+
+    def see(self, slot: str, gemm: Gemm, side: Side, high: torch.Tensor, operand: Operand, quantizer: Quantizer) -> None:
+        """Samples one operand, once a step."""
+        copy = COPY_OF[gemm, side]
+        key = (slot, side, copy)
+        if not self.active or key in self._seen or high.numel() == 0:
+            return
+        self._seen.add(key)
+        track = self.tracks.get(key)
+        if track is None:
+            number = quantizer.format_of(side)
+            gemms = [g for (g, s), c in COPY_OF.items() if s == side and (c == copy or quantizer.shares_copies(side))]
+            track = Track(slot=slot, side=side, copy=copy, gemms=gemms, format=number.name, scaling=quantizer.quant.scaling)
+            self.tracks[key] = track
+        track.steps.append(self.now)
+        track.samples.append(look(high, operand, quantizer, slot=slot, gemm=gemm, side=side, rows=self.rows))
+
+    def summary(self, *, warmup: int = 0) -> list[dict[str, Any]]:
+        """`Track.summary` of every operand, in the order in which they were first seen."""
+        return [track.summary(warmup=warmup) for track in self.tracks.values()]
+
+
+def look(high: torch.Tensor, operand: Operand, quantizer: Quantizer, *, slot: str, gemm: Gemm, side: Side, rows: int = ROWS) -> Sample:
+    """Statistics of one operand. Column copies are looked at along their blocks, so a "row" is then a column of the tensor."""
+    x, multiplier = quantizer.explain(high, slot=slot, gemm=gemm, side=side)
+    q = operand.dequantized()
+    column = COPY_OF[gemm, side] == "column" and not quantizer.one_copy
+    if column:
+        x, q, multiplier = x.t(), q.t(), multiplier.t()
+    per_element = multiplier.numel() > 1
+    amax = x.abs().nan_to_num(0.0, posinf=math.inf).amax()
+    picked = _spread_rows(x.shape[0], rows, x.device)
+    x, q, multiplier = x[picked], q[picked], multiplier[picked] if per_element else multiplier
+    finite = x.isfinite()
+    nonfinite = int((~finite).sum())
+    x, q = torch.where(finite, x, 0.0), torch.where(finite & q.isfinite(), q, 0.0)
+    scaled = (x * multiplier).abs()
+    number = quantizer.format_of(side)
+    nonzero = x != 0
+    count = max(int(nonzero.sum()), 1)
+    # double precision: squares of gradients leave fp32
+    signal, noise = x.double().square().sum(1), (q.double() - x.double()).square().sum(1)
+    relative = math.sqrt(float(noise.sum() / signal.sum())) if float(signal.sum()) else 0.0
+    each = (noise / signal)[signal > 0].sqrt()
+    return Sample(
+        relative_error=relative,
+        row_error=float(each.median()) if each.numel() else 0.0,
+        flushed=int((nonzero & (q == 0)).sum()) / count,
+        saturated=int((scaled > number.largest * (1 + 2.0**-20)).sum()) / count,
+        sqnr=-20 * math.log10(relative) if relative else math.inf,
+        amax=float(amax),
+        nonfinite=nonfinite,
+        staleness=_staleness(quantizer, slot, side, number, float(amax), multiplier),
+        ranges=_ranges(scaled.amax(1)),
+    )
+
+
+def _spread_rows(count: int, wanted: int, device: torch.device) -> torch.Tensor:
+    return torch.linspace(0, count - 1, min(count, wanted), device=device).round().long()
+
+
+def _ranges(amaxes: torch.Tensor) -> tuple[int, ...]:
+    low, high = BINS
+    positive = amaxes[(amaxes > 0) & amaxes.isfinite()]
+    powers = torch.frexp(positive).exponent - 1
+    return tuple(torch.bincount((powers.clamp(low, high) - low).long(), minlength=high - low + 1).tolist())
+
+
+def _staleness(quantizer: Quantizer, slot: str, side: Side, number: NumberFormat, amax: float, multiplier: torch.Tensor) -> float | None:
+    if quantizer.quant.scaling != "delayed" or not (amax > 0 and math.isfinite(amax)):
+        return None
+    wanted = number.largest * 2.0**-quantizer.quant.margin / amax
+    return math.log2(wanted / float(multiplier))

@@ -1,0 +1,28 @@
+"""Says with every emulated run what the emulation leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from mpbridge.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from mpbridge.train.hooks import Training
+
+
+class EmulationNotes(Hook):
+    """Shows the emulation's notes when an engine stands, and keeps them for the summary. show: prints a line; None: silence."""
+
+    def __init__(self, show: Callable[[Any], None] | None) -> None:
+        self.show = show
+
+    def built(self, training: Training) -> None:
+        """Shows and keeps the notes of an emulated engine."""
+        emulation = getattr(training.engine, "emulation", None)
+        if emulation is None:
+            return
+        first, *others = emulation.notes()
+        training.notes["emulation"] = first
+        if self.show is not None:
+            self.show("\n".join([first, "not as on the GPU:", *(f"  - {note}" for note in others)]))
