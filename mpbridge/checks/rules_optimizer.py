@@ -8,11 +8,15 @@ from mpbridge.checks.versions import Window
 from mpbridge.formats import DType, say
 
 _CONFIG = "megatron-core 0.16.1 optimizer_config.py __post_init__"
-_STATES = ("main_params", "exp_avg", "exp_avg_sq")
+_STATES = ("main_params", "main_grads", "exp_avg", "exp_avg_sq")
 
 
 def _low_states(case: Case) -> list[str]:
     return [f"{name}={getattr(case.policy, name).short}" for name in _STATES if getattr(case.policy, name) not in (None, DType.FP32)]
+
+
+def _low_moments(case: Case) -> bool:
+    return any(getattr(case.policy, name) is not DType.FP32 for name in ("main_params", "exp_avg", "exp_avg_sq"))
 
 
 def _unread_states(case: Case) -> str | None:
@@ -41,13 +45,13 @@ def _aware_fp8(case: Case) -> str | None:
     if not (case.aware and case.core and fp8 is not None):
         return None
     if fp8.scaling == "delayed":
-        return "a precision-aware optimizer with 16-bit moments over delayed scaling's stored weights" if fp8.stored and _low_states(case) else None
+        return "a precision-aware optimizer with 16-bit moments over delayed scaling's stored weights" if fp8.stored and _low_moments(case) else None
     return f"a precision-aware optimizer with {fp8.scaling} scaling"
 
 
 def _pointless(case: Case) -> bool:
     fp8 = case.policy.fp8
-    return case.core and case.aware and fp8 is not None and fp8.scaling != "delayed" and not _low_states(case)
+    return case.core and case.aware and fp8 is not None and fp8.scaling != "delayed" and not _low_moments(case)
 
 
 RULES: tuple[Rule, ...] = (

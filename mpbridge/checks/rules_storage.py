@@ -115,6 +115,13 @@ RULES: tuple[Rule, ...] = (
         source="megatron-core 0.16.1 transformer/module.py Float16Module",
     ),
     Rule(
+        id="fp16-parameters-alone",
+        found=lambda c: _own_copy(c) and c.policy.params is DType.FP16 and "main_params_dtype=fp16 without a precision-aware optimizer: FP16 parameters as their own main copy",
+        expected="FP32 main weights, or FP16 ones kept by FusedAdam: updates below 2**-11 of a weight are lost, small weights underflow",
+        cure="mixed_precision.main_params_dtype=fp32, or use_precision_aware_optimizer=true",
+        source="arXiv 1710.03740, section 3.1",
+    ),
+    Rule(
         id="full-16-bit-with-distributed-optimizer",
         found=lambda c: c.core and _own_copy(c) and c.run.optimizer.distributed and f"{c.policy.params.short} parameters as their own main copy, sharded",
         expected="plain DDP or FSDP2: the distributed optimizer makes FP32 main weights and moments all the same, silently",

@@ -92,6 +92,7 @@ TABLE = {
     "stored-weights-under-fsdp2": ({"recipe": "fp8_ds", "engine": "fsdp2"}, {"recipe": "fp8_ds", "config": {"fp8_param_gather": False}, "engine": "fsdp2"}),
     "keep-fp32-matches-nothing": ({"config": {"keep_fp32": ["*routre*"]}}, {"config": {"keep_fp32": ["*layernorm*"]}}),
     "fp32-storage-under-16-bit-compute": ({"recipe": "fsdp_adamw"}, {"recipe": "fsdp_adamw", "engine": "fsdp2"}),
+    "fp16-parameters-alone": ({"recipe": "fp16", "config": {"main_params_dtype": "fp16"}}, {"recipe": "full_bf16"}),
     "full-16-bit-with-distributed-optimizer": ({"recipe": "full_bf16"}, {"recipe": "full_bf16", "optimizer": OptimizerFacts()}),
     "full-16-bit-with-fp32-reduction": (
         {"recipe": "full_bf16", "policy": {"reduce": DType.FP32}, "optimizer": OptimizerFacts()}, {"recipe": "full_bf16", "optimizer": OptimizerFacts()},
