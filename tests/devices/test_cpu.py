@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpbridge.devices import device_layer
 from mpbridge.devices.cpu import cpu_device, is_active
@@ -207,13 +208,22 @@ def test_a_precision_aware_config_can_be_built_without_transformer_engine() -> N
     ],
     ids=["matmul", "operator", "mm", "linear", "addmm", "einsum", "bmm"],
 )
-def test_float16_products_are_summed_in_float32_and_rounded_once(product: Any) -> None:
+def test_float16_products_are_multiplied_in_float32_and_rounded_once(product: Any) -> None:
     torch.manual_seed(0)
     a, b = torch.randn(8, 4096), torch.randn(4096, 8)
     half_a, half_b = a.half().requires_grad_(), b.half()
-    with cpu_device():
+    seen = set()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "mm" in func.__name__:
+                seen.update(arg.dtype for arg in args if isinstance(arg, torch.Tensor))
+            return func(*args, **(kwargs or {}))
+
+    with cpu_device(), Products():
         out = product(half_a, half_b)
         out.sum().backward()
+    assert seen == {torch.float32}, "forward and backward"
     assert out.dtype is torch.float16
     assert torch.equal(out, product(half_a.detach().float(), half_b.float()).half())
     assert half_a.grad is not None
