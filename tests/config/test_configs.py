@@ -125,5 +125,6 @@ def test_mutated_configurations_end_in_success_or_in_an_error_of_ours(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_very_many_mutated_configurations(tmp_path):
     survives(tmp_path, 10_000, seed=2)
