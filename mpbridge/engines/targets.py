@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -87,7 +88,7 @@ def apply(
     """Writes `plan` onto its live objects, all or nothing; hand the receipt to the next plan's `after`.
 
     emulated: says that the caller attaches mpbridge.emulation; a plan for emulation is refused without it, for it would train in 16 bits.
-    on_conflict: "warn" logs the author's values that are overridden, "error" refuses them.
+    on_conflict: "warn" logs the author's values that are overridden, on rank 0; "error" refuses them.
     Raises Refused, Conflict, StalePlan, UpstreamRefused, BadValue.
     """
     if plan.realization == "emulated" and not emulated and plan.policy is not None and plan.policy.quantized:
@@ -99,7 +100,7 @@ def apply(
         raise BadValue("apply(emulated=True) got a native plan: make it with plan(..., realization='emulated')")
     refuse_unable(plan.policy, plan.realization, machine=machine, versions=versions)
     receipt = commit(plan, on_conflict=on_conflict, spell=_compile)
-    if plan.conflicts:
+    if plan.conflicts and os.environ.get("RANK", "0") == "0":  # once, as torchrun numbers its processes
         log.warning("the recipe overrides values that were set:\n%s", "\n".join(f"  {write}" for write in plan.conflicts))
     return receipt
 

@@ -46,6 +46,9 @@ def test_every_call_gives_a_fresh_object() -> None:
     first.grad_reduce_in_fp32 = False
     assert get_mixed_precision_config("bf16_mixed").grad_reduce_in_fp32 is True
     mine = MixedPrecisionConfig(bf16=True)
+    register(name="always_the_same")(lambda: mine)
+    get_mixed_precision_config("always_the_same").hysteresis = 9
+    assert mine.hysteresis == 2
     copied = get_mixed_precision_config(mine)
     assert copied == mine
     assert copied is not mine
