@@ -91,15 +91,21 @@ class Nonfinite(Hook):
     def __init__(self, setting: str, keeper: Keeper) -> None:
         self.act, self.left = parse_nonfinite(setting)
         self.keeper = keeper
+        self.before = 0
         if self.act == "rollback" and keeper.folder is None:
             raise BadValue(f"train.nonfinite={setting!r} needs checkpoints to go back to: set checkpoint.save and checkpoint.save_interval")
 
+    def started(self, training: Training) -> None:
+        """Counts from what was loaded."""
+        self.before = training.counters.nonfinite
+
     def stepped(self, training: Training, result: StepResult) -> None:
-        """Acts on the step that was just counted."""
-        norm = result.grad_norm
-        if math.isfinite(result.loss) and (norm is None or math.isfinite(norm)):
+        """Acts on the step that was just counted; what is not finite is the counters' to say (an overflow that the loss scale is there for is)."""
+        if training.counters.nonfinite == self.before:
             return
-        at, what = training.counters.iteration, f"loss {result.loss:g}, gradient norm {norm if norm is None else format(norm, 'g')}"
+        self.before = training.counters.nonfinite
+        at, norm = training.counters.iteration, result.grad_norm
+        what = f"loss {result.loss:g}, gradient norm {'not finite' if norm is None else format(norm, 'g')}"
         facts = {"loss": result.loss, "grad_norm": norm, "nonfinite_steps": training.counters.nonfinite}
         text = f"step {at} is not finite ({what}; {training.counters.nonfinite} such steps so far)"
         training.notes["non-finite steps"] = training.counters.nonfinite

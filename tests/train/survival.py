@@ -75,6 +75,7 @@ class Watch(Hook):
         self.losses: dict[int, float] = {}
         self.digest = ""
         self.recipes: list[str] = []
+        self.summary: Any = None
 
     def stepped(self, training: Any, result: Any) -> None:
         self.losses[training.counters.iteration] = result.loss
@@ -89,7 +90,7 @@ def go(made: Run, *hooks: Hook) -> Watch:
     from mpbridge.train.loop import pretrain
 
     watch = Watch()
-    pretrain(made, dataset=Text(), hooks=[*hooks, watch], quiet=True)
+    watch.summary = pretrain(made, dataset=Text(), hooks=[*hooks, watch], quiet=True)
     return watch
 
 

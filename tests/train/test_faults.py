@@ -1,0 +1,220 @@
+"""What goes wrong, and how the run ends then: signals, non-finite numbers, damaged or unwritable checkpoints, a rank that is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mpbridge.errors import BadValue, CheckpointError
+from mpbridge.train import store
+from mpbridge.train.faults import EVENTS, parse_nonfinite
+from tests.train.survival import Hook, go, run
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+class Poison(Hook):
+    """Makes the gradients of the given steps NaN; each step once."""
+
+    def __init__(self, *steps):
+        self.steps, self.hook = list(steps), None
+
+    def started(self, training):
+        self._next(training)
+
+    def stepped(self, training, result):
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+        self._next(training)
+
+    def _next(self, training):
+        if training.counters.iteration + 1 in self.steps:
+            self.steps.remove(training.counters.iteration + 1)
+            _, parameter = next(iter(training.engine.named_parameters()))
+            self.hook = parameter.register_hook(lambda grad: grad * float("nan"))
+
+
+def events(folder):
+    return [json.loads(line) for line in (folder / EVENTS).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("recipe", ["bf16_mixed", "fp32"])
+def test_a_nonfinite_step_is_skipped_counted_and_logged(tmp_path, recipe):
+    watch = go(run(recipe, logger={"log_dir": str(tmp_path)}), Poison(3, 4))
+    assert sorted(watch.losses) == [1, 2, 3, 4, 5, 6]
+    assert watch.summary.nonfinite == watch.summary.skipped == 2
+    assert [(event["iteration"], event["event"]) for event in events(tmp_path)] == [(3, "nonfinite"), (4, "nonfinite")]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["nonfinite_steps"] for row in rows] == [0, 0, 1, 2, 2, 2]
+    assert watch.losses[6] < watch.losses[1]
+
+
+def test_a_nonfinite_step_stops_the_run(tmp_path):
+    watch = go(run(train={"nonfinite": "stop"}, checkpoint={"save": str(tmp_path / "kept")}, logger={"log_dir": str(tmp_path)}), Poison(3))
+    assert sorted(watch.losses) == [1, 2, 3]
+    assert watch.summary.stopped == "step 3 is not finite"
+    assert store.saved(tmp_path / "kept")[0].step == 3
+
+
+def test_a_nonfinite_step_goes_back_and_on_behind_its_data(tmp_path):
+    kept = {"save": str(tmp_path / "kept"), "save_interval": 2}
+    watch = go(run(train={"nonfinite": "rollback 1"}, checkpoint=kept, logger={"log_dir": str(tmp_path)}), Poison(4))
+    assert watch.summary.iterations == 6
+    assert watch.summary.nonfinite == 1
+    # steps 1, 2, 3, 4 (not finite), then 3, 4, 5, 6 again, all on samples of their own
+    assert watch.summary.consumed_samples == 8 * 4
+    back = events(tmp_path)[0]
+    assert (back["event"], back["iteration"]) == ("rollback", 2)
+    assert "0 rollbacks left" in back["text"]
+
+
+def test_no_more_rollbacks_than_allowed(tmp_path):
+    kept = {"save": str(tmp_path / "kept"), "save_interval": 2}
+    watch = go(run(train={"nonfinite": "rollback 1"}, checkpoint=kept), Poison(4, 5))
+    assert watch.summary.stopped == "not finite, and no rollback is left"
+
+
+@pytest.mark.parametrize("setting", ["rollback", "rollback 0", "rollback -1", "ignore", "", 3])
+def test_nonfinite_settings_that_mean_nothing_are_refused(setting):
+    with pytest.raises(BadValue, match=r"train.nonfinite=.*expected 'skip', 'stop' or 'rollback N'"):
+        parse_nonfinite(setting)
+
+
+def test_rollback_without_checkpoints_is_refused():
+    with pytest.raises(BadValue, match="checkpoint.save"):
+        go(run(train={"nonfinite": "rollback 2"}))
+
+
+class Signal(Hook):
+    """Sends this process a signal while a step is under way."""
+
+    def __init__(self, number, at):
+        self.number, self.at = number, at
+
+    def stepped(self, training, result):
+        if training.counters.iteration == self.at:
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_behind_its_step_with_a_checkpoint(tmp_path, number):
+    kept = {"save": str(tmp_path / "kept"), "load": str(tmp_path / "kept")}
+    before = signal.getsignal(number)
+    watch = go(run(checkpoint=kept, logger={"log_dir": str(tmp_path)}), Signal(number, 2))
+    # the hook speaks behind step 2, so the step that is finished is the third
+    assert sorted(watch.losses) == [1, 2, 3]
+    assert watch.summary.stopped == number.name
+    assert f"checkpoint.load={tmp_path / 'kept'}" in watch.summary.notes["go on with"]
+    assert signal.getsignal(number) is before
+    assert go(run(checkpoint=kept)).losses.keys() == {4, 5, 6}
+
+
+def script(tmp_path, *, iters, save_interval=None, sleep=0.0, extra=""):
+    """A process of its own that trains; `extra` is Python that changes `sections`."""
+    text = f"""
+import sys, time
+from tests.train.survival import Hook, go, run
+class Slow(Hook):
+    def stepped(self, training, result):
+        print("step", training.counters.iteration, result.loss.hex(), flush=True)
+        time.sleep({sleep})
+sections = dict(checkpoint=dict(save={str(tmp_path / "kept")!r}, load={str(tmp_path / "kept")!r}, save_interval={save_interval}, keep_last=3))
+{extra}
+watch = go(run(iters={iters}, **sections), Slow())
+print("done", watch.digest, watch.summary.stopped, flush=True)
+"""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-c", text]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def wait_for(process, text):
+    for line in process.stdout:
+        if line.startswith(text):
+            return line
+    raise AssertionError(process.stderr.read()[-4000:])
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    process = script(tmp_path, iters=1000, sleep=3.0)
+    wait_for(process, "step 1")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)  # the hook sleeps on: the first signal does not break a step
+    assert process.poll() is None
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=30)
+    assert time.monotonic() - began < 2.0
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_a_signal_to_a_process_ends_it_with_exit_code_0(tmp_path):
+    process = script(tmp_path, iters=1000, sleep=0.05)
+    wait_for(process, "step 2")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err[-4000:]
+    assert "SIGTERM" in out
+    assert store.saved(tmp_path / "kept")
+
+
+def damaged(tmp_path):
+    """A run's folder with checkpoints behind steps 2 and 4."""
+    go(run(iters=4, checkpoint={"save": str(tmp_path), "save_interval": 2}))
+    return tmp_path / "step_00000004"
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        pytest.param("__0_0.distcp", lambda file: file.write_bytes(file.read_bytes()[:-100]), id="truncated"),
+        pytest.param("__0_0.distcp", flip, id="bit flipped"),
+        pytest.param("__0_0.distcp", lambda file: file.unlink(), id="missing shard"),
+        pytest.param(".metadata", flip, id="metadata flipped"),
+        pytest.param("common.pt", flip, id="counters flipped"),
+        pytest.param("precision.json", flip, id="fingerprint flipped"),
+    ],
+)
+def test_damage_is_named_and_the_one_before_goes_on(tmp_path, name, harm):
+    newest = damaged(tmp_path)
+    harm(newest / name)
+    with pytest.raises(CheckpointError) as told:
+        go(run(iters=6, checkpoint={"load": str(tmp_path)}))
+    assert str(newest / name) in str(told.value)
+    offered = str(told.value).rpartition("checkpoint.load=")[2]
+    assert offered == str(tmp_path / "step_00000002")
+    assert sorted(go(run(iters=4, checkpoint={"load": offered})).losses) == [3, 4]
+
+
+FULL = """
+import resource
+sections['checkpoint']['async_save'] = {background}
+resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+"""
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_said_and_leaves_no_half(tmp_path, background):
+    # a limit on the size of files stands for the disk: the same writes fail, with EFBIG in place of ENOSPC
+    process = script(tmp_path, iters=4, save_interval=2, extra=FULL.format(background=background))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1, out + err
+    assert "CheckpointError: a checkpoint could not be written to" in err
+    assert "MiB free there" in err
+    assert "File too large" in err
+    assert not list((tmp_path / "kept").iterdir())
