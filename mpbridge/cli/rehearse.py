@@ -1,0 +1,76 @@
+"""`mpbridge rehearse`: what recipes do to the tensors of a model, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpbridge.errors import BadValue
+
+if TYPE_CHECKING:
+    from mpbridge.report.rehearse import Rehearsal
+
+SUMMARY = "train a few steps under several recipes, emulated, and see which tensors suffer"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument("--config", metavar="FILE", help="a YAML file, or the name of one in configs/ (default: gpt_tiny)")
+    parser.add_argument("--recipes", metavar="A,B,...", help="names (mpbridge list); default: BF16 and every kind of scaling")
+    parser.add_argument("--steps", type=int, default=50, metavar="N", help="training steps under each recipe (default: 50)")
+    parser.add_argument("--every", type=int, metavar="K", help="look at the tensors of every K-th step (default: ten looks)")
+    parser.add_argument("--tensors", type=Path, metavar="FILE", help="look at the tensors of a .pt or .safetensors file and train nothing")
+    parser.add_argument("--out", type=Path, default=Path("rehearsal"), metavar="DIR", help="for report.json, the pictures and index.html")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's, as in train.micro_batch_size=4")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rehearses, prints the tables and writes the report; 1 when no recipe could run."""
+    if args.steps < 1 or (args.every is not None and args.every < 1):
+        raise BadValue(f"--steps {args.steps}, --every {args.every}: at least 1")
+    from mpbridge.cli.train import UPSTREAM_CHATTER
+
+    for text in UPSTREAM_CHATTER:
+        warnings.filterwarnings("ignore", message=text)
+    from mpbridge.report.console import console, rank
+    from mpbridge.report.rehearse import NO_RANKING, tables
+
+    out = console(speaks=rank() == 0)
+    result = _rehearsed(args)
+    if rank() == 0:
+        page = _write(result, args.out)
+    for table in tables(result):
+        out.print(table)
+    out.print(NO_RANKING)
+    if rank() == 0:
+        out.print(f"report: {page}")
+    return 1 if all(recipe.failure is not None for recipe in result.recipes) else 0
+
+
+def _rehearsed(args: argparse.Namespace) -> Rehearsal:
+    from mpbridge.train import rehearse
+
+    recipes = tuple(name.strip() for name in args.recipes.split(",") if name.strip()) if args.recipes else rehearse.RECIPES
+    if not recipes:
+        raise BadValue(f"--recipes {args.recipes!r} names none")
+    if args.tensors is not None:
+        return rehearse.observe(rehearse.read_tensors(args.tensors), recipes)
+    from mpbridge.cli.options import find_config
+    from mpbridge.config.container import ConfigContainer
+
+    container = ConfigContainer.load(find_config(args.config), args.overrides, check=False)
+    return rehearse.rehearse(container, recipes, steps=args.steps, every=args.every)
+
+
+def _write(result: Rehearsal, folder: Path) -> Path:
+    """report.json, the pictures and index.html in `folder`; the page's path."""
+    from mpbridge.report.rehearse_page import page
+    from mpbridge.report.rehearse_plots import draw
+
+    folder.mkdir(parents=True, exist_ok=True)
+    result.write(folder / "report.json")
+    path = folder / "index.html"
+    path.write_text(page(result, draw(result, folder)), encoding="utf-8")
+    return path

@@ -1,0 +1,238 @@
+"""Rehearsals: the same run under several recipes with statistics, the user's own module, or tensors from a file."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpbridge.emulation import Emulation, emulate_linears
+from mpbridge.emulation.quantizer import COPY_OF, Quantizer, Randomness, Side
+from mpbridge.emulation.statistics import Statistics
+from mpbridge.errors import DataError, MpbridgeError
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+from mpbridge.report.rehearse import Rehearsal, Rehearsed
+from mpbridge.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import ConfigContainer, Run
+    from mpbridge.train.hooks import Training
+
+RECIPES = (
+    "bf16_mixed",
+    "bf16_with_fp8_delayed_scaling_mixed",
+    "bf16_with_fp8_current_scaling_mixed",
+    "bf16_with_fp8_subchannel_scaling_mixed",
+    "bf16_with_mxfp8_mixed",
+    "bf16_with_nvfp4_mixed",
+)
+"""What is rehearsed when nobody says otherwise: high precision and each scaling once."""
+SAMPLES = 10
+"""Steps that are looked at in a rehearsal, unless `every` says otherwise."""
+
+
+class Listen(Hook):
+    """Collects losses, and statistics from an emulated engine."""
+
+    def __init__(self, statistics: Statistics) -> None:
+        self.statistics, self.losses, self.emulation = statistics, list[float](), None
+        self.quantized: tuple[int, int] = (0, 0)
+        self.notes: list[str] = []
+
+    def started(self, training: Training) -> None:
+        """Begins to observe."""
+        emulation: Emulation | None = getattr(training.engine, "emulation", None)
+        if emulation is not None:
+            emulation.observer = self.statistics
+            self.quantized = len(emulation.plugs), len(emulation.high)
+            self.notes = list(emulation.notes())
+        self.statistics.step(1)
+
+    def stepped(self, training: Training, result: Any) -> None:
+        """Keeps the loss and goes on to the next step."""
+        self.losses.append(result.loss)
+        self.statistics.step(training.counters.iteration + 1)
+
+
+def rehearse(
+    container: ConfigContainer, recipes: Sequence[str] = RECIPES, *, steps: int = 50, every: int | None = None, say: Callable[[str], None] = print
+) -> Rehearsal:
+    """Trains `container`'s model under each recipe from the same seed, data and initialisation, emulated, and says what happened to the tensors.
+
+    every: a step in so many is looked at; None: ten steps of the whole. A recipe that cannot run is in the result with the reason.
+    Nothing is saved. Raises UnknownName for a recipe that does not exist, before anything runs.
+    """
+    from mpbridge.train.machine import process_group
+
+    for name in recipes:
+        get_mixed_precision_config(name)
+    result = Rehearsal(title=f"Rehearsal of {len(recipes)} recipes, {steps} steps each", made=_made(container, steps))
+    # one process group for all: a recipe's engine is closed before the next one's is built
+    with process_group(torch.cuda.is_available()):
+        for name in recipes:
+            found = _one(container, name, steps, every or max(1, steps // SAMPLES))
+            result.recipes.append(found)
+            word, reasons = found.verdict()
+            say(f"{name}: {word} ({reasons[0]}), {found.seconds:.0f} s")
+    return result
+
+
+def _made(container: ConfigContainer, steps: int) -> dict[str, Any]:
+    import megatron.core
+
+    return {
+        "steps": steps,
+        "seed": dict(container.train).get("seed", 1234),
+        "torch": torch.__version__,
+        "megatron-core": megatron.core.__version__,
+    }
+
+
+def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
+    """The run of one recipe: emulated, nothing evaluated, nothing written."""
+    made = container.copy()
+    made.mixed_precision, made.emulate = recipe, True
+    made.train = dict(made.train) | {"train_iters": steps, "eval_interval": 0, "eval_iters": 0, "audit": "warn"}
+    made.checkpoint = {}
+    made.logger = {"log_dir": None, "tensorboard": False, "progress": False}
+    return made.resolved(made.smallest_world() if not torch.distributed.is_initialized() else torch.distributed.get_world_size())
+
+
+def _one(container: ConfigContainer, recipe: str, steps: int, every: int) -> Rehearsed:
+    from mpbridge.train.loop import pretrain
+
+    ear, began = Listen(Statistics(every=every)), time.perf_counter()
+    failure = None
+    try:
+        pretrain(_run(container, recipe, steps), hooks=[ear], quiet=True)
+    except MpbridgeError as error:
+        failure = str(error)
+    return Rehearsed(
+        recipe=recipe,
+        losses=ear.losses,
+        seconds=time.perf_counter() - began,
+        quantized=ear.quantized[0],
+        high=ear.quantized[1],
+        notes=ear.notes,
+        # the first fifth is left out: delayed scaling is still finding its scales then
+        tensors=ear.statistics.summary(warmup=steps // 5),
+        failure=failure,
+    )
+
+
+def rehearse_module(
+    module: torch.nn.Module,
+    step: Callable[[torch.nn.Module], torch.Tensor],
+    recipes: Sequence[str] = RECIPES,
+    *,
+    steps: int = 10,
+    every: int = 1,
+    **options: Any,
+) -> Rehearsal:
+    """The same for any module: `step(module)` runs a forward pass, calls backward, steps an optimizer if it likes, and returns the loss.
+
+    Every recipe gets its own copy of `module`; its `torch.nn.Linear` layers are emulated (see `emulate_linears`). options: those of Emulation.
+    """
+    result = Rehearsal(title=f"Rehearsal of {type(module).__name__} under {len(recipes)} recipes", made={"steps": steps, "torch": torch.__version__})
+    for name in recipes:
+        own, statistics, began = copy.deepcopy(module), Statistics(every=every), time.perf_counter()
+        policy = resolve(get_mixed_precision_config(name))
+        found = Rehearsed(recipe=name)
+        try:
+            emulation = emulate_linears(own, policy, **options) if policy.quantized else None
+            for number in range(1, steps + 1):
+                statistics.step(number)
+                if emulation is not None:
+                    emulation.observer = statistics
+                    emulation.step_begin()
+                found.losses.append(float(step(own).detach()))
+        except MpbridgeError as error:
+            found.failure = str(error)
+        if emulation is not None:
+            found.quantized, found.high, found.notes = len(emulation.plugs), len(emulation.high), list(emulation.notes())
+        found.tensors, found.seconds = statistics.summary(warmup=steps // 5), time.perf_counter() - began
+        result.recipes.append(found)
+    return result
+
+
+# --- tensors from a file -----------------------------------------------------------------------------------------------------------------------
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every floating-point tensor of a .pt file (nested dicts joined by dots; nothing but tensors is unpickled) or of a .safetensors file.
+
+    Raises DataError for a file that cannot be read or holds none.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError as error:
+        raise DataError(f"{path}: reading it needs the package safetensors (pip install safetensors)") from error
+    except Exception as error:  # torch raises a dozen kinds for a file that is not what it seems
+        raise DataError(f"{path} cannot be read as tensors: {error} (expected a .pt file of tensors or a .safetensors file)") from error
+    found = dict(_flat(content if isinstance(content, Mapping) else {path.stem: content}))
+    if not found:
+        raise DataError(f"{path} holds no floating-point tensor with two dimensions or more")
+    return found
+
+
+def _flat(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, torch.Tensor]]:
+    found = []
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2 and value.numel():
+            found.append((f"{prefix}{name}", value))
+    return found
+
+
+def side_of(name: str) -> Side:
+    """What a tensor is by its name: 'dy' for gradients, 'w' for weights, else 'x'."""
+    last = name.lower()
+    if any(word in last for word in ("grad", ".dy", "delta")) or last == "dy":
+        return "dy"
+    return "w" if "weight" in last or last.endswith((".w", "kernel")) or last == "w" else "x"
+
+
+def observe(tensors: Mapping[str, torch.Tensor], recipes: Sequence[str] = RECIPES) -> Rehearsal:
+    """What each recipe would do to given tensors, without training; delayed scaling gets a scale from the tensor itself.
+
+    Dimensions but the last are rows; rows and columns are filled with zeros to whole blocks.
+    """
+    result = Rehearsal(title=f"{len(tensors)} given tensors under {len(recipes)} recipes", made={"torch": torch.__version__})
+    for recipe in recipes:
+        began = time.perf_counter()
+        quant = resolve(get_mixed_precision_config(recipe)).quant
+        found = Rehearsed(recipe=recipe)
+        if quant is not None:
+            emulation = Emulation(resolve(get_mixed_precision_config(recipe)))
+            quantizer = Quantizer(quant, list(tensors), randomness=Randomness(1234, torch.device("cpu")), device=torch.device("cpu"), compiled=False)
+            statistics = Statistics()
+            for name, tensor in tensors.items():
+                _look(statistics, quantizer, name, tensor.reshape(-1, tensor.shape[-1]))
+            found.tensors, found.quantized = statistics.summary(), len(tensors)
+            found.notes = list(emulation.notes()[1:])
+        found.seconds = time.perf_counter() - began
+        result.recipes.append(found)
+    return result
+
+
+def _look(statistics: Statistics, quantizer: Quantizer, name: str, tensor: torch.Tensor) -> None:
+    side = side_of(name)
+    padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[1] % 32, 0, -tensor.shape[0] % 32))
+    statistics.step(1)
+    quantizer.skip(name, side, padded)
+    (quantizer.end_backward if side == "dy" else quantizer.end_forward)()
+    for (gemm, of), _ in COPY_OF.items():
+        if of == side:
+            operand = quantizer.operand(padded, slot=name, gemm=gemm, side=side)
+            statistics.see(name, gemm, side, padded, operand, quantizer)
+            if quantizer.shares_copies(side):
+                break
