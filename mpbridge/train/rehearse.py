@@ -97,7 +97,7 @@ def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
     """The run of one recipe: emulated, nothing evaluated, nothing written."""
     made = container.copy()
     made.mixed_precision, made.emulate = recipe, True
-    made.train = dict(made.train) | {"train_iters": steps, "eval_interval": 0, "eval_iters": 0, "audit": "warn"}
+    made.train = dict(made.train) | {"train_iters": steps, "eval_interval": None, "eval_iters": 0, "audit": "warn"}
     made.checkpoint = {}
     made.logger = {"log_dir": None, "tensorboard": False, "progress": False}
     return made.resolved(made.smallest_world() if not torch.distributed.is_initialized() else torch.distributed.get_world_size())
@@ -143,6 +143,7 @@ def rehearse_module(
         own, statistics, began = copy.deepcopy(module), Statistics(every=every), time.perf_counter()
         policy = resolve(get_mixed_precision_config(name))
         found = Rehearsed(recipe=name)
+        emulation = None
         try:
             emulation = emulate_linears(own, policy, **options) if policy.quantized else None
             for number in range(1, steps + 1):
