@@ -98,6 +98,59 @@ def left_alone_table() -> str:
     return markdown(("field", "what it does", "whose"), rows)
 
 
+@table("recipe-machines")
+def recipe_machine_table() -> str:
+    """Which recipe runs on which GPU, with the versions that a target is assumed to have."""
+    from mpbridge.checks.capability import ASSUMED, can_run
+    from mpbridge.checks.machines import machines
+    from mpbridge.precision.recipes import BUILT_IN
+    from mpbridge.precision.resolve import resolve
+
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for row in machines.values():
+        answers = [can_run(resolve(entry.make()), row, ASSUMED) for entry in BUILT_IN]
+        words = {"native": "yes", "emulated": "emulated", "no": "no"}
+        kinds.setdefault(tuple(words[a.how] if a.proven else "unproven" for a in answers), []).append(row.name)
+    columns = ("recipe", *(", ".join(names) for names in kinds.values()))
+    rows = [(f"`{entry.name}`", *(column[i] for column in kinds)) for i, entry in enumerate(BUILT_IN)]
+    return markdown(columns, rows)
+
+
+@table("machines")
+def machine_table() -> str:
+    """The GPUs that `--target` knows."""
+    from mpbridge.checks.machines import machines
+
+    formats = ("fp32", "bf16", "fp16", "fp8", "fp4")
+    rows = []
+    for row in machines.values():
+        peaks = dict(row.peak)
+        speeds = [f"{peaks[name]:g}" if name in peaks else "" for name in formats]
+        size = f"{row.memory_bytes / 1e9:g}" if row.gpu else ""
+        rows.append((row.name, row.sm, size, f"{row.bandwidth / 1e9:g}" if row.gpu else "", *speeds, row.source + (f" ({row.note})" if row.note else "")))
+    return markdown(("machine", "architecture", "GB", "GB/s", *(f"{name} TFLOP/s" for name in formats), "source"), rows)
+
+
+@table("rules")
+def rule_table() -> str:
+    """Every rule of `mpbridge check`."""
+    from mpbridge.checks.rules import rules
+
+    rows = [(f"`{r.id}`", r.severity, r.expected, r.cure, " and ".join(map(str, r.holds)) or "all", r.source) for r in rules()]
+    return markdown(("rule", "severity", "expects", "cure", "versions", "source"), rows)
+
+
+@table("bytes")
+def bytes_table() -> str:
+    """Bytes a parameter of each recipe, as `mpbridge memory` predicts them for a 70B model's shape."""
+    from mpbridge.checks.cards import card
+    from mpbridge.precision.recipes import BUILT_IN
+
+    cards = [card(entry.name) for entry in BUILT_IN]
+    rows = [(f"`{c.recipe}`", c.compute, c.stored, f"{c.bytes_alone:.2f}", f"{c.bytes_shared:.2f}") for c in cards]
+    return markdown(("recipe", "compute", "kept", "bytes a parameter, 1 GPU", "8 GPUs"), rows)
+
+
 def filled(text: str, page: str) -> str:
     def fill(found: re.Match[str]) -> str:
         if found["name"] not in TABLES:

@@ -80,6 +80,8 @@ class Rule:
     cure: str
     source: str
     """Where the rule comes from: file and function of a version, or the upstream issue."""
+    about: str = ""
+    """Traits of a recipe (checks.cards.traits) that bring it up, all of them needed; empty: it speaks of runs, not of recipes."""
     severity: Severity = "error"
     holds: tuple[Window, ...] = ()
     """The versions in which it is true; outside of any of them the row is silent."""

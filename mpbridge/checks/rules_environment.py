@@ -28,6 +28,7 @@ def _is_zero(case: Case, name: str) -> bool:
 RULES: tuple[Rule, ...] = (
     Rule(
         id="fp32-block-scales-on-blackwell",
+        about="blockwise",
         found=lambda c: c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES") and "blockwise" in c.scalings and _blackwell(c) and "NVTE_FP8_BLOCK_SCALING_FP32_SCALES set",
         expected="unset: on Blackwell blockwise FP8 runs as MXFP8, whose scales are powers of two",
         cure="unset NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
@@ -36,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fp32-block-scales-elsewhere",
+        about="quantized",
         found=lambda c: c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES") and c.policy.quantized and not ("blockwise" in c.scalings and _blackwell(c)) and "NVTE_FP8_BLOCK_SCALING_FP32_SCALES set",
         expected="unset: it changes blockwise scales from powers of two to FP32, and conflicts with MXFP8",
         cure="unset it, unless this is what you train with",
@@ -45,6 +47,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="nvfp4-switched-off-from-outside",
+        about="nvfp4",
         found=_nvfp4,
         expected="unset: the recipe means Hadamard transform, stochastic rounding and 2D weight scales",
         cure="unset them, or note them beside the run",
@@ -54,6 +57,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="power-of-two-current-scales",
+        about="tensorwise",
         found=lambda c: c.set_variable("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES") and "tensorwise" in c.scalings and "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES set",
         expected="unset: current scaling means FP32 scales",
         cure="unset it, or note it beside the run",
@@ -63,6 +67,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="unfused-scale-update",
+        about="delayed",
         found=lambda c: c.set_variable("NVTE_UNFUSED_FP8_UPDATE") and "delayed" in c.scalings and "NVTE_UNFUSED_FP8_UPDATE set",
         expected="unset: its amax history rolls on zeros, other scales result",
         cure="unset NVTE_UNFUSED_FP8_UPDATE",
@@ -72,6 +77,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fp8-attention-without-its-backend",
+        about="fp8",
         found=lambda c: any(q.attention != "none" for q in c.policy.quants) and _is_zero(c, "NVTE_FUSED_ATTN") and "FP8 attention with NVTE_FUSED_ATTN=0",
         expected="the fused backend, which has the FP8 kernels",
         cure="unset NVTE_FUSED_ATTN, or mixed_precision.fp8_dot_product_attention=false",
@@ -80,6 +86,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="attention-recipe-without-fp8-attention",
+        about="fp8",
         found=lambda c: c.run.environment.get("NVTE_DPA_FP8_RECIPE", "") and all(q.attention == "none" for q in c.policy.quants) and "NVTE_DPA_FP8_RECIPE set with FP8 attention off",
         expected="fp8_dot_product_attention=true, or the variable unset",
         cure="unset NVTE_DPA_FP8_RECIPE",
@@ -89,6 +96,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="megatron-fsdp-connections",
+        about="megatron_fsdp",
         found=lambda c: c.run.engine == "megatron_fsdp" and c.run.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1" and "CUDA_DEVICE_MAX_CONNECTIONS=1 on Megatron-FSDP",
         expected="more than one: gathers and GEMMs would queue behind each other",
         cure="unset CUDA_DEVICE_MAX_CONNECTIONS",

@@ -57,6 +57,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="many-experts-route-in-16-bits",
+        about="sixteen",
         found=lambda c: (c.run.shape.experts or 0) >= 32 and c.policy.mixed and c.policy.router is None and c.model("moe_router_dtype") is None
         and f"{c.run.shape.experts} experts, router in {c.policy.compute.short}",
         expected="an FP32 router from 32 experts on",
@@ -73,6 +74,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="router-padding-dispatcher",
+        about="quantized",
         found=lambda c: _padding(c) and c.model("moe_token_dispatcher_type", "allgather") in ("allgather", "alltoall_seq")
         and f"{_padding(c)} with dispatcher {c.model('moe_token_dispatcher_type', 'allgather')}",
         expected="alltoall or flex",
@@ -96,6 +98,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="experts-in-fp8-need-newer-engine",
+        about="fp8",
         found=lambda c: c.run.shape.experts and c.policy.fp8 and c.te_before("1.11" if c.run.shape.grouped_gemm else "1.7")
         and f"FP8 experts with Transformer Engine {c.run.versions.transformer_engine}",
         expected="1.7 or later, with grouped GEMM 1.11",
@@ -127,6 +130,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fp16-cross-entropy",
+        about="fp16",
         found=lambda c: c.model("fp16_lm_cross_entropy") and c.policy.compute is not DType.FP16 and f"fp16_lm_cross_entropy with {c.policy.compute.short} compute",
         expected="an FP16 recipe",
         cure="model.fp16_lm_cross_entropy=false",
@@ -158,6 +162,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="batch-invariance-needs-bf16",
+        about="fp16",
         found=lambda c: c.model("batch_invariant_mode") and (c.policy.params is not DType.BF16 or (c.run.shape.experts and c.policy.quantized))
         and f"batch_invariant_mode with {c.policy.params.short} parameters{' and quantized experts' if c.run.shape.experts and c.policy.quantized else ''}",
         expected="BF16 parameters, experts not quantized",

@@ -57,6 +57,7 @@ def _pointless(case: Case) -> bool:
 RULES: tuple[Rule, ...] = (
     Rule(
         id="precision-aware-needs-adam",
+        about="aware",
         found=lambda c: c.aware and c.run.optimizer.name not in ("adam", "torch_adamw") and f"optimizer={c.run.optimizer.name} with use_precision_aware_optimizer",
         expected="adam: FusedAdam alone keeps states in chosen dtypes",
         cure="optimizer.optimizer=adam, or mixed_precision.use_precision_aware_optimizer=false",
@@ -64,6 +65,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="precision-aware-needs-distributed-optimizer",
+        about="aware",
         found=lambda c: c.aware and c.core and not c.run.optimizer.distributed and "use_precision_aware_optimizer with plain DDP",
         expected="a distributed optimizer",
         cure="ddp.use_distributed_optimizer=true",
@@ -72,6 +74,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="precision-aware-needs-fused-adam",
+        about="aware",
         found=lambda c: c.aware and _no_fused_adam(c) and not c.run.optimizer.cpu_offload and "use_precision_aware_optimizer on a GPU without Transformer Engine",
         expected="Transformer Engine's FusedAdam (on a CPU mpbridge brings a stand-in)",
         cure="install mpbridge[te]",
@@ -93,6 +96,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="precision-aware-with-fp8",
+        about="fp8",
         found=_aware_fp8,
         expected="plain 16-bit or delayed scaling with FP32 moments: the others failed (illegal memory access, asserts) on several releases",
         cure="mixed_precision.use_precision_aware_optimizer=false",
@@ -102,6 +106,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="precision-aware-does-nothing",
+        about="fp8",
         found=lambda c: _pointless(c) and f"use_precision_aware_optimizer with {c.policy.fp8.scaling if c.policy.fp8 else ''} scaling and FP32 states",
         expected="lower states: with this scaling megatron-core keeps FP32 main weights itself, so nothing is saved",
         cure="mixed_precision.use_precision_aware_optimizer=false, or bf16 moments",
@@ -110,6 +115,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fp8-recipe-leaks-into-the-optimizer",
+        about="aware",
         found=lambda c: c.aware and c.policy.fp8 is None and c.opt("fp8_recipe") not in (None, "delayed") and f"optimizer.fp8_recipe={c.opt('fp8_recipe')!r} with FP8 off",
         expected="none: it disarms the precision-aware optimizer (FP32 main weights come back)",
         cure="optimizer.fp8_recipe=null",
@@ -126,6 +132,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="remainders-need-newer-engine",
+        about="aware",
         found=lambda c: c.aware and c.policy.remainders and c.te_before("2.1") and f"store_param_remainders with Transformer Engine {c.run.versions.transformer_engine}",
         expected="2.1 or later: megatron-core switches them off before, two bytes a parameter more",
         cure="upgrade Transformer Engine, or mixed_precision.store_param_remainders=false",
@@ -134,6 +141,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="duplicate-main-weights",
+        about="fp32_storage",
         found=lambda c: c.aware and c.policy.params is DType.FP32 and c.policy.main_params is DType.FP32 and "FP32 parameters under a FusedAdam with FP32 main weights",
         expected="one of them: the FP32 branch never reads the copy, four bytes a parameter for nothing",
         cure="mixed_precision.use_precision_aware_optimizer=false, or params_dtype=bf16",
@@ -142,6 +150,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="moments-follow-16-bit-parameters",
+        about="fsdp2",
         found=lambda c: c.run.engine == "fsdp2" and c.run.optimizer.name == "torch_adamw" and c.policy.params is not DType.FP32 and f"torch AdamW over {c.policy.params.short} parameters",
         expected="FP32 storage, or FusedAdam: torch keeps moments in the parameters' dtype and small updates round away",
         cure="recipe fp32_params_bf16_compute or bf16_params_fp32_states",
@@ -157,6 +166,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="offload-with-stored-weights",
+        about="stored",
         found=lambda c: c.run.optimizer.cpu_offload and any(q.scaling != "delayed" for q in c.stored) and f"optimizer_cpu_offload with {c.stored[0].scaling} weights at rest",
         expected="delayed scaling, or 16-bit weights at rest",
         cure="mixed_precision.fp8_param_gather=false",
@@ -171,6 +181,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="megatron-fsdp-optimizers",
+        about="megatron_fsdp",
         found=lambda c: c.run.engine == "megatron_fsdp" and c.run.optimizer.name not in ("adam", "sgd") and f"optimizer={c.run.optimizer.name} on Megatron-FSDP",
         expected="adam or sgd",
         cure="optimizer.optimizer=adam",
@@ -178,6 +189,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="megatron-fsdp-main-weights",
+        about="megatron_fsdp",
         found=lambda c: c.run.engine == "megatron_fsdp" and c.policy.main_params not in (None, DType.FP32, c.policy.params) and f"main_params_dtype={say(c.policy.main_params)} on Megatron-FSDP",
         expected="fp32, or the parameters' own dtype: 0.16 knows preserve_fp32_weights, a switch",
         cure="mixed_precision.main_params_dtype=fp32",
@@ -186,6 +198,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="muon-under-mxfp8",
+        about="mxfp8",
         found=lambda c: c.run.optimizer.name == "muon" and "mxfp8" in c.scalings and "muon with MXFP8",
         expected="adam: the updates did not reach the forward pass (a flat loss)",
         cure="optimizer.optimizer=adam, or another recipe",
@@ -193,6 +206,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="moments-with-custom-scale-need-newer-engine",
+        about="aware",
         found=lambda c: c.aware and DType.UINT8 in (c.policy.exp_avg, c.policy.exp_avg_sq) and c.te_before("2.0") and "FP8 moments",
         expected="Transformer Engine 2.0 or later",
         cure="upgrade Transformer Engine, or bf16 moments",

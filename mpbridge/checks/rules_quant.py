@@ -112,6 +112,7 @@ def _recompute(case: Case) -> tuple[str, ...]:
 RULES: tuple[Rule, ...] = (
     Rule(
         id="quantization-without-transformer-engine",
+        about="quantized",
         found=_library,
         expected="Transformer Engine 2.9 to 2.11 (without it megatron-core's FP8 context does nothing and the run trains in 16 bits)",
         cure="install mpbridge[te], or emulate=true",
@@ -120,6 +121,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="quantization-with-local-layers",
+        about="quantized",
         found=lambda c: c.policy.quantized and c.model("transformer_impl") == "local" and "transformer_impl='local'",
         expected="Transformer Engine's layers: the local ones ignore the FP8 context, silently",
         cure="model.transformer_impl=transformer_engine, or emulate=true",
@@ -128,6 +130,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="machine-cannot-run-it",
+        about="quantized",
         found=_capability,
         expected="a machine, CUDA and Transformer Engine that run it natively",
         cure="take the recipe named here, another machine (mpbridge doctor), or emulate=true",
@@ -135,6 +138,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="transformer-engine-too-old",
+        about="quantized",
         found=_engine_version,
         expected="the version that introduced this scaling",
         cure="upgrade Transformer Engine",
@@ -143,6 +147,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="transformer-engine-untested",
+        about="quantized",
         found=_untested,
         expected="2.9 to 2.11, the range that megatron-core 0.16 declares",
         cure="install a version of that range",
@@ -153,6 +158,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="edge-layers-with-delayed-scaling",
+        about="delayed",
         found=lambda c: c.policy.ends is not None and "delayed" in c.scalings and "first_last_layers_bf16 with delayed scaling",
         expected="no BF16 edge layers: delayed scaling updates its scales once around the whole block",
         cure="mixed_precision.first_last_layers_bf16=false, or mixed_precision.fp8_recipe=tensorwise",
@@ -160,6 +166,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="edge-layers-beyond-a-stage",
+        about="edges",
         found=_beyond_stage,
         expected="at each end at most num_layers // pipeline_model_parallel_size",
         cure="fewer edge layers (mixed_precision.num_layers_at_start_in_bf16, num_layers_at_end_in_bf16) or fewer stages",
@@ -167,6 +174,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="edge-layers-leave-nothing",
+        about="edges",
         found=_nothing_left,
         expected="at least one quantized layer",
         cure="fewer edge layers, or a 16-bit recipe under its own name",
@@ -174,6 +182,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="module-rule-in-stored-layer",
+        about="stored",
         found=_module_in_stored,
         expected="one storage in a layer: fp8_model_init makes every linear's weight of the layer low-precision",
         cure="mixed_precision.fp8_param_gather=false, or drop the module's rule",
@@ -189,6 +198,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="gemm-sizes",
+        about="quantized",
         found=_sizes,
         expected="multiples that Transformer Engine asserts for this recipe",
         cure="see each size (mpbridge check lists them all, with those that only cost speed)",
@@ -197,6 +207,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="inert-outside-delayed-scaling",
+        about="quantized",
         found=_inert,
         expected="nothing: only delayed scaling reads them",
         cure="drop them, or mixed_precision.fp8_recipe=delayed",
@@ -205,6 +216,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="wgrad-switch-has-no-effect",
+        about="delayed",
         found=lambda c: any(q.scaling == "delayed" and not q.wgrad for q in c.policy.quants) and "fp8_wgrad=false",
         expected="true: the weight gradient's GEMM runs in FP8 all the same",
         cure="mixed_precision.fp8_wgrad=true, or another recipe",
@@ -214,6 +226,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="attention-switch-has-no-effect",
+        about="fp8",
         found=_attention,
         expected="FP8 dot product attention with delayed or tensorwise scaling, multi-head with delayed only; elsewhere it stays in 16 bits",
         cure="drop the switch",
@@ -223,6 +236,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="mxfp8-with-e5m2-gradients",
+        about="mxfp8",
         found=lambda c: any(q.scaling == "mxfp8" and q.format == "hybrid" for q in c.policy.quants) and "fp8='hybrid' with mxfp8: E5M2 gradients",
         expected="fp8='e4m3': the hybrid recipe diverged and was withdrawn",
         cure="mixed_precision.fp8=e4m3",
@@ -231,6 +245,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="nvfp4-around-fp16",
+        about="nvfp4",
         found=lambda c: "nvfp4" in c.scalings and c.policy.compute is not DType.BF16 and f"NVFP4 with {c.policy.compute.short} compute",
         expected="BF16: the Hadamard transform and stochastic rounding take BF16 only, and the GEMM has no FP16 output",
         cure="a bf16_with_nvfp4 recipe",
@@ -238,6 +253,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fp4-weights-stored",
+        about="nvfp4",
         found=lambda c: any(q.bits == 4 for q in c.stored) and "fp4_param_gather=true",
         expected="false: 0.16 has no FP4 field in its DDP config and sizes the parameter buffer wrongly",
         cure="mixed_precision.fp4_param_gather=false",
@@ -247,6 +263,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="delayed-scaling-with-selective-recompute",
+        about="delayed",
         found=lambda c: "delayed" in c.scalings and _recompute(c) and f"recompute_modules has {', '.join(_recompute(c))}",
         expected="neither moe_act nor layernorm under delayed scaling",
         cure="take them out of model.recompute_modules, or mixed_precision.fp8_recipe=tensorwise",
@@ -254,6 +271,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fp8-recompute-needs-newer-engine",
+        about="fp8",
         found=lambda c: _recompute(c) and c.te_before("2.6") and f"recompute of {', '.join(_recompute(c))} with Transformer Engine {c.run.versions.transformer_engine}",
         expected="Transformer Engine 2.6 or later",
         cure="upgrade it, or take them out of model.recompute_modules",
@@ -262,6 +280,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="interval-has-no-effect",
+        about="fp8",
         found=lambda c: c.policy.fp8 is not None and c.model("fp8_interval", 1) != 1 and f"fp8_interval={c.model('fp8_interval')}",
         expected="1: Transformer Engine ignores it",
         cure="drop it",
@@ -270,6 +289,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="amax-group-has-no-effect",
+        about="quantized",
         found=lambda c: c.policy.quantized and "delayed" not in c.scalings and c.model("tp_only_amax_red") and "tp_only_amax_red=true",
         expected="delayed scaling: the others do not reduce over that group",
         cure="drop it",

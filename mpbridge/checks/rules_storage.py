@@ -33,6 +33,7 @@ def _own_copy(case: Case) -> bool:
 RULES: tuple[Rule, ...] = (
     Rule(
         id="parameter-gather-without-distributed-optimizer",
+        about="stored",
         found=lambda c: c.core and c.stored and not c.run.optimizer.distributed and "fp8_param_gather=true with plain DDP",
         expected="a distributed optimizer, which keeps the high-precision copy",
         cure="ddp.use_distributed_optimizer=true, or mixed_precision.fp8_param_gather=false",
@@ -41,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="mxfp8-gather-without-reused-buffer",
+        about="mxfp8 stored",
         found=lambda c: c.core and _mxfp8_stored(c) and not c.policy.reuse_grad_buffer and "MXFP8 parameter gather with reuse_grad_buf_for_mxfp8_param_ag=false",
         expected="the gradient buffer reused for the gather",
         cure="mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=true, or fp8_param_gather=false",
@@ -49,6 +51,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="mxfp8-gather-without-overlap-gives-nan",
+        about="mxfp8 stored",
         found=lambda c: c.core and _mxfp8_stored(c) and c.policy.reuse_grad_buffer and not _overlaps(c)
         and f"overlap_grad_reduce={str(bool(c.ddp('overlap_grad_reduce'))).lower()}, overlap_param_gather={str(bool(c.ddp('overlap_param_gather'))).lower()}",
         expected="both overlaps: without them the loss was NaN from the second step",
@@ -59,6 +62,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="mxfp8-gather-evaluates-stale-weights",
+        about="mxfp8 stored",
         found=lambda c: c.core and _mxfp8_stored(c) and c.policy.reuse_grad_buffer and _overlaps(c) and "evaluation between steps with an overlapped MXFP8 parameter gather",
         expected="to evaluate on saved checkpoints: inside the run the gathered weights can be wrong",
         cure="train.eval_interval=null, or mixed_precision.fp8_param_gather=false",
@@ -69,6 +73,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="mxfp8-without-gather-costs-memory",
+        about="mxfp8",
         found=lambda c: "mxfp8" in c.scalings and not _mxfp8_stored(c) and "MXFP8 with 16-bit parameters at rest",
         expected="fp8_param_gather with reuse_grad_buf_for_mxfp8_param_ag: otherwise both copies are kept, two bytes a parameter more",
         cure="both to true, or the memory (mpbridge memory)",
@@ -78,6 +83,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="reused-buffer-with-overlapped-step",
+        about="mxfp8 stored",
         found=lambda c: c.policy.reuse_grad_buffer and c.run.optimizer.overlap_param_gather_with_step and "reuse_grad_buf_for_mxfp8_param_ag with overlap_param_gather_with_optimizer_step",
         expected="one of them: the step would overwrite gradients that are still read",
         cure="optimizer.overlap_param_gather_with_optimizer_step=false",
@@ -86,6 +92,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="reused-buffer-under-megatron-fsdp",
+        about="mxfp8 stored",
         found=lambda c: c.run.engine == "megatron_fsdp" and c.policy.reuse_grad_buffer and "reuse_grad_buf_for_mxfp8_param_ag=true on Megatron-FSDP",
         expected="false: its buffers are its own",
         cure="mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false",
@@ -94,6 +101,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="stored-weights-under-fsdp2",
+        about="stored",
         found=lambda c: c.run.engine == "fsdp2" and c.stored and "fp8_param_gather=true on torch FSDP2",
         expected="false: torch FSDP2 gathers plain dtypes",
         cure="mixed_precision.fp8_param_gather=false",
@@ -109,6 +117,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fp32-storage-under-16-bit-compute",
+        about="fp32_storage",
         found=lambda c: c.run.engine != "fsdp2" and c.policy.params is DType.FP32 and c.policy.compute is not DType.FP32 and f"params_dtype=fp32 with {c.policy.compute.short} compute on {c.run.engine}",
         expected="16-bit parameters with an FP32 main copy: megatron-core's Float16Module casts the whole model",
         cure="engine=fsdp2, or mixed_precision.params_dtype=null",
@@ -116,6 +125,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fp16-parameters-alone",
+        about="fp16",
         found=lambda c: _own_copy(c) and c.policy.params is DType.FP16 and "main_params_dtype=fp16 without a precision-aware optimizer: FP16 parameters as their own main copy",
         expected="FP32 main weights, or FP16 ones kept by FusedAdam: updates below 2**-11 of a weight are lost, small weights underflow",
         cure="mixed_precision.main_params_dtype=fp32, or use_precision_aware_optimizer=true",
@@ -123,6 +133,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="full-16-bit-with-distributed-optimizer",
+        about="own_copy",
         found=lambda c: c.core and _own_copy(c) and c.run.optimizer.distributed and f"{c.policy.params.short} parameters as their own main copy, sharded",
         expected="plain DDP or FSDP2: the distributed optimizer makes FP32 main weights and moments all the same, silently",
         cure="ddp.use_distributed_optimizer=false, or engine=fsdp2",
@@ -130,6 +141,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="full-16-bit-with-fp32-reduction",
+        about="own_copy",
         found=lambda c: c.core and _own_copy(c) and c.policy.reduce is DType.FP32 and f"{c.policy.params.short} parameters as their own main copy with FP32 gradients",
         expected="gradients in the parameters' dtype: torch refuses any other in .grad",
         cure="mixed_precision.grad_reduce_in_fp32=false",
@@ -137,6 +149,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fp32-accumulation-has-no-effect",
+        about="fp32_grads",
         found=lambda c: c.policy.reduce is DType.FP32 and c.ddp("reduce_scatter_with_fp32_accumulation") and "reduce_scatter_with_fp32_accumulation=true with FP32 gradients",
         expected="16-bit gradients: FP32 ones accumulate in FP32 anyway",
         cure="ddp.reduce_scatter_with_fp32_accumulation=false, or mixed_precision.grad_reduce_in_fp32=false",
@@ -153,6 +166,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fatal-nan-check-with-dynamic-loss-scale",
+        about="fp16",
         found=lambda c: c.policy.compute is DType.FP16 and c.policy.loss_scale is not None and c.policy.loss_scale.dynamic
         and (c.ddp("check_for_nan_in_grad") or c.ddp("check_for_large_grads"))
         and f"{'check_for_nan_in_grad' if c.ddp('check_for_nan_in_grad') else 'check_for_large_grads'}=true with a dynamic loss scale",
