@@ -93,14 +93,21 @@ class McoreEngine:
         from mpbridge.engines.steps import learning_rate, update
 
         with self._layer():
-            for chunk in self.model:
-                chunk.train()
-                chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
+            self._zero_grad()
             scale, lr = float(self.optimizer.get_loss_scale()), learning_rate(self.optimizer)
             loss = self._schedule(batches, microbatches, forward_only=False)
             applied, norm = update(self.optimizer)
             return StepResult(loss=loss, applied=applied, grad_norm=norm, loss_scale=scale, lr=lr)
+
+    def _zero_grad(self) -> None:
+        for chunk in self.model:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        if self.configs.optimizer.reuse_grad_buf_for_mxfp8_param_ag and self.configs.ddp.overlap_param_gather:
+            # MXFP8 parameters are gathered through the gradient buffer, which has just been zeroed (megatron-core leaves this to the training script)
+            for part in self.optimizer.chained_optimizers:
+                part._copy_main_params_to_param_buffer()
 
     def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
         """Mean loss in nats a token over the micro-batches and the data-parallel group; nothing is updated."""

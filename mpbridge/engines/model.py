@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec, get_mlp_module_spec_for_backend
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
+    get_gpt_mtp_block_spec_for_backend,
+    get_mlp_module_spec_for_backend,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -80,6 +85,15 @@ def local_layer_spec(config: Any, backend: Any, *, experts: int | None) -> Modul
     return ModuleSpec(module=getattr(backend, "transformer_layer", TransformerLayer), submodules=submodules)
 
 
+def multi_token_spec(config: Any, spec: Any, provider: Any, *, chunk: int | None) -> Any:
+    """The layers that predict further tokens (mtp_num_layers), of the decoder's own kind; None where there are none, or none on this stage."""
+    if not config.mtp_num_layers:
+        return None
+    if provider is None:
+        return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True, vp_stage=chunk)
+    return get_gpt_mtp_block_spec_for_backend(config, spec, provider, vp_stage=chunk)
+
+
 @contextmanager
 def latent_attention_takes(column: type) -> Iterator[None]:
     """While layers are built: megatron-core's MLA checks its down projections against a list of classes, which knows no subclass (emulated linears)."""
@@ -134,8 +148,10 @@ def build_chunks(
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=chunk is None, vp_stage=chunk)
         provider = None if backend is None and cuda else (backend or CpuSpecProvider)(config)
         spec = transformer_engine_spec(config, chunk=chunk) if provider is None else block_spec(config, provider, chunk=chunk)
+        ahead = multi_token_spec(config, spec, provider, chunk=chunk)
+        stage = {"pre_process": first, "post_process": last, "vp_stage": chunk, "mtp_block_spec": ahead}
         with nullcontext() if provider is None else latent_attention_takes(provider.column_parallel_linear()):
-            model = GPTModel(config=config, transformer_layer_spec=spec, pre_process=first, post_process=last, vp_stage=chunk, **arguments)
+            model = GPTModel(config=config, transformer_layer_spec=spec, **stage, **arguments)
         if policy.logits is not None and last:
             _logits_in(model.output_layer, policy.logits.torch())
         chunks.append(_in_precision(config, model, policy))
@@ -200,13 +216,14 @@ def global_names(model: torch.nn.Module) -> dict[str, str]:
     """From local parameter and buffer names to global ones: layers counted over all pipeline stages, experts over all expert-parallel ranks."""
     prefixes: dict[str, str] = {}
     for name, module in model.named_modules():
-        if isinstance(module, TransformerLayer):
-            head, _, _ = name.rpartition(".")
+        head, _, index = name.rpartition(".")
+        # (the layer inside a multi-token prediction block is not numbered: '...transformer_layer')
+        if isinstance(module, TransformerLayer) and index.isdecimal():
             prefixes[name + "."] = f"{head}.{module.layer_number - 1}."
         elif name.endswith(".local_experts"):
             offset = parallel_state.get_expert_model_parallel_rank() * len(list(module.children()))
-            for index in range(len(list(module.children()))):
-                prefixes[f"{name}.{index}."] = f"{name}.{index + offset}."
+            for number in range(len(list(module.children()))):
+                prefixes[f"{name}.{number}."] = f"{name}.{number + offset}."
     found = {}
     for name in [n for n, _ in model.named_parameters()] + [n for n, _ in model.named_buffers()]:
         full = name

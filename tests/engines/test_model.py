@@ -79,10 +79,14 @@ def test_blocked_attention_is_attention(length: int, dtype: torch.dtype, toleran
         {"position_embedding_type": "learned_absolute"},
         {"attention_softmax_in_fp32": False},
         {"recompute_granularity": "selective"},
+        {"fp32_residual_connection": True},
+        {"fp32_residual_connection": True, "normalization": "RMSNorm"},
+        {"mtp_num_layers": 1},
+        {"window_size": [8, 0]},
         {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 1e-2, "moe_layer_freq": 2, "moe_ffn_hidden_size": 64},
         LATENT,
     ],
-    ids=lambda model: next(iter(model)),
+    ids=lambda model: "+".join(model)[:40],
 )
 @pytest.mark.parametrize("kind", ["bf16", "fp16_static"])
 def test_every_kind_of_layer_trains(build: Any, model: dict[str, Any], kind: str) -> None:

@@ -112,6 +112,8 @@ def resumed(folder: Path) -> Any:
     """Whether a saved run goes on to the bit, and what the checkpoint holds."""
     from megatron.core import dist_checkpointing
 
+    from mpbridge.train.writer import PlainSave
+
     found = {}
     for engine, kind in (
         ("fsdp2", "bf16_params_fp32_states"),
@@ -126,7 +128,7 @@ def resumed(folder: Path) -> Any:
         place.mkdir(exist_ok=True)
         state = first.state()
         dtypes = sorted({str(tensor.dtype) for tensor in state["model"].values()})
-        dist_checkpointing.save(state, str(place))
+        dist_checkpointing.save(state, str(place), sharded_strategy=PlainSave())
         straight = _steps(first, 2)
         first.close()
         second = _engine(kind, engine, **sections)
