@@ -144,7 +144,12 @@ def main() -> None:
         base = peak(arms["bf16"])
         for name, arm in arms.items():
             ratio = statistics.median(own / bf16 for own, bf16 in zip(seconds[name], seconds["bf16"], strict=True))
-            table[name] = {"seconds": statistics.median(seconds[name]), "ratio": ratio, "bytes": peak(arm) / base, "compile": compiling.get(name, 0.0)}
+            table[name] = {
+                "seconds": statistics.median(seconds[name]),
+                "ratio": ratio,
+                "bytes": peak(arm) / base,
+                "compile": compiling.get(name, 0.0),
+            }
     print(f"{'arm':<12} {'CPU s/step':>10} {'of bf16':>8} {'limit':>6} {'memory':>7} {'compile s':>9}")
     for name, row in table.items():
         limit = f"{LIMITS[name]:.2f}" if name in LIMITS else ""

@@ -117,7 +117,9 @@ class Emulation:
         idle = [region.modules for region in self.policy.regions if not any(fnmatch.fnmatchcase(name, region.modules) for name in names)]
         # a pipeline stage need not hold every module; a model without any linear is not the region's fault
         if idle and names and not split:
-            raise BadValue(f"no linear matches the region pattern {', '.join(map(repr, idle))} (linears of a layer: {', '.join(sorted(names))})")
+            raise BadValue(
+                f"no linear matches the region pattern {', '.join(map(repr, idle))} (linears of a layer: {', '.join(sorted(names))})"
+            )
 
     def plugged(self) -> list[Any]:
         """The linears that are quantized."""
@@ -210,7 +212,10 @@ class Emulation:
         """What is not as on the GPU, one sentence each; to be shown with every result."""
         quants = self.policy.quants
         release = ".".join(map(str, self.release))
-        notes = [f"emulated with the rules of Transformer Engine {release}: {len(self.plugs)} linears quantized, {len(self.high)} kept high", *ALWAYS]
+        notes = [
+            f"emulated with the rules of Transformer Engine {release}: {len(self.plugs)} linears quantized, {len(self.high)} kept high",
+            *ALWAYS,
+        ]
         if any(quant.attention != "none" for quant in quants):
             notes.append("FP8 attention: attention runs in the compute dtype")
         if any(quant.stored for quant in quants):

@@ -77,19 +77,22 @@ def product(a: Operand, b: Operand, out: torch.dtype, bias: torch.Tensor | None 
 
 
 def _alpha(a: Operand, b: Operand) -> float:
-    if a.alpha is None and b.alpha is None:
-        return 1.0
+    factor = _factor(a, b)
+    return 1.0 if factor is None else float(factor)
+
+
+def _factor(a: Operand, b: Operand) -> torch.Tensor | None:
+    """The fp32 product of both operands' factors; None: 1."""
     if a.alpha is None or b.alpha is None:
-        return float(a.alpha if b.alpha is None else b.alpha)
-    return float(a.alpha * b.alpha)
+        return b.alpha if a.alpha is None else a.alpha
+    return a.alpha * b.alpha
 
 
 def _product_on_gpu(a: Operand, b: Operand, out: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
     # no value may come to the host here: an fp32 result keeps the factor's multiplication exact enough for a single rounding
     result = torch.mm(a.values, b.values, out_dtype=torch.float32)
-    factors = [factor for factor in (a.alpha, b.alpha) if factor is not None]
-    if factors:
-        result = result * (factors[0] if len(factors) == 1 else factors[0] * factors[1])
+    factor = _factor(a, b)
+    result = result if factor is None else result * factor
     return (result if bias is None else result + bias.float()).to(out)
 
 
@@ -97,7 +100,9 @@ class QuantizedLinear(torch.autograd.Function):
     """Y = X Wt + b with quantized operands in fprop, dgrad and wgrad. Communication is the caller's."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plug: Plug, first: bool, replay: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plug: Plug, first: bool, replay: bool
+    ) -> torch.Tensor:
         """x: [..., in]; first: this linear opens its context; replay: activation recomputation."""
         with torch._C.DisableTorchFunction():  # the CPU device layer's redirections cost time and change nothing here
             flat = x.detach().reshape(-1, x.shape[-1])  # kernels are compiled for tensors without gradients

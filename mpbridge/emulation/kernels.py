@@ -164,7 +164,7 @@ class _Guarded:
                 for axis in range(0, tensor.dim(), 2):
                     if tensor.shape[axis] > 1:
                         torch._dynamo.maybe_mark_dynamic(tensor, axis)
-            with torch.fx.experimental._config.patch(use_duck_shape=False):
+            with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
                 result = self._call(*tensors)
         except Exception as error:  # whatever a tool chain can do wrong: the numbers do not depend on it
             _log.warning("torch.compile failed (%s): quantize kernels run uncompiled, slower, with the same results", type(error).__name__)

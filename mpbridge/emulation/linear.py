@@ -18,7 +18,9 @@ EXPERT_PADDING = {"mxfp8": 32, "nvfp4": 128}
 """Tokens of an expert are padded to this multiple, else 16; megatron-core 0.16.1 fp8_utils.py:168 and fp4_utils.py:51."""
 
 
-def apply(plug: Plug, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, expert: bool = False, recompute: bool = False) -> torch.Tensor:
+def apply(
+    plug: Plug, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, expert: bool = False, recompute: bool = False
+) -> torch.Tensor:
     """x Wt + b through quantized GEMMs; x: [..., in features]. Raises BadValue for sizes that Transformer Engine refuses.
 
     expert: token counts vary, so they are padded with zeros as megatron-core does; recompute: this forward pass may be run again in backward.
@@ -101,4 +103,4 @@ def _places(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear, str
         owner = next((path for path in lists if name.startswith(f"{path}.")), None)
         if owner is not None:
             number, _, below = name[len(owner) + 1 :].partition(".")
-            yield name, linear, below or number, int(number), len(named[owner])  # type: ignore[arg-type]
+            yield name, linear, below or number, int(number), len(named[owner])

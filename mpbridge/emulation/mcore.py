@@ -89,7 +89,7 @@ class EmulatedBackend:
         return getattr(self._base, name)
 
 
-def places(chunk: torch.nn.Module, policy: PrecisionPolicy) -> Iterator[tuple[torch.nn.Module, str, str, Quant | None]]:
+def places(chunk: torch.nn.Module, policy: PrecisionPolicy) -> Iterator[tuple[_Emulated, str, str, Quant | None]]:
     """(linear, global name, name below its layer, rule) of every emulated linear of a model chunk, in module order.
 
     Layer numbers are counted over the whole model. Layers of multi-token prediction get the last region's rule: megatron-core opens its

@@ -133,7 +133,9 @@ class Quantizer:
         """True when both copies of that operand are equal: one scale for all of it, or square blocks."""
         return self.one_copy or (side == "w" and BLOCKS[self.quant.scaling][1].across > 1)
 
-    def operand(self, x: torch.Tensor, *, slot: str, gemm: Gemm, side: Side, first_microbatch: bool = True, replay: bool = False) -> Operand:
+    def operand(
+        self, x: torch.Tensor, *, slot: str, gemm: Gemm, side: Side, first_microbatch: bool = True, replay: bool = False
+    ) -> Operand:
         """`x` (two-dimensional: tokens by features, or a weight) as that GEMM of that linear sees it.
 
         first_microbatch: a weight is quantized, and its amax counted, on the first micro-batch of a step; later ones reuse the caller's copy.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -78,7 +78,7 @@ class Rehearsed:
     high: int = 0
     """Linears that the recipe keeps in high precision."""
     notes: list[str] = field(default_factory=list)
-    tensors: list[Row] = field(default_factory=list)
+    tensors: Sequence[Row] = ()
     failure: str | None = None
     """Why the recipe could not be rehearsed."""
 
@@ -155,7 +155,11 @@ def complaints(row: Row) -> list[Complaint]:
         stale = row["staleness"]
         effect = "elements saturate" if stale < 0 else "range is wasted"
         checks.append((abs(stale), *limits.staleness, f"its delayed scale is off by 2**{stale:+.1f}: {effect}"))
-    found = [Complaint(tensor=row["tensor"], copy=row["copy"], what=text, severe=value > most) for value, some, most, text in checks if value > some]
+    found = [
+        Complaint(tensor=row["tensor"], copy=row["copy"], what=text, severe=value > most)
+        for value, some, most, text in checks
+        if value > some
+    ]
     if row["nonfinite"]:
         found.append(Complaint(tensor=row["tensor"], copy=row["copy"], what=f"{row['nonfinite']} infinities or NaN", severe=True))
     return found

@@ -67,7 +67,12 @@ def _recipe(recipe: Rehearsed, images: dict[str, str]) -> str:
         every = _table(COLUMNS, [list(map(escape, cells(row))) for row in recipe.tensors])
         parts += [f"<details><summary>all {len(recipe.tensors)} operands</summary>{every}</details>"]
     if recipe.notes:
-        parts += ['<p class="dim">Not as on the GPU:</p>', '<ul class="dim">', *(f"<li>{escape(note)}</li>" for note in recipe.notes), "</ul>"]
+        parts += [
+            '<p class="dim">Not as on the GPU:</p>',
+            '<ul class="dim">',
+            *(f"<li>{escape(note)}</li>" for note in recipe.notes),
+            "</ul>",
+        ]
     return "\n".join(parts)
 
 

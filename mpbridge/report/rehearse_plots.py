@@ -71,7 +71,7 @@ def _heat(plt: Any, recipe: Rehearsed) -> Any:
     image = axes.imshow(grid, aspect="auto", cmap="inferno", norm=LogNorm(vmin=0.01, vmax=1.0))
     axes.set_xticks(range(len(layers)), layers)
     axes.set_yticks(range(len(kinds)), kinds, fontsize=8)
-    axes.set(xlabel="layer", title=f"{recipe.recipe}\nmedian relative error of a row")
+    axes.set(xlabel="layer", title=f"{recipe.recipe}\nmedian relative error of a row, in percent")
     if len(layers) * len(kinds) <= 400:
         for i, line in enumerate(grid):
             for j, value in enumerate(line):
@@ -93,7 +93,9 @@ def _ranges(plt: Any, recipe: Rehearsed) -> Any:
         axes.axvline(math.log2(number.largest), color="#b04040", linewidth=1)
         axes.axvline(math.log2(number.smallest), color="#b04040", linewidth=1)
         axes.set(ylabel="rows", yscale="log" if any(counts) else "linear")
-        axes.set_title(f"{SIDES[side]} in {number.name}: green is what the format holds, {number.smallest:g} to {number.largest:g}", fontsize=9)
+        axes.set_title(
+            f"{SIDES[side]} in {number.name}: green is what the format holds, {number.smallest:g} to {number.largest:g}", fontsize=9
+        )
     all_axes[-1, 0].set_xlabel("log2 of a row's amax after scaling")
     figure.suptitle(f"{recipe.recipe}: where the rows lie on the format's range", fontsize=10)
     figure.tight_layout()
@@ -109,7 +111,9 @@ def _amaxes(plt: Any, recipe: Rehearsed) -> Any:
         if points:
             label = SIDES[row["side"]] if row["side"] not in named else None
             named.add(row["side"])
-            axes.plot(*zip(*points, strict=True), color=colors[row["side"]], alpha=0.35, linewidth=0.9, marker=".", markersize=3, label=label)
+            axes.plot(
+                *zip(*points, strict=True), color=colors[row["side"]], alpha=0.35, linewidth=0.9, marker=".", markersize=3, label=label
+            )
     axes.set(xlabel="step", ylabel="amax", title=f"{recipe.recipe}: amax of every operand over time")
     if named:
         axes.set_yscale("log")

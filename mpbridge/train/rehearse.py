@@ -60,7 +60,12 @@ class Listen(Hook):
 
 
 def rehearse(
-    container: ConfigContainer, recipes: Sequence[str] = RECIPES, *, steps: int = 50, every: int | None = None, say: Callable[[str], None] = print
+    container: ConfigContainer,
+    recipes: Sequence[str] = RECIPES,
+    *,
+    steps: int = 50,
+    every: int | None = None,
+    say: Callable[[str], None] = print,
 ) -> Rehearsal:
     """Trains `container`'s model under each recipe from the same seed, data and initialisation, emulated, and says what happened to the tensors.
 
@@ -138,7 +143,9 @@ def rehearse_module(
 
     Every recipe gets its own copy of `module`; its `torch.nn.Linear` layers are emulated (see `emulate_linears`). options: those of Emulation.
     """
-    result = Rehearsal(title=f"Rehearsal of {type(module).__name__} under {len(recipes)} recipes", made={"steps": steps, "torch": torch.__version__})
+    result = Rehearsal(
+        title=f"Rehearsal of {type(module).__name__} under {len(recipes)} recipes", made={"steps": steps, "torch": torch.__version__}
+    )
     for name in recipes:
         own, statistics, began = copy.deepcopy(module), Statistics(every=every), time.perf_counter()
         policy = resolve(get_mixed_precision_config(name))
@@ -214,7 +221,9 @@ def observe(tensors: Mapping[str, torch.Tensor], recipes: Sequence[str] = RECIPE
         found = Rehearsed(recipe=recipe)
         if quant is not None:
             emulation = Emulation(resolve(get_mixed_precision_config(recipe)))
-            quantizer = Quantizer(quant, list(tensors), randomness=Randomness(1234, torch.device("cpu")), device=torch.device("cpu"), compiled=False)
+            quantizer = Quantizer(
+                quant, list(tensors), randomness=Randomness(1234, torch.device("cpu")), device=torch.device("cpu"), compiled=False
+            )
             statistics = Statistics()
             for name, tensor in tensors.items():
                 _look(statistics, quantizer, name, tensor.reshape(-1, tensor.shape[-1]))

@@ -84,7 +84,8 @@ def _stand_ins() -> None:
 
 def _load(name: str, path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     sys.modules[name] = made
     parent, _, child = name.rpartition(".")
@@ -152,5 +153,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="checkout", type=Path, required=True)
     made = references(parser.parse_args().checkout)
-    GOLDEN.write_text(json.dumps({"made_by": "python tests/emulation/golden.py --from CHECKOUT", "release": "2.11", "values": made}, indent=1) + "\n")
+    GOLDEN.write_text(
+        json.dumps({"made_by": "python tests/emulation/golden.py --from CHECKOUT", "release": "2.11", "values": made}, indent=1) + "\n"
+    )
     print(f"{GOLDEN.name}: {sum(map(len, made.values()))} entries")

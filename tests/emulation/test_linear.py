@@ -22,7 +22,9 @@ ALL = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 def policy(scaling: str, *, format: str = "e4m3", regions: tuple[Region, ...] = (), **fields: Any) -> PrecisionPolicy:
     quant = Quant(format="e2m1" if scaling == "nvfp4" else format, scaling=scaling, **fields)  # type: ignore[arg-type]
     bf16 = DType.BF16
-    return PrecisionPolicy(compute=bf16, params=bf16, reduce=DType.FP32, pipeline=bf16, output=bf16, regions=(*regions, Region(quant=quant)))
+    return PrecisionPolicy(
+        compute=bf16, params=bf16, reduce=DType.FP32, pipeline=bf16, output=bf16, regions=(*regions, Region(quant=quant))
+    )
 
 
 def model(dtype: torch.dtype = torch.bfloat16, width: int = 128) -> torch.nn.Sequential:
@@ -73,8 +75,11 @@ def test_the_three_gemms_see_the_operands_that_the_table_names(scaling: str) -> 
     out, dx, *grads = gradients(net, data())
     emulation.observer = None
     w0 = grads[0]
-    find = lambda gemm, side: seen.get(("0", gemm, side)) or next(  # noqa: E731
-        op for (slot, g, s), op in seen.items() if slot == "0" and s == side and g != gemm
+    find = lambda gemm, side: (
+        seen.get(("0", gemm, side))
+        or next(  # noqa: E731
+            op for (slot, g, s), op in seen.items() if slot == "0" and s == side and g != gemm
+        )
     )
     x, w, dy_row, dy_col = find("fprop", "x"), find("dgrad", "w"), find("dgrad", "dy"), find("wgrad", "dy")
     x_col = find("wgrad", "x")
@@ -108,7 +113,9 @@ def test_three_steps_of_torchaos_emulated_mxfp8_linear_and_ours_give_identical_l
     theirs = copy.deepcopy(plain)
     for i in (0, 2):
         old = theirs[i]
-        theirs[i] = MXFP8Linear(old.in_features, old.out_features, bias=False, kernel_preference=KernelPreference.EMULATED).to(torch.bfloat16)
+        theirs[i] = MXFP8Linear(old.in_features, old.out_features, bias=False, kernel_preference=KernelPreference.EMULATED).to(
+            torch.bfloat16
+        )
         theirs[i].load_state_dict(old.state_dict())
     emulation = emulate_linears(plain, policy("mxfp8"), compiled=False)
     losses: dict[str, list[float]] = {"ours": [], "theirs": []}
@@ -239,7 +246,9 @@ def test_state_resumes_bit_for_bit() -> None:
 class Layered(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.ModuleDict({"fc1": torch.nn.Linear(32, 32), "fc2": torch.nn.Linear(32, 32)}) for _ in range(4))
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleDict({"fc1": torch.nn.Linear(32, 32), "fc2": torch.nn.Linear(32, 32)}) for _ in range(4)
+        )
         self.head = torch.nn.Linear(32, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

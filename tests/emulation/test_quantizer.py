@@ -23,7 +23,8 @@ CPU = torch.device("cpu")
 
 def _golden_module() -> Any:
     spec = importlib.util.spec_from_file_location("golden_inputs", HERE / "golden.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -303,5 +304,5 @@ def test_delayed_state_round_trips_and_misfits_are_named() -> None:
 
 
 def test_custom_factories_are_refused() -> None:
-    with pytest.raises(Refused, match="package.module.factory"):
+    with pytest.raises(Refused, match=r"package\.module\.factory"):
         quantizer("custom", factory="package.module.factory")

@@ -30,7 +30,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def world(size: int, cases: list[str], folder: Path, *, timeout: float = 280.0) -> dict[str, Any]:
     """What `size` processes report for each case; both ranks' errors are shown when one fails."""
     out = folder / f"world{size}.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", __file__, str(out), ",".join(cases)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={size}",
+        __file__,
+        str(out),
+        ",".join(cases),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
