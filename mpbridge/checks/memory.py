@@ -154,7 +154,11 @@ def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> list[tuple[str, Pre
         found.append(("model.recompute_granularity=full recompute_method=uniform recompute_num_layers=1", policy, dataclasses.replace(run, model={**run.model, **settings})))
     if run.micro_batch_size > 1:
         found.append(("train.micro_batch_size=1", policy, dataclasses.replace(run, micro_batch_size=1)))
-    return found + [(words, policy, unsplit(run, sizes)) for words, sizes in _layouts(run)]
+    for words, sizes in _layouts(run):
+        # a placement of layers on stages holds for that many stages only
+        changed = dataclasses.replace(run, parallel=sizes) if sizes.pipeline == parallel.pipeline else unsplit(run, sizes)
+        found.append((words, policy, changed))
+    return found
 
 
 def _layouts(run: RunFacts) -> list[tuple[str, Parallel]]:
