@@ -28,7 +28,8 @@ def rule_text(quant: Quant | None) -> str:
 
 def rule_of(module: Any, emulated: bool, *, ran: bool) -> str:
     """The rule that `module` applies, as `rule_text` puts it; ran: a forward has been seen, so Transformer Engine's modules know their recipe."""
-    own = getattr(module, "quant", None)
+    # an emulated linear (mpbridge.emulation) carries a plug, and the plug its quantizer
+    own = getattr(getattr(getattr(module, "plug", None), "quantizer", None), "quant", None)
     if isinstance(own, Quant):
         return rule_text(own) + ("" if emulated else " (emulated)")
     meta = getattr(module, "fp8_meta", None)

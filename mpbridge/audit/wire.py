@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from mpbridge.audit.stored import storage
 
-REDUCTIONS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter", "_reduce_scatter_base")
-GATHERS = ("all_gather_into_tensor", "all_gather", "_all_gather_base")
+REDUCTIONS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter", "_reduce_scatter_base")
+GATHERS = ("all_gather_into_tensor", "all_gather_single", "all_gather", "_all_gather_base")
+"""torch 2.13 calls the second of each pair from within the first; older releases know only the first."""
 _SMALL = 32
 """Below this many elements a floating-point all-reduce carries a norm, a loss or a flag, not gradients."""
 
@@ -74,7 +75,8 @@ def _spy(name: str, original: Callable[..., Any], seen: Seen) -> Callable[..., A
         tensor = None if _aside else _payload(name, args, kwargs)
         if tensor is not None and tensor.numel() >= _SMALL and _carries_weights(tensor, kind) and _data_parallel(kwargs.get("group", _group(args))):
             seen[kind, storage(tensor)] += tensor.numel()
-        return original(*args, **kwargs)
+        with unobserved():  # one name of torch's calls another
+            return original(*args, **kwargs)
 
     return call
 

@@ -61,7 +61,7 @@ class Reduced(ReduceScatter):
 
     def __init__(self, seen: Counter[torch.dtype]) -> None:
         self.seen = seen
-        """dtype -> elements of this rank's unsharded gradients, also at one process, where nothing is sent but the buffer is the same."""
+        """dtype -> elements of this rank's unsharded gradients. At one process nothing is sent, and nothing counted."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer for the input, then one for the output."""

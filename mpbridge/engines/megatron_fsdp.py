@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -217,7 +218,7 @@ def _offset(buffer: Any, name: str, parameter: Any) -> tuple[int, ...]:
     group = buffer.parameter_groups[buffer.param_to_param_group[original]]
     held = group.main_weight_buffer or group.model_weight_buffer
     start, _ = held.locate_item_in_global_item(held.param_idx[original])
-    row = original[0].numel() if original.dim() > 1 else 1
+    row = math.prod(original.shape[1:])  # its storage may be released, so it is not indexed
     return (start // row, *([0] * (original.dim() - 1)))
 
 

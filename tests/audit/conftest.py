@@ -19,15 +19,15 @@ def build() -> Iterator[Callable[..., Any]]:
     import tiny
 
     from mpbridge.devices import device_layer
-    from mpbridge.engines.mcore import McoreEngine
     from mpbridge.engines.parallel import start_process_group, stop_process_group
+    from mpbridge.engines.registry import build_engine
 
     made: list[Any] = []
     mine = start_process_group(False)
 
     def make(kind: str = "bf16", **changes: Any) -> Any:
         with device_layer(False):
-            engine = McoreEngine.build(tiny.run(kind, **changes))
+            engine = build_engine(tiny.run(kind, **changes))
         made.append(engine)
         return engine
 

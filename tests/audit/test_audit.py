@@ -148,15 +148,14 @@ def test_parameters_in_another_dtype_stop_the_run_before_the_first_step(build: A
 
 
 def test_linear_left_out_of_quantization_is_named(build: Any, drive: Any) -> None:
-    engine, hook = build("bf16"), AuditHook(mode="warn")
-    rule = Quant(format="hybrid", scaling="tensorwise")
-    linears = {path: module for path, module in engine.model[0].named_modules() if ".linear_" in path}
-    for path, module in linears.items():
-        if "layers.1.mlp.linear_fc2" not in path:
-            module.quant = rule
-    promise(engine, emulate=True, regions=(Region(quant=rule),))
+    engine, hook = build("bf16_with_fp8_current_scaling_mixed", model={"num_layers": 4}, emulate=True), AuditHook(mode="warn")
+    good = audit(engine.run.policy, engine).find("linears")
+    assert good.ok
+    assert "8 hybrid tensorwise" in good.found  # two of four layers: the recipe keeps one BF16 layer at each end
+    left_out = dict(engine.model[0].module.module.named_modules())["decoder.layers.1.mlp.linear_fc2"]
+    left_out.plug = None
     drive(engine, hook)
-    fault = hook.reports["static"].find("linears")
+    fault = hook.reports["live"].find("linears")
     assert fault.offenders == ("decoder.layers.1.mlp.linear_fc2",)
     assert "7 hybrid tensorwise" in fault.found
 
