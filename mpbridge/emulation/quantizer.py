@@ -198,7 +198,8 @@ class Quantizer:
         return Operand(codes.view(x.shape), 1.0 / scale)
 
     def _place(self, slot: str, side: Side) -> tuple[AmaxTable, int]:
-        assert self.forward_table is not None and self.backward_table is not None  # made in __init__ for this scaling
+        assert self.forward_table is not None  # made in __init__ for this scaling
+        assert self.backward_table is not None
         if side == "dy":
             return self.backward_table, self.index[slot]
         return self.forward_table, 2 * self.index[slot] + (side == "w")

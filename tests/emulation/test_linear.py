@@ -75,12 +75,11 @@ def test_the_three_gemms_see_the_operands_that_the_table_names(scaling: str) -> 
     out, dx, *grads = gradients(net, data())
     emulation.observer = None
     w0 = grads[0]
-    find = lambda gemm, side: (
-        seen.get(("0", gemm, side))
-        or next(  # noqa: E731
-            op for (slot, g, s), op in seen.items() if slot == "0" and s == side and g != gemm
-        )
-    )
+
+    def find(gemm: str, side: str) -> Operand:
+        # an operand that serves two GEMMs is seen once
+        return seen.get(("0", gemm, side)) or next(op for (slot, g, s), op in seen.items() if slot == "0" and s == side and g != gemm)
+
     x, w, dy_row, dy_col = find("fprop", "x"), find("dgrad", "w"), find("dgrad", "dy"), find("wgrad", "dy")
     x_col = find("wgrad", "x")
     hidden = net[0](data())  # another forward: the fprop operands are those of the recorded run
