@@ -1,4 +1,4 @@
-"""A megatron-core training loop without mpbridge around it: the arm that the benchmarks compare with."""
+"""A megatron-core training loop without mpbridge around it: the arm that bench_overhead.py and bench_gpu.py compare with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class BareLoop:
-    """megatron-core's model, wrapper, optimizer and schedule over the same configs, in the fewest lines that train.
+    """megatron-core's model, wrapper, optimizer, scheduler and schedule over the same configs, in the fewest lines that train.
 
     Needs a process group, an engine's parallel state (or its own), and on a CPU the device layer. data: micro-batches without end.
     """
@@ -18,19 +18,26 @@ class BareLoop:
         from megatron.core.distributed import DistributedDataParallel
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
         from megatron.core.optimizer import get_megatron_optimizer
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         from mpbridge.engines.configs import build_targets
         from mpbridge.engines.model import build_chunks
+        from mpbridge.train.lr import scheduler_arguments
 
         self.run, self.data, self.cuda = run, data, cuda
-        targets, arguments = build_targets(run, cuda=cuda)
-        chunks = build_chunks(targets.model, arguments, run.policy, cuda=cuda)
+        targets = build_targets(run, cuda=cuda)
+        chunks = build_chunks(targets.model, targets.gpt, run.policy, cuda=cuda)
         self.model = DistributedDataParallel(targets.model, targets.ddp, chunks[0])
         self.optimizer = get_megatron_optimizer(targets.optimizer, [self.model])
+        arguments = scheduler_arguments(run)
+        for group in self.optimizer.param_groups:
+            group["min_lr"] = arguments["min_lr"]
+        self.scheduler = OptimizerParamScheduler(self.optimizer, **arguments)
         targets.model.grad_scale_func, targets.model.finalize_model_grads_func = self.optimizer.scale_loss, finalize_model_grads
         self.forward_backward = get_forward_backward_func()
-        self.microbatches = int(run.train["global_batch_size"]) // int(run.train["micro_batch_size"])
+        self.global_batch = int(run.train["global_batch_size"])
+        self.microbatches = self.global_batch // int(run.train["micro_batch_size"])
 
     def forward(self, data: Iterator[Mapping[str, torch.Tensor]], model: Any) -> Any:
         """megatron-core's forward_step_func."""
@@ -45,8 +52,8 @@ class BareLoop:
 
         return losses, mean
 
-    def step(self) -> tuple[float, bool]:
-        """One step: (mean loss in nats a token, whether the update was applied)."""
+    def step(self) -> float:
+        """One step; the mean loss in nats a token."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = self.forward_backward(
@@ -59,4 +66,6 @@ class BareLoop:
             forward_only=False,
         )
         applied, _, _ = self.optimizer.step()
-        return sum(loss["loss"].item() for loss in losses) / len(losses), bool(applied)
+        if applied:
+            self.scheduler.step(self.global_batch)
+        return sum(loss["loss"].item() for loss in losses) / len(losses)

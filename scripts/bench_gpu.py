@@ -100,7 +100,7 @@ class Bare:
 
     def step(self) -> float:
         """One step; the loss."""
-        return self.loop.step()[0]
+        return float(self.loop.step())
 
     def close(self) -> None:
         """Frees everything."""
