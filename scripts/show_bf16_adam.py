@@ -36,7 +36,7 @@ def trained_weight(dtype: torch.dtype, *, steps: int = 100, lr: float = 6e-4) ->
     for _ in range(steps):
         w.grad = torch.full_like(w, 0.01)
         optimizer.step()
-    return float(w)
+    return float(w.detach())
 
 
 def lost_updates(dtype: torch.dtype, relative: float, *, count: int = 10_000) -> float:

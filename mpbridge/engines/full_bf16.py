@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +52,17 @@ def prepare(optimizer: Any, policy: PrecisionPolicy) -> None:
         if dtypes is not None:
             for role in ("exp_avg", "exp_avg_sq"):
                 dtypes[role] = (getattr(policy, role) or DType.FP32).torch()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Tensors made inside without a dtype have this one; what was before is back afterwards, also after an exception and when nested."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _gradients(part: Any) -> list[torch.Tensor]:

@@ -1,0 +1,107 @@
+"""Which Adam for which policy, the storage that follows from it, and the warning that BF16 moments deserve."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from mpbridge.engines import precision_warnings as warnings
+from mpbridge.engines.optimizers import CpuFusedAdam
+from mpbridge.formats import DType
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warnings, "_warned", set())
+
+
+def parameters(dtype: torch.dtype = torch.bfloat16, *, frozen: bool = False) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(2, dtype=dtype), requires_grad=not frozen)]
+
+
+CASES = {
+    "AdamW on BF16": (torch.optim.AdamW, {}, {}, 1),
+    "Adam on BF16": (torch.optim.Adam, {}, {}, 1),
+    "PEFT": (torch.optim.AdamW, {}, {"peft": True}, 0),
+    "FP32": (torch.optim.AdamW, {"dtype": torch.float32}, {}, 0),
+    "FP16": (torch.optim.AdamW, {"dtype": torch.float16}, {}, 0),
+    "frozen": (torch.optim.AdamW, {"frozen": True}, {}, 0),
+    "SGD": (torch.optim.SGD, {}, {}, 0),
+    "FusedAdam": (CpuFusedAdam, {}, {}, 0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a5_bf16_adam_is_warned_about_once_and_nothing_else(case: str, caplog: Any) -> None:
+    kind, made, options, expected = CASES[case]
+    held = parameters(**made)
+    optimizer = kind(held, lr=0.1)
+    with caplog.at_level(logging.WARNING, logger="mpbridge"):
+        said = [warnings.warn_bf16_adam([optimizer], held, **options) for _ in range(2)]
+    assert said == [bool(expected), False]
+    assert len(caplog.records) == expected
+
+
+def test_a5_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    held = parameters()
+    assert not warnings.warn_bf16_adam(torch.optim.AdamW(held), held)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "requested", "peft", "expected"),
+    [
+        ("adamw", None, False, DType.FP32),
+        ("torch.optim.AdamW", "auto", False, DType.FP32),
+        ("sgd", None, False, DType.FP32),
+        ("fused", None, False, DType.BF16),
+        ("transformer_engine.pytorch.optimizers.FusedAdam", "auto", False, DType.BF16),
+        ("adamw", None, True, DType.BF16),
+        ("adamw", "bfloat16", False, DType.BF16),
+        ("fused", torch.float32, False, DType.FP32),
+    ],
+)
+def test_a6_unset_storage_follows_the_optimizer_and_what_is_said_wins(optimizer: str, requested: Any, peft: bool, expected: DType) -> None:
+    assert warnings.storage_default(optimizer, requested, peft=peft) is expected
+
+
+def test_a7_duplicate_main_weights_are_switched_off_with_one_warning(caplog: Any) -> None:
+    arguments = {"master_weights": True, "store_param_remainders": True}
+    with caplog.at_level(logging.WARNING, logger="mpbridge"):
+        for _ in range(2):
+            assert warnings.without_duplicate(parameters(torch.float32), arguments) == {"master_weights": False, "store_param_remainders": False}
+    assert len(caplog.records) == 1
+    assert warnings.without_duplicate(parameters(), arguments) == arguments
+
+
+def test_a7_what_the_duplicate_costs_is_four_bytes_a_parameter() -> None:
+    held = [torch.nn.Parameter(torch.ones(256))]
+    cost = {}
+    for masters in (True, False):
+        optimizer = CpuFusedAdam(held, lr=0.1, master_weights=masters)
+        held[0].grad = torch.ones_like(held[0])
+        optimizer.step()
+        cost[masters] = sum(tensor.numel() * tensor.element_size() for tensor in optimizer.state[held[0]].values()) / 256
+    assert cost == {True: 12.0, False: 8.0}
+
+
+def test_a10_foreach_goes_only_where_it_is_taken() -> None:
+    assert warnings.foreach_arguments(torch.optim.AdamW, tensor_parallel=2) == {"foreach": False}
+    assert warnings.foreach_arguments(torch.optim.AdamW, tensor_parallel=1) == {}
+    assert warnings.foreach_arguments(CpuFusedAdam, tensor_parallel=2) == {}
+    assert warnings.foreach_arguments(lambda params, **kwargs: None, tensor_parallel=2) == {"foreach": False}
+
+
+def test_g2_torch_adam_keeps_its_moments_in_the_parameters_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for options in ({}, {"foreach": True}, {"foreach": False}, {"fused": True}):
+            held = parameters(dtype)
+            optimizer = torch.optim.AdamW(held, **options)
+            held[0].grad = torch.ones_like(held[0])
+            optimizer.step()
+            assert {optimizer.state[held[0]][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {dtype}
