@@ -34,7 +34,8 @@ def test_a_checkpoint_goes_on_in_another_layout(resumed: dict[str, Any], name: s
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_sixteen_bits_train_and_resume_to_the_bit_on_two_processes(tmp_path: Path, kind: str) -> None:
-    report = worker.world(2, ["dp2_sharded_overlap", "dp2_sharded_aware"], tmp_path, kinds=[kind], resume=True)
-    for name in ("dp2_sharded_overlap", "dp2_sharded_aware"):
+    names = ["dp2_sharded_overlap", "dp2_sharded_aware", "ep2_sharded"]
+    report = worker.world(2, names, tmp_path, kinds=[kind], resume=True)
+    for name in names:
         assert report[f"{name}/{kind}"]["equal"]
         assert report[f"{name}/{kind}"][name] == report[f"{name}/{kind}"]["straight"]

@@ -11,7 +11,7 @@ from tests.engines import worker
 
 ONE = {"tp2_sp_rms": "one_rms", "pp2_untied": "one_untied", "vpp2": "one_deep"}
 """Which single-process run a layout has to repeat; 'one' where it is not named."""
-SAME = [name for name in worker.SCENARIOS if name not in ("ep2", "cp2", "vpp2_batched") and not name.startswith("one")]
+SAME = [name for name in worker.SCENARIOS if name not in ("ep2", "ep2_sharded", "cp2", "vpp2_batched") and not name.startswith("one")]
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,10 @@ def test_parameters_have_global_names(reports: dict[str, Any], name: str) -> Non
         assert ranks[0] ^ ranks[1] == {n for n in whole if ".local_experts." in n}, "each expert is on one rank"
 
 
-def test_experts_train_under_expert_parallelism(reports: dict[str, Any]) -> None:
+def test_experts_train_under_expert_parallelism_sharded_or_not(reports: dict[str, Any]) -> None:
     losses = reports["ep2/fp32"]["losses"]
     assert losses[-1] < losses[0] - 0.5
+    assert reports["ep2_sharded/fp32"]["losses"] == pytest.approx(losses, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "vpp2": {"parallel": VPP, "model": DEEP | {"overlap_p2p_comm": True, "batch_p2p_comm": False}},
     "vpp2_batched": {"parallel": VPP, "model": DEEP},
     "ep2": {"parallel": {"expert_model_parallel_size": 2}, "model": MOE},
+    "ep2_sharded": {"parallel": {"expert_model_parallel_size": 2}, "model": MOE, "ddp": OVERLAP},
     "cp2": {"parallel": {"context_parallel_size": 2}},
 }
 
