@@ -63,6 +63,8 @@ class Train:
     """The same losses to the bit, at some cost in speed."""
     exit_interval: int | None = None
     """Stop (and save) when the step is a multiple of this one."""
+    timeout_minutes: float = 60
+    """How long ranks wait for each other before the run ends; long, since rank 0 may be preparing a large corpus meanwhile."""
     nonfinite: str = "skip"
     """After a step whose loss or gradients are not finite (it is never applied): "skip" it, "stop", or "rollback N": back to the newest checkpoint
     and on behind the samples that led there, at most N times."""
@@ -169,6 +171,7 @@ LEAST: dict[str, float] = {
     "train.log_interval": 1,
     "train.threads": 1,
     "train.exit_interval": 1,
+    "train.timeout_minutes": 0,
     "data.seq_length": 1,
     "scheduler.lr_decay_iters": 1,
     "scheduler.lr_warmup_iters": 0,

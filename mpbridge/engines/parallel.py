@@ -18,6 +18,10 @@ from mpbridge.checks.run import Parallel
 from mpbridge.errors import BadValue
 
 
+_patience = 30.0
+"""Minutes that megatron-core's groups wait, as the world does; its own default where somebody else made the world."""
+
+
 def start_process_group(cuda: bool, *, timeout_minutes: float = 30.0) -> bool:
     """Joins the world that torchrun describes (RANK, WORLD_SIZE, MASTER_*), or makes a world of one; NCCL on CUDA, else gloo.
 
@@ -25,6 +29,8 @@ def start_process_group(cuda: bool, *, timeout_minutes: float = 30.0) -> bool:
     """
     if dist.is_initialized():
         return False
+    global _patience
+    _patience = timeout_minutes
     backend, timeout = ("nccl" if cuda else "gloo"), timedelta(minutes=timeout_minutes)
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -116,6 +122,7 @@ def _initialize(sizes: Parallel, optimizer_instances: int) -> None:
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=sizes.expert_tensor,
         num_distributed_optimizer_instances=optimizer_instances,
+        distributed_timeout_minutes=_patience,
     )
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -171,7 +173,13 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], *, same_layout: 
 def _random_states() -> dict[str, Any]:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    states = {"cpu": torch.get_rng_state(), "tracker": dict(get_cuda_rng_tracker().get_states())}
+    kind, words, *rest = np.random.get_state()
+    states = {
+        "cpu": torch.get_rng_state(),
+        "tracker": dict(get_cuda_rng_tracker().get_states()),
+        "python": random.getstate(),
+        "numpy": (kind, words.tolist(), *rest),
+    }
     return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
@@ -179,6 +187,9 @@ def _set_random_states(states: Mapping[str, Any]) -> None:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
     torch.set_rng_state(states["cpu"])
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(states["numpy"]))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
     get_cuda_rng_tracker().set_states(states["tracker"])

@@ -59,7 +59,7 @@ def pretrain(
         stack.callback(parts.closed)
         stack.enter_context(process_settings(run.train))
         stack.enter_context(device_layer(cuda, fused_adam=CpuFusedAdam))
-        stack.enter_context(process_group(cuda))
+        stack.enter_context(process_group(cuda, minutes=float(run.train.get("timeout_minutes") or 60.0)))
         stack.enter_context(explained())
         feed = Feed(run, dataset)
         if feed.corpus is not None and feed.corpus.prepared is not None:

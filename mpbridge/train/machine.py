@@ -11,14 +11,10 @@ import torch.distributed as dist
 
 from mpbridge.engines.parallel import start_process_group, stop_process_group
 
-PATIENCE = 60.0
-"""Minutes that ranks wait for each other: rank 0 may be preprocessing a large corpus meanwhile."""
-
-
 @contextmanager
-def process_group(cuda: bool) -> Iterator[None]:
-    """The job's process group, for as long as the run lasts; somebody else's is used and left alone."""
-    made = start_process_group(cuda, timeout_minutes=PATIENCE)
+def process_group(cuda: bool, *, minutes: float = 60.0) -> Iterator[None]:
+    """The job's process group, for as long as the run lasts; somebody else's is used and left alone. minutes: that ranks wait for each other."""
+    made = start_process_group(cuda, timeout_minutes=minutes)
     try:
         yield
     finally:
