@@ -17,7 +17,6 @@ import torch.distributed as dist
 from mpbridge.checks.run import Parallel
 from mpbridge.errors import BadValue
 
-
 _patience = 30.0
 """Minutes that megatron-core's groups wait, as the world does; its own default where somebody else made the world."""
 
