@@ -18,10 +18,12 @@ def fsdp2(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[
     torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param.py: chunks as torch.chunk cuts them, gradients cast to the parameter's dtype after the reduction.
     """
     ranks = run.parallel.data * run.parallel.context
-    fused = bool(policy.precision_aware)
+    aware, main = bool(policy.precision_aware), policy.main_params or DType.FP32
+    # torch's AdamW keeps states in the parameters' dtype; what it cannot keep FusedAdam does (engines/precision_warnings.py, choice)
+    fused = aware or {main, policy.exp_avg or DType.FP32, policy.exp_avg_sq or DType.FP32} != {policy.params}
     for parameter in chunk:
         rows = parameter.weight.shape[0]
-        width = parameter.weight.elements // rows
+        width = parameter.weight.elements // max(1, rows)
         each = -(-rows // ranks)
         here = max(0, min(each, rows - at.data * each))
         at_rest, _ = dtype_at_rest(policy, run, parameter)
@@ -30,8 +32,8 @@ def fsdp2(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[
         yield Role("grads", name, at_rest, size, 0, "engine")
         first = (policy.exp_avg or DType.FP32) if fused else at_rest
         second = (policy.exp_avg_sq or DType.FP32) if fused else at_rest
-        if fused and at_rest is not DType.FP32:
-            yield Role("main_params", name, main_dtype(policy, at_rest), size, 0, "optimizer")
+        if fused and at_rest not in (DType.FP32, main):
+            yield Role("main_params", name, main_dtype(policy, at_rest) if aware else main, size, 0, "optimizer")
         yield Role("exp_avg", name, first, size, 0, "optimizer")
         yield Role("exp_avg_sq", name, second, size, 0, "optimizer")
 
