@@ -36,9 +36,9 @@ from mpbridge.emulation.kernels import (
     values_stochastic,
 )
 from mpbridge.emulation.rounding import random_bytes
-from mpbridge.emulation.scales import DEFAULT_RELEASE, rules_for, scale_from_amax
+from mpbridge.emulation.scales import DEFAULT_RELEASE, nvfp4_block, nvfp4_global, rules_for
 from mpbridge.errors import Refused
-from mpbridge.formats import BLOCKS, E2M1, FORMATS, NumberFormat
+from mpbridge.formats import BLOCKS, E2M1, E4M3, FORMATS, NumberFormat
 from mpbridge.precision.policy import Quant
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
@@ -157,28 +157,28 @@ class Quantizer:
         """The element format of that side's operands."""
         return self.gradient_format if side == "dy" else self.forward_format
 
-    def explain(self, x: torch.Tensor, *, slot: str, gemm: Gemm, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
+    def explain(self, x: torch.Tensor, operand: Operand, *, gemm: Gemm, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
         """(fp32 tensor that was rounded: x, or x rotated; fp32 multiplier before the cast, of x's shape or a scalar) for statistics.
 
-        Delayed scaling: the stored scale, which is the one used until the context ends.
+        x: the operand's source, or some of its whole lines along the blocks (rows of a row copy, columns of a column copy; all of a weight with
+        square blocks). operand: what was made of the whole source.
         """
-        number, scaling, copy = self.format_of(side), self.quant.scaling, COPY_OF[gemm, side]
-        if scaling == "tensorwise":
-            return x.float(), scale_from_amax(amax_of(x), number.largest, power_of_two=False)
-        if scaling == "delayed":
-            table, index = self._place(slot, side)
-            return x.float(), table.scale[index]
+        scaling, copy = self.quant.scaling, COPY_OF[gemm, side]
+        if self.one_copy:
+            assert operand.alpha is not None  # one scale for all of it
+            return x.float(), 1.0 / operand.alpha
         block = BLOCKS[scaling][side == "w"]
         source = rotate(x) if scaling == "nvfp4" and copy == "column" and side != "w" else x
         padded, shape = _padded(source, block.across if side == "w" else 1, block.along, copy)
         view = _view(padded, block.along, "column" if block.across > 1 else copy)
         amax = _square_peaks(peaks(view), block.along) if block.across > 1 else peaks(view)
         if scaling == "nvfp4":
-            multiplier, _, _ = nvfp4_factors(amax, self.rules)
+            assert operand.alpha is not None  # its global scale
+            multiplier, _ = nvfp4_block(amax, nvfp4_global(operand.alpha * (E2M1.largest * E4M3.largest)), self.rules)
         elif scaling == "mxfp8":
-            multiplier, _ = mxfp8_block_factors(amax, number, self.rules)
+            multiplier, _ = mxfp8_block_factors(amax, self.format_of(side), self.rules)
         else:
-            multiplier, _ = blockwise_factors(amax, number, torch.finfo(x.dtype).max, True)
+            multiplier, _ = blockwise_factors(amax, self.format_of(side), torch.finfo(x.dtype).max, True)
         if block.across > 1:
             multiplier, _ = _spread((multiplier, multiplier), block.along)
         return source.float(), _cropped(multiplier.expand(view.shape).reshape(padded.shape), shape)

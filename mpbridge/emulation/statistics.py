@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from mpbridge.emulation.kernels import amax_of
 from mpbridge.emulation.quantizer import COPY_OF, Gemm, Operand, Quantizer, Side
 from mpbridge.formats import NumberFormat
 
 BINS = (-32, 16)
 """First and last power of two of the histograms of row amaxes in units of the codes; what lies outside is counted in the end bins."""
-ROWS = 512
-"""Rows of a tensor that are looked at in one sample, evenly spread: enough for a median, and the cost stays a few percent of a step."""
+ELEMENTS, MINIMUM = 1 << 16, 64
+"""Elements of a tensor that are looked at in one sample, in rows evenly spread, at least MINIMUM rows: enough for a median, and cheap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +88,11 @@ def _mean(values: Iterable[float]) -> float | None:
 class Statistics:
     """An observer of an Emulation that samples operands on some steps.
 
-    every: a step in so many is looked at, and of it the first micro-batch; call `step` with its number before each. rows: see ROWS.
+    every: a step in so many is looked at, and of it the first micro-batch; call `step` with its number before each. elements: see ELEMENTS.
     """
 
-    def __init__(self, *, every: int = 1, rows: int = ROWS) -> None:
-        self.every, self.rows, self.now = every, rows, 0
+    def __init__(self, *, every: int = 1, elements: int = ELEMENTS) -> None:
+        self.every, self.elements, self.now = every, elements, 0
         self.tracks: dict[tuple[str, Side, str], Track] = {}
         self._seen: set[tuple[str, Side, str]] = set()
 
@@ -119,24 +120,30 @@ class Statistics:
             track = Track(slot=slot, side=side, copy=copy, gemms=gemms, format=number.name, scaling=quantizer.quant.scaling)
             self.tracks[key] = track
         track.steps.append(self.now)
-        track.samples.append(look(high, operand, quantizer, slot=slot, gemm=gemm, side=side, rows=self.rows))
+        track.samples.append(look(high, operand, quantizer, slot=slot, gemm=gemm, side=side, elements=self.elements))
 
     def summary(self, *, warmup: int = 0) -> list[dict[str, Any]]:
         """`Track.summary` of every operand, in the order in which they were first seen."""
         return [track.summary(warmup=warmup) for track in self.tracks.values()]
 
 
-def look(high: torch.Tensor, operand: Operand, quantizer: Quantizer, *, slot: str, gemm: Gemm, side: Side, rows: int = ROWS) -> Sample:
-    """Statistics of one operand. Column copies are looked at along their blocks, so a "row" is then a column of the tensor."""
-    x, multiplier = quantizer.explain(high, slot=slot, gemm=gemm, side=side)
-    q = operand.dequantized()
+def look(high: torch.Tensor, operand: Operand, quantizer: Quantizer, *, slot: str, gemm: Gemm, side: Side, elements: int = ELEMENTS) -> Sample:
+    """Statistics of one operand, from about `elements` of it in whole rows; the amax is of all of it.
+
+    Column copies are looked at along their blocks, so a "row" is then a column of the tensor.
+    """
     column = COPY_OF[gemm, side] == "column" and not quantizer.one_copy
+    lines, length = (high.shape[1], high.shape[0]) if column else (high.shape[0], high.shape[1])
+    # square blocks span lines: a weight is looked at whole
+    whole = side == "w" and quantizer.shares_copies("w") and not quantizer.one_copy
+    picked = torch.arange(lines) if whole else _spread_lines(lines, max(MINIMUM, elements // max(length, 1)), high.device)
+    x, multiplier = quantizer.explain(high[:, picked] if column else high[picked], operand, gemm=gemm, side=side)
+    q = (operand.values[:, picked] if column else operand.values[picked]).float()
+    q = q if operand.alpha is None else q * operand.alpha
     if column:
         x, q, multiplier = x.t(), q.t(), multiplier.t()
-    per_element = multiplier.numel() > 1
-    amax = x.abs().nan_to_num(0.0, posinf=math.inf).amax()
-    picked = _spread_rows(x.shape[0], rows, x.device)
-    x, q, multiplier = x[picked], q[picked], multiplier[picked] if per_element else multiplier
+    peak = high.abs().amax().float()
+    amax = amax_of(high) if peak.isnan() else peak
     finite = x.isfinite()
     nonfinite = int((~finite).sum())
     x, q = torch.where(finite, x, 0.0), torch.where(finite & q.isfinite(), q, 0.0)
@@ -161,7 +168,7 @@ def look(high: torch.Tensor, operand: Operand, quantizer: Quantizer, *, slot: st
     )
 
 
-def _spread_rows(count: int, wanted: int, device: torch.device) -> torch.Tensor:
+def _spread_lines(count: int, wanted: int, device: torch.device) -> torch.Tensor:
     return torch.linspace(0, count - 1, min(count, wanted), device=device).round().long()
 
 
