@@ -155,8 +155,12 @@ def _take_up(training: Training, path: Path, shelf: state.Shelf, *, weights_only
 def _resume_plain(training: Training, plain: Mapping[str, Any], *, same_layout: bool, path: Path) -> None:
     for name, value in plain["counters"].items():
         setattr(training.counters, name, value)
+    schedule = dict(plain["scheduler"])
+    if schedule.get("wd_incr_style") == training.scheduler.wd_incr_style == "constant":
+        # how long a weight decay that stays the same would have grown is no difference: a run may be made longer
+        schedule["wd_incr_steps"] = training.scheduler.wd_incr_steps
     try:
-        training.scheduler.load_state_dict(plain["scheduler"])
+        training.scheduler.load_state_dict(schedule)
     except AssertionError as error:
         raise CheckpointError(
             f"{path} was trained on another learning-rate schedule ({error}): keep the schedule's settings, or say which one counts: "
@@ -232,12 +236,18 @@ def _give_up(partial: Path | None) -> None:
         store.discard(partial)
 
 
+_NO_ROOM = ("No space left", "File too large", "quota exceeded", "unexpected pos", "PytorchStreamWriter")
+"""How a write that fails reads in Python, and (the last two) in torch's own writer, which drops the reason."""
+
+
 def _reason(error: BaseException, folder: Path, *, saving: bool) -> str:
     text = " ".join(str(error).split())
     tail = text if len(text) < 400 else f"{text[:200]} ... {text[-200:]}"
     if not saving:
         return f"a checkpoint in {folder} does not fit this run: {type(error).__name__}: {tail}"
     free = shutil.disk_usage(folder).free / 2**20 if folder.exists() else 0.0
+    if any(word in text for word in _NO_ROOM):
+        tail = f"the file system took no more (disk full, a quota, or a limit on the size of files): {tail}"
     newest = store.saved(folder)
     before = f"the newest whole one is {newest[0].path}" if newest else "there is none yet"
     return f"a checkpoint could not be written to {folder} ({free:.0f} MiB free there): {tail}; {before}"
