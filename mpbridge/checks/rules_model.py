@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpbridge.checks.rules import Case, Rule
 from mpbridge.checks.rules_quant import CORE_016
 from mpbridge.checks.versions import Window
+from mpbridge.errors import BadValue
 from mpbridge.formats import DType, say
 
 _CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
@@ -47,7 +48,52 @@ def _interleaved(case: Case) -> str | None:
     return f"{vpp} virtual stages with batched point-to-point communication on gloo" if cpu and vpp is not None and vpp > 1 and batched else None
 
 
+def _undivided(case: Case) -> str | None:
+    shape, sizes = case.run.shape, case.run.parallel
+    expert_tensor = sizes.expert_tensor or sizes.tensor
+    groups = shape.num_query_groups
+    wrong = [
+        f"{name} {size} by {by} {ranks}"
+        for name, size, by, ranks in (
+            ("num_attention_heads", shape.num_attention_heads, "tensor", sizes.tensor),
+            ("num_query_groups", groups if groups % sizes.tensor and sizes.tensor % groups else 0, "tensor", sizes.tensor),
+            ("ffn_hidden_size", shape.ffn_hidden_size, "tensor", sizes.tensor),
+            ("vocab_size", shape.vocab_size, "tensor", sizes.tensor),
+            ("num_moe_experts", shape.experts or 0, "expert", sizes.expert),
+            ("moe_ffn_hidden_size", shape.expert_ffn_hidden_size, "expert tensor", expert_tensor),
+            ("moe_shared_expert_intermediate_size", shape.shared_expert_size, "tensor", sizes.tensor),
+            ("seq_length", shape.seq_length, "2 x context", 2 * sizes.context if sizes.context > 1 else 1),
+        )
+        if size % ranks
+    ]
+    return "; ".join(wrong) or None
+
+
+def _unstaged(case: Case) -> str | None:
+    from mpbridge.checks.ranks import stage_chunks
+
+    try:
+        stage_chunks(case.run)
+    except BadValue as error:
+        return str(error)
+    return None
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(
+        id="sizes-do-not-divide",
+        found=_undivided,
+        expected="every size to be a multiple of the ranks that share it",
+        cure="another parallel size, or another model size",
+        source=_CONFIG,
+    ),
+    Rule(
+        id="layers-do-not-divide",
+        found=_unstaged,
+        expected="each pipeline stage to get whole layers",
+        cure="another parallel.pipeline_model_parallel_size, or model.num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage",
+        source="megatron-core 0.16.1 transformer_block.py get_num_layers_to_build",
+    ),
     Rule(
         id="router-dtype-is-ignored",
         found=_router,

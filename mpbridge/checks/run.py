@@ -12,6 +12,10 @@ from mpbridge.errors import BadValue
 Realization = Literal["native", "emulated"]
 
 
+MOST = 100_000
+"""Of layers or experts: more is a slip of the pen, and would keep a laptop busy."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
     """A GPT's shape, in megatron-core's names; sizes are global (before tensor parallelism)."""
@@ -49,6 +53,12 @@ class ModelShape:
     latent_attention: Mapping[str, int] | None = None
     """MLA: q_lora_rank (0: none), kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim."""
     mtp_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "experts", "mtp_layers"):
+            value = getattr(self, name) or 0
+            if not 0 <= value <= MOST:
+                raise BadValue(f"{name}={value}: expected 0 to {MOST}")
 
     def is_expert_layer(self, layer: int) -> bool:
         """Whether 0-based `layer` is a mixture of experts."""

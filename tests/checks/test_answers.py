@@ -127,7 +127,7 @@ def test_recommend_orders_the_legal_and_explains_the_rest(ask):
 
 def test_recommend_on_an_old_gpu_says_fp16(ask):
     _, found = data(ask("recommend", "--target", "v100", "--config", "gpt_125m", "--json"))
-    assert [a["recipe"] for a in found["recipes"] if a["legal"]][0] == "fp16_mixed"
+    assert next(a["recipe"] for a in found["recipes"] if a["legal"]) == "fp16_mixed"
 
 
 def test_doctor_here_and_there(ask):
