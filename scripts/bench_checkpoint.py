@@ -69,6 +69,7 @@ def made(name: str, layers: int, hidden: int, steps: int, **sections: Any) -> An
             "hidden_dropout": 0.0, "attention_dropout": 0.0, "add_bias_linear": False, "position_embedding_type": "rope",
         },
         optimizer={"lr": 1e-3},
+        scheduler={"lr_decay_iters": 1000},
         train={"micro_batch_size": 4, "global_batch_size": 4, "train_iters": steps, "eval_interval": None, "threads": 1, "audit": "warn"},
         **sections,
     ).resolved()  # fmt: skip

@@ -149,7 +149,7 @@ def _take_up(training: Training, path: Path, shelf: state.Shelf, *, weights_only
         loaded["optimizer"] = state.optimizer_state(got, fresh, plain.get("optimizer", {}))
         state.split_remainders(loaded, pairs)
     engine.load_state(loaded, optimizer=not weights_only)
-    return plain["run"]
+    return dict(plain["run"])
 
 
 def _resume_plain(training: Training, plain: Mapping[str, Any], *, same_layout: bool, path: Path) -> None:
@@ -177,8 +177,9 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], *, same_layout: 
 def _random_states() -> dict[str, Any]:
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-    kind, words, *rest = np.random.get_state()
-    states = {
+    numbers: Any = np.random.get_state()
+    kind, words, *rest = numbers
+    states: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
         "tracker": dict(get_cuda_rng_tracker().get_states()),
         "python": random.getstate(),

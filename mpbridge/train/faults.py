@@ -128,10 +128,10 @@ class Nonfinite(Hook):
         record(training, "rollback", f"{text}: back to {place.name}, on behind the samples that led there; {self.left} rollbacks left", **facts)
 
 
-def parse_nonfinite(setting: object) -> tuple[Literal["skip", "stop", "rollback"], int]:
+def parse_nonfinite(setting: Any) -> tuple[Literal["skip", "stop", "rollback"], int]:
     """('skip', 0), ('stop', 0) or ('rollback', how many) from train.nonfinite; raises BadValue."""
     if setting in ("skip", "stop"):
-        return setting, 0  # type: ignore[return-value]
+        return setting, 0
     found = re.fullmatch(r"rollback (\d+)", str(setting))
     if found is None or not int(found[1]):
         raise BadValue(f"train.nonfinite={setting!r}: expected 'skip', 'stop' or 'rollback N' with N of at least 1 (how often a run may go back)")

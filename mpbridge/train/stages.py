@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -68,7 +69,7 @@ def check_stages(run: Run) -> list[str]:
         except MpbridgeError as error:
             faults.append(f"stage {span.index + 1} ({made.recipe}): {error}")
         lines.append(f"stage {span.index + 1}: {made.recipe}, steps {span.start + 1} to {span.stop}")
-    for index, (before, after) in enumerate(zip(runs, runs[1:], strict=False), start=1):
+    for index, (before, after) in enumerate(itertools.pairwise(runs), start=1):
         answer = verdict(of_run(before), of_run(after))
         lines.append(f"  then {before.recipe} -> {after.recipe}: {_short(answer)}")
         if not answer.goes_on:

@@ -228,7 +228,7 @@ def _group(fresh: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]
     match = next((group for group in saved if all(group.get(key) == fresh[key] for key in marks)), None)
     match = fresh if match is None else match
     # (megatron-core wraps them, so that they stay out of the files)
-    params = fresh.get("params")
+    params: Any = fresh.get("params")
     own = {"params": params.unwrap() if hasattr(params, "unwrap") else params} if "params" in fresh else {}
     return {name: value for name, value in match.items() if name != "params"} | own
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.survival import Hook, go, job, run
 
 from mpbridge.checks.resume import read_fingerprint, verdict
 from mpbridge.errors import CheckpointError, Refused
 from mpbridge.train import checkpoint, store
+from tests.train.survival import Hook, go, job, run
 
 DIST = {"use_distributed_optimizer": True}
 FP16 = {"recipe": "fp16_mixed", "initial_loss_scale": 4096.0}
@@ -140,7 +140,7 @@ def test_another_model_is_refused_before_anything_is_read(tmp_path):
 
 def test_another_schedule_is_an_error_that_names_the_cure(tmp_path):
     go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
-    with pytest.raises(CheckpointError, match="scheduler.override_opt_param_scheduler=true"):
+    with pytest.raises(CheckpointError, match=r"scheduler\.override_opt_param_scheduler=true"):
         go(run("bf16_mixed", iters=2, checkpoint={"load": str(tmp_path)}, scheduler={"lr_decay_iters": 50}))
     assert go(run("bf16_mixed", iters=2, checkpoint={"load": str(tmp_path)}, scheduler={"lr_decay_iters": 50, "override_opt_param_scheduler": True})).losses
 

@@ -90,7 +90,7 @@ def test_nonfinite_settings_that_mean_nothing_are_refused(setting):
 
 
 def test_rollback_without_checkpoints_is_refused():
-    with pytest.raises(BadValue, match="checkpoint.save"):
+    with pytest.raises(BadValue, match=r"checkpoint\.save"):
         go(run(train={"nonfinite": "rollback 2"}))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -93,7 +94,7 @@ def in_stray_object(folder, payload):
 
 def in_tensor(folder, payload):
     data = safe_load.read_metadata(folder)
-    index, info = next((i, s) for i, s in data.storage_data.items() if i.fqn == "w")
+    info = next(info for index, info in data.storage_data.items() if index.fqn == "w")
     out = io.BytesIO()
     torch.save(payload, out)
     file = folder / info.relative_path
@@ -115,9 +116,8 @@ def test_control_the_same_payload_runs_without_the_look(folder, tmp_path, where)
     from megatron.core import dist_checkpointing
 
     where(folder, Payload(tmp_path / "pwned"))
-    with pytest.raises(BaseException):  # noqa: B017, PT011  (whatever it dies of afterwards; torch's CheckpointException is no Exception)
+    with contextlib.suppress(BaseException):  # whatever it dies of afterwards; torch's CheckpointException is no Exception
         dist_checkpointing.load(contents(), str(folder))
-        raise RuntimeError
     assert (tmp_path / "pwned").exists()
 
 
