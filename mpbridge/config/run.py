@@ -152,6 +152,11 @@ class Draft:
     def run(self, world_size: int, machine: Any, versions: Versions | None, training: bool) -> Run | None:
         """The Run, or None when there are faults."""
         inputs, sizes = joined(self.given, self.engine, self.faults)
+        aware_recipe = bool(self.stages) and bool(self.stages[0].policy.precision_aware) and "use_precision_aware_optimizer" not in inputs["optimizer"]
+        if aware_recipe and self.engine == "mcore":
+            # megatron-core 0.16.1 has FusedAdam's own main weights in its distributed optimizer only; an author who says otherwise is told so
+            for section in ("optimizer", "ddp"):
+                inputs[section].setdefault("use_distributed_optimizer", True)
         full = {name: filled(name, self.given[name]) for name in ("train", "data", "scheduler", "checkpoint", "logger")}
         model = filled("model", inputs["model"])
         self._add(shape_faults(model))
@@ -227,8 +232,9 @@ GPT_FILLED = ("position_embedding_type", "rotary_base", "rotary_percent", "share
 
 
 def _optimizer_facts(optimizer: Section, policy: PrecisionPolicy, engine: str) -> OptimizerFacts:
-    # FSDP2 has FusedAdam where the recipe asks for it, torch's AdamW otherwise
-    torchs = engine == "fsdp2" and optimizer["optimizer"] == "adam" and not policy.precision_aware
+    # FSDP2 has torch's AdamW where its states, in the parameters' dtype, are what the recipe promises, and FusedAdam otherwise
+    plain = not policy.precision_aware and {policy.main_params, policy.exp_avg, policy.exp_avg_sq} == {policy.params}
+    torchs = engine == "fsdp2" and optimizer["optimizer"] == "adam" and plain
     return OptimizerFacts(
         name="torch_adamw" if torchs else optimizer["optimizer"],
         distributed=optimizer["use_distributed_optimizer"],
