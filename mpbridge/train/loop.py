@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from mpbridge.audit.agreement import agree
 from mpbridge.data.batches import Feed
 from mpbridge.devices import device_layer
 from mpbridge.engines.optimizers import CpuFusedAdam
@@ -61,6 +62,7 @@ def pretrain(
         stack.enter_context(device_layer(cuda, fused_adam=CpuFusedAdam))
         stack.enter_context(process_group(cuda, minutes=float(run.train.get("timeout_minutes") or 60.0)))
         stack.enter_context(explained())
+        agree(run.policy)
         feed = Feed(run, dataset)
         if feed.corpus is not None and feed.corpus.prepared is not None:
             out.print(f"corpus: {feed.corpus.prepared.line()}")
