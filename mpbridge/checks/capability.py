@@ -96,14 +96,14 @@ def can_run(policy: PrecisionPolicy, machine: Machine, versions: Versions, *, qu
     if base:
         return Capability(how="no", reason=base, nearest=_nearest(policy, machine, versions))
     if not policy.quantized:
-        return Capability(how="native", reason=f"{policy.compute.short} runs on {machine.name} ({machine.sm})")
+        return Capability(how="native", reason=f"{policy.compute.short} runs on {machine.label}")
     custom = any(quant.scaling == "custom" for quant in policy.quants)
     if quantized_by == "emulation" and not custom:
         return Capability(how="emulated", reason="its rounding is emulated around GEMMs in the compute dtype: the numbers, not the speed")
     faults = tuple(dict.fromkeys(fault for quant in policy.quants for fault in quant_faults(quant, machine, versions)))
     if not faults:
         notes = tuple(dict.fromkeys(note for quant in policy.quants for note in _notes(quant, machine)))
-        runs = f"runs natively on {machine.name} ({machine.sm}) with Transformer Engine {versions.transformer_engine}"
+        runs = f"runs natively on {machine.label} with Transformer Engine {versions.transformer_engine}"
         return Capability(how="native", reason="; ".join((runs, *notes)), proven=not _unproven(machine))
     return Capability(how="no" if custom else "emulated", reason="; ".join(faults), nearest=_nearest(policy, machine, versions))
 
@@ -117,9 +117,9 @@ def refuse_unless_native(policy: PrecisionPolicy, machine: Machine, versions: Ve
     if answer.nearest:
         ways.append(f"--recipe {answer.nearest} runs here")
     if answer.how == "emulated":
-        ways.append("emulate=true runs this recipe's rounding anywhere, at no gain of speed")
+        ways.append("--emulate runs this recipe's rounding anywhere, at no gain of speed")
     ways.append("`mpbridge doctor` lists what runs where")
-    raise Refused(f"{machine.name} ({machine.sm}) cannot run this recipe: {answer.reason}. What works: {'; '.join(ways)}.")
+    raise Refused(f"{machine.label} cannot run this recipe: {answer.reason}. What works: {'; '.join(ways)}.")
 
 
 def quant_faults(quant: Quant, machine: Machine, versions: Versions) -> list[str]:

@@ -37,6 +37,11 @@ class Machine:
         """'sm_90', or 'cpu'."""
         return "cpu" if self.arch is None else f"sm_{self.arch[0]}{self.arch[1]}"
 
+    @property
+    def label(self) -> str:
+        """Name and compute capability: 'H100 (sm_90)'; a CPU's name says all there is."""
+        return f"{self.name} ({self.sm})" if self.gpu else self.name
+
     def flops(self, number_format: str) -> float | None:
         """Dense FLOP/s of GEMMs in "fp32", "tf32", "fp16", "bf16", "fp8" or "fp4"; None: it has none, or not known."""
         found = dict(self.peak).get(number_format)

@@ -130,7 +130,7 @@ def require(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
     found = broken(policy, run)
     errors = [violation for violation in found if violation.severity == "error"]
     if errors:
-        lines = [f"  - {v.rule}: {v.found}; expected {v.expected}. {v.cure[:1].upper()}{v.cure[1:]}. [{v.source}]" for v in errors]
+        lines = [f"  - {v.rule}: {v.found}; expected {v.expected}. Cure: {v.cure}. [{v.source}]" for v in errors]
         raise Refused("\n".join([f"{len(errors)} rule{'s' if len(errors) > 1 else ''} forbid{'' if len(errors) > 1 else 's'} this run:", *lines]))
     return found
 

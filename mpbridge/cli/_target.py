@@ -44,7 +44,7 @@ class Target:
         """One line about it."""
         have = [f"{name.replace('_', ' ')} {value}" for name, value in dataclasses.asdict(self.versions).items() if value and name != "python"]
         assumed = f" (assumed: {', '.join(self.assumed)})" if self.assumed else ""
-        return f"{self.machine.name} ({self.machine.sm}) with {', '.join(have) or 'nothing installed'}{assumed}"
+        return f"{self.machine.label} with {', '.join(have) or 'nothing installed'}{assumed}"
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:

@@ -49,7 +49,7 @@ def as_data(where: Target, answers: dict[str, Capability]) -> dict[str, object]:
 
 def _print(where: Target, answers: dict[str, Capability]) -> None:
     machine = where.machine
-    print(f"machine   {machine.name} ({machine.sm}), {machine.memory_bytes / 2**30:.1f} GiB{f', {machine.note}' if machine.note else ''}")
+    print(f"machine   {machine.label}, {machine.memory_bytes / 2**30:.1f} GiB{f', {machine.note}' if machine.note else ''}")
     if machine.peak:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in machine.peak)
         print(f"peak      {rates} dense TFLOP/s, {machine.bandwidth / 1e9:g} GB/s ({machine.source})")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from mpbridge.checks.capability import can_run, refuse_unless_native
+from mpbridge.checks.machines import Machine
 from mpbridge.checks.probe import installed, this_machine
 from mpbridge.checks.rules import Violation, require
 from mpbridge.errors import Refused
@@ -19,17 +20,23 @@ if TYPE_CHECKING:
     from mpbridge.config.container import Run
 
 
-def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
-    """Prints what the recipe decides, and the warnings, which come back. Raises Refused first where machine or rules forbid the run."""
+def refuse_unfit(run: Run) -> tuple[Machine, tuple[Violation, ...]]:
+    """The machine that will run it, and the warnings. Raises Refused first where machine or rules forbid the run; loads no framework."""
     facts = run.facts
     machine, versions = facts.machine or this_machine(), installed()
     if facts.realization == "native":
-        answer = refuse_unless_native(run.policy, machine, versions)
+        refuse_unless_native(run.policy, machine, versions)
     else:
         answer = can_run(run.policy, machine, versions, quantized_by="emulation")
         if not answer:
-            raise Refused(f"{machine.name} cannot run this recipe, emulated or not: {answer.reason}.")
-    warnings = require(run.policy, facts)
+            raise Refused(f"{machine.label} cannot run this recipe, emulated or not: {answer.reason}.")
+    return machine, require(run.policy, facts)
+
+
+def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
+    """Prints what the recipe decides, and the warnings, which come back. Raises Refused, as `refuse_unfit` does."""
+    facts = run.facts
+    machine, warnings = refuse_unfit(run)
     how = "natively" if facts.realization == "native" else "emulated"
     out.print(f"recipe {run.recipe}, {how}, engine {facts.engine}, {facts.parallel.world_size} process(es) on {machine.name}")
     out.print(plan_table(run.plan))

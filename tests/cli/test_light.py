@@ -40,9 +40,18 @@ def test_the_test_above_can_fail():
     assert "numpy" in loaded_by("import numpy")
 
 
-def test_a_refused_training_run_says_so_without_torch():
-    code = "from mpbridge.cli.main import main\nassert main(['train', 'train.train_itres=3']) == 2"
-    assert loaded_by(code) == []
+REFUSED = {
+    "a misspelled setting": (["train.train_itres=3"], 2),
+    "a broken rule": (["optimizer.optimizer=sgd", "ddp.use_distributed_optimizer=true"], 1),
+    "no such hardware": (["--recipe", "bf16_with_mxfp8_mixed"], 1),
+}
+
+
+@pytest.mark.parametrize(("arguments", "code"), REFUSED.values(), ids=REFUSED)
+def test_a_refused_training_run_says_so_without_torch(arguments, code):
+    # a machine with a GPU would run one of these
+    start = "import os\nos.environ['CUDA_VISIBLE_DEVICES'] = ''\nfrom mpbridge.cli.main import main\n"
+    assert loaded_by(f"{start}assert main(['train', *{arguments!r}]) == {code}") == []
 
 
 def cpu_seconds(*arguments: str) -> float:
