@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
 from mpbridge.engines.local_spec import CpuSpecProvider
+from mpbridge.engines.quant_recipe import enter_chunk
 from mpbridge.errors import BadValue
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -144,6 +145,7 @@ def build_chunks(
     virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
     for chunk in range(virtual) if virtual else (None,):
+        enter_chunk(config, chunk)
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=chunk is None, vp_stage=chunk)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=chunk is None, vp_stage=chunk)
         provider = None if backend is None and cuda else (backend or CpuSpecProvider)(config)

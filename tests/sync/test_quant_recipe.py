@@ -136,10 +136,11 @@ def test_writing_module_rules_without_somebody_who_spells_them_is_refused() -> N
     assert (config.bf16, config.fp8, config.quant_recipe) == (False, None, None)
 
 
-def test_two_stages_of_a_real_model_get_their_own_layers_rules() -> None:
+@pytest.mark.parametrize("chunks", [1, 2], ids=["plain", "interleaved"])
+def test_two_stages_of_a_real_model_get_their_own_layers_rules(chunks: int) -> None:
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(Path(__file__).with_name("pipeline_worker.py"))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(Path(__file__).with_name("pipeline_worker.py")), str(chunks)]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if line.startswith("stage")) == [f"stage {n}: 12 linears as the policy says" for n in (0, 1)]
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("stage")) == [f"stage {n}: 16 linears as the policy says" for n in (0, 1)]
