@@ -113,9 +113,9 @@ class Violation:
 @functools.cache
 def rules() -> tuple[Rule, ...]:
     """All rows, in table order; ids are unique."""
-    from mpbridge.checks import rules_environment, rules_model, rules_optimizer, rules_quant, rules_storage
+    from mpbridge.checks import rules_engine, rules_environment, rules_model, rules_optimizer, rules_quant, rules_storage
 
-    return rules_quant.RULES + rules_storage.RULES + rules_optimizer.RULES + rules_model.RULES + rules_environment.RULES
+    return rules_quant.RULES + rules_storage.RULES + rules_optimizer.RULES + rules_model.RULES + rules_engine.RULES + rules_environment.RULES
 
 
 def broken(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:

@@ -100,15 +100,6 @@ RULES: tuple[Rule, ...] = (
         emulated="warning",
     ),
     Rule(
-        id="stored-weights-under-fsdp2",
-        about="stored",
-        found=lambda c: c.run.engine == "fsdp2" and c.stored and "fp8_param_gather=true on torch FSDP2",
-        expected="false: torch FSDP2 gathers plain dtypes",
-        cure="mixed_precision.fp8_param_gather=false",
-        source="Megatron-LM training/arguments.py validate_args (d98e8a64)",
-        emulated="warning",
-    ),
-    Rule(
         id="keep-fp32-matches-nothing",
         found=_dead_names,
         expected="globs over names such as 'decoder.layers.0.mlp.router.weight' or 'decoder.final_layernorm.weight'",
@@ -142,7 +133,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="full-16-bit-with-fp32-reduction",
         about="own_copy",
-        found=lambda c: c.core and _own_copy(c) and c.policy.reduce is DType.FP32 and f"{c.policy.params.short} parameters as their own main copy with FP32 gradients",
+        found=lambda c: c.run.engine != "fsdp2" and _own_copy(c) and c.policy.reduce is DType.FP32 and f"{c.policy.params.short} parameters as their own main copy with FP32 gradients",
         expected="gradients in the parameters' dtype: torch refuses any other in .grad",
         cure="mixed_precision.grad_reduce_in_fp32=false",
         source="torch 2.13: assigning .grad of another dtype raises",

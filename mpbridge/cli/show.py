@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
+from mpbridge.checks.cards import Card, card
 from mpbridge.cli.list import as_data, needs
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.formats import say
@@ -27,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
     entry, config = describe(args.recipe), get_mixed_precision_config(args.recipe)
     policy = resolve(config, layers=args.layers).settled()
     if args.json:
-        print_json(as_data(entry) | {"config": config.as_data(), "policy": policy.as_data(), "fingerprint": policy.fingerprint()})
+        meaning = {"config": config.as_data(), "policy": policy.as_data(), "fingerprint": policy.fingerprint()}
+        print_json(as_data(entry) | meaning | {"card": dataclasses.asdict(card(args.recipe))})
         return 0
     papers = [("needs", needs(entry)), ("status", entry.status), ("engine", entry.engine or "mcore"), ("source", entry.source)]
     papers += [("also called", ", ".join(entry.aliases))] if entry.aliases else []
@@ -38,7 +41,21 @@ def run(args: argparse.Namespace) -> int:
     print_table(("field", "value"), [(name, say(value)) for name, value in config.given().items()], title="what its author wrote")
     print()
     print_table(("fact", "value"), facts(policy, args.layers), title="what it means")
+    print()
+    print_table(("", ""), _costs(card(args.recipe)), title="where it runs and what it costs")
     return 0
+
+
+def _costs(known: Card) -> list[tuple[str, str]]:
+    unproven = f"; reported, unproven: {', '.join(known.unproven_on)}" if known.unproven_on else ""
+    return [
+        ("natively on", ", ".join(known.native_on) + unproven),
+        ("compute", known.compute),
+        ("kept", known.stored),
+        ("exported", known.exported),
+        ("bytes a parameter", f"{known.bytes_alone:.2f} on one GPU, {known.bytes_shared:.2f} on eight (states; mpbridge memory for a model)"),
+        ("rules about it", ", ".join(known.rules) or "none"),
+    ]
 
 
 def facts(policy: PrecisionPolicy, layers: int | None = None) -> list[tuple[str, str]]:

@@ -89,7 +89,18 @@ TABLE = {
     "mxfp8-without-gather-costs-memory": ({**MX, "config": {"fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False}}, MX),
     "reused-buffer-with-overlapped-step": ({**MX, "optimizer": opt(overlap_param_gather_with_step=True)}, MX),
     "reused-buffer-under-megatron-fsdp": ({**MX, "engine": "megatron_fsdp"}, MX),
-    "stored-weights-under-fsdp2": ({"recipe": "fp8_ds", "engine": "fsdp2"}, {"recipe": "fp8_ds", "config": {"fp8_param_gather": False}, "engine": "fsdp2"}),
+    "sharded-engines-do-data-parallelism": ({"engine": "fsdp2", "parallel": PP2, "optimizer": OptimizerFacts()}, {"engine": "mcore", "parallel": PP2}),
+    "fsdp2-shards-by-itself": ({"engine": "fsdp2"}, {"engine": "fsdp2", "optimizer": OptimizerFacts()}),
+    "fsdp2-casts-by-itself": ({"engine": "fsdp2", "config": {"autocast_enabled": True}}, {"engine": "mcore", "config": {"autocast_enabled": True}}),
+    "stored-weights-under-sharded-engines": ({"recipe": "fp8_ds", "engine": "megatron_fsdp"}, {"recipe": "fp8_ds", "config": {"fp8_param_gather": False}, "engine": "fsdp2"}),
+    "megatron-fsdp-strategy": ({"engine": "megatron_fsdp", "ddp": {"data_parallel_sharding_strategy": "optim"}}, {"engine": "megatron_fsdp", "ddp": {"data_parallel_sharding_strategy": "optim_grads"}}),
+    "megatron-fsdp-instances": ({"engine": "megatron_fsdp", "ddp": {"num_distributed_optimizer_instances": 2}}, {"engine": "mcore", "ddp": {"num_distributed_optimizer_instances": 2}}),
+    "megatron-fsdp-keeps-one-dtype": ({"engine": "megatron_fsdp", "config": {"keep_fp32": ["*layernorm*"]}}, {"engine": "fsdp2", "config": {"keep_fp32": ["*layernorm*"]}}),
+    "megatron-fsdp-main-gradients": ({"engine": "megatron_fsdp", "policy": {"main_grads": DType.BF16}}, {"engine": "megatron_fsdp", "policy": {"main_grads": DType.FP32}}),
+    "emulation-without-fused-accumulation": (
+        {"recipe": "fp8_cs", "realization": "emulated", "model": {"gradient_accumulation_fusion": True}}, {"recipe": "fp8_cs", "model": {"gradient_accumulation_fusion": True}},
+    ),
+    "needs-cuda": ({"machine": CPU, "model": {"gradient_accumulation_fusion": True}}, {"machine": machine("h100"), "model": {"gradient_accumulation_fusion": True}}),
     "keep-fp32-matches-nothing": ({"config": {"keep_fp32": ["*routre*"]}}, {"config": {"keep_fp32": ["*layernorm*"]}}),
     "fp32-storage-under-16-bit-compute": ({"recipe": "fsdp_adamw"}, {"recipe": "fsdp_adamw", "engine": "fsdp2"}),
     "fp16-parameters-alone": ({"recipe": "fp16", "config": {"main_params_dtype": "fp16"}}, {"recipe": "full_bf16"}),
@@ -280,7 +291,7 @@ def test_checking_changes_nothing():
 def test_every_recipe_on_its_engine_breaks_only_what_the_machine_forbids(name, gpu):
     engine = recipes[name].engine or "mcore"
     shape = dataclasses.replace(SHAPE, num_layers=32)
-    optimizer = OptimizerFacts(distributed=name != "full_bf16", name="torch_adamw" if name == "fp32_params_bf16_compute" else "adam")
+    optimizer = OptimizerFacts(distributed=engine != "fsdp2" and name != "full_bf16", name="torch_adamw" if name == "fp32_params_bf16_compute" else "adam")
     policy, run = case(name, engine=engine, shape=shape, machine=machine(gpu), ddp=OVERLAP, optimizer=optimizer)
     allowed = {"machine-cannot-run-it"} if gpu != "b200" else set()
     assert {v.rule for v in broken(policy, run) if v.severity == "error"} <= allowed
