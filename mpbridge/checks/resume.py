@@ -33,6 +33,11 @@ _KEEPS: Mapping[DType, frozenset[DType]] = {
 }
 
 
+_FAMILY: Mapping[str, str] = {"fsdp2": "fsdp", "megatron_fsdp": "fsdp", "torch_adamw": "adam"}
+"""Engines, and optimizers, whose checkpoints are of one form: both FSDP engines write engines/shard_state.py's; both Adams have the same states.
+megatron-core's own stacks the layers of a model into one tensor for each parameter."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
     """What a checkpoint's precision is: enough to say without reading a tensor whether and how another run can go on from it."""
@@ -139,7 +144,7 @@ def read_fingerprint(folder: Path) -> Fingerprint:
 
 def verdict(saved: Fingerprint, wanted: Fingerprint) -> Verdict:
     """What going on from `saved` as `wanted` means."""
-    refusals = _other_model(saved, wanted)
+    refusals = _other_model(saved, wanted) + _other_names(saved, wanted)
     if refusals:
         return Verdict(kind="refused", why=tuple(refusals))
     notes = _notes(saved, wanted)
@@ -158,13 +163,19 @@ def _other_model(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
     return [f"another model: {name} is {saved.shape[name]} in the checkpoint and {wanted.shape.get(name)} in the run" for name in sorted(names)]
 
 
+def _other_names(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
+    if _FAMILY.get(saved.engine, saved.engine) == _FAMILY.get(wanted.engine, wanted.engine):
+        return []
+    return [f"engine {saved.engine} stores weights under other names and shapes than {wanted.engine} reads: keep engine={saved.engine}"]
+
+
 def _unusable_states(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
-    reasons = []
-    if saved.engine != wanted.engine:
-        reasons.append(f"optimizer states of engine {saved.engine} are laid out otherwise than those of {wanted.engine}: keep engine={saved.engine}")
-    if saved.optimizer != wanted.optimizer:
-        reasons.append(f"states of {saved.optimizer} mean nothing to {wanted.optimizer}: keep optimizer.optimizer={saved.optimizer}")
-    return [f"{reason}, or go on with the weights alone (--reset-optimizer)" for reason in reasons]
+    if _FAMILY.get(saved.optimizer, saved.optimizer) == _FAMILY.get(wanted.optimizer, wanted.optimizer):
+        return []
+    return [
+        f"states of {saved.optimizer} mean nothing to {wanted.optimizer}: keep optimizer.optimizer={saved.optimizer}, "
+        "or go on with the weights alone (--reset-optimizer)"
+    ]
 
 
 def _lost(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
@@ -200,7 +211,7 @@ def _notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
     if _dynamic(b) and not _dynamic(a):
         scale = b.loss_scale.initial if b.loss_scale is not None else 0.0
         notes.append(f"the loss scale starts at {scale:g}")
-    for name in ("realization", "distributed"):
+    for name in ("engine", "optimizer", "realization", "distributed"):
         if getattr(saved, name) != getattr(wanted, name):
             notes.append(f"{name}: {getattr(saved, name)} -> {getattr(wanted, name)}")
     for name, texts in (("parallel", (saved.parallel, wanted.parallel)), ("versions", (saved.versions, wanted.versions))):

@@ -18,6 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     add_run_arguments(parser, world=False)
     parser.add_argument("--audit", choices=("stop", "warn"), help="what happens when the live tensors are not what the recipe promised")
+    parser.add_argument("--reset-optimizer", action="store_true", help="load the weights alone: optimizer states start anew")
+    parser.add_argument("--deterministic", action="store_true", help="the same losses to the bit at every run, at some cost in speed")
     parser.add_argument("--on-conflict", choices=("warn", "error"), default="warn", help="error: refuse when the recipe overrides a given value")
 
 
@@ -27,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.audit:
         args.overrides = [*args.overrides, f"train.audit={args.audit}"]
+    for given, setting in ((args.reset_optimizer, "checkpoint.reset_optimizer=true"), (args.deterministic, "train.deterministic=true")):
+        args.overrides = [*args.overrides, *([setting] if given else [])]
     made = resolved(args, training=True, world_size=_world_size(), machine=this_machine())
     if args.on_conflict == "error" and made.plan.conflicts:
         raise Conflict("\n".join(["the recipe overrides what was set:", *(f"  - {write}" for write in made.plan.conflicts)]))

@@ -190,6 +190,8 @@ def optimizer_state(loaded: Mapping[str, Any], fresh: Mapping[str, Any], saved: 
 
     loaded: the tensors, in the shape of `fresh`, the new engine's own state; saved: the checkpoint's plain part (groups, loss scaler).
     """
+    if "groups" in fresh:  # the FSDP engines' form, which is the same for every recipe
+        return {name: value for name, value in saved.items() if name in fresh} | dict(loaded)
     olds = parts_of(saved)
     groups = [group for part in olds for group in _groups(part)]
     scaler = next((part["grad_scaler"] for part in olds if "grad_scaler" in part), None)

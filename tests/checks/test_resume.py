@@ -84,7 +84,7 @@ def test_what_a_change_of_recipe_costs(before, after, kind, lost):
 @pytest.mark.parametrize(
     ("change", "kind", "said"),
     [
-        pytest.param({"engine": "fsdp2"}, "weights only", "keep engine=mcore", id="engine"),
+        pytest.param({"engine": "fsdp2"}, "refused", "keep engine=mcore", id="engine"),
         pytest.param({"optimizer": OptimizerFacts(name="sgd")}, "weights only", "optimizer.optimizer=adam", id="optimizer"),
         pytest.param({"shape": dataclasses.replace(SHAPE, hidden_size=128)}, "refused", "hidden_size is 64 in the checkpoint and 128", id="model"),
         pytest.param({"shape": dataclasses.replace(SHAPE, seq_length=128)}, "safe", "sequence length 64 -> 128", id="sequence length"),
@@ -131,8 +131,7 @@ def checkpoint(tmp_path):
     [
         pytest.param([], 0, "same", id="own recipe"),
         pytest.param(["--recipe", "bf16_mixed"], 0, "lossy", id="another"),
-        pytest.param(["--recipe", "fsdp_adamw"], 1, "weights only", id="another engine"),
-        pytest.param(["--recipe", "fsdp_adamw", "--reset-optimizer"], 0, "weights only", id="reset"),
+        pytest.param(["--recipe", "fsdp_adamw"], 1, "refused", id="another engine"),
         pytest.param(["--recipe", "bf16", "--json"], 0, '"kind": "lossy"', id="json"),
     ],
 )
@@ -142,6 +141,18 @@ def test_the_verb_says_it(checkpoint, capsys, arguments, code, said):
     for where in (checkpoint, checkpoint.parent):
         assert resume_check.run(parser.parse_args([str(where), *arguments])) == code
         assert said in capsys.readouterr().out
+
+
+def test_weights_alone_are_a_yes_only_where_they_were_asked_for():
+    found = verdict(made("bf16_mixed"), made("bf16_mixed", dataclasses.replace(FACTS, optimizer=OptimizerFacts(name="sgd"))))
+    assert [resume_check.exit_code(found, reset=reset) for reset in (False, True)] == [1, 0]
+
+
+def test_the_fsdp_engines_read_each_other():
+    one, other = (dataclasses.replace(FACTS, engine=engine) for engine in ("fsdp2", "megatron_fsdp"))
+    torchs = dataclasses.replace(one, optimizer=OptimizerFacts(name="torch_adamw"))
+    assert verdict(made("bf16_mixed", torchs), made("bf16_mixed", other)).kind == "safe"
+    assert verdict(made("bf16_mixed", one), made("bf16_mixed")).kind == "refused"
 
 
 def test_the_verb_needs_no_framework(checkpoint):

@@ -9,6 +9,7 @@ import torch
 
 from mpbridge.checks.resume import read_fingerprint, verdict
 from mpbridge.errors import CheckpointError, Refused
+from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.train import checkpoint, store
 from tests.train.survival import Hook, go, job, run
 
@@ -41,6 +42,8 @@ def broken_off(folder: Path, recipe, at=3, **sections):
         pytest.param("bf16_mixed", {"checkpoint": {"async_save": True, "save_interval": 1, "keep_last": 1}}, id="in the background"),
         pytest.param(DELAYED, {"emulate": True}, id="fp8 delayed emulated"),
         pytest.param("bf16_with_nvfp4_mixed", {"emulate": True, "ddp": DIST}, id="nvfp4 emulated, stochastic rounding"),
+        pytest.param("bf16_params_fp32_states", {"engine": "fsdp2"}, id="fsdp2"),
+        pytest.param("bf16_megatron_fsdp", {"engine": "megatron_fsdp"}, id="megatron-fsdp"),
     ],
 )
 def test_resumed_is_uninterrupted_to_the_bit(tmp_path, recipe, sections):
@@ -98,12 +101,19 @@ EXACT = {"main", "exp_avg", "exp_avg_sq"}
         pytest.param("bf16_mixed", "bf16_mixed_bf16_moments+", "lossy", {"main"}, id="moments narrowed, main weights kept"),
         pytest.param("fp32", "full_bf16", "lossy", set(), id="main weights narrowed"),
         pytest.param("full_bf16", "fp32", "safe", EXACT, id="everything widened"),
+        pytest.param("bf16_mixed", "bf16_with_fp8_subchannel_scaling_mixed", "safe", EXACT, id="bf16 to blockwise fp8"),
+        pytest.param("bf16_with_nvfp4_mixed", "bf16_mixed+", "safe", EXACT, id="nvfp4 to bf16"),
+        pytest.param(DELAYED, "bf16_mixed", "lossy", EXACT, id="delayed to bf16: the history is lost"),
+        pytest.param(DELAYED, DELAYED | {"fp8_amax_history_len": 8}, "lossy", EXACT, id="another length of the history"),
+        pytest.param("fp32_params_bf16_compute", "bf16_params_fp32_states", "safe", EXACT, id="fsdp2: torch's Adam to FusedAdam"),
+        pytest.param("fp32_params_bf16_compute", "bf16_megatron_fsdp", "safe", EXACT, id="fsdp2 to megatron-fsdp"),
     ],
 )
 def test_verdicts_are_true_of_the_run(tmp_path, before, after, kind, exact):
     def made(spec, **sections):
+        plus = isinstance(spec, str) and spec.endswith("+")
         name = spec.removesuffix("+") if isinstance(spec, str) else spec
-        return run(name, iters=5, model=STILL, **({"ddp": DIST} if isinstance(spec, str) and spec.endswith("+") else {}), **sections)
+        return run(name, iters=5, model=STILL, emulate=True, **({"ddp": DIST} if plus else {}), **sections)
 
     first, second = Grab(), Grab()
     go(made(before, checkpoint={"save": str(tmp_path)}, train={"exit_interval": 3}), first)
@@ -221,3 +231,72 @@ def test_a_tensor_parallel_checkpoint_goes_on_in_any_layout(two):
         assert sorted(losses) == ["4", "5", "6"]
         # fp32 sums in another order: a few units in the last place of losses near 4
         assert all(abs(loss - whole[step]) < 1e-6 for step, loss in losses.items()), (losses, whole)
+
+
+def test_a_forged_checkpoint_runs_no_code(tmp_path):
+    import io
+    import json
+    import os
+    import pickle
+
+    from mpbridge.train import safe_load
+
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "pwned"),)
+
+    go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path / "kept")}))
+    place = store.locate(tmp_path / "kept")
+    data = safe_load.read_metadata(place)
+    index, info = next((index, info) for index, info in data.storage_data.items() if index.fqn.startswith("rng"))
+    out = io.BytesIO()
+    torch.save([Payload()], out)
+    file = place / info.relative_path
+    info.offset, info.length = file.stat().st_size, len(out.getvalue())
+    file.write_bytes(file.read_bytes() + out.getvalue())
+    data.storage_data[index] = info
+    (place / safe_load.METADATA).write_bytes(pickle.dumps(data))
+    # a stranger writes the checksums too
+    manifest = json.loads((place / store.MANIFEST).read_text())
+    manifest["files"] = {name: store._facts(place / name) for name in manifest["files"]}
+    (place / store.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=f"{info.relative_path} is refused: rng"):
+        go(run("bf16_mixed", iters=2, checkpoint={"load": str(place)}))
+    assert not (tmp_path / "pwned").exists()
+
+
+ALL = [name for name in recipes if recipes[name].engine is None and not name.startswith("nemotron_3")]
+"""(Nemotron 3's 14 BF16 layers need a deeper model than these.)"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_pair_of_recipes_goes_on_as_its_verdict_says(tmp_path):
+    def made(name, **sections):
+        wide = {"num_layers": 4, "ffn_hidden_size": 256} | STILL
+        changes = {"fp8_param_gather": False} if get_mixed_precision_config(name).fp8_param_gather else {}
+        changes |= {"reuse_grad_buf_for_mxfp8_param_ag": False, "fp8_amax_history_len": 4} if changes else {}
+        changes |= {"initial_loss_scale": 4096.0} if name.startswith("fp16") else {}
+        dist = {"ddp": DIST} if name == "bf16_mixed_bf16_moments" else {}
+        return run({"recipe": name} | changes, iters=4, model=wide, emulate=True, **dist, **sections)
+
+    seen = set()
+    saved = {}
+    for name in ALL:
+        grab = Grab()
+        go(made(name, checkpoint={"save": str(tmp_path / name)}, train={"exit_interval": 3}), grab)
+        saved[name] = grab.saved
+    for before in ALL:
+        for after in ALL:
+            resumed = made(after, checkpoint={"load": str(tmp_path / before)})
+            said = verdict(read_fingerprint(store.locate(tmp_path / before)), checkpoint.of_run(resumed))
+            grab = Grab()
+            losses = go(resumed, grab).losses
+            seen.add(said.kind)
+            assert said.goes_on
+            assert list(losses) == [4]
+            lost = " ".join(said.lost)
+            for role, text in (("main", "main weights"), ("exp_avg", "first moments"), ("exp_avg_sq", "second moments")):
+                same = all((value == grab.loaded[key]).all() for key, value in saved[before].items() if key.startswith(f"{role} "))
+                assert same == (text not in lost), (before, after, role, said)
+    assert seen == {"same", "safe", "lossy"}
