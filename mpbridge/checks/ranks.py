@@ -94,6 +94,8 @@ def _counts(run: RunFacts) -> list[int]:
         if total % stages:
             raise BadValue(f"{total} layers cannot be divided among {stages} pipeline stages: give num_layers_in_first_pipeline_stage or another size")
         return [total // stages] * stages
+    if (first or 0) < 0 or (last or 0) < 0:
+        raise BadValue(f"num_layers_in_first_pipeline_stage={first}, num_layers_in_last_pipeline_stage={last}: must not be negative")
     rest = run.shape.num_layers - (first or 0) - (last or 0)
     left = stages - (first is not None) - (last is not None)
     if rest < 0 or (left > 0 and rest % left) or (left <= 0 and rest):

@@ -110,6 +110,8 @@ def test_layout_strings_read_as_megatron_core_reads_them():
 def test_a_layout_that_loses_layers_is_refused():
     with pytest.raises(BadValue, match="places 2 layers, the model has 4"):
         stage_chunks(facts(parallel=Parallel(world_size=2, pipeline=2), model={"pipeline_model_parallel_layout": "Et|tL"}))
+    with pytest.raises(BadValue, match="must not be negative"):
+        stage_chunks(facts(parallel=Parallel(world_size=2, pipeline=2), model={"num_layers_in_last_pipeline_stage": -6}))
     with pytest.raises(BadValue, match="4 layers cannot be divided among 3"):
         stage_chunks(facts(parallel=Parallel(world_size=3, pipeline=3)))
 
