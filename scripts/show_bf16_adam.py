@@ -108,7 +108,9 @@ def plot(curves: dict[str, list[list[float]]], file: Path) -> None:
         runs = torch.tensor(curves[recipe])
         for run in runs:
             axes.plot(run, color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(runs.mean(0), color=color, linewidth=1.8, label=f"{recipe}: {runs[:, -10:].mean():.4f} over the last 10 steps")
+        # dashed and on top, or bf16_mixed would hide it
+        style: dict[str, Any] = {"linestyle": "--", "zorder": 5} if recipe == "fp32" else {}
+        axes.plot(runs.mean(0), color=color, linewidth=1.8, **style, label=f"{recipe}: {runs[:, -10:].mean():.4f} over the last 10 steps")
     axes.set(yscale="log", xlabel="step", ylabel="training loss", title="the same model and data, three seeds each")
     axes.legend()
     axes.grid(visible=True, which="both", alpha=0.2)

@@ -302,3 +302,12 @@ def test_watch_without_start_sees_nothing() -> None:
     watch.stop()
     assert not watch.wire
     assert not watch.outputs
+
+
+def test_experts_without_tokens_are_excepted(build: Any, drive: Any) -> None:
+    experts = {"num_moe_experts": 64, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_router_load_balancing_type": "none", "num_layers": 1}
+    hook = AuditHook()
+    drive(build("bf16", model=experts), hook)
+    moved = hook.reports["live"].find("weights moved")
+    assert moved.ok
+    assert "of experts without tokens" in moved.found, "128 choices do not reach all of 64 experts"

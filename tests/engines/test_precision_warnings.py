@@ -105,3 +105,32 @@ def test_g2_torch_adam_keeps_its_moments_in_the_parameters_dtype() -> None:
             held[0].grad = torch.ones_like(held[0])
             optimizer.step()
             assert {optimizer.state[held[0]][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {dtype}
+
+
+def test_a13_every_recipe_is_pattern_a_or_b_or_says_that_it_is_risky() -> None:
+    from mpbridge.precision.registry import recipes
+    from mpbridge.precision.resolve import resolve
+
+    risky = []
+    for name, recipe in recipes.items():
+        policy = resolve(recipe.make()).settled()
+        if warnings.choice(policy) == "torch" and policy.params is not DType.FP32:
+            risky.append(name)
+    assert risky == ["full_bf16"]
+    assert "converges worse" in recipes["full_bf16"].summary
+
+
+def test_g5_the_risky_recipe_warns_where_it_is_built(caplog: Any) -> None:
+    from mpbridge.devices import device_layer
+    from mpbridge.engines.optimizers import CpuFusedAdam
+    from mpbridge.engines.parallel import start_process_group, stop_process_group
+    from mpbridge.engines.registry import build_engine
+    from tests.engines import tiny
+
+    mine = start_process_group(False)
+    with device_layer(False, fused_adam=CpuFusedAdam), caplog.at_level(logging.WARNING, logger="mpbridge"):
+        for kind in ("bf16_params_fp32_states", "fp32_params_bf16_compute", "full_bf16"):
+            build_engine(tiny.run(kind, engine="fsdp2")).close()
+    if mine:
+        stop_process_group()
+    assert sum("second one stalls" in record.message for record in caplog.records) == 1
