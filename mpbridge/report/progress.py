@@ -43,7 +43,7 @@ class ProgressLine:
 
     def say(self, text: str) -> None:
         """A line that stays."""
-        self.console.print(text)
+        self.console.print(text, soft_wrap=True, markup=False)  # a command is copied whole
 
     def __enter__(self) -> Self:
         if self._bar is not None:
