@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -74,7 +75,7 @@ def say(value: Any) -> str:
         return dtype(text).short if text.removeprefix("torch.") in _SPELLINGS else text
     if value is None:
         return "none"
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 65536 and value == 2 ** (int(value).bit_length() - 1):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 65536 <= value < math.inf and value == 2 ** (int(value).bit_length() - 1):
         return f"2**{int(value).bit_length() - 1}"
     if isinstance(value, bool):
         return text.lower()

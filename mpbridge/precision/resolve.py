@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -58,9 +59,9 @@ def resolve(
     Raises Contradiction naming every fault.
     """
     values = config.stored()
-    faults = _type_faults(values)
-    if faults:  # values of the wrong type make every later question meaningless
-        raise Contradiction(faults)
+    wrong = _type_faults(values)
+    if wrong:  # values of the wrong type make every question about two of them meaningless
+        raise Contradiction([*wrong.values(), *_choice_faults({name: value for name, value in values.items() if name not in wrong})])
     faults = _choice_faults(values) + _base_faults(values) + _quant_faults(values) + _state_faults(values) + _scale_faults(values) + _edge_faults(values, layers)
     module_regions = _module_regions(values, faults)
     if faults:
@@ -73,13 +74,10 @@ def _base(values: Mapping[str, Any]) -> DType:
     return DType.BF16 if values["bf16"] else DType.FP16 if values["fp16"] else DType.FP32
 
 
-def _type_faults(values: Mapping[str, Any]) -> list[str]:
-    faults = []
-    for name, field in MixedPrecisionConfig.__dataclass_fields__.items():
-        fault = _type_fault(name, values[name], str(field.type))
-        if fault:
-            faults.append(fault)
-    return faults
+def _type_faults(values: Mapping[str, Any]) -> dict[str, str]:
+    """field -> what is wrong with its type."""
+    fields = MixedPrecisionConfig.__dataclass_fields__
+    return {name: fault for name, field in fields.items() if (fault := _type_fault(name, values[name], str(field.type)))}
 
 
 def _type_fault(name: str, value: Any, hint: str) -> str | None:
@@ -99,15 +97,18 @@ def _type_fault(name: str, value: Any, hint: str) -> str | None:
         "float": isinstance(value, (int, float)) and not isinstance(value, bool),
         "str": isinstance(value, str),
         "tuple[str, ...]": isinstance(value, (tuple, list)) and all(isinstance(item, str) for item in value),
-        "Mapping[str, Any]": isinstance(value, Mapping),
+        "Mapping[str, Any]": isinstance(value, Mapping) and all(isinstance(pattern, str) for pattern in value),
     }[expected]
-    words = {"bool": "true or false", "tuple[str, ...]": "a list of globs", "Mapping[str, Any]": "a mapping from glob to rule"}
+    words = {"bool": "true or false", "tuple[str, ...]": "a list of globs", "Mapping[str, Any]": "a mapping from glob (text) to rule"}
     return None if fits else f"{name}={value!r}: expected {words.get(expected, expected)}, got {type(value).__name__}"
 
 
 def _choice_faults(v: Mapping[str, Any]) -> list[str]:
+    """Of those fields that are in `v`."""
     faults = []
     for name, choices in _CHOICES.items():
+        if name not in v:
+            continue
         optional = str(MixedPrecisionConfig.__dataclass_fields__[name].type).endswith("None")
         if v[name] not in choices and not (optional and v[name] is None):
             faults.append(f"{name}={v[name]!r} is not one of {', '.join(choices)}" + (" or null" if optional else ""))
@@ -197,11 +198,11 @@ def _state_faults(v: Mapping[str, Any]) -> list[str]:
 
 
 def _scale_faults(v: Mapping[str, Any]) -> list[str]:
-    # the same limits that megatron-core asserts one by one in optimizer/grad_scaler.py
+    # the same limits that megatron-core asserts one by one in optimizer/grad_scaler.py; infinity passes them there and makes every step overflow
     positive = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-    faults = [f"{name}={v[name]}: must be above 0" for name in positive if not v[name] > 0]
-    if v["loss_scale"] is not None and not v["loss_scale"] > 0:
-        faults.append(f"loss_scale={v['loss_scale']}: must be above 0, or null for a dynamic scale")
+    faults = [f"{name}={v[name]}: must be above 0, and finite" for name in positive if not 0 < v[name] < math.inf]
+    if v["loss_scale"] is not None and not 0 < v["loss_scale"] < math.inf:
+        faults.append(f"loss_scale={v['loss_scale']}: must be above 0 and finite, or null for a dynamic scale")
     if v["min_loss_scale"] > v["initial_loss_scale"]:
         faults.append(f"min_loss_scale={v['min_loss_scale']} is above initial_loss_scale={v['initial_loss_scale']}")
     return faults
@@ -273,7 +274,7 @@ def _rule_faults(where: str, rule: Mapping[str, Any]) -> list[str]:
     except (Contradiction, BadValue) as error:
         return [f"{where}: {error}"]
     values = one.stored()
-    faults = _type_faults(values) or _choice_faults(values) + _quant_faults(values)
+    faults = list(_type_faults(values).values()) or _choice_faults(values) + _quant_faults(values)
     if not faults and not (one.fp8 or one.fp4):
         faults = ["names no format: give fp8 or fp4, or write 'bf16'"]
     if not faults and (one.fp8_recipe or "tensorwise") == "delayed":

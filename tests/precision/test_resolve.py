@@ -42,6 +42,10 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "router in bf16": ({"bf16": True, "moe_router_dtype": "bf16"}, ("moe_router_dtype='bf16' is not one of fp32, fp64",)),
     "a scale of zero": ({"fp16": True, "loss_scale": 0}, ("loss_scale=0: must be above 0",)),
     "a floor above the start": ({"fp16": True, "min_loss_scale": 8, "initial_loss_scale": 4}, ("min_loss_scale=8 is above initial_loss_scale=4",)),
+    "a scale without end": ({"fp16": True, "loss_scale": float("inf")}, ("loss_scale=inf: must be above 0 and finite",)),
+    "a start without end": ({"fp16": True, "initial_loss_scale": float("inf")}, ("initial_loss_scale=inf: must be above 0, and finite",)),
+    "a router of no kind": ({"bf16": True, "moe_router_dtype": float("inf")}, ("moe_router_dtype='inf' is not one of fp32, fp64",)),
+    "a module rule for a number": ({"bf16": True, "modules": {3: "bf16"}}, ("expected a mapping from glob (text) to rule",)),
     "no patience": ({"fp16": True, "hysteresis": 0}, ("hysteresis=0: must be above 0",)),
     "negative edges": ({"bf16": True, "fp8": "hybrid", "num_layers_at_end_in_bf16": -1}, ("num_layers_at_end_in_bf16=-1: must not be negative",)),
     "a module rule that says nothing": ({"bf16": True, "fp8": "hybrid", "modules": {"mlp.*": {}}}, ("names no format",)),
@@ -55,6 +59,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"bf16": True, "fp16": True, "fp8": "foo", "fp4": "e2m1", "fp8_recipe": "x", "loss_scale": -1, "hysteresis": 0},
         ("fp16 and bf16", "fp8='foo'", "fp8_recipe='x'", "fp8 and fp4 are both on", "loss_scale=-1", "hysteresis=0"),
     ),
+    "a wrong type hides no wrong choice": ({"bf16": "yes", "fp8": "foo"}, ("bf16='yes'", "fp8='foo'")),
     "all wrong types at once": ({"bf16": 1, "fp8": 2, "keep_fp32": "norm", "modules": []}, ("bf16=1", "fp8=2", "keep_fp32='norm'", "modules=[]")),
 }  # fmt: skip
 
