@@ -90,7 +90,10 @@ class MegatronFsdpEngine:
         )
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
-        config.no_sync_func = wrapped.no_sync
+        if self.configs.ddp.data_parallel_sharding_strategy != "optim":
+            # under no_sync 0.16.1 reduces ZeRO-1's gradients after backward and again in finish_grad_sync: 2/N of the mean comes out, which is right
+            # at two processes only (seen at four); without it they are reduced once
+            config.no_sync_func = wrapped.no_sync
 
     @property
     def _buffer(self) -> Any:

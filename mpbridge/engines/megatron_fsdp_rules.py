@@ -20,10 +20,6 @@ BROKEN = {
         "its all_reduce_gradients skips every buffer that exists (an inverted test in param_and_grad_buffer.py of 0.16.1), so ranks train apart; and where "
         "gradients are reduced, the norm counts each replica once more, sqrt(data-parallel size) times too much"
     ),
-    "optim": (
-        "with no_sync, as schedules use it, its buckets are reduced after backward and then a second time in finish_grad_sync, over a buffer that already "
-        "holds one reduced shard: gradient norms and losses are wrong"
-    ),
 }
 """data_parallel_sharding_strategy -> why it is refused."""
 
@@ -47,7 +43,7 @@ def _layout_faults(run: Run) -> list[str]:
     strategy = ddp.get("data_parallel_sharding_strategy")
     if strategy in BROKEN:
         faults.append(
-            f"ddp.data_parallel_sharding_strategy={strategy}: {BROKEN[strategy]}; use optim_grads_params (the default) or optim_grads"
+            f"ddp.data_parallel_sharding_strategy={strategy}: {BROKEN[strategy]}; use optim_grads_params (the default), optim_grads or optim"
         )
     if (ddp.get("num_distributed_optimizer_instances") or 1) > 1:
         faults.append("ddp.num_distributed_optimizer_instances above 1 (hybrid sharding): not offered here, set it to 1")

@@ -23,3 +23,7 @@ class TestZero2(EngineContract):
 
     def test_every_tensor_has_the_dtype_that_the_policy_promises(self, build: Build, kind: Any) -> None:
         assert_audited(build(kind))
+
+
+class TestZero1(TestZero2):
+    settings: ClassVar[dict[str, Any]] = {"ddp": {"data_parallel_sharding_strategy": "optim"}}

@@ -17,7 +17,7 @@ def two(tmp_path_factory: Any) -> Any:
 
 def test_every_engine_trains_what_ddp_trains(two: Any) -> None:
     for rank in two["losses"]:
-        for engine in ("fsdp2", "megatron_fsdp"):
+        for engine in ("fsdp2", "megatron_fsdp", "optim", "optim_grads"):
             for ours, reference in zip(rank[engine], rank["mcore"], strict=True):
                 # one reduction order apart: the last digits of FP32
                 assert ours == pytest.approx(reference, rel=1e-6)

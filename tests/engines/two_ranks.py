@@ -52,6 +52,10 @@ def losses(folder: Path) -> Any:
         built = _engine("fp32", engine)
         found[engine] = [(result.loss, result.grad_norm) for result in _steps(built)]
         built.close()
+    for strategy in ("optim", "optim_grads"):
+        built = _engine("fp32", "megatron_fsdp", ddp={"data_parallel_sharding_strategy": strategy})
+        found[strategy] = [(result.loss, result.grad_norm) for result in _steps(built)]
+        built.close()
     return found
 
 
