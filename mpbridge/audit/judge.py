@@ -39,7 +39,7 @@ def _role(role: str, tallies: dict[tuple[str, str], Tally]) -> Finding:
     found = sorted({kind for _, kind in tallies})
     offenders = tuple(dict.fromkeys(name for tally in tallies.values() for name in tally.offenders))
     cure = _CURES.get(role, "") if offenders else ""
-    if offenders and promised == [ABSENT]:
+    if offenders and (promised == [ABSENT] or any(kind.endswith(" twice") for kind in found)):
         cure = "a copy that nobody reads: switch FusedAdam's master_weights off"
     return Finding(
         subject=role,

@@ -18,6 +18,9 @@ from mpbridge.audit.watch import Watch, linears
 UNITS = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12}
 """Relative rounding error of half a unit in the last place."""
 
+ONCE = ("main_params", "exp_avg", "exp_avg_sq")
+"""Roles of which a parameter has one tensor on a rank."""
+
 
 @dataclass
 class Tally:
@@ -97,6 +100,9 @@ def _own_storage(live: list[Any]) -> set[int]:
 
 def _add(seen: Observed, promises: Promises, one: Any, *, free: bool) -> None:
     promised, found = promises.of(one.role, one.parameter), storage(one.tensor)
+    if one.role in ONCE and one.role in seen.layouts.get(one.parameter, ()):
+        # each copy alone would be as promised: FusedAdam's main weights beside an engine's own are four bytes a parameter that nobody reads
+        found = f"{found} twice"
     tally = seen.tensors.setdefault((one.role, promised or "", found), Tally())
     tally.count += 1
     tally.elements += elements(one.tensor)

@@ -121,12 +121,17 @@ def test_t5_bf16_storage_with_fp32_compute_contradicts_itself() -> None:
         resolve(MixedPrecisionConfig(bf16=True, compute_dtype="fp32"))
 
 
+def _fail_under(dtype: torch.dtype) -> None:
+    with full_bf16.default_dtype(dtype):
+        assert torch.zeros(1).dtype is dtype
+        raise KeyError
+
+
 def test_t6_default_dtype_is_back_after_an_exception_and_when_nested() -> None:
     with full_bf16.default_dtype(torch.bfloat16):
         assert torch.zeros(1).dtype is torch.bfloat16
-        with pytest.raises(KeyError), full_bf16.default_dtype(torch.float64):
-            assert torch.zeros(1).dtype is torch.float64
-            raise KeyError
+        with pytest.raises(KeyError):
+            _fail_under(torch.float64)
         assert torch.zeros(1).dtype is torch.bfloat16
     assert torch.zeros(1).dtype is torch.float32
 
