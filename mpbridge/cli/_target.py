@@ -42,7 +42,9 @@ class Target:
 
     def line(self) -> str:
         """One line about it."""
-        have = [f"{name.replace('_', ' ')} {value}" for name, value in dataclasses.asdict(self.versions).items() if value and name != "python"]
+        have = [
+            f"{name.replace('_', ' ')} {value}" for name, value in dataclasses.asdict(self.versions).items() if value and name != "python"
+        ]
         assumed = f" (assumed: {', '.join(self.assumed)})" if self.assumed else ""
         return f"{self.machine.label} with {', '.join(have) or 'nothing installed'}{assumed}"
 
@@ -51,7 +53,11 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """--target, --cuda, --te, --mcore, --torch, --cublaslt."""
     parser.add_argument("--target", metavar="GPU", help="the machine that will run it: h100, b200, rtx4090, sm_90 ... (default: this one)")
     for option, field in _OPTIONS.items():
-        parser.add_argument(f"--{option}", metavar="X.Y", help=f"version of {field.replace('_', ' ')} there (default: as installed; for a --target 'none' means absent)")
+        parser.add_argument(
+            f"--{option}",
+            metavar="X.Y",
+            help=f"version of {field.replace('_', ' ')} there (default: as installed; for a --target 'none' means absent)",
+        )
 
 
 def target(args: argparse.Namespace) -> Target:
@@ -61,7 +67,11 @@ def target(args: argparse.Namespace) -> Target:
         return Target(machine=this_machine(), versions=dataclasses.replace(installed(), **given), here=not given)
     found = machine(args.target)
     base = ASSUMED if found.gpu else dataclasses.replace(ASSUMED, transformer_engine=None, cuda=None)
-    assumed = tuple(f"{name.replace('_', ' ')} {value}" for name, value in dataclasses.asdict(base).items() if value and name not in given and name != "python")
+    assumed = tuple(
+        f"{name.replace('_', ' ')} {value}"
+        for name, value in dataclasses.asdict(base).items()
+        if value and name not in given and name != "python"
+    )
     return Target(machine=found, versions=dataclasses.replace(base, **given), here=False, assumed=assumed)
 
 

@@ -53,7 +53,9 @@ def judge(made: Run, where: Target) -> tuple[Violation, ...]:
     return tuple(sorted(found, key=lambda v: v.severity != "error"))
 
 
-def as_data(made: Run, where: Target, violations: Sequence[Violation], findings: Sequence[Finding], answer: Capability) -> dict[str, object]:
+def as_data(
+    made: Run, where: Target, violations: Sequence[Violation], findings: Sequence[Finding], answer: Capability
+) -> dict[str, object]:
     """The answer in JSON types."""
     errors = [v for v in violations if v.severity == "error"]
     return {
@@ -61,7 +63,12 @@ def as_data(made: Run, where: Target, violations: Sequence[Violation], findings:
         "recipe": made.recipe,
         "engine": made.engine,
         "world_size": made.world_size,
-        "target": {"machine": where.machine.name, "arch": where.machine.sm, "versions": dataclasses.asdict(where.versions), "assumed": list(where.assumed)},
+        "target": {
+            "machine": where.machine.name,
+            "arch": where.machine.sm,
+            "versions": dataclasses.asdict(where.versions),
+            "assumed": list(where.assumed),
+        },
         "capability": dataclasses.asdict(answer),
         "violations": [dataclasses.asdict(v) for v in violations],
         "sizes": [dataclasses.asdict(f) | {"pad": f.pad} for f in findings],
@@ -79,10 +86,28 @@ def _print(made: Run, where: Target, violations: Sequence[Violation], findings: 
     print(f"target {where.line()}")
     print(f"runs   {answer.how}{'' if answer.proven else ' (unproven)'}: {answer.reason}\n")
     for v in violations:
-        print(f"{v.severity}: {v.rule}\n  found     {v.found}\n  expected  {v.expected}\n  cure      {v.cure}\n  source    {v.source}{f' ({v.versions})' if v.versions else ''}\n")
-    rows = [(f.level, f.module, spans(f.layers), f.dimension, str(f.value or "at run time"), str(f.multiple) if f.multiple > 1 else "", str(f.pad or ""), f.cure) for f in findings]
+        print(
+            f"{v.severity}: {v.rule}\n  found     {v.found}\n  expected  {v.expected}\n  cure      {v.cure}\n  source    {v.source}{f' ({v.versions})' if v.versions else ''}\n"
+        )
+    rows = [
+        (
+            f.level,
+            f.module,
+            spans(f.layers),
+            f.dimension,
+            str(f.value or "at run time"),
+            str(f.multiple) if f.multiple > 1 else "",
+            str(f.pad or ""),
+            f.cure,
+        )
+        for f in findings
+    ]
     if rows:
-        print_table(("size", "module", "layers", "dimension", "value", "multiple of", "to pad", "what to do"), rows, title="sizes of quantized GEMMs")
+        print_table(
+            ("size", "module", "layers", "dimension", "value", "multiple of", "to pad", "what to do"),
+            rows,
+            title="sizes of quantized GEMMs",
+        )
         print()
     errors = sum(v.severity == "error" for v in violations)
     print(f"{errors} error{'s' if errors != 1 else ''}, {len(violations) - errors} warning{'s' if len(violations) - errors != 1 else ''}")

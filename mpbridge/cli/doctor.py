@@ -54,12 +54,17 @@ def _print(where: Target, answers: dict[str, Capability]) -> None:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in machine.peak)
         print(f"peak      {rates} dense TFLOP/s, {machine.bandwidth / 1e9:g} GB/s ({machine.source})")
     for name, value in dataclasses.asdict(where.versions).items():
-        print(f"{name.replace('_', ' '):19}{value or ('not there' if where.here else 'not said')}{' (assumed)' if any(a.startswith(name.replace('_', ' ')) for a in where.assumed) else ''}")
+        print(
+            f"{name.replace('_', ' '):19}{value or ('not there' if where.here else 'not said')}{' (assumed)' if any(a.startswith(name.replace('_', ' ')) for a in where.assumed) else ''}"
+        )
     if where.here:
         unused = [gpu.name for gpu in gpus()] if not machine.gpu else []
         print(f"gpus               {', '.join(gpu.name for gpu in gpus()) or 'none'}{' (torch is a build without CUDA)' if unused else ''}")
         for name, value in environment().items():
             print(f"{name}={value}")
     print()
-    rows = [(name, answer.how + ("" if answer.proven else ", unproven"), answer.nearest or "", answer.reason) for name, answer in answers.items()]
+    rows = [
+        (name, answer.how + ("" if answer.proven else ", unproven"), answer.nearest or "", answer.reason)
+        for name, answer in answers.items()
+    ]
     print_table(("recipe", "runs", "nearest that runs", "why"), rows)

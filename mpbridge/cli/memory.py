@@ -81,16 +81,39 @@ def _stages(made: Run, facts: RunFacts) -> tuple[Memory, ...]:
 
 def _print(made: Run, facts: RunFacts, where: Target, compared: Comparison, fits: Fit | None, stages: tuple[Memory, ...]) -> None:
     mine, other, sizes = compared.mine, compared.reference, facts.parallel
-    print(f"recipe {made.recipe}, engine {made.engine}: {total_parameters(facts) / 1e9:.2f}e9 parameters on {made.world_size} GPU{'s' if made.world_size > 1 else ''}")
-    print(f"tensor {sizes.tensor}, pipeline {sizes.pipeline}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}; rank {mine.rank} (stage {mine.stage}) holds most\n")
-    rows = [(name, _mib(mine.roles.get(name, 0)), _mib(other.roles.get(name, 0)), _each(mine, name), "") for name in STATES if name in mine.roles or name in other.roles]
-    rows.append(("states", _mib(mine.states), _mib(other.states), f"{mine.bytes_per_parameter:.2f}", "" if mine.exact else "without its engine's alignment"))
-    rows += [(name, _mib(getattr(mine, name)), _mib(getattr(other, name)), "", "estimate") for name in ("communication", "activations") if getattr(mine, name) or getattr(other, name)]
+    print(
+        f"recipe {made.recipe}, engine {made.engine}: {total_parameters(facts) / 1e9:.2f}e9 parameters on {made.world_size} GPU{'s' if made.world_size > 1 else ''}"
+    )
+    print(
+        f"tensor {sizes.tensor}, pipeline {sizes.pipeline}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}; rank {mine.rank} (stage {mine.stage}) holds most\n"
+    )
+    rows = [
+        (name, _mib(mine.roles.get(name, 0)), _mib(other.roles.get(name, 0)), _each(mine, name), "")
+        for name in STATES
+        if name in mine.roles or name in other.roles
+    ]
+    rows.append(
+        (
+            "states",
+            _mib(mine.states),
+            _mib(other.states),
+            f"{mine.bytes_per_parameter:.2f}",
+            "" if mine.exact else "without its engine's alignment",
+        )
+    )
+    rows += [
+        (name, _mib(getattr(mine, name)), _mib(getattr(other, name)), "", "estimate")
+        for name in ("communication", "activations")
+        if getattr(mine, name) or getattr(other, name)
+    ]
     rows.append(("total", _mib(mine.total), _mib(other.total), "", ""))
     print_table(("role", "MiB", f"{REFERENCE} MiB", "bytes/parameter", ""), rows)
     if stages:
         print()
-        print_table(("stage", "states MiB", "activations MiB (estimate)", "total MiB"), [(str(s.stage), _mib(s.states), _mib(s.activations), _mib(s.total)) for s in stages])
+        print_table(
+            ("stage", "states MiB", "activations MiB (estimate)", "total MiB"),
+            [(str(s.stage), _mib(s.states), _mib(s.activations), _mib(s.total)) for s in stages],
+        )
     if compared.reasons:
         print(f"\nwhy it differs from {REFERENCE}")
         for reason in compared.reasons:
@@ -102,7 +125,9 @@ def _print(made: Run, facts: RunFacts, where: Target, compared: Comparison, fits
 def _say_fit(fits: Fit, where: Target) -> None:
     need, have = fits.needed / 2**30, fits.available / 2**30
     verdict = "fits" if fits.ok else "does not fit"
-    print(f"\n{verdict} on {where.machine.name}: {need:.1f} GiB of {have:.1f} ({RESERVED / 2**30:.0f} GiB kept free for CUDA and NCCL, an assumption)")
+    print(
+        f"\n{verdict} on {where.machine.name}: {need:.1f} GiB of {have:.1f} ({RESERVED / 2**30:.0f} GiB kept free for CUDA and NCCL, an assumption)"
+    )
     for way in fits.ways:
         print(f"  {way}")
 

@@ -45,7 +45,12 @@ def run(args: argparse.Namespace) -> int:
             made.append(Advice(recipe=name, status=entry.status, legal=False, reason=str(error).replace("\n", " ")))
     order = sorted(made, key=lambda advice: advice.rank)
     if args.json:
-        print_json({"target": {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)}, "recipes": [dataclasses.asdict(a) for a in order]})
+        print_json(
+            {
+                "target": {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)},
+                "recipes": [dataclasses.asdict(a) for a in order],
+            }
+        )
     else:
         print(f"target {where.line()}\n")
         _print(order)

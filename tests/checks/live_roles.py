@@ -26,7 +26,13 @@ MOE = {
     "moe_token_dispatcher_type": "alltoall", "moe_shared_expert_intermediate_size": 24, "moe_router_load_balancing_type": "none",
     "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
 }  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {"gpt2": GPT2, "gpt2_untied": GPT2 | {"share_embeddings_and_output_weights": False}, "llama": LLAMA, "llama_tied": LLAMA_TIED, "moe": MOE}
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2,
+    "gpt2_untied": GPT2 | {"share_embeddings_and_output_weights": False},
+    "llama": LLAMA,
+    "llama_tied": LLAMA_TIED,
+    "moe": MOE,
+}
 SHARDED = {"use_distributed_optimizer": True}
 OVERLAP = SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -48,7 +54,12 @@ RECIPES: dict[str, Any] = {
     "bf16_grads": {"recipe": "bf16_mixed", "grad_reduce_in_fp32": False},
     "moments": "bf16_mixed_bf16_moments",
     "remainders": {"recipe": "bf16_mixed", "use_precision_aware_optimizer": True, "grad_reduce_in_fp32": False},
-    "no_remainders": {"recipe": "bf16_mixed", "use_precision_aware_optimizer": True, "store_param_remainders": False, "exp_avg_dtype": "fp8"},
+    "no_remainders": {
+        "recipe": "bf16_mixed",
+        "use_precision_aware_optimizer": True,
+        "store_param_remainders": False,
+        "exp_avg_dtype": "fp8",
+    },
     "kept": {"recipe": "bf16_mixed", "keep_fp32": ["*layernorm*"]},
     "full": "full_bf16",
 }
@@ -57,7 +68,16 @@ RECIPES: dict[str, Any] = {
 def differences(size: int, cases: list[str], folder: Path, *, timeout: float = 240.0) -> dict[str, Any]:
     """For each 'shape/layout/recipe' what every rank reports."""
     out = folder / f"roles{size}.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", __file__, str(out), ",".join(cases)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={size}",
+        __file__,
+        str(out),
+        ",".join(cases),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stdout[-6000:]
@@ -70,7 +90,15 @@ def resolved(case: str, *, world: int) -> Any:
 
     shape, layout, recipe = case.split("/")
     extra = LAYOUTS[layout]
-    model = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": VOCAB, "max_sequence_length": SEQ, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    model = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": VOCAB,
+        "max_sequence_length": SEQ,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
     container = ConfigContainer(
         mixed_precision=RECIPES[recipe],
         model=model | SHAPES[shape],
@@ -100,7 +128,11 @@ def _compare(case: str) -> dict[str, Any]:
         live = list(engine.tensors())
         want = roles(run.policy, run.facts, rank=rank)
         seen = _counted(live)
-        report = {"applied": any(applied), "differ": _differ(seen, _predicted(want)), "bytes": sum(role.bytes for role in want if role.name != "buffers")}
+        report = {
+            "applied": any(applied),
+            "differ": _differ(seen, _predicted(want)),
+            "bytes": sum(role.bytes for role in want if role.name != "buffers"),
+        }
         storages = {t.tensor.untyped_storage().data_ptr(): t.tensor.untyped_storage().nbytes() for t in live if t.role != "buffers"}
         report["live_bytes"] = sum(storages.values())
         report["roles"] = sorted({role.name for role in want})
@@ -113,7 +145,12 @@ def _batches() -> Any:
 
     text = torch.arange(SEQ + 1).expand(2, SEQ + 1) % VOCAB
     while True:
-        yield {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "position_ids": torch.arange(SEQ).expand(2, SEQ), "loss_mask": torch.ones(2, SEQ)}
+        yield {
+            "tokens": text[:, :-1].contiguous(),
+            "labels": text[:, 1:].contiguous(),
+            "position_ids": torch.arange(SEQ).expand(2, SEQ),
+            "loss_mask": torch.ones(2, SEQ),
+        }
 
 
 def _counted(live: list[Any]) -> Counter[Any]:

@@ -56,7 +56,10 @@ def test_check_takes_versions_and_overrides(ask):
     assert new["ok"]
     _, odd = data(ask("check", "--recipe", "fp8_sc", "--config", "llama3_8b", "--target", "h100", "model.ffn_hidden_size=14340", "--json"))
     assert "gemm-sizes" in {v["rule"] for v in odd["violations"]}
-    assert {(f["level"], f["module"]) for f in odd["sizes"] if f["level"] == "required"} == {("required", "mlp.linear_fc1"), ("required", "mlp.linear_fc2")}
+    assert {(f["level"], f["module"]) for f in odd["sizes"] if f["level"] == "required"} == {
+        ("required", "mlp.linear_fc1"),
+        ("required", "mlp.linear_fc2"),
+    }
 
 
 def test_a_fixed_version_silences_a_row(ask):
@@ -69,7 +72,9 @@ def test_a_fixed_version_silences_a_row(ask):
 
 
 def test_an_illegal_config_is_all_its_faults_and_no_traceback(ask):
-    code, _, text = ask("check", "mixed_precision.fp8=hybrid", "mixed_precision.fp4=e2m1", "mixed_precision.hysteresis=0", "model.nonsense=1")
+    code, _, text = ask(
+        "check", "mixed_precision.fp8=hybrid", "mixed_precision.fp4=e2m1", "mixed_precision.hysteresis=0", "model.nonsense=1"
+    )
     assert code == 2
     for word in ("fp8 and fp4 are both on", "hysteresis", "nonsense"):
         assert word in text
@@ -78,7 +83,12 @@ def test_an_illegal_config_is_all_its_faults_and_no_traceback(ask):
 
 @pytest.mark.parametrize(
     ("arguments", "near"),
-    [(["--target", "h10O"], "h100"), (["--target", "b20"], "b200"), (["--te", "2.l1"], "2.11"), (["--target", "h100", "--cuda", "twelve"], "12.")],
+    [
+        (["--target", "h10O"], "h100"),
+        (["--target", "b20"], "b200"),
+        (["--te", "2.l1"], "2.11"),
+        (["--target", "h100", "--cuda", "twelve"], "12."),
+    ],
 )
 def test_unknown_machines_and_versions_name_the_nearest(ask, arguments, near):
     code, _, text = ask("doctor", *arguments)
@@ -180,7 +190,15 @@ _CHILD = "import sys; from mpbridge.cli.main import main; code = main(sys.argv[1
 def _cost(command):
     """(CPU seconds, standard error) of a fresh process."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, "-c", _CHILD, *command], capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, *command],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=60,
+        check=False,
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode in (0, 1), done.stderr
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stderr

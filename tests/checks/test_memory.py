@@ -33,7 +33,12 @@ def policy(name, **changes):
 
 
 def facts(world=8, **changes):
-    return RunFacts(**({"shape": LLAMA3_8B, "parallel": Parallel(world_size=world), "optimizer": SHARDED, "machine": H100, "global_batch_size": 128} | changes))
+    return RunFacts(
+        **(
+            {"shape": LLAMA3_8B, "parallel": Parallel(world_size=world), "optimizer": SHARDED, "machine": H100, "global_batch_size": 128}
+            | changes
+        )
+    )
 
 
 def test_published_parameter_counts():
@@ -60,7 +65,12 @@ ROWS = {
     "8 no remainders": ("bf16", {"use_precision_aware_optimizer": True, "store_param_remainders": False}, True, lambda n: 6 + 12 / n),
     "9 bf16 moments": ("bf16_mixed_bf16_moments", {}, True, lambda n: 6 + 6 / n),
     "10 and bf16 gradients": ("bf16_mixed_bf16_moments", {"grad_reduce_in_fp32": False}, True, lambda n: 4 + 6 / n),
-    "11 fp8 moments": ("bf16", {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}, True, lambda n: 6 + 4 / n),
+    "11 fp8 moments": (
+        "bf16",
+        {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"},
+        True,
+        lambda n: 6 + 4 / n,
+    ),
     "18 full bf16 DDP": ("full_bf16", {}, False, lambda n: 8),
 }
 
@@ -170,14 +180,27 @@ def test_recomputation_and_parallelism_lower_activations_in_the_expected_order()
 
 
 def test_full_recomputation_keeps_the_inputs_of_layers():
-    run = facts(1, model={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, shape=dataclasses.replace(LLAMA3_8B, vocab_size=0 + 128))
+    run = facts(
+        1,
+        model={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        shape=dataclasses.replace(LLAMA3_8B, vocab_size=0 + 128),
+    )
     deeper = dataclasses.replace(run, shape=dataclasses.replace(run.shape, num_layers=33))
     assert activations(policy("bf16"), deeper, at(run)) - activations(policy("bf16"), run, at(run)) == 8192 * 4096 * 2
 
 
 def test_a_layer_of_activations_by_the_published_formula():
     """arXiv 2205.05198, equation 2: s b h (34 + 5 a s / h) with dropout, without fused attention; ours has neither scores nor their dropout mask."""
-    gpt = ModelShape(num_layers=8, hidden_size=1024, num_attention_heads=16, ffn_hidden_size=4096, num_query_groups=16, kv_channels=64, vocab_size=128, seq_length=2048)
+    gpt = ModelShape(
+        num_layers=8,
+        hidden_size=1024,
+        num_attention_heads=16,
+        ffn_hidden_size=4096,
+        num_query_groups=16,
+        kv_channels=64,
+        vocab_size=128,
+        seq_length=2048,
+    )
     run = facts(1, shape=gpt, model={"hidden_dropout": 0.1})
     less = dataclasses.replace(run, shape=dataclasses.replace(gpt, num_layers=7))
     layer = activations(policy("bf16"), run, at(run)) - activations(policy("bf16"), less, at(run))
@@ -196,7 +219,12 @@ def test_in_flight_micro_batches():
 def test_a_671b_estimate_is_quick():
     import time
 
-    run = facts(512, shape=DEEPSEEK_V3, parallel=Parallel(world_size=512, pipeline=8, expert=64), model={"num_layers_in_first_pipeline_stage": 7, "num_layers_in_last_pipeline_stage": 6})
+    run = facts(
+        512,
+        shape=DEEPSEEK_V3,
+        parallel=Parallel(world_size=512, pipeline=8, expert=64),
+        model={"num_layers_in_first_pipeline_stage": 7, "num_layers_in_last_pipeline_stage": 6},
+    )
     start = time.process_time()
     found = memory(policy("fp8_sc"), run)
     assert time.process_time() - start < 0.4

@@ -26,12 +26,27 @@ def _live():
 BASE = ["fp32", "bf16", "fp16"]
 ONE = [
     *[f"{shape}/{layout}/{kind}" for shape in ("gpt2", "llama") for layout in ("ddp", "sharded") for kind in BASE],
-    *["moe/ddp/bf16", "moe/sharded/bf16_grads", "gpt2_untied/sharded/bf16", "llama_tied/ddp/bf16", "llama_tied/buckets/moments", "llama/bus/bf16"],
+    *[
+        "moe/ddp/bf16",
+        "moe/sharded/bf16_grads",
+        "gpt2_untied/sharded/bf16",
+        "llama_tied/ddp/bf16",
+        "llama_tied/buckets/moments",
+        "llama/bus/bf16",
+    ],
     *["llama/sharded/remainders", "llama/sharded/no_remainders", "llama/sharded/kept", "gpt2/ddp/kept", "gpt2/sgd/bf16"],
 ]
 TWO = [
     *[f"{shape}/{layout}/{kind}" for shape in ("gpt2", "llama") for layout in ("ddp", "sharded") for kind in ("fp32", "bf16")],
-    *["gpt2/sharded/fp16", "moe/ep/bf16", "gpt2/tp/bf16", "gpt2/pp/bf16", "llama/pp/bf16", "llama_tied/buckets/moments", "moe/sharded/remainders"],
+    *[
+        "gpt2/sharded/fp16",
+        "moe/ep/bf16",
+        "gpt2/tp/bf16",
+        "gpt2/pp/bf16",
+        "llama/pp/bf16",
+        "llama_tied/buckets/moments",
+        "moe/sharded/remainders",
+    ],
 ]
 LAYOUTS_ONE, LAYOUTS_TWO = ("ddp", "sharded", "buckets", "bus"), ("ddp", "sharded", "buckets", "bus", "tp", "pp", "pp_ddp")
 
@@ -64,12 +79,22 @@ def test_every_role_equals_the_live_tensors_on_two_processes(tmp_path):
 def test_every_shape_layout_and_recipe(tmp_path, shape, size, layouts):
     plain = ["fp32", "bf16", "fp16", "bf16_grads", "kept"]
     cases = [f"{shape}/{layout}/{kind}" for layout in layouts for kind in plain]
-    cases += [f"{shape}/{layout}/{kind}" for layout in layouts if "ddp" not in layout for kind in ("moments", "remainders", "no_remainders")]
+    cases += [
+        f"{shape}/{layout}/{kind}" for layout in layouts if "ddp" not in layout for kind in ("moments", "remainders", "no_remainders")
+    ]
     _agree(_live().differences(size, cases, tmp_path, timeout=280))
 
 
 SHAPE = ModelShape(
-    num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=2, kv_channels=16, vocab_size=128, seq_length=32, tied=False
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=4,
+    ffn_hidden_size=256,
+    num_query_groups=2,
+    kv_channels=16,
+    vocab_size=128,
+    seq_length=32,
+    tied=False,
 )
 
 
@@ -93,7 +118,10 @@ def test_stages_share_out_every_layer_once():
     assert stages[1][1].last
     uneven = facts(parallel=Parallel(world_size=2, pipeline=2), model={"num_layers_in_first_pipeline_stage": 1})
     assert [stage[0].layers for stage in stage_chunks(uneven)] == [(0,), (1, 2, 3)]
-    counted = facts(parallel=Parallel(world_size=3, pipeline=3), model={"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True})
+    counted = facts(
+        parallel=Parallel(world_size=3, pipeline=3),
+        model={"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+    )
     assert [len(stage[0].layers) for stage in stage_chunks(counted)] == [1, 2, 1]
 
 
@@ -162,7 +190,12 @@ def test_main_weights_follow_the_flag_that_megatron_core_derives():
 
 def test_fsdp2_shares_rows_and_counts_what_the_last_ranks_lack():
     run = facts(engine="fsdp2", parallel=Parallel(world_size=3))
-    row = {role.elements + role.padding for rank in range(3) for role in roles(policy("fsdp_adamw"), run, rank=rank) if role.parameter == "output_layer.weight" and role.name == "params"}
+    row = {
+        role.elements + role.padding
+        for rank in range(3)
+        for role in roles(policy("fsdp_adamw"), run, rank=rank)
+        if role.parameter == "output_layer.weight" and role.name == "params"
+    }
     assert row == {43 * 64}  # 128 rows over 3 ranks: 43, 43, 42 and one row of padding
     shares = [sum(r.elements for r in roles(policy("fsdp_adamw"), run, rank=rank) if r.name == "params") for rank in range(3)]
     assert sum(shares) == sum(r.elements for r in roles(policy("bf16"), facts()) if r.name == "params")

@@ -16,7 +16,14 @@ from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
 
 SHAPE = ModelShape(
-    num_layers=4, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=4, kv_channels=16, vocab_size=128, seq_length=32
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=4,
+    ffn_hidden_size=256,
+    num_query_groups=4,
+    kv_channels=16,
+    vocab_size=128,
+    seq_length=32,
 )
 MOE = dataclasses.replace(SHAPE, experts=4, expert_ffn_hidden_size=64, expert_layers=(True,) * 4, expert_topk=2)
 MANY = dataclasses.replace(MOE, experts=32)
@@ -48,7 +55,12 @@ PP2 = Parallel(world_size=2, pipeline=2)
 CUSTOM = {"fp8": "hybrid", "fp8_recipe": "custom", "fp8_quantizer_factory": "a.b"}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 PADDED = {"moe_router_padding_for_quantization": True, "moe_token_dispatcher_type": "alltoall"}
-GRAPH = {"moe_router_padding_for_fp8": True, "moe_token_dispatcher_type": "alltoall", "cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["moe_router", "moe_preprocess"]}
+GRAPH = {
+    "moe_router_padding_for_fp8": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "cuda_graph_impl": "transformer_engine",
+    "cuda_graph_scope": ["moe_router", "moe_preprocess"],
+}
 VPP = Parallel(world_size=2, pipeline=2, virtual_pipeline=2)
 
 # id -> (a case that breaks it, the neighbour that does not)
@@ -239,7 +251,9 @@ def test_a_rule_with_an_end_is_silent_on_a_version_outside(rule):
     window = rule.holds[0]
     outside = window.until or "0.1"
     assert rule.id in ids(broken(policy, run))
-    assert rule.id not in ids(broken(policy, dataclasses.replace(run, versions=dataclasses.replace(run.versions, **{window.package: outside}))))
+    assert rule.id not in ids(
+        broken(policy, dataclasses.replace(run, versions=dataclasses.replace(run.versions, **{window.package: outside})))
+    )
 
 
 def test_an_unknown_version_keeps_the_row():
@@ -252,7 +266,12 @@ def test_errors_come_first_and_all_at_once():
     found = broken(policy, run)
     kinds = [violation.severity for violation in found]
     assert kinds == sorted(kinds, key=lambda kind: kind != "error")
-    assert {"machine-cannot-run-it", "parameter-gather-without-distributed-optimizer", "quantization-with-local-layers", "mxfp8-with-e5m2-gradients"} <= ids(found)
+    assert {
+        "machine-cannot-run-it",
+        "parameter-gather-without-distributed-optimizer",
+        "quantization-with-local-layers",
+        "mxfp8-with-e5m2-gradients",
+    } <= ids(found)
     assert found[0].versions == "" or "megatron core" in found[0].versions
 
 
@@ -291,7 +310,9 @@ def test_checking_changes_nothing():
 def test_every_recipe_on_its_engine_breaks_only_what_the_machine_forbids(name, gpu):
     engine = recipes[name].engine or "mcore"
     shape = dataclasses.replace(SHAPE, num_layers=32)
-    optimizer = OptimizerFacts(distributed=engine != "fsdp2" and name != "full_bf16", name="torch_adamw" if name == "fp32_params_bf16_compute" else "adam")
+    optimizer = OptimizerFacts(
+        distributed=engine != "fsdp2" and name != "full_bf16", name="torch_adamw" if name == "fp32_params_bf16_compute" else "adam"
+    )
     policy, run = case(name, engine=engine, shape=shape, machine=machine(gpu), ddp=OVERLAP, optimizer=optimizer)
     allowed = {"machine-cannot-run-it"} if gpu != "b200" else set()
     assert {v.rule for v in broken(policy, run) if v.severity == "error"} <= allowed

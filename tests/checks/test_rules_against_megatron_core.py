@@ -96,9 +96,20 @@ def draw(rng):
 
 
 def _model(rng, maybe, pick):
-    model = {"num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 128, "max_sequence_length": 32, "add_bias_linear": False}
+    model = {
+        "num_layers": 4,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "vocab_size": 128,
+        "max_sequence_length": 32,
+        "add_bias_linear": False,
+    }
     if rng.random() < 0.4:
-        model |= {"num_moe_experts": 4, "moe_ffn_hidden_size": 64, "moe_token_dispatcher_type": rng.choice(["allgather", "alltoall", "flex"])}
+        model |= {
+            "num_moe_experts": 4,
+            "moe_ffn_hidden_size": 64,
+            "moe_token_dispatcher_type": rng.choice(["allgather", "alltoall", "flex"]),
+        }
         model["moe_router_padding_for_quantization"] = bool(maybe(0.3, pick(True)))
         model["moe_router_padding_for_fp8"] = bool(maybe(0.2, pick(True)))
         if rng.random() < 0.1:
@@ -155,14 +166,25 @@ def theirs(precision, model, optimizer, ddp, parallel):
     flag = next((name for name in ("bf16", "fp16") if precision.get(name)), "fp32")
     base = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[flag]
     lower = any(precision.get(name) not in (None, "fp32") for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"))
-    derived = {"use_precision_aware_optimizer": True} if lower and precision.get("main_params_dtype") != flag and "use_precision_aware_optimizer" not in precision else {}
+    derived = (
+        {"use_precision_aware_optimizer": True}
+        if lower and precision.get("main_params_dtype") != flag and "use_precision_aware_optimizer" not in precision
+        else {}
+    )
     values = {"params_dtype": base, "pipeline_dtype": base, "fp8_param": precision.get("fp8_param_gather")} | derived | precision
+    aware = values.get("use_precision_aware_optimizer", optimizer.get("use_precision_aware_optimizer"))
+    if aware:  # as our sections do, and say so: FusedAdam's own main weights exist in the distributed optimizer only
+        ddp = {"use_distributed_optimizer": True} | ddp
     spelled = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.uint8}
 
     def fields(kind, section):
         known = kind.__dataclass_fields__
         merged = section | {name: value for name, value in values.items() if name in known and value is not None}
-        merged = {name: spelled.get(value, value) if name.endswith("_dtype") and name != "moe_router_dtype" else value for name, value in merged.items() if name in known}
+        merged = {
+            name: spelled.get(value, value) if name.endswith("_dtype") and name != "moe_router_dtype" else value
+            for name, value in merged.items()
+            if name in known
+        }
         if kind is OptimizerConfig and not precision.get("fp8") and "fp8_recipe" in merged:
             del merged["fp8_recipe"]
         return {name: getattr(F, value) if name == "activation_func" else value for name, value in merged.items()}
@@ -216,7 +238,15 @@ def test_rules_and_megatron_core_agree(engine_there):
 
 
 def test_the_neighbours_accepted_nonsense_is_refused_here():
-    for fields in ({"fp16": True, "bf16": True}, {"bf16": True, "params_dtype": "fp16"}, {"bf16": True, "fp8": "e5m2"}, {"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwize"}):
-        container = ConfigContainer(mixed_precision=MixedPrecisionConfig(**fields), model={"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_sequence_length": 32})
+    for fields in (
+        {"fp16": True, "bf16": True},
+        {"bf16": True, "params_dtype": "fp16"},
+        {"bf16": True, "fp8": "e5m2"},
+        {"bf16": True, "fp8": "hybrid", "fp8_recipe": "tensorwize"},
+    ):
+        container = ConfigContainer(
+            mixed_precision=MixedPrecisionConfig(**fields),
+            model={"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_sequence_length": 32},
+        )
         with pytest.raises(Contradiction):
             container.resolved(training=False)

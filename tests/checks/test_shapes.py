@@ -10,7 +10,16 @@ from mpbridge.checks.shapes import NEEDS, gemms, lint, spans, token_multiple, vo
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
 
-GPT = ModelShape(num_layers=4, hidden_size=512, num_attention_heads=8, ffn_hidden_size=2048, num_query_groups=8, kv_channels=64, vocab_size=1024, seq_length=256)
+GPT = ModelShape(
+    num_layers=4,
+    hidden_size=512,
+    num_attention_heads=8,
+    ffn_hidden_size=2048,
+    num_query_groups=8,
+    kv_channels=64,
+    vocab_size=1024,
+    seq_length=256,
+)
 H100, B200 = machine("h100"), machine("b200")
 
 
@@ -78,7 +87,12 @@ def test_packed_sequences_with_sequence_parallelism_need_a_multiple_per_rank():
 
 
 def test_blockwise_shards_want_whole_blocks_of_both_sides():
-    run = facts(dataclasses.replace(GPT, hidden_size=576, num_attention_heads=9, num_query_groups=9), H100, parallel=Parallel(world_size=3, tensor=3, sequence=True), micro_batch_size=3)
+    run = facts(
+        dataclasses.replace(GPT, hidden_size=576, num_attention_heads=9, num_query_groups=9),
+        H100,
+        parallel=Parallel(world_size=3, tensor=3, sequence=True),
+        micro_batch_size=3,
+    )
     wrong = findings("fp8_sc", run)
     assert ("mlp.linear_fc1", "in", 576, 128) in wrong
     assert not findings("fp8_sc", facts(dataclasses.replace(GPT, hidden_size=576, num_attention_heads=9, num_query_groups=9), H100))
@@ -111,7 +125,10 @@ def test_experts_tokens_are_a_kind_of_their_own():
 def test_latent_attention_names_its_ranks():
     latent = {"q_lora_rank": 200, "kv_lora_rank": 512, "qk_head_dim": 64, "qk_pos_emb_head_dim": 32, "v_head_dim": 64}
     found = [f for f in lint(policy("mxfp8"), facts(dataclasses.replace(GPT, latent_attention=latent))) if f.level == "required"]
-    assert {(f.module, f.dimension, f.pad) for f in found} == {("self_attention.linear_q_down_proj", "out", 24), ("self_attention.linear_q_up_proj", "in", 24)}
+    assert {(f.module, f.dimension, f.pad) for f in found} == {
+        ("self_attention.linear_q_down_proj", "out", 24),
+        ("self_attention.linear_q_up_proj", "in", 24),
+    }
     assert all("q_lora_rank" in f.cure for f in found)
 
 
