@@ -91,12 +91,17 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> Kept:
         # each token goes to top-k experts; a balanced router gives every rank its share of them
         width = parallel.expert_tensor or tensor
         routed = count * shape.expert_topk * width / tensor
-        experts = routed * (shape.hidden_size * (low + wide) + gate * shape.expert_ffn_hidden_size / width * wide) + count * (shape.experts or 0) * 4 / tensor
+        experts = (
+            routed * (shape.hidden_size * (low + wide) + gate * shape.expert_ffn_hidden_size / width * wide)
+            + count * (shape.experts or 0) * 4 / tensor
+        )
         activation = routed * shape.expert_ffn_hidden_size / width * low
         shared = count * shape.shared_expert_size / tensor * (gate * wide + low)
     else:
         mlp = count * shape.ffn_hidden_size / tensor * (gate * wide + low)
-    return Kept(entry=entry, norms=norms, attention=attention, up_projections=ups, mlp=mlp, activation=activation, shared=shared, experts=experts)
+    return Kept(
+        entry=entry, norms=norms, attention=attention, up_projections=ups, mlp=mlp, activation=activation, shared=shared, experts=experts
+    )
 
 
 def _attention(run: RunFacts, count: float, low: float, wide: int) -> tuple[float, float]:

@@ -42,7 +42,16 @@ class Advice:
     def rank(self) -> tuple[object, ...]:
         """Sort key: legal, fitting, validated, 16 bits or less, then the larger limit, the finer scale, the smaller memory."""
         wide = self.recipe == "fp32"
-        return (not self.legal, not self.fits, wide, self.status != "validated", -(self.peak or 0.0), self.taste, self.bytes or 0, self.recipe)
+        return (
+            not self.legal,
+            not self.fits,
+            wide,
+            self.status != "validated",
+            -(self.peak or 0.0),
+            self.taste,
+            self.bytes or 0,
+            self.recipe,
+        )
 
 
 def advise(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, *, reference: int | None = None) -> Advice:

@@ -67,10 +67,14 @@ NEEDS: Mapping[str, Need] = MappingProxyType(
         "blockwise": Need(low=(9, 0), high=None, engine="2.3", cuda="12.9", source=f"{_TE} check_fp8_block_scaling_support"),
         "mxfp8": Need(low=(10, 0), high=(12, 0), engine="2.1", cuda="12.8", source=f"{_TE} check_mxfp8_support"),
         "nvfp4": Need(low=(10, 0), high=None, engine="2.7", cuda="12.8", source=f"{_TE} check_nvfp4_support"),
-        "custom": Need(low=(8, 9), high=None, engine="2.9", cuda=None, source=f"{_TE} autocast_enter: a custom recipe needs FP8 support only"),
+        "custom": Need(
+            low=(8, 9), high=None, engine="2.9", cuda=None, source=f"{_TE} autocast_enter: a custom recipe needs FP8 support only"
+        ),
     }
 )
-NAMES: Mapping[Arch, str] = MappingProxyType({(8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell", (12, 0): "Blackwell RTX"})
+NAMES: Mapping[Arch, str] = MappingProxyType(
+    {(8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell", (12, 0): "Blackwell RTX"}
+)
 _WORDS: Mapping[str, str] = MappingProxyType(
     {
         "delayed": "FP8 with delayed scaling", "tensorwise": "FP8 with current (tensorwise) scaling", "blockwise": "FP8 with blockwise scaling",
@@ -84,7 +88,13 @@ _SUBSTITUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "tensorwise": ("delayed",), "delayed": ("tensorwise",), "custom": ("tensorwise",),
     }
 )  # fmt: skip
-_ENTRY = {"tensorwise": "fp8_current_scaling", "delayed": "fp8_delayed_scaling", "blockwise": "fp8_subchannel_scaling", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}
+_ENTRY = {
+    "tensorwise": "fp8_current_scaling",
+    "delayed": "fp8_delayed_scaling",
+    "blockwise": "fp8_subchannel_scaling",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}
 
 
 def can_run(policy: PrecisionPolicy, machine: Machine, versions: Versions, *, quantized_by: Quantizer = "transformer_engine") -> Capability:
@@ -129,7 +139,9 @@ def quant_faults(quant: Quant, machine: Machine, versions: Versions) -> list[str
         return [f"{word} needs a GPU of compute capability {_dotted(need.low)} or later ({_family(need.low)}), and {machine.name} is none"]
     faults = []
     if machine.arch < need.low:
-        faults.append(f"{word} needs compute capability {_dotted(need.low)} or later ({_family(need.low)}), {machine.name} has {_dotted(machine.arch)}")
+        faults.append(
+            f"{word} needs compute capability {_dotted(need.low)} or later ({_family(need.low)}), {machine.name} has {_dotted(machine.arch)}"
+        )
     if need.high is not None and machine.arch >= need.high:
         faults.append(
             f"Transformer Engine refuses {word} at compute capability {_dotted(need.high)} and later (not all GEMM layouts exist there), {machine.name} has {_dotted(machine.arch)}"
@@ -142,7 +154,9 @@ def quant_faults(quant: Quant, machine: Machine, versions: Versions) -> list[str
 def _software_faults(need: Need, word: str, machine: Machine, versions: Versions) -> list[str]:
     faults = []
     if versions.transformer_engine is None:
-        faults.append(f"{word} needs Transformer Engine {need.engine} or later, and it is not installed (megatron-core would train in 16 bits without a word)")
+        faults.append(
+            f"{word} needs Transformer Engine {need.engine} or later, and it is not installed (megatron-core would train in 16 bits without a word)"
+        )
     elif not at_least(versions.transformer_engine, need.engine):
         faults.append(f"{word} needs Transformer Engine {need.engine} or later, found {versions.transformer_engine}")
     wanted = need.cuda or ("12.1" if machine.arch == (8, 9) else None)
@@ -171,11 +185,15 @@ def _base_fault(policy: PrecisionPolicy, machine: Machine) -> str | None:
 def _notes(quant: Quant, machine: Machine) -> list[str]:
     notes = []
     if quant.scaling == "blockwise" and machine.arch is not None and machine.arch >= (10, 0):
-        notes.append("on Blackwell its blocks are computed as MXFP8, with power-of-two scales (Transformer Engine 2.11 csrc/extensions/gemm.cpp)")
+        notes.append(
+            "on Blackwell its blocks are computed as MXFP8, with power-of-two scales (Transformer Engine 2.11 csrc/extensions/gemm.cpp)"
+        )
     if _unproven(machine):
         notes.append("reported by Transformer Engine as supported at compute capability 12.x, unproven")
         if quant.scaling == "nvfp4":
-            notes.append("its stochastic rounding uses an instruction of sm_100a and sm_103a only (Transformer Engine 2.11 ptx.cuh): set NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1")
+            notes.append(
+                "its stochastic rounding uses an instruction of sm_100a and sm_103a only (Transformer Engine 2.11 ptx.cuh): set NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1"
+            )
     return notes
 
 
@@ -193,7 +211,11 @@ def _nearest(policy: PrecisionPolicy, machine: Machine, versions: Versions) -> s
             candidate = resolve(recipe(name).make())
         except MpbridgeError:  # fp16 has no NVFP4 recipe
             continue
-        if candidate != policy and not _base_fault(candidate, machine) and not any(quant_faults(q, machine, versions) for q in candidate.quants):
+        if (
+            candidate != policy
+            and not _base_fault(candidate, machine)
+            and not any(quant_faults(q, machine, versions) for q in candidate.quants)
+        ):
             return name
     return None
 

@@ -94,7 +94,11 @@ def _compute(policy: PrecisionPolicy) -> str:
 def _stored(policy: PrecisionPolicy, entry: Recipe) -> str:
     owner = {"engine": "megatron-core", "optimizer": "FusedAdam", "params": "the parameters themselves"}[policy.main_params_owner]
     owner = "Megatron-FSDP" if entry.engine == "megatron_fsdp" else owner
-    low = f"{policy.quant.element(gradient=False)} in quantized linears, {policy.params.short} elsewhere" if policy.quant is not None and policy.quant.stored else policy.params.short
+    low = (
+        f"{policy.quant.element(gradient=False)} in quantized linears, {policy.params.short} elsewhere"
+        if policy.quant is not None and policy.quant.stored
+        else policy.params.short
+    )
     return f"{low}; main weights {(policy.main_params or DType.FP32).short} by {owner}"
 
 

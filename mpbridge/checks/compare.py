@@ -56,7 +56,10 @@ def _reasons(policy: PrecisionPolicy, run: RunFacts, mine: Memory, other: Memory
         say("params", f"weights of the quantized linears rest in {quant.bits} bits")
         say("weight_copies", "MXFP8 weights lie beside the buffer, which the gather borrows from the gradients")
     elif quant is not None:
-        say("weight_copies", "BF16 weights stay, and a low-precision copy is kept over the micro-batches of a step (fp8_param_gather would keep one only)")
+        say(
+            "weight_copies",
+            "BF16 weights stay, and a low-precision copy is kept over the micro-batches of a step (fp8_param_gather would keep one only)",
+        )
     if quant is not None and quant.scaling in ("delayed", "tensorwise"):
         name = run.machine.name if run.machine is not None else "Hopper"
         say("weight_transposes", f"on {name} FP8 GEMMs take one layout only, so each weight is kept transposed too")
@@ -64,7 +67,12 @@ def _reasons(policy: PrecisionPolicy, run: RunFacts, mine: Memory, other: Memory
         say("weight_transposes", f"{quant.scaling} scales run along the contraction, so rows and columns are two different copies")
     say("weight_scales", "block scales")
     if policy.precision_aware and fused_keeps_main(policy, run):
-        say("main_params", "main weights as 16-bit remainders of BF16 parameters" if policy.remainders else f"main weights in {(policy.main_params or DType.FP32).short} by FusedAdam")
+        say(
+            "main_params",
+            "main weights as 16-bit remainders of BF16 parameters"
+            if policy.remainders
+            else f"main weights in {(policy.main_params or DType.FP32).short} by FusedAdam",
+        )
     elif policy.main_params_owner == "params":
         say("main_params", "parameters are their own main copy")
     say("exp_avg", f"first moment in {(policy.exp_avg or DType.FP32).short}")

@@ -63,7 +63,14 @@ def module_paths(shape: ModelShape) -> tuple[str, ...]:
     for kind in sorted({shape.is_expert_layer(layer) for layer in range(shape.num_layers)}):
         for grouped in (False, True):
             every = layer_weights(
-                shape, tensor=1, expert_tensor=1, local_experts=shape.experts or 0, mixture=kind, shared_gate=False, whole_down=True, grouped=grouped
+                shape,
+                tensor=1,
+                expert_tensor=1,
+                local_experts=shape.experts or 0,
+                mixture=kind,
+                shared_gate=False,
+                whole_down=True,
+                grouped=grouped,
             )
             found += [weight.module for weight in every if weight.linear]
     return tuple(dict.fromkeys(found))
@@ -71,7 +78,9 @@ def module_paths(shape: ModelShape) -> tuple[str, ...]:
 
 def model_names(run: RunFacts) -> tuple[str, ...]:
     """Global names of every parameter of the whole model, in order."""
-    return tuple(p.name for chunk in parameters(unsplit(run), Coordinates(tensor=0, stage=0, expert=0, data=0, expert_data=0)) for p in chunk)
+    return tuple(
+        p.name for chunk in parameters(unsplit(run), Coordinates(tensor=0, stage=0, expert=0, data=0, expert_data=0)) for p in chunk
+    )
 
 
 _SPLITS = (
@@ -101,7 +110,12 @@ def _chunk(run: RunFacts, at: Coordinates, chunk: Chunk) -> list[Parameter]:
 
     # multi-token prediction embeds the next tokens on its own stage, a second copy there
     if chunk.first or (chunk.mtp and not chunk.first):
-        outside("embedding.word_embeddings.weight", rows, shape.hidden_size, twin=tied_apart or (bool(shape.mtp_layers) and run.parallel.pipeline > 1))
+        outside(
+            "embedding.word_embeddings.weight",
+            rows,
+            shape.hidden_size,
+            twin=tied_apart or (bool(shape.mtp_layers) and run.parallel.pipeline > 1),
+        )
         if shape.learned_positions:
             outside("embedding.position_embeddings.weight", run.model.get("max_sequence_length") or shape.seq_length, shape.hidden_size)
     for layer in chunk.layers:
@@ -144,7 +158,10 @@ def _mtp(run: RunFacts, at: Coordinates) -> list[Parameter]:
         projection = Weight("eh_proj.weight", (hidden // run.parallel.tensor, 2 * hidden), linear=True, split="column")
         found += [Parameter(prefix + w.path, w, shape.num_layers - 1) for w in (*norms, projection)]
         found += _layer(run, at, shape.num_layers - 1, f"{prefix}transformer_layer.")
-        found += [Parameter(f"{prefix}final_layernorm.{part}", Weight(f"final_layernorm.{part}", (hidden,)), shape.num_layers - 1) for part in _parts(shape)]
+        found += [
+            Parameter(f"{prefix}final_layernorm.{part}", Weight(f"final_layernorm.{part}", (hidden,)), shape.num_layers - 1)
+            for part in _parts(shape)
+        ]
     return found
 
 
@@ -154,7 +171,15 @@ def _parts(shape: ModelShape) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _layer_weights(
-    shape_key: _Key, tensor: int, expert_tensor: int, local_experts: int, mixture: bool, shared_gate: bool, whole_down: bool, first_expert: int, grouped: bool
+    shape_key: _Key,
+    tensor: int,
+    expert_tensor: int,
+    local_experts: int,
+    mixture: bool,
+    shared_gate: bool,
+    whole_down: bool,
+    first_expert: int,
+    grouped: bool,
 ) -> tuple[Weight, ...]:
     shape = shape_key.shape
     attention = _latent(shape, tensor, whole_down) if shape.latent_attention else _attention(shape, tensor)
@@ -236,7 +261,9 @@ def _latent(shape: ModelShape, tensor: int, whole_down: bool) -> list[Weight]:
     else:
         found += _column("self_attention.linear_q_proj", q_rows, hidden, tensor, bias=False)
     found += _column("self_attention.linear_kv_down_proj", kv_rank + rope, hidden, down, bias=False)
-    found += _column("self_attention.linear_kv_up_proj", heads * (latent["qk_head_dim"] + latent["v_head_dim"]), kv_rank, tensor, bias=False)
+    found += _column(
+        "self_attention.linear_kv_up_proj", heads * (latent["qk_head_dim"] + latent["v_head_dim"]), kv_rank, tensor, bias=False
+    )
     if shape.qk_layernorm:
         sizes = {"q_layernorm": q_rank, "kv_layernorm": kv_rank}
         found += [Weight(f"self_attention.{name}.{part}", (size,)) for name, size in sizes.items() if size for part in _parts(shape)]

@@ -50,7 +50,13 @@ class Machine:
 
 def _gpu(name: str, arch: Arch, gigabytes: float, bandwidth: float, source: str, note: str = "", **peak: float) -> Machine:
     return Machine(
-        name=name, arch=arch, memory_bytes=int(gigabytes * 10**9), bandwidth=bandwidth * 1e9, peak=tuple(peak.items()), source=source, note=note
+        name=name,
+        arch=arch,
+        memory_bytes=int(gigabytes * 10**9),
+        bandwidth=bandwidth * 1e9,
+        peak=tuple(peak.items()),
+        source=source,
+        note=note,
     )
 
 

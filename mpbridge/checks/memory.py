@@ -103,7 +103,11 @@ def duplicate_main(run: RunFacts, *, rank: int = 0) -> int:
     """Bytes of one more FP32 copy of a rank's share of the weights: what a FusedAdam that keeps main weights wastes where the engine has its own."""
     at = Coordinates.of(rank, run.parallel)
     ranks = run.parallel.data * run.parallel.context
-    return 4 * sum(-(-p.weight.elements // (run.parallel.expert_data if p.weight.expert and run.parallel.expert > 1 else ranks)) for chunk in parameters(run, at) for p in chunk)
+    return 4 * sum(
+        -(-p.weight.elements // (run.parallel.expert_data if p.weight.expert and run.parallel.expert > 1 else ranks))
+        for chunk in parameters(run, at)
+        for p in chunk
+    )
 
 
 def _of(policy: PrecisionPolicy, run: RunFacts, rank: int) -> Memory:
@@ -145,13 +149,25 @@ def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> list[tuple[str, Pre
     found: list[tuple[str, PrecisionPolicy, RunFacts]] = []
     parallel, optimizer = run.parallel, run.optimizer
     if not optimizer.distributed and run.engine == "mcore" and parallel.data > 1:
-        found.append(("ddp.use_distributed_optimizer=true", policy, dataclasses.replace(run, optimizer=dataclasses.replace(optimizer, distributed=True))))
+        found.append(
+            (
+                "ddp.use_distributed_optimizer=true",
+                policy,
+                dataclasses.replace(run, optimizer=dataclasses.replace(optimizer, distributed=True)),
+            )
+        )
     if not policy.precision_aware and optimizer.distributed and policy.compute is DType.BF16:
         lower = dataclasses.replace(policy, precision_aware=True, main_params=DType.FP32, exp_avg=DType.BF16, exp_avg_sq=DType.BF16)
         found.append(("use_precision_aware_optimizer with bf16 moments", lower, run))
     if run.model.get("recompute_granularity") != "full":
         settings = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        found.append(("model.recompute_granularity=full recompute_method=uniform recompute_num_layers=1", policy, dataclasses.replace(run, model={**run.model, **settings})))
+        found.append(
+            (
+                "model.recompute_granularity=full recompute_method=uniform recompute_num_layers=1",
+                policy,
+                dataclasses.replace(run, model={**run.model, **settings}),
+            )
+        )
     if run.micro_batch_size > 1:
         found.append(("train.micro_batch_size=1", policy, dataclasses.replace(run, micro_batch_size=1)))
     for words, sizes in _layouts(run):
@@ -166,10 +182,23 @@ def _layouts(run: RunFacts) -> list[tuple[str, Parallel]]:
     sizes, shape = run.parallel, run.shape
     found: list[tuple[str, Parallel]] = []
     tensor = sizes.tensor * 2
-    if sizes.data % 2 == 0 and tensor <= 8 and shape.num_attention_heads % tensor == 0 and shape.vocab_size % tensor == 0 and shape.ffn_hidden_size % tensor == 0:
-        found.append((f"tensor_model_parallel_size={tensor} with sequence_parallel=true", dataclasses.replace(sizes, tensor=tensor, sequence=True)))
+    if (
+        sizes.data % 2 == 0
+        and tensor <= 8
+        and shape.num_attention_heads % tensor == 0
+        and shape.vocab_size % tensor == 0
+        and shape.ffn_hidden_size % tensor == 0
+    ):
+        found.append(
+            (f"tensor_model_parallel_size={tensor} with sequence_parallel=true", dataclasses.replace(sizes, tensor=tensor, sequence=True))
+        )
     if sizes.data % 2 == 0 and shape.num_layers % (sizes.pipeline * 2) == 0:
-        found.append((f"pipeline_model_parallel_size={sizes.pipeline * 2}", dataclasses.replace(sizes, pipeline=sizes.pipeline * 2, virtual_pipeline=None)))
+        found.append(
+            (
+                f"pipeline_model_parallel_size={sizes.pipeline * 2}",
+                dataclasses.replace(sizes, pipeline=sizes.pipeline * 2, virtual_pipeline=None),
+            )
+        )
     if shape.experts and shape.experts % (sizes.expert * 2) == 0 and sizes.expert_data % 2 == 0:
         found.append((f"expert_model_parallel_size={sizes.expert * 2}", dataclasses.replace(sizes, expert=sizes.expert * 2)))
     return found

@@ -76,7 +76,14 @@ def stage_chunks(run: RunFacts) -> tuple[tuple[Chunk, ...], ...]:
             # an embedding or a loss that counts as a layer takes the place of one
             count -= _counted(run, "embedding") if stage == 0 and chunk == 0 else 0
             count -= _counted(run, "loss") if last else 0
-            found[stage].append(Chunk(layers=tuple(range(start, start + count)), first=stage == 0 and chunk == 0, last=last, mtp=last and run.shape.mtp_layers > 0))
+            found[stage].append(
+                Chunk(
+                    layers=tuple(range(start, start + count)),
+                    first=stage == 0 and chunk == 0,
+                    last=last,
+                    mtp=last and run.shape.mtp_layers > 0,
+                )
+            )
             start += count
     return tuple(tuple(chunks) for chunks in found)
 
@@ -92,7 +99,9 @@ def _counts(run: RunFacts) -> list[int]:
     if first is None and last is None:
         total = run.shape.num_layers + _counted(run, "embedding") + _counted(run, "loss")
         if total % stages:
-            raise BadValue(f"{total} layers cannot be divided among {stages} pipeline stages: give num_layers_in_first_pipeline_stage or another size")
+            raise BadValue(
+                f"{total} layers cannot be divided among {stages} pipeline stages: give num_layers_in_first_pipeline_stage or another size"
+            )
         return [total // stages] * stages
     if (first or 0) < 0 or (last or 0) < 0:
         raise BadValue(f"num_layers_in_first_pipeline_stage={first}, num_layers_in_last_pipeline_stage={last}: must not be negative")
@@ -116,7 +125,9 @@ def parse_layout(text: str) -> list[list[str]]:
     flat = re.sub(r"(.)\*(\d+)", lambda m: m.group(1) * int(m.group(2)), flat)
     unknown = sorted(set(flat) - set(_KINDS) - {"|"})
     if unknown:
-        raise BadValue(f"pipeline_model_parallel_layout={text!r} has {', '.join(map(repr, unknown))} (expected E, t, m, L, '|', 'x*3' and '(..)*3')")
+        raise BadValue(
+            f"pipeline_model_parallel_layout={text!r} has {', '.join(map(repr, unknown))} (expected E, t, m, L, '|', 'x*3' and '(..)*3')"
+        )
     return [[_KINDS[letter] for letter in stage] for stage in flat.split("|")]
 
 
@@ -129,7 +140,9 @@ def _by_layout(layout: Any, run: RunFacts) -> tuple[tuple[Chunk, ...], ...]:
     start = 0
     for index, row in enumerate(rows):
         count = row.count("decoder")
-        found[index % stages].append(Chunk(layers=tuple(range(start, start + count)), first="embedding" in row, last="loss" in row, mtp="mtp" in row))
+        found[index % stages].append(
+            Chunk(layers=tuple(range(start, start + count)), first="embedding" in row, last="loss" in row, mtp="mtp" in row)
+        )
         start += count
     if start != run.shape.num_layers:
         raise BadValue(f"pipeline_model_parallel_layout places {start} layers, the model has {run.shape.num_layers}")

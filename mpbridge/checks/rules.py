@@ -115,7 +115,9 @@ def rules() -> tuple[Rule, ...]:
     """All rows, in table order; ids are unique."""
     from mpbridge.checks import rules_engine, rules_environment, rules_model, rules_optimizer, rules_quant, rules_storage
 
-    return rules_quant.RULES + rules_storage.RULES + rules_optimizer.RULES + rules_model.RULES + rules_engine.RULES + rules_environment.RULES
+    return (
+        rules_quant.RULES + rules_storage.RULES + rules_optimizer.RULES + rules_model.RULES + rules_engine.RULES + rules_environment.RULES
+    )
 
 
 def broken(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
@@ -131,7 +133,9 @@ def require(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
     errors = [violation for violation in found if violation.severity == "error"]
     if errors:
         lines = [f"  - {v.rule}: {v.found}; expected {v.expected}. Cure: {v.cure}. [{v.source}]" for v in errors]
-        raise Refused("\n".join([f"{len(errors)} rule{'s' if len(errors) > 1 else ''} forbid{'' if len(errors) > 1 else 's'} this run:", *lines]))
+        raise Refused(
+            "\n".join([f"{len(errors)} rule{'s' if len(errors) > 1 else ''} forbid{'' if len(errors) > 1 else 's'} this run:", *lines])
+        )
     return found
 
 

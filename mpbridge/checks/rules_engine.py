@@ -7,10 +7,20 @@ from mpbridge.formats import DType, say
 
 _SHARDED = ("fsdp2", "megatron_fsdp")
 _CUDA_MODEL = (
-    "masked_softmax_fusion", "gradient_accumulation_fusion", "persist_layer_norm", "memory_efficient_layer_norm", "layernorm_zero_centered_gamma",
-    "apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "tp_comm_overlap", "cpu_offloading", "enable_cuda_graph",
+    "masked_softmax_fusion",
+    "gradient_accumulation_fusion",
+    "persist_layer_norm",
+    "memory_efficient_layer_norm",
+    "layernorm_zero_centered_gamma",
+    "apply_rope_fusion",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "tp_comm_overlap",
+    "cpu_offloading",
+    "enable_cuda_graph",
     "external_cuda_graph",
-)  # fmt: skip
+)
 """Model settings that need a CUDA kernel, stream or communicator; megatron-core's defaults leave them off."""
 
 
@@ -79,7 +89,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="megatron-fsdp-strategy",
         about="megatron_fsdp",
-        found=lambda c: c.run.engine == "megatron_fsdp" and c.ddp("data_parallel_sharding_strategy") == "optim" and "data_parallel_sharding_strategy=optim",
+        found=lambda c: (
+            c.run.engine == "megatron_fsdp"
+            and c.ddp("data_parallel_sharding_strategy") == "optim"
+            and "data_parallel_sharding_strategy=optim"
+        ),
         expected="optim_grads or optim_grads_params: with optim, buckets are reduced twice",
         cure="ddp.data_parallel_sharding_strategy=optim_grads_params",
         source="megatron-core 0.16.1 megatron_fsdp/param_and_grad_buffer.py, measured on gloo",
@@ -87,7 +101,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="megatron-fsdp-instances",
         about="megatron_fsdp",
-        found=lambda c: c.run.engine == "megatron_fsdp" and c.ddp("num_distributed_optimizer_instances", 1) > 1 and "hybrid sharding (num_distributed_optimizer_instances above 1)",
+        found=lambda c: (
+            c.run.engine == "megatron_fsdp"
+            and c.ddp("num_distributed_optimizer_instances", 1) > 1
+            and "hybrid sharding (num_distributed_optimizer_instances above 1)"
+        ),
         expected="one instance",
         cure="ddp.num_distributed_optimizer_instances=1",
         source="mpbridge/engines/megatron_fsdp_rules.py",
@@ -111,7 +129,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="emulation-without-fused-accumulation",
         about="quantized",
-        found=lambda c: c.policy.quantized and not c.native and c.model("gradient_accumulation_fusion") and "gradient_accumulation_fusion=true with emulated linears",
+        found=lambda c: (
+            c.policy.quantized
+            and not c.native
+            and c.model("gradient_accumulation_fusion")
+            and "gradient_accumulation_fusion=true with emulated linears"
+        ),
         expected="false: the fused kernel would multiply unquantized operands",
         cure="model.gradient_accumulation_fusion=false",
         source="mpbridge/emulation/mcore.py",
@@ -123,4 +146,4 @@ RULES: tuple[Rule, ...] = (
         cure="drop them for a CPU run",
         source="mpbridge/engines/configs.py",
     ),
-)  # fmt: skip
+)

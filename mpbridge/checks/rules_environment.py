@@ -29,7 +29,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp32-block-scales-on-blackwell",
         about="blockwise",
-        found=lambda c: c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES") and "blockwise" in c.scalings and _blackwell(c) and "NVTE_FP8_BLOCK_SCALING_FP32_SCALES set",
+        found=lambda c: (
+            c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+            and "blockwise" in c.scalings
+            and _blackwell(c)
+            and "NVTE_FP8_BLOCK_SCALING_FP32_SCALES set"
+        ),
         expected="unset: on Blackwell blockwise FP8 runs as MXFP8, whose scales are powers of two",
         cure="unset NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
         source="Transformer Engine 2.11 quantize_transpose_square_blockwise.cu, csrc/extensions/gemm.cpp",
@@ -38,7 +43,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp32-block-scales-elsewhere",
         about="quantized",
-        found=lambda c: c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES") and c.policy.quantized and not ("blockwise" in c.scalings and _blackwell(c)) and "NVTE_FP8_BLOCK_SCALING_FP32_SCALES set",
+        found=lambda c: (
+            c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+            and c.policy.quantized
+            and not ("blockwise" in c.scalings and _blackwell(c))
+            and "NVTE_FP8_BLOCK_SCALING_FP32_SCALES set"
+        ),
         expected="unset: it changes blockwise scales from powers of two to FP32, and conflicts with MXFP8",
         cure="unset it, unless this is what you train with",
         source=f"{_RECIPES}; miles#1340",
@@ -58,7 +68,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="power-of-two-current-scales",
         about="tensorwise",
-        found=lambda c: c.set_variable("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES") and "tensorwise" in c.scalings and "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES set",
+        found=lambda c: (
+            c.set_variable("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
+            and "tensorwise" in c.scalings
+            and "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES set"
+        ),
         expected="unset: current scaling means FP32 scales",
         cure="unset it, or note it beside the run",
         source=_RECIPES,
@@ -78,7 +92,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp8-attention-without-its-backend",
         about="fp8",
-        found=lambda c: any(q.attention != "none" for q in c.policy.quants) and _is_zero(c, "NVTE_FUSED_ATTN") and "FP8 attention with NVTE_FUSED_ATTN=0",
+        found=lambda c: (
+            any(q.attention != "none" for q in c.policy.quants)
+            and _is_zero(c, "NVTE_FUSED_ATTN")
+            and "FP8 attention with NVTE_FUSED_ATTN=0"
+        ),
         expected="the fused backend, which has the FP8 kernels",
         cure="unset NVTE_FUSED_ATTN, or mixed_precision.fp8_dot_product_attention=false",
         source="Transformer Engine 2.11 pytorch/attention/dot_product_attention/utils.py",
@@ -87,7 +105,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="attention-recipe-without-fp8-attention",
         about="fp8",
-        found=lambda c: c.run.environment.get("NVTE_DPA_FP8_RECIPE", "") and all(q.attention == "none" for q in c.policy.quants) and "NVTE_DPA_FP8_RECIPE set with FP8 attention off",
+        found=lambda c: (
+            c.run.environment.get("NVTE_DPA_FP8_RECIPE", "")
+            and all(q.attention == "none" for q in c.policy.quants)
+            and "NVTE_DPA_FP8_RECIPE set with FP8 attention off"
+        ),
         expected="fp8_dot_product_attention=true, or the variable unset",
         cure="unset NVTE_DPA_FP8_RECIPE",
         source="Megatron-Bridge#5394",
@@ -97,16 +119,24 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="megatron-fsdp-connections",
         about="megatron_fsdp",
-        found=lambda c: c.run.engine == "megatron_fsdp" and c.run.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1" and "CUDA_DEVICE_MAX_CONNECTIONS=1 on Megatron-FSDP",
+        found=lambda c: (
+            c.run.engine == "megatron_fsdp"
+            and c.run.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1"
+            and "CUDA_DEVICE_MAX_CONNECTIONS=1 on Megatron-FSDP"
+        ),
         expected="more than one: gathers and GEMMs would queue behind each other",
         cure="unset CUDA_DEVICE_MAX_CONNECTIONS",
         source="Megatron-LM training/arguments.py validate_args (d98e8a64)",
     ),
     Rule(
         id="user-buffers-with-expandable-segments",
-        found=lambda c: c.ddp("nccl_ub") and "expandable_segments:True" in c.run.environment.get("PYTORCH_CUDA_ALLOC_CONF", "").split(",") and "ddp.nccl_ub with expandable_segments:True",
+        found=lambda c: (
+            c.ddp("nccl_ub")
+            and "expandable_segments:True" in c.run.environment.get("PYTORCH_CUDA_ALLOC_CONF", "").split(",")
+            and "ddp.nccl_ub with expandable_segments:True"
+        ),
         expected="one of them",
         cure="PYTORCH_CUDA_ALLOC_CONF without expandable_segments, or ddp.nccl_ub=false",
         source="megatron-core 0.16.1 distributed_data_parallel_config.py __post_init__",
     ),
-)  # fmt: skip
+)

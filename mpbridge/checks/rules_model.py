@@ -45,7 +45,11 @@ def _interleaved(case: Case) -> str | None:
     cpu = machine is not None and not machine.gpu
     batched = case.model("batch_p2p_comm", True) or not case.model("overlap_p2p_comm", False)
     vpp = case.run.parallel.virtual_pipeline
-    return f"{vpp} virtual stages with batched point-to-point communication on gloo" if cpu and vpp is not None and vpp > 1 and batched else None
+    return (
+        f"{vpp} virtual stages with batched point-to-point communication on gloo"
+        if cpu and vpp is not None and vpp > 1 and batched
+        else None
+    )
 
 
 def _undivided(case: Case) -> str | None:
@@ -104,8 +108,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="many-experts-route-in-16-bits",
         about="sixteen",
-        found=lambda c: (c.run.shape.experts or 0) >= 32 and c.policy.mixed and c.policy.router is None and c.model("moe_router_dtype") is None
-        and f"{c.run.shape.experts} experts, router in {c.policy.compute.short}",
+        found=lambda c: (
+            (c.run.shape.experts or 0) >= 32
+            and c.policy.mixed
+            and c.policy.router is None
+            and c.model("moe_router_dtype") is None
+            and f"{c.run.shape.experts} experts, router in {c.policy.compute.short}"
+        ),
         expected="an FP32 router from 32 experts on",
         cure="mixed_precision.moe_router_dtype=fp32",
         source=_CONFIG,
@@ -121,23 +130,34 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="router-padding-dispatcher",
         about="quantized",
-        found=lambda c: _padding(c) and c.model("moe_token_dispatcher_type", "allgather") in ("allgather", "alltoall_seq")
-        and f"{_padding(c)} with dispatcher {c.model('moe_token_dispatcher_type', 'allgather')}",
+        found=lambda c: (
+            _padding(c)
+            and c.model("moe_token_dispatcher_type", "allgather") in ("allgather", "alltoall_seq")
+            and f"{_padding(c)} with dispatcher {c.model('moe_token_dispatcher_type', 'allgather')}"
+        ),
         expected="alltoall or flex",
         cure="model.moe_token_dispatcher_type=alltoall",
         source=_CONFIG,
     ),
     Rule(
         id="router-padding-in-a-graph",
-        found=lambda c: c.model("moe_router_padding_for_fp8") and c.model("cuda_graph_impl", "none") != "none" and "moe_preprocess" in _unscoped(c.model("cuda_graph_scope", ()))
-        and "moe_router_padding_for_fp8 with a captured moe_preprocess",
+        found=lambda c: (
+            c.model("moe_router_padding_for_fp8")
+            and c.model("cuda_graph_impl", "none") != "none"
+            and "moe_preprocess" in _unscoped(c.model("cuda_graph_scope", ()))
+            and "moe_router_padding_for_fp8 with a captured moe_preprocess"
+        ),
         expected="no synchronising copies in a captured step",
         cure="take moe_preprocess out of model.cuda_graph_scope",
         source=_CONFIG,
     ),
     Rule(
         id="nan-check-in-a-graph",
-        found=lambda c: c.ddp("check_for_nan_in_grad") and "full_iteration" in _unscoped(c.model("cuda_graph_scope", ())) and "check_for_nan_in_grad with a captured iteration",
+        found=lambda c: (
+            c.ddp("check_for_nan_in_grad")
+            and "full_iteration" in _unscoped(c.model("cuda_graph_scope", ()))
+            and "check_for_nan_in_grad with a captured iteration"
+        ),
         expected="no host-side check inside a captured iteration",
         cure="ddp.check_for_nan_in_grad=false",
         source=_ARGUMENTS,
@@ -145,8 +165,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="experts-in-fp8-need-newer-engine",
         about="fp8",
-        found=lambda c: c.run.shape.experts and c.policy.fp8 and c.te_before("1.11" if c.run.shape.grouped_gemm else "1.7")
-        and f"FP8 experts with Transformer Engine {c.run.versions.transformer_engine}",
+        found=lambda c: (
+            c.run.shape.experts
+            and c.policy.fp8
+            and c.te_before("1.11" if c.run.shape.grouped_gemm else "1.7")
+            and f"FP8 experts with Transformer Engine {c.run.versions.transformer_engine}"
+        ),
         expected="1.7 or later, with grouped GEMM 1.11",
         cure="upgrade Transformer Engine",
         source=_CONFIG,
@@ -161,7 +185,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fp32-residual-between-stages",
-        found=lambda c: _residual(c) and c.run.parallel.pipeline > 1 and c.policy.pipeline is not DType.FP32 and f"fp32_residual_connection with pipeline_dtype={c.policy.pipeline.short}",
+        found=lambda c: (
+            _residual(c)
+            and c.run.parallel.pipeline > 1
+            and c.policy.pipeline is not DType.FP32
+            and f"fp32_residual_connection with pipeline_dtype={c.policy.pipeline.short}"
+        ),
         expected="pipeline_dtype=fp32: what travels between stages is the residual",
         cure="mixed_precision.pipeline_dtype=fp32",
         source="Megatron-LM core/transformer/transformer_config.py (d98e8a64) forces it, 0.16 does not",
@@ -177,21 +206,33 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp16-cross-entropy",
         about="fp16",
-        found=lambda c: c.model("fp16_lm_cross_entropy") and c.policy.compute is not DType.FP16 and f"fp16_lm_cross_entropy with {c.policy.compute.short} compute",
+        found=lambda c: (
+            c.model("fp16_lm_cross_entropy")
+            and c.policy.compute is not DType.FP16
+            and f"fp16_lm_cross_entropy with {c.policy.compute.short} compute"
+        ),
         expected="an FP16 recipe",
         cure="model.fp16_lm_cross_entropy=false",
         source=_ARGUMENTS,
     ),
     Rule(
         id="fused-cross-entropy-by-engine",
-        found=lambda c: c.model("cross_entropy_loss_fusion") and c.model("cross_entropy_fusion_impl", "native") == "te" and "cross_entropy_fusion_impl='te'",
+        found=lambda c: (
+            c.model("cross_entropy_loss_fusion")
+            and c.model("cross_entropy_fusion_impl", "native") == "te"
+            and "cross_entropy_fusion_impl='te'"
+        ),
         expected="'native': the other has known stability issues",
         cure="model.cross_entropy_fusion_impl=native",
         source=_ARGUMENTS,
     ),
     Rule(
         id="softmax-under-layer-scaling",
-        found=lambda c: c.model("apply_query_key_layer_scaling") and c.policy.softmax_fp32 is False and "attention_softmax_in_fp32=false with apply_query_key_layer_scaling",
+        found=lambda c: (
+            c.model("apply_query_key_layer_scaling")
+            and c.policy.softmax_fp32 is False
+            and "attention_softmax_in_fp32=false with apply_query_key_layer_scaling"
+        ),
         expected="true: megatron-core sets it, silently",
         cure="mixed_precision.attention_softmax_in_fp32=null",
         source=_CONFIG,
@@ -199,9 +240,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="activation-store-needs-swiglu",
-        found=lambda c: c.model("activation_func_fp8_input_store")
-        and not (c.run.shape.gated and str(getattr(c.model("activation_func"), "__name__", c.model("activation_func", ""))).rpartition(".")[2] in _GATED)
-        and "activation_func_fp8_input_store without SwiGLU",
+        found=lambda c: (
+            c.model("activation_func_fp8_input_store")
+            and not (
+                c.run.shape.gated
+                and str(getattr(c.model("activation_func"), "__name__", c.model("activation_func", ""))).rpartition(".")[2] in _GATED
+            )
+            and "activation_func_fp8_input_store without SwiGLU"
+        ),
         expected="SwiGLU (gated_linear_unit with silu)",
         cure="model.activation_func_fp8_input_store=false",
         source=_CONFIG,
@@ -209,8 +255,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="batch-invariance-needs-bf16",
         about="fp16",
-        found=lambda c: c.model("batch_invariant_mode") and (c.policy.params is not DType.BF16 or (c.run.shape.experts and c.policy.quantized))
-        and f"batch_invariant_mode with {c.policy.params.short} parameters{' and quantized experts' if c.run.shape.experts and c.policy.quantized else ''}",
+        found=lambda c: (
+            c.model("batch_invariant_mode")
+            and (c.policy.params is not DType.BF16 or (c.run.shape.experts and c.policy.quantized))
+            and f"batch_invariant_mode with {c.policy.params.short} parameters{' and quantized experts' if c.run.shape.experts and c.policy.quantized else ''}"
+        ),
         expected="BF16 parameters, experts not quantized",
         cure="model.batch_invariant_mode=false",
         source="Megatron-LM core/transformer/transformer_config.py (d98e8a64)",
@@ -218,7 +267,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="reduced-precision-switch-is-process-wide",
-        found=lambda c: c.policy.compute is DType.BF16 and c.model("disable_bf16_reduced_precision_matmul") and "disable_bf16_reduced_precision_matmul=true",
+        found=lambda c: (
+            c.policy.compute is DType.BF16
+            and c.model("disable_bf16_reduced_precision_matmul")
+            and "disable_bf16_reduced_precision_matmul=true"
+        ),
         expected="to know that megatron-core sets torch's process-wide switch and never gives it back",
         cure="restart the process before another run (mpbridge's device layer restores it)",
         source=_CONFIG,
@@ -231,7 +284,7 @@ RULES: tuple[Rule, ...] = (
         cure="model.overlap_p2p_comm=true model.batch_p2p_comm=false",
         source="measured on megatron-core 0.16.1 with gloo: gradient norms of 6e4",
     ),
-)  # fmt: skip
+)
 
 
 def _residual(case: Case) -> bool:

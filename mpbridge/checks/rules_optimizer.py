@@ -45,7 +45,11 @@ def _aware_fp8(case: Case) -> str | None:
     if not (case.aware and case.core and fp8 is not None):
         return None
     if fp8.scaling == "delayed":
-        return "a precision-aware optimizer with 16-bit moments over delayed scaling's stored weights" if fp8.stored and _low_moments(case) else None
+        return (
+            "a precision-aware optimizer with 16-bit moments over delayed scaling's stored weights"
+            if fp8.stored and _low_moments(case)
+            else None
+        )
     return f"a precision-aware optimizer with {fp8.scaling} scaling"
 
 
@@ -58,7 +62,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="precision-aware-needs-adam",
         about="aware",
-        found=lambda c: c.aware and c.run.optimizer.name not in ("adam", "torch_adamw") and f"optimizer={c.run.optimizer.name} with use_precision_aware_optimizer",
+        found=lambda c: (
+            c.aware
+            and c.run.optimizer.name not in ("adam", "torch_adamw")
+            and f"optimizer={c.run.optimizer.name} with use_precision_aware_optimizer"
+        ),
         expected="adam: FusedAdam alone keeps states in chosen dtypes",
         cure="optimizer.optimizer=adam, or mixed_precision.use_precision_aware_optimizer=false",
         source=_CONFIG,
@@ -75,7 +83,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="precision-aware-needs-fused-adam",
         about="aware",
-        found=lambda c: c.aware and _no_fused_adam(c) and not c.run.optimizer.cpu_offload and "use_precision_aware_optimizer on a GPU without Transformer Engine",
+        found=lambda c: (
+            c.aware
+            and _no_fused_adam(c)
+            and not c.run.optimizer.cpu_offload
+            and "use_precision_aware_optimizer on a GPU without Transformer Engine"
+        ),
         expected="Transformer Engine's FusedAdam (on a CPU mpbridge brings a stand-in)",
         cure="install mpbridge[te]",
         source=_CONFIG,
@@ -107,7 +120,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="precision-aware-does-nothing",
         about="fp8",
-        found=lambda c: _pointless(c) and f"use_precision_aware_optimizer with {c.policy.fp8.scaling if c.policy.fp8 else ''} scaling and FP32 states",
+        found=lambda c: (
+            _pointless(c) and f"use_precision_aware_optimizer with {c.policy.fp8.scaling if c.policy.fp8 else ''} scaling and FP32 states"
+        ),
         expected="lower states: with this scaling megatron-core keeps FP32 main weights itself, so nothing is saved",
         cure="mixed_precision.use_precision_aware_optimizer=false, or bf16 moments",
         source=f"{_CONFIG}: use_precision_aware_optimizer_no_fp8_or_ds_fp8",
@@ -116,15 +131,23 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp8-recipe-leaks-into-the-optimizer",
         about="aware",
-        found=lambda c: c.aware and c.policy.fp8 is None and c.opt("fp8_recipe") not in (None, "delayed") and f"optimizer.fp8_recipe={c.opt('fp8_recipe')!r} with FP8 off",
+        found=lambda c: (
+            c.aware
+            and c.policy.fp8 is None
+            and c.opt("fp8_recipe") not in (None, "delayed")
+            and f"optimizer.fp8_recipe={c.opt('fp8_recipe')!r} with FP8 off"
+        ),
         expected="none: it disarms the precision-aware optimizer (FP32 main weights come back)",
         cure="optimizer.fp8_recipe=null",
         source=f"{_CONFIG}; Megatron-Bridge#2764",
     ),
     Rule(
         id="main-gradients-that-nothing-reads",
-        found=lambda c: c.policy.main_grads not in (None, DType.FP32, c.policy.reduce) and c.policy.main_grads is not None
-        and f"main_grads_dtype={c.policy.main_grads.short} with {c.policy.reduce.short} gradient buffers",
+        found=lambda c: (
+            c.policy.main_grads not in (None, DType.FP32, c.policy.reduce)
+            and c.policy.main_grads is not None
+            and f"main_grads_dtype={c.policy.main_grads.short} with {c.policy.reduce.short} gradient buffers"
+        ),
         expected="the dtype of the gradient buffers: megatron-core only validates the field and reads the buffers",
         cure="mixed_precision.grad_reduce_in_fp32=false, or drop main_grads_dtype",
         source="megatron-core 0.16.1: main_grads_dtype is read in optimizer_config.py only",
@@ -133,7 +156,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="remainders-need-newer-engine",
         about="aware",
-        found=lambda c: c.aware and c.policy.remainders and c.te_before("2.1") and f"store_param_remainders with Transformer Engine {c.run.versions.transformer_engine}",
+        found=lambda c: (
+            c.aware
+            and c.policy.remainders
+            and c.te_before("2.1")
+            and f"store_param_remainders with Transformer Engine {c.run.versions.transformer_engine}"
+        ),
         expected="2.1 or later: megatron-core switches them off before, two bytes a parameter more",
         cure="upgrade Transformer Engine, or mixed_precision.store_param_remainders=false",
         source=_CONFIG,
@@ -142,7 +170,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="duplicate-main-weights",
         about="fp32_storage",
-        found=lambda c: c.aware and c.policy.params is DType.FP32 and c.policy.main_params is DType.FP32 and "FP32 parameters under a FusedAdam with FP32 main weights",
+        found=lambda c: (
+            c.aware
+            and c.policy.params is DType.FP32
+            and c.policy.main_params is DType.FP32
+            and "FP32 parameters under a FusedAdam with FP32 main weights"
+        ),
         expected="one of them: the FP32 branch never reads the copy, four bytes a parameter for nothing",
         cure="mixed_precision.use_precision_aware_optimizer=false, or params_dtype=bf16",
         source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py; NeMo-RL#2865",
@@ -151,7 +184,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="moments-follow-16-bit-parameters",
         about="fsdp2",
-        found=lambda c: c.run.engine == "fsdp2" and c.run.optimizer.name == "torch_adamw" and c.policy.params is not DType.FP32 and f"torch AdamW over {c.policy.params.short} parameters",
+        found=lambda c: (
+            c.run.engine == "fsdp2"
+            and c.run.optimizer.name == "torch_adamw"
+            and c.policy.params is not DType.FP32
+            and f"torch AdamW over {c.policy.params.short} parameters"
+        ),
         expected="FP32 storage, or FusedAdam: torch keeps moments in the parameters' dtype and small updates round away",
         cure="recipe fp32_params_bf16_compute or bf16_params_fp32_states",
         source="NeMo AutoModel PR 2248; AReaL#1292",
@@ -167,14 +205,23 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="offload-with-stored-weights",
         about="stored",
-        found=lambda c: c.run.optimizer.cpu_offload and any(q.scaling != "delayed" for q in c.stored) and f"optimizer_cpu_offload with {c.stored[0].scaling} weights at rest",
+        found=lambda c: (
+            c.run.optimizer.cpu_offload
+            and any(q.scaling != "delayed" for q in c.stored)
+            and f"optimizer_cpu_offload with {c.stored[0].scaling} weights at rest"
+        ),
         expected="delayed scaling, or 16-bit weights at rest",
         cure="mixed_precision.fp8_param_gather=false",
         source="Megatron-LM training/arguments.py validate_args (d98e8a64); Megatron-LM#2788",
     ),
     Rule(
         id="distributed-optimizer-is-adam-only",
-        found=lambda c: c.core and c.run.optimizer.distributed and c.run.optimizer.name != "adam" and f"optimizer={c.run.optimizer.name} with the distributed optimizer",
+        found=lambda c: (
+            c.core
+            and c.run.optimizer.distributed
+            and c.run.optimizer.name != "adam"
+            and f"optimizer={c.run.optimizer.name} with the distributed optimizer"
+        ),
         expected="adam",
         cure="ddp.use_distributed_optimizer=false, or optimizer.optimizer=adam",
         source="megatron-core 0.16.1 distrib_optimizer.py DistributedOptimizer.__init__",
@@ -182,7 +229,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="megatron-fsdp-optimizers",
         about="megatron_fsdp",
-        found=lambda c: c.run.engine == "megatron_fsdp" and c.run.optimizer.name not in ("adam", "sgd") and f"optimizer={c.run.optimizer.name} on Megatron-FSDP",
+        found=lambda c: (
+            c.run.engine == "megatron_fsdp"
+            and c.run.optimizer.name not in ("adam", "sgd")
+            and f"optimizer={c.run.optimizer.name} on Megatron-FSDP"
+        ),
         expected="adam or sgd",
         cure="optimizer.optimizer=adam",
         source="Megatron-LM training/arguments.py validate_args (d98e8a64)",
@@ -190,7 +241,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="megatron-fsdp-main-weights",
         about="megatron_fsdp",
-        found=lambda c: c.run.engine == "megatron_fsdp" and c.policy.main_params not in (None, DType.FP32, c.policy.params) and f"main_params_dtype={say(c.policy.main_params)} on Megatron-FSDP",
+        found=lambda c: (
+            c.run.engine == "megatron_fsdp"
+            and c.policy.main_params not in (None, DType.FP32, c.policy.params)
+            and f"main_params_dtype={say(c.policy.main_params)} on Megatron-FSDP"
+        ),
         expected="fp32, or the parameters' own dtype: 0.16 knows preserve_fp32_weights, a switch",
         cure="mixed_precision.main_params_dtype=fp32",
         source="megatron-core 0.16.1 distributed_data_parallel_config.py",
@@ -213,4 +268,4 @@ RULES: tuple[Rule, ...] = (
         source="Transformer Engine pytorch/optimizers/fused_adam.py",
         holds=(Window(package="transformer_engine", until="2.0"),),
     ),
-)  # fmt: skip
+)

@@ -22,7 +22,13 @@ def _capability(case: Case) -> str | None:
     answer = can_run(case.policy, machine, case.run.versions, quantized_by="transformer_engine" if case.native else "emulation")
     refused = answer.how == "no" or (case.native and not answer.native)
     # a missing library has a row of its own, with or without a machine
-    only_library = case.run.versions.transformer_engine is None and machine.gpu and answer.how == "emulated" and "; " not in answer.reason and "not installed" in answer.reason
+    only_library = (
+        case.run.versions.transformer_engine is None
+        and machine.gpu
+        and answer.how == "emulated"
+        and "; " not in answer.reason
+        and "not installed" in answer.reason
+    )
     return f"{answer.reason} (nearest that runs there: {answer.nearest or 'none'})" if refused and not only_library else None
 
 
@@ -45,7 +51,11 @@ def _beyond_stage(case: Case) -> str | None:
         return None
     share = case.run.shape.num_layers // case.run.parallel.pipeline
     over = [count for count in case.policy.ends if count > share]
-    return f"{case.policy.ends[0]} first and {case.policy.ends[1]} last layers in {case.policy.compute.short}, {share} layers in a pipeline stage" if over else None
+    return (
+        f"{case.policy.ends[0]} first and {case.policy.ends[1]} last layers in {case.policy.compute.short}, {share} layers in a pipeline stage"
+        if over
+        else None
+    )
 
 
 def _nothing_left(case: Case) -> str | None:
@@ -58,8 +68,16 @@ def _nothing_left(case: Case) -> str | None:
 def _module_in_stored(case: Case) -> str | None:
     if case.policy.quant is None or not case.policy.quant.stored:
         return None
-    odd = [region.modules for region in case.policy.module_regions if region.quant is None or not region.quant.stored or region.quant.scaling != case.policy.quant.scaling]
-    return f"modules {', '.join(odd)} differ from layers whose weights are stored as {case.policy.quant.scaling} {case.policy.quant.format}" if odd else None
+    odd = [
+        region.modules
+        for region in case.policy.module_regions
+        if region.quant is None or not region.quant.stored or region.quant.scaling != case.policy.quant.scaling
+    ]
+    return (
+        f"modules {', '.join(odd)} differ from layers whose weights are stored as {case.policy.quant.scaling} {case.policy.quant.format}"
+        if odd
+        else None
+    )
 
 
 def _dead_modules(case: Case) -> str | None:
@@ -237,7 +255,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="mxfp8-with-e5m2-gradients",
         about="mxfp8",
-        found=lambda c: any(q.scaling == "mxfp8" and q.format == "hybrid" for q in c.policy.quants) and "fp8='hybrid' with mxfp8: E5M2 gradients",
+        found=lambda c: (
+            any(q.scaling == "mxfp8" and q.format == "hybrid" for q in c.policy.quants) and "fp8='hybrid' with mxfp8: E5M2 gradients"
+        ),
         expected="fp8='e4m3': the hybrid recipe diverged and was withdrawn",
         cure="mixed_precision.fp8=e4m3",
         source="Megatron-Bridge#638",
@@ -272,7 +292,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp8-recompute-needs-newer-engine",
         about="fp8",
-        found=lambda c: _recompute(c) and c.te_before("2.6") and f"recompute of {', '.join(_recompute(c))} with Transformer Engine {c.run.versions.transformer_engine}",
+        found=lambda c: (
+            _recompute(c)
+            and c.te_before("2.6")
+            and f"recompute of {', '.join(_recompute(c))} with Transformer Engine {c.run.versions.transformer_engine}"
+        ),
         expected="Transformer Engine 2.6 or later",
         cure="upgrade it, or take them out of model.recompute_modules",
         source=_CONFIG,
@@ -296,4 +320,4 @@ RULES: tuple[Rule, ...] = (
         source="megatron-core 0.16.1 fp8_utils.py; Transformer Engine 2.11 pytorch/quantization.py",
         severity="warning",
     ),
-)  # fmt: skip
+)

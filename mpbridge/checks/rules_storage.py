@@ -43,7 +43,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="mxfp8-gather-without-reused-buffer",
         about="mxfp8 stored",
-        found=lambda c: c.core and _mxfp8_stored(c) and not c.policy.reuse_grad_buffer and "MXFP8 parameter gather with reuse_grad_buf_for_mxfp8_param_ag=false",
+        found=lambda c: (
+            c.core
+            and _mxfp8_stored(c)
+            and not c.policy.reuse_grad_buffer
+            and "MXFP8 parameter gather with reuse_grad_buf_for_mxfp8_param_ag=false"
+        ),
         expected="the gradient buffer reused for the gather",
         cure="mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=true, or fp8_param_gather=false",
         source="Megatron-Bridge 067f987d training/config.py validate; Megatron-Bridge#450",
@@ -52,8 +57,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="mxfp8-gather-without-overlap-gives-nan",
         about="mxfp8 stored",
-        found=lambda c: c.core and _mxfp8_stored(c) and c.policy.reuse_grad_buffer and not _overlaps(c)
-        and f"overlap_grad_reduce={str(bool(c.ddp('overlap_grad_reduce'))).lower()}, overlap_param_gather={str(bool(c.ddp('overlap_param_gather'))).lower()}",
+        found=lambda c: (
+            c.core
+            and _mxfp8_stored(c)
+            and c.policy.reuse_grad_buffer
+            and not _overlaps(c)
+            and f"overlap_grad_reduce={str(bool(c.ddp('overlap_grad_reduce'))).lower()}, overlap_param_gather={str(bool(c.ddp('overlap_param_gather'))).lower()}"
+        ),
         expected="both overlaps: without them the loss was NaN from the second step",
         cure="ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true, or mixed_precision.fp8_param_gather=false",
         source="Megatron-LM#2272, fixed by #4769",
@@ -63,7 +73,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="mxfp8-gather-evaluates-stale-weights",
         about="mxfp8 stored",
-        found=lambda c: c.core and _mxfp8_stored(c) and c.policy.reuse_grad_buffer and _overlaps(c) and "evaluation between steps with an overlapped MXFP8 parameter gather",
+        found=lambda c: (
+            c.core
+            and _mxfp8_stored(c)
+            and c.policy.reuse_grad_buffer
+            and _overlaps(c)
+            and "evaluation between steps with an overlapped MXFP8 parameter gather"
+        ),
         expected="to evaluate on saved checkpoints: inside the run the gathered weights can be wrong",
         cure="train.eval_interval=null, or mixed_precision.fp8_param_gather=false",
         source="Megatron-Bridge#3727, Megatron-LM#4562",
@@ -84,7 +100,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="reused-buffer-with-overlapped-step",
         about="mxfp8 stored",
-        found=lambda c: c.policy.reuse_grad_buffer and c.run.optimizer.overlap_param_gather_with_step and "reuse_grad_buf_for_mxfp8_param_ag with overlap_param_gather_with_optimizer_step",
+        found=lambda c: (
+            c.policy.reuse_grad_buffer
+            and c.run.optimizer.overlap_param_gather_with_step
+            and "reuse_grad_buf_for_mxfp8_param_ag with overlap_param_gather_with_optimizer_step"
+        ),
         expected="one of them: the step would overwrite gradients that are still read",
         cure="optimizer.overlap_param_gather_with_optimizer_step=false",
         source="Megatron-LM core/optimizer/optimizer_config.py (d98e8a64)",
@@ -93,7 +113,9 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="reused-buffer-under-megatron-fsdp",
         about="mxfp8 stored",
-        found=lambda c: c.run.engine == "megatron_fsdp" and c.policy.reuse_grad_buffer and "reuse_grad_buf_for_mxfp8_param_ag=true on Megatron-FSDP",
+        found=lambda c: (
+            c.run.engine == "megatron_fsdp" and c.policy.reuse_grad_buffer and "reuse_grad_buf_for_mxfp8_param_ag=true on Megatron-FSDP"
+        ),
         expected="false: its buffers are its own",
         cure="mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false",
         source="Megatron-LM training/arguments.py validate_args (d98e8a64)",
@@ -109,7 +131,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp32-storage-under-16-bit-compute",
         about="fp32_storage",
-        found=lambda c: c.run.engine != "fsdp2" and c.policy.params is DType.FP32 and c.policy.compute is not DType.FP32 and f"params_dtype=fp32 with {c.policy.compute.short} compute on {c.run.engine}",
+        found=lambda c: (
+            c.run.engine != "fsdp2"
+            and c.policy.params is DType.FP32
+            and c.policy.compute is not DType.FP32
+            and f"params_dtype=fp32 with {c.policy.compute.short} compute on {c.run.engine}"
+        ),
         expected="16-bit parameters with an FP32 main copy: megatron-core's Float16Module casts the whole model",
         cure="engine=fsdp2, or mixed_precision.params_dtype=null",
         source="megatron-core 0.16.1 transformer/module.py Float16Module",
@@ -117,7 +144,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp16-parameters-alone",
         about="fp16",
-        found=lambda c: _own_copy(c) and c.policy.params is DType.FP16 and "main_params_dtype=fp16 without a precision-aware optimizer: FP16 parameters as their own main copy",
+        found=lambda c: (
+            _own_copy(c)
+            and c.policy.params is DType.FP16
+            and "main_params_dtype=fp16 without a precision-aware optimizer: FP16 parameters as their own main copy"
+        ),
         expected="FP32 main weights, or FP16 ones kept by FusedAdam: updates below 2**-11 of a weight are lost, small weights underflow",
         cure="mixed_precision.main_params_dtype=fp32, or use_precision_aware_optimizer=true",
         source="arXiv 1710.03740, section 3.1",
@@ -125,7 +156,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="full-16-bit-with-distributed-optimizer",
         about="own_copy",
-        found=lambda c: c.core and _own_copy(c) and c.run.optimizer.distributed and f"{c.policy.params.short} parameters as their own main copy, sharded",
+        found=lambda c: (
+            c.core
+            and _own_copy(c)
+            and c.run.optimizer.distributed
+            and f"{c.policy.params.short} parameters as their own main copy, sharded"
+        ),
         expected="plain DDP or FSDP2: the distributed optimizer makes FP32 main weights and moments all the same, silently",
         cure="ddp.use_distributed_optimizer=false, or engine=fsdp2",
         source="megatron-core 0.16.1 distrib_optimizer.py _build_model_and_main_param_groups; torchtitan#1646",
@@ -133,7 +169,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="full-16-bit-with-fp32-reduction",
         about="own_copy",
-        found=lambda c: c.run.engine != "fsdp2" and _own_copy(c) and c.policy.reduce is DType.FP32 and f"{c.policy.params.short} parameters as their own main copy with FP32 gradients",
+        found=lambda c: (
+            c.run.engine != "fsdp2"
+            and _own_copy(c)
+            and c.policy.reduce is DType.FP32
+            and f"{c.policy.params.short} parameters as their own main copy with FP32 gradients"
+        ),
         expected="gradients in the parameters' dtype: torch refuses any other in .grad",
         cure="mixed_precision.grad_reduce_in_fp32=false",
         source="torch 2.13: assigning .grad of another dtype raises",
@@ -141,7 +182,11 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fp32-accumulation-has-no-effect",
         about="fp32_grads",
-        found=lambda c: c.policy.reduce is DType.FP32 and c.ddp("reduce_scatter_with_fp32_accumulation") and "reduce_scatter_with_fp32_accumulation=true with FP32 gradients",
+        found=lambda c: (
+            c.policy.reduce is DType.FP32
+            and c.ddp("reduce_scatter_with_fp32_accumulation")
+            and "reduce_scatter_with_fp32_accumulation=true with FP32 gradients"
+        ),
         expected="16-bit gradients: FP32 ones accumulate in FP32 anyway",
         cure="ddp.reduce_scatter_with_fp32_accumulation=false, or mixed_precision.grad_reduce_in_fp32=false",
         source="Megatron-LM training/arguments.py validate_args (d98e8a64)",
@@ -149,8 +194,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fp32-accumulation-with-optimizer-instances",
-        found=lambda c: c.core and c.ddp("reduce_scatter_with_fp32_accumulation") and c.ddp("num_distributed_optimizer_instances", 1) > 1
-        and f"reduce_scatter_with_fp32_accumulation with {c.ddp('num_distributed_optimizer_instances')} optimizer instances",
+        found=lambda c: (
+            c.core
+            and c.ddp("reduce_scatter_with_fp32_accumulation")
+            and c.ddp("num_distributed_optimizer_instances", 1) > 1
+            and f"reduce_scatter_with_fp32_accumulation with {c.ddp('num_distributed_optimizer_instances')} optimizer instances"
+        ),
         expected="one instance",
         cure="ddp.num_distributed_optimizer_instances=1",
         source="megatron-core 0.16.1 param_and_grad_buffer.py _ParamAndGradBucketGroup",
@@ -158,11 +207,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fatal-nan-check-with-dynamic-loss-scale",
         about="fp16",
-        found=lambda c: c.policy.compute is DType.FP16 and c.policy.loss_scale is not None and c.policy.loss_scale.dynamic
-        and (c.ddp("check_for_nan_in_grad") or c.ddp("check_for_large_grads"))
-        and f"{'check_for_nan_in_grad' if c.ddp('check_for_nan_in_grad') else 'check_for_large_grads'}=true with a dynamic loss scale",
+        found=lambda c: (
+            c.policy.compute is DType.FP16
+            and c.policy.loss_scale is not None
+            and c.policy.loss_scale.dynamic
+            and (c.ddp("check_for_nan_in_grad") or c.ddp("check_for_large_grads"))
+            and f"{'check_for_nan_in_grad' if c.ddp('check_for_nan_in_grad') else 'check_for_large_grads'}=true with a dynamic loss scale"
+        ),
         expected="no fatal check: the scale finds its height by overflowing",
         cure="ddp.check_for_nan_in_grad=false ddp.check_for_large_grads=false (the recipe's plan does it)",
         source="megatron-core 0.16.1 param_and_grad_buffer.py check_grads; Megatron-LM training/arguments.py validate_args (d98e8a64)",
     ),
-)  # fmt: skip
+)

@@ -12,7 +12,7 @@ from mpbridge.errors import BadValue
 Realization = Literal["native", "emulated"]
 
 
-MOST = 100_000
+MOST = 10_000
 """Of layers or experts: more is a slip of the pen, and would keep a laptop busy."""
 
 
@@ -59,6 +59,9 @@ class ModelShape:
             value = getattr(self, name) or 0
             if not 0 <= value <= MOST:
                 raise BadValue(f"{name}={value}: expected 0 to {MOST}")
+        # each of them has a row in every table: thirty times DeepSeek-V3's is patience enough
+        if self.num_layers * (self.experts or 0) > 50 * MOST:
+            raise BadValue(f"num_layers={self.num_layers} with {self.experts} experts: expected at most {50 * MOST} experts in all")
 
     def is_expert_layer(self, layer: int) -> bool:
         """Whether 0-based `layer` is a mixture of experts."""

@@ -35,7 +35,15 @@ class Need:
 
 _BASE = f"{_TE} pytorch/utils.py assert_dim_for_fp8_exec"
 _SHARD = f"{_TE} pytorch/utils.py, is_quantizable of each tensor class"
-_PER_TENSOR = Need(tokens=16, inner=16, outer=16, shard=1, expert=16, source=f"{_BASE}; common/gemm/cublaslt_gemm.cu: leading dimensions", shard_source=_SHARD)
+_PER_TENSOR = Need(
+    tokens=16,
+    inner=16,
+    outer=16,
+    shard=1,
+    expert=16,
+    source=f"{_BASE}; common/gemm/cublaslt_gemm.cu: leading dimensions",
+    shard_source=_SHARD,
+)
 NEEDS: Mapping[str, Need] = MappingProxyType(
     {
         "delayed": _PER_TENSOR,
@@ -177,7 +185,16 @@ def _judge(gemm: Gemm, run: RunFacts) -> Iterator[Finding]:
 
     def finding(level: Level, dimension: Dimension, value: int, multiple: int, cure: str, source: str) -> Iterator[Finding]:
         if value % multiple:
-            yield Finding(level=level, module=gemm.module, layers=gemm.layers, dimension=dimension, value=value, multiple=multiple, cure=cure, source=source)
+            yield Finding(
+                level=level,
+                module=gemm.module,
+                layers=gemm.layers,
+                dimension=dimension,
+                value=value,
+                multiple=multiple,
+                cure=cure,
+                source=source,
+            )
 
     if gemm.tokens is None and gemm.module.endswith("linear_fc1"):  # once for the pair
         yield Finding(
@@ -223,7 +240,18 @@ def _vocabulary(policy: PrecisionPolicy, run: RunFacts) -> list[Finding]:
     if rows % step == 0 or not policy.mixed:
         return []
     cure = f"model.vocab_size={rows + -rows % step}"
-    return [Finding(level="fast", module="output_layer", layers=(), dimension="vocabulary", value=rows, multiple=step, cure=cure, source="Megatron-LM make-vocab-size-divisible-by")]
+    return [
+        Finding(
+            level="fast",
+            module="output_layer",
+            layers=(),
+            dimension="vocabulary",
+            value=rows,
+            multiple=step,
+            cure=cure,
+            source="Megatron-LM make-vocab-size-divisible-by",
+        )
+    ]
 
 
 def _tokens_cure(tokens: int, multiple: int) -> str:
@@ -242,7 +270,13 @@ def _field(module: str, side: str) -> str:
     """The setting behind a side of a linear."""
     last = module.rpartition(".")[2]
     if (last, side) in (("linear_fc1", "out"), ("linear_fc2", "in")):
-        return "model.moe_shared_expert_intermediate_size" if "shared" in module else "model.moe_ffn_hidden_size" if "experts" in module else "model.ffn_hidden_size"
+        return (
+            "model.moe_shared_expert_intermediate_size"
+            if "shared" in module
+            else "model.moe_ffn_hidden_size"
+            if "experts" in module
+            else "model.ffn_hidden_size"
+        )
     fields = {
         ("linear_qkv", "out"): "model.kv_channels or num_query_groups",
         ("linear_q_down_proj", "out"): "model.q_lora_rank",
