@@ -111,8 +111,9 @@ class Plain:
 
             convert_to_float8_training(self.net, config=Float8LinearConfig(emulate=True))
         elif kind != "bf16":
-            policy = resolve(get_mixed_precision_config({"recipe": RECIPES[kind], "first_last_layers_bf16": False}))
-            self.emulation = emulate_linears(self.net, policy)
+            config = get_mixed_precision_config(RECIPES[kind])
+            config.first_last_layers_bf16 = False
+            self.emulation = emulate_linears(self.net, resolve(config))
             self.linears = len(self.emulation.plugs)
 
     def step(self) -> None:

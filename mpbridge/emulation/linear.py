@@ -87,7 +87,9 @@ def emulate_linears(module: torch.nn.Module, policy: PrecisionPolicy, **options:
     for linear in emulation.plugged():
         linear.__class__ = EmulatedLinear
     emulation.restore.extend(linear for linear in emulation.plugged())
-    emulation.context_of(module)
+    # containers without a forward of their own are called member by member
+    for context in module if isinstance(module, torch.nn.ModuleList) else [module]:
+        emulation.context_of(context)
     return emulation
 
 
@@ -100,7 +102,8 @@ def _places(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear, str
         yield from ((name, linear, name, i, len(linears)) for i, (name, linear) in enumerate(linears))
         return
     for name, linear in linears:
-        owner = next((path for path in lists if name.startswith(f"{path}.")), None)
+        # the list may be the module itself, whose name is empty
+        owner = next((path for path in lists if not path or name.startswith(f"{path}.")), None)
         if owner is not None:
-            number, _, below = name[len(owner) + 1 :].partition(".")
+            number, _, below = name[len(owner) + 1 if owner else 0 :].partition(".")
             yield name, linear, below or number, int(number), len(named[owner])

@@ -267,6 +267,16 @@ def test_regions_choose_layers_and_modules_and_the_head_stays_high() -> None:
     assert "2 linears quantized, 6 kept high" in emulation.notes()[0]
 
 
+def test_a_bare_list_of_layers_is_its_own_container() -> None:
+    layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(32, 32)) for _ in range(3)).bfloat16()
+    emulation = emulate_linears(layers, policy("delayed", regions=(Region(first=1),)), compiled=False)
+    assert sorted(emulation.plugs) == ["1.0", "2.0"]
+    quantizer = next(iter(emulation.quantizers.values()))
+    layers[1](torch.ones(32, 32).bfloat16()).sum().backward()
+    assert quantizer.scale_of("1.0", "x") == 448.0
+    assert quantizer.scale_of("1.0", "dy") == 448.0
+
+
 def test_a_region_that_names_nothing_is_an_error() -> None:
     with pytest.raises(BadValue, match=r"'mlp\.\*'.*fc1, fc2"):
         emulate_linears(Layered(), policy("mxfp8", regions=(Region(modules="mlp.*"),)))
