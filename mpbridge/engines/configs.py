@@ -9,6 +9,8 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from mpbridge.checks.machines import machine
+from mpbridge.checks.probe import installed, this_machine
 from mpbridge.engines.targets import Targets, build
 from mpbridge.errors import Refused
 
@@ -99,6 +101,11 @@ def _refuse_cuda_only(inputs: Mapping[str, Section]) -> None:
         raise Refused("\n".join(["this run cannot go on a CPU with gloo:", *(f"  - {fault}" for fault in faults)]))
 
 
-def build_targets(run: Run, *, cuda: bool) -> Targets:
-    """megatron-core's configs and GPTModel's own arguments, the run's plan written into them once."""
-    return build(sections(run, cuda=cuda), run.plan, machine=run.facts.machine, versions=run.facts.versions)
+def build_targets(run: Run, *, cuda: bool, inputs: Mapping[str, Section] | None = None) -> Targets:
+    """megatron-core's configs and GPTModel's own arguments, the run's plan written into them once.
+
+    inputs: what to build from; None: `sections`. Raises Refused when what computes here would run the recipe as something else: a run may
+    have been resolved for another machine.
+    """
+    here = this_machine() if cuda else machine("cpu")
+    return build(sections(run, cuda=cuda) if inputs is None else inputs, run.plan, machine=here, versions=installed())

@@ -183,13 +183,12 @@ class Fsdp2Engine:
 
 
 def _targets(run: Run, *, cuda: bool) -> Any:
-    from mpbridge.engines.configs import sections
-    from mpbridge.engines.targets import build
+    from mpbridge.engines.configs import build_targets, sections
 
     inputs = sections(run, cuda=cuda)
     # megatron-core 0.16.1 accepts state dtypes only beside its distributed optimizer; here nobody else reads the flag
     inputs["optimizer"]["use_distributed_optimizer"] = bool(run.policy.precision_aware)
-    return build(inputs, run.plan, machine=run.facts.machine, versions=run.facts.versions)
+    return build_targets(run, cuda=cuda, inputs=inputs)
 
 
 @contextmanager

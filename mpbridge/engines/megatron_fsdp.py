@@ -65,13 +65,13 @@ class MegatronFsdpEngine:
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
+        from mpbridge.engines.configs import build_targets
         from mpbridge.engines.model import build_chunks
         from mpbridge.engines.parallel import ModelParallel
         from mpbridge.engines.shard_optimizer import ShardOptimizer
-        from mpbridge.engines.targets import build
 
         run = self.run
-        self.configs = build(sections(run, cuda=self.cuda), run.plan, machine=run.facts.machine, versions=run.facts.versions)
+        self.configs = build_targets(run, cuda=self.cuda, inputs=sections(run, cuda=self.cuda))
         self._parallel = ModelParallel(run.facts.parallel, seed=int(run.train.get("seed", 1234)))
         config = self.configs.model
         config.gradient_accumulation_fusion = False  # its kernel writes past the wrapper's buckets

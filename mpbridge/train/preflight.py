@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 
 def refuse_unfit(run: Run) -> tuple[Machine, tuple[Violation, ...]]:
-    """The machine that will run it, and the warnings. Raises Refused first where machine or rules forbid the run; loads no framework."""
+    """This machine, and the warnings. Raises Refused first where machine or rules forbid the run; loads no framework."""
     facts = run.facts
-    machine, versions = facts.machine or this_machine(), installed()
+    # not facts.machine: a run may have been resolved for another one
+    machine, versions = this_machine(), installed()
     if facts.realization == "native":
         refuse_unless_native(run.policy, machine, versions)
     else:

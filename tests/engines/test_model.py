@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from mpbridge.checks.capability import ASSUMED
+from mpbridge.checks.machines import machine
 from mpbridge.engines.mcore import McoreEngine
 from mpbridge.engines.registry import ENGINES, engine_class
 from mpbridge.errors import BadValue, Refused, UnknownName
@@ -189,6 +191,16 @@ def test_a_failed_build_leaves_no_parallel_state(build: Any) -> None:
 def test_an_fp8_recipe_is_refused_and_never_trains_as_bf16(build: Any) -> None:
     with pytest.raises(Refused):
         build("bf16_with_fp8_current_scaling_mixed")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine may really run it")
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_run_resolved_for_another_machine_does_not_train_here(layer: None, name: str) -> None:
+    recipe = {"recipe": "bf16_with_fp8_current_scaling_mixed", "first_last_layers_bf16": False, "fp8_param_gather": False}
+    run = tiny.run(recipe, engine=name)
+    elsewhere = run.container.resolved(machine=machine("b200"), versions=ASSUMED)
+    with pytest.raises(Refused, match="needs a GPU"):
+        engine_class(name).build(elsewhere)
 
 
 def test_an_unknown_engine_gets_the_nearest_name() -> None:
