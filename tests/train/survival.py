@@ -73,12 +73,14 @@ class Watch(Hook):
 
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
+        self.scales: dict[int, float] = {}
         self.digest = ""
         self.recipes: list[str] = []
         self.summary: Any = None
 
     def stepped(self, training: Any, result: Any) -> None:
         self.losses[training.counters.iteration] = result.loss
+        self.scales[training.counters.iteration] = result.loss_scale
         self.recipes.append(training.run.recipe)
 
     def finished(self, training: Any) -> None:

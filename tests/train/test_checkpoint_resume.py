@@ -49,6 +49,7 @@ def broken_off(folder: Path, recipe, at=3, **sections):
 def test_resumed_is_uninterrupted_to_the_bit(tmp_path, recipe, sections):
     whole, first, second = broken_off(tmp_path, recipe, **sections)
     assert whole.losses == first.losses | second.losses
+    assert whole.scales == first.scales | second.scales
     assert sorted(second.losses) == [4, 5, 6]
     assert whole.digest == second.digest
     assert len(set(whole.losses.values())) == 6

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -121,6 +122,7 @@ KILLED = """
 import sys, pathlib, random, time
 from mpbridge.train import store
 folder = pathlib.Path(sys.argv[1])
+print("ready", flush=True)
 for step in range(1, 10**6):
     partial = store.begin(folder, step)
     (partial / "data").write_bytes(bytes(200_000))
@@ -132,12 +134,12 @@ for step in range(1, 10**6):
 def test_a_kill_at_any_moment_leaves_a_whole_newest(tmp_path):
     seen = 0
     for attempt in range(12):
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)])
-        try:
-            process.wait(timeout=0.15 + 0.037 * attempt)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(timeout=10)
+        process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE)
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(0.02 + 0.0137 * attempt)
+        process.kill()
+        process.wait(timeout=10)
+        process.stdout.close()
         newest = store.saved(tmp_path)
         if newest:
             seen += 1
