@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -234,24 +235,29 @@ def test_a_tensor_parallel_checkpoint_goes_on_in_any_layout(two):
         assert all(abs(loss - whole[step]) < 1e-6 for step, loss in losses.items()), (losses, whole)
 
 
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
 def test_a_forged_checkpoint_runs_no_code(tmp_path):
     import io
     import json
-    import os
     import pickle
 
     from mpbridge.train import safe_load
-
-    class Payload:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "pwned"),)
 
     go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path / "kept")}))
     place = store.locate(tmp_path / "kept")
     data = safe_load.read_metadata(place)
     index, info = next((index, info) for index, info in data.storage_data.items() if index.fqn.startswith("rng"))
     out = io.BytesIO()
-    torch.save([Payload()], out)
+    torch.save([Payload(str(tmp_path / "pwned"))], out)
     file = place / info.relative_path
     info.offset, info.length = file.stat().st_size, len(out.getvalue())
     file.write_bytes(file.read_bytes() + out.getvalue())
@@ -264,6 +270,28 @@ def test_a_forged_checkpoint_runs_no_code(tmp_path):
     with pytest.raises(CheckpointError, match=f"{info.relative_path} is refused: rng"):
         go(run("bf16_mixed", iters=2, checkpoint={"load": str(place)}))
     assert not (tmp_path / "pwned").exists()
+
+
+def test_bare_remainders_as_transformer_engine_hands_them_out_are_kept_whole(tmp_path, monkeypatch):
+    from mpbridge.engines.optimizers import CpuFusedAdam
+    from mpbridge.train import state
+
+    whole_get, whole_set = CpuFusedAdam.get_unscaled_state, CpuFusedAdam.set_scaled_state
+
+    def get(self, param, name):  # fused_adam.py 2.11: int16 as it is
+        stored = self.state[param][name]
+        return stored if stored.dtype is torch.int16 else whole_get(self, param, name)
+
+    def put(self, param, name, value):  # and int16 is all that is taken back
+        assert value.dtype is (torch.int16 if self._is_remainder(param, name) else torch.float32)
+        whole_set(self, param, name, value)
+
+    monkeypatch.setattr(CpuFusedAdam, "get_unscaled_state", get)
+    monkeypatch.setattr(CpuFusedAdam, "set_scaled_state", put)
+    monkeypatch.setattr(state, "CpuFusedAdam", Payload)
+    whole, first, second = broken_off(tmp_path, "bf16_mixed_bf16_moments", ddp=DIST)
+    assert whole.losses == first.losses | second.losses
+    assert whole.digest == second.digest
 
 
 ALL = [name for name in recipes if recipes[name].engine is None and not name.startswith("nemotron_3")]
