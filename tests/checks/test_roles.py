@@ -34,7 +34,7 @@ ONE = [
         "llama_tied/buckets/moments",
         "llama/bus/bf16",
     ],
-    *["llama/sharded/remainders", "llama/sharded/no_remainders", "llama/sharded/kept", "gpt2/ddp/kept", "gpt2/sgd/bf16"],
+    *["llama/sharded/remainders", "llama/sharded/no_remainders", "llama/sharded/kept", "gpt2/ddp/kept", "gpt2/sgd/bf16", "gpt2/ddp/full"],
 ]
 TWO = [
     *[f"{shape}/{layout}/{kind}" for shape in ("gpt2", "llama") for layout in ("ddp", "sharded") for kind in ("fp32", "bf16")],
