@@ -109,9 +109,7 @@ def _stage(
             if not isinstance(given, (str, int, type(None))) or isinstance(given, bool):
                 raise Contradiction([f"recipe={given!r}: expected a recipe's name"])
             if given is not None:
-                if not trusted and ":" in str(given):
-                    raise Contradiction([f"recipe={given!r} is code that this configuration brings along: name the recipe yourself (--recipe)"])
-                config, entry = get_mixed_precision_config(str(given)), describe(str(given))
+                config, entry = get_mixed_precision_config(str(given), code=trusted), describe(str(given))
                 name, engine = entry.name, entry.engine
             config = _added(config or MixedPrecisionConfig(), additions, place, faults)
         else:

@@ -95,6 +95,9 @@ def _fill() -> None:
 
 
 def _store(entry: Recipe) -> None:
+    for name in (entry.name, *entry.aliases):
+        if not name or _is_place(name):
+            raise BadValue(f"{name!r} cannot name a recipe: it would be read as a file or a function")
     taken = [name for name in (entry.name, *entry.aliases) if name in _by_name or name in _alias_of]
     if taken:
         raise DuplicateName(f"a recipe named {', '.join(map(repr, taken))} exists already: choose another name (registered names: mpbridge list)")
@@ -119,7 +122,7 @@ def register(
 def register(factory: F | None = None, /, *, name: str | None = None, aliases: tuple[str, ...] = (), summary: str = "", **papers: Any) -> Any:
     """Decorator, bare or with options: enters a function that returns a MixedPrecisionConfig under its own or a given name.
 
-    Nothing is stored when a name or an alias is taken (DuplicateName).
+    Nothing is stored when a name or an alias is taken (DuplicateName) or reads as a file or function (BadValue).
     """
 
     def enter(made_by: F) -> F:
@@ -128,8 +131,8 @@ def register(factory: F | None = None, /, *, name: str | None = None, aliases: t
         if not (name or own_name.isidentifier()):
             raise BadValue(f"{made_by!r} has no name of its own: register(name=...)")
         described = summary or (inspect.getdoc(made_by) or "").partition("\n")[0] or f"registered by {getattr(made_by, '__module__', 'a caller')}"
-        papers.setdefault("source", f"{getattr(made_by, '__module__', '?')}:{getattr(made_by, '__qualname__', '?')}")
-        _store(Recipe(name=key(name or own_name), make=made_by, aliases=tuple(map(key, aliases)), summary=described, **papers))
+        source = f"{getattr(made_by, '__module__', '?')}:{getattr(made_by, '__qualname__', '?')}"
+        _store(Recipe(name=key(name or own_name), make=made_by, aliases=tuple(map(key, aliases)), summary=described, **{"source": source, **papers}))
         return made_by
 
     return enter if factory is None else enter(factory)
@@ -152,22 +155,32 @@ def recipe(name: str) -> Recipe:
     return _by_name[found]
 
 
-def get_mixed_precision_config(name: str | MixedPrecisionConfig | Path) -> MixedPrecisionConfig:
-    """A fresh config for a name, 'package.module:function', 'file.py:function', a YAML file, or a copy of a given config."""
+def get_mixed_precision_config(name: str | MixedPrecisionConfig | Path, *, code: bool = True) -> MixedPrecisionConfig:
+    """A fresh config for a name, 'package.module:function', 'file.py:function', a YAML file, or a copy of a given config.
+
+    code: False refuses functions, also those that a YAML file extends: for configurations that came with somebody's checkpoint.
+    """
     if isinstance(name, MixedPrecisionConfig):
         return name.derive()
     text = str(name)
     if text.endswith((".yaml", ".yml")):
-        return _from_yaml(Path(text))
-    if ":" in text:
+        return _from_yaml(Path(text), code=code)
+    if _is_place(text):
+        if not code:
+            raise RecipeError(f"recipe={text!r} is code that this configuration brings along: name the recipe yourself (--recipe)")
         return _call(_function(text), text)
     entry = recipe(text)
     return _call(entry.make, entry.name)
 
 
+def _is_place(name: str) -> bool:
+    """Whether `name` says where a recipe is: a file or a function."""
+    return ":" in name or name.endswith((".yaml", ".yml", ".py"))
+
+
 def describe(name: str) -> Recipe:
     """The entry behind any accepted spelling, with papers made up for files and functions (which carry none)."""
-    if name.endswith((".yaml", ".yml")) or ":" in name:
+    if _is_place(name):
         return Recipe(name=name, make=lambda: get_mixed_precision_config(name), summary=f"from {name}", source=name)
     return recipe(name)
 
@@ -186,7 +199,9 @@ def _call(factory: Any, name: str) -> MixedPrecisionConfig:
 
 
 def _function(text: str) -> Any:
-    where, _, function = text.rpartition(":")
+    where, colon, function = text.rpartition(":")
+    if not colon:
+        raise RecipeError(f"recipe {text!r} names a file: say which of its functions, as in {text}:my_recipe")
     module = _module_from_file(Path(where)) if where.endswith(".py") else _module(where)
     if not hasattr(module, function):
         public = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
@@ -220,7 +235,7 @@ def _module_from_file(path: Path) -> ModuleType:
     return module
 
 
-def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
+def _from_yaml(path: Path, seen: tuple[Path, ...] = (), *, code: bool) -> MixedPrecisionConfig:
     import yaml
 
     from mpbridge.precision.yaml_loader import load_yaml
@@ -241,9 +256,9 @@ def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
         if base is None:
             start = MixedPrecisionConfig()
         elif str(base).endswith((".yaml", ".yml")):
-            start = _from_yaml(path.parent / str(base), (*seen, here))
+            start = _from_yaml(path.parent / str(base), (*seen, here), code=code)
         else:
-            start = get_mixed_precision_config(str(base))
+            start = get_mixed_precision_config(str(base), code=code)
         return start.derive(**{str(name): value for name, value in data.items()})
     except RecipeError:
         raise

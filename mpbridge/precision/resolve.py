@@ -56,8 +56,10 @@ def resolve(
 
     optimizer: the optimizer's section or config object; optimizer facts that the config leaves open are then read from it.
     layers: depth of the model; more BF16 edge layers than that is a fault.
-    Raises Contradiction naming every fault.
+    Raises Contradiction naming every fault, BadValue for what is no config.
     """
+    if not isinstance(config, MixedPrecisionConfig):
+        raise BadValue(f"resolve() got a {type(config).__name__}, expected a MixedPrecisionConfig: get_mixed_precision_config(name) makes one")
     values = config.stored()
     wrong = _type_faults(values)
     if wrong:  # values of the wrong type make every question about two of them meaningless

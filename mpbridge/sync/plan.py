@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from mpbridge.errors import BadValue, UnknownName
 from mpbridge.formats import DType, dtype, say
@@ -132,8 +132,12 @@ def plan(
     policy: None gives back everything that `after`, the receipt of the last apply, says was written.
     origin: 'ddp.grad_reduce_in_fp32' -> who wrote it ('command line', 'run.yaml'), from a caller who knows.
     realization: 'emulated' tells megatron-core of no quantization at all; mpbridge.emulation then reads the policy.
-    Raises UnknownName when a live target lacks a field that the policy decides.
+    Raises UnknownName when a live target lacks a field that the policy decides, BadValue for a policy or realization that is none.
     """
+    if realization not in get_args(Realization):
+        raise BadValue(f"realization={realization!r}: expected {' or '.join(map(repr, get_args(Realization)))}")
+    if not isinstance(policy, PrecisionPolicy | None):
+        raise BadValue(f"plan() got a {type(policy).__name__}, expected a PrecisionPolicy: resolve(get_mixed_precision_config(name)) makes one")
     given = {"model": model, "optimizer": optimizer, "ddp": ddp}
     reading = _Reading(targets={name: given[name] for name in TARGETS if given[name] is not None}, origin=origin, after=after or Receipt())
     facts = None if policy is None else Facts(policy=_spoken(policy, realization), own=reading.own)

@@ -99,6 +99,42 @@ def test_a_taken_name_or_alias_is_refused_and_nothing_is_stored(names: dict[str,
     assert "new_one" not in recipes
 
 
+@pytest.mark.parametrize("name", ["", "a:b", "mine.yaml", "mine.py"])
+def test_a_name_that_reads_as_a_file_or_function_is_refused(name: str) -> None:
+    with pytest.raises(BadValue, match="cannot name a recipe"):
+        register(name="fine", aliases=(name,))(lambda: MixedPrecisionConfig())
+    assert "fine" not in recipes
+
+
+def test_one_decorator_on_two_functions_keeps_their_sources_apart() -> None:
+    def one() -> MixedPrecisionConfig:
+        return MixedPrecisionConfig()
+
+    def other() -> MixedPrecisionConfig:
+        return MixedPrecisionConfig()
+
+    enter = register(status="experimental")
+    enter(one)
+    enter(other)
+    assert [recipes[name].source.rpartition(".")[2] for name in ("one", "other")] == ["one", "other"]
+
+
+def test_a_file_of_functions_asks_which_one(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"mine\.py:my_recipe"):
+        get_mixed_precision_config(str(tmp_path / "mine.py"))
+
+
+@pytest.mark.parametrize("named", ["evil.py:run", "evil.yaml", "more.yaml"])
+def test_without_code_no_function_runs_however_it_is_named(tmp_path: Path, named: str) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    (tmp_path / "evil.yaml").write_text(f"extends: {tmp_path / 'evil.py'}:run\n")
+    (tmp_path / "more.yaml").write_text("extends: evil.yaml\n")
+    (tmp_path / "good.yaml").write_text("extends: bf16_mixed\n")
+    with pytest.raises(RecipeError, match="is code that this configuration brings along"):
+        get_mixed_precision_config(str(tmp_path / named), code=False)
+    assert get_mixed_precision_config(tmp_path / "good.yaml", code=False).bf16
+
+
 def test_something_without_a_name_asks_for_one() -> None:
     with pytest.raises(BadValue, match=r"register\(name=\.\.\.\)"):
         register(lambda: MixedPrecisionConfig())

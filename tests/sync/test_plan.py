@@ -13,7 +13,7 @@ import pytest
 import torch
 from sync_kit import DDP, INPUTS, OPTIMIZER, POLICIES, live, planned
 
-from mpbridge.errors import UnknownName
+from mpbridge.errors import BadValue, UnknownName
 from mpbridge.formats import DType, dtype
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config
@@ -144,6 +144,17 @@ class Thin:
 def test_a_live_object_without_a_field_that_the_policy_decides_is_an_error() -> None:
     with pytest.raises(UnknownName, match="no field of Thin named 'bf16'"):
         plan(BF16, model=Thin())
+
+
+def test_what_is_no_policy_and_no_realization_is_refused() -> None:
+    # taken for "not native", a misspelled one would have planned 16 bits without apply() asking whether emulation is attached
+    with pytest.raises(BadValue, match="expected 'native' or 'emulated'"):
+        plan(POLICIES["bf16_with_fp8_current_scaling_mixed"], model={}, realization="emulate")  # type: ignore[arg-type]
+    for wrong in ("bf16_mixed", get_mixed_precision_config("bf16_mixed")):
+        with pytest.raises(BadValue, match="expected a PrecisionPolicy"):
+            plan(wrong, model={})  # type: ignore[arg-type]
+    with pytest.raises(BadValue, match="expected a MixedPrecisionConfig"):
+        resolve("bf16_mixed")  # type: ignore[arg-type]
 
 
 def test_in_a_bag_without_declarations_none_means_unset() -> None:
