@@ -40,14 +40,14 @@ class Advice:
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """Sort key: legal, fitting, validated, 16 bits or less, then the larger limit, the finer scale, the smaller memory."""
-        wide = self.recipe == "fp32"
+        """Sort key: legal, fitting, less than 32 bits, validated, faster than 16 bits by the table, then the finer scale and the smaller memory."""
+        faster = (self.peak or 0.0) > 1.0
         return (
             not self.legal,
             not self.fits,
-            wide,
+            self.recipe == "fp32",
             self.status != "validated",
-            -(self.peak or 0.0),
+            not faster,
             self.taste,
             self.bytes or 0,
             self.recipe,

@@ -135,6 +135,13 @@ def test_recommend_orders_the_legal_and_explains_the_rest(ask):
     assert all(a["speed"] == "" or "(" in a["speed"] for a in found["recipes"])  # a speed has its source, or is not said
 
 
+def test_recommend_puts_the_finer_eight_bits_before_four(ask):
+    _, found = data(ask("recommend", "--target", "b200", "--config", "llama3_8b", "--json"))
+    order = [a["recipe"] for a in found["recipes"] if a["legal"]]
+    assert order.index("bf16_with_mxfp8_mixed") < order.index("bf16_with_fp8_current_scaling_mixed") < order.index("bf16_with_nvfp4_mixed")
+    assert order.index("bf16_with_nvfp4_mixed") < order.index("bf16_mixed_bf16_moments")
+
+
 def test_recommend_on_an_old_gpu_says_fp16(ask):
     _, found = data(ask("recommend", "--target", "v100", "--config", "gpt_125m", "--json"))
     assert next(a["recipe"] for a in found["recipes"] if a["legal"]) == "fp16_mixed"
