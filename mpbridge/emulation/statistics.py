@@ -30,7 +30,7 @@ class Sample:
     flushed: float
     """Share of nonzero elements that became zero."""
     saturated: float
-    """Share of elements beyond the format's largest value after scaling."""
+    """Share of elements beyond the format's largest value after scaling, flushed ones left out."""
     sqnr: float
     """Signal to quantization noise in dB: -20 log10(relative_error)."""
     amax: float
@@ -159,7 +159,8 @@ def look(high: torch.Tensor, operand: Operand, quantizer: Quantizer, *, slot: st
         relative_error=relative,
         row_error=float(each.median()) if each.numel() else 0.0,
         flushed=int((nonzero & (q == 0)).sum()) / count,
-        saturated=int((scaled > number.largest * (1 + 2.0**-20)).sum()) / count,
+        # a block whose own scale vanished is flushed, however large its codes would be
+        saturated=int(((scaled > number.largest * (1 + 2.0**-20)) & (q != 0)).sum()) / count,
         sqnr=-20 * math.log10(relative) if relative else math.inf,
         amax=float(amax),
         nonfinite=nonfinite,

@@ -147,7 +147,7 @@ def complaints(row: Row) -> list[Complaint]:
     error = row["row_error"] or 0.0
     first, second = own * limits.row_error[0], limits.row_error[1]
     checks: list[tuple[float, float, float, str]] = [
-        (error, first, second, f"half of its rows lose over {error:.0%} of their norm (its format costs {own:.1%})"),
+        (error, first, second, f"its median row is off by {error:.0%} of its norm (its format costs {own:.1%})"),
         (row["flushed"], *limits.flushed, f"{row['flushed']:.1%} of its nonzero elements become zero"),
         (row["saturated"], *limits.saturated, f"{row['saturated']:.2%} of its elements saturate"),
     ]

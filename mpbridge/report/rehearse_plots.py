@@ -25,7 +25,8 @@ def draw(rehearsal: Rehearsal, folder: Path) -> list[Path]:
         if recipe.tensors:
             found.append(_save(plt, _heat(plt, recipe), folder / f"errors_{recipe.recipe}.png"))
             found.append(_save(plt, _ranges(plt, recipe), folder / f"ranges_{recipe.recipe}.png"))
-            found.append(_save(plt, _amaxes(plt, recipe), folder / f"amax_{recipe.recipe}.png"))
+            if any(len(row["amax"]) > 1 for row in recipe.tensors):
+                found.append(_save(plt, _amaxes(plt, recipe), folder / f"amax_{recipe.recipe}.png"))
     return found
 
 
