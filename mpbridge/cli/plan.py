@@ -56,6 +56,8 @@ def _print(made: Run, *, explain: bool) -> None:
         Console(highlight=False).print(plan_table(made.plan))
     else:
         _plain_table(made)
+    for setting in made.brought:
+        print(f"the recipe brings along {setting}")
     print()
     print_table(("fact", "value"), facts(made.policy, made.facts.shape.num_layers), title="what it means")
     if len(made.stages) > 1:

@@ -12,6 +12,7 @@ from mpbridge.config.schema import defaults
 from mpbridge.config.shape import model_shape, padded_vocabulary, parallel_of, shape_faults
 from mpbridge.config.stages import Stage
 from mpbridge.errors import BadValue, Contradiction
+from mpbridge.formats import say
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.schedule import spans
 from mpbridge.sync.plan import Plan, plain, plan
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 Section = dict[str, Any]
 _ONE_FACT = ("use_distributed_optimizer", "overlap_param_gather")
 """Asked for by megatron-core in two configs, ddp and optimizer."""
+
+
+BROUGHT = "the recipe, which cannot do without"
+"""Origin of a setting outside of the plan that the recipe fills in where nobody has set it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +53,12 @@ class Run:
     emulate: bool = False
     stages: tuple[Stage, ...] = field(default=(), repr=False)
     """One for each recipe of the run; policy is the first one's."""
+
+    @property
+    def brought(self) -> tuple[str, ...]:
+        """Settings that the recipe brought along, as 'ddp.use_distributed_optimizer=true'."""
+        names = [name.partition(".") for name, source in self.origin.items() if source == BROUGHT]
+        return tuple(f"{section}.{key}={say(self.inputs[section][key])}" for section, _, key in names)
 
     @property
     def engine(self) -> str:
@@ -152,11 +163,7 @@ class Draft:
     def run(self, world_size: int, machine: Any, versions: Versions | None, training: bool) -> Run | None:
         """The Run, or None when there are faults."""
         inputs, sizes = joined(self.given, self.engine, self.faults)
-        aware_recipe = bool(self.stages) and bool(self.stages[0].policy.precision_aware) and "use_precision_aware_optimizer" not in inputs["optimizer"]
-        if aware_recipe and self.engine == "mcore":
-            # megatron-core 0.16.1 has FusedAdam's own main weights in its distributed optimizer only; an author who says otherwise is told so
-            for section in ("optimizer", "ddp"):
-                inputs[section].setdefault("use_distributed_optimizer", True)
+        brought = self._bring_along(inputs)
         full = {name: filled(name, self.given[name]) for name in ("train", "data", "scheduler", "checkpoint", "logger")}
         model = filled("model", inputs["model"])
         self._add(shape_faults(model))
@@ -192,11 +199,21 @@ class Draft:
             plan=planned,
             facts=facts,
             inputs=inputs,
-            origin=dict(self.origin),
+            origin=dict(self.origin) | brought,
             emulate=bool(self.container.emulate),
             stages=self.stages,
             **full,
         )
+
+    def _bring_along(self, inputs: dict[str, Section]) -> dict[str, str]:
+        """Fills in what the recipe cannot do without and nobody has set; setting -> where it came from. Who says otherwise meets a rule."""
+        aware = bool(self.stages) and bool(self.stages[0].policy.precision_aware) and "use_precision_aware_optimizer" not in inputs["optimizer"]
+        if not aware or self.engine != "mcore" or "use_distributed_optimizer" in inputs["ddp"]:
+            return {}
+        # megatron-core 0.16.1 has FusedAdam's own main weights in its distributed optimizer only
+        for section in ("optimizer", "ddp"):
+            inputs[section]["use_distributed_optimizer"] = True
+        return {"ddp.use_distributed_optimizer": BROUGHT}
 
     def _plan(self, inputs: Mapping[str, Section]) -> Plan:
         policy = self.stages[0].policy

@@ -41,6 +41,8 @@ def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
     how = "natively" if facts.realization == "native" else "emulated"
     out.print(f"recipe {run.recipe}, {how}, engine {facts.engine}, {facts.parallel.world_size} process(es) on {machine.name}")
     out.print(plan_table(run.plan))
+    for setting in run.brought:
+        out.print(f"the recipe brings along {setting}", markup=False)
     for warning in warnings:
         out.print(str(warning), style="yellow", markup=False)
     return warnings

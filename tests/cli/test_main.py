@@ -135,6 +135,13 @@ def test_plan_explains_where_values_came_from(said):
     assert line.split(maxsplit=2)[1:] == ["0.0005", "the command line"]
 
 
+def test_what_a_recipe_brings_along_is_said(said):
+    small = ("plan", "--recipe", "configs/recipes/bf16_small_states.yaml", "--explain")
+    assert "the recipe brings along ddp.use_distributed_optimizer=true" in said(*small)[1]
+    assert "brings along" not in said(*small, "ddp.use_distributed_optimizer=true")[1]
+    assert "brings along" not in said("plan")[1]
+
+
 def test_plan_starts_from_as_few_processes_as_the_sizes_allow(said):
     assert json.loads(said("plan", "--config", "llama3_8b", "--json")[1])["world_size"] == 2
     assert json.loads(said("plan", "--config", "deepseek_v3_671b", "--json")[1])["world_size"] == 512
