@@ -8,16 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from mpbridge.train import store
 from tests.train.survival import go, run
 
 ROOT = Path(__file__).parents[2]
 RANK = """
 import os, signal, sys
 from mpbridge.cli.main import main
+from mpbridge.train import store
 from tests.train.survival import Hook, Text, run
 from mpbridge.errors import MpbridgeError
 class Fault(Hook):
@@ -27,7 +30,8 @@ class Fault(Hook):
             os.kill(os.getpid(), signal.{signal})
 from mpbridge.train.loop import pretrain
 try:
-    pretrain(run(world=2, iters=50, train={{"timeout_minutes": {minutes}}}), dataset=Text(), hooks=[Fault()], quiet=True)
+    kept = {{"save": {save!r}}} if {save!r} else {{}}
+    pretrain(run(world=2, iters=50, train={{"timeout_minutes": {minutes}}}, checkpoint=kept), dataset=Text(), hooks=[Fault()], quiet=True)
 except MpbridgeError as error:
     print(type(error).__name__, error, file=sys.stderr, flush=True)
     os._exit(error.exit_code)
@@ -36,25 +40,42 @@ except MpbridgeError as error:
 
 @pytest.mark.parametrize(("number", "minutes"), [pytest.param("SIGKILL", 10, id="dies"), pytest.param("SIGSTOP", 0.1, id="does not answer")])
 def test_the_other_rank_ends_with_a_message(number, minutes):
+    with ranks(number, minutes) as (first, _):
+        out, err = first.communicate(timeout=120)
+        assert first.returncode == 1, out + err[-4000:]
+        assert "LostRank rank 0: another rank of the job died or does not answer" in err
+        assert "checkpoint.load" in err
+        assert out.split("\n")[:2] == ["step 1", "step 2"]
+
+
+def test_a_signal_to_one_rank_stops_both_behind_the_same_step(tmp_path):
+    with ranks("SIGTERM", 10, str(tmp_path)) as both:
+        for process in both:
+            out, err = process.communicate(timeout=120)
+            assert process.returncode == 0, out + err[-4000:]
+            # the hook speaks behind step 2, so the step that is finished is the third
+            assert out.split("\n")[:-1] == ["step 1", "step 2", "step 3"]
+    assert [saved.step for saved in store.saved(tmp_path)] == [3]
+
+
+@contextmanager
+def ranks(number, minutes, save=""):
+    """Two processes of one job; the second sends itself a signal behind step 2."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = []
+    started = []
     for rank in range(2):
         environment = os.environ | {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
         }  # fmt: skip
-        command = [sys.executable, "-W", "ignore", "-c", RANK.format(signal=number, minutes=minutes)]
-        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        command = [sys.executable, "-W", "ignore", "-c", RANK.format(signal=number, minutes=minutes, save=save)]
+        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     try:
-        out, err = ranks[0].communicate(timeout=120)
-        assert ranks[0].returncode == 1, out + err[-4000:]
-        assert "LostRank rank 0: another rank of the job died or does not answer" in err
-        assert "checkpoint.load" in err
-        assert out.split("\n")[:2] == ["step 1", "step 2"]
+        yield started
     finally:
-        for process in ranks:
+        for process in started:
             process.send_signal(signal.SIGCONT)
             process.kill()
             process.wait(10)
@@ -81,6 +102,7 @@ def note(event, args):
             opened.add(os.path.realpath(os.fsdecode(path)))
     elif event in ("os.mkdir", "os.rename", "os.symlink", "shutil.rmtree"):  # what rmtree removes is named by its folder
         opened.update(os.path.realpath(os.fsdecode(part)) for part in args[:2] if isinstance(part, (str, bytes, os.PathLike)))
+from mpbridge.train import store
 from tests.train.survival import Text, run
 from mpbridge.train.loop import pretrain
 import torch, megatron.core

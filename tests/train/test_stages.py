@@ -97,6 +97,11 @@ def test_every_stage_is_checked_before_step_0(tmp_path):
     assert not store.saved(tmp_path)
 
 
+def test_a_later_stage_that_this_machine_cannot_run_is_refused_at_start():
+    with pytest.raises(Refused, match=r"(?s)stage 2 \(bf16_with_nvfp4_mixed\).*emulate"):
+        go(run([{"recipe": "bf16_mixed", "until": 2}, {"recipe": "bf16_with_nvfp4_mixed"}]))
+
+
 def test_stages_that_do_not_fit_the_run_are_refused():
     with pytest.raises(Contradiction, match="behind the run's last step"):
         go(run([{"recipe": "fp32", "until": 200}, {"recipe": "bf16_mixed"}]))
