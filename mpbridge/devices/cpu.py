@@ -76,9 +76,9 @@ def _megatron_patches() -> Iterator[Patch]:
             # other modules took these two with "from ... import"
             yield from ((module, name, new) for name, new in states.items() if name in vars(module))
     moe_utils, dispatcher = _core("transformer.moe.moe_utils"), _core("transformer.moe.token_dispatcher")
-    if not hasattr(moe_utils, "te_general_gemm"):
-        # 0.16.1 names it without importing it where Transformer Engine is missing: NameError in the router
-        yield moe_utils, "te_general_gemm", None
+    # 0.16.1 names it without importing it where Transformer Engine is missing: NameError in the router; where it is there, it is a CUDA kernel
+    yield moe_utils, "te_general_gemm", None
+    yield from _tensor_list_patches()
     latent = _core("transformer.multi_latent_attention")
     if not isinstance(latent.TELinear, type):
         # 0.16.1 takes the placeholder for Transformer Engine itself: TypeError from isinstance() in every MLA layer
@@ -92,6 +92,18 @@ def _megatron_patches() -> Iterator[Patch]:
     # CPU and "CUDA" share one generator here, so its warning about that is always true
     # ("disabled" and not "level": a logger caches what its level allows, also after the level is back)
     yield logging.getLogger(random.__name__), "disabled", True
+
+
+def _tensor_list_patches() -> Iterator[Patch]:
+    """megatron-core's own norms and scalings of tensor lists, where an installed Transformer Engine or Apex has put its CUDA kernels."""
+    utils = _core("utils")
+    local = {
+        "multi_tensor_applier": utils.local_multi_tensor_applier,
+        "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
+        "l2_norm_impl": utils.local_multi_tensor_l2_norm,
+    }
+    for module in (_core("optimizer.optimizer"), _core("optimizer.clip_grads"), _core("distributed.fsdp.src.megatron_fsdp.mixed_precision")):
+        yield from ((module, name, new) for name, new in local.items() if name in vars(module))
 
 
 class _StandIn:

@@ -246,3 +246,23 @@ def test_seeding_cuda_seeds_the_generator_that_is_used() -> None:
 )
 def test_which_spellings_mean_cuda(device: Any, cuda: bool) -> None:
     assert names_cuda(device) is cuda
+
+
+def test_kernels_of_an_installed_transformer_engine_are_not_called_on_a_cpu(monkeypatch):
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.transformer.moe import moe_utils
+
+    def kernel(*args, **kwargs):
+        raise AssertionError("a CUDA kernel was called")
+
+    # as where Transformer Engine is installed and no GPU is there
+    for name in ("multi_tensor_applier", "l2_norm_impl", "multi_tensor_scale_impl"):
+        monkeypatch.setattr(clip_grads, name, kernel)
+    monkeypatch.setattr(moe_utils, "te_general_gemm", kernel, raising=False)
+    with cpu_device():
+        assert clip_grads.multi_tensor_applier is not kernel
+        assert moe_utils.te_general_gemm is None
+        lists, overflow = [[torch.full((3,), 2.0)]], torch.zeros(1, dtype=torch.int)
+        norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, lists, False)
+        assert float(norm) == pytest.approx(12**0.5)
+    assert clip_grads.multi_tensor_applier is kernel
