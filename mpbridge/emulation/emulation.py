@@ -81,7 +81,7 @@ class Emulation:
             for linear, name, below, quant in places(chunk, self.policy):
                 self.add(linear, name, below, quant)
         self.freeze()
-        self._group = amax_group()
+        self._group = amax_group(chunks[0])
         for chunk in chunks:
             for block in blocks(chunk):
                 self.context_of(block)

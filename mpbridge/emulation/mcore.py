@@ -120,13 +120,18 @@ def blocks(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
     return (module for module in chunk.modules() if isinstance(module, TransformerBlock))
 
 
-def amax_group() -> Any:
-    """The group that Transformer Engine reduces delayed scaling's amaxes over under megatron-core; None without parallel state."""
+def amax_group(chunk: torch.nn.Module) -> Any:
+    """The group that Transformer Engine reduces delayed scaling's amaxes over under megatron-core; None without parallel state.
+
+    Tensor x data x context parallel ranks, or tensor x context where the model's config says `tp_only_amax_red` (fp8_utils.py:621-625).
+    """
     from megatron.core import parallel_state
 
     if not torch.distributed.is_initialized() or not parallel_state.model_parallel_is_initialized():
         return None
-    return parallel_state.get_amax_reduction_group(with_context_parallel=True)
+    config = next((block.config for block in blocks(chunk)), None)
+    narrow = bool(getattr(config, "tp_only_amax_red", False))
+    return parallel_state.get_amax_reduction_group(with_context_parallel=True, tp_only_amax_red=narrow)
 
 
 def sharded(tensors: dict[str, torch.Tensor], common: dict[str, torch.Tensor], prefix: str) -> dict[str, Any]:
