@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -182,16 +183,18 @@ class MegatronFsdpEngine:
 
 @contextmanager
 def _indexed_device(cuda: bool) -> Iterator[None]:
-    """The wrapper makes 'cuda:<current device>' of a number; the CPU layer's current device is no number."""
+    """The wrapper makes 'cuda:<current device>' of a number; the CPU layer's current device is no number. And it warns that a CPU is no such device."""
     if cuda:
         yield
         return
-    before = torch.cuda.current_device
+    before, log = torch.cuda.current_device, logging.getLogger("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
+    silent, log.disabled = log.disabled, True
     torch.cuda.current_device = lambda: 0
     try:
         yield
     finally:
         torch.cuda.current_device = before
+        log.disabled = silent
 
 
 def _do_not_reduce(wrapped: Any) -> None:
