@@ -1,0 +1,51 @@
+"""A GPU's Transformer Engine model and a CPU's local one store the same tensors under the same keys, so each reads the other's checkpoints.
+
+Needs Transformer Engine, no GPU: modules are constructed on the CPU layer while torch claims a device; no kernel runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def stored(run, *, transformer_engine: bool) -> dict[str, tuple]:
+    """Key -> (global shape, dtype) of every tensor that a checkpoint of the model would hold."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    from mpbridge.devices import device_layer
+    from mpbridge.engines.configs import build_targets
+    from mpbridge.engines.model import build_chunks
+    from mpbridge.engines.optimizers import CpuFusedAdam
+    from mpbridge.engines.parallel import ModelParallel, start_process_group
+
+    with device_layer(False, fused_adam=CpuFusedAdam):
+        start_process_group(False)
+        parallel = ModelParallel(run.facts.parallel, seed=1)
+        try:
+            targets = build_targets(run, cuda=False)
+            model = build_chunks(targets.model, targets.gpt, run.policy, cuda=transformer_engine)[0]
+            entries = model.module.sharded_state_dict().values()
+            return {e.key: (tuple(e.global_shape), e.dtype) for e in entries if isinstance(e, ShardedTensor)}
+        finally:
+            parallel.stop()
+
+
+@pytest.mark.parametrize("config", ["gpt_tiny", "moe_tiny"])
+def test_both_models_store_the_same_tensors(config, transformer_engine, monkeypatch):
+    import torch
+
+    from mpbridge.config.container import ConfigContainer
+
+    run = ConfigContainer.load(CONFIGS / f"{config}.yaml", ["mixed_precision=bf16_mixed"]).resolved(world_size=1)
+    local = stored(run, transformer_engine=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    hopper = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: hopper)
+    assert stored(run, transformer_engine=True) == local
+    assert len(local) > 10
