@@ -12,9 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def world() -> Iterator[None]:
-    """A process group of one, left behind as it was found."""
+    """A process group of one, left as it was found after each file: other folders' tests begin without one."""
     from mpbridge.engines.parallel import start_process_group, stop_process_group
 
     made = start_process_group(False)
