@@ -13,7 +13,15 @@ import pytest
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
-def stored(run, *, transformer_engine: bool) -> dict[str, tuple]:
+def claim_a_hopper(monkeypatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(major=9, minor=0, multi_processor_count=132))
+
+
+def stored(run, monkeypatch, *, transformer_engine: bool) -> dict[str, tuple]:
     """Key -> (global shape, dtype) of every tensor that a checkpoint of the model would hold."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -28,7 +36,10 @@ def stored(run, *, transformer_engine: bool) -> dict[str, tuple]:
         parallel = ModelParallel(run.facts.parallel, seed=1)
         try:
             targets = build_targets(run, cuda=False)
-            model = build_chunks(targets.model, targets.gpt, run.policy, cuda=transformer_engine)[0]
+            with monkeypatch.context() as inside:
+                if transformer_engine:
+                    claim_a_hopper(inside)
+                model = build_chunks(targets.model, targets.gpt, run.policy, cuda=transformer_engine)[0]
             entries = model.module.sharded_state_dict().values()
             return {e.key: (tuple(e.global_shape), e.dtype) for e in entries if isinstance(e, ShardedTensor)}
         finally:
@@ -37,15 +48,9 @@ def stored(run, *, transformer_engine: bool) -> dict[str, tuple]:
 
 @pytest.mark.parametrize("config", ["gpt_tiny", "moe_tiny"])
 def test_both_models_store_the_same_tensors(config, transformer_engine, monkeypatch):
-    import torch
-
     from mpbridge.config.container import ConfigContainer
 
     run = ConfigContainer.load(CONFIGS / f"{config}.yaml", ["mixed_precision=bf16_mixed"]).resolved(world_size=1)
-    local = stored(run, transformer_engine=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
-    hopper = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: hopper)
-    assert stored(run, transformer_engine=True) == local
+    local = stored(run, monkeypatch, transformer_engine=False)
+    assert stored(run, monkeypatch, transformer_engine=True) == local
     assert len(local) > 10
