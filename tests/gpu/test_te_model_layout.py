@@ -53,4 +53,5 @@ def test_both_models_store_the_same_tensors(config, transformer_engine, monkeypa
     run = ConfigContainer.load(CONFIGS / f"{config}.yaml", ["mixed_precision=bf16_mixed"]).resolved(world_size=1)
     local = stored(run, monkeypatch, transformer_engine=False)
     assert stored(run, monkeypatch, transformer_engine=True) == local
-    assert len(local) > 10
+    # the layers of a dense model are stored stacked
+    assert {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight"} < set(local)
