@@ -43,8 +43,9 @@ class Limits:
     """The first as a multiple of OWN_ERROR, the second as an error."""
     flushed: tuple[float, float]
     saturated: tuple[float, float]
-    staleness: tuple[float, float] = (1.0, 3.0)
-    """In powers of two."""
+    staleness: tuple[float, float] = (1.0, 4.0)
+    """In powers of two: (too large a scale, which saturates, too small a one, which wastes range). Worth a look, no damage by itself: what it
+    does shows as saturation, flushing or error."""
 
 
 LIMITS: Mapping[int, Limits] = {
@@ -153,8 +154,8 @@ def complaints(row: Row) -> list[Complaint]:
     ]
     if row["staleness"] is not None:
         stale = row["staleness"]
-        effect = "elements saturate" if stale < 0 else "range is wasted"
-        checks.append((abs(stale), *limits.staleness, f"its delayed scale is off by 2**{stale:+.1f}: {effect}"))
+        limit, effect = (limits.staleness[0], "elements saturate") if stale < 0 else (limits.staleness[1], "range is wasted")
+        checks.append((abs(stale), limit, math.inf, f"its delayed scale is off by 2**{stale:+.1f}: {effect}"))
     found = [
         Complaint(tensor=row["tensor"], copy=row["copy"], what=text, severe=value > most)
         for value, some, most, text in checks
