@@ -68,7 +68,7 @@ def _recipe(recipe: Rehearsed, images: dict[str, str]) -> str:
         parts += [f"<details><summary>all {len(recipe.tensors)} operands</summary>{every}</details>"]
     if recipe.notes:
         parts += [
-            '<p class="dim">Not as on the GPU:</p>',
+            '<p class="dim">How it was emulated, and what is not as on the GPU:</p>',
             '<ul class="dim">',
             *(f"<li>{escape(note)}</li>" for note in recipe.notes),
             "</ul>",
