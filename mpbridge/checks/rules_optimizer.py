@@ -227,6 +227,13 @@ RULES: tuple[Rule, ...] = (
         source="megatron-core 0.16.1 distrib_optimizer.py DistributedOptimizer.__init__",
     ),
     Rule(
+        id="overlapped-gather-needs-distributed-optimizer",
+        found=lambda c: c.core and not c.run.optimizer.distributed and c.ddp("overlap_param_gather") and "overlap_param_gather with plain DDP",
+        expected="a distributed optimizer: plain DDP gathers nothing",
+        cure="ddp.use_distributed_optimizer=true, or ddp.overlap_param_gather=false",
+        source="megatron-core 0.16.1 param_and_grad_buffer.py start_param_sync (a bare assertion)",
+    ),
+    Rule(
         id="megatron-fsdp-optimizers",
         about="megatron_fsdp",
         found=lambda c: (

@@ -150,6 +150,10 @@ TABLE = {
         {"recipe": "fp8_cs", "config": AWARE, "optimizer": opt(cpu_offload=True)}, {"recipe": "fp8_ds", "config": AWARE, "optimizer": opt(cpu_offload=True)},
     ),
     "distributed-optimizer-is-adam-only": ({"optimizer": opt(name="sgd")}, {"optimizer": OptimizerFacts(name="sgd")}),
+    "overlapped-gather-needs-distributed-optimizer": (
+        {"ddp": {"overlap_param_gather": True}, "optimizer": OptimizerFacts()},
+        {"ddp": {"overlap_param_gather": True}, "optimizer": opt()},
+    ),
     "megatron-fsdp-optimizers": ({"engine": "megatron_fsdp", "optimizer": opt(name="muon")}, {"engine": "megatron_fsdp", "optimizer": opt(name="sgd")}),
     "megatron-fsdp-main-weights": ({"engine": "megatron_fsdp", "policy": {"main_params": DType.FP16}}, {"engine": "megatron_fsdp", "policy": {"main_params": DType.FP32}}),
     "muon-under-mxfp8": ({**MX, "optimizer": OptimizerFacts(name="muon")}, {"optimizer": OptimizerFacts(name="muon")}),
@@ -313,7 +317,8 @@ def test_every_recipe_on_its_engine_breaks_only_what_the_machine_forbids(name, g
     optimizer = OptimizerFacts(
         distributed=engine != "fsdp2" and name != "full_bf16", name="torch_adamw" if name == "fp32_params_bf16_compute" else "adam"
     )
-    policy, run = case(name, engine=engine, shape=shape, machine=machine(gpu), ddp=OVERLAP, optimizer=optimizer)
+    ddp = OVERLAP if optimizer.distributed else OVERLAP | {"overlap_param_gather": False}
+    policy, run = case(name, engine=engine, shape=shape, machine=machine(gpu), ddp=ddp, optimizer=optimizer)
     allowed = {"machine-cannot-run-it"} if gpu != "b200" else set()
     assert {v.rule for v in broken(policy, run) if v.severity == "error"} <= allowed
 
