@@ -140,6 +140,13 @@ RULES: tuple[Rule, ...] = (
         source="mpbridge/emulation/mcore.py",
     ),
     Rule(
+        id="per-token-loss-on-sharded-engines",
+        found=lambda c: c.run.engine in _SHARDED and c.model("calculate_per_token_loss") and f"calculate_per_token_loss on {c.run.engine}",
+        expected="false: only the mcore engine divides by the tokens of all ranks",
+        cure="model.calculate_per_token_loss=false, or engine=mcore",
+        source="mpbridge/engines/steps.py; megatron-core 0.16.1 megatron_fsdp.py adds up gradients under it",
+    ),
+    Rule(
         id="needs-cuda",
         found=_cuda_only,
         expected="a GPU: these are CUDA kernels, streams or Transformer Engine's attention",

@@ -126,7 +126,7 @@ class McoreEngine:
         # interleaved chunks each read every micro-batch
         iterators = list(itertools.tee(batches, len(self.model))) if len(self.model) > 1 else [batches]
         losses = get_forward_backward_func()(
-            forward_step_func=partial(forward_step, self._device),
+            forward_step_func=partial(forward_step, self._device, per_token=self.configs.model.calculate_per_token_loss),
             data_iterator=iterators if len(self.model) > 1 else iterators[0],
             model=self.model if len(self.model) > 1 else self.model[0],
             num_microbatches=microbatches,

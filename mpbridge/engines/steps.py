@@ -21,13 +21,24 @@ def token_mean(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, 
     return loss, loss.detach().clone()
 
 
-def forward_step(device: torch.device, batches: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """megatron-core's forward_step_func: the model's output for the next micro-batch, and the loss function of it."""
+def token_sum(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(summed loss for backward, tokens in it, mean loss for the report): what calculate_per_token_loss wants, where the gradients are divided by
+    all tokens of all ranks at the end. With a mean in its place megatron-core would add up the ranks' means."""
+    mean, report = token_mean(mask, losses)
+    tokens = mask.sum()
+    return mean * tokens.clamp(min=1.0), tokens.int(), report
+
+
+def forward_step(device: torch.device, batches: Iterator[Batch], model: Any, *, per_token: bool = False) -> tuple[torch.Tensor, Callable[..., Any]]:
+    """megatron-core's forward_step_func: the model's output for the next micro-batch, and the loss function of it.
+
+    per_token: as the config's calculate_per_token_loss.
+    """
     batch = next(batches)
     tokens, positions, labels, mask = (
         batch[key].to(device, non_blocking=True) for key in ("tokens", "position_ids", "labels", "loss_mask")
     )
-    return model(tokens, positions, None, labels=labels), partial(token_mean, mask)
+    return model(tokens, positions, None, labels=labels), partial(token_sum if per_token else token_mean, mask)
 
 
 def update(optimizer: Any) -> tuple[bool, float | None]:

@@ -112,6 +112,7 @@ TABLE = {
     "emulation-without-fused-accumulation": (
         {"recipe": "fp8_cs", "realization": "emulated", "model": {"gradient_accumulation_fusion": True}}, {"recipe": "fp8_cs", "model": {"gradient_accumulation_fusion": True}},
     ),
+    "per-token-loss-on-sharded-engines": ({"engine": "fsdp2", "model": {"calculate_per_token_loss": True}}, {"model": {"calculate_per_token_loss": True}}),
     "needs-cuda": ({"machine": CPU, "model": {"gradient_accumulation_fusion": True}}, {"machine": machine("h100"), "model": {"gradient_accumulation_fusion": True}}),
     "keep-fp32-matches-nothing": ({"config": {"keep_fp32": ["*routre*"]}}, {"config": {"keep_fp32": ["*layernorm*"]}}),
     "fp32-storage-under-16-bit-compute": ({"recipe": "fsdp_adamw"}, {"recipe": "fsdp_adamw", "engine": "fsdp2"}),

@@ -30,6 +30,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "one_moe": {"model": MOE},
     "dp2": {},
     "dp2_overlap": {"ddp": {"overlap_grad_reduce": True}},
+    # the mean over all tokens of all ranks is the mean of the ranks' means here: every rank has as many tokens
+    "dp2_per_token": {"model": {"calculate_per_token_loss": True}},
     "dp2_sharded": {"ddp": {"use_distributed_optimizer": True}},
     "dp2_sharded_overlap": {"ddp": OVERLAP},
     "dp2_sharded_aware": {"ddp": OVERLAP, "optimizer": AWARE},
