@@ -32,6 +32,11 @@ def shape_faults(model: Mapping[str, Any]) -> list[str]:
         faults.append(f"model.hidden_size={hidden} cannot be divided into {heads} attention heads: change one of them or give model.kv_channels")
     if groups is not None and heads % groups:
         faults.append(f"model.num_attention_heads={heads} cannot be shared by model.num_query_groups={groups}: use a divisor of {heads}")
+    width = model["kv_channels"] or hidden // heads
+    if model["position_embedding_type"] == "rope" and not model["multi_latent_attention"] and width % 2 and model["rotary_percent"] == 1:
+        faults.append(f"model.position_embedding_type=rope turns pairs of channels, and a head has {width}: change model.kv_channels or the number of heads")
+    if model["num_moe_experts"] and model["moe_router_topk"] > model["num_moe_experts"]:
+        faults.append(f"model.moe_router_topk={model['moe_router_topk']} experts a token, but model.num_moe_experts={model['num_moe_experts']}")
     pattern = model["moe_layer_freq"]
     if model["num_moe_experts"] and isinstance(pattern, list) and len(pattern) != layers:
         faults.append(f"model.moe_layer_freq has {len(pattern)} entries for {layers} layers: give one for each, or one number")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 from mpbridge.engines.contract import Engine
-from mpbridge.errors import UnknownName
+from mpbridge.errors import MpbridgeError, UnknownName, UpstreamRefused
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -32,10 +33,23 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def build_engine(run: Run) -> Engine:
-    """The engine that `run` names, built; raises UnknownName, and Refused where engine or machine cannot run it.
+    """The engine that `run` names, built; raises UnknownName, Refused where engine or machine cannot run it, and UpstreamRefused for what
+    megatron-core itself refuses: its own words, which are sometimes a bare assertion.
 
     Wanted: an active device layer (`mpbridge.devices.device_layer`) and an initialised process group (`parallel.start_process_group`).
     """
     from mpbridge.engines.emulated import build_emulated
 
-    return build_emulated(engine_class(run.facts.engine), run)
+    try:
+        return build_emulated(engine_class(run.facts.engine), run)
+    except Exception as fault:
+        if (place := _in_megatron(fault)) is None or isinstance(fault, MpbridgeError):
+            raise
+        raise UpstreamRefused(f"megatron-core cannot build this run: {str(fault) or 'a bare assertion'} ({type(fault).__name__} in {place})") from fault
+
+
+def _in_megatron(fault: Exception) -> str | None:
+    """'megatron.core.optimizer, get_megatron_optimizer': the function that raised, where it is megatron-core's; None where it is not."""
+    *_, (frame, _) = traceback.walk_tb(fault.__traceback__)
+    module = str(frame.f_globals.get("__name__", ""))
+    return f"{module}, {frame.f_code.co_name}" if module.startswith("megatron.") else None

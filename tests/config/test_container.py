@@ -106,6 +106,8 @@ def test_the_optimizer_section_settles_what_the_recipe_leaves_open():
         pytest.param({"model": {"num_layers": None}}, 1, "expected a whole number", id="null depth"),
         pytest.param({"model": {"hidden_size": 66}}, 1, "cannot be divided into 4 attention heads", id="heads"),
         pytest.param({"model": {"num_query_groups": 3}}, 1, "use a divisor of 4", id="groups"),
+        pytest.param({"model": {"kv_channels": 7, "position_embedding_type": "rope"}}, 1, "a head has 7", id="odd heads under rope"),
+        pytest.param({"model": {"num_moe_experts": 2, "moe_router_topk": 4}}, 1, "moe_router_topk=4 experts a token", id="more experts than there are"),
         pytest.param({"model": {"num_moe_experts": 2, "moe_layer_freq": [1]}}, 1, "1 entries for 4 layers", id="pattern"),
         pytest.param({"data": {"seq_length": 64}}, 1, "above model.max_sequence_length=32", id="length"),
         pytest.param({"data": {"tokenizer": "x:y"}}, 1, "model.vocab_size is missing", id="vocabulary"),

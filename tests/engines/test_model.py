@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from mpbridge.checks.capability import ASSUMED
 from mpbridge.checks.machines import machine
 from mpbridge.engines.mcore import McoreEngine
-from mpbridge.engines.registry import ENGINES, engine_class
-from mpbridge.errors import BadValue, Refused, UnknownName
+from mpbridge.engines.registry import ENGINES, build_engine, engine_class
+from mpbridge.errors import BadValue, Refused, UnknownName, UpstreamRefused
 from tests.engines import tiny
 
 LATENT = {
@@ -201,6 +201,16 @@ def test_a_run_resolved_for_another_machine_does_not_train_here(layer: None, nam
     elsewhere = run.container.resolved(machine=machine("b200"), versions=ASSUMED)
     with pytest.raises(Refused, match="needs a GPU"):
         engine_class(name).build(elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [({"optimizer": {"optimizer": "muon"}}, "muon optimizer is not supported"), ({"ddp": {"num_distributed_optimizer_instances": 2}}, "divisible")],
+    ids=["optimizer", "instances"],
+)
+def test_what_megatron_core_refuses_while_it_builds_is_said_in_one_line(layer: None, sections: dict[str, Any], words: str) -> None:
+    with pytest.raises(UpstreamRefused, match=words):
+        build_engine(tiny.run("bf16", **sections))
 
 
 def test_an_unknown_engine_gets_the_nearest_name() -> None:
