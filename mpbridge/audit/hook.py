@@ -50,17 +50,17 @@ class AuditHook:
         engine = training.engine
         self.closed()
         self._conclude(audit(engine.run.policy, engine, stage="static"))
-        begun = time.perf_counter()
+        begun = time.process_time()
         self._watch = Watch()
         self._watch.start(engine.model)
-        self.seconds += time.perf_counter() - begun
+        self.seconds += time.process_time() - begun
 
     def started(self, training: Any) -> None:
         """The checksums that the first update is compared with: taken here, behind whatever was loaded."""
-        begun = time.perf_counter()
+        begun = time.process_time()
         if self._watch is not None:
             self._motion = Motion(training.engine.tensors())
-        self.seconds += time.perf_counter() - begun
+        self.seconds += time.process_time() - begun
         self._write()  # the loop may have written a fresh precision.json since the static audit
 
     def stepped(self, training: Any, result: Any) -> None:

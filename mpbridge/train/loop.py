@@ -62,7 +62,8 @@ def pretrain(
         stack.enter_context(device_layer(cuda, fused_adam=CpuFusedAdam))
         stack.enter_context(process_group(cuda, minutes=float(run.train.get("timeout_minutes") or 60.0)))
         stack.enter_context(explained())
-        agree(run.policy)
+        for stage in run.stages or (run,):
+            agree(stage.policy)
         feed = Feed(run, dataset)
         if feed.corpus is not None and feed.corpus.prepared is not None:
             out.print(f"corpus: {feed.corpus.prepared.line()}")

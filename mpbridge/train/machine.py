@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mpbridge.engines.parallel import start_process_group, stop_process_group
 
+
 @contextmanager
 def process_group(cuda: bool, *, minutes: float = 60.0) -> Iterator[None]:
     """The job's process group, for as long as the run lasts; somebody else's is used and left alone. minutes: that ranks wait for each other."""

@@ -31,7 +31,8 @@ def refuse_unfit(run: Run) -> tuple[Machine, tuple[Violation, ...]]:
         answer = can_run(run.policy, machine, versions, quantized_by="emulation")
         if not answer:
             raise Refused(f"{machine.label} cannot run this recipe, emulated or not: {answer.reason}.")
-    return machine, require(run.policy, facts)
+    # the rules that ask what is here get the answer of this process, not of the machine that the run may have been resolved for
+    return machine, require(run.policy, dataclasses.replace(facts, machine=machine, versions=versions))
 
 
 def preflight(run: Run, out: Console) -> tuple[Violation, ...]:

@@ -51,7 +51,8 @@ def engine_there(monkeypatch):
     from megatron.core.optimizer import OptimizerConfig  # noqa: F401
     from packaging.version import Version
 
-    from mpbridge.engines import targets  # noqa: F401
+    # everything that asks at import whether Transformer Engine is there: a module first imported beside the stub would believe in it for good
+    from mpbridge.engines import mcore, model, targets  # noqa: F401
     from mpbridge.engines.optimizers import CpuFusedAdam
 
     stub = types.ModuleType("transformer_engine.pytorch.optimizers")
