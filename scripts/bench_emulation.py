@@ -149,7 +149,8 @@ class PlainLayer(torch.nn.Module):
 
 
 def child(pipe: Any, kind: str, plain: bool, micro: int, threads: int) -> None:
-    """One arm's process: builds, says (linears, seconds of the first two steps), then answers 'step' with CPU seconds and 'peak' with bytes."""
+    """One arm's process: builds, says (linears, seconds of the first two steps), then answers 'step' with CPU seconds and 'peak' with
+    bytes."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(threads)
     start_process_group(cuda=False)

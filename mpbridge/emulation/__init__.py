@@ -1,6 +1,7 @@
 """Low-precision recipes on any machine: linear layers whose three GEMMs see operands quantized by Transformer Engine's rules.
 
-How an engine plugs it in (`engines/emulated.py` does it for every engine; everything is a no-op away: `emulation_for` answers None when the run is not emulated or nothing is quantized):
+How an engine plugs it in (`engines/emulated.py` does it for every engine; `emulation_for` answers None when the run is not emulated or its
+recipe quantizes nothing):
 
     emulation = emulation_for(run)                        # Emulation | None
     provider  = emulation.backend(provider)               # before the layer spec is made: its linears are ours, all else is `provider`'s

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpbridge.precision.policy import PrecisionPolicy, Quant
 
 ALWAYS = (
-    "accumulation order: products are exact and summed in fp32, tensor cores sum in their own order (and with fewer bits under fast accumulation)",
+    "accumulation order: products are exact and summed in fp32, tensor cores sum in their own order (fast accumulation: with fewer bits)",
     "casts fused with a norm or an activation see its fp32 result on the GPU and its rounded one here",
 )
 STEP = "step"
@@ -36,8 +36,9 @@ def emulation_for(run: Run) -> Emulation | None:
 class Emulation:
     """Quantizers, contexts and hooks of one model.
 
-    policy: what to emulate. seed: of stochastic rounding. release: the Transformer Engine release whose rules apply. compiled: False keeps the
-    quantize kernels out of torch.compile. device: where the state lives. Raises BadValue for a release without rules, Refused for 'custom'.
+    policy: what to emulate. seed: of stochastic rounding. release: the Transformer Engine release whose rules apply. compiled: False keeps
+    the quantize kernels out of torch.compile. device: where the state lives. Raises BadValue for a release without rules, Refused for
+    'custom'.
     """
 
     def __init__(
@@ -137,7 +138,8 @@ class Emulation:
         self.eval_begin()
 
     def eval_begin(self) -> None:
-        """To be called before the first micro-batch of an evaluation: weights are quantized anew, and training's random bits stay what they are."""
+        """To be called before the first micro-batch of an evaluation: weights are quantized anew, and training's random bits stay what
+        they are."""
         for plug in self.plugs.values():
             plug.first_microbatch = True
             plug.weight_row = plug.weight_column = None

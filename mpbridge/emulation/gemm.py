@@ -68,7 +68,8 @@ def product(a: Operand, b: Operand, out: torch.dtype, bias: torch.Tensor | None 
         return _product_on_gpu(a, b, out, bias)
     alpha = _alpha(a, b)
     if out is not torch.bfloat16:
-        # no mixed-precision output on the CPU: the same exact operands, widened, and the epilogue by hand (MKL scales an operand beforehand)
+        # no mixed-precision output on the CPU: the same exact operands, widened, and the epilogue by hand (MKL scales an operand
+        # beforehand)
         result = (left.float() @ right.float()) * alpha
         return (result if bias is None else result + bias.float()).to(out)
     # mkldnn scales and adds in fp32 before it rounds; beta=0 ignores the addend's content

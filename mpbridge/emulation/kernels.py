@@ -5,8 +5,8 @@ power-of-two scale times a code (blockwise, MXFP8), an E2M1 code times an E4M3 s
 the whole tensor. That factor goes into the GEMM's epilogue.
 
 Blocks are given as views, never by index arithmetic inside a kernel: [blocks, along] for blocks along the rows' direction,
-[groups, along, columns] for blocks down the columns, [elements] where there are none. With those, one compiled kernel serves every shape at full vector speed. Scales and
-codes are separate kernels, because fused ones make inductor walk memory against its order (twice as slow).
+[groups, along, columns] for blocks down the columns, [elements] where there are none. With those, one compiled kernel serves every shape
+at full vector speed. Scales and codes are separate kernels, because fused ones make inductor walk memory against its order (twice as slow).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-# --- amax ----------------------------------------------------------------------------------------------------------------------------------
+# --- amax ---------------------------------------------------------------------------------------------------------------------------------
 def amax_of(x: torch.Tensor) -> torch.Tensor:
     """Amax of the whole tensor, an fp32 scalar."""
     return magnitude(x).amax().float()
@@ -42,7 +42,7 @@ def peaks(view: torch.Tensor) -> torch.Tensor:
     return magnitude(view).amax(1, keepdim=True).float()
 
 
-# --- (multiplier before the cast, factor after it) from the amaxes of blocks -----------------------------------------------------------------
+# --- (multiplier before the cast, factor after it) from the amaxes of blocks --------------------------------------------------------------
 def blockwise_factors(amax: torch.Tensor, number: NumberFormat, overflow: float, power_of_two: bool) -> Pair:
     """Float8BlockScaling: (scale, 1/scale). overflow: the largest value of the *input's* dtype, TE's scale for vanishing blocks."""
     scale = scale_from_amax(amax, number.largest, power_of_two=power_of_two, when_infinite=overflow)
@@ -76,7 +76,7 @@ def nvfp4_scales(view: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.
     return nvfp4_factors(peaks(view), rules)
 
 
-# --- codes ---------------------------------------------------------------------------------------------------------------------------------
+# --- codes --------------------------------------------------------------------------------------------------------------------------------
 def values(view: torch.Tensor, multiplier: torch.Tensor, factor: torch.Tensor, number: NumberFormat, out: torch.dtype) -> torch.Tensor:
     """Code times factor of every element."""
     return (round_nearest(view.float() * multiplier, number) * factor).to(out)
@@ -100,13 +100,14 @@ def delayed(x: torch.Tensor, scale: torch.Tensor, number: NumberFormat, out: tor
     return round_nearest(x.float() * scale, number).to(out), amax_of(x)
 
 
-# --- the random Hadamard transform -----------------------------------------------------------------------------------------------------------
+# --- the random Hadamard transform --------------------------------------------------------------------------------------------------------
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 @functools.lru_cache(maxsize=8)
 def hadamard(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The transposed 16x16 matrix diag(signs) H / 4: orthogonal, so it leaves wgrad as it is but for rounding. Signs: TE's nvfp4_tensor.py."""
+    """The transposed 16x16 matrix diag(signs) H / 4: orthogonal, so it leaves wgrad as it is but for rounding. Signs: TE's
+    nvfp4_tensor.py."""
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < 16:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
@@ -119,7 +120,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     return torch.matmul(hadamard(x.device, x.dtype), groups).reshape(x.shape)
 
 
-# --- compilation -----------------------------------------------------------------------------------------------------------------------------
+# --- compilation --------------------------------------------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=1)
 def compiler() -> str | None:
     """Why nothing is compiled, in words; None when torch.compile has what it needs."""
@@ -158,8 +159,9 @@ class _Guarded:
         if self._proven:
             return self._call(*tensors)
         try:
-            # only these two axes vary: marking more (or dynamic=True) turns block lengths and format constants into run-time values, four times
-            # slower. And sizes that happen to be equal in the first call must not be taken for one size: that would compile for every shape.
+            # only these two axes vary: marking more (or dynamic=True) turns block lengths and format constants into run-time values, four
+            # times slower. And sizes that happen to be equal in the first call must not be taken for one size: that would compile for every
+            # shape.
             for tensor in tensors:
                 for axis in range(0, tensor.dim(), 2):
                     if tensor.shape[axis] > 1:

@@ -23,7 +23,8 @@ def apply(
 ) -> torch.Tensor:
     """x Wt + b through quantized GEMMs; x: [..., in features]. Raises BadValue for sizes that Transformer Engine refuses.
 
-    expert: token counts vary, so they are padded with zeros as megatron-core does; recompute: this forward pass may be run again in backward.
+    expert: token counts vary, so they are padded with zeros as megatron-core does; recompute: this forward pass may be run again in
+    backward.
     """
     emulation: Emulation = plug.emulation
     device = x.device.type
@@ -73,8 +74,8 @@ class EmulatedLinear(torch.nn.Linear):
 def emulate_linears(module: torch.nn.Module, policy: PrecisionPolicy, **options: Any) -> Emulation:
     """Makes every `torch.nn.Linear` inside the layers of `module` run under `policy`; `Emulation.detach` undoes it.
 
-    A layer is a member of a `ModuleList` (the outermost one on the path); linears outside of all of them, such as an output head, stay in high
-    precision. In a module without any `ModuleList` every linear is a layer of its own. options: those of `Emulation`.
+    A layer is a member of a `ModuleList` (the outermost one on the path); linears outside of all of them, such as an output head, stay in
+    high precision. In a module without any `ModuleList` every linear is a layer of its own. options: those of `Emulation`.
     """
     from mpbridge.emulation.emulation import Emulation
 

@@ -138,7 +138,8 @@ class Quantizer:
     ) -> Operand:
         """`x` (two-dimensional: tokens by features, or a weight) as that GEMM of that linear sees it.
 
-        first_microbatch: a weight is quantized, and its amax counted, on the first micro-batch of a step; later ones reuse the caller's copy.
+        first_microbatch: a weight is quantized, and its amax counted, on the first micro-batch of a step; later ones reuse the caller's
+        copy.
         replay: activation recomputation; delayed scaling reads the scale of the first run and counts no amax.
         """
         number = self.format_of(side)
@@ -160,8 +161,8 @@ class Quantizer:
     def explain(self, x: torch.Tensor, operand: Operand, *, gemm: Gemm, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
         """(fp32 tensor that was rounded: x, or x rotated; fp32 multiplier before the cast, of x's shape or a scalar) for statistics.
 
-        x: the operand's source, or some of its whole lines along the blocks (rows of a row copy, columns of a column copy; all of a weight with
-        square blocks). operand: what was made of the whole source.
+        x: the operand's source, or some of its whole lines along the blocks (rows of a row copy, columns of a column copy; all of a weight
+        with square blocks). operand: what was made of the whole source.
         """
         scaling, copy = self.quant.scaling, COPY_OF[gemm, side]
         if self.one_copy:
@@ -283,7 +284,7 @@ class Quantizer:
                 table.load_state(state)
 
 
-# --- views ---------------------------------------------------------------------------------------------------------------------------------
+# --- views --------------------------------------------------------------------------------------------------------------------------------
 def _view(x: torch.Tensor, along: int, copy: Copy) -> torch.Tensor:
     """The kernels' view of [rows, columns] with blocks of `along` elements in a row or down a column."""
     return x.reshape(-1, along) if copy == "row" else x.reshape(x.shape[0] // along, along, x.shape[1])

@@ -31,9 +31,10 @@ def round_nearest(y: torch.Tensor, number: NumberFormat) -> torch.Tensor:
 
     NaN stays NaN, except in E2M1, which has no NaN: there it becomes +6.
 
-    `anchor` has the wanted spacing as the unit of its last place, so that fp32's own rounding of `anchor - clamped` rounds y. A multiple of y
-    serves for normal numbers: it is an even number of units wherever y is a tie, and where the difference falls below the anchor's power of
-    two, y is so near to a power of two that the finer spacing rounds it to the same value. Below the smallest normal the spacing is constant.
+    `anchor` has the wanted spacing as the unit of its last place, so that fp32's own rounding of `anchor - clamped` rounds y. A multiple
+    of y serves for normal numbers: it is an even number of units wherever y is a tie, and where the difference falls below the anchor's
+    power of two, y is so near to a power of two that the finer spacing rounds it to the same value. Below the smallest normal the spacing
+    is constant.
     """
     clamped = y.clamp(-number.largest, number.largest)
     lift = 2.0 ** (_FP32_MANTISSA - number.mantissa)

@@ -1,4 +1,5 @@
-"""What quantization does to each tensor: errors, losses at both ends of the format, amaxes and stale scales, gathered while a model runs."""
+"""What quantization does to each tensor: errors, losses at both ends of the format, amaxes and stale scales, gathered while a model
+runs."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class Sample:
     nonfinite: int
     """Infinities and NaN among the elements."""
     staleness: float | None
-    """Delayed scaling: log2 of (the scale that this amax asks for / the stored one); 0 is fresh, below 0 saturates, above 0 wastes range."""
+    """Delayed scaling: log2 of (the scale that this amax asks for / the stored one); 0 is fresh, below 0 saturates, above 0 wastes
+    range."""
     ranges: tuple[int, ...]
     """Rows by floor(log2) of their amax in units of the codes, from BINS[0] to BINS[1]; rows of zeros are left out."""
 
@@ -127,7 +129,9 @@ class Statistics:
         return [track.summary(warmup=warmup) for track in self.tracks.values()]
 
 
-def look(high: torch.Tensor, operand: Operand, quantizer: Quantizer, *, slot: str, gemm: Gemm, side: Side, elements: int = ELEMENTS) -> Sample:
+def look(
+    high: torch.Tensor, operand: Operand, quantizer: Quantizer, *, slot: str, gemm: Gemm, side: Side, elements: int = ELEMENTS
+) -> Sample:
     """Statistics of one operand, from about `elements` of it in whole rows; the amax is of all of it.
 
     Column copies are looked at along their blocks, so a "row" is then a column of the tensor.

@@ -1,4 +1,5 @@
-"""The result of a rehearsal: per recipe its losses, its tensors' statistics and a plain verdict. Data, JSON and tables; pictures are beside it."""
+"""The result of a rehearsal: per recipe its losses, its tensors' statistics and a plain verdict. Data, JSON and tables; pictures are
+beside it."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ Row = Mapping[str, Any]
 """A tensor's summary: what mpbridge.emulation's Track.summary returns."""
 
 NO_RANKING = (
-    "The verdicts speak of the rounding errors of these tensors. They do not rank recipes: over a rehearsal of this length the loss curves of "
-    "all recipes lie within noise of each other, whatever they do to single tensors."
+    "The verdicts speak of the rounding errors of these tensors. They do not rank recipes: over a rehearsal of this length the loss curves "
+    "of all recipes lie within noise of each other, whatever they do to single tensors."
 )
 OWN_ERROR: Mapping[tuple[str, str], float] = {
     ("e4m3", "x"): 0.0265,
@@ -31,8 +32,8 @@ OWN_ERROR: Mapping[tuple[str, str], float] = {
     ("e2m1", "w"): 0.112,
     ("e2m1", "dy"): 0.137,
 }
-"""(format, side) -> median row error of a Gaussian tensor: what rounding costs when nothing goes wrong. Measured on 1024 x 1024 elements of N(0,1);
-NVFP4's weights share a scale among 16 x 16 elements and its gradients are rounded stochastically, hence three numbers."""
+"""(format, side) -> median row error of a Gaussian tensor: what rounding costs when nothing goes wrong. Measured on 1024 x 1024 elements
+of N(0,1); NVFP4's weights share a scale among 16 x 16 elements and its gradients are rounded stochastically, hence three numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +45,8 @@ class Limits:
     flushed: tuple[float, float]
     saturated: tuple[float, float]
     staleness: tuple[float, float] = (1.0, 4.0)
-    """In powers of two: (too large a scale, which saturates, too small a one, which wastes range). Worth a look, no damage by itself: what it
-    does shows as saturation, flushing or error."""
+    """In powers of two: (too large a scale, which saturates, too small a one, which wastes range). Worth a look, no damage by itself: what
+    it does shows as saturation, flushing or error."""
 
 
 LIMITS: Mapping[int, Limits] = {

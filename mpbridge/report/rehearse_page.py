@@ -12,7 +12,8 @@ from mpbridge.report.rehearse import COLUMNS, NO_RANKING, Rehearsal, Rehearsed, 
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2430; margin: 0 auto; max-width: 1080px; padding: 24px; }
-h1 { font-size: 1.5em; margin-bottom: .2em; } h2 { font-size: 1.15em; margin-top: 2.2em; border-bottom: 1px solid #d5dae1; padding-bottom: .2em; }
+h1 { font-size: 1.5em; margin-bottom: .2em; }
+h2 { font-size: 1.15em; margin-top: 2.2em; border-bottom: 1px solid #d5dae1; padding-bottom: .2em; }
 table { border-collapse: collapse; font-size: .86em; margin: .8em 0; } .wide { overflow-x: auto; }
 th, td { text-align: right; padding: 3px 9px; border-bottom: 1px solid #e6e9ee; white-space: nowrap; } th { font-weight: 600; }
 th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }

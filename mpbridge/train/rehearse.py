@@ -67,7 +67,8 @@ def rehearse(
     every: int | None = None,
     say: Callable[[str], None] = print,
 ) -> Rehearsal:
-    """Trains `container`'s model under each recipe from the same seed, data and initialisation, emulated, and says what happened to the tensors.
+    """Trains `container`'s model under each recipe from the same seed, data and initialisation, emulated, and says what happened to the
+    tensors.
 
     every: a step in so many is looked at; None: ten steps of the whole. A recipe that cannot run is in the result with the reason.
     Nothing is saved. Raises UnknownName for a recipe that does not exist, before anything runs.
@@ -141,7 +142,8 @@ def rehearse_module(
 ) -> Rehearsal:
     """The same for any module: `step(module)` runs a forward pass, calls backward, steps an optimizer if it likes, and returns the loss.
 
-    Every recipe gets its own copy of `module`; its `torch.nn.Linear` layers are emulated (see `emulate_linears`). options: those of Emulation.
+    Every recipe gets its own copy of `module`; its `torch.nn.Linear` layers are emulated (see `emulate_linears`). options: those of
+    Emulation.
     """
     result = Rehearsal(
         title=f"Rehearsal of {type(module).__name__} under {len(recipes)} recipes", made={"steps": steps, "torch": torch.__version__}
@@ -168,7 +170,7 @@ def rehearse_module(
     return result
 
 
-# --- tensors from a file -----------------------------------------------------------------------------------------------------------------------
+# --- tensors from a file ------------------------------------------------------------------------------------------------------------------
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every floating-point tensor of a .pt file (nested dicts joined by dots; nothing but tensors is unpickled) or of a .safetensors file.
 

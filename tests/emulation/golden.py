@@ -1,10 +1,10 @@
 """Golden quantizations: what Transformer Engine's own Python references say, kept because the package cannot be imported without CUDA.
 
-Made, and checked against, by
+Made by
     python tests/emulation/golden.py --from PATH_TO_A_TRANSFORMER_ENGINE_CHECKOUT_AT_TAG_v2.11
-which runs three files of the checkout as they are, around stand-ins for the parts that need CUDA. Per tensor kind and quantization the golden
-file holds a SHA-256 of the fp32 values and of the scales, so that any differing bit shows, and two sums, so that a human sees how far off.
-Inputs come from `inputs`, which draws from a generator of a fixed seed.
+which runs three files of the checkout as they are, around stand-ins for the parts that need CUDA. Per tensor kind and quantization the
+golden file holds a SHA-256 of the fp32 values, so that any differing bit shows, and two sums, so that a human sees how far off. Inputs come
+from `inputs`, which draws from a generator of a fixed seed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def entry(values: torch.Tensor) -> dict[str, Any]:
     return {"sha": digest(values), "sum": float(values.double().sum()), "abs": float(values.double().abs().sum())}
 
 
-# --- the references --------------------------------------------------------------------------------------------------------------------------
+# --- the references -----------------------------------------------------------------------------------------------------------------------
 def _stand_ins() -> None:
     """Modules that the reference files import and that need CUDA; nothing of their content takes part in a quantization."""
 

@@ -45,7 +45,7 @@ def gradients(net: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [out.detach(), leaf.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
 
 
-# --- GEMMs -----------------------------------------------------------------------------------------------------------------------------------
+# --- GEMMs --------------------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
 def test_product_applies_factor_and_bias_before_the_only_rounding(dtype: torch.dtype) -> None:
     # small integers: every order of summation gives the same exact sum, so the expected value is exact as well
@@ -101,7 +101,7 @@ def test_copies_per_gemm_are_those_of_transformer_engine() -> None:
     }
 
 
-# --- oracles and equivalences ------------------------------------------------------------------------------------------------------------------
+# --- oracles and equivalences -------------------------------------------------------------------------------------------------------------
 @pytest.mark.filterwarnings("ignore")
 def test_three_steps_of_torchaos_emulated_mxfp8_linear_and_ours_give_identical_losses() -> None:
     from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
@@ -174,7 +174,7 @@ def test_other_base_dtypes_run_and_stay_near_the_unquantized_model(scaling: str,
     assert all(a.dtype == b.dtype and (a - b).float().norm() < worst * b.float().norm() for a, b in zip(found, plain, strict=True))
 
 
-# --- step structure ------------------------------------------------------------------------------------------------------------------------------
+# --- step structure -----------------------------------------------------------------------------------------------------------------------
 class Counter:
     """Counts operands by (gemm, side)."""
 
@@ -241,7 +241,7 @@ def test_state_resumes_bit_for_bit() -> None:
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-# --- choice of layers, bad input -----------------------------------------------------------------------------------------------------------------
+# --- choice of layers, bad input ----------------------------------------------------------------------------------------------------------
 class Layered(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -166,7 +166,7 @@ def test_delayed_updates_once_a_micro_batch(build: Any) -> None:
     assert moves == []
 
 
-# --- two processes -----------------------------------------------------------------------------------------------------------------------------
+# --- two processes ------------------------------------------------------------------------------------------------------------------------
 CASES = [f"{layout}/{SHORT[kind]}" for layout in ("tp2", "dp2") for kind in ("delayed", "tensorwise", "mxfp8")]
 CASES += [f"sp2/{SHORT['delayed']}", f"sp2/{SHORT['mxfp8']}", f"sp2/{SHORT['nvfp4']}", f"pp2/{SHORT['delayed']}", f"ep2/{SHORT['delayed']}"]
 

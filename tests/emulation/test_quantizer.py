@@ -44,7 +44,7 @@ def operand(q: Quantizer, x: torch.Tensor, side: str = "x", copy: str = "row") -
     return q.operand(x, slot="fc", gemm=gemm, side=side)  # type: ignore[arg-type]
 
 
-# --- golden ----------------------------------------------------------------------------------------------------------------------------------
+# --- golden -------------------------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", sorted(VALUES))
 def test_operands_equal_transformer_engines_reference(name: str, compiled: bool) -> None:
@@ -66,7 +66,7 @@ def test_golden_entries_tell_the_blockwise_recipe_from_mxfp8() -> None:
     assert golden.entry(operand(quantizer("mxfp8"), x).values) != VALUES["blockwise_activation_e4m3_row"]["normal"]
 
 
-# --- properties ------------------------------------------------------------------------------------------------------------------------------
+# --- properties ---------------------------------------------------------------------------------------------------------------------------
 ALL = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 
 
@@ -168,7 +168,7 @@ def test_other_base_dtypes_quantize_to_the_same_numbers(scaling: str, dtype: tor
     assert torch.equal(a.values, b.values)
 
 
-# --- what is not finite ------------------------------------------------------------------------------------------------------------------------
+# --- what is not finite -------------------------------------------------------------------------------------------------------------------
 def spoiled(value: float) -> torch.Tensor:
     x = tensor(7, 32, 128)
     x[0, 0] = value
@@ -202,9 +202,10 @@ def test_nvfp4_has_no_nan() -> None:
     assert q[0, 0] > 0
 
 
-# --- stochastic rounding ---------------------------------------------------------------------------------------------------------------------
+# --- stochastic rounding ------------------------------------------------------------------------------------------------------------------
 def test_stochastic_gradients_are_unbiased_but_for_clipped_block_maxima() -> None:
-    """Measured bias of <q, x> / <x, x> over 200 draws: about -0.4 %, because an E4M3 block scale may round down and its maximum clips at 6."""
+    """Measured bias of <q, x> / <x, x> over 200 draws: about -0.4 %, because an E4M3 block scale may round down and its maximum clips at
+    6."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     q = quantizer("nvfp4")
     mean = sum(operand(q, x, "dy").dequantized() for _ in range(200)) / 200
@@ -231,7 +232,7 @@ def test_random_bits_depend_on_step_name_and_draw_only() -> None:
     assert torch.equal(operand(second, x, "dy").values, a)
 
 
-# --- delayed scaling -------------------------------------------------------------------------------------------------------------------------
+# --- delayed scaling ----------------------------------------------------------------------------------------------------------------------
 def feed(q: Quantizer, amaxes: list[float]) -> list[float]:
     """Scales of the forward input after each of the amaxes."""
     found = []

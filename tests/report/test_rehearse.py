@@ -89,7 +89,9 @@ def test_layers_are_counted_as_the_model_counts_them() -> None:
 
 
 def test_the_report_is_json_whatever_the_numbers(tmp_path: Path) -> None:
-    rehearsal = Rehearsal(title="t", made={}, recipes=[Rehearsed(recipe="r", losses=[math.inf], tensors=[row(sqnr=math.inf, amax=[[1, math.inf]])])])
+    rehearsal = Rehearsal(
+        title="t", made={}, recipes=[Rehearsed(recipe="r", losses=[math.inf], tensors=[row(sqnr=math.inf, amax=[[1, math.inf]])])]
+    )
     rehearsal.write(tmp_path / "report.json")
     data = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert data["recipes"][0]["losses"] == [None]
