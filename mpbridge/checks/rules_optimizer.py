@@ -234,6 +234,22 @@ RULES: tuple[Rule, ...] = (
         source="megatron-core 0.16.1 param_and_grad_buffer.py start_param_sync (a bare assertion)",
     ),
     Rule(
+        id="torch-adamw-cannot-keep-states",
+        about="fsdp2",
+        found=lambda c: (
+            c.run.optimizer.settings.get("optimizer") == "torch_adamw"
+            and (
+                f"optimizer.optimizer=torch_adamw on engine {c.run.engine}"
+                if c.run.engine != "fsdp2"
+                else {c.policy.main_params or DType.FP32, c.policy.exp_avg or DType.FP32, c.policy.exp_avg_sq or DType.FP32} != {c.policy.params}
+                and f"torch's AdamW under a recipe whose states are not {c.policy.params.short}, as its parameters"
+            )
+        ),
+        expected="engine=fsdp2 and states in the parameters' dtype: that is all torch's AdamW can hold",
+        cure="optimizer.optimizer=adam (FusedAdam where states need it), or recipe fp32_params_bf16_compute on engine=fsdp2",
+        source="torch.optim.AdamW; NeMo AutoModel PR 2248",
+    ),
+    Rule(
         id="megatron-fsdp-optimizers",
         about="megatron_fsdp",
         found=lambda c: (

@@ -104,7 +104,7 @@ class ConfigContainer:
         faults: list[str] = []
         given = {name: checked(name, as_mapping(name, getattr(self, name), faults), faults) for name in SECTIONS}
         layers = given["model"].get("num_layers")
-        stages = read_stages(self.mixed_precision, optimizer=given["optimizer"], layers=layers, faults=faults, trusted=self.trusted)
+        stages = read_stages(self.mixed_precision, optimizer=given["optimizer"], layers=layers, faults=faults, trusted=self.trusted, engine=self.engine)
         if not isinstance(self.emulate, bool):
             faults.append(f"emulate={self.emulate!r}: expected true or false")
         engine = self._engine(stages, given["ddp"], faults)

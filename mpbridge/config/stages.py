@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mpbridge.config.storage import with_storage
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError, UnknownName
 from mpbridge.precision.config import MixedPrecisionConfig, twin_clashes
 from mpbridge.precision.policy import PrecisionPolicy
@@ -32,10 +33,12 @@ class Stage:
     """The engine that the recipe is meant for."""
 
 
-def read_stages(value: Any, *, optimizer: Mapping[str, Any], layers: int | None, faults: list[str], trusted: bool = True) -> tuple[Stage, ...]:
+def read_stages(
+    value: Any, *, optimizer: Mapping[str, Any], layers: int | None, faults: list[str], trusted: bool = True, engine: str | None = None
+) -> tuple[Stage, ...]:
     """The stages that a mixed_precision setting means, one when it is no list; what cannot be goes to `faults`.
 
-    optimizer: the optimizer section, which settles what the recipe leaves open. trusted: False refuses recipes that are code of the
+    optimizer: the optimizer section, which settles what the recipe leaves open. engine: the author's choice; None: the recipe's. trusted: False refuses recipes that are code of the
     configuration's own (a function in a module or file), for configurations that came with somebody's checkpoint.
     """
     if value is None or value == [] or value == {}:
@@ -49,7 +52,7 @@ def read_stages(value: Any, *, optimizer: Mapping[str, Any], layers: int | None,
     found = []
     for i, (part, place) in enumerate(zip(parts, places, strict=True)):
         part, until = _split_until(part, place, needed=i < last, allowed=len(parts) > 1, faults=faults)
-        stage = _stage(part, until, place, optimizer, layers, faults, trusted)
+        stage = _stage(part, until, place, optimizer, layers, faults, trusted, engine)
         found += [stage] if stage is not None else []
     return tuple(found)
 
@@ -96,7 +99,7 @@ def _split_until(part: Any, place: str, *, needed: bool, allowed: bool, faults: 
 
 
 def _stage(
-    part: Any, until: Any, place: str, optimizer: Mapping[str, Any], layers: int | None, faults: list[str], trusted: bool
+    part: Any, until: Any, place: str, optimizer: Mapping[str, Any], layers: int | None, faults: list[str], trusted: bool, chosen: str | None
 ) -> Stage | None:
     before = len(faults)
     name, engine, config = UNNAMED, None, None
@@ -115,6 +118,7 @@ def _stage(
         else:
             faults.append(f"{place}={part!r}: expected a recipe's name, a mapping with `recipe:`, or a MixedPrecisionConfig")
         if config is not None:
+            config = with_storage(config, engine=chosen or engine, optimizer=str(optimizer.get("optimizer", "adam")))
             policy = resolve(config, optimizer=optimizer, layers=layers)
             return Stage(recipe=name, config=config, policy=policy, until=until, engine=engine) if len(faults) == before else None
     except Contradiction as error:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from mpbridge.formats import DType, dtype
+from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
 
 log = logging.getLogger("mpbridge")
@@ -25,20 +25,6 @@ def choice(policy: PrecisionPolicy) -> Choice:
     """Which Adam keeps a settled policy's promises where parameters are sharded as they are stored (FSDP2)."""
     same = {policy.exp_avg or DType.FP32, policy.exp_avg_sq or DType.FP32, policy.main_params or DType.FP32} == {policy.params}
     return "torch" if same and not policy.precision_aware else "fused"
-
-
-def storage_default(optimizer: str, requested: object = None, *, peft: bool = False) -> DType:
-    """Storage of parameters where the author left it open (None or 'auto'); what the author says always wins.
-
-    optimizer: 'fused' or a name of torch's ('adamw', 'torch.optim.AdamW', 'sgd'). torch's optimizers keep their states in the parameters' dtype, so
-    full training with them starts from FP32; FusedAdam keeps its own states, and PEFT trains few parameters for a short time: BF16.
-    Rule: NeMo AutoModel PR 2248, precision_warnings.py.
-    """
-    if requested is not None and requested != "auto":
-        return dtype(requested)
-    name = optimizer.lower().rpartition(".")[2]
-    torchs = name not in ("fused", "fusedadam", "fused_adam", "cpufusedadam")
-    return DType.FP32 if torchs and not peft else DType.BF16
 
 
 def _torch_adam(optimizer: Any) -> bool:

@@ -146,6 +146,10 @@ TABLE = {
     "moments-follow-16-bit-parameters": (
         {"engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw")}, {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw")},
     ),
+    "torch-adamw-cannot-keep-states": (
+        {"engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw", settings={"optimizer": "torch_adamw"})},
+        {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw", settings={"optimizer": "torch_adamw"})},
+    ),
     "offload-needs-precision-aware": ({"optimizer": opt(cpu_offload=True)}, {"optimizer": opt(cpu_offload=True), "config": AWARE}),
     "offload-with-stored-weights": (
         {"recipe": "fp8_cs", "config": AWARE, "optimizer": opt(cpu_offload=True)}, {"recipe": "fp8_ds", "config": AWARE, "optimizer": opt(cpu_offload=True)},

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from mpbridge.config.container import ConfigContainer
+from mpbridge.config.storage import storage_default
 from mpbridge.engines import precision_warnings as warnings
 from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.formats import DType
@@ -57,6 +59,8 @@ def test_a5_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: Any)
     ("optimizer", "requested", "peft", "expected"),
     [
         ("adamw", None, False, DType.FP32),
+        ("torch_adamw", None, False, DType.FP32),
+        ("adam", None, False, DType.BF16),
         ("torch.optim.AdamW", "auto", False, DType.FP32),
         ("sgd", None, False, DType.FP32),
         ("fused", None, False, DType.BF16),
@@ -67,7 +71,31 @@ def test_a5_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: Any)
     ],
 )
 def test_a6_unset_storage_follows_the_optimizer_and_what_is_said_wins(optimizer: str, requested: Any, peft: bool, expected: DType) -> None:
-    assert warnings.storage_default(optimizer, requested, peft=peft) is expected
+    assert storage_default(optimizer, requested, peft=peft) is expected
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fields", "params"),
+    [
+        ("torch_adamw", {}, DType.FP32),
+        ("sgd", {}, DType.FP32),
+        ("adam", {}, DType.BF16),
+        ("torch_adamw", {"params_dtype": "bf16", "main_params_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, DType.BF16),
+    ],
+)
+def test_a6_a_run_on_fsdp2_stores_what_its_optimizer_needs(optimizer: str, fields: dict[str, str], params: DType) -> None:
+    container = ConfigContainer(
+        mixed_precision={"bf16": True, **fields},
+        engine="fsdp2",
+        model={"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128},
+        optimizer={"optimizer": optimizer, "lr": 1e-3},
+        train={"train_iters": 2},
+        data={"seq_length": 32},
+    )
+    run = container.resolved(world_size=1)
+    assert run.policy.params is params
+    assert run.policy.compute is DType.BF16
+    assert run.facts.optimizer.name == optimizer
 
 
 def test_a7_duplicate_main_weights_are_switched_off_with_one_warning(caplog: Any) -> None:
