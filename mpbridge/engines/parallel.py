@@ -74,6 +74,10 @@ def _restore(state: State) -> None:
         setattr(owner, name, value)
 
 
+_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+"""Variables that megatron-core sets for Transformer Engine from model.attention_backend, and leaves behind."""
+
+
 class ModelParallel:
     """megatron-core's parallel state, seeded, for as long as one engine lives."""
 
@@ -89,6 +93,7 @@ class ModelParallel:
                 "megatron-core's parallel state is in use, expected none: close the other engine first (one at a time in a process)"
             )
         self._before = _snapshot(parallel_state, core_random, MoEAuxLossAutoScaler, MTPLossAutoScaler)
+        self._variables = {name: os.environ.get(name) for name in _ATTENTION}
         try:
             layout = (dist.group.WORLD, sizes, optimizer_instances)
             known = _LAYOUTS.get(layout)
@@ -107,6 +112,10 @@ class ModelParallel:
     def stop(self) -> None:
         """Puts megatron-core's globals back; its process groups wait for the next engine of the same layout."""
         _restore(self._before)
+        for name, value in self._variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         gc.collect()
 
 

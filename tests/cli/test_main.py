@@ -231,3 +231,19 @@ def test_output_is_utf8_safe_on_a_plain_pipe(monkeypatch):
     monkeypatch.setattr(sys, "stdout", out)
     assert main(["list"]) == 0
     out.getvalue().encode("ascii")
+
+
+def test_a_files_recipe_that_is_code_does_not_run_unless_the_command_line_names_it(said, tmp_path):
+    (tmp_path / "evil.py").write_text(
+        f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+        "from mpbridge import MixedPrecisionConfig\n\n\ndef fn():\n    return MixedPrecisionConfig(bf16=True)\n"
+    )
+    config = tmp_path / "run.yaml"
+    config.write_text(f"mixed_precision: {tmp_path / 'evil.py'}:fn\nmodel: {{num_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 128, max_sequence_length: 32}}\n")
+    code, out, err = said("plan", "--config", str(config))
+    assert code == 2
+    assert "--recipe" in out + err
+    assert not (tmp_path / "ran").exists()
+    code, out, err = said("plan", "--config", str(config), "--recipe", f"{tmp_path / 'evil.py'}:fn")
+    assert code == 0, out + err
+    assert (tmp_path / "ran").exists()

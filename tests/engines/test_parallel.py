@@ -90,3 +90,15 @@ def test_the_mean_over_a_group_of_one_is_the_value(layer: None) -> None:
     parallel = ModelParallel(Parallel(), seed=1)
     assert mean_over_data(torch.tensor(3.0)).item() == 3.0
     parallel.stop()
+
+
+def test_variables_that_megatron_core_sets_for_attention_are_given_back(layer: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
+    monkeypatch.delenv("NVTE_FLASH_ATTN", raising=False)
+    parallel = ModelParallel(Parallel(), seed=1)
+    os.environ |= {"NVTE_FUSED_ATTN": "0", "NVTE_FLASH_ATTN": "1"}
+    parallel.stop()
+    assert os.environ["NVTE_FUSED_ATTN"] == "1"
+    assert "NVTE_FLASH_ATTN" not in os.environ
