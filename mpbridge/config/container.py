@@ -54,7 +54,13 @@ class ConfigContainer:
     trusted: bool = field(default=True, repr=False)
     """False: a recipe that is code (module:function) is refused."""
 
-    if not TYPE_CHECKING:  # a visible __setattr__ makes mypy accept any attribute name
+    if not TYPE_CHECKING:  # visible, __new__ hides the constructor's types, and __setattr__ makes mypy accept any attribute name
+
+        def __new__(cls, **given: Any) -> Self:
+            for name in given:
+                if name not in cls.__dataclass_fields__:
+                    raise UnknownName("section of ConfigContainer", name, TOP)
+            return super().__new__(cls)
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name not in type(self).__dataclass_fields__:

@@ -130,7 +130,13 @@ class MixedPrecisionConfig:
             self.__dict__[a] = self.__dict__[b] = value
         self.__dict__["_made"] = True
 
-    if not TYPE_CHECKING:  # a visible __setattr__ makes mypy accept any attribute name
+    if not TYPE_CHECKING:  # visible, __new__ hides the constructor's types, and __setattr__ makes mypy accept any attribute name
+
+        def __new__(cls, **given: Any) -> Self:
+            for name in given:
+                if name not in cls.__dataclass_fields__:
+                    raise UnknownName("field of MixedPrecisionConfig", name, cls.__dataclass_fields__)
+            return super().__new__(cls)
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name not in self.__dataclass_fields__:

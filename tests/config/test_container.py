@@ -14,7 +14,7 @@ from mpbridge.checks.machines import machine
 from mpbridge.checks.run import Versions
 from mpbridge.config.container import ConfigContainer, Run
 from mpbridge.config.sections import Train
-from mpbridge.errors import Contradiction
+from mpbridge.errors import Contradiction, UnknownName
 from mpbridge.formats import DType
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import recipes
@@ -274,3 +274,8 @@ SECTION_VALUES = st.fixed_dictionaries(
 def test_every_dump_loads_back(values):
     c = ConfigContainer(**values)
     assert roundtrip(c) == c
+
+
+def test_the_constructor_names_the_nearest_section():
+    with pytest.raises(UnknownName, match="nearest: mixed_precision"):
+        ConfigContainer(mixed_precison="bf16_mixed")
