@@ -57,6 +57,7 @@ class ConfigContainer:
     if not TYPE_CHECKING:  # visible, __new__ hides the constructor's types, and __setattr__ makes mypy accept any attribute name
 
         def __new__(cls, **given: Any) -> Self:
+            """Refuses an unknown section with the nearest name, where Python would say a bare TypeError."""
             for name in given:
                 if name not in cls.__dataclass_fields__:
                     raise UnknownName("section of ConfigContainer", name, TOP)
