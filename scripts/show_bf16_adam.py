@@ -75,10 +75,10 @@ def curve(recipe: str, *, seed: int, steps: int, lr: float) -> list[float]:
     """Training losses of a two-layer GPT, 128 wide, gradient clipping off."""
     from mpbridge.config.container import ConfigContainer
     from mpbridge.devices import device_layer
-    from mpbridge.engines.parallel import start_process_group
+    from mpbridge.engines.parallel import start_process_group, stop_process_group
     from mpbridge.engines.registry import build_engine
 
-    start_process_group(False)
+    mine = start_process_group(False)
     container = ConfigContainer(
         mixed_precision=recipe,
         model={
@@ -93,6 +93,8 @@ def curve(recipe: str, *, seed: int, steps: int, lr: float) -> list[float]:
         data = batches(seed, 16)
         losses = [engine.train_step(data, microbatches=1).loss for _ in range(steps)]
         engine.close()
+    if mine:
+        stop_process_group()
     return losses
 
 
