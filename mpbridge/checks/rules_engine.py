@@ -1,8 +1,9 @@
-"""Rules about engines and devices: what a wrapper, or a CPU, does not do. The engines refuse the same; here a laptop says it before anything is built."""
+"""Rules about engines and devices: what a wrapper, or a CPU, does not do. A laptop says it; an engine asks them again before it builds (checks/fit.py)."""
 
 from __future__ import annotations
 
 from mpbridge.checks.rules import Case, Rule
+from mpbridge.checks.rules_quant import CORE_016
 from mpbridge.formats import DType, say
 
 _SHARDED = ("fsdp2", "megatron_fsdp")
@@ -60,7 +61,7 @@ RULES: tuple[Rule, ...] = (
         found=_only_data,
         expected="data parallelism alone on this engine",
         cure="engine=mcore, or parallel sizes of 1",
-        source="mpbridge/engines/fsdp2.py, megatron_fsdp_rules.py",
+        source="mpbridge/engines/fsdp2.py, megatron_fsdp.py",
     ),
     Rule(
         id="fsdp2-shards-by-itself",
@@ -79,24 +80,38 @@ RULES: tuple[Rule, ...] = (
         source="mpbridge/engines/fsdp2.py",
     ),
     Rule(
+        id="fsdp2-storage-under-wider-compute",
+        about="fsdp2",
+        found=lambda c: (
+            c.run.engine == "fsdp2"
+            and c.policy.params.bytes < c.policy.compute.bytes
+            and f"{c.policy.params.short} storage under {c.policy.compute.short} compute"
+        ),
+        expected="storage at least as wide: gradients and states would be narrow while compute costs its full price",
+        cure="mixed_precision.params_dtype=null, or a recipe that computes in 16 bits",
+        source="torchtitan refuses the same; mpbridge/engines/fsdp2_units.py",
+    ),
+    Rule(
         id="stored-weights-under-sharded-engines",
         about="stored",
         found=lambda c: c.run.engine in _SHARDED and c.stored and f"fp8_param_gather=true on {c.run.engine}",
         expected="false: these wrappers shard 16- and 32-bit parameters here",
         cure="mixed_precision.fp8_param_gather=false, or engine=mcore",
-        source="mpbridge/engines/fsdp2.py, megatron_fsdp_rules.py; Megatron-LM training/arguments.py validate_args (d98e8a64) for FSDP2",
+        source="mpbridge/engines/fsdp2.py, megatron_fsdp.py; Megatron-LM training/arguments.py validate_args (d98e8a64) for FSDP2",
     ),
     Rule(
-        id="megatron-fsdp-strategy",
+        id="megatron-fsdp-unsharded",
         about="megatron_fsdp",
         found=lambda c: (
             c.run.engine == "megatron_fsdp"
-            and c.ddp("data_parallel_sharding_strategy") == "optim"
-            and "data_parallel_sharding_strategy=optim"
+            and c.ddp("data_parallel_sharding_strategy") == "no_shard"
+            and "ddp.data_parallel_sharding_strategy=no_shard"
         ),
-        expected="optim_grads or optim_grads_params: with optim, buckets are reduced twice",
-        cure="ddp.data_parallel_sharding_strategy=optim_grads_params",
+        expected="a mode that shards: in this one all_reduce_gradients skips every buffer that exists (an inverted test), so ranks train apart; and where "
+        "gradients are reduced, the norm counts each replica once more",
+        cure="ddp.data_parallel_sharding_strategy=optim_grads_params (what it is without the setting), optim_grads or optim, or engine=mcore",
         source="megatron-core 0.16.1 megatron_fsdp/param_and_grad_buffer.py, measured on gloo",
+        holds=(CORE_016,),
     ),
     Rule(
         id="megatron-fsdp-instances",
@@ -108,7 +123,7 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="one instance",
         cure="ddp.num_distributed_optimizer_instances=1",
-        source="mpbridge/engines/megatron_fsdp_rules.py",
+        source="mpbridge/engines/megatron_fsdp.py",
     ),
     Rule(
         id="megatron-fsdp-keeps-one-dtype",
@@ -116,7 +131,7 @@ RULES: tuple[Rule, ...] = (
         found=lambda c: c.run.engine == "megatron_fsdp" and c.policy.keep_fp32 and "keep_fp32 on Megatron-FSDP",
         expected="one dtype in a parameter group",
         cure="engine=fsdp2, or drop keep_fp32",
-        source="mpbridge/engines/megatron_fsdp_rules.py",
+        source="mpbridge/engines/megatron_fsdp.py",
     ),
     Rule(
         id="megatron-fsdp-main-gradients",
@@ -124,7 +139,7 @@ RULES: tuple[Rule, ...] = (
         found=_main_grads,
         expected="gradients in the dtype of the weights that the optimizer updates",
         cure="mixed_precision.main_grads_dtype=null",
-        source="mpbridge/engines/megatron_fsdp_rules.py; megatron-core 0.16.1 megatron_fsdp",
+        source="mpbridge/engines/megatron_fsdp.py; megatron-core 0.16.1 megatron_fsdp",
     ),
     Rule(
         id="emulation-without-fused-accumulation",
@@ -145,6 +160,18 @@ RULES: tuple[Rule, ...] = (
         expected="false: only the mcore engine divides by the tokens of all ranks",
         cure="model.calculate_per_token_loss=false, or engine=mcore",
         source="mpbridge/engines/steps.py; megatron-core 0.16.1 megatron_fsdp.py adds up gradients under it",
+    ),
+    Rule(
+        id="latent-attention-softmax-on-a-cpu",
+        found=lambda c: (
+            _on_cpu(c)
+            and c.run.shape.latent_attention
+            and c.model("attention_softmax_in_fp32") is False
+            and "attention_softmax_in_fp32=false with latent attention on a CPU"
+        ),
+        expected="the softmax in FP32: megatron-core's local attention cannot do latent attention, and ours keeps its softmax in FP32",
+        cure="model.attention_softmax_in_fp32=true",
+        source="mpbridge/engines/attention.py",
     ),
     Rule(
         id="needs-cuda",

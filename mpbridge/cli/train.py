@@ -34,10 +34,10 @@ def run(args: argparse.Namespace) -> int:
     made = resolved(args, training=True, world_size=_world_size(), machine=this_machine())
     if args.on_conflict == "error" and made.plan.conflicts:
         raise Conflict("\n".join(["the recipe overrides what was set:", *(f"  - {write}" for write in made.plan.conflicts)]))
-    from mpbridge.train.preflight import refuse_unfit
+    from mpbridge.checks.fit import require_here
 
     if len(made.stages) == 1:  # of a schedule, only a checkpoint knows which recipe is next
-        refuse_unfit(made)
+        require_here(made.policy, made.facts)
     for text in UPSTREAM_CHATTER:
         warnings.filterwarnings("ignore", message=text)
     from mpbridge.train.loop import pretrain

@@ -91,7 +91,11 @@ def joined(sections: Mapping[str, Section], engine: str | None, faults: list[str
     if engine == "megatron_fsdp":
         if ddp.get("use_megatron_fsdp") is False:
             faults.append("ddp.use_megatron_fsdp=False and engine=megatron_fsdp: drop one of them")
+        if ddp.get("use_distributed_optimizer") is False:
+            faults.append("ddp.use_distributed_optimizer=False and engine=megatron_fsdp, which shards the states in any case: drop it")
         ddp["use_megatron_fsdp"] = True
+        # megatron-core's own default, no_shard, is the one mode that a rule forbids
+        ddp.setdefault("data_parallel_sharding_strategy", "optim_grads_params")
     elif ddp.get("use_megatron_fsdp"):
         faults.append(f"ddp.use_megatron_fsdp=True and engine={engine}: set engine=megatron_fsdp")
     parallel = dict(sections["parallel"])

@@ -5,42 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from mpbridge.errors import Refused
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
-
-if TYPE_CHECKING:
-    from mpbridge.config.container import Run
 
 
 def is_full(policy: PrecisionPolicy) -> bool:
     """Whether 16-bit parameters are what the optimizer updates: no main weights."""
     return policy.params is not DType.FP32 and policy.main_params_owner == "params"
-
-
-def refuse(run: Run) -> None:
-    """Raises Refused where megatron-core would run full BF16 as something else, or crash in the middle of a step."""
-    policy = run.policy
-    if not is_full(policy):
-        return
-    faults = []
-    if run.inputs["ddp"].get("use_distributed_optimizer") or run.inputs["optimizer"].get("use_distributed_optimizer"):
-        faults.append(
-            "ddp.use_distributed_optimizer=true: megatron-core's distributed optimizer keeps FP32 main weights and moments whatever the recipe says, so "
-            "this would silently not be full BF16; set it to false, or shard with engine=fsdp2"
-        )
-    if policy.reduce is DType.FP32:
-        faults.append(
-            "grad_reduce_in_fp32=true: FP32 gradients do not fit BF16 parameters without main weights between them; set it to false"
-        )
-    if policy.compute is DType.FP16:
-        faults.append("FP16 parameters without main weights: small gradients vanish and the loss scale has nothing to protect; use bf16")
-    if faults:
-        raise Refused("\n".join(["full 16-bit training cannot go on megatron-core like this:", *(f"  - {fault}" for fault in faults)]))
 
 
 def prepare(optimizer: Any, policy: PrecisionPolicy) -> None:

@@ -2,57 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpbridge.devices import device_layer
 from mpbridge.engines import full_bf16
+from mpbridge.engines.base import BaseEngine
 from mpbridge.engines.contract import Batch, Live, StepResult
-from mpbridge.engines.optimizers import CpuFusedAdam
 
 if TYPE_CHECKING:
-    from mpbridge.config.container import Run
+    pass
 
 
-class McoreEngine:
+class McoreEngine(BaseEngine):
     """GPTModel, Float16Module, DistributedDataParallel and megatron-core's optimizer, stepped by its own schedules."""
 
     name = "mcore"
-
-    def __init__(self, run: Run, *, cuda: bool) -> None:
-        self.run = run
-        self.cuda = cuda
-        self.model: list[Any] = []
-        self.optimizer: Any = None
-        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.configs: Any = None
-        self._parallel: Any = None
-
-    def _layer(self) -> AbstractContextManager[None]:
-        # entered by every method, so that an engine also works for a caller whose layer knows no optimizer; nested entering costs nothing
-        return device_layer(self.cuda, fused_adam=None if self.cuda else CpuFusedAdam)
-
-    @classmethod
-    def build(cls, run: Run, *, backend: Any = None) -> Self:
-        """The engine of `run`, inside an active device layer and an initialised process group.
-
-        backend: from a TransformerConfig to a BackendSpecProvider, where other linears are wanted (emulation); None: the device's own.
-        Raises Refused where this device cannot run it, with every reason.
-        """
-        full_bf16.refuse(run)
-        engine = cls(run, cuda=torch.cuda.is_available())
-        try:
-            with engine._layer():
-                engine._build(backend)
-        except BaseException:
-            engine.close()
-            raise
-        return engine
 
     def _build(self, backend: Any) -> None:
         from megatron.core.distributed import DistributedDataParallel
@@ -109,35 +75,6 @@ class McoreEngine:
             for part in self.optimizer.chained_optimizers:
                 part._copy_main_params_to_param_buffer()
 
-    def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
-        """Mean loss in nats a token over the micro-batches and the data-parallel group; nothing is updated."""
-        with self._layer(), torch.no_grad():
-            for chunk in self.model:
-                chunk.eval()
-            return self._schedule(batches, microbatches, forward_only=True)
-
-    def _schedule(self, batches: Iterator[Batch], microbatches: int, *, forward_only: bool) -> float:
-        """One pass of megatron-core's schedule; the mean loss, the same on every rank."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        from mpbridge.engines.parallel import from_last_stage, mean_over_data
-        from mpbridge.engines.steps import forward_step
-
-        # interleaved chunks each read every micro-batch
-        iterators = list(itertools.tee(batches, len(self.model))) if len(self.model) > 1 else [batches]
-        losses = get_forward_backward_func()(
-            forward_step_func=partial(forward_step, self._device, per_token=self.configs.model.calculate_per_token_loss),
-            data_iterator=iterators if len(self.model) > 1 else iterators[0],
-            model=self.model if len(self.model) > 1 else self.model[0],
-            num_microbatches=microbatches,
-            seq_length=self.run.facts.shape.seq_length,
-            micro_batch_size=self.run.facts.micro_batch_size,
-            decoder_seq_length=self.run.facts.shape.seq_length,
-            forward_only=forward_only,
-        )
-        mean = torch.stack(losses).mean() if losses else torch.zeros((), device=self._device)
-        return float(from_last_stage(mean_over_data(mean)))
-
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Parameters of this rank by their global name (layers counted over all pipeline stages, experts over all expert-parallel ranks)."""
         from mpbridge.engines.live import bare, parameters
@@ -193,11 +130,3 @@ class McoreEngine:
             else:
                 self.optimizer.reload_model_params()
                 forget_main_weights(self.optimizer)
-
-    def close(self) -> None:
-        """Frees tensors and megatron-core's process-wide parallel state, so that another engine can be built."""
-        with self._layer():
-            self.model, self.optimizer, self.configs = [], None, None
-            if self._parallel is not None:
-                self._parallel.stop()
-                self._parallel = None

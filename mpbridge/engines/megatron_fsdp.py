@@ -6,24 +6,25 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpbridge.devices import device_layer
+from mpbridge.engines.base import ShardedEngine
+from mpbridge.engines.configs import sections
 from mpbridge.engines.contract import Batch, Live, StepResult
-from mpbridge.engines.megatron_fsdp_rules import refuse, sections
-from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
 
+log = logging.getLogger("mpbridge")
 
-class MegatronFsdpEngine:
+
+class MegatronFsdpEngine(ShardedEngine):
     """GPTModel in Float16Module in FullyShardedDataParallel, updated by torch's AdamW or FusedAdam on the wrapper's own shards.
 
     megatron-core 0.16.1's optimizer factory is not used here: with a precision-aware optimizer it gives FusedAdam `use_decoupled_grad`, while the wrapper
@@ -32,34 +33,10 @@ class MegatronFsdpEngine:
 
     name = "megatron_fsdp"
 
-    def __init__(self, run: Run, *, cuda: bool) -> None:
-        self.run = run
-        self.cuda = cuda
-        self.model: list[Any] = []
-        self.optimizer: Any = None
-        self.configs: Any = None
-        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self._parallel: Any = None
-
-    def _layer(self) -> AbstractContextManager[None]:
-        return device_layer(self.cuda, fused_adam=None if self.cuda else CpuFusedAdam)
-
-    @classmethod
-    def build(cls, run: Run, *, backend: Any = None) -> Self:
-        """The engine of `run`, inside an active device layer and an initialised process group.
-
-        backend: from a TransformerConfig to a BackendSpecProvider, where other linears are wanted (emulation); None: the device's own.
-        Raises Refused with every reason why not.
-        """
-        refuse(run, cuda=torch.cuda.is_available())
-        engine = cls(run, cuda=torch.cuda.is_available())
-        try:
-            with engine._layer():
-                engine._build(backend)
-        except BaseException:
-            engine.close()
-            raise
-        return engine
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        with self._layer(), _indexed_device(self.cuda):
+            yield
 
     def _build(self, backend: Any) -> None:
         from megatron.core import parallel_state
@@ -72,7 +49,7 @@ class MegatronFsdpEngine:
         from mpbridge.engines.shard_optimizer import ShardOptimizer
 
         run = self.run
-        self.configs = build_targets(run, cuda=self.cuda, inputs=sections(run, cuda=self.cuda))
+        self.configs = build_targets(run, cuda=self.cuda, inputs=_sections(run, cuda=self.cuda))
         self._parallel = ModelParallel(run.facts.parallel, seed=int(run.train.get("seed", 1234)))
         config = self.configs.model
         config.gradient_accumulation_fusion = False  # its kernel writes past the wrapper's buckets
@@ -104,7 +81,7 @@ class MegatronFsdpEngine:
         """Forward, backward and update over `microbatches` micro-batches of this data-parallel rank."""
         from mpbridge.engines.steps import learning_rate
 
-        with self._layer(), _indexed_device(self.cuda):
+        with self._stepping():
             wrapped = self.model[0]
             wrapped.train()
             wrapped.zero_grad_buffer()
@@ -119,33 +96,6 @@ class MegatronFsdpEngine:
         self._buffer.copy_main_weights_to_model_weights()
         self.model[0].start_param_sync()
 
-    def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
-        """Mean loss in nats a token over the micro-batches and the data-parallel group; nothing is updated."""
-        with self._layer(), _indexed_device(self.cuda), torch.no_grad():
-            self.model[0].eval()
-            return self._schedule(batches, microbatches, forward_only=True)
-
-    def _schedule(self, batches: Iterator[Batch], microbatches: int, *, forward_only: bool) -> float:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
-        from mpbridge.engines.parallel import mean_over_data
-        from mpbridge.engines.steps import forward_step
-
-        losses = get_forward_backward_func()(
-            forward_step_func=partial(forward_step, self._device),
-            data_iterator=batches,
-            model=self.model[0],
-            num_microbatches=microbatches,
-            seq_length=self.run.facts.shape.seq_length,
-            micro_batch_size=self.run.facts.micro_batch_size,
-            forward_only=forward_only,
-        )
-        return float(mean_over_data(torch.stack(losses).mean()))
-
-    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The wrapper's sharded main parameters (DTensors) by their global name."""
-        return list(self.optimizer.names.items()) if self.optimizer is not None else []
-
     def tensors(self) -> Iterable[Live]:
         """Every tensor that plays a role, as it exists now: the wrapper's buffers and the optimizer's states, local shards."""
         from mpbridge.engines.shard_state import live_states
@@ -155,30 +105,24 @@ class MegatronFsdpEngine:
         for name, buffer in self.model[0].named_buffers():
             yield Live(role="buffers", parameter=_short(name), tensor=buffer)
 
-    def state(self, *, loading: bool = False) -> dict[str, Any]:
-        """Sharded state dict: 'model' in the main weights' dtype, 'optimizer' with main weights and moments in FP32, and the loss scaler."""
-        from mpbridge.engines.shard_state import optimizer_state, parameter_state
-
-        with self._layer():
-            return {"model": parameter_state(self.optimizer), "optimizer": optimizer_state(self.optimizer, loading=loading)}
-
     def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
         """Takes back what `state` described; optimizer=False: weights only."""
-        from mpbridge.engines.shard_state import load_optimizer, load_parameters
-
-        with self._layer(), _indexed_device(self.cuda):
-            load_parameters(self.optimizer, state["model"])
-            if optimizer:
-                load_optimizer(self.optimizer, state["optimizer"])
+        super().load_state(state, optimizer=optimizer)
+        with self._stepping():
             self._install()
 
-    def close(self) -> None:
-        """Frees tensors and megatron-core's process-wide parallel state, so that another engine can be built."""
-        with self._layer():
-            self.model, self.optimizer, self.configs = [], None, None
-            if self._parallel is not None:
-                self._parallel.stop()
-                self._parallel = None
+
+def _sections(run: Run, *, cuda: bool) -> dict[str, Any]:
+    """The run's inputs with what the wrapper needs: the distributed optimizer's flag, and no NCCL-only reduction on gloo."""
+    inputs: dict[str, Any] = sections(run, cuda=cuda)
+    if not run.inputs["ddp"].get("use_distributed_optimizer"):
+        log.info("Megatron-FSDP shards optimizer states: ddp.use_distributed_optimizer is on")
+    inputs["ddp"] |= {"use_megatron_fsdp": True, "use_distributed_optimizer": True}
+    inputs["optimizer"]["use_distributed_optimizer"] = True
+    if not cuda:
+        # the fused multiply is NCCL's PREMUL_SUM
+        inputs["ddp"]["gradient_reduce_div_fusion"] = False
+    return inputs
 
 
 @contextmanager

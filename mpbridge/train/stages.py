@@ -58,14 +58,14 @@ def check_stages(run: Run) -> list[str]:
     """
     if len(run.stages) < 2:
         return []
+    from mpbridge.checks.fit import require_here
     from mpbridge.train.checkpoint import of_run
-    from mpbridge.train.preflight import refuse_unfit
 
     runs = [stage_run(run, span.index) for span in spans_of(run)]
     faults, lines = [], []
     for span, made in zip(spans_of(run), runs, strict=True):
         try:
-            refuse_unfit(made)
+            require_here(made.policy, made.facts)
         except MpbridgeError as error:
             faults.append(f"stage {span.index + 1} ({made.recipe}): {error}")
         lines.append(f"stage {span.index + 1}: {made.recipe}, steps {span.start + 1} to {span.stop}")

@@ -26,6 +26,7 @@ SHAPE = ModelShape(
     seq_length=32,
 )
 MOE = dataclasses.replace(SHAPE, experts=4, expert_ffn_hidden_size=64, expert_layers=(True,) * 4, expert_topk=2)
+LATENT = dataclasses.replace(SHAPE, latent_attention={"q_lora_rank": 0, "kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16})
 MANY = dataclasses.replace(MOE, experts=32)
 NOW = Versions(torch="2.11.0", megatron_core="0.16.1", transformer_engine="2.11.0", cuda="12.9")
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -105,7 +106,13 @@ TABLE = {
     "fsdp2-shards-by-itself": ({"engine": "fsdp2"}, {"engine": "fsdp2", "optimizer": OptimizerFacts()}),
     "fsdp2-casts-by-itself": ({"engine": "fsdp2", "config": {"autocast_enabled": True}}, {"engine": "mcore", "config": {"autocast_enabled": True}}),
     "stored-weights-under-sharded-engines": ({"recipe": "fp8_ds", "engine": "megatron_fsdp"}, {"recipe": "fp8_ds", "config": {"fp8_param_gather": False}, "engine": "fsdp2"}),
-    "megatron-fsdp-strategy": ({"engine": "megatron_fsdp", "ddp": {"data_parallel_sharding_strategy": "optim"}}, {"engine": "megatron_fsdp", "ddp": {"data_parallel_sharding_strategy": "optim_grads"}}),
+    "megatron-fsdp-unsharded": ({"engine": "megatron_fsdp", "ddp": {"data_parallel_sharding_strategy": "no_shard"}}, {"engine": "megatron_fsdp", "ddp": {"data_parallel_sharding_strategy": "optim"}}),
+    "fsdp2-storage-under-wider-compute": (
+        {"engine": "fsdp2", "policy": {"compute": DType.FP32}, "optimizer": OptimizerFacts()}, {"engine": "fsdp2", "policy": {"params": DType.FP32}, "optimizer": OptimizerFacts()},
+    ),
+    "latent-attention-softmax-on-a-cpu": (
+        {"machine": CPU, "shape": LATENT, "model": {"attention_softmax_in_fp32": False}}, {"shape": LATENT, "model": {"attention_softmax_in_fp32": False}},
+    ),
     "megatron-fsdp-instances": ({"engine": "megatron_fsdp", "ddp": {"num_distributed_optimizer_instances": 2}}, {"engine": "mcore", "ddp": {"num_distributed_optimizer_instances": 2}}),
     "megatron-fsdp-keeps-one-dtype": ({"engine": "megatron_fsdp", "config": {"keep_fp32": ["*layernorm*"]}}, {"engine": "fsdp2", "config": {"keep_fp32": ["*layernorm*"]}}),
     "megatron-fsdp-main-gradients": ({"engine": "megatron_fsdp", "policy": {"main_grads": DType.BF16}}, {"engine": "megatron_fsdp", "policy": {"main_grads": DType.FP32}}),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from mpbridge.checks.fit import require_here
 from mpbridge.engines import full_bf16
 from mpbridge.errors import Contradiction, Refused
 from tests.engines import tiny
@@ -85,9 +86,9 @@ def test_t2_upstreams_own_clipping_still_refuses(build: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "sections", "says"),
     [
-        ("full_bf16", {"ddp": {"use_distributed_optimizer": True}}, "silently not be full BF16"),
+        ("full_bf16", {"ddp": {"use_distributed_optimizer": True}}, "makes FP32 main weights and moments all the same, silently"),
         ({"recipe": "full_bf16", "grad_reduce_in_fp32": True}, {}, "grad_reduce_in_fp32=true keeps FP32 gradient buffers"),
-        ({"recipe": "full_bf16", "grad_reduce_in_fp32": True, "main_grads_dtype": None}, {}, "FP32 gradients do not fit BF16 parameters"),
+        ({"recipe": "full_bf16", "grad_reduce_in_fp32": True, "main_grads_dtype": None}, {}, "bf16 parameters as their own main copy with FP32 gradients"),
     ],
     ids=["distributed optimizer", "fp32 reduction", "fp32 reduction and gradients"],
 )
@@ -98,7 +99,8 @@ def test_t3_combinations_that_would_not_be_it_are_refused(build: Any, kind: Any,
 
 def test_t3_other_recipes_are_not_concerned() -> None:
     for kind in ("fp32", "bf16", "fp16"):
-        full_bf16.refuse(tiny.run(kind, ddp={"use_distributed_optimizer": True}))
+        run = tiny.run(kind, ddp={"use_distributed_optimizer": True})
+        require_here(run.policy, run.facts)
 
 
 def test_t4_loss_and_logits_come_in_fp32(build: Any) -> None:

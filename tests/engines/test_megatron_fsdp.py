@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.engines.megatron_fsdp_rules import BROKEN, refuse, sections
-from mpbridge.errors import Refused
+from mpbridge.engines.megatron_fsdp import MegatronFsdpEngine, _sections
+from mpbridge.errors import Contradiction, Refused
 from mpbridge.formats import DType
 from tests.engines import tiny
 
@@ -76,7 +76,7 @@ def test_m1_upstreams_own_wiring_moves_nothing(layered: None) -> None:
     from mpbridge.engines.targets import build
 
     run = tiny.run("bf16_megatron_fsdp", engine=CORE)
-    targets = build(sections(run, cuda=False), run.plan)
+    targets = build(_sections(run, cuda=False), run.plan)
     parallel = ModelParallel(run.facts.parallel, seed=1)
     with _indexed_device(False):
         (chunk,) = build_chunks(targets.model, targets.gpt, run.policy, cuda=False)
@@ -164,35 +164,29 @@ def test_m6_main_weights_and_gradients_have_the_dtypes_asked_for(build: Any, cha
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        ({"main_params": DType.FP16}, "main_params_dtype=fp16: the wrapper of 0.16.1 keeps FP32 main weights or none"),
+        ({"main_params": DType.FP16}, "main_params_dtype=fp16 on Megatron-FSDP; expected fp32"),
         ({"main_grads": DType.BF16}, "main_grads_dtype=bf16"),
-        ({"params": DType.FP32}, "fp32 storage under bf16 compute"),
+        ({"params": DType.FP32}, "params_dtype=fp32 with bf16 compute"),
         ({"keep_fp32": ("*norm*",)}, "keep_fp32"),
     ],
 )
 def test_m6_dtypes_that_it_cannot_keep_are_refused(policy: Any, says: str) -> None:
     run = tiny.run("bf16_megatron_fsdp", engine=CORE)
     with pytest.raises(Refused, match=says):
-        refuse(dataclasses.replace(run, policy=dataclasses.replace(run.policy, **policy)), cuda=False)
+        MegatronFsdpEngine.build(dataclasses.replace(run, policy=dataclasses.replace(run.policy, **policy)))
 
 
-@pytest.mark.parametrize("strategy", BROKEN)
-def test_m7_modes_with_wrong_gradients_are_refused_with_the_reason(strategy: str) -> None:
-    run = tiny.run("bf16_megatron_fsdp", engine=CORE, ddp={"data_parallel_sharding_strategy": strategy})
-    with pytest.raises(Refused, match=f"data_parallel_sharding_strategy={strategy}"):
-        refuse(run, cuda=False)
+def test_m7_the_mode_with_wrong_gradients_is_refused_with_the_reason(build: Any) -> None:
+    with pytest.raises(Refused, match=r"data_parallel_sharding_strategy=no_shard.*ranks train apart"):
+        build(ddp={"data_parallel_sharding_strategy": "no_shard"})
 
 
-def test_m7_the_distributed_optimizer_is_switched_on_and_nonsense_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tiny.run("bf16_megatron_fsdp", engine=CORE)
-    assert sections(run, cuda=False)["ddp"]["use_distributed_optimizer"] is True
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with pytest.raises(Refused, match="CUDA_DEVICE_MAX_CONNECTIONS=1"):
-        refuse(run, cuda=True)
-    refuse(run, cuda=False)
-    muon = dataclasses.replace(run, inputs={**run.inputs, "optimizer": {**run.inputs["optimizer"], "optimizer": "muon"}})
+def test_m7_the_distributed_optimizer_is_switched_on_and_nonsense_refused(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build().configs.ddp.use_distributed_optimizer is True
+    with pytest.raises(Contradiction, match="shards the states in any case"):
+        build(ddp={"use_distributed_optimizer": False})
     with pytest.raises(Refused, match="adam or sgd"):
-        refuse(muon, cuda=False)
+        build(optimizer={"optimizer": "muon"})
 
 
 def test_m8_a_checkpoint_with_a_duplicate_master_loads_and_the_duplicate_is_dropped(build: Any) -> None:

@@ -1,0 +1,125 @@
+"""What all engines do alike: building under the device layer, one pass of megatron-core's schedule, evaluating, closing."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+
+from mpbridge.checks.fit import require_here
+from mpbridge.devices import device_layer
+from mpbridge.engines.contract import Batch
+from mpbridge.engines.optimizers import CpuFusedAdam
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import Run
+
+
+class BaseEngine(ABC):
+    """One rank's model, wrapper and optimizer on megatron-core's schedules; a subclass says how they are built and stepped."""
+
+    name: ClassVar[str]
+
+    def __init__(self, run: Run, *, cuda: bool) -> None:
+        self.run = run
+        self.cuda = cuda
+        self.model: list[Any] = []
+        self.optimizer: Any = None
+        self.configs: Any = None
+        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self._parallel: Any = None
+
+    def _layer(self) -> AbstractContextManager[None]:
+        # entered by every method, so that an engine also works for a caller whose layer knows no optimizer; nested entering costs nothing
+        return device_layer(self.cuda, fused_adam=None if self.cuda else CpuFusedAdam)
+
+    def _stepping(self) -> AbstractContextManager[None]:
+        """What forward, backward and update run under."""
+        return self._layer()
+
+    @classmethod
+    def build(cls, run: Run, *, backend: Any = None) -> Self:
+        """The engine of `run`, inside an active device layer and an initialised process group.
+
+        backend: from a TransformerConfig to a BackendSpecProvider, where other linears are wanted (emulation); None: the device's own.
+        Raises Refused where machine or rules forbid the run, with every reason, and BadValue for `keep_fp32` globs that cannot be isolated.
+        """
+        require_here(run.policy, run.facts)
+        engine = cls(run, cuda=torch.cuda.is_available())
+        try:
+            with engine._layer():
+                engine._build(backend)
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    @abstractmethod
+    def _build(self, backend: Any) -> None:
+        """Sets model, optimizer and configs."""
+
+    def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
+        """Mean loss in nats a token over the micro-batches and the data-parallel group; nothing is updated."""
+        with self._stepping(), torch.no_grad():
+            for chunk in self.model:
+                chunk.eval()
+            return self._schedule(batches, microbatches, forward_only=True)
+
+    def _schedule(self, batches: Iterator[Batch], microbatches: int, *, forward_only: bool) -> float:
+        """One pass of megatron-core's schedule; the mean loss, the same on every rank."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        from mpbridge.engines.parallel import from_last_stage, mean_over_data
+        from mpbridge.engines.steps import forward_step
+
+        several = len(self.model) > 1  # interleaved chunks each read every micro-batch
+        losses = get_forward_backward_func()(
+            forward_step_func=partial(forward_step, self._device, per_token=self.configs.model.calculate_per_token_loss),
+            data_iterator=list(itertools.tee(batches, len(self.model))) if several else batches,
+            model=self.model if several else self.model[0],
+            num_microbatches=microbatches,
+            seq_length=self.run.facts.shape.seq_length,
+            micro_batch_size=self.run.facts.micro_batch_size,
+            decoder_seq_length=self.run.facts.shape.seq_length,
+            forward_only=forward_only,
+        )
+        mean = torch.stack(losses).mean() if losses else torch.zeros((), device=self._device)
+        return float(from_last_stage(mean_over_data(mean)))
+
+    def close(self) -> None:
+        """Frees tensors and megatron-core's process-wide parallel state, so that another engine can be built."""
+        with self._layer():
+            self.model, self.optimizer, self.configs = [], None, None
+            if self._parallel is not None:
+                self._parallel.stop()
+                self._parallel = None
+
+
+class ShardedEngine(BaseEngine):
+    """The fully sharded engines: parameters and states are DTensors, one `ShardOptimizer` updates them."""
+
+    def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Sharded parameters (DTensors) of this rank by their global name: those that the optimizer updates."""
+        return list(self.optimizer.names.items()) if self.optimizer is not None else []
+
+    def state(self, *, loading: bool = False) -> dict[str, Any]:
+        """Sharded state dict: 'model' as the optimizer holds it, 'optimizer' with main weights and moments in FP32 whatever the recipe stores, and the
+        loss scaler."""
+        from mpbridge.engines.shard_state import optimizer_state, parameter_state
+
+        with self._layer():
+            return {"model": parameter_state(self.optimizer), "optimizer": optimizer_state(self.optimizer, loading=loading)}
+
+    def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
+        """Takes back what `state` described; optimizer=False: weights only, main weights rebuilt from them."""
+        from mpbridge.engines.shard_state import load_optimizer, load_parameters
+
+        with self._stepping():
+            load_parameters(self.optimizer, state["model"])
+            if optimizer:
+                load_optimizer(self.optimizer, state["optimizer"])
