@@ -8,7 +8,7 @@ from mpbridge.checks.capability import ASSUMED, can_run
 from mpbridge.checks.machines import machines
 from mpbridge.checks.memory import memory
 from mpbridge.checks.rules import rules
-from mpbridge.checks.run import ModelShape, OptimizerFacts, Parallel, RunFacts
+from mpbridge.checks.run import ModelShape, OptimizerFacts, Parallel, RunFacts, optimizer_name
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import Recipe, describe
@@ -74,7 +74,7 @@ def traits(policy: PrecisionPolicy, entry: Recipe) -> set[str]:
         "fp16": policy.compute is DType.FP16,
         "sixteen": policy.mixed,
         "aware": bool(policy.precision_aware),
-        "own_copy": policy.main_params_owner == "params" and policy.params is not DType.FP32,
+        "own_copy": policy.own_main_copy,
         "fp32_storage": policy.params is DType.FP32 and policy.mixed,
         "fp32_grads": policy.reduce is DType.FP32 and policy.mixed,
     }
@@ -107,12 +107,12 @@ def _bytes(policy: PrecisionPolicy, entry: Recipe, ranks: int, native: list[str]
     known = {row.name: row for row in machines.values()}
     first = next((known[name] for name in ("H100", "B200") if name in native), None)
     # 16-bit parameters that are their own main copy cannot be sharded by megatron-core's distributed optimizer
-    shared = policy.stored or (ranks > 1 and "own_copy" not in traits(policy, entry))
+    shared = policy.stored or (ranks > 1 and not policy.own_main_copy)
     run = RunFacts(
         shape=_SHAPE,
         parallel=Parallel(world_size=ranks),
         engine=engine,
-        optimizer=OptimizerFacts(distributed=shared, name="torch_adamw" if engine == "fsdp2" and not policy.precision_aware else "adam"),
+        optimizer=OptimizerFacts(distributed=shared, name=optimizer_name("adam", policy, engine)),
         ddp={"reuse_grad_buf_for_mxfp8_param_ag": policy.reuse_grad_buffer},
         machine=first,
     )

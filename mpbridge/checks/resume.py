@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mpbridge.checks.run import RunFacts
+from mpbridge.checks.run import RunFacts, optimizer_name
 from mpbridge.errors import CheckpointError, MpbridgeError
 from mpbridge.formats import DType, dtype
 from mpbridge.precision.policy import PrecisionPolicy
@@ -79,10 +79,7 @@ class Fingerprint:
     def with_policy(self, policy: PrecisionPolicy, recipe: str, engine: str | None = None) -> Fingerprint:
         """The same run in another recipe (and on another engine): `policy` settled with this run's optimizer section."""
         settled, engine = policy.settled(self.optimizer_section), engine or self.engine
-        optimizer = self.optimizer
-        if optimizer in ("adam", "torch_adamw"):
-            # FSDP2 has FusedAdam where the recipe asks for it, torch's AdamW otherwise
-            optimizer = "torch_adamw" if engine == "fsdp2" and not settled.precision_aware else "adam"
+        optimizer = optimizer_name("adam" if self.optimizer == "torch_adamw" else self.optimizer, settled, engine)
         random = self.random or _stochastic(settled)
         return dataclasses.replace(self, policy=settled, recipe=recipe, engine=engine, optimizer=optimizer, random=random)
 

@@ -126,7 +126,7 @@ def _states(policy: PrecisionPolicy, run: RunFacts, buffer: Buffer, owned: Itera
     fused = fused_keeps_main(policy, run)
     wide = buffer.params is DType.FP32
     # 16-bit parameters that are their own main copy leave FP32 nowhere (megatron-core's FP32Optimizer over them; DDP only)
-    own = policy.main_params_owner == "params" and not wide and not buffer.distributed
+    own = policy.own_main_copy and not wide and not buffer.distributed
     main = main_dtype(policy, buffer.params) if fused else DType.FP32
     adam = run.optimizer.name != "sgd"
     aware = bool(policy.precision_aware)

@@ -19,8 +19,7 @@ def fsdp2(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[
     """
     ranks = run.parallel.data * run.parallel.context
     aware, main = bool(policy.precision_aware), policy.main_params or DType.FP32
-    # torch's AdamW keeps states in the parameters' dtype; what it cannot keep FusedAdam does (engines/precision_warnings.py, choice)
-    fused = aware or {main, policy.exp_avg or DType.FP32, policy.exp_avg_sq or DType.FP32} != {policy.params}
+    fused = not policy.torch_adam_suffices
     for parameter in chunk:
         rows = parameter.weight.shape[0]
         width = parameter.weight.elements // max(1, rows)

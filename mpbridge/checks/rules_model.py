@@ -10,7 +10,6 @@ from mpbridge.formats import DType, say
 
 _CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
 _ARGUMENTS = "Megatron-LM training/arguments.py validate_args (d98e8a64)"
-_GATED = ("silu", "swiglu")
 
 
 def _padding(case: Case) -> str | None:
@@ -244,7 +243,7 @@ RULES: tuple[Rule, ...] = (
             c.model("activation_func_fp8_input_store")
             and not (
                 c.run.shape.gated
-                and str(getattr(c.model("activation_func"), "__name__", c.model("activation_func", ""))).rpartition(".")[2] in _GATED
+                and str(getattr(c.model("activation_func"), "__name__", c.model("activation_func", ""))).rpartition(".")[2] == "silu"
             )
             and "activation_func_fp8_input_store without SwiGLU"
         ),

@@ -241,7 +241,7 @@ RULES: tuple[Rule, ...] = (
             and (
                 f"optimizer.optimizer=torch_adamw on engine {c.run.engine}"
                 if c.run.engine != "fsdp2"
-                else {c.policy.main_params or DType.FP32, c.policy.exp_avg or DType.FP32, c.policy.exp_avg_sq or DType.FP32} != {c.policy.params}
+                else not c.policy.torch_adam_suffices
                 and f"torch's AdamW under a recipe whose states are not {c.policy.params.short}, as its parameters"
             )
         ),

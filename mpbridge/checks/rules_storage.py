@@ -25,11 +25,6 @@ def _dead_names(case: Case) -> str | None:
     return f"keep_fp32 {', '.join(map(repr, dead))} match no parameter" if dead else None
 
 
-def _own_copy(case: Case) -> bool:
-    """16-bit parameters that are their own main copy ("full BF16")."""
-    return case.policy.main_params_owner == "params" and case.policy.params is not DType.FP32
-
-
 RULES: tuple[Rule, ...] = (
     Rule(
         id="parameter-gather-without-distributed-optimizer",
@@ -145,7 +140,7 @@ RULES: tuple[Rule, ...] = (
         id="fp16-parameters-alone",
         about="fp16",
         found=lambda c: (
-            _own_copy(c)
+            c.policy.own_main_copy
             and c.policy.params is DType.FP16
             and "main_params_dtype=fp16 without a precision-aware optimizer: FP16 parameters as their own main copy"
         ),
@@ -158,7 +153,7 @@ RULES: tuple[Rule, ...] = (
         about="own_copy",
         found=lambda c: (
             c.core
-            and _own_copy(c)
+            and c.policy.own_main_copy
             and c.run.optimizer.distributed
             and f"{c.policy.params.short} parameters as their own main copy, sharded"
         ),
@@ -171,7 +166,7 @@ RULES: tuple[Rule, ...] = (
         about="own_copy",
         found=lambda c: (
             c.run.engine != "fsdp2"
-            and _own_copy(c)
+            and c.policy.own_main_copy
             and c.policy.reduce is DType.FP32
             and f"{c.policy.params.short} parameters as their own main copy with FP32 gradients"
         ),

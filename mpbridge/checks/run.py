@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mpbridge.errors import BadValue
+from mpbridge.precision.policy import PrecisionPolicy
 
 Realization = Literal["native", "emulated"]
 
@@ -105,12 +106,17 @@ class OptimizerFacts:
     """Who updates, and what the optimizer's own section says about its states."""
 
     name: str = "adam"
-    """megatron-core's `optimizer`, or "torch_adamw" for torch's own on FSDP2."""
+    """megatron-core's `optimizer`, or "torch_adamw" for torch's own on FSDP2 (`optimizer_name`)."""
     distributed: bool = False
     cpu_offload: bool = False
     overlap_param_gather_with_step: bool = False
     settings: Mapping[str, Any] = field(default_factory=lambda: types.MappingProxyType({}))
     """The optimizer section's other plain settings, the plan's writes applied."""
+
+
+def optimizer_name(asked: str, policy: PrecisionPolicy, engine: str) -> str:
+    """OptimizerFacts.name of a settled policy: on FSDP2 "adam" is torch's own where that keeps the policy's states, FusedAdam otherwise."""
+    return "torch_adamw" if asked == "adam" and engine == "fsdp2" and policy.torch_adam_suffices else asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

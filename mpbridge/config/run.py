@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.checks.probe import environment, installed
-from mpbridge.checks.run import OptimizerFacts, Parallel, RunFacts, Versions
+from mpbridge.checks.run import OptimizerFacts, Parallel, RunFacts, Versions, optimizer_name
 from mpbridge.config.schema import defaults
 from mpbridge.config.shape import model_shape, padded_vocabulary, parallel_of, shape_faults
 from mpbridge.config.stages import Stage
@@ -253,11 +253,8 @@ GPT_FILLED = ("position_embedding_type", "rotary_base", "rotary_percent", "share
 
 
 def _optimizer_facts(optimizer: Section, policy: PrecisionPolicy, engine: str) -> OptimizerFacts:
-    # FSDP2 has torch's AdamW where its states, in the parameters' dtype, are what the recipe promises, and FusedAdam otherwise
-    plain = not policy.precision_aware and {policy.main_params, policy.exp_avg, policy.exp_avg_sq} == {policy.params}
-    torchs = engine == "fsdp2" and optimizer["optimizer"] == "adam" and plain
     return OptimizerFacts(
-        name="torch_adamw" if torchs else optimizer["optimizer"],
+        name=optimizer_name(optimizer["optimizer"], policy, engine),
         distributed=optimizer["use_distributed_optimizer"],
         cpu_offload=optimizer["optimizer_cpu_offload"],
         overlap_param_gather_with_step=optimizer["overlap_param_gather_with_optimizer_step"],

@@ -13,14 +13,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from mpbridge.config.sections import GPT, LEAST, OWN
+from mpbridge.config.limits import LIMITS, WORDS
+from mpbridge.config.sections import GPT, OWN
 from mpbridge.errors import BadValue, UnknownName
 from mpbridge.formats import DType, dtype
 
 UPSTREAM = {"optimizer": "OptimizerConfig", "ddp": "DistributedDataParallelConfig"}
 SECTIONS = ("model", "optimizer", "scheduler", "ddp", "parallel", "train", "data", "checkpoint", "logger")
-ACTIVATIONS = ("gelu", "silu", "relu", "squared_relu", "quick_gelu")
-"""Names for `activation_func`: torch.nn.functional's first three, then those of megatron.core.activations."""
+ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
+    {
+        "gelu": "torch.nn.functional:gelu",
+        "silu": "torch.nn.functional:silu",
+        "relu": "torch.nn.functional:relu",
+        "squared_relu": "megatron.core.activations:squared_relu",
+        "quick_gelu": "megatron.core.activations:quick_gelu",
+    }
+)
+"""Names for `activation_func` -> where the function is; SwiGLU is silu with gated_linear_unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +46,11 @@ class Setting:
             "choice": "one of " + ", ".join(self.choices),
             "dtype": "a dtype",
             "bool": "true or false",
-            "float": "a number",
+            "float": "a finite number",
             "int": "a whole number",
             "str": "text",
             "object": "an object given in Python",
+            "list[choice]": "a list of them",
             "activation": f"one of {', '.join(ACTIVATIONS)} or a function given in Python",
         }
         return " or ".join(words.get(name, name.replace("list[", "a list of ").rstrip("]")) for name in self.types)
@@ -59,9 +69,16 @@ def upstream_class(name: str) -> Mapping[str, Setting]:
     records = upstream()[name]
     if name == "MLATransformerConfig":
         records = upstream()["TransformerConfig"] | records
-    return types.MappingProxyType(
-        {field: Setting(types=tuple(r["types"]), default=r["default"], choices=tuple(r.get("choices", ()))) for field, r in records.items()}
-    )
+    section = next((section for section, cls in UPSTREAM.items() if cls == name), "model")
+    return types.MappingProxyType({field: _setting(f"{section}.{field}", record) for field, record in records.items()})
+
+
+def _setting(where: str, record: Mapping[str, Any]) -> Setting:
+    """One of the generated file's records; free text that has a list of words becomes a choice among them."""
+    kinds, words = tuple(record["types"]), WORDS.get(where)
+    if words is not None:
+        kinds = tuple({"str": "choice", "list[str]": "list[choice]"}.get(kind, kind) for kind in kinds)
+    return Setting(types=kinds, default=record["default"], choices=words or tuple(record.get("choices", ())))
 
 
 @functools.cache
@@ -106,9 +123,9 @@ def checked(section: str, values: Mapping[str, Any], faults: list[str]) -> dict[
         except BadValue as error:
             faults.append(f"{where}={error}")
             continue
-        least = LEAST.get(where)
-        if least is not None and isinstance(plain, (int, float)) and plain < least:
-            faults.append(f"{where}={value}: at least {least}")
+        limit = LIMITS.get(where)
+        if limit is not None and isinstance(plain, (int, float)) and not limit.holds(plain):
+            faults.append(f"{where}={value}: expected a number {limit}")
             continue
         out[name] = plain
     return out

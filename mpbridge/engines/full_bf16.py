@@ -13,14 +13,9 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
 
 
-def is_full(policy: PrecisionPolicy) -> bool:
-    """Whether 16-bit parameters are what the optimizer updates: no main weights."""
-    return policy.params is not DType.FP32 and policy.main_params_owner == "params"
-
-
 def prepare(optimizer: Any, policy: PrecisionPolicy) -> None:
     """Makes FusedAdam keep its moments in the policy's dtypes: megatron-core passes these on only together with its precision-aware optimizer."""
-    if not is_full(policy):
+    if not policy.own_main_copy:
         return
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         dtypes = getattr(getattr(part, "optimizer", None), "name_to_dtype_map", None)

@@ -1,30 +1,18 @@
-"""Which optimizer keeps its states where: the choice for a policy, the defaults it implies, and the warnings it deserves."""
+"""What an optimizer's states deserve: warnings, and arguments that keep nothing twice."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mpbridge.formats import DType
-from mpbridge.precision.policy import PrecisionPolicy
-
 log = logging.getLogger("mpbridge")
 
-Choice = Literal["torch", "fused"]
-"""torch's own Adam or AdamW, whose moments have the parameters' dtype; or FusedAdam, whose states have dtypes of their own."""
-
 _warned: set[str] = set()
-
-
-def choice(policy: PrecisionPolicy) -> Choice:
-    """Which Adam keeps a settled policy's promises where parameters are sharded as they are stored (FSDP2)."""
-    same = {policy.exp_avg or DType.FP32, policy.exp_avg_sq or DType.FP32, policy.main_params or DType.FP32} == {policy.params}
-    return "torch" if same and not policy.precision_aware else "fused"
 
 
 def _torch_adam(optimizer: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.engines.optimizers import CpuFusedAdam
-from mpbridge.engines.precision_warnings import choice, foreach_arguments, warn_bf16_adam, without_duplicate
+from mpbridge.engines.precision_warnings import foreach_arguments, warn_bf16_adam, without_duplicate
 from mpbridge.errors import Refused
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
@@ -50,7 +50,7 @@ def _inner(groups: list[dict[str, Any]], policy: PrecisionPolicy, config: Any, *
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum)
     adam = {"lr": config.lr, "weight_decay": config.weight_decay, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
-    if choice(policy) == "torch":
+    if policy.torch_adam_suffices:
         kind: Any = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
         torchs: torch.optim.Optimizer = kind(groups, **adam, **foreach_arguments(kind, tensor_parallel=1))
         return torchs

@@ -15,6 +15,7 @@ from mpbridge.checks.capability import refuse_unless_native
 from mpbridge.checks.machines import Machine
 from mpbridge.checks.probe import installed, this_machine
 from mpbridge.checks.run import Versions
+from mpbridge.config.schema import ACTIVATIONS
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError, Refused, StalePlan, UnknownName, UpstreamRefused
 from mpbridge.formats import DType, dtype
 from mpbridge.precision.policy import PrecisionPolicy
@@ -24,18 +25,6 @@ from mpbridge.sync.plan import Plan, Realization, Receipt
 from mpbridge.sync.targets import is_inputs, same
 
 log = logging.getLogger("mpbridge")
-
-ACTIVATIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "gelu": "torch.nn.functional:gelu",
-        "relu": "torch.nn.functional:relu",
-        "silu": "torch.nn.functional:silu",
-        "swiglu": "torch.nn.functional:silu",
-        "squared_relu": "megatron.core.activations:squared_relu",
-        "quick_gelu": "megatron.core.activations:quick_gelu",
-    }
-)
-"""Spellings of model.activation_func -> where the function is; "swiglu" names SiLU and expects gated_linear_unit beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

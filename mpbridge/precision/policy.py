@@ -192,6 +192,17 @@ class PrecisionPolicy:
         core_keeps = self.fp8 is not None and self.fp8.scaling != "delayed" and (self.main_params or DType.FP32) is DType.FP32
         return "optimizer" if self.precision_aware and not core_keeps else "engine"
 
+    @property
+    def own_main_copy(self) -> bool:
+        """True when 16-bit parameters are what the optimizer updates ("full BF16"): no FP32 weights anywhere."""
+        return self.main_params_owner == "params" and self.params is not DType.FP32
+
+    @property
+    def torch_adam_suffices(self) -> bool:
+        """True when torch's Adam keeps what is promised of the states: it holds them in the parameters' dtype, and no main weights beside them."""
+        states = {self.main_params or DType.FP32, self.exp_avg or DType.FP32, self.exp_avg_sq or DType.FP32}
+        return not self.precision_aware and states == {self.params}
+
     def at(self, module: str, layer: int, layers: int) -> Quant | None:
         """The rule of `module` ('self_attention.linear_qkv') in 0-based `layer` of `layers`; None: high precision."""
         return next((region.quant for region in self.regions if region.covers(module, layer, layers)), None)

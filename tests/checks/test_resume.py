@@ -14,6 +14,7 @@ import pytest
 from mpbridge.checks.resume import FILE, Fingerprint, fingerprint, read_fingerprint, verdict
 from mpbridge.checks.run import ModelShape, OptimizerFacts, Parallel, RunFacts, Versions
 from mpbridge.cli import resume_check
+from mpbridge.config.container import ConfigContainer
 from mpbridge.errors import CheckpointError
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
@@ -54,6 +55,15 @@ def test_a_fingerprint_survives_json_and_is_the_same_as_itself(name):
     again = Fingerprint.from_data(json.loads(json.dumps(one.as_data())))
     assert again == one
     assert verdict(one, again).kind == "same"
+
+
+@pytest.mark.parametrize("name", list(recipes))
+@pytest.mark.parametrize("engine", ["mcore", "fsdp2"])
+def test_another_recipe_has_the_optimizer_that_a_run_of_its_own_would_have(name, engine):
+    sizes = {"num_layers": 16, "hidden_size": 64, "num_attention_heads": 4, "max_sequence_length": 32}
+    run = ConfigContainer(mixed_precision=name, engine=engine, model=sizes).resolved(training=False)
+    other = made("fp32").with_policy(resolve(get_mixed_precision_config(name)), name, engine)
+    assert other.optimizer == run.facts.optimizer.name
 
 
 @pytest.mark.parametrize(

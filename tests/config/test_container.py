@@ -259,9 +259,9 @@ SECTION_VALUES = st.fixed_dictionaries(
     {},
     optional={
         "optimizer": st.fixed_dictionaries(
-            {}, optional={"lr": st.floats(0, 1), "clip_grad": st.floats(-1e6, 1e6), "exp_avg_dtype": st.sampled_from(["bf16", "torch.float32"])}
+            {}, optional={"lr": st.floats(0, 1), "clip_grad": st.floats(0, 1e6), "exp_avg_dtype": st.sampled_from(["bf16", "torch.float32"])}
         ),
-        "ddp": st.fixed_dictionaries({}, optional={"bucket_size": st.none() | st.integers(), "overlap_grad_reduce": st.booleans()}),
+        "ddp": st.fixed_dictionaries({}, optional={"bucket_size": st.none() | st.integers(1), "overlap_grad_reduce": st.booleans()}),
         "data": st.fixed_dictionaries({}, optional={"corpus": st.text() | st.lists(st.text()), "json_key": st.text()}),
         "logger": st.fixed_dictionaries({}, optional={"log_dir": st.none() | st.text()}),
         "mixed_precision": st.sampled_from(["bf16_mixed", "16", "fp8_cs", {"recipe": "fp32", "loss_scale": 2.0}, {"bf16": True}]),

@@ -76,6 +76,19 @@ def test_who_owns_the_main_weights(name: str, changes: dict[str, object], owner:
     assert dataclasses.replace(POLICIES[name], **changes).main_params_owner == owner
 
 
+def test_full_bf16_is_its_own_main_copy_and_wide_storage_is_not() -> None:
+    assert {name for name, policy in POLICIES.items() if policy.own_main_copy} == {"full_bf16"}
+
+
+def test_torch_adam_suffices_where_no_state_is_wider_or_narrower_than_the_parameters() -> None:
+    assert {name for name, policy in POLICIES.items() if policy.torch_adam_suffices} == {"fp32", "fp32_params_bf16_compute", "full_bf16"}
+    full = POLICIES["full_bf16"]
+    assert not any(
+        dataclasses.replace(full, **change).torch_adam_suffices
+        for change in ({"precision_aware": True}, {"exp_avg": DType.FP32}, {"exp_avg_sq": DType.FP32}, {"main_params": DType.FP32})
+    )
+
+
 def test_roles() -> None:
     policy = POLICIES["fp16_mixed"]
     assert [policy.role(role) for role in ("params", "grads", "main_grads", "main_params", "exp_avg", "exp_avg_sq", "compute", "pipeline", "output")] == [

@@ -1,0 +1,97 @@
+"""Ranges and words of settings whose type alone lets nonsense through: outside of them nothing downstream has a meaning, or it says so too late."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpbridge.config.sections import Parallelism
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """What a number may be; None: no bound on that side."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` lies within."""
+        low = (self.least is None or value >= self.least) and (self.above is None or value > self.above)
+        return low and (self.most is None or value <= self.most) and (self.below is None or value < self.below)
+
+    def __str__(self) -> str:
+        words = (("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below))
+        return " and ".join(f"{word} {bound:g}" for word, bound in words if bound is not None)
+
+
+POSITIVE, COUNT, SIZE = Range(above=0), Range(least=0), Range(least=1)
+SHARE, FRACTION = Range(least=0, most=1), Range(least=0, below=1)
+RATE = Range(least=0, below=1000)
+"""A learning rate: far above what any optimizer here takes for a step and not for an explosion."""
+
+LIMITS: dict[str, Range] = {
+    **dict.fromkeys((f"{section}.{name}" for section in ("parallel", "model") for name in Parallelism.__dataclass_fields__ if name.endswith("_size")), SIZE),
+    "model.num_layers": SIZE,
+    "model.hidden_size": SIZE,
+    "model.num_attention_heads": SIZE,
+    "model.num_query_groups": SIZE,
+    "model.ffn_hidden_size": SIZE,
+    "model.kv_channels": SIZE,
+    "model.num_moe_experts": SIZE,
+    "model.moe_ffn_hidden_size": SIZE,
+    "model.moe_router_topk": SIZE,
+    "model.moe_shared_expert_intermediate_size": SIZE,
+    "model.vocab_size": SIZE,
+    "model.max_sequence_length": SIZE,
+    "model.layernorm_epsilon": POSITIVE,
+    "model.hidden_dropout": FRACTION,
+    "model.attention_dropout": FRACTION,
+    "model.init_method_std": COUNT,
+    "model.rotary_base": POSITIVE,
+    "model.rotary_percent": Range(above=0, most=1),
+    "train.micro_batch_size": SIZE,
+    "train.global_batch_size": SIZE,
+    "train.train_iters": COUNT,
+    "train.eval_interval": SIZE,
+    "train.eval_iters": COUNT,
+    "train.seed": COUNT,
+    "train.log_interval": SIZE,
+    "train.threads": SIZE,
+    "train.exit_interval": SIZE,
+    "train.timeout_minutes": COUNT,
+    "data.seq_length": SIZE,
+    "scheduler.lr_decay_iters": SIZE,
+    "scheduler.lr_warmup_iters": COUNT,
+    "scheduler.lr_warmup_fraction": SHARE,
+    "scheduler.lr_warmup_init": RATE,
+    "scheduler.start_weight_decay": COUNT,
+    "scheduler.end_weight_decay": COUNT,
+    "checkpoint.save_interval": SIZE,
+    "checkpoint.keep_last": SIZE,
+    "checkpoint.keep_every": SIZE,
+    "optimizer.lr": RATE,
+    "optimizer.min_lr": RATE,
+    "optimizer.decoupled_lr": RATE,
+    "optimizer.decoupled_min_lr": RATE,
+    "optimizer.adam_beta1": FRACTION,
+    "optimizer.adam_beta2": FRACTION,
+    "optimizer.adam_eps": POSITIVE,  # a gradient of zero is divided by it
+    "optimizer.weight_decay": COUNT,
+    "optimizer.clip_grad": COUNT,
+    "optimizer.sgd_momentum": FRACTION,
+    "optimizer.optimizer_offload_fraction": SHARE,
+    "ddp.num_distributed_optimizer_instances": SIZE,
+    "ddp.bucket_size": SIZE,
+}
+
+SHARDING = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+WORDS: dict[str, tuple[str, ...]] = {
+    "optimizer.optimizer": ("adam", "sgd", "muon", "torch_adamw"),
+    "ddp.data_parallel_sharding_strategy": SHARDING,
+    "ddp.outer_dp_sharding_strategy": ("no_shard", "optim"),
+    "model.moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
+    "model.rope_type": ("yarn", "rope"),
+}
+"""megatron-core declares these as any text and asks for these words later, in a constructor or not at all."""
