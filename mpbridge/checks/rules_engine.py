@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpbridge.checks.rules import Case, Rule
-from mpbridge.checks.rules_quant import CORE_016
+from mpbridge.checks.rules_quant import ARGUMENTS, CORE_016
 from mpbridge.formats import DType, say
 
 _SHARDED = ("fsdp2", "megatron_fsdp")
@@ -14,6 +14,7 @@ _CUDA_MODEL = (
     "memory_efficient_layer_norm",
     "layernorm_zero_centered_gamma",
     "apply_rope_fusion",
+    "fused_single_qkv_rope",
     "moe_grouped_gemm",
     "moe_permute_fusion",
     "moe_router_fusion",
@@ -23,6 +24,17 @@ _CUDA_MODEL = (
     "external_cuda_graph",
 )
 """Model settings that need a CUDA kernel, stream or communicator; megatron-core's defaults leave them off."""
+
+
+_MEGATRON_FSDP = {
+    "data_parallel_sharding_strategy": "no_shard",
+    "outer_dp_sharding_strategy": "no_shard",
+    "preserve_fp32_weights": True,
+    "keep_fp8_transpose_cache": False,
+    "fsdp_double_buffer": False,
+    "fsdp_manual_registration": False,
+}
+"""Settings of the ddp section that no other wrapper reads -> their defaults."""
 
 
 def _only_data(case: Case) -> str | None:
@@ -46,6 +58,13 @@ def _cuda_only(case: Case) -> str | None:
     found += ["ddp.nccl_ub=true"] if case.ddp("nccl_ub") else []
     found += [f"parallel.context_parallel_size={case.run.parallel.context}"] if case.run.parallel.context > 1 else []
     return ", ".join(found) or None
+
+
+def _fsdp_settings(case: Case) -> str | None:
+    found = ["ddp.use_custom_fsdp=true"] if case.ddp("use_custom_fsdp") else []
+    if case.run.engine != "megatron_fsdp":
+        found += [f"ddp.{name}={say(case.ddp(name))}" for name, off in _MEGATRON_FSDP.items() if case.ddp(name, off) != off]
+    return f"{', '.join(found)} on engine {case.run.engine}" if found else None
 
 
 def _main_grads(case: Case) -> str | None:
@@ -97,7 +116,7 @@ RULES: tuple[Rule, ...] = (
         found=lambda c: c.run.engine in _SHARDED and c.stored and f"fp8_param_gather=true on {c.run.engine}",
         expected="false: these wrappers shard 16- and 32-bit parameters here",
         cure="mixed_precision.fp8_param_gather=false, or engine=mcore",
-        source="mpbridge/engines/fsdp2.py, megatron_fsdp.py; Megatron-LM training/arguments.py validate_args (d98e8a64) for FSDP2",
+        source=f"mpbridge/engines/fsdp2.py, megatron_fsdp.py; {ARGUMENTS} for FSDP2",
     ),
     Rule(
         id="megatron-fsdp-unsharded",
@@ -140,6 +159,26 @@ RULES: tuple[Rule, ...] = (
         expected="gradients in the dtype of the weights that the optimizer updates",
         cure="mixed_precision.main_grads_dtype=null",
         source="mpbridge/engines/megatron_fsdp.py; megatron-core 0.16.1 megatron_fsdp",
+    ),
+    Rule(
+        id="megatron-fsdp-settings-elsewhere",
+        found=_fsdp_settings,
+        expected="engine=megatron_fsdp, which alone reads them (use_custom_fsdp: nothing reads it)",
+        cure="drop them, or engine=megatron_fsdp",
+        source="megatron-core 0.16.1 distributed_data_parallel_config.py",
+        severity="warning",
+    ),
+    Rule(
+        id="biased-experts-on-local-layers",
+        found=lambda c: (
+            c.run.shape.experts
+            and c.run.shape.linear_bias
+            and (_on_cpu(c) or not c.native or c.model("transformer_impl") == "local")
+            and "experts with add_bias_linear=true on megatron-core's local layers"
+        ),
+        expected="experts without biases there: theirs are added in place to a view that autograd forbids to change",
+        cure="model.add_bias_linear=false",
+        source="megatron-core 0.16.1 transformer/mlp.py MLP.forward",
     ),
     Rule(
         id="emulation-without-fused-accumulation",

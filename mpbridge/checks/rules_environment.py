@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpbridge.checks.rules import Case, Rule
+from mpbridge.checks.rules_quant import ARGUMENTS
 
 _RECIPES = "Transformer Engine 2.11 common/recipe/__init__.py (read once, at import)"
 
@@ -126,7 +127,7 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="more than one: gathers and GEMMs would queue behind each other",
         cure="unset CUDA_DEVICE_MAX_CONNECTIONS",
-        source="Megatron-LM training/arguments.py validate_args (d98e8a64)",
+        source=ARGUMENTS,
     ),
     Rule(
         id="user-buffers-with-expandable-segments",

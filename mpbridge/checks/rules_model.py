@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from mpbridge.checks.rules import Case, Rule
-from mpbridge.checks.rules_quant import CORE_016
+from mpbridge.checks.rules_quant import ARGUMENTS, CORE_016
 from mpbridge.checks.versions import Window
 from mpbridge.errors import BadValue
 from mpbridge.formats import DType, say
 
 _CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
-_ARGUMENTS = "Megatron-LM training/arguments.py validate_args (d98e8a64)"
+
+
+_OTHER_MODELS = (
+    "heterogeneous_block_specs", "hybrid_context_parallel", "experimental_attention_variant", "is_hybrid_model", "use_kitchen", "use_kitchen_attention",
+)  # fmt: skip
 
 
 def _padding(case: Case) -> str | None:
@@ -98,6 +102,13 @@ RULES: tuple[Rule, ...] = (
         source="megatron-core 0.16.1 transformer_block.py get_num_layers_to_build",
     ),
     Rule(
+        id="other-models-are-not-built",
+        found=lambda c: ", ".join(f"model.{name}={say(c.model(name))}" for name in _OTHER_MODELS if c.model(name)),
+        expected="none of them: mpbridge builds one kind of GPT layer, and would leave them out in silence",
+        cure="drop them",
+        source="mpbridge/engines/model.py; megatron-core 0.16.1 gpt_layer_specs.py takes them as arguments",
+    ),
+    Rule(
         id="router-dtype-is-ignored",
         found=_router,
         expected="'fp32', 'fp64' or null: megatron-core compares with these strings, anything else leaves the router in 16 bits",
@@ -159,7 +170,7 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="no host-side check inside a captured iteration",
         cure="ddp.check_for_nan_in_grad=false",
-        source=_ARGUMENTS,
+        source=ARGUMENTS,
     ),
     Rule(
         id="experts-in-fp8-need-newer-engine",
@@ -174,6 +185,18 @@ RULES: tuple[Rule, ...] = (
         cure="upgrade Transformer Engine",
         source=_CONFIG,
         emulated="silent",
+    ),
+    Rule(
+        id="experts-under-tensor-parallelism-need-sequence-parallelism",
+        found=lambda c: (
+            c.run.shape.experts
+            and c.run.parallel.tensor > 1
+            and not c.run.parallel.sequence
+            and f"{c.run.shape.experts} experts with tensor_model_parallel_size={c.run.parallel.tensor} and sequence_parallel=false"
+        ),
+        expected="sequence parallelism beside it: megatron-core raises in the first forward pass",
+        cure="parallel.sequence_parallel=true",
+        source="megatron-core 0.16.1 transformer/moe/moe_layer.py MoELayer.forward",
     ),
     Rule(
         id="expert-overlap-needs-16-bits",
@@ -200,7 +223,7 @@ RULES: tuple[Rule, ...] = (
         found=lambda c: _residual(c) and not c.policy.mixed and "fp32_residual_connection in an FP32 run",
         expected="bf16 or fp16 compute",
         cure="mixed_precision.fp32_residual_connection=false",
-        source=_ARGUMENTS,
+        source=ARGUMENTS,
     ),
     Rule(
         id="fp16-cross-entropy",
@@ -212,7 +235,7 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="an FP16 recipe",
         cure="model.fp16_lm_cross_entropy=false",
-        source=_ARGUMENTS,
+        source=ARGUMENTS,
     ),
     Rule(
         id="fused-cross-entropy-by-engine",
@@ -223,7 +246,7 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="'native': the other has known stability issues",
         cure="model.cross_entropy_fusion_impl=native",
-        source=_ARGUMENTS,
+        source=ARGUMENTS,
     ),
     Rule(
         id="softmax-under-layer-scaling",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpbridge.checks.rules import Case, Rule
-from mpbridge.checks.rules_quant import CORE_016
+from mpbridge.checks.rules_quant import ARGUMENTS, CORE_016
 from mpbridge.checks.versions import Window
 from mpbridge.formats import DType, say
 
@@ -56,6 +56,16 @@ def _aware_fp8(case: Case) -> str | None:
 def _pointless(case: Case) -> bool:
     fp8 = case.policy.fp8
     return case.core and case.aware and fp8 is not None and fp8.scaling != "delayed" and not _low_moments(case)
+
+
+def _unmet_by_overlapped_step(case: Case) -> list[str]:
+    met = {
+        "engine mcore": case.core,
+        "the distributed optimizer": case.run.optimizer.distributed,
+        "overlap_param_gather": case.ddp("overlap_param_gather", False),
+        "virtual pipeline stages": (case.run.parallel.virtual_pipeline or 1) > 1,
+    }
+    return [name for name, holds in met.items() if not holds]
 
 
 RULES: tuple[Rule, ...] = (
@@ -200,7 +210,7 @@ RULES: tuple[Rule, ...] = (
         found=lambda c: c.run.optimizer.cpu_offload and not c.aware and "optimizer_cpu_offload without use_precision_aware_optimizer",
         expected="both",
         cure="mixed_precision.use_precision_aware_optimizer=true",
-        source="Megatron-LM training/arguments.py validate_args (d98e8a64)",
+        source=ARGUMENTS,
     ),
     Rule(
         id="offload-with-stored-weights",
@@ -212,7 +222,7 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="delayed scaling, or 16-bit weights at rest",
         cure="mixed_precision.fp8_param_gather=false",
-        source="Megatron-LM training/arguments.py validate_args (d98e8a64); Megatron-LM#2788",
+        source=f"{ARGUMENTS}; Megatron-LM#2788",
     ),
     Rule(
         id="distributed-optimizer-is-adam-only",
@@ -232,6 +242,24 @@ RULES: tuple[Rule, ...] = (
         expected="a distributed optimizer: plain DDP gathers nothing",
         cure="ddp.use_distributed_optimizer=true, or ddp.overlap_param_gather=false",
         source="megatron-core 0.16.1 param_and_grad_buffer.py start_param_sync (a bare assertion)",
+    ),
+    Rule(
+        id="overlapped-step-needs-interleaving",
+        found=lambda c: (
+            c.run.optimizer.overlap_param_gather_with_step
+            and (lacks := _unmet_by_overlapped_step(c))
+            and f"overlap_param_gather_with_optimizer_step without {', '.join(lacks)}"
+        ),
+        expected="all of them: the first model chunk's gather starts while the others are updated",
+        cure="optimizer.overlap_param_gather_with_optimizer_step=false",
+        source="megatron-core 0.16.1 optimizer.py ChainedOptimizer.step_with_ready_grads (attributes that plain optimizers lack); " + ARGUMENTS,
+    ),
+    Rule(
+        id="muon-is-not-built",
+        found=lambda c: c.run.optimizer.name == "muon" and "optimizer.optimizer=muon",
+        expected="adam or sgd: 0.16 makes Muon apart from its other optimizers, and no engine here asks for it",
+        cure="optimizer.optimizer=adam",
+        source="megatron-core 0.16.1 optimizer/muon.py; mpbridge/engines/mcore.py, shard_optimizer.py",
     ),
     Rule(
         id="torch-adamw-cannot-keep-states",
@@ -259,7 +287,7 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="adam or sgd",
         cure="optimizer.optimizer=adam",
-        source="Megatron-LM training/arguments.py validate_args (d98e8a64)",
+        source=ARGUMENTS,
     ),
     Rule(
         id="megatron-fsdp-main-weights",

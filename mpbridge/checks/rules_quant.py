@@ -8,6 +8,7 @@ from mpbridge.checks.versions import Window, at_least
 from mpbridge.formats import DType
 
 CORE_016 = Window(package="megatron_core", until="0.17")
+ARGUMENTS = "Megatron-LM training/arguments.py validate_args (d98e8a64)"
 _CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpbridge.checks.rules import Case, Rule
-from mpbridge.checks.rules_quant import CORE_016
+from mpbridge.checks.rules_quant import ARGUMENTS, CORE_016
 from mpbridge.formats import DType
 
 
@@ -32,7 +32,7 @@ RULES: tuple[Rule, ...] = (
         found=lambda c: c.core and c.stored and not c.run.optimizer.distributed and "fp8_param_gather=true with plain DDP",
         expected="a distributed optimizer, which keeps the high-precision copy",
         cure="ddp.use_distributed_optimizer=true, or mixed_precision.fp8_param_gather=false",
-        source="Megatron-LM training/arguments.py validate_args (d98e8a64); megatron-core 0.16.1 accepts it in silence",
+        source=f"{ARGUMENTS}; megatron-core 0.16.1 accepts it in silence",
         emulated="warning",
     ),
     Rule(
@@ -113,7 +113,7 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="false: its buffers are its own",
         cure="mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false",
-        source="Megatron-LM training/arguments.py validate_args (d98e8a64)",
+        source=ARGUMENTS,
         emulated="warning",
     ),
     Rule(
@@ -184,7 +184,7 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="16-bit gradients: FP32 ones accumulate in FP32 anyway",
         cure="ddp.reduce_scatter_with_fp32_accumulation=false, or mixed_precision.grad_reduce_in_fp32=false",
-        source="Megatron-LM training/arguments.py validate_args (d98e8a64)",
+        source=ARGUMENTS,
         severity="warning",
     ),
     Rule(
@@ -211,6 +211,6 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="no fatal check: the scale finds its height by overflowing",
         cure="ddp.check_for_nan_in_grad=false ddp.check_for_large_grads=false (the recipe's plan does it)",
-        source="megatron-core 0.16.1 param_and_grad_buffer.py check_grads; Megatron-LM training/arguments.py validate_args (d98e8a64)",
+        source=f"megatron-core 0.16.1 param_and_grad_buffer.py check_grads; {ARGUMENTS}",
     ),
 )

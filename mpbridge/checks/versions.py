@@ -10,7 +10,7 @@ from mpbridge.errors import BadValue
 
 def release(text: str) -> tuple[int, ...]:
     """The numbers of a version: '2.13.0+cpu' -> (2, 13, 0), '12.10' -> (12, 10). Raises BadValue."""
-    found = re.fullmatch(r"v?(\d+(?:\.\d+)*)(?:[.\-_]?(?:dev|rc|a|b|alpha|beta|post)\.?\d*)*(?:\+[\w.\-]+)?", text.strip())
+    found = re.fullmatch(r"v?(\d+(?:\.\d+)*)(?:[.\-_]?(?:dev|rc|a|b|alpha|beta|post)\.?\d+)*(?:\+[\w.\-]+)?", text.strip())
     if found is None:
         raise BadValue(f"{text!r} is no version (expected numbers with dots, such as 2.11.0)")
     return tuple(int(part) for part in found.group(1).split("."))

@@ -106,7 +106,7 @@ def _print(made: Run, where: Target, violations: Sequence[Violation], findings: 
         print_table(
             ("size", "module", "layers", "dimension", "value", "multiple of", "to pad", "what to do"),
             rows,
-            title="sizes of quantized GEMMs",
+            title="sizes",
         )
         print()
     errors = sum(v.severity == "error" for v in violations)

@@ -190,12 +190,11 @@ def _choice(setting: Setting, value: Any) -> tuple[bool, Any]:
 
 def _activation(value: Any) -> tuple[bool, Any]:
     name = getattr(value, "__name__", None) if callable(value) else value
-    if name in ACTIVATIONS and (not callable(value) or str(getattr(value, "__module__", "")).startswith(("torch", "megatron"))):
-        return True, name
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        return callable(value), value
     # torch.nn.functional.gelu is a builtin without a module of its own
-    if callable(value) and name in ACTIVATIONS and type(value).__name__ == "builtin_function_or_method":
-        return True, name
-    return callable(value), value
+    librarys = str(getattr(value, "__module__", "")).startswith(("torch", "megatron")) or type(value).__name__ == "builtin_function_or_method"
+    return True, name if not callable(value) or librarys else value
 
 
 def _unknown(section: str, name: str, known: Mapping[str, Setting]) -> str:

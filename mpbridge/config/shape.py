@@ -27,7 +27,7 @@ def shape_faults(model: Mapping[str, Any]) -> list[str]:
     faults = [f"model.{name} is missing" for name in _REQUIRED if not model.get(name)]
     if faults:
         return faults
-    hidden, heads, groups, layers = model["hidden_size"], model["num_attention_heads"], model["num_query_groups"], model["num_layers"]
+    hidden, heads, groups = model["hidden_size"], model["num_attention_heads"], model["num_query_groups"]
     if model["kv_channels"] is None and hidden % heads:
         faults.append(f"model.hidden_size={hidden} cannot be divided into {heads} attention heads: change one of them or give model.kv_channels")
     if groups is not None and heads % groups:
@@ -35,12 +35,25 @@ def shape_faults(model: Mapping[str, Any]) -> list[str]:
     width = model["kv_channels"] or hidden // heads
     if model["position_embedding_type"] == "rope" and not model["multi_latent_attention"] and width % 2 and model["rotary_percent"] == 1:
         faults.append(f"model.position_embedding_type=rope turns pairs of channels, and a head has {width}: change model.kv_channels or the number of heads")
-    if model["num_moe_experts"] and model["moe_router_topk"] > model["num_moe_experts"]:
+    if model["window_size"] is not None and len(model["window_size"]) != 2:
+        faults.append(f"model.window_size={model['window_size']}: expected two numbers, the tokens seen to the left and to the right")
+    faults += _expert_faults(model)
+    return faults
+
+
+def _expert_faults(model: Mapping[str, Any]) -> list[str]:
+    if not model["num_moe_experts"]:
+        return []
+    layers, pattern, faults = model["num_layers"], model["moe_layer_freq"], []
+    if model["moe_router_topk"] > model["num_moe_experts"]:
         faults.append(f"model.moe_router_topk={model['moe_router_topk']} experts a token, but model.num_moe_experts={model['num_moe_experts']}")
-    pattern = model["moe_layer_freq"]
-    if model["num_moe_experts"] and isinstance(pattern, list) and len(pattern) != layers:
+    if isinstance(model["moe_aux_loss_coeff"], list) and not isinstance(model["moe_router_load_balancing_type"], list):
+        faults.append("model.moe_aux_loss_coeff is a list and model.moe_router_load_balancing_type is not: give one number, or one for each of a list of types")
+    if model["moe_apply_probs_on_input"] and model["moe_router_topk"] != 1:
+        faults.append(f"model.moe_apply_probs_on_input needs model.moe_router_topk=1, found {model['moe_router_topk']}")
+    if isinstance(pattern, list) and len(pattern) != layers:
         faults.append(f"model.moe_layer_freq has {len(pattern)} entries for {layers} layers: give one for each, or one number")
-    if model["num_moe_experts"] and isinstance(pattern, int) and pattern < 1:
+    if isinstance(pattern, int) and pattern < 1:
         faults.append(f"model.moe_layer_freq={pattern}: at least 1 (every layer a mixture of experts)")
     return faults
 

@@ -157,6 +157,9 @@ def _quant_faults(v: Mapping[str, Any]) -> list[str]:
             faults.append(f"{low}_recipe='custom' needs {low}_quantizer_factory (an import path)")
         if factory and not (v[low] and custom):
             faults.append(f"{low}_quantizer_factory needs {low} on and {low}_recipe='custom'")
+    attention = [name for name in ("fp8_dot_product_attention", "fp8_multi_head_attention") if v[name]]
+    if attention and not v["fp8"]:
+        faults.append(f"{' and '.join(attention)} without fp8: attention would stay in 16 bits, so set fp8 to a format or leave attention out")
     if v["fp8_multi_head_attention"] and not v["fp8_dot_product_attention"]:
         faults.append("fp8_multi_head_attention needs fp8_dot_product_attention=true")
     if v["fp8_amax_history_len"] < 1:

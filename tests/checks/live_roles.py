@@ -40,7 +40,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sharded": {"ddp": SHARDED},
     "buckets": {"ddp": OVERLAP | {"bucket_size": 9000}},
     "bus": {"ddp": SHARDED | {"pad_buckets_for_high_nccl_busbw": True}},
-    "tp": {"parallel": {"tensor_model_parallel_size": 2}, "ddp": SHARDED},
+    "tp": {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "ddp": SHARDED},
     "pp": {"parallel": {"pipeline_model_parallel_size": 2}, "ddp": SHARDED},
     "pp_ddp": {"parallel": {"pipeline_model_parallel_size": 2}},
     "ep": {"parallel": {"expert_model_parallel_size": 2}, "ddp": SHARDED},

@@ -116,6 +116,16 @@ TABLE = {
     "megatron-fsdp-instances": ({"engine": "megatron_fsdp", "ddp": {"num_distributed_optimizer_instances": 2}}, {"engine": "mcore", "ddp": {"num_distributed_optimizer_instances": 2}}),
     "megatron-fsdp-keeps-one-dtype": ({"engine": "megatron_fsdp", "config": {"keep_fp32": ["*layernorm*"]}}, {"engine": "fsdp2", "config": {"keep_fp32": ["*layernorm*"]}}),
     "megatron-fsdp-main-gradients": ({"engine": "megatron_fsdp", "policy": {"main_grads": DType.BF16}}, {"engine": "megatron_fsdp", "policy": {"main_grads": DType.FP32}}),
+    "other-models-are-not-built": ({"model": {"heterogeneous_block_specs": True, "use_kitchen": True}}, {"model": {"heterogeneous_block_specs": False}}),
+    "megatron-fsdp-settings-elsewhere": ({"ddp": {"data_parallel_sharding_strategy": "optim_grads"}}, {"engine": "megatron_fsdp", "ddp": {"data_parallel_sharding_strategy": "optim_grads"}}),
+    "biased-experts-on-local-layers": ({"shape": MOE, "machine": CPU}, {"shape": MOE}),
+    "experts-under-tensor-parallelism-need-sequence-parallelism": (
+        {"shape": MOE, "parallel": Parallel(world_size=2, tensor=2)}, {"shape": MOE, "parallel": Parallel(world_size=2, tensor=2, sequence=True)},
+    ),
+    "overlapped-step-needs-interleaving": (
+        {"optimizer": opt(overlap_param_gather_with_step=True), "ddp": OVERLAP}, {"optimizer": opt(overlap_param_gather_with_step=True), "ddp": OVERLAP, "parallel": VPP},
+    ),
+    "muon-is-not-built": ({"optimizer": OptimizerFacts(name="muon")}, {"optimizer": OptimizerFacts(name="sgd")}),
     "emulation-without-fused-accumulation": (
         {"recipe": "fp8_cs", "realization": "emulated", "model": {"gradient_accumulation_fusion": True}}, {"recipe": "fp8_cs", "model": {"gradient_accumulation_fusion": True}},
     ),

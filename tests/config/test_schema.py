@@ -95,6 +95,7 @@ def test_values_come_back_in_one_plain_form(section, name, value, plain):
         pytest.param("model", "params_dtype", "bf17", "expected a dtype", id="no dtype"),
         pytest.param("model", "params_dtype", None, "expected a dtype", id="null where none is"),
         pytest.param("model", "activation_func", "swishglu", "gelu, silu", id="no such activation"),
+        pytest.param("model", "activation_func", [1, 2], "gelu, silu", id="a list for an activation"),
         pytest.param("model", "init_method", "normal", "an object given in Python", id="a name for what only Python can give"),
         pytest.param("model", "window_size", [1, "2"], "a list of int", id="a wrong item"),
         pytest.param("optimizer", "lr", float("nan"), "expected a finite number", id="not a number"),
