@@ -33,6 +33,12 @@ _KEEPS: Mapping[DType, frozenset[DType]] = {
 }
 
 
+_STATES = ("optimizer states and their step count",)
+_FUNCTION = (
+    "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "activation_func", "rotary_base", "rotary_percent", "rotary_interleaved",
+    "rope_scaling", "rope_scaling_factor", "softmax_scale", "window_size", "apply_residual_connection_post_layernorm", "moe_router_score_function",
+)  # fmt: skip
+"""Settings of the model that change what it computes from the same tensors."""
 _FAMILY: Mapping[str, str] = {"fsdp2": "fsdp", "megatron_fsdp": "fsdp", "torch_adamw": "adam"}
 """Engines, and optimizers, whose checkpoints are of one form: both FSDP engines write engines/shard_state.py's; both Adams have the same states.
 megatron-core's own stacks the layers of a model into one tensor for each parameter."""
@@ -56,6 +62,8 @@ class Fingerprint:
     """What the optimizer's own section says about states: settles another recipe as this run would have."""
     random: bool
     """Dropout is on or rounding is stochastic: the random states matter for going on."""
+    function: Mapping[str, Any] = field(default_factory=dict)
+    """What the model computes from its tensors, where that can be set (_FUNCTION)."""
     stored: Mapping[str, str] = field(default_factory=dict)
     """Role -> dtype of the tensors in the files ('main_params' and moments are stored unscaled)."""
 
@@ -71,7 +79,7 @@ class Fingerprint:
             found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
             raise CheckpointError(f"fingerprint of schema {found!r}: this mpbridge reads schema {SCHEMA}")
         try:
-            facts = {f.name: data[f.name] for f in dataclasses.fields(cls)}
+            facts = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name != "function"} | {"function": data.get("function") or {}}
             return cls(**(facts | {"policy": PrecisionPolicy.from_data(data["policy"])}))
         except (KeyError, TypeError, AttributeError, MpbridgeError) as error:
             raise CheckpointError(f"the fingerprint cannot be read: {type(error).__name__}: {error}") from error
@@ -101,6 +109,10 @@ class Verdict:
         """True when optimizer states are taken over."""
         return self.kind in ("same", "safe", "lossy")
 
+    def without_states(self, why: str) -> Verdict:
+        """The same, with the weights alone, for the reason `why`."""
+        return dataclasses.replace(self, kind="weights only", lost=_STATES, why=(why,))
+
     def lines(self) -> list[str]:
         """The verdict as text for people; the first line is the kind."""
         groups = (("lost", self.lost), ("because", self.why), ("note", self.notes))
@@ -124,6 +136,7 @@ def fingerprint(recipe: str, policy: PrecisionPolicy, facts: RunFacts, optimizer
         versions=dataclasses.asdict(facts.versions),
         optimizer_section=section,
         random=dropout or _stochastic(settled),
+        function={name: _plain_or_text(facts.model[name]) for name in _FUNCTION if name in facts.model},
         stored=dict(stored or {}),
     )
 
@@ -147,7 +160,7 @@ def verdict(saved: Fingerprint, wanted: Fingerprint) -> Verdict:
     notes = _notes(saved, wanted)
     reasons = _unusable_states(saved, wanted)
     if reasons:
-        return Verdict(kind="weights only", why=tuple(reasons), lost=("optimizer states and their step count",), notes=tuple(notes))
+        return Verdict(kind="weights only", why=tuple(reasons), lost=_STATES, notes=tuple(notes))
     lost = _lost(saved, wanted)
     if lost:
         return Verdict(kind="lossy", lost=tuple(lost), notes=tuple(notes))
@@ -181,7 +194,7 @@ def _lost(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
     if _main(b) not in _KEEPS[_main(a)]:
         what = "the 16 remainder bits of the main weights" if a.remainders and a.precision_aware else "bits of the main weights"
         lost.append(f"{what}: {_main(a).short} -> {_main(b).short}")
-    if saved.optimizer == wanted.optimizer and saved.optimizer != "sgd":
+    if saved.optimizer != "sgd":  # (of another family nothing would be kept)
         for name, text in (("exp_avg", "first moments"), ("exp_avg_sq", "second moments")):
             had, gets = getattr(a, name) or DType.FP32, getattr(b, name) or DType.FP32
             if gets not in _KEEPS[had]:
@@ -215,6 +228,8 @@ def _notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
         changed = sorted(key for key in texts[0] if texts[0][key] != texts[1].get(key))
         if changed:
             notes.append(f"{name}: " + ", ".join(f"{key} {texts[0][key]} -> {texts[1].get(key)}" for key in changed))
+    changed = [name for name in saved.function if name in wanted.function and saved.function[name] != wanted.function[name]]
+    notes += [f"the same weights in another model: {name} {saved.function[name]} -> {wanted.function[name]}" for name in changed]
     if saved.shape.get("seq_length") != wanted.shape.get("seq_length"):
         notes.append(f"sequence length {saved.shape.get('seq_length')} -> {wanted.shape.get('seq_length')}")
     return notes
@@ -240,6 +255,10 @@ def _dynamic(policy: PrecisionPolicy) -> bool:
 def _stochastic(policy: PrecisionPolicy) -> bool:
     # NVFP4 rounds gradients stochastically (arXiv 2509.25149, section 4)
     return any(quant.scaling == "nvfp4" for quant in policy.quants)
+
+
+def _plain_or_text(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _plain(value: Any) -> Any:

@@ -30,6 +30,8 @@ def run(args: argparse.Namespace) -> int:
     saved = read_fingerprint(folder)
     wanted = wanted_fingerprint(saved, args.recipe, args.engine)
     found = verdict(saved, wanted)
+    if args.reset_optimizer and found.goes_on:
+        found = found.without_states("it was asked for (--reset-optimizer)")
     if args.json:
         print(json.dumps({"checkpoint": str(folder), "from": saved.recipe, "to": wanted.recipe} | dataclasses.asdict(found), indent=1))
     else:

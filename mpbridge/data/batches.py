@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -49,6 +50,19 @@ class Feed:
             assert self.corpus is not None
             self._opened[split] = self.corpus.dataset(split, self._samples(split))
         return self._indexed(self._opened[split], consumed, micro, dp_rank, dp_size)
+
+    def mark(self, consumed: int) -> str:
+        """A digest of some of the first `consumed` training samples: another one means that the corpus is read in another order, or is another.
+
+        Empty where nothing was consumed, and for the user's own iterable. Every rank calls it.
+        """
+        if self.dataset is not None or not consumed:
+            return ""
+        self.batches("train")
+        dataset, found = self._opened["train"], hashlib.sha256()
+        for index in (0, consumed // 2, consumed - 1):
+            found.update(dataset[index % len(dataset)]["tokens"].numpy().tobytes())
+        return found.hexdigest()[:16]
 
     def _samples(self, split: str) -> int:
         train = self.run.train

@@ -140,7 +140,7 @@ def load_optimizer(optimizer: ShardOptimizer, state: Mapping[str, Any]) -> None:
     step = int(state["step"])
     for name, shard in optimizer.shards.items():
         part = optimizer.part_of(name)
-        if step:
+        if step or isinstance(part, torch.optim.SGD):  # torch's SGD counts no steps
             _load_moments(part, shard, {key: state[key][name] for key in _moment_names(optimizer)}, step)
         _load_main(part, shard, state["main"][name])
     for group, saved in zip(optimizer.param_groups, state["groups"], strict=True):

@@ -90,7 +90,9 @@ def gather(training: Training) -> dict[str, Any]:
     state.prime(training.engine.optimizer)
     contents = training.engine.state()
     state.join_remainders(contents, training.engine.optimizer)
-    contents["run"] = {"counters": dataclasses.asdict(training.counters), "scheduler": training.scheduler.state_dict()}
+    counters = training.counters
+    data = {"consumed": counters.consumed, "mark": training.feed.mark(counters.consumed)}
+    contents["run"] = {"counters": dataclasses.asdict(counters), "scheduler": training.scheduler.state_dict(), "data": data}
     return contents | {"rng": _random_entry(_random_states())}
 
 
@@ -104,12 +106,23 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Ve
         found = on_first_rank(lambda: _look(path))
     metadata = safe_load.read_metadata(path)
     answer = judge(found, training.run, path, reset=reset_optimizer)
-    weights_only = answer.kind == "weights only" or reset_optimizer
+    weights_only = answer.kind == "weights only"
     shelf = state.Shelf.of(metadata)
     with _explained(path.parent, None):
         plain = _take_up(training, path, shelf, weights_only=weights_only)
     _resume_plain(training, plain, same_layout=found.parallel == of_run(training.run).parallel, path=path)
-    return answer
+    return dataclasses.replace(answer, notes=(*answer.notes, *_other_data(training, plain.get("data") or {})))
+
+
+def _other_data(training: Training, data: Mapping[str, Any]) -> list[str]:
+    """A note where the samples behind this run are not those that the checkpoint's run read."""
+    mark = data.get("mark")
+    if not mark or training.feed.mark(int(data["consumed"])) in ("", mark):
+        return []
+    return [
+        f"the training samples come in another order than in the run that was saved (another train.train_iters, seed, length or corpus): "
+        f"of the {data['consumed']} that it read, some will be read again"
+    ]
 
 
 def judge(saved: Fingerprint, run: Run, path: Path, *, reset: bool) -> Verdict:
@@ -117,7 +130,7 @@ def judge(saved: Fingerprint, run: Run, path: Path, *, reset: bool) -> Verdict:
     answer = verdict(saved, of_run(run))
     if answer.kind == "refused" or (answer.kind == "weights only" and not reset):
         raise Refused(f"{path} cannot be resumed in {run.recipe}: " + "\n".join(answer.lines()))
-    return answer
+    return answer.without_states("it was asked for (checkpoint.reset_optimizer)") if reset and answer.goes_on else answer
 
 
 def _look(path: Path) -> Fingerprint:
@@ -133,6 +146,7 @@ def _take_up(training: Training, path: Path, shelf: state.Shelf, *, weights_only
     from megatron.core import dist_checkpointing
 
     engine = training.engine
+    state.prime(engine.optimizer)
     plain: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(path))
     if "run" not in plain:
         raise CheckpointError(f"{path / safe_load.COMMON} holds no counters: it was not written by mpbridge")

@@ -30,7 +30,7 @@ def resume_point(run: Run) -> Path | None:
     load, save = run.checkpoint.get("load"), run.checkpoint.get("save")
     if not load:
         return None
-    if save and Path(load) == Path(save) and not store.saved(Path(save)):
+    if save and Path(load).resolve() == Path(save).resolve() and not store.saved(Path(save)):
         return None
     return store.locate(Path(load))
 
@@ -48,6 +48,7 @@ class Keeper(Hook):
         self.saved_at: int | None = None
         self.pending: checkpoint.Writing | None = None
         self._begun, self._said = False, ""
+        self._claim: Any = None
         if self.folder is not None or section.get("load"):
             require_needs()
 
@@ -56,18 +57,24 @@ class Keeper(Hook):
         if self._begun:
             return
         self._begun = True
+        if (folder := self.folder) is not None:
+            on_first_rank(lambda: self._take(folder))
         place = resume_point(training.run)
-        if place is not None:
-            answer = checkpoint.load(training, place, reset_optimizer=self.reset)
-            self.saved_at = training.counters.iteration if self.folder == place.parent else None
-            self._said = "\n".join([f"resumed from {place}: {answer.kind}", *answer.lines()[1:]])
-            training.notes["resumed from"] = str(place)
-        elif self.folder is not None and store.saved(self.folder):
-            newest = store.saved(self.folder)[0]
+        own = place is not None and folder is not None and place.parent.resolve() == folder.resolve()
+        if folder is not None and not own and store.saved(folder):
+            newest = store.saved(folder)[0]
             raise CheckpointError(
-                f"{self.folder} already holds a run (its newest checkpoint is {newest.path.name}): go on with it (checkpoint.load={self.folder}), "
+                f"{folder} already holds a run (its newest checkpoint is {newest.path.name}): go on with it (checkpoint.load={folder}), "
                 "or choose another checkpoint.save"
             )
+        if place is not None:
+            answer = checkpoint.load(training, place, reset_optimizer=self.reset)
+            self.saved_at = training.counters.iteration if own else None
+            self._said = "\n".join([f"resumed from {place}: {answer.kind}", *answer.lines()[1:]])
+            training.notes["resumed from"] = str(place)
+
+    def _take(self, folder: Path) -> None:
+        self._claim = store.claim(folder)
 
     def started(self, training: Training) -> None:
         """Says what was loaded, now that somebody listens."""
@@ -98,17 +105,24 @@ class Keeper(Hook):
             training.say(f"stopped behind step {training.counters.iteration} ({training.stop}); to go on: {line}")
 
     def closed(self) -> None:
-        """Gives up what an exception left unfinished."""
+        """Gives up what an exception left unfinished, and the folder to the next run."""
         if self.pending is not None:
             self.pending.abort()
             self.pending = None
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
 
     def save(self, training: Training, *, background: bool) -> None:
-        """A checkpoint of the run as it stands."""
-        assert self.folder is not None
+        """A checkpoint of the run as it stands; what the folder holds of a later step is of a way that this run did not go, and is set aside."""
+        folder = self.folder
+        assert folder is not None
         if self.pending is not None:  # the one before is still being written: wait, so that at most one is under way
             self._seal()
-        self.pending = checkpoint.save(training, self.folder, background=background)
+        before = -1 if self.saved_at is None else self.saved_at
+        for path in on_first_rank(lambda: store.set_aside(folder, after=before)):
+            training.say(f"this run went on from step {before}: a checkpoint behind a later step is kept as {path}")
+        self.pending = checkpoint.save(training, folder, background=background)
         self.saved_at = training.counters.iteration
         if not background:
             self._seal()
@@ -138,10 +152,15 @@ class Keeper(Hook):
 def resume_line(folder: Path) -> str:
     """The command that goes on from the newest checkpoint in `folder`."""
     setting = f"checkpoint.load={folder}"
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        return f"the same command with {shlex.quote(setting)}"
+    # what was meant for the first start alone would drop the optimizer's states again
+    once = ("checkpoint.load=", "checkpoint.reset_optimizer=", "--reset-optimizer")
     program, *rest = sys.argv
-    words = [os.path.basename(program), *(word for word in rest if not word.startswith("checkpoint.load="))]
-    if program.endswith((".py", "-c", "pytest")) or not os.path.basename(program).startswith("mpbridge"):
-        return f"the same command with {shlex.quote(setting)}"
-    return shlex.join([*words, setting])
+    single = not dist.is_initialized() or dist.get_world_size() == 1
+    if single and os.path.basename(program).startswith("mpbridge"):
+        words = [os.path.basename(program), *rest]
+    elif single and "mpbridge.cli.main" in sys.modules:
+        words = [os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]]
+    else:
+        without = ", without --reset-optimizer" if any(word.startswith(once[1:]) for word in rest) else ""
+        return f"the same command with {shlex.quote(setting)}{without}"
+    return shlex.join([*(word for word in words if not word.startswith(once)), setting])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.checks.resume import Verdict, verdict
 from mpbridge.errors import Contradiction, MpbridgeError, Refused
 from mpbridge.precision.schedule import Span, spans
+from mpbridge.train import store
 from mpbridge.train.hooks import Hook
 from mpbridge.train.keep import resume_point
 from mpbridge.train.together import on_first_rank
@@ -45,7 +46,7 @@ def at_stage(run: Run) -> Run:
     if len(run.stages) < 2:
         return run
     place = resume_point(run)
-    done = int(place.name.rpartition("_")[2]) if place is not None else 0
+    done = store.step_of(place) if place is not None else 0
     found = spans_of(run)
     index = next((span.index for span in found if span.holds(done)), found[-1].index)
     return stage_run(run, index)

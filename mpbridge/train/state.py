@@ -27,9 +27,18 @@ _GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 def prime(optimizer: Any) -> None:
     """Gives every parameter its optimizer state, as the first update would: a run whose first steps were all skipped has none yet."""
     for part in getattr(optimizer, "chained_optimizers", []):
-        initialize = getattr(part, "init_state_fn", None)
-        if initialize is not None and not getattr(part, "is_stub_optimizer", False):
-            initialize(part.optimizer, part.config)
+        if getattr(part, "is_stub_optimizer", False) or not hasattr(part, "init_state_fn"):
+            continue
+        if part.init_state_fn is None and isinstance(part.optimizer, torch.optim.SGD):
+            part.init_state_fn = _momenta  # megatron-core has none for SGD, and calls it on loading
+        if part.init_state_fn is not None:
+            part.init_state_fn(part.optimizer, part.config)
+
+
+def _momenta(optimizer: Any, config: Any = None) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"] if group["momentum"] else ():
+            optimizer.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
 
 
 def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -1,28 +1,31 @@
 """Checkpoint folders on disk: written under another name, sealed by checksums and a rename, pruned, found again. Loads no framework.
 
 A folder of checkpoints holds `step_00000120/` for each one and `latest`, a text file that names the newest. What is still being written is
-called `.partial-...` and what is being removed `.dropped-...`, so whatever is called `step_...` is whole.
+called `.partial-...` and what is being removed `.dropped-...`, so whatever is called `step_...` is whole. `.writer` names the run that saves there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mpbridge.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 """Name -> size and sha256 of every other file in a checkpoint."""
 LATEST = "latest"
+WRITER = ".writer"
 SCHEMA = 1
 _NAME = re.compile(r"^step_(\d{8,})$")
 _CHUNK = 1 << 20
@@ -60,11 +63,50 @@ def locate(where: Path) -> Path:
     raise CheckpointError(f"{where}: {found} (expected {name_of(0)[:-1]}... folders in it, or one of them)")
 
 
+def claim(folder: Path) -> IO[str]:
+    """Makes this process the one that saves to `folder`, until what comes back is closed. Raises CheckpointError that names who is it already.
+
+    The lock is the kernel's: it ends with the process, however that ends, and a forked child has none. Where the file system knows no locks nothing is held.
+    """
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    stream = (folder / WRITER).open("a+", encoding="utf-8")
+    try:
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return stream
+        stream.seek(0)
+        with stream:
+            who = stream.read().strip() or "another process"
+        raise CheckpointError(f"{folder} is where {who} saves its run: wait for it, stop it, or choose another checkpoint.save") from error
+    stream.truncate(0)
+    stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    stream.flush()
+    return stream
+
+
+def step_of(path: Path) -> int:
+    """Steps behind the checkpoint in `path`, whatever the folder is called; raises CheckpointError."""
+    step = _manifest(path).get("step")
+    if not isinstance(step, int):
+        raise CheckpointError(f"{path / MANIFEST} names no step: it was not written by mpbridge")
+    return step
+
+
+def set_aside(folder: Path, *, after: int) -> list[Path]:
+    """Renames checkpoints of more than `after` steps, so that they are not taken for the newest of a run that goes on from there; the new paths."""
+    newer = [entry.path for entry in saved(folder) if entry.step > after]
+    return [path.rename(path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")) for path in newer]
+
+
 def begin(folder: Path, step: int) -> Path:
     """A new empty folder to write the checkpoint of `step` into; leavings of writers that were killed are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    for leaving in (*folder.glob(".partial-*"), *folder.glob(".dropped-*")):
-        _remove(leaving)
+    for pattern in (".partial-*", ".dropped-*", ".switch-*", f".{LATEST}-*"):
+        for leaving in folder.glob(pattern):
+            _remove(leaving)
     # a random name: an orphan of a killed run that still writes meets no folder of ours
     partial = folder / f".partial-{name_of(step)}-{secrets.token_hex(4)}"
     partial.mkdir()

@@ -110,6 +110,20 @@ def test_what_a_change_of_the_run_costs(change, kind, said):
     assert said in "\n".join(found.lines())
 
 
+def test_the_same_weights_in_another_model_are_said():
+    wider = dataclasses.replace(FACTS, model={**FACTS.model, "rotary_base": 500000, "activation_func": "gelu"})
+    before = dataclasses.replace(FACTS, model={**FACTS.model, "rotary_base": 10000, "activation_func": "gelu"})
+    found = verdict(made("bf16_mixed", before), made("bf16_mixed", wider))
+    assert (found.kind, found.notes) == ("safe", ("the same weights in another model: rotary_base 10000 -> 500000",))
+
+
+def test_narrower_moments_are_lost_between_two_adams_too():
+    engines = [dataclasses.replace(FACTS, engine="fsdp2", optimizer=OptimizerFacts(name=name)) for name in ("torch_adamw", "adam")]
+    aware = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16"}
+    found = verdict(made("bf16_mixed", engines[0]), made("bf16_mixed", engines[1], **aware))
+    assert (found.kind, found.lost) == ("lossy", ("bits of the first moments: fp32 -> bf16",))
+
+
 def test_learned_positions_pin_the_sequence_length():
     long = dataclasses.replace(FACTS, shape=dataclasses.replace(SHAPE, learned_positions=True, seq_length=128))
     short = dataclasses.replace(FACTS, shape=dataclasses.replace(SHAPE, learned_positions=True))

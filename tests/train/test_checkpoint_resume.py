@@ -17,6 +17,7 @@ from tests.train.survival import Hook, go, job, run
 DIST = {"use_distributed_optimizer": True}
 FP16 = {"recipe": "fp16_mixed", "initial_loss_scale": 4096.0}
 DELAYED = {"recipe": "bf16_with_fp8_delayed_scaling_mixed", "fp8_param_gather": False, "fp8_amax_history_len": 4}
+SGD = {"optimizer": "sgd", "sgd_momentum": 0.9}
 STILL = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
@@ -45,6 +46,8 @@ def broken_off(folder: Path, recipe, at=3, **sections):
         pytest.param("bf16_with_nvfp4_mixed", {"emulate": True, "ddp": DIST}, id="nvfp4 emulated, stochastic rounding"),
         pytest.param("bf16_params_fp32_states", {"engine": "fsdp2"}, id="fsdp2"),
         pytest.param("bf16_megatron_fsdp", {"engine": "megatron_fsdp"}, id="megatron-fsdp"),
+        pytest.param("bf16_mixed", {"optimizer": SGD}, id="sgd"),
+        pytest.param("fp32", {"optimizer": SGD, "engine": "fsdp2"}, id="sgd on fsdp2"),
     ],
 )
 def test_resumed_is_uninterrupted_to_the_bit(tmp_path, recipe, sections):
@@ -136,12 +139,42 @@ def test_verdicts_are_true_of_the_run(tmp_path, before, after, kind, exact):
 
 def test_weights_only_needs_to_be_asked_for(tmp_path):
     go(run("bf16_mixed", checkpoint={"save": str(tmp_path)}, train={"exit_interval": 3}))
-    sgd = {"optimizer": "sgd", "sgd_momentum": 0.9}
     with pytest.raises(Refused, match="--reset-optimizer"):
-        go(run("bf16_mixed", checkpoint={"load": str(tmp_path)}, optimizer=sgd))
-    watch = go(run("bf16_mixed", checkpoint={"load": str(tmp_path), "reset_optimizer": True}, optimizer=sgd))
+        go(run("bf16_mixed", checkpoint={"load": str(tmp_path)}, optimizer=SGD))
+    watch = go(run("bf16_mixed", checkpoint={"load": str(tmp_path), "reset_optimizer": True}, optimizer=SGD))
     assert sorted(watch.losses) == [4, 5, 6]
     assert watch.losses[4] < 4.0  # the weights were taken over
+
+
+def test_weights_alone_are_said_where_they_were_asked_for(tmp_path):
+    go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
+    made = run("bf16_mixed", checkpoint={"load": str(tmp_path)})
+    saved = read_fingerprint(store.locate(tmp_path))
+    assert checkpoint.judge(saved, made, tmp_path, reset=False).kind == "same"
+    asked = checkpoint.judge(saved, made, tmp_path, reset=True)
+    assert (asked.kind, asked.lost) == ("weights only", ("optimizer states and their step count",))
+
+
+def names(folder):
+    return sorted(entry.name.partition("-")[0] for entry in folder.iterdir() if not entry.name.startswith("."))
+
+
+def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path):
+    kept = {"save": str(tmp_path), "save_interval": 1, "keep_last": 3}
+    go(run("bf16_mixed", iters=6, checkpoint=kept))
+    older = kept | {"load": str(tmp_path / "step_00000004"), "keep_last": 1}
+    go(run("bf16_mixed", iters=6, checkpoint=older, train={"exit_interval": 5}))
+    assert names(tmp_path) == ["aside", "aside", "latest", "step_00000005"]
+    # and what was set aside still is a checkpoint
+    aside = next(tmp_path.glob("aside-step_00000005-*"))
+    assert sorted(go(run("bf16_mixed", iters=6, checkpoint={"load": str(aside)})).losses) == [6]
+
+
+def test_a_run_from_elsewhere_does_not_write_into_the_folder_of_another(tmp_path):
+    for name in ("one", "two"):
+        go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path / name)}))
+    with pytest.raises(CheckpointError, match=r"two already holds a run"):
+        go(run("bf16_mixed", iters=2, checkpoint={"load": str(tmp_path / "one"), "save": str(tmp_path / "two")}))
 
 
 def test_another_model_is_refused_before_anything_is_read(tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -37,6 +39,36 @@ def test_what_is_not_sealed_is_not_a_checkpoint_and_goes_with_the_next_save(tmp_
     make(tmp_path, 3)
     assert not left.exists()
     assert [s.step for s in store.saved(tmp_path)] == [3, 1]
+
+
+CLAIM = """
+import sys, pathlib, time
+from mpbridge.train import store
+held = store.claim(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_two_writers_are_one_too_many_until_the_first_is_gone(tmp_path):
+    other = subprocess.Popen([sys.executable, "-c", CLAIM, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout.readline() == b"held\n"
+        with pytest.raises(CheckpointError, match=rf"process {other.pid} on {re.escape(socket.gethostname())} saves its run"):
+            store.claim(tmp_path)
+    finally:
+        other.kill()
+        other.communicate(timeout=10)
+    # a killed process holds nothing, though its name is still in the file
+    with store.claim(tmp_path):
+        assert (tmp_path / store.WRITER).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+
+
+@pytest.mark.parametrize("name", [".partial-step_00000001-aa", ".dropped-step_00000001-aa", ".switch-aa", ".latest-aa"])
+def test_leavings_of_a_killed_run_go_with_the_next_save(tmp_path, name):
+    (tmp_path / name).mkdir()
+    make(tmp_path, 2)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000002"]
 
 
 def test_the_same_step_can_be_saved_again(tmp_path):

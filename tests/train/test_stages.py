@@ -67,6 +67,13 @@ def test_a_scheduled_run_is_resumed_on_either_side_to_the_bit(tmp_path, at):
     assert first.recipes + second.recipes == NAMES
 
 
+def test_a_checkpoint_may_be_renamed(tmp_path):
+    parts = [{"recipe": "fp32", "until": 2}, {"recipe": "bf16_mixed"}]
+    go(run(parts, iters=4, checkpoint={"save": str(tmp_path / "kept")}, train={"exit_interval": 3}))
+    store.locate(tmp_path / "kept").rename(tmp_path / "best")
+    assert go(run(parts, iters=4, checkpoint={"load": str(tmp_path / "best")})).recipes == ["bf16_mixed"]
+
+
 def test_a_switch_between_layouts_keeps_main_weights():
     around = Around()
     watch = go(run([{"recipe": "fp32", "until": "50%"}, {"recipe": "bf16_mixed"}]), around)
