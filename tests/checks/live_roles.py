@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
+
+from tests.worlds import reported
 
 SEQ, VOCAB = 32, 96
 GPT2 = {"share_embeddings_and_output_weights": True, "add_bias_linear": True}
@@ -67,21 +68,8 @@ RECIPES: dict[str, Any] = {
 
 def differences(size: int, cases: list[str], folder: Path, *, timeout: float = 240.0) -> dict[str, Any]:
     """For each 'shape/layout/recipe' what every rank reports."""
-    out = folder / f"roles{size}.json"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={size}",
-        __file__,
-        str(out),
-        ",".join(cases),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stdout[-6000:]
-    return json.loads(out.read_text())
+    found: dict[str, Any] = reported(size, __file__, folder / f"roles{size}.json", ",".join(cases), timeout=timeout)
+    return found
 
 
 def resolved(case: str, *, world: int) -> Any:

@@ -187,6 +187,7 @@ def test_parallel_layouts_train_as_one_process_does(case: str, one: dict[str, An
     expected = one["one/" + case.partition("/")[2]][0]["losses"]
     ranks = [report["losses"] for report in two[case]]
     assert ranks[0] == ranks[1]
+    assert all(report["plugs"] for report in two[case])
     # tensor parallelism sums in another order and scales row-parallel inputs a shard at a time, as Transformer Engine does
     assert ranks[0] == pytest.approx(expected, abs=0.02)
 

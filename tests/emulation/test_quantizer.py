@@ -75,12 +75,9 @@ def tensor(seed: int, rows: int = 64, columns: int = 128) -> torch.Tensor:
     return (torch.randn(rows, columns, generator=generator) * torch.exp2(torch.randn(rows, 1, generator=generator) * 4)).bfloat16()
 
 
-@pytest.mark.parametrize("copy", ["row", "column"])
-@pytest.mark.parametrize("side", ["x", "w", "dy"])
+@pytest.mark.parametrize(("side", "copy"), sorted({(side, copy) for (_, side), copy in COPY_OF.items()}))
 @pytest.mark.parametrize("scaling", ALL)
 def test_operands_are_exact_in_bf16_and_leave_their_input_alone(scaling: str, side: str, copy: str) -> None:
-    if (side, copy) not in {(s, c) for (_, s), c in COPY_OF.items()}:
-        pytest.skip("no GEMM sees this copy")
     x = tensor(1)
     before = x.clone()
     exact = quantizer(scaling, "hybrid" if scaling != "nvfp4" else "e2m1")

@@ -6,19 +6,20 @@ Run by `world` below; `python worker.py OUT CASES` under torchrun's environment,
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from tests.worlds import reported
+
 STEPS = 3
 TP, PP = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+DEEP = {"num_layers": 3}  # tensorwise keeps a layer at each end high
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {},
-    "tp2": {"parallel": TP},
-    "sp2": {"parallel": TP | {"sequence_parallel": True}},
-    "dp2": {"ddp": {"use_distributed_optimizer": True}},
+    "one": {"model": DEEP},
+    "tp2": {"parallel": TP, "model": DEEP},
+    "sp2": {"parallel": TP | {"sequence_parallel": True}, "model": DEEP},
+    "dp2": {"ddp": {"use_distributed_optimizer": True}, "model": DEEP},
     "pp2": {"parallel": PP, "model": {"share_embeddings_and_output_weights": False}},
     "ep2": {
         "parallel": {"expert_model_parallel_size": 2},
@@ -29,21 +30,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def world(size: int, cases: list[str], folder: Path, *, timeout: float = 280.0) -> dict[str, Any]:
     """What `size` processes report for each case; both ranks' errors are shown when one fails."""
-    out = folder / f"world{size}.json"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={size}",
-        __file__,
-        str(out),
-        ",".join(cases),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return json.loads(out.read_text())  # type: ignore[no-any-return]
+    found: dict[str, Any] = reported(size, __file__, folder / f"world{size}.json", ",".join(cases), timeout=timeout)
+    return found
 
 
 def case(name: str) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+from tests.worlds import reported
 
 BYTES = {
     "fsdp2": ("fp32", "fp32_params_bf16_compute", "bf16_params_fp32_states", "bf16_mixed", "full_bf16"),
@@ -22,12 +23,8 @@ BYTES = {
 
 def observed(folder: Path, timeout: float = 280.0) -> dict[str, Any]:
     """What both ranks saw; both ranks' errors are shown when one fails."""
-    out = folder / "two.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, str(out)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return json.loads(out.read_text())
+    found: dict[str, Any] = reported(2, __file__, folder / "two.json", timeout=timeout)
+    return found
 
 
 def _engine(kind: Any, engine: str, **sections: Any) -> Any:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import traceback
 from pathlib import Path
 from typing import Any
+
+from tests.worlds import reported
 
 STEPS = 4
 OVERLAP = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -54,26 +55,9 @@ WHOLE, SHARDED = ("dp2", "tp2", "tp2_sp", "pp2"), ("dp2_sharded", "dp2_sharded_o
 
 def world(size: int, names: list[str], folder: Path, *, kinds: list[str], resume: bool = False, timeout: float = 280.0) -> dict[str, Any]:
     """What `size` processes report for each 'name/kind'; both ranks' errors are shown when one fails."""
-    out = folder / f"world{size}.json"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={size}",
-        __file__,
-        str(out),
-        ",".join(names),
-        ",".join(kinds),
-        *(["resume"] if resume else []),
-    ]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    return json.loads(out.read_text())
+    more = ["resume"] if resume else []
+    found: dict[str, Any] = reported(size, __file__, folder / f"world{size}.json", ",".join(names), ",".join(kinds), *more, timeout=timeout)
+    return found
 
 
 def _scenario(name: str, kind: str, weights: Path) -> dict[str, Any]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from mpbridge.precision.resolve import resolve
 from mpbridge.sync.apply import commit
 from mpbridge.sync.fields import ModuleRules
 from mpbridge.sync.plan import plan
+from tests.worlds import start
 
 MODULES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 MXFP8 = Quant(format="e4m3", scaling="mxfp8")
@@ -138,9 +136,5 @@ def test_writing_module_rules_without_somebody_who_spells_them_is_refused() -> N
 
 @pytest.mark.parametrize("chunks", [1, 2], ids=["plain", "interleaved"])
 def test_two_stages_of_a_real_model_get_their_own_layers_rules(chunks: int) -> None:
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(Path(__file__).with_name("pipeline_worker.py")), str(chunks)]
-    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if line.startswith("stage")) == [f"stage {n}: 16 linears as the policy says" for n in (0, 1)]
+    said = start(2, str(Path(__file__).with_name("pipeline_worker.py")), str(chunks))
+    assert sorted(line for line in said.splitlines() if line.startswith("stage")) == [f"stage {n}: 16 linears as the policy says" for n in (0, 1)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 
 from mpbridge.config.container import ConfigContainer, Run
 from mpbridge.train.hooks import Hook
+from tests.worlds import start
 
 SEQ, VOCAB = 32, 64
 MODEL = {
@@ -99,10 +98,7 @@ def go(made: Run, *hooks: Hook) -> Watch:
 def job(size: int, folder: Path, *specs: Mapping[str, Any], timeout: float = 200.0, expect: int = 0) -> list[dict[str, Any]]:
     """What `size` processes make of `run(**spec)`, one after the other: losses, and the digest of each rank. Both ranks' output is shown on failure."""
     out = folder / "job.json"
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", __file__]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([*command, str(out), json.dumps(specs)], env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == expect, done.stdout[-4000:] + done.stderr[-8000:]
+    start(size, __file__, str(out), json.dumps(specs), timeout=timeout, expect=expect)
     return json.loads(out.read_text()) if out.exists() else []
 
 
