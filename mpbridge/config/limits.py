@@ -63,6 +63,7 @@ LIMITS: dict[str, Range] = {
     "model.qk_head_dim": SIZE,
     "model.qk_pos_emb_head_dim": SIZE,
     "model.v_head_dim": SIZE,
+    "model.rotary_scaling_factor": POSITIVE,
     "model.rotary_base": POSITIVE,
     "model.rotary_percent": Range(above=0, most=1),
     "train.micro_batch_size": SIZE,
@@ -80,6 +81,7 @@ LIMITS: dict[str, Range] = {
     "scheduler.lr_warmup_iters": COUNT,
     "scheduler.lr_warmup_fraction": SHARE,
     "scheduler.lr_warmup_init": RATE,
+    "scheduler.lr_wsd_decay_iters": SIZE,
     "scheduler.start_weight_decay": COUNT,
     "scheduler.end_weight_decay": COUNT,
     "checkpoint.save_interval": SIZE,
@@ -106,6 +108,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "ddp.data_parallel_sharding_strategy": SHARDING,
     "ddp.outer_dp_sharding_strategy": ("no_shard", "optim"),
     "model.moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"),
+    "model.normalization": ("LayerNorm", "RMSNorm"),
     "model.rope_type": ("yarn", "rope"),
 }
 """megatron-core declares these as any text and asks for these words later, in a constructor or not at all."""

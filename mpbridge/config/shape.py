@@ -35,6 +35,8 @@ def shape_faults(model: Mapping[str, Any]) -> list[str]:
     width = model["kv_channels"] or hidden // heads
     if model["position_embedding_type"] == "rope" and not model["multi_latent_attention"] and width % 2 and model["rotary_percent"] == 1:
         faults.append(f"model.position_embedding_type=rope turns pairs of channels, and a head has {width}: change model.kv_channels or the number of heads")
+    if model["multi_latent_attention"] and model["qk_pos_emb_head_dim"] % 2:
+        faults.append(f"model.qk_pos_emb_head_dim={model['qk_pos_emb_head_dim']}: rotary embeddings turn pairs of channels, so an even number")
     if model["window_size"] is not None and len(model["window_size"]) != 2:
         faults.append(f"model.window_size={model['window_size']}: expected two numbers, the tokens seen to the left and to the right")
     faults += _expert_faults(model)

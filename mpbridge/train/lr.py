@@ -34,7 +34,7 @@ def scheduler_arguments(run: Run) -> dict[str, Any]:
     first, last = plan.get("start_weight_decay"), plan.get("end_weight_decay")
     first, last = (weight_decay if value is None else float(value) for value in (first, last))
     wsd = plan.get("lr_wsd_decay_iters")
-    style = plan.get("lr_decay_style") or "linear"
+    style, steady = plan.get("lr_decay_style") or "linear", (plan.get("weight_decay_incr_style") or "constant") == "constant"
     faults = [
         *([f"optimizer.lr={peak}: expected a positive number"] if peak <= 0 else []),
         *([f"optimizer.min_lr={least} is above optimizer.lr={peak}"] if least > peak else []),
@@ -42,6 +42,11 @@ def scheduler_arguments(run: Run) -> dict[str, Any]:
         *([f"scheduler.lr_warmup_iters={warmup} does not end before scheduler.lr_decay_iters={decay}"] if warmup >= decay else []),
         *(["scheduler.lr_decay_style='WSD' needs scheduler.lr_wsd_decay_iters"] if style == "WSD" and wsd is None else []),
         *([f"scheduler.start_weight_decay={first} is above end_weight_decay={last}"] if first > last else []),
+        *(
+            [f"scheduler.start_weight_decay={first} and end_weight_decay={last} differ: give scheduler.weight_decay_incr_style=linear or cosine"]
+            if steady and first < last
+            else []
+        ),
     ]
     if faults:
         raise Contradiction(faults, subject="the learning-rate schedule contradicts itself")

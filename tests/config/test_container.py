@@ -101,6 +101,7 @@ def test_the_optimizer_section_settles_what_the_recipe_leaves_open():
         pytest.param({"optimizer": {"lr": None}}, 1, "optimizer.lr is missing", id="rate"),
         pytest.param({"optimizer": {"min_lr": 1.0}}, 1, "above optimizer.lr", id="rates"),
         pytest.param({"model": {"window_size": [8]}}, 1, "expected two numbers", id="half a window"),
+        pytest.param({"model": {"multi_latent_attention": True, "qk_pos_emb_head_dim": 3}}, 1, "pairs of channels", id="an odd rotary width"),
         pytest.param({"model": {"num_moe_experts": 4, "moe_aux_loss_coeff": [0.01]}}, 1, "moe_aux_loss_coeff is a list", id="coefficients"),
         pytest.param({"model": {"num_moe_experts": 4, "moe_apply_probs_on_input": True}}, 1, "needs model.moe_router_topk=1", id="probabilities"),
         pytest.param({"train": {"global_batch_size": 6}}, 1, "use a multiple of 4", id="batch"),

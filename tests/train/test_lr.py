@@ -60,3 +60,9 @@ def test_every_fault_of_the_schedule_is_named_at_once() -> None:
     with pytest.raises(Contradiction) as error:
         scheduler_arguments(run)
     assert len(error.value.faults) == 4
+
+
+def test_two_weight_decays_need_a_way_from_one_to_the_other() -> None:
+    with pytest.raises(Contradiction, match="weight_decay_incr_style=linear or cosine"):
+        scheduler_arguments(_run(start_weight_decay=0.0))
+    assert scheduler_arguments(_run(start_weight_decay=0.0, weight_decay_incr_style="linear"))["start_wd"] == 0.0
