@@ -74,9 +74,8 @@ def dtype_at_rest(policy: PrecisionPolicy, run: RunFacts, parameter: Parameter) 
 
 def fused_keeps_main(policy: PrecisionPolicy, run: RunFacts) -> bool:
     """Whether FusedAdam keeps the main weights: megatron-core's use_precision_aware_optimizer_no_fp8_or_ds_fp8 (optimizer_config.py)."""
-    fp8 = policy.fp8 if run.realization == "native" else None
     lower = (policy.main_params or DType.FP32) is not DType.FP32
-    return bool(policy.precision_aware) and (lower or fp8 is None or fp8.scaling == "delayed" or run.optimizer.cpu_offload)
+    return bool(policy.precision_aware) and (lower or policy.fp8 is None or policy.fp8.scaling == "delayed" or run.optimizer.cpu_offload)
 
 
 def grads_dtype(policy: PrecisionPolicy, at_rest: DType) -> DType:

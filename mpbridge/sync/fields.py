@@ -59,6 +59,8 @@ class Facts:
 
     policy: PrecisionPolicy
     """As megatron-core is told: without quantization when that is emulated."""
+    fp8: Quant | None
+    """The FP8 that runs, emulated or not."""
     own: Callable[[Target, str, Any], Any]
     """(target, field, default) -> what the target says apart from any recipe."""
 
@@ -250,7 +252,8 @@ _LOW: tuple[Place, ...] = (
     _row("model", "num_layers_at_end_in_bf16", _edge(1), "last layers out of quantization", 1, knob="num_layers_at_end_in_bf16",
          turns=lambda f, v: f.policy.ends is not None),
     _row("model", "quant_recipe", _module_rules, "rules for single modules", None),
-    _row("optimizer", "fp8_recipe", _of("fp8", "scaling", None), "only with FP8 on: else it disarms the precision-aware optimizer", None),
+    # told in spite of emulation: it decides who keeps main weights, and needs no Transformer Engine
+    _row("optimizer", "fp8_recipe", lambda f: f.fp8 and f.fp8.scaling, "only with FP8 on: else it disarms the precision-aware optimizer", None),
     _row("optimizer", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,
          knob="reuse_grad_buf_for_mxfp8_param_ag", turns=_with_stored_mxfp8),
     _row("ddp", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,

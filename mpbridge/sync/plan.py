@@ -131,7 +131,7 @@ def plan(
 
     policy: None gives back everything that `after`, the receipt of the last apply, says was written.
     origin: 'ddp.grad_reduce_in_fp32' -> who wrote it ('command line', 'run.yaml'), from a caller who knows.
-    realization: 'emulated' tells megatron-core of no quantization at all; mpbridge.emulation then reads the policy.
+    realization: 'emulated' keeps the quantization from megatron-core's model and wrapper; mpbridge.emulation then reads the policy.
     Raises UnknownName when a live target lacks a field that the policy decides, BadValue for a policy or realization that is none.
     """
     if realization not in get_args(Realization):
@@ -140,7 +140,7 @@ def plan(
         raise BadValue(f"plan() got a {type(policy).__name__}, expected a PrecisionPolicy: resolve(get_mixed_precision_config(name)) makes one")
     given = {"model": model, "optimizer": optimizer, "ddp": ddp}
     reading = _Reading(targets={name: given[name] for name in TARGETS if given[name] is not None}, origin=origin, after=after or Receipt())
-    facts = None if policy is None else Facts(policy=_spoken(policy, realization), own=reading.own)
+    facts = None if policy is None else Facts(policy=_spoken(policy, realization), fp8=policy.fp8, own=reading.own)
     writes = tuple(write for row in TABLE if row.target in reading.targets for write in reading.writes(row, facts))
     return Plan(
         policy=policy, realization=realization, writes=writes, kept=tuple(reading.kept()), targets=reading.targets, after=reading.after

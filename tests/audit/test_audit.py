@@ -34,6 +34,9 @@ HEALTHY = {
     "bf16 moments": ("bf16", {"ddp": SHARDED, "optimizer": AWARE}),
     "overlap": ("bf16", {"ddp": SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}}),
     "fp16": ("fp16", {}),
+    # megatron-core keeps the main weights under these scalings, emulated or not
+    "tensorwise with FusedAdam's states": ("bf16_with_fp8_current_scaling_mixed", {"emulate": True, "ddp": SHARDED, "optimizer": AWARE, "model": {"num_layers": 3}}),
+    "delayed with FusedAdam's states": ("bf16_with_fp8_delayed_scaling_mixed", {"emulate": True, "ddp": SHARDED, "optimizer": {"use_precision_aware_optimizer": True}}),
 }
 
 

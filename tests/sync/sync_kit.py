@@ -64,7 +64,7 @@ def fresh(inputs: dict[str, dict[str, Any]], policy: PrecisionPolicy | None) -> 
     """Configs constructed by hand, with every value of the table spelled out, whether it is megatron-core's default or not."""
     made = {name: class_of(name, section)(**section) for name, section in inputs.items()}
     if policy is not None:
-        facts = Facts(policy=policy, own=lambda target, field, default: inputs[target].get(field, default))
+        facts = Facts(policy=policy, fp8=policy.fp8, own=lambda target, field, default: inputs[target].get(field, default))
         for name, section in inputs.items():
             values = {row.field: row.value(facts) for row in TABLE if row.target == name and row.field in class_of(name, section).__dataclass_fields__}
             rules = values.pop("quant_recipe", None)

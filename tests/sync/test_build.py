@@ -89,7 +89,10 @@ def test_a_quantized_recipe_is_refused_where_it_would_train_in_16_bits(name: str
     with pytest.raises(Refused, match="cannot run this recipe"):
         build(inputs, plan(POLICIES[name], **inputs), machine=machine("cpu"))
     emulated = build(inputs, plan(POLICIES[name], **inputs, realization="emulated"), machine=machine("cpu"))
-    assert (emulated.model.fp8, emulated.model.fp4, emulated.optimizer.fp8_recipe) == (None, None, None)
+    assert (emulated.model.fp8, emulated.model.fp4, emulated.ddp.fp8_param_gather) == (None, None, False)
+    # who keeps main weights is decided as it is without emulation
+    fp8 = POLICIES[name].fp8
+    assert emulated.optimizer.fp8_recipe == (fp8 and fp8.scaling)
 
 
 def test_a_refusal_costs_no_import_of_megatron_core() -> None:

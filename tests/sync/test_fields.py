@@ -103,11 +103,12 @@ def test_megatron_fsdp_drops_its_main_weights_only_where_a_policy_has_none(name:
     assert plan(POLICIES[name], ddp={"use_megatron_fsdp": fsdp}).of("ddp").get("preserve_fp32_weights", UNSET) is expected
 
 
-def test_emulation_tells_megatron_core_of_no_quantization() -> None:
+def test_emulation_tells_megatron_cores_model_and_wrapper_of_no_quantization() -> None:
     for name, policy in POLICIES.items():
         written = plan(policy, model={}, optimizer={}, ddp={}, realization="emulated")
         low = [write.name for write in written.writes if any(word in write.field for word in ("fp8", "fp4", "first_last", "num_layers", "quant"))]
-        assert low == [], name
+        # the optimizer is told: it decides by it who keeps main weights
+        assert low == (["optimizer.fp8_recipe"] if policy.fp8 else []), name
 
 
 def test_the_marks_survive_a_pickle() -> None:
