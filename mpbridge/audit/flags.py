@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mpbridge.audit.promise import Promises, owner_of
+import torch
+
+from mpbridge.audit.promise import Promises
 from mpbridge.formats import say
 
 MISSING = object()
@@ -62,13 +64,16 @@ def different(engine: Any) -> tuple[int, list[str]]:
 
 def optimizer_faults(engine: Any, promises: Promises) -> tuple[int, list[str]]:
     """(how many flags were read, contradictions): FusedAdam's master weights and decoupled gradients against who was promised to own the main weights."""
-    owner, looked, wrong = owner_of(promises.policy, promises.engine), 0, []
+    owner, looked, wrong = promises.owner, 0, []
     flag = getattr(configs(engine).get("optimizer"), "use_precision_aware_optimizer_no_fp8_or_ds_fp8", None)
     for inner in inner_optimizers(engine.optimizer):
         masters, decoupled = getattr(inner, "master_weights", None), getattr(inner, "use_decoupled_grad", None)
-        if masters is not None:
+        # one that holds nothing but parameters kept in FP32 needs no main weights; one without parameters (empty shards) says nothing
+        updated = [parameter for group in inner.param_groups for parameter in group["params"]]
+        kept = bool(promises.policy.keep_fp32) and all(parameter.dtype is torch.float32 for parameter in updated)
+        if masters is not None and updated:
             looked += 1
-            if bool(masters) is not (owner == "optimizer"):
+            if bool(masters) is not (owner == "optimizer" and not kept):
                 wrong.append(f"{type(inner).__name__}.master_weights={bool(masters)}, but the {owner} own(s) the main weights")
         # megatron-core hands gradients over by this flag, FusedAdam picks them up by its own: apart, nothing trains and nothing complains
         if decoupled is not None and flag is not None and promises.engine != "fsdp2":

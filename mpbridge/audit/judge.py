@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from mpbridge.audit.findings import Finding
 from mpbridge.audit.observe import Observed, Tally
-from mpbridge.audit.promise import ABSENT, Promises, owner_of
+from mpbridge.audit.promise import ABSENT, Promises
 from mpbridge.audit.rules import HIGH
 
 ROLES = ("params", "main_params", "grads", "main_grads", "exp_avg", "exp_avg_sq", "buffers")
@@ -55,7 +55,7 @@ def _role(role: str, tallies: dict[tuple[str, str], Tally]) -> Finding:
 
 def _missing(roles: set[str], promises: Promises) -> list[Finding]:
     """Roles that must exist after an update and don't. Moments of an optimizer without any (SGD) are nobody's promise."""
-    owner = owner_of(promises.policy, promises.engine)
+    owner = promises.owner
     if owner != "params" and "main_params" not in roles:
         wanted = (promises.policy.main_params.short if promises.policy.main_params else "fp32") + f", held by the {owner}"
         return [Finding(subject="main_params", promised=wanted, found=ABSENT, ok=False, cure="updates are lost in the rounding of 16-bit parameters")]

@@ -33,14 +33,6 @@ def place(name: str) -> tuple[str, int] | None:
     return None if match is None else (match.group(2), int(match.group(1)))
 
 
-def owner_of(policy: PrecisionPolicy, engine: str) -> Owner:
-    """Who holds the main weights on `engine`: Megatron-FSDP always itself, FSDP2 never (FusedAdam does)."""
-    owner = policy.main_params_owner
-    if owner == "params":
-        return owner
-    return {"megatron_fsdp": "engine", "fsdp2": "optimizer"}.get(engine, owner)  # type: ignore[return-value]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promises:
     """The policy, settled, as one engine has to keep it."""
@@ -52,12 +44,22 @@ class Promises:
     emulated: bool = False
     """Emulation keeps weights in 16 or 32 bits whatever the recipe stores."""
 
+    @property
+    def owner(self) -> Owner:
+        """Who holds the main weights on this engine: Megatron-FSDP always itself, FSDP2 never (FusedAdam does)."""
+        owner = self.policy.main_params_owner
+        if owner == "params":
+            return owner
+        return {"megatron_fsdp": "engine", "fsdp2": "optimizer"}.get(self.engine, owner)  # type: ignore[return-value]
+
     def of(self, role: str, parameter: str) -> str | None:
         """The storage format promised for a tensor of `role`; ABSENT; or None when the policy says nothing about it."""
         if role == "buffers":
             return "fp32" if any(fnmatch.fnmatchcase(parameter, pattern) for pattern in ALWAYS_FP32) else None
         if role == "params":
             return self._params(parameter)
+        if role in ("grads", "main_grads") and self.kept_fp32(parameter):
+            return "fp32"
         if role == "grads":
             return self._params(parameter) if self.engine == "fsdp2" else self.policy.reduce.short
         if role == "main_grads":
@@ -65,7 +67,9 @@ class Promises:
         if role == "main_params":
             return self._main_params(parameter)
         if role in ("exp_avg", "exp_avg_sq"):
-            return (getattr(self.policy, role) or DType.FP32).short
+            # full 16-bit on FSDP2 is torch's AdamW, whose moments have their parameter's dtype
+            follows = self.engine == "fsdp2" and self.policy.main_params_owner == "params" and self.kept_fp32(parameter)
+            return "fp32" if follows else (getattr(self.policy, role) or DType.FP32).short
         return None
 
     def quant(self, module: str) -> Quant | None:
@@ -87,7 +91,7 @@ class Promises:
         return self.policy.params.short
 
     def _main_params(self, parameter: str) -> str:
-        owner = owner_of(self.policy, self.engine)
+        owner = self.owner
         main = self.policy.main_params or DType.FP32
         if owner == "params" or (self.kept_fp32(parameter) and self.engine == "fsdp2"):
             return ABSENT

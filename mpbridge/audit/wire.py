@@ -58,13 +58,26 @@ def _payload(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 
 def _data_parallel(group: Any) -> bool:
-    """Whether `group` is (one of) megatron-core's data-parallel groups; True where there is no megatron-core state to ask (FSDP2's own mesh)."""
+    """Whether `group` may be one of megatron-core's data-parallel groups: none of those that carry activations (tensor, pipeline, context, expert).
+
+    True where there is no megatron-core state to ask, and for groups that it does not know (a wrapper's own).
+    """
     from megatron.core import parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
         return True
-    model = (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_context_parallel_group())
-    return all(group is not other for other in model)
+    return all(group is not other for other in (get(check_initialized=False) for get in _activation_groups(parallel_state)))
+
+
+def _activation_groups(state: Any) -> tuple[Callable[..., Any], ...]:
+    return (
+        state.get_tensor_model_parallel_group,
+        state.get_pipeline_model_parallel_group,
+        state.get_context_parallel_group,
+        state.get_expert_model_parallel_group,
+        state.get_expert_tensor_parallel_group,
+        state.get_expert_tensor_and_model_parallel_group,
+    )
 
 
 def _spy(name: str, original: Callable[..., Any], seen: Seen) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpbridge.checks.rules import Case, Rule
-from mpbridge.checks.rules_quant import ARGUMENTS, CORE_016
+from mpbridge.checks.rules_quant import ARGUMENTS
 from mpbridge.checks.versions import Window
 from mpbridge.errors import BadValue
 from mpbridge.formats import DType, say
@@ -53,6 +53,10 @@ def _interleaved(case: Case) -> str | None:
         if cpu and vpp is not None and vpp > 1 and batched
         else None
     )
+
+
+def _sent(case: Case) -> DType:
+    return DType.FP32 if _residual(case) else case.policy.compute
 
 
 def _undivided(case: Case) -> str | None:
@@ -206,17 +210,16 @@ RULES: tuple[Rule, ...] = (
         source=_CONFIG,
     ),
     Rule(
-        id="fp32-residual-between-stages",
+        id="pipeline-dtype-is-what-is-sent",
         found=lambda c: (
-            _residual(c)
-            and c.run.parallel.pipeline > 1
-            and c.policy.pipeline is not DType.FP32
-            and f"fp32_residual_connection with pipeline_dtype={c.policy.pipeline.short}"
+            c.run.parallel.pipeline > 1
+            and c.policy.pipeline is not _sent(c)
+            and f"pipeline_dtype={c.policy.pipeline.short}, while {_sent(c).short} travels between stages"
         ),
-        expected="pipeline_dtype=fp32: what travels between stages is the residual",
-        cure="mixed_precision.pipeline_dtype=fp32",
-        source="Megatron-LM core/transformer/transformer_config.py (d98e8a64) forces it, 0.16 does not",
-        holds=(CORE_016,),
+        expected="the dtype of the residual stream: fp32 under fp32_residual_connection, else that of the computation. Receivers allocate by this field "
+        "alone; another one fills them with garbage, silently",
+        cure="mixed_precision.pipeline_dtype of what is sent",
+        source="megatron-core 0.16.1 pipeline_parallel/p2p_communication.py, measured on gloo; Megatron-LM transformer_config.py (d98e8a64) forces fp32 residuals",
     ),
     Rule(
         id="fp32-residual-in-fp32",

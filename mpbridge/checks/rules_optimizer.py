@@ -278,6 +278,19 @@ RULES: tuple[Rule, ...] = (
         source="torch.optim.AdamW; NeMo AutoModel PR 2248",
     ),
     Rule(
+        id="fsdp2-sgd-keeps-no-main-weights",
+        about="fsdp2",
+        found=lambda c: (
+            c.run.engine == "fsdp2"
+            and c.run.optimizer.name == "sgd"
+            and {c.policy.main_params or DType.FP32, c.policy.exp_avg or DType.FP32} != {c.policy.params}
+            and f"optimizer=sgd on {c.policy.params.short} parameters under a recipe whose main weights or momentum are not"
+        ),
+        expected="storage in the dtype of both: torch's SGD updates the parameters themselves, its momentum has their dtype",
+        cure="mixed_precision.params_dtype=fp32 (recipe fp32_params_bf16_compute), optimizer.optimizer=adam, or engine=mcore",
+        source="torch.optim.SGD; mpbridge/engines/shard_optimizer.py",
+    ),
+    Rule(
         id="megatron-fsdp-optimizers",
         about="megatron_fsdp",
         found=lambda c: (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 from mpbridge.checks.rules import Case, Rule
 from mpbridge.checks.rules_quant import ARGUMENTS, CORE_016
 from mpbridge.formats import DType
@@ -122,6 +124,17 @@ RULES: tuple[Rule, ...] = (
         expected="globs over names such as 'decoder.layers.0.mlp.router.weight' or 'decoder.final_layernorm.weight'",
         cure="correct the glob ('*router.weight')",
         source="OLMo-core float8: an exclusion that excludes nothing is an error",
+    ),
+    Rule(
+        id="keep-fp32-of-a-tied-embedding",
+        found=lambda c: (
+            c.run.shape.tied
+            and any(fnmatchcase("embedding.word_embeddings.weight", glob) for glob in c.policy.keep_fp32)
+            and "keep_fp32 names the word embeddings, which the output layer shares"
+        ),
+        expected="an embedding of its own: the output layer would multiply 16-bit activations by FP32 weights",
+        cure="model.share_embeddings_and_output_weights=false, or a narrower glob; for FP32 logits mixed_precision.logit_dtype=fp32",
+        source="mpbridge/engines/model.py",
     ),
     Rule(
         id="fp32-storage-under-16-bit-compute",

@@ -181,6 +181,13 @@ def same(self: Any, *args: Any, **kwargs: Any) -> Any:
     return self
 
 
+class CpuAutocast(torch.autocast):
+    """torch.autocast of the CPU's operations where CUDA's are asked for."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu" if names_cuda(device_type) else device_type, *args, **kwargs)
+
+
 def nothing(*args: Any, **kwargs: Any) -> None:
     """Does nothing."""
 
@@ -228,6 +235,7 @@ def cuda_patches() -> Iterator[Patch]:
         yield owner, "set_rng_state", set_state
         yield owner, "manual_seed", seed
         yield owner, "manual_seed_all", seed
+    yield torch, "autocast", CpuAutocast
     for name in FACTORIES:
         yield torch, name, on_cpu(getattr(torch, name))
     for name in MATMULS:

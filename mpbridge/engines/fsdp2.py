@@ -31,16 +31,15 @@ class Fsdp2Engine(ShardedEngine):
         from megatron.core import parallel_state
 
         from mpbridge.engines.fsdp2_units import data_mesh, refuse_mixed, shard, store
-        from mpbridge.engines.model import fp32_modules, global_names
+        from mpbridge.engines.model import fp32_modules, global_names, gpt_model
         from mpbridge.engines.parallel import ModelParallel
-        from mpbridge.engines.plain_model import plain_model
         from mpbridge.engines.shard_optimizer import ShardOptimizer
 
         self.configs = _targets(self.run, cuda=self.cuda)
         self._parallel = ModelParallel(self.run.facts.parallel, seed=int(self.run.train.get("seed", 1234)))
         config, policy = self.configs.model, self.run.policy
         config.gradient_accumulation_fusion = False  # it writes into megatron-core's own gradient buffers, and there are none
-        model = plain_model(config, self.configs.gpt, policy, cuda=self.cuda, backend=backend)
+        model = gpt_model(config, self.configs.gpt, policy, cuda=self.cuda, backend=backend)
         kept = fp32_modules(model, policy.keep_fp32)
         names = global_names(model)
         refuse_mixed(kept, {id(parameter): names[name] for name, parameter in model.named_parameters()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
 from mpbridge.errors import BadValue
 from mpbridge.formats import DType
@@ -83,11 +85,23 @@ def store(model: torch.nn.Module, policy: PrecisionPolicy, kept: Mapping[torch.n
         parameter.data = parameter.data.to(torch.float32 if id(parameter) in wide else policy.params.torch())
 
 
+def _allow(kind: type[Any]) -> None:
+    """Lets fully_shard take modules of a class with an abstract base (megatron-core's routers).
+
+    It gives a module a class with FSDPModule in front of its own. CPython then refuses the assignment, since the two keep their attributes in other
+    places; behind its own class it fits, and torch looks into its table before it makes one.
+    """
+    if issubclass(kind, ABC):
+        cls_to_fsdp_cls.setdefault(kind, type(f"FSDP{kind.__name__}", (kind, FSDPModule), {}))
+
+
 def shard(model: Any, policy: PrecisionPolicy, mesh: DeviceMesh, kept: Mapping[torch.nn.Module, list[str]]) -> Counter[torch.dtype]:
     """Shards in place: modules kept in FP32, then each layer, then the rest. Returns the counter that its reductions fill."""
     seen: Counter[torch.dtype] = Counter()
     units: list[Any] = []
     if policy.compute is not DType.FP32:
+        for module in kept:
+            _allow(type(module))
         units += [fully_shard(module, mesh=mesh, mp_policy=fp32_policy(policy)) for module in kept]
     units += [fully_shard(layer, mesh=mesh, mp_policy=unit_policy(policy)) for layer in model.decoder.layers]
     units.append(fully_shard(model, mesh=mesh, mp_policy=root_policy(policy)))

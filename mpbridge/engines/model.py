@@ -22,6 +22,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
@@ -145,21 +146,31 @@ def build_chunks(
     virtual = config.virtual_pipeline_model_parallel_size
     chunks = []
     for chunk in range(virtual) if virtual else (None,):
-        enter_chunk(config, chunk)
-        first = parallel_state.is_pipeline_first_stage(ignore_virtual=chunk is None, vp_stage=chunk)
-        last = parallel_state.is_pipeline_last_stage(ignore_virtual=chunk is None, vp_stage=chunk)
-        provider = None if backend is None and cuda else (backend or CpuSpecProvider)(config)
-        spec = transformer_engine_spec(config, chunk=chunk) if provider is None else block_spec(config, provider, chunk=chunk)
-        ahead = multi_token_spec(config, spec, provider, chunk=chunk)
-        stage = {"pre_process": first, "post_process": last, "vp_stage": chunk, "mtp_block_spec": ahead}
-        with nullcontext() if provider is None else latent_attention_takes(provider.column_parallel_linear()):
-            model = GPTModel(config=config, transformer_layer_spec=spec, **stage, **arguments)
-        if policy.logits is not None and last:
-            _logits_in(model.output_layer, policy.logits.torch())
-        chunks.append(_in_precision(config, model, policy))
+        chunks.append(_in_precision(config, gpt_model(config, arguments, policy, cuda=cuda, backend=backend, chunk=chunk), policy))
         if cuda:
             chunks[-1].cuda(torch.cuda.current_device())
     return chunks
+
+
+def gpt_model(
+    config: Any, arguments: Mapping[str, Any], policy: PrecisionPolicy, *, cuda: bool, backend: Backend | None = None, chunk: int | None = None
+) -> Any:
+    """The GPTModel of this stage (of its interleaved `chunk`), parameters as megatron-core drew them; otherwise as `build_chunks`.
+
+    FSDP2 shards it as it is: Float16Module would round FP32 storage to BF16 on its way in.
+    """
+    enter_chunk(config, chunk)
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=chunk is None, vp_stage=chunk)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=chunk is None, vp_stage=chunk)
+    provider = None if backend is None and cuda else (backend or CpuSpecProvider)(config)
+    spec = transformer_engine_spec(config, chunk=chunk) if provider is None else block_spec(config, provider, chunk=chunk)
+    ahead = multi_token_spec(config, spec, provider, chunk=chunk)
+    stage = {"pre_process": first, "post_process": last, "vp_stage": chunk, "mtp_block_spec": ahead}
+    with nullcontext() if provider is None else latent_attention_takes(provider.column_parallel_linear()):
+        model = GPTModel(config=config, transformer_layer_spec=spec, **stage, **arguments)
+    if policy.logits is not None and last:
+        _logits_in(model.output_layer, policy.logits.torch())
+    return model
 
 
 def _logits_in(output_layer: Any, dtype: torch.dtype) -> None:
@@ -178,6 +189,9 @@ def _in_precision(config: Any, model: torch.nn.Module, policy: PrecisionPolicy) 
         return model
     kept = fp32_modules(model, policy.keep_fp32)
     wrapped: torch.nn.Module = Float16Module(config, model)
+    for router in model.modules():
+        if isinstance(router, TopKRouter):
+            router._maintain_float32_expert_bias()  # megatron-core does it in the first forward pass; a bias is FP32 from the start
     for module, names in kept.items():
         for name in names:
             parameter = getattr(module, name)
@@ -190,7 +204,8 @@ def fp32_modules(model: torch.nn.Module, patterns: tuple[str, ...]) -> dict[torc
     """Modules with their own parameters that a glob over global names matches. Raises BadValue for a glob that matches nothing anywhere."""
     names = global_names(model)
     missing = [p for p in patterns if not any(fnmatch.fnmatchcase(name, p) for name in names.values())]
-    if missing and parallel_state.get_pipeline_model_parallel_world_size() == 1:
+    whole = parallel_state.get_pipeline_model_parallel_world_size() == parallel_state.get_expert_model_parallel_world_size() == 1
+    if missing and whole:
         some = ", ".join(sorted(names.values())[:4])
         raise BadValue(f"keep_fp32 {missing} matches no parameter (expected globs over names such as {some}, ...)")
     found: dict[torch.nn.Module, list[str]] = {}

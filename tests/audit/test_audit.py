@@ -54,6 +54,43 @@ def test_healthy_engine_is_as_promised_before_and_after_its_first_update(build: 
         assert sum(not result.applied for result in results) > 5
 
 
+KEPT = {"keep_fp32": ["*layernorm*"]}
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+UNUSUAL = {
+    "parameters kept": ({"recipe": "bf16_mixed", "grad_reduce_in_fp32": False} | KEPT, {}),
+    "parameters kept, full BF16": ({"recipe": "full_bf16"} | KEPT, {}),
+    "parameters kept on FSDP2": ({"recipe": "bf16_mixed"} | KEPT, {"engine": "fsdp2"}),
+    "parameters kept on FSDP2, full BF16": ({"recipe": "full_bf16"} | KEPT, {"engine": "fsdp2"}),
+    "expert bias": ("bf16", {"model": EXPERTS}),
+    "autocast": ({"recipe": "bf16_mixed", "autocast_enabled": True}, {}),
+    "emulated FP8 under a precision-aware optimizer": (
+        {"recipe": "bf16_with_fp8_current_scaling_mixed", "first_last_layers_bf16": False}, {"emulate": True, "ddp": SHARDED, "optimizer": {"use_precision_aware_optimizer": True}},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_unusual_but_healthy_run_is_not_stopped(build: Any, drive: Any, case: str) -> None:
+    kind, changes = UNUSUAL[case]
+    hook = AuditHook()
+    drive(build(kind, **changes), hook)
+    assert hook.reports["live"].ok
+
+
+def test_activations_on_the_wire_are_no_gradients(build: Any) -> None:
+    from megatron.core import parallel_state
+
+    from mpbridge.audit.wire import _data_parallel
+
+    build("bf16")
+    assert _data_parallel(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    assert _data_parallel(parallel_state.get_expert_data_parallel_group())
+    assert not _data_parallel(parallel_state.get_tensor_model_parallel_group())
+    # the allgather dispatcher reduces and scatters BF16 activations over these, where gradients may be promised in FP32
+    assert not _data_parallel(parallel_state.get_expert_model_parallel_group())
+    assert not _data_parallel(parallel_state.get_expert_tensor_and_model_parallel_group())
+
+
 def test_bytes_are_those_of_the_live_tensors(build: Any, drive: Any) -> None:
     hook = AuditHook()
     engine = build("bf16")

@@ -132,6 +132,9 @@ TABLE = {
     "per-token-loss-on-sharded-engines": ({"engine": "fsdp2", "model": {"calculate_per_token_loss": True}}, {"model": {"calculate_per_token_loss": True}}),
     "needs-cuda": ({"machine": CPU, "model": {"gradient_accumulation_fusion": True}}, {"machine": machine("h100"), "model": {"gradient_accumulation_fusion": True}}),
     "keep-fp32-matches-nothing": ({"config": {"keep_fp32": ["*routre*"]}}, {"config": {"keep_fp32": ["*layernorm*"]}}),
+    "keep-fp32-of-a-tied-embedding": (
+        {"config": {"keep_fp32": ["embedding.*"]}}, {"config": {"keep_fp32": ["embedding.*"]}, "shape": dataclasses.replace(SHAPE, tied=False)},
+    ),
     "fp32-storage-under-16-bit-compute": ({"recipe": "fsdp_adamw"}, {"recipe": "fsdp_adamw", "engine": "fsdp2"}),
     "fp16-parameters-alone": ({"recipe": "fp16", "config": {"main_params_dtype": "fp16"}}, {"recipe": "full_bf16"}),
     "full-16-bit-with-distributed-optimizer": ({"recipe": "full_bf16"}, {"recipe": "full_bf16", "optimizer": OptimizerFacts()}),
@@ -162,6 +165,9 @@ TABLE = {
     "duplicate-main-weights": ({"recipe": "fp32", "config": AWARE}, {"recipe": "bf16", "config": AWARE}),
     "moments-follow-16-bit-parameters": (
         {"engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw")}, {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw")},
+    ),
+    "fsdp2-sgd-keeps-no-main-weights": (
+        {"engine": "fsdp2", "optimizer": OptimizerFacts(name="sgd")}, {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="sgd")},
     ),
     "torch-adamw-cannot-keep-states": (
         {"engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw", settings={"optimizer": "torch_adamw"})},
@@ -196,7 +202,7 @@ TABLE = {
         {"recipe": "fp8_ds", "shape": dataclasses.replace(MOE, grouped_gemm=True), "versions": te("1.10")}, {"recipe": "fp8_ds", "shape": MOE, "versions": te("1.10")},
     ),
     "expert-overlap-needs-16-bits": ({"recipe": "fp32", "model": {"overlap_moe_expert_parallel_comm": True}}, {"model": {"overlap_moe_expert_parallel_comm": True}}),
-    "fp32-residual-between-stages": (
+    "pipeline-dtype-is-what-is-sent": (
         {"config": {"fp32_residual_connection": True}, "parallel": PP2}, {"config": {"fp32_residual_connection": True, "pipeline_dtype": "fp32"}, "parallel": PP2},
     ),
     "fp32-residual-in-fp32": ({"recipe": "fp32", "model": {"fp32_residual_connection": True}}, {"model": {"fp32_residual_connection": True}}),

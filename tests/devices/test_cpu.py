@@ -125,6 +125,13 @@ def test_inside_everything_that_asks_for_cuda_gets_the_cpu() -> None:
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
+def test_autocast_of_cuda_is_autocast_here() -> None:
+    a = torch.ones(2, 2)
+    with device_layer(False), torch.autocast("cuda", dtype=torch.bfloat16):
+        assert (a @ a).dtype is torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_nested_layers_are_one_layer_that_ends_with_the_last() -> None:
     with cpu_device():
         with cpu_device(fused_adam=Adam), cpu_device(fused_adam=Adam):

@@ -119,6 +119,18 @@ def test_a12_kept_parameters_are_fp32_in_storage_and_compute(build: Any) -> None
     assert sorted(part.master_weights for part in engine.optimizer.parts) == [False, True]
 
 
+def test_a12_a_router_can_be_kept(build: Any) -> None:
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
+    engine = build({"recipe": "bf16_params_fp32_states", "keep_fp32": ["*router.weight"]}, model=experts)
+    before = {name: parameter.full_tensor().clone() for name, parameter in engine.named_parameters() if name.endswith("router.weight")}
+    assert engine.train_step(tiny.batches(), microbatches=2).applied
+    after = dict(engine.named_parameters())
+    assert len(before) == 2
+    for name, weight in before.items():
+        assert weight.dtype is after[name].dtype is torch.float32
+        assert not torch.equal(after[name].full_tensor(), weight)
+
+
 def test_a12_a_pattern_that_matches_nothing_is_an_error(build: Any) -> None:
     with pytest.raises(Refused, match=r"keep_fp32 '\*nothing\*' match no parameter"):
         build({"recipe": "bf16_params_fp32_states", "keep_fp32": ["*nothing*"]})
@@ -168,6 +180,48 @@ def test_t9_one_process_still_computes_in_bf16(build: Any) -> None:
     engine.model[0].decoder.layers[1].mlp.linear_fc2.register_forward_hook(lambda module, inputs, output: seen.append(output[0].dtype))
     engine.train_step(tiny.batches(), microbatches=1)
     assert seen == [torch.bfloat16]
+
+
+def test_further_tokens_are_predicted_as_on_megatron_core(build: Any) -> None:
+    from mpbridge.engines.registry import build_engine
+
+    further = {"model": {"mtp_num_layers": 1}}
+    losses = []
+    for make in (lambda: build_engine(tiny.run("fp32", **further)), lambda: build("fp32", **further)):
+        engine, batches = make(), tiny.batches()
+        losses.append([engine.train_step(batches, microbatches=2).loss for _ in range(2)])
+        assert any(name.startswith("mtp.") for name, _ in engine.named_parameters())
+        engine.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+FLIPS = {  # setting -> what alone it changes of a run with FP32 storage under BF16 compute
+    "storage": ({"params_dtype": "bf16", "main_params_dtype": "fp32"}, {"storage": "bfloat16", "grad": "bfloat16"}),
+    "compute": ({"bf16": False, "fp32": True, "pipeline_dtype": "fp32"}, {"weight": "float32", "between": "float32", "inside": "float32"}),
+    "reduction": ({"grad_reduce_in_fp32": False}, {}),
+    "output": ({"output_dtype": "fp32"}, {"between": "float32"}),
+}
+
+
+def _facts(engine: Any) -> dict[str, str]:
+    """dtypes of one step: a weight as stored and as used, what a linear and its layer hand on, the gradient and the moment of the shard."""
+    seen: dict[str, Any] = {}
+    layer, name = engine.model[0].decoder.layers[0], "decoder.layers.0.mlp.linear_fc1.weight"
+    layer.mlp.linear_fc1.register_forward_hook(lambda module, inputs, output: seen.update(weight=module.weight.dtype, inside=output[0].dtype))
+    engine.model[0].decoder.layers[1].register_forward_pre_hook(
+        lambda module, args, kwargs: seen.update(between=kwargs["hidden_states"].dtype), with_kwargs=True
+    )
+    engine.train_step(tiny.batches(), microbatches=1)
+    seen |= {live.role: live.tensor.dtype for live in engine.tensors() if live.parameter == name}
+    renamed = {"params": "storage", "grads": "grad", "exp_avg": "moment"}
+    return {renamed.get(key, key): str(value).removeprefix("torch.") for key, value in seen.items() if key in {*renamed, "weight", "inside", "between"}}
+
+
+@pytest.mark.parametrize("setting", FLIPS)
+def test_g1_each_setting_changes_what_the_guide_says_and_nothing_else(build: Any, setting: str) -> None:
+    changes, wanted = FLIPS[setting]
+    usual = {"storage": "float32", "weight": "bfloat16", "inside": "bfloat16", "between": "bfloat16", "grad": "float32", "moment": "float32"}
+    assert _facts(build({"recipe": "fp32_params_bf16_compute"} | changes)) == usual | wanted
 
 
 def test_sgd_has_no_main_copy_and_no_second_moment(build: Any) -> None:

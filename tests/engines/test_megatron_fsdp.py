@@ -106,9 +106,14 @@ def test_m2_there_is_one_master_copy(build: Any) -> None:
     assert sum(t.numel() * t.element_size() for s in states for k, t in s.items() if k != "step") / size == pytest.approx(8)
 
 
+SCALINGS = (None, "delayed", "tensorwise", "blockwise", "mxfp8")
+
+
 @pytest.mark.parametrize("aware", [False, True], ids=["plain", "aware"])
-def test_m3_nobody_waits_for_a_decoupled_gradient(build: Any, aware: bool) -> None:
-    engine = build({"recipe": "bf16_megatron_fsdp", "use_precision_aware_optimizer": aware})
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_m3_nobody_waits_for_a_decoupled_gradient(build: Any, scaling: str | None, aware: bool) -> None:
+    quantized = {"fp8": "hybrid", "fp8_recipe": scaling} if scaling else {}
+    engine = build({"recipe": "bf16_megatron_fsdp", "use_precision_aware_optimizer": aware, **quantized}, emulate=bool(scaling))
     flags = {
         "fused": any(getattr(part, "use_decoupled_grad", False) for part in engine.optimizer.parts),
         "masters": any(getattr(part, "master_weights", False) for part in engine.optimizer.parts),
@@ -118,9 +123,6 @@ def test_m3_nobody_waits_for_a_decoupled_gradient(build: Any, aware: bool) -> No
     assert flags == dict.fromkeys(flags, False)
     engine.train_step(tiny.batches(), microbatches=1)
     assert all(shard.grad is not None for shard in engine.optimizer.shards.values())
-
-
-SCALINGS = (None, "delayed", "tensorwise", "blockwise", "mxfp8")
 
 
 @pytest.mark.parametrize("aware", [False, True], ids=["plain", "aware"])

@@ -166,6 +166,12 @@ def test_a_keep_fp32_pattern_that_matches_nothing_is_an_error(build: Any) -> Non
         fp32_modules(build("bf16").model[0], ("*.nosuch", "*layernorm*"))
 
 
+def test_a_keep_fp32_pattern_may_name_what_another_rank_holds(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("bf16").model[0]
+    monkeypatch.setattr("megatron.core.parallel_state.get_expert_model_parallel_world_size", lambda: 2)
+    assert fp32_modules(model, ("*local_experts.3.*",)) == {}
+
+
 def test_the_loss_is_the_mean_over_the_tokens_of_the_mask(build: Any) -> None:
     engine = build("fp32")
     batch = next(tiny.batches())
