@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 
 from mpbridge.config.container import ConfigContainer, Run
 from mpbridge.train.hooks import Hook
-from tests.worlds import start
 
 SEQ, VOCAB = 32, 64
 MODEL = {
@@ -95,30 +93,31 @@ def go(made: Run, *hooks: Hook) -> Watch:
     return watch
 
 
-def job(size: int, folder: Path, *specs: Mapping[str, Any], timeout: float = 200.0, expect: int = 0) -> list[dict[str, Any]]:
-    """What `size` processes make of `run(**spec)`, one after the other: losses, and the digest of each rank. Both ranks' output is shown on failure."""
+def job(size: int, folder: Path, *specs: Mapping[str, Any], timeout: float = 200.0) -> list[dict[str, Any]]:
+    """What `size` processes make of `run(**spec)`, one after the other: losses, and the digest of each rank. All ranks' output is shown on failure."""
+    from tests.train.forked import ranks
+
     out = folder / "job.json"
-    start(size, __file__, str(out), json.dumps(specs), timeout=timeout, expect=expect)
-    return json.loads(out.read_text()) if out.exists() else []
+    with ranks(size, _rank, out, specs) as started:
+        codes = [one.wait(timeout) for one in started]
+        assert not any(codes), "\n".join(one.text[-4000:] for one in started)
+    seen: list[dict[str, Any]] = json.loads(out.read_text())
+    return seen
 
 
-def _rank(out: str, specs: str) -> None:
+def _rank(out: Path, specs: tuple[Mapping[str, Any], ...]) -> None:
     import torch.distributed as dist
 
     from mpbridge.engines.parallel import start_process_group, stop_process_group
 
     start_process_group(False)
     seen = []
-    for spec in json.loads(specs):
+    for spec in specs:
         watch = go(run(world=dist.get_world_size(), **spec))
         digests: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(digests, watch.digest)
         seen.append({"losses": {str(step): loss for step, loss in watch.losses.items()}, "digests": digests, "recipes": watch.recipes})
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(seen))
+        out.write_text(json.dumps(seen))
     dist.barrier()
     stop_process_group()
-
-
-if __name__ == "__main__":
-    _rank(*sys.argv[1:])

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import re
+import resource
 import signal
+import socket
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from mpbridge.errors import BadValue, CheckpointError
 from mpbridge.train import store
 from mpbridge.train.faults import EVENTS, parse_nonfinite
+from tests.train.forked import forked
 from tests.train.survival import Hook, go, run
-
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 
 
 class Poison(Hook):
@@ -118,53 +118,57 @@ def test_a_signal_ends_the_run_behind_its_step_with_a_checkpoint(tmp_path, numbe
     assert go(run(checkpoint=kept)).losses.keys() == {4, 5, 6}
 
 
-def script(tmp_path, *, iters, save_interval=None, sleep=0.0, extra=""):
-    """A process of its own that trains; `extra` is Python that changes `sections`."""
-    text = f"""
-import sys, time
-from tests.train.survival import Hook, go, run
 class Slow(Hook):
+    """Tells each step, and takes its time."""
+
+    def __init__(self, seconds):
+        self.seconds = seconds
+
     def stepped(self, training, result):
-        print("step", training.counters.iteration, result.loss.hex(), flush=True)
-        time.sleep({sleep})
-sections = dict(checkpoint=dict(save={str(tmp_path / "kept")!r}, load={str(tmp_path / "kept")!r}, save_interval={save_interval}, keep_last=3))
-{extra}
-watch = go(run(iters={iters}, **sections), Slow())
-print("done", watch.digest, watch.summary.stopped, flush=True)
-"""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-c", text]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        print("step", training.counters.iteration, flush=True)
+        time.sleep(self.seconds)
 
 
-def wait_for(process, text):
-    for line in process.stdout:
-        if line.startswith(text):
-            return line
-    raise AssertionError(process.stderr.read()[-4000:])
+def train(kept, iters, seconds=0.0, largest=None, **section):
+    """What a process of its own does. largest: bytes of a file that it may write."""
+    if largest is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+    watch = go(run(iters=iters, checkpoint={"save": str(kept), "load": str(kept)} | section), Slow(seconds))
+    print("done", watch.summary.stopped)
 
 
 def test_a_second_signal_ends_at_once(tmp_path):
-    process = script(tmp_path, iters=1000, sleep=3.0)
-    wait_for(process, "step 1")
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)  # the hook sleeps on: the first signal does not break a step
-    assert process.poll() is None
-    began = time.monotonic()
-    process.send_signal(signal.SIGTERM)
-    process.wait(timeout=30)
-    assert time.monotonic() - began < 2.0
-    assert process.returncode == -signal.SIGTERM
+    with forked(train, tmp_path, 1000, 3.0) as process:
+        process.wait_for("step 1")
+        os.kill(process.pid, signal.SIGTERM)
+        time.sleep(0.5)  # the hook sleeps on: the first signal does not break a step
+        assert process.process.is_alive()
+        began = time.monotonic()
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(30) == -signal.SIGTERM
+        assert time.monotonic() - began < 2.0
 
 
 def test_a_signal_to_a_process_ends_it_with_exit_code_0(tmp_path):
-    process = script(tmp_path, iters=1000, sleep=0.05)
-    wait_for(process, "step 2")
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err[-4000:]
-    assert "SIGTERM" in out
-    assert store.saved(tmp_path / "kept")
+    with forked(train, tmp_path, 1000, 0.05) as process:
+        process.wait_for("step 2")
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait() == 0, process.text
+    assert "done SIGTERM" in process.text
+    assert store.saved(tmp_path)
+
+
+def test_a_second_job_is_kept_out_of_the_folder_until_the_first_is_killed(tmp_path):
+    kept = {"save": str(tmp_path), "load": str(tmp_path)}
+    with forked(train, tmp_path, 1000, 0.05, None) as first:
+        first.wait_for("step 1")
+        with pytest.raises(CheckpointError, match=rf"process {first.pid} on {re.escape(socket.gethostname())} saves its run"):
+            go(run(checkpoint=kept))
+        os.kill(first.pid, signal.SIGKILL)
+        assert first.wait() == -signal.SIGKILL
+    # its name is still in the file, and blocks nobody
+    assert f"process {first.pid}" in (tmp_path / store.WRITER).read_text()
+    assert sorted(go(run(iters=2, checkpoint=kept)).losses) == [1, 2]
 
 
 def damaged(tmp_path):
@@ -201,23 +205,16 @@ def test_damage_is_named_and_the_one_before_goes_on(tmp_path, name, harm):
     assert sorted(go(run(iters=4, checkpoint={"load": offered})).losses) == [3, 4]
 
 
-FULL = """
-import resource
-sections['checkpoint']['async_save'] = {background}
-resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
-"""
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_is_said_and_leaves_no_half(tmp_path, background):
     # a limit on the size of files stands for the disk: the same writes fail, with EFBIG in place of ENOSPC
-    process = script(tmp_path, iters=4, save_interval=2, extra=FULL.format(background=background))
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 1, out + err
-    assert "CheckpointError: a checkpoint could not be written to" in err
-    assert "MiB free there" in err
-    assert "took no more (disk full" in err
-    assert os.listdir(tmp_path / "kept") == [store.WRITER]
+    kept = tmp_path / "kept"
+    with forked(functools.partial(train, kept, 4, largest=300_000, save_interval=2, async_save=background)) as process:
+        assert process.wait() == 1, process.text
+    assert "CheckpointError: a checkpoint could not be written to" in process.text
+    assert "MiB free there" in process.text
+    assert "took no more (disk full" in process.text
+    assert os.listdir(kept) == [store.WRITER]
 
 
 @pytest.fixture

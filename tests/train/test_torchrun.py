@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpbridge.report.metrics import read
+from mpbridge.train.loop import pretrain
 from tests.train.tiny import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +32,7 @@ def _losses(folder: Path) -> list[float]:
 
 def test_two_processes_train_what_one_does_and_rank_0_speaks(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    first = _start(tmp_path, "--recipe", "fp32", f"logger.log_dir={one}")
-    assert first.returncode == 0, first.stderr[-3000:]
+    pretrain(tiny(tmp_path, "fp32", logger={"log_dir": str(one)}).resolved(), quiet=True)
     options = (f"logger.log_dir={two}", "ddp.use_distributed_optimizer=true", "train.micro_batch_size=2")
     both = _start(tmp_path, "--recipe", "fp32", *options, processes=2)
     assert both.returncode == 0, both.stdout[-2000:] + both.stderr[-3000:]

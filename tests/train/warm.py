@@ -1,0 +1,17 @@
+"""What `forked.py`'s server loads before the first test asks for a process."""
+
+from __future__ import annotations
+
+import warnings
+
+warnings.simplefilter("ignore")
+
+import torch  # noqa: E402
+
+import mpbridge.train.checkpoint  # noqa: E402
+import mpbridge.train.loop  # noqa: E402, F401
+import tests.train.survival  # noqa: E402, F401
+from mpbridge.checks.rules import rules  # noqa: E402
+
+torch.set_num_threads(1)
+rules()
