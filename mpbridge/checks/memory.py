@@ -156,7 +156,8 @@ def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> list[tuple[str, Pre
                 dataclasses.replace(run, optimizer=dataclasses.replace(optimizer, distributed=True)),
             )
         )
-    if not policy.precision_aware and optimizer.distributed and policy.compute is DType.BF16:
+    # beside quantized GEMMs the precision-aware optimizer failed on several releases (rule precision-aware-with-fp8)
+    if not policy.precision_aware and optimizer.distributed and policy.compute is DType.BF16 and not policy.quantized:
         lower = dataclasses.replace(policy, precision_aware=True, main_params=DType.FP32, exp_avg=DType.BF16, exp_avg_sq=DType.BF16)
         found.append(("use_precision_aware_optimizer with bf16 moments", lower, run))
     if run.model.get("recompute_granularity") != "full":

@@ -84,19 +84,27 @@ def test_bytes_a_parameter_of_the_measured_table(row, world):
     assert found.bytes_per_parameter == pytest.approx(formula(world), rel=1e-4)  # the rest is the padding of buckets
 
 
-@pytest.mark.parametrize(
-    ("name", "aware", "expected"),
-    [("fsdp_adamw", "torch_adamw", 16), ("fsdp_fused_adam", "adam", 14)],
-)
-def test_fsdp2_storage_patterns(name, aware, expected):
-    run = facts(8, engine="fsdp2", optimizer=OptimizerFacts(name=aware))
-    assert memory(policy(name), run).bytes_per_parameter * 8 == pytest.approx(expected, rel=1e-3)
+# rows of the same table for fully sharded engines: (recipe, config changes, engine, ddp section) -> bytes a parameter, times N
+FULLY = {
+    "13 fp32 storage, torch AdamW": ("fp32_params_bf16_compute", {}, "fsdp2", {}, 16),
+    "14 bf16 storage, FusedAdam, remainders": ("bf16_params_fp32_states", {}, "fsdp2", {}, 14),
+    "15 without remainders": ("bf16_params_fp32_states", {"store_param_remainders": False}, "fsdp2", {}, 16),
+    "16 main weights beside fp32 storage, which the engine leaves out": ("fp32_params_bf16_compute", {"use_precision_aware_optimizer": True}, "fsdp2", {}, 16),
+    "17 full bf16": ("full_bf16", {}, "fsdp2", {}, 8),
+    "19 fp32 storage, bf16 moments": ("fp32_params_bf16_compute", {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, "fsdp2", {}, 12),
+    "20 Megatron-FSDP": ("bf16_megatron_fsdp", {}, "megatron_fsdp", {}, 18),
+    "22 bf16 gradients": ("bf16_megatron_fsdp", {"grad_reduce_in_fp32": False}, "megatron_fsdp", {}, 16),
+    "23 bf16 moments": ("bf16_megatron_fsdp", {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, "megatron_fsdp", {}, 14),
+    "24 no main weights": ("bf16_megatron_fsdp", {"grad_reduce_in_fp32": False}, "megatron_fsdp", {"preserve_fp32_weights": False}, 12),
+}  # fmt: skip
 
 
-def test_megatron_fsdp_keeps_one_main_copy():
-    found = memory(policy("bf16_megatron_fsdp"), facts(8, engine="megatron_fsdp"))
-    assert found.bytes_per_parameter * 8 == pytest.approx(18, rel=1e-3)
-    assert not found.exact
+@pytest.mark.parametrize("row", FULLY)
+def test_bytes_a_parameter_of_fully_sharded_engines(row):
+    name, changes, engine, ddp, expected = FULLY[row]
+    found = memory(policy(name, **changes), facts(8, engine=engine, ddp=ddp, optimizer=OptimizerFacts()))
+    assert found.bytes_per_parameter * 8 == pytest.approx(expected, rel=1e-3)
+    assert found.exact == (engine == "fsdp2")
 
 
 # FP8 beside bf16_mixed, in bytes of the quantized linears (memory_table.md, add-ons)
@@ -154,6 +162,12 @@ def test_a_run_that_does_not_fit_hears_what_would():
     assert fit(policy("bf16"), facts(), machine("gb300")).ok
     hopeless = fit(policy("bf16"), facts(1), machine("t4"))
     assert all("not enough alone" in way for way in hopeless.ways)
+
+
+def test_lower_moments_are_not_offered_where_a_rule_warns_of_them():
+    ways = {name: " ".join(fit(policy(name), facts(1), H100).ways) for name in ("bf16", "fp8_cs")}
+    assert "bf16 moments" in ways["bf16"]
+    assert "bf16 moments" not in ways["fp8_cs"]
 
 
 @pytest.mark.parametrize("way", ["tensor", "recompute", "micro batch"])
