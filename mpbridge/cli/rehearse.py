@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     for text in UPSTREAM_CHATTER:
         warnings.filterwarnings("ignore", message=text)
     from mpbridge.report.console import console, rank
-    from mpbridge.report.rehearse import NO_RANKING, tables
+    from mpbridge.report.rehearse import caveats, tables
 
     out = console(speaks=rank() == 0)
     result = _rehearsed(args)
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         page = _write(result, args.out)
     for table in tables(result):
         out.print(table)
-    out.print(NO_RANKING)
+    out.print(caveats(result), markup=False)
     if rank() == 0:
         out.print(f"report: {page}")
     return 1 if all(recipe.failure is not None for recipe in result.recipes) else 0

@@ -114,10 +114,9 @@ class Emulation:
 
     def _check_regions(self) -> None:
         names = {below for _, _, below, _ in self._placed}
-        split = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
         idle = [region.modules for region in self.policy.regions if not any(fnmatch.fnmatchcase(name, region.modules) for name in names)]
         # a pipeline stage need not hold every module; a model without any linear is not the region's fault
-        if idle and names and not split:
+        if idle and names and not _split():
             raise BadValue(
                 f"no linear matches the region pattern {', '.join(map(repr, idle))} (linears of a layer: {', '.join(sorted(names))})"
             )
@@ -214,8 +213,9 @@ class Emulation:
         """What is not as on the GPU, one sentence each; to be shown with every result."""
         quants = self.policy.quants
         release = ".".join(map(str, self.release))
+        count = f"{len(self.plugs)} linears quantized, {len(self.high)} kept high" + (" on this rank" if _split() else "")
         notes = [
-            f"emulated with the rules of Transformer Engine {release}: {len(self.plugs)} linears quantized, {len(self.high)} kept high",
+            f"emulated with the rules of Transformer Engine {release}: {count}",
             *ALWAYS,
         ]
         if any(quant.attention != "none" for quant in quants):
@@ -229,3 +229,8 @@ class Emulation:
         if self.compiled and (why := compiler()) is not None:
             notes.append(why)
         return tuple(notes)
+
+
+def _split() -> bool:
+    """Whether other processes may hold other parts of the model."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1

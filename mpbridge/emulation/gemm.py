@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mpbridge.checks.shapes import NEEDS
 from mpbridge.emulation.quantizer import Gemm, Operand, Quantizer, Side
 from mpbridge.errors import BadValue
 
@@ -35,25 +36,11 @@ class Plug:
     """One entry for each forward run that activation recomputation will repeat: whether it opened its context."""
 
 
-MULTIPLES: dict[str, tuple[int, int, int]] = {
-    # scaling -> multiples of (tokens, in features, out features); Transformer Engine 2.11: pytorch/utils.py:439-447 for all of them, then
-    # cublaslt_gemm.cu (16 with a backward pass), csrc/quantizer.cpp (32 and 16 for both dimensions of every tensor)
-    "delayed": (8, 16, 16),
-    "tensorwise": (8, 16, 16),
-    "blockwise": (16, 16, 16),
-    "mxfp8": (32, 32, 32),
-    "nvfp4": (16, 16, 16),
-}
-
-
 def check_shapes(slot: str, scaling: str, tokens: int, weight: torch.Size) -> None:
     """Raises BadValue with every dimension that Transformer Engine would refuse for this recipe."""
-    names, found = ("tokens", "input features", "output features"), (tokens, weight[1], weight[0])
-    faults = [
-        f"{name} {size} (expected a multiple of {multiple})"
-        for name, size, multiple in zip(names, found, MULTIPLES[scaling], strict=True)
-        if size % multiple
-    ]
+    need = NEEDS[scaling]
+    sizes = (("tokens", tokens, need.tokens), ("input features", weight[1], need.inner), ("output features", weight[0], need.outer))
+    faults = [f"{name} {size} (expected a multiple of {multiple})" for name, size, multiple in sizes if size % multiple]
     if faults:
         raise BadValue(
             f"{slot}: {scaling} scaling cannot quantize {'; '.join(faults)}: Transformer Engine refuses it too "

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from mpbridge.checks.shapes import NEEDS
 from mpbridge.emulation.gemm import Plug, QuantizedLinear, check_shapes
 
 if TYPE_CHECKING:
     from mpbridge.emulation.emulation import Emulation
     from mpbridge.precision.policy import PrecisionPolicy, Quant
-
-EXPERT_PADDING = {"mxfp8": 32, "nvfp4": 128}
-"""Tokens of an expert are padded to this multiple, else 16; megatron-core 0.16.1 fp8_utils.py:168 and fp4_utils.py:51."""
 
 
 def apply(
@@ -36,20 +34,22 @@ def apply(
     tokens = x.numel() // x.shape[-1]
     filled = x
     if expert:
-        missing = -tokens % EXPERT_PADDING.get(plug.quantizer.quant.scaling, 16)
+        missing = -tokens % NEEDS[plug.quantizer.quant.scaling].expert
         filled = F.pad(x.reshape(tokens, -1), (0, 0, 0, missing))
     check_shapes(plug.slot, plug.quantizer.quant.scaling, filled.numel() // filled.shape[-1], weight.shape)
-    first, replay = _run(plug, recompute)
+    wanted = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    first, replay = _run(plug, recompute, wanted)
     y: torch.Tensor = QuantizedLinear.apply(filled, weight, bias, plug, first, replay)  # type: ignore[no-untyped-call]
     return y[:tokens].view(*x.shape[:-1], -1) if expert else y
 
 
-def _run(plug: Plug, recompute: bool) -> tuple[bool, bool]:
-    """(this run opened its context, this run repeats an earlier one)."""
+def _run(plug: Plug, recompute: bool, wanted: bool) -> tuple[bool, bool]:
+    """(this run opened its context, this run repeats an earlier one). wanted: a backward pass will come through here."""
     grad = torch.is_grad_enabled()
     if grad and plug.waiting:
         return plug.waiting.popleft(), True
-    first = plug.emulation.opens() if grad or recompute else False
+    # without gradients nothing looks wanted, though a recomputation may follow
+    first = plug.emulation.opens() if (wanted if grad else recompute) else False
     if recompute and not grad:
         plug.waiting.append(first)
         plug.quantizer.stash(plug.slot)

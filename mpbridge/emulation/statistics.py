@@ -12,6 +12,7 @@ import torch
 
 from mpbridge.emulation.kernels import amax_of
 from mpbridge.emulation.quantizer import COPY_OF, Gemm, Operand, Quantizer, Side
+from mpbridge.emulation.scales import FP32_LARGEST
 from mpbridge.formats import NumberFormat
 
 BINS = (-32, 16)
@@ -188,4 +189,5 @@ def _staleness(quantizer: Quantizer, slot: str, side: Side, number: NumberFormat
     if quantizer.quant.scaling != "delayed" or not (amax > 0 and math.isfinite(amax)):
         return None
     wanted = number.largest * 2.0**-quantizer.quant.margin / amax
-    return math.log2(wanted / float(multiplier))
+    # no scale is larger than fp32's largest number, whatever a vanishing amax asks for
+    return math.log2(min(wanted, FP32_LARGEST) / min(float(multiplier), FP32_LARGEST))

@@ -80,6 +80,7 @@ class Rehearsed:
     high: int = 0
     """Linears that the recipe keeps in high precision."""
     notes: list[str] = field(default_factory=list)
+    """What is not as on the GPU, a sentence each."""
     tensors: Sequence[Row] = ()
     failure: str | None = None
     """Why the recipe could not be rehearsed."""
@@ -91,7 +92,7 @@ class Rehearsed:
 
     @property
     def worst(self) -> list[Row]:
-        """The ten tensors with the largest median row error relative to what their format costs anyway."""
+        """The ten tensors with the largest median row error relative to what their format costs anyway, before them those with NaN."""
         return sorted(self.tensors, key=lambda row: -_excess(row))[:10]
 
     def verdict(self) -> tuple[Word, list[str]]:
@@ -179,6 +180,8 @@ def _reasons(found: list[Complaint], operands: int) -> list[str]:
 
 
 def _excess(row: Row) -> float:
+    if row["nonfinite"]:  # the errors are those of the finite elements
+        return math.inf
     return (row["row_error"] or 0.0) / OWN_ERROR.get((row["format"], row["side"]), 0.0265)
 
 
@@ -214,6 +217,12 @@ def tables(rehearsal: Rehearsal) -> list[Table]:
     return found
 
 
+def caveats(rehearsal: Rehearsal) -> str:
+    """For the terminal: what the verdicts do not say, and what is not as on the GPU under any of the recipes."""
+    notes = dict.fromkeys(note for recipe in rehearsal.recipes for note in recipe.notes)
+    return "\n".join([NO_RANKING, *(["Not as on the GPU:"] if notes else []), *(f"  - {note}" for note in notes)])
+
+
 def overall(recipe: Rehearsed) -> tuple[str, str, str, str]:
     """Largest row error, flushed and saturated share, and lowest SQNR of any tensor, as text."""
     if not recipe.tensors:
@@ -230,7 +239,7 @@ def cells(row: Row) -> tuple[str, ...]:
     """A tensor's row of the tables: COLUMNS as text."""
     percent = (f"{row[name]:.2%}" if row[name] is not None else "" for name in ("row_error", "relative_error", "flushed", "saturated"))
     noise = f"{row['sqnr']:.1f}" if row["sqnr"] is not None else ""
-    stale = f"2**{row['staleness']:+.1f}" if row["staleness"] is not None else ""
+    stale = f"2**{round(row['staleness'], 1) + 0.0:+.1f}" if row["staleness"] is not None else ""
     return row["tensor"], row["copy"], " ".join(row["gemms"]), row["format"], *percent, noise, stale
 
 

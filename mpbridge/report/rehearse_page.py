@@ -61,6 +61,8 @@ def _overview(rehearsal: Rehearsal) -> str:
 def _recipe(recipe: Rehearsed, images: dict[str, str]) -> str:
     _, reasons = recipe.verdict()
     parts = [f"<h2>{escape(recipe.recipe)} {_word(recipe)}</h2>", "<ul>", *(f"<li>{escape(reason)}</li>" for reason in reasons), "</ul>"]
+    if recipe.quantized:
+        parts += [f'<p class="dim">{recipe.quantized} linears quantized, {recipe.high} kept high</p>']
     if recipe.tensors:
         parts += ["<p>The worst tensors, by how much they lose beyond what their format costs anyway:</p>"]
         parts += [_table(COLUMNS, [list(map(escape, cells(row))) for row in recipe.worst])]
@@ -69,7 +71,7 @@ def _recipe(recipe: Rehearsed, images: dict[str, str]) -> str:
         parts += [f"<details><summary>all {len(recipe.tensors)} operands</summary>{every}</details>"]
     if recipe.notes:
         parts += [
-            '<p class="dim">How it was emulated, and what is not as on the GPU:</p>',
+            '<p class="dim">What is not as on the GPU:</p>',
             '<ul class="dim">',
             *(f"<li>{escape(note)}</li>" for note in recipe.notes),
             "</ul>",

@@ -102,16 +102,24 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Ve
     Every rank calls it. Checksums, the fingerprint and every file that a loader unpickles are looked at before anything is opened.
     Raises Refused when the verdict is no, CheckpointError for a checkpoint that is damaged or does not fit.
     """
-    with unobserved():
-        found = on_first_rank(lambda: _look(path))
-    metadata = safe_load.read_metadata(path)
-    answer = judge(found, training.run, path, reset=reset_optimizer)
-    weights_only = answer.kind == "weights only"
-    shelf = state.Shelf.of(metadata)
-    with _explained(path.parent, None):
-        plain = _take_up(training, path, shelf, weights_only=weights_only)
+    found, answer, plain = _opened(training, path, reset=reset_optimizer)
     _resume_plain(training, plain, same_layout=found.parallel == of_run(training.run).parallel, path=path)
     return dataclasses.replace(answer, notes=(*answer.notes, *_other_data(training, plain.get("data") or {})))
+
+
+def load_weights(training: Training, path: Path) -> None:
+    """Takes the weights alone from the checkpoint in `path`; schedule, counters and random states stay a fresh run's. Raises as `load` does."""
+    _opened(training, path, reset=True)
+
+
+def _opened(training: Training, path: Path, *, reset: bool) -> tuple[Fingerprint, Verdict, dict[str, Any]]:
+    with unobserved():
+        found = on_first_rank(lambda: _look(path))
+    shelf = state.Shelf.of(safe_load.read_metadata(path))
+    answer = judge(found, training.run, path, reset=reset)
+    with _explained(path.parent, None):
+        plain = _take_up(training, path, shelf, weights_only=answer.kind == "weights only")
+    return found, answer, plain
 
 
 def _other_data(training: Training, data: Mapping[str, Any]) -> list[str]:

@@ -12,11 +12,15 @@ import torch
 
 from mpbridge.emulation import Emulation, emulate_linears
 from mpbridge.emulation.quantizer import COPY_OF, Quantizer, Randomness, Side
+from mpbridge.emulation.scales import DEFAULT_RELEASE
 from mpbridge.emulation.statistics import Statistics
 from mpbridge.errors import DataError, MpbridgeError
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
+from mpbridge.report.console import rank
 from mpbridge.report.rehearse import Rehearsal, Rehearsed
+from mpbridge.train import store
+from mpbridge.train.checkpoint import load_weights
 from mpbridge.train.hooks import Hook
 
 if TYPE_CHECKING:
@@ -32,25 +36,29 @@ RECIPES = (
     "bf16_with_nvfp4_mixed",
 )
 """What is rehearsed when nobody says otherwise: high precision and each scaling once."""
+RELEASE = ".".join(map(str, DEFAULT_RELEASE))
 SAMPLES = 10
 """Steps that are looked at in a rehearsal, unless `every` says otherwise."""
 
 
 class Listen(Hook):
-    """Collects losses, and statistics from an emulated engine."""
+    """Collects losses, and statistics from an emulated engine. weights: a checkpoint to begin from."""
 
-    def __init__(self, statistics: Statistics) -> None:
-        self.statistics, self.losses, self.emulation = statistics, list[float](), None
-        self.quantized: tuple[int, int] = (0, 0)
-        self.notes: list[str] = []
+    def __init__(self, statistics: Statistics, weights: Path | None) -> None:
+        self.statistics, self.weights, self.losses = statistics, weights, list[float]()
+        self.quantized, self.high, self.notes = list[str](), list[str](), list[str]()
+
+    def built(self, training: Training) -> None:
+        """Takes the checkpoint's weights."""
+        if self.weights is not None:
+            load_weights(training, self.weights)
 
     def started(self, training: Training) -> None:
         """Begins to observe."""
         emulation: Emulation | None = getattr(training.engine, "emulation", None)
         if emulation is not None:
             emulation.observer = self.statistics
-            self.quantized = len(emulation.plugs), len(emulation.high)
-            self.notes = list(emulation.notes())
+            self.quantized, self.high, self.notes = list(emulation.plugs), list(emulation.high), list(emulation.notes()[1:])
         self.statistics.step(1)
 
     def stepped(self, training: Training, result: Any) -> None:
@@ -68,24 +76,35 @@ def rehearse(
     say: Callable[[str], None] = print,
 ) -> Rehearsal:
     """Trains `container`'s model under each recipe from the same seed, data and initialisation, emulated, and says what happened to the
-    tensors.
+    tensors. checkpoint.load gives the weights that all begin from; optimizer, schedule and data begin anew.
 
     every: a step in so many is looked at; None: ten steps of the whole. A recipe that cannot run is in the result with the reason.
-    Nothing is saved. Raises UnknownName for a recipe that does not exist, before anything runs.
+    Nothing is saved. Raises UnknownName for a recipe and CheckpointError for a checkpoint that does not
+    exist, before anything runs. In several processes every rank gets the whole result: of a tensor that more than one holds, the part with
+    the largest error.
     """
     from mpbridge.train.machine import process_group
 
     for name in recipes:
         get_mixed_precision_config(name)
-    result = Rehearsal(title=f"Rehearsal of {len(recipes)} recipes, {steps} steps each", made=_made(container, steps))
+    load = dict(container.checkpoint).get("load")
+    weights = store.locate(Path(load)) if load else None
+    result = Rehearsal(title=f"Rehearsal of {_counted(recipes)}, {steps} steps each", made=_made(container, steps))
+    if weights is not None:
+        result.made["weights"] = str(weights)
     # one process group for all: a recipe's engine is closed before the next one's is built
     with process_group(torch.cuda.is_available()):
         for name in recipes:
-            found = _one(container, name, steps, every or max(1, steps // SAMPLES))
+            found = _one(container, name, steps, Listen(Statistics(every=every or max(1, steps // SAMPLES)), weights))
             result.recipes.append(found)
             word, reasons = found.verdict()
-            say(f"{name}: {word} ({reasons[0]}), {found.seconds:.0f} s")
+            if rank() == 0:
+                say(f"{name}: {word} ({reasons[0]}), {found.seconds:.0f} s")
     return result
+
+
+def _counted(recipes: Sequence[str]) -> str:
+    return f"{len(recipes)} recipe{'s' if len(recipes) != 1 else ''}"
 
 
 def _made(container: ConfigContainer, steps: int) -> dict[str, Any]:
@@ -96,11 +115,12 @@ def _made(container: ConfigContainer, steps: int) -> dict[str, Any]:
         "seed": dict(container.train).get("seed", 1234),
         "torch": torch.__version__,
         "megatron-core": megatron.core.__version__,
+        "rules of Transformer Engine": RELEASE,
     }
 
 
 def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
-    """The run of one recipe: emulated, nothing evaluated, nothing written."""
+    """The run of one recipe: emulated, nothing evaluated, nothing written, resumed from nowhere."""
     made = container.copy()
     made.mixed_precision, made.emulate = recipe, True
     made.train = dict(made.train) | {"train_iters": steps, "eval_interval": None, "eval_iters": 0, "audit": "warn"}
@@ -109,26 +129,40 @@ def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
     return made.resolved(made.smallest_world() if not torch.distributed.is_initialized() else torch.distributed.get_world_size())
 
 
-def _one(container: ConfigContainer, recipe: str, steps: int, every: int) -> Rehearsed:
+def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Rehearsed:
     from mpbridge.train.loop import pretrain
 
-    ear, began = Listen(Statistics(every=every)), time.perf_counter()
-    failure = None
+    began, failure = time.perf_counter(), None
     try:
         pretrain(_run(container, recipe, steps), hooks=[ear], quiet=True)
     except MpbridgeError as error:
         failure = str(error)
+    # the first fifth is left out: delayed scaling is still finding its scales then
+    parts = _everywhere((ear.statistics.summary(warmup=steps // 5), ear.quantized, ear.high, failure))
+    tensors: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in (row for part in parts for row in part[0]):
+        known = tensors.setdefault((row["tensor"], row["copy"]), row)
+        if (row["row_error"] or 0.0) > (known["row_error"] or 0.0):
+            tensors[row["tensor"], row["copy"]] = row
     return Rehearsed(
         recipe=recipe,
         losses=ear.losses,
         seconds=time.perf_counter() - began,
-        quantized=ear.quantized[0],
-        high=ear.quantized[1],
+        quantized=len({name for part in parts for name in part[1]}),
+        high=len({name for part in parts for name in part[2]}),
         notes=ear.notes,
-        # the first fifth is left out: delayed scaling is still finding its scales then
-        tensors=ear.statistics.summary(warmup=steps // 5),
-        failure=failure,
+        tensors=list(tensors.values()),
+        failure=next((part[3] for part in parts if part[3] is not None), None),
     )
+
+
+def _everywhere(mine: Any) -> list[Any]:
+    """What each rank has to say, on every rank."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return [mine]
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, mine)
+    return parts
 
 
 def rehearse_module(
@@ -146,7 +180,8 @@ def rehearse_module(
     Emulation.
     """
     result = Rehearsal(
-        title=f"Rehearsal of {type(module).__name__} under {len(recipes)} recipes", made={"steps": steps, "torch": torch.__version__}
+        title=f"Rehearsal of {type(module).__name__} under {_counted(recipes)}",
+        made={"steps": steps, "torch": torch.__version__, "rules of Transformer Engine": RELEASE},
     )
     for name in recipes:
         own, statistics, began = copy.deepcopy(module), Statistics(every=every), time.perf_counter()
@@ -164,7 +199,7 @@ def rehearse_module(
         except MpbridgeError as error:
             found.failure = str(error)
         if emulation is not None:
-            found.quantized, found.high, found.notes = len(emulation.plugs), len(emulation.high), list(emulation.notes())
+            found.quantized, found.high, found.notes = len(emulation.plugs), len(emulation.high), list(emulation.notes()[1:])
         found.tensors, found.seconds = statistics.summary(warmup=steps // 5), time.perf_counter() - began
         result.recipes.append(found)
     return result
@@ -199,7 +234,9 @@ def _flat(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, torch
         if isinstance(value, Mapping):
             found += _flat(value, f"{prefix}{name}.")
         elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2 and value.numel():
-            found.append((f"{prefix}{name}", value))
+            # what no GEMM has as its input (FP64, codes of 8 bits) is looked at as FP32
+            kept = value.dtype in (torch.bfloat16, torch.float16, torch.float32)
+            found.append((f"{prefix}{name}", value.detach() if kept else value.detach().float()))
     return found
 
 
@@ -216,7 +253,10 @@ def observe(tensors: Mapping[str, torch.Tensor], recipes: Sequence[str] = RECIPE
 
     Dimensions but the last are rows; rows and columns are filled with zeros to whole blocks.
     """
-    result = Rehearsal(title=f"{len(tensors)} given tensors under {len(recipes)} recipes", made={"torch": torch.__version__})
+    result = Rehearsal(
+        title=f"{len(tensors)} given tensors under {_counted(recipes)}",
+        made={"torch": torch.__version__, "rules of Transformer Engine": RELEASE},
+    )
     for recipe in recipes:
         began = time.perf_counter()
         quant = resolve(get_mixed_precision_config(recipe)).quant
@@ -229,7 +269,7 @@ def observe(tensors: Mapping[str, torch.Tensor], recipes: Sequence[str] = RECIPE
             statistics = Statistics()
             for name, tensor in tensors.items():
                 _look(statistics, quantizer, name, tensor.reshape(-1, tensor.shape[-1]))
-            found.tensors, found.quantized = statistics.summary(), len(tensors)
+            found.tensors = statistics.summary()
             found.notes = list(emulation.notes()[1:])
         found.seconds = time.perf_counter() - began
         result.recipes.append(found)

@@ -320,6 +320,15 @@ def test_frozen_weights_and_inputs_without_gradients_need_no_operands() -> None:
     assert counter.made["wgrad", "x"] == 1
 
 
+def test_a_frozen_first_linear_does_not_keep_gradient_scales_from_moving() -> None:
+    net = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3))).bfloat16()
+    net[0].requires_grad_(False)
+    emulation = emulate_linears(net, policy("delayed"), compiled=False)
+    quantizer = next(iter(emulation.quantizers.values()))
+    net(data(width=32)).float().sum().backward()
+    assert quantizer.scale_of("2", "dy") == 448.0
+
+
 def test_notes_say_what_is_not_emulated() -> None:
     quiet = Emulation(policy("tensorwise")).notes()
     assert any("accumulation order" in note for note in quiet)

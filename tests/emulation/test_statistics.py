@@ -67,6 +67,8 @@ def test_saturation_staleness_and_nonfinite_elements_are_counted() -> None:
     assert stale.saturated == 1.0
     assert stale.staleness == pytest.approx(-1.0)
     assert stale.row_error == pytest.approx(0.5)
+    vanishing = sample(torch.full((8, 16), 1e-42), "delayed")
+    assert vanishing.staleness == pytest.approx(128.0, abs=1e-3)
     x = normal()
     x[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     assert sample(x, "tensorwise").nonfinite == 3

@@ -80,6 +80,7 @@ def test_reasons_name_tensors_and_the_worst_come_first() -> None:
     assert any(reason.startswith("a.x (row): its median row is off by 30%") for reason in reasons)
     # relative to what the format costs, E4M3 at 0.3 suffers more than E5M2 at 0.4
     assert [r["tensor"] for r in recipe.worst[:2]] == ["a.x", "b.dy"]
+    assert Rehearsed(recipe="r", tensors=[*tensors, row(tensor="nan.x", nonfinite=3)]).worst[0]["tensor"] == "nan.x"
 
 
 def test_layers_are_counted_as_the_model_counts_them() -> None:

@@ -12,6 +12,7 @@ import torch
 from mpbridge.cli.main import main
 from mpbridge.errors import DataError, UnknownName
 from mpbridge.train.rehearse import RECIPES, observe, read_tensors, rehearse, rehearse_module, side_of
+from tests.worlds import ROOT, start
 
 CURRENT, MXFP8, DELAYED = "bf16_with_fp8_current_scaling_mixed", "bf16_with_mxfp8_mixed", "bf16_with_fp8_delayed_scaling_mixed"
 
@@ -90,6 +91,17 @@ class _Evil:
         return Path.touch, (Path("touched"),)
 
 
+def test_tensors_of_any_floating_dtype_are_observed(tmp_path: Path) -> None:
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    kinds = {"fp64": x.double(), "fp16": x.half(), "fp8": x.to(torch.float8_e4m3fn), "parameter": torch.nn.Parameter(x), "tiny": x * 1e-42}
+    torch.save(kinds, tmp_path / "a.pt")
+    found = observe(read_tensors(tmp_path / "a.pt"), [DELAYED, MXFP8])
+    by_name = {row["slot"]: row["row_error"] for row in found.recipes[1].tensors if row["copy"] == "row"}
+    assert by_name["fp64"] == by_name["parameter"] == pytest.approx(0.0265, rel=0.1)
+    assert by_name["fp8"] < 0.005  # its values are codes already, but for those that another scale makes subnormal
+    assert by_name["tiny"] == 1.0
+
+
 def test_safetensors_are_read(tmp_path: Path) -> None:
     save_file = pytest.importorskip("safetensors.torch").save_file
     save_file(outliers(), tmp_path / "a.safetensors")
@@ -144,6 +156,7 @@ def test_the_command_writes_report_pictures_and_page(tmp_path: Path, corpus: lis
     assert main(["rehearse", "--recipes", recipes, "--steps", "3", "--every", "1", "--out", str(out), *TINY, *corpus]) == 0
     printed = capsys.readouterr().out
     assert "do not rank recipes" in printed
+    assert printed.count("accumulation order") == 1
     report = json.loads((out / "report.json").read_text())
     by_name = {recipe["recipe"]: recipe for recipe in report["recipes"]}
     assert list(by_name) == recipes.split(",")
@@ -163,6 +176,33 @@ def test_the_command_writes_report_pictures_and_page(tmp_path: Path, corpus: lis
     assert "http" not in page.replace("http-equiv", "")
     for name in by_name:
         assert name in page
+
+
+def test_a_rehearsal_begins_from_a_checkpoints_weights(tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    settings, kept = [*TINY, *corpus], str(tmp_path / "kept")
+    trained = ["train.train_iters=8", "scheduler.lr_warmup_iters=1", f"logger.log_dir={tmp_path / 'run'}", f"checkpoint.save={kept}"]
+    assert main(["train", "--recipe", "bf16_mixed", *settings, *trained]) == 0
+    out = tmp_path / "out"
+    command = ["rehearse", "--recipes", f"bf16_mixed,{MXFP8}", "--steps", "1", "--out", str(out), *settings]
+    assert main([*command, f"checkpoint.load={kept}"]) == 0
+    report = json.loads((out / "report.json").read_text())
+    assert report["made"]["weights"].startswith(kept)
+    assert [recipe["failure"] for recipe in report["recipes"]] == [None, None]
+    assert all(recipe["losses"][0] < 5.0 for recipe in report["recipes"])  # 5.8 from scratch
+    assert main([*command, f"checkpoint.load={tmp_path / 'nowhere'}"]) == 2
+    assert "no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_pipeline_stages_are_one_report(tmp_path: Path, corpus: list[str]) -> None:
+    split = ["model.num_layers=2", "parallel.pipeline_model_parallel_size=2"]
+    settings = [one for one in [*TINY, *corpus] if not one.startswith("model.num_layers")]
+    out = tmp_path / "out"
+    said = start(2, str(ROOT / "mpbridge" / "__main__.py"), "rehearse", "--recipes", MXFP8, "--steps", "1", "--out", str(out), *settings, *split)
+    assert said.count(f"{MXFP8}: sound (") == 1
+    (recipe,) = json.loads((out / "report.json").read_text())["recipes"]
+    assert sorted(recipe["layers"]) == ["0", "1"]
+    assert recipe["quantized"] == 8
 
 
 def test_the_command_observes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
