@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs a CUDA device, in one command: installs, runs the GPU tests and the benchmark, writes a report.
+# Everything that needs a CUDA device, in one command: installs, runs the GPU tests, the comparison with the emulation and the benchmark, writes a report.
 #   bash scripts/gpu_check.sh [--wheels DIR] [--out DIR] [--quick]
 # --wheels: take Transformer Engine, megatron-core and the rest from DIR, offline, beside the torch that is installed; without it they come from PyPI into .venv.
 # --out:    where report.md, bench.json and the test log go (default runs/gpu_check). --quick: tests without the 500-step runs, benchmark with one round.
@@ -28,12 +28,12 @@ else
   source scripts/environment.sh
   make_environment dev,te
 fi
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 failed=0
-select="gpu"; [ -n "$quick" ] && select="gpu and not slow"
-"$python" -m pytest tests -m "$select" -q -rs --timeout 560 -p no:cacheprovider 2>&1 | tee "$out/tests.log" || failed=1
+select="slow or not slow"; [ -n "$quick" ] && select="not slow"
+"$python" -m pytest tests/gpu -m "$select" -q -rs --timeout 560 -p no:cacheprovider 2>&1 | tee "$out/tests.log" || failed=1
+"$python" scripts/gpu_agreement.py --out "$out/agreement.json" 2>&1 | tee "$out/agreement.log" || failed=1
 rounds=2; [ -n "$quick" ] && rounds=1
-"$python" scripts/bench_gpu.py --rounds "$rounds" --out "$out/bench.json" 2>&1 | tee "$out/bench.log" || failed=1
+"$python" scripts/bench_gpu.py --rounds "$rounds" --profile --out "$out/bench.json" 2>&1 | tee "$out/bench.log" || failed=1
 "$python" scripts/gpu_report.py "$out" >"$out/report.md" || failed=1
 cat "$out/report.md"
 exit $failed

@@ -29,6 +29,10 @@ def speeds(bench: dict) -> str:
                 f"{row['tokens_per_s'] / first['tokens_per_s']:.3f} | {row['peak_gib']:.1f} |"
             )
         lines.append("")
+        for name, row in table.items():
+            kinds = ", ".join(f"{kind} {milliseconds:.1f}" for kind, milliseconds in sorted(row["kinds"].items(), key=lambda item: -item[1]))
+            lines += [f"{name}: one step's GPU milliseconds by kind of kernel: {kinds}"] if kinds else []
+        lines += [f"Start of the first arm: imports {bench['import_s']:.1f} s, process group {bench['process_group_s']:.1f} s, building {first['build_s']:.1f} s, first step {first['first_step_s']:.1f} s.", ""]
     return "\n".join(lines)
 
 
@@ -38,6 +42,9 @@ def main() -> None:
     log, bench = folder / "tests.log", folder / "bench.json"
     print("# GPU check\n\n## Tests\n")
     print(tests(log.read_text()) if log.is_file() else "not run")
+    agreement = folder / "agreement.log"
+    print("\n## The emulation against Transformer Engine\n")
+    print(agreement.read_text() if agreement.is_file() else "not run")
     print("\n## Speed and memory\n")
     print(speeds(json.loads(bench.read_text())) if bench.is_file() else "not measured")
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # tests.gpu.feed
 
 
 def transformer_engine_reason() -> str | None:
@@ -57,14 +62,16 @@ def on_gpu():
 def gpu_run(tmp_path):
     """From a recipe and dotted overrides to the Run of a small GPT on real text."""
     from mpbridge.config.container import ConfigContainer
+    from mpbridge.precision.registry import get_mixed_precision_config
+    from mpbridge.precision.resolve import resolve
 
     def make(recipe: str, *overrides: str, config: str = "gpt_tiny", **sections):
-        from pathlib import Path
-
-        path = Path(__file__).resolve().parents[2] / "configs" / f"{config}.yaml"
+        path = ROOT / "configs" / f"{config}.yaml"
         # dimensions that every recipe of a Hopper can quantize, and heads that fused attention takes
         shape = ["model.hidden_size=512", "model.ffn_hidden_size=1536", "model.num_attention_heads=8"] if config == "gpt_tiny" else []
-        common = [f"mixed_precision={recipe}", f"logger.log_dir={tmp_path / recipe}", "logger.progress=false", *shape]
+        # weights at rest in FP8 want the distributed optimizer, which keeps the high-precision copy
+        sharded = ["ddp.use_distributed_optimizer=true"] if resolve(get_mixed_precision_config(recipe)).stored else []
+        common = [f"mixed_precision={recipe}", f"logger.log_dir={tmp_path / recipe}", "logger.progress=false", *shape, *sharded]
         return ConfigContainer.load(path, [*common, *overrides]).resolved(world_size=1)
 
     return make

@@ -1,23 +1,29 @@
-"""Our numerics against Transformer Engine's kernels: quantized tensors element by element, linears by relative difference, FusedAdam over 100 steps."""
+"""Our numerics against Transformer Engine's kernels: quantized tensors element by element, linears by relative difference, FusedAdam over 100 steps.
+
+Each comparison has a half that is ours; those halves run on any machine (the tests without the mark), so that a GPU's hour is not spent on their faults.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.gpu
+RECIPE = {"delayed": "fp8_ds", "tensorwise": "fp8_cs", "blockwise": "fp8_sc"}
+DATA = ["normal", "outliers", "wide", "zero rows"]
+COPIES = [(scaling, number, side, copy) for scaling in RECIPE for number, side, copy in (
+    ("e4m3", "x", "row"), ("e4m3", "x", "column"), ("e4m3", "w", "row"), ("e5m2", "dy", "row"), ("e5m2", "dy", "column"),
+)]  # fmt: skip
+DELAYED_SCALE = 3.25
+"""Any scale that is no power of two."""
 
 
+def here():
+    import torch
 
-@pytest.fixture(autouse=True)
-def _gpu_first(on_gpu):
-    # skips before a test's first line can import Transformer Engine
-    on_gpu()
-
-
-DATA = ["normal", "outliers", "wide"]
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def tensor(kind: str, rows: int = 256, columns: int = 512):
+def sample(kind: str, rows: int = 256, columns: int = 512):
+    """bf16 [rows, columns] on this machine's device, the same everywhere."""
     import torch
 
     generator = torch.Generator().manual_seed(7)
@@ -26,144 +32,220 @@ def tensor(kind: str, rows: int = 256, columns: int = 512):
         x[torch.rand(rows, columns, generator=generator) < 1e-3] *= 100
     if kind == "wide":
         x *= torch.exp2(torch.randint(-20, 20, (rows, 1), generator=generator).float())
-    return x.bfloat16()
+    if kind == "zero rows":
+        x[: rows // 2] = 0.0
+    return x.bfloat16().to(here())
 
 
-def te_quantized(x, scaling: str, number: str):
-    """Transformer Engine's row copy of `x`, dequantized to FP32."""
-    import transformer_engine.pytorch as te
-    import transformer_engine_torch as tex
-
-    dtype = {"e4m3": tex.DType.kFloat8E4M3, "e5m2": tex.DType.kFloat8E5M2}[number]
-    if scaling == "tensorwise":
-        quantizer = te.Float8CurrentScalingQuantizer(dtype, device=x.device)
-    else:
-        quantizer = te.Float8BlockQuantizer(fp8_dtype=dtype, rowwise=True, columnwise=False, force_pow_2_scales=True, block_scaling_dim=1)
-    import torch
-
-    return quantizer(x).dequantize(dtype=torch.float32)
-
-
-def ours(x, scaling: str, number: str):
-    """Our row copy, dequantized to FP32."""
-    from mpbridge.emulation.quantizer import Quantizer
+def ours(x, scaling: str, number: str, side: str, copy: str):
+    """Our operand, dequantized to FP32."""
+    from mpbridge.emulation.quantizer import COPY_OF, Quantizer, Randomness
     from mpbridge.precision.policy import Quant
 
     quant = Quant(format="hybrid" if number == "e5m2" else "e4m3", scaling=scaling)
-    quantizer = Quantizer(quant, device=x.device)
-    side = "gradient" if number == "e5m2" else "input"
-    operand = quantizer.operand(x, slot="probe", gemm="dgrad" if number == "e5m2" else "fprop", side=side)
-    return operand.dequantized().float()
+    quantizer = Quantizer(quant, ["probe"], randomness=Randomness(1, x.device), device=x.device, compiled=False)
+    for table in (quantizer.forward_table, quantizer.backward_table):
+        if table is not None:
+            table.scale.fill_(DELAYED_SCALE)
+    gemm = next(gemm for (gemm, of), which in COPY_OF.items() if of == side and which == copy) if (side, copy) != ("w", "column") else "dgrad"
+    return quantizer.operand(x, slot="probe", gemm=gemm, side=side).dequantized()
+
+
+def theirs(x, scaling: str, number: str, side: str, copy: str):
+    """Transformer Engine's, dequantized to FP32."""
+    import torch
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+
+    dtype = {"e4m3": tex.DType.kFloat8E4M3, "e5m2": tex.DType.kFloat8E5M2}[number]
+    which = {"rowwise": copy == "row", "columnwise": copy == "column"}
+    if scaling == "delayed":
+        scale, amax = torch.full((1,), DELAYED_SCALE, device=x.device), torch.zeros(1, device=x.device)
+        quantizer = Float8Quantizer(scale, amax, dtype)
+    elif scaling == "tensorwise":
+        quantizer = Float8CurrentScalingQuantizer(dtype, device=x.device)
+    else:
+        quantizer = Float8BlockQuantizer(dtype, **which, block_scaling_dim=2 if side == "w" else 1)
+    return quantizer(x).dequantize(dtype=torch.float32)
 
 
 @pytest.mark.parametrize("kind", DATA)
-@pytest.mark.parametrize("number", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("scaling", ["tensorwise", "blockwise"])
-def test_quantized_tensors_are_equal_element_by_element(scaling, number, kind, on_gpu):
+@pytest.mark.parametrize(("scaling", "number", "side", "copy"), COPIES)
+def test_our_quantized_tensors_are_near_what_they_quantize(scaling, number, side, copy, kind):
+    x = sample(kind)
+    found = ours(x, scaling, number, side, copy)
+    assert found.shape == x.shape
+    # two or three mantissa bits of what does not saturate or fall below the format, as most of a wide tensor does
+    near = (found - x.float()).abs() <= x.float().abs() * (0.13 if number == "e5m2" else 0.07)
+    assert near.float().mean() > (0.9 if kind in ("normal", "zero rows") else 0.2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize(("scaling", "number", "side", "copy"), COPIES)
+def test_quantized_tensors_are_equal_element_by_element(scaling, number, side, copy, kind, on_gpu):
     import torch
 
-    on_gpu({"tensorwise": "fp8_cs", "blockwise": "fp8_sc"}[scaling])
-    x = tensor(kind).cuda()
-    assert torch.equal(ours(x, scaling, number), te_quantized(x, scaling, number))
+    on_gpu(RECIPE[scaling])
+    x = sample(kind)
+    assert torch.equal(ours(x, scaling, number, side, copy), theirs(x, scaling, number, side, copy))
 
 
-@pytest.mark.parametrize("scaling", ["delayed", "tensorwise", "blockwise"])
+def step_of(layer, x, grad, around):
+    """(output, input gradient, weight gradient) of the second of two passes: delayed scaling's scales mean something from then on."""
+    import torch
+
+    for _ in range(2):
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        with around():
+            out = layer(leaf)
+        out.backward(grad)
+    weight = next(layer.parameters())
+    return [tensor.float() for tensor in (out, leaf.grad, weight.grad)] if isinstance(out, torch.Tensor) else []
+
+
+def emulated_linear(scaling: str, weight):
+    import dataclasses
+
+    import torch
+
+    from mpbridge.emulation import emulate_linears
+    from mpbridge.precision.policy import Quant, Region
+    from mpbridge.precision.registry import get_mixed_precision_config
+    from mpbridge.precision.resolve import resolve
+
+    plain = torch.nn.Sequential(torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device, dtype=torch.bfloat16))
+    with torch.no_grad():
+        plain[0].weight.copy_(weight)
+    more = {"amax_history": 1, "amax_algo": "most_recent"} if scaling == "delayed" else {}
+    policy = resolve(get_mixed_precision_config("bf16_mixed"))
+    emulate_linears(plain, dataclasses.replace(policy, regions=(Region(quant=Quant(format="hybrid", scaling=scaling, **more)),)))
+    return plain
+
+
+@pytest.mark.parametrize("scaling", RECIPE)
+def test_our_emulated_linear_is_near_the_plain_one(scaling):
+    from contextlib import nullcontext
+
+    import torch
+
+    weight = sample("normal", 256, 512) / 16
+    plain = torch.nn.Linear(512, 256, bias=False, device=weight.device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        plain.weight.copy_(weight)
+    x, grad = sample("normal"), sample("normal", 256, 256)
+    for e, p in zip(step_of(emulated_linear(scaling, weight), x, grad, nullcontext), step_of(plain, x, grad, nullcontext), strict=True):
+        assert 1e-4 < float((e - p).norm() / p.norm()) < 0.1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", RECIPE)
 def test_emulated_linear_agrees_with_the_real_one(scaling, on_gpu, record_property):
+    on_gpu(RECIPE[scaling])
+    from contextlib import nullcontext
+
     import torch
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as te_recipes
 
-    from mpbridge.emulation import emulate_linears
-    from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
-    from mpbridge.precision.registry import get_mixed_precision_config
-    from mpbridge.precision.resolve import resolve
-
-    names = {"delayed": "fp8_ds", "tensorwise": "fp8_cs", "blockwise": "fp8_sc"}
-    on_gpu(names[scaling])
     recipe = {
         "delayed": te_recipes.DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent"),
         "tensorwise": te_recipes.Float8CurrentScaling(),
         "blockwise": te_recipes.Float8BlockScaling(fp8_format=te_recipes.Format.HYBRID),
     }[scaling]
-    import dataclasses
-
-    policy: PrecisionPolicy = resolve(get_mixed_precision_config("bf16_mixed"))
-    policy = dataclasses.replace(policy, regions=(Region(quant=Quant(format="hybrid", scaling=scaling)),))
     real = te.Linear(512, 256, bias=False, params_dtype=torch.bfloat16, device="cuda")
-    plain = torch.nn.Sequential(torch.nn.Linear(512, 256, bias=False, device="cuda", dtype=torch.bfloat16))
-    with torch.no_grad():
-        plain[0].weight.copy_(real.weight)
-    emulate_linears(plain, policy)
-    x, grad = tensor("outliers").cuda(), tensor("normal", 256, 256).cuda()
-    found = []
-    for layer, context in ((real, lambda: te.fp8_autocast(enabled=True, fp8_recipe=recipe)), (plain, torch.no_grad)):
-        # delayed scaling needs one pass before its scales mean anything
-        for _ in range(2):
-            a = x.clone().requires_grad_()
-            with context() if layer is real else torch.enable_grad():
-                out = layer(a)
-            layer.zero_grad()
-            out.backward(grad)
-        weight = next(layer.parameters())
-        found.append((out.float(), a.grad.float(), weight.grad.float()))
-    for what, t, e in zip(("output", "dgrad", "wgrad"), *found, strict=True):
+    x, grad = sample("outliers"), sample("normal", 256, 256)
+    theirs = step_of(real, x, grad, lambda: te.fp8_autocast(enabled=True, fp8_recipe=recipe))
+    found = step_of(emulated_linear(scaling, real.weight.detach()), x, grad, nullcontext)
+    for what, t, e in zip(("output", "dgrad", "wgrad"), theirs, found, strict=True):
         difference = float((t - e).norm() / t.norm())
         record_property(f"{scaling} {what}", difference)
         # the operands are the same numbers; what is left is the order of accumulation, and BF16 results
         assert difference < 5e-3, what
 
 
-@pytest.mark.parametrize(
-    ("master", "moments", "remainders"),
-    [(False, "float32", False), (True, "float32", False), (True, "float32", True), (True, "bfloat16", True), (True, "float16", False), (True, "uint8", False)],
-)
+STATES = [(False, "float32", False), (True, "float32", False), (True, "float32", True), (True, "bfloat16", True), (True, "float16", False), (True, "uint8", False)]
+
+
+def after_100_steps(cls, device, master: bool, moments: str, remainders: bool):
+    """The parameter as `cls` leaves it, in FP32 on the CPU."""
+    import torch
+
+    dtype = torch.bfloat16 if master else torch.float32
+    options = {
+        "lr": 1e-3, "weight_decay": 0.1, "master_weights": master, "use_decoupled_grad": master, "store_param_remainders": remainders,
+        "exp_avg_dtype": getattr(torch, moments), "exp_avg_sq_dtype": getattr(torch, moments),
+    }  # fmt: skip
+    parameter = torch.nn.Parameter(torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(dtype).to(device))
+    optimizer, generator = cls([parameter], **options), torch.Generator().manual_seed(1)
+    for _ in range(100):
+        setattr(parameter, "decoupled_grad" if master else "grad", torch.randn(4096, generator=generator).to(device))
+        optimizer.step()
+    return parameter.detach().float().cpu()
+
+
+@pytest.mark.parametrize(("master", "moments", "remainders"), STATES)
+def test_cpu_fused_adam_stays_near_torchs_over_100_steps(master, moments, remainders):
+    import torch
+
+    from mpbridge.engines.optimizers import CpuFusedAdam
+
+    found = after_100_steps(CpuFusedAdam, "cpu", master, moments, remainders)
+    parameter = torch.nn.Parameter(torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16 if master else torch.float32).float())
+    reference, generator = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.1), torch.Generator().manual_seed(1)
+    for _ in range(100):
+        parameter.grad = torch.randn(4096, generator=generator)
+        reference.step()
+    apart = (found - parameter.detach()).abs()
+    # the parameter's own rounding, and for narrow moments a tenth of what 100 steps can move
+    assert torch.all(apart <= 2.0**-8 * parameter.detach().abs() + (1e-2 if moments != "float32" else 1e-6))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("master", "moments", "remainders"), STATES)
 def test_cpu_fused_adam_follows_fused_adam_over_100_steps(master, moments, remainders, on_gpu):
+    on_gpu()
     import torch
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     from mpbridge.engines.optimizers import CpuFusedAdam
 
-    on_gpu()
-    dtype = torch.bfloat16 if master else torch.float32
-    start = torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(dtype)
-    options = {
-        "lr": 1e-3, "weight_decay": 0.1, "master_weights": master, "use_decoupled_grad": master, "store_param_remainders": remainders,
-        "exp_avg_dtype": getattr(torch, moments), "exp_avg_sq_dtype": getattr(torch, moments),
-    }  # fmt: skip
-    pair = []
-    for cls, device in ((FusedAdam, "cuda"), (CpuFusedAdam, "cpu")):
-        parameter = torch.nn.Parameter(start.clone().to(device))
-        pair.append((parameter, cls([parameter], **options)))
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(100):
-        grad = torch.randn(4096, generator=generator)
-        for parameter, optimizer in pair:
-            value = grad.to(parameter.device)
-            if master:
-                parameter.decoupled_grad = value
-            else:
-                parameter.grad = value
-            optimizer.step()
-    real, stand_in = (parameter.detach().float().cpu() for parameter, _ in pair)
+    real = after_100_steps(FusedAdam, "cuda", master, moments, remainders)
+    stand_in = after_100_steps(CpuFusedAdam, "cpu", master, moments, remainders)
     # one rounding of the parameter's own format may differ where the update lands on a tie; FP8 moments add their own
-    spacing = {torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}[dtype] * (4 if moments == "uint8" else 1)
+    spacing = (2.0**-8 if master else 2.0**-20) * (4 if moments == "uint8" else 1)
     assert torch.all((real - stand_in).abs() <= spacing * real.abs().clamp(min=1e-2))
 
 
-def test_duplicate_main_copy_of_megatron_fsdp_costs_four_bytes_a_parameter(on_gpu):
+def first_update(gpu_run, *, duplicate: bool) -> tuple[int, int]:
+    """(bytes that the first update of a Megatron-FSDP run allocates for states, parameters); duplicate: with the second main copy of megatron-core 0.16.1."""
     import torch
-    from transformer_engine.pytorch.optimizers import FusedAdam
 
-    on_gpu()
-    count = 64 * 2**20
-    used = []
-    for master in (False, True):
-        parameter = torch.nn.Parameter(torch.zeros(count, device="cuda"))
-        optimizer = FusedAdam([parameter], lr=1e-3, master_weights=master)
-        parameter.grad = torch.ones_like(parameter)
-        before = torch.cuda.memory_allocated()
-        optimizer.step()
-        torch.cuda.synchronize()
-        used.append(torch.cuda.memory_allocated() - before)
-        del parameter, optimizer
-    assert (used[1] - used[0]) / count == pytest.approx(4.0, rel=0.01)
+    from mpbridge.devices import device_layer
+    from mpbridge.engines.optimizers import CpuFusedAdam
+    from mpbridge.engines.parallel import start_process_group
+    from mpbridge.engines.registry import build_engine
+    from mpbridge.engines.shard_optimizer import fused_adam
+    from tests.gpu.feed import batches
+
+    run, cuda = gpu_run("bf16_megatron_fsdp", "engine=megatron_fsdp"), torch.cuda.is_available()
+    with device_layer(cuda, fused_adam=CpuFusedAdam):
+        start_process_group(cuda)
+        engine = build_engine(run)
+        try:
+            optimizer = engine.optimizer
+            optimizer.parts = [fused_adam(cuda)(part.param_groups, lr=1e-3, master_weights=duplicate) for part in optimizer.parts]
+            engine.train_step(batches(run), microbatches=1)
+            states = [value for part in optimizer.parts for state in part.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+            return sum(value.untyped_storage().nbytes() for value in states), sum(shard.numel() for shard in optimizer.shards.values())
+        finally:
+            engine.close()
+
+
+def test_a_duplicate_main_copy_under_megatron_fsdp_costs_four_bytes_a_parameter(gpu_run):
+    honest, count = first_update(gpu_run, duplicate=False)
+    planted, _ = first_update(gpu_run, duplicate=True)
+    assert honest / count == pytest.approx(8.0, rel=0.01), "two FP32 moments"
+    assert (planted - honest) / count == pytest.approx(4.0, rel=0.01)

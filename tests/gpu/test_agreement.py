@@ -1,0 +1,66 @@
+"""The emulation against the real recipe, layer by layer (scripts/gpu_agreement.py); its own machinery runs on any machine."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_agreement.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("gpu_agreement", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules[spec.name] = module  # dataclasses ask for it
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture
+def world():
+    import torch
+
+    from mpbridge.engines.parallel import start_process_group, stop_process_group
+
+    mine = start_process_group(torch.cuda.is_available())
+    yield
+    if mine:
+        stop_process_group()
+
+
+SMALL = {"layers": 3, "hidden": 128, "sequence": 32}
+
+
+def test_the_same_recipe_agrees_with_itself_and_another_one_does_not(script, world):
+    from mpbridge.engines.local_spec import CpuSpecProvider
+    from mpbridge.engines.mcore import McoreEngine
+    from mpbridge.engines.registry import build_engine
+
+    plain, low = script.resolved("bf16_mixed", emulate=False, **SMALL), script.resolved("fp8_ds", emulate=True, **SMALL)
+    first, weights = script.traced(lambda: McoreEngine.build(plain, backend=CpuSpecProvider), None, 2, 32)
+    again, kept = script.traced(lambda: McoreEngine.build(plain, backend=CpuSpecProvider), weights, 2, 32)
+    other, _ = script.traced(lambda: build_engine(low), weights, 2, 32)
+    assert all((kept[name] == weights[name]).all() for name in weights), "the learning rate moves nothing"
+    same, apart = script.apart(first, again), script.apart(first, other)
+    assert [row["layer"] for row in same] == [0.0, 1.0, 2.0]
+    assert all(row["hidden"] == row["gradient"] == 0.0 for row in same)
+    assert all(1e-3 < row["hidden"] < 0.5 and row["gradient"] > 1e-3 for row in apart)
+    assert "| 2 |" in script.table({"recipe": "x", "emulated": apart, "floor": same, "without": apart})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["fp8_ds", "fp8_cs", "fp8_sc"])
+def test_the_emulation_explains_most_of_what_quantization_does(recipe, script, world, on_gpu):
+    on_gpu(recipe)
+    found = script.agreement(recipe, layers=6, steps=3)
+    print(script.table(found))
+    for emulated, without in zip(found["emulated"], found["without"], strict=True):
+        for what in ("hidden", "gradient"):
+            # layers in BF16 before the first quantized one differ by the floor alone
+            assert emulated[what] < max(0.5 * without[what], 2e-2), (emulated, without)

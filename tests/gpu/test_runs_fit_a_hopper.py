@@ -1,0 +1,32 @@
+"""Every run of the GPU tests is legal on the machine that they are for, asked here: a wrong setting shall not cost a GPU's time."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mpbridge.checks.capability import ASSUMED, can_run
+from mpbridge.checks.machines import machine
+from mpbridge.checks.rules import require
+from tests.gpu.test_training import HOPPER
+
+SIX = "model.num_layers=6"
+RUNS = {name: (name, SIX) for name in HOPPER} | {
+    "aware delayed": ("fp8_ds", "optimizer.use_precision_aware_optimizer=true", "ddp.use_distributed_optimizer=true"),
+    "aware tensorwise": ("fp8_cs", "optimizer.use_precision_aware_optimizer=true", "ddp.use_distributed_optimizer=true"),
+    "aware blockwise": ("fp8_sc", "optimizer.use_precision_aware_optimizer=true", "ddp.use_distributed_optimizer=true"),
+    "gather": ("fp8_cs", "mixed_precision.fp8_param_gather=true"),
+    "no gather": ("fp8_cs", "mixed_precision.fp8_param_gather=false"),
+    "fsdp2 fused": ("bf16_params_fp32_states", "engine=fsdp2"),
+    "fsdp2 torch": ("fp32_params_bf16_compute", "engine=fsdp2"),
+    "megatron fsdp": ("bf16_megatron_fsdp", "engine=megatron_fsdp"),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_run_breaks_no_rule_on_an_h200(name, gpu_run):
+    recipe, *overrides = RUNS[name]
+    run = gpu_run(recipe, *overrides)
+    assert can_run(run.policy, machine("h200"), ASSUMED).native
+    require(run.policy, dataclasses.replace(run.facts, machine=machine("h200"), versions=ASSUMED, environment={}))
