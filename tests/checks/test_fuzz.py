@@ -14,6 +14,7 @@ from mpbridge.checks.rules import broken
 from mpbridge.checks.run import Versions
 from mpbridge.checks.shapes import lint, token_multiple
 from mpbridge.config.container import ConfigContainer
+from mpbridge.config.schema import SECTIONS, settings
 from mpbridge.errors import MpbridgeError
 from mpbridge.precision.registry import recipes
 
@@ -75,7 +76,7 @@ def places(tree, path=()):
 
 
 def mutate(rng, tree):
-    """One to four random changes: a value replaced, a key removed, renamed, moved, doubled in another section, a precision field added."""
+    """One to four random changes: a value replaced or multiplied, a key removed or renamed, any known setting given any value, another recipe."""
     for _ in range(rng.randint(1, 4)):
         path = rng.choice(list(places(tree)))
         parent = tree
@@ -83,7 +84,7 @@ def mutate(rng, tree):
             parent = parent[key]
         if path[-1] not in parent:
             continue
-        kind = rng.randrange(7)
+        kind = rng.randrange(9)
         if kind <= 2:
             parent[path[-1]] = rng.choice(ODD)
         elif kind == 3:
@@ -94,6 +95,10 @@ def mutate(rng, tree):
             parent[name[:at] + rng.choice("abxz_") + name[at + 1 :]] = parent.pop(path[-1])
         elif kind == 5 and isinstance(parent[path[-1]], int):
             parent[path[-1]] = parent[path[-1]] * rng.choice([-1, 2, 3, 7]) + rng.choice([0, 1])
+        elif kind >= 7:
+            section = rng.choice(SECTIONS)
+            if isinstance(tree.setdefault(section, {}), dict):
+                tree[section][rng.choice(sorted(settings(section, latent=True)))] = rng.choice(ODD)
         else:
             tree["mixed_precision"] = rng.choice(
                 [rng.choice(list(recipes)), {"recipe": rng.choice(list(recipes)), rng.choice(PRECISION): rng.choice(ODD)}]
