@@ -1,10 +1,13 @@
-"""Rules about environment variables: half of a recipe can live there and contradict the other half."""
+"""Rules about what surrounds a run: library versions, and variables, where half of a recipe can live and contradict the other half."""
 
 from __future__ import annotations
 
 from mpbridge.checks.rules import Case, Rule
 from mpbridge.checks.rules_quant import ARGUMENTS
+from mpbridge.checks.versions import Window
 
+_TORCH = Window(package="torch", since="2.6", until="2.14")
+_CORE = Window(package="megatron_core", since="0.16", until="0.17")
 _RECIPES = "Transformer Engine 2.11 common/recipe/__init__.py (read once, at import)"
 
 
@@ -26,7 +29,20 @@ def _is_zero(case: Case, name: str) -> bool:
     return case.run.environment.get(name, "").strip() == "0"
 
 
+def _untested(case: Case) -> str:
+    have = (("torch", case.run.versions.torch, _TORCH), ("megatron-core", case.run.versions.megatron_core, _CORE))
+    return ", ".join(f"{name} {version}" for name, version, window in have if not window.holds(version))
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(
+        id="library-versions-untested",
+        found=_untested,
+        expected="torch 2.6 to 2.13 and megatron-core 0.16, from which these rules and the configs' fields were read",
+        cure="install versions of that range",
+        source="mpbridge pyproject.toml",
+        severity="warning",
+    ),
     Rule(
         id="fp32-block-scales-on-blackwell",
         about="blockwise",

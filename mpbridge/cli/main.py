@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the answer is no, 2 misuse, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
@@ -87,4 +88,5 @@ def _help(known: dict[str, str]) -> str:
 def _complain(text: str) -> None:
     rank = os.environ.get("RANK", "0")
     # every process of a job fails alike: the first tells the story, the others a line each
-    print(text if rank == "0" else f"rank {rank}: {text.splitlines()[0] if text else ''}", file=sys.stderr, flush=True)
+    with contextlib.suppress(BrokenPipeError):  # `2>&1 | head`: the exit code still counts
+        print(text if rank == "0" else f"rank {rank}: {text.splitlines()[0] if text else ''}", file=sys.stderr, flush=True)

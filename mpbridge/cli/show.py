@@ -9,6 +9,7 @@ from typing import Any
 from mpbridge.checks.cards import Card, card
 from mpbridge.cli.list import as_data, needs
 from mpbridge.cli.text import print_json, print_table
+from mpbridge.errors import BadValue
 from mpbridge.formats import say
 from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
 from mpbridge.precision.registry import describe, get_mixed_precision_config
@@ -26,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the card."""
+    if args.layers is not None and args.layers < 1:
+        raise BadValue(f"--layers {args.layers}: at least 1")
     entry, config = describe(args.recipe), get_mixed_precision_config(args.recipe)
     policy = resolve(config, layers=args.layers).settled()
     if args.json:

@@ -125,6 +125,7 @@ TABLE = {
     "overlapped-step-needs-interleaving": (
         {"optimizer": opt(overlap_param_gather_with_step=True), "ddp": OVERLAP}, {"optimizer": opt(overlap_param_gather_with_step=True), "ddp": OVERLAP, "parallel": VPP},
     ),
+    "library-versions-untested": ({"versions": dataclasses.replace(NOW, torch="2.3", megatron_core="0.12.0")}, {}),
     "muon-is-not-built": ({"optimizer": OptimizerFacts(name="muon")}, {"optimizer": OptimizerFacts(name="sgd")}),
     "emulation-without-fused-accumulation": (
         {"recipe": "fp8_cs", "realization": "emulated", "model": {"gradient_accumulation_fusion": True}}, {"recipe": "fp8_cs", "model": {"gradient_accumulation_fusion": True}},

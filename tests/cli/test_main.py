@@ -68,6 +68,7 @@ def test_help_names_every_verb_with_its_summary(said):
         pytest.param(["plan", "--config", "README.md"], 2, "README.md", id="no configuration"),
         pytest.param(["plan", "--recipe", "fp32", "mixed_precision=bf16"], 2, "two recipes", id="two recipes"),
         pytest.param(["plan", "--world-size", "0"], 2, "at least 1", id="no processes"),
+        pytest.param(["show", "fp8_cs", "--layers", "0"], 2, "--layers 0: at least 1", id="no layers"),
         pytest.param(["plan", "model.hiden_sise=3", "optimizer.lr=x"], 2, "nearest: hidden_size", id="bad settings"),
         pytest.param(["plan", "--recipe", "nope.py:f"], 2, "no such file", id="no recipe file"),
         pytest.param(["plan", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"], 1, "to keep it", id="conflict"),
