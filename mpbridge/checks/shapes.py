@@ -136,7 +136,7 @@ def token_multiple(policy: PrecisionPolicy, run: RunFacts) -> int:
     steps = [1]
     for gemm in gemms(policy, run):
         need = NEEDS[gemm.quant.scaling]
-        steps += [need.tokens, need.shard * run.parallel.tensor if run.parallel.sequence else 1]
+        steps += [need.tokens, _shard_step(gemm, run) * run.parallel.tensor if run.parallel.sequence else 1]
     return math.lcm(*steps)
 
 
@@ -222,10 +222,11 @@ def _judge(gemm: Gemm, run: RunFacts) -> Iterator[Finding]:
 def _shards(gemm: Gemm, need: Need, run: RunFacts) -> Iterator[Finding]:
     """Column-parallel inputs must be quantizable in shards (asserted); row-parallel gradients fall back to a gather in 16 bits."""
     level: Level = "required" if gemm.split == "column" else "gatherable"
-    if gemm.shard % need.shard:
-        whole = need.shard * run.parallel.tensor
+    step = _shard_step(gemm, run)
+    if gemm.shard % step:
+        whole = step * run.parallel.tensor
         yield Finding(
-            level=level, module=gemm.module, layers=gemm.layers, dimension="tokens of a sequence shard", value=gemm.shard, multiple=need.shard,
+            level=level, module=gemm.module, layers=gemm.layers, dimension="tokens of a sequence shard", value=gemm.shard, multiple=step,
             cure=f"pad sequences to a multiple of {whole}" + ("" if level == "required" else ": the gradient is gathered in 16 bits instead"), source=need.shard_source,
         )  # fmt: skip
     if gemm.split == "column" and gemm.inner % need.shard and gemm.inner % need.inner == 0:
@@ -233,6 +234,12 @@ def _shards(gemm: Gemm, need: Need, run: RunFacts) -> Iterator[Finding]:
             level="required", module=gemm.module, layers=gemm.layers, dimension="in", value=gemm.inner, multiple=need.shard,
             cure=_size_cure(gemm, "in", need.shard, run), source=need.shard_source,
         )  # fmt: skip
+
+
+def _shard_step(gemm: Gemm, run: RunFacts) -> int:
+    """What a sequence shard's tokens must be a multiple of; Userbuffers take MXFP8 in whole tiles only (Transformer Engine 2.11 pytorch/module/base.py)."""
+    overlapped = gemm.quant.scaling == "mxfp8" and run.model.get("tp_comm_overlap")
+    return FAST if overlapped else NEEDS[gemm.quant.scaling].shard
 
 
 def _vocabulary(policy: PrecisionPolicy, run: RunFacts) -> list[Finding]:

@@ -86,6 +86,16 @@ def test_packed_sequences_with_sequence_parallelism_need_a_multiple_per_rank():
     assert row == {"self_attention.linear_proj", "mlp.linear_fc2"}
 
 
+def test_userbuffers_take_mxfp8_shards_in_whole_tiles():
+    run = facts(dataclasses.replace(GPT, seq_length=192), parallel=Parallel(world_size=2, tensor=2, sequence=True))
+    overlapped = dataclasses.replace(run, model={"tp_comm_overlap": True})
+    wanted = ("self_attention.linear_qkv", "tokens of a sequence shard", 96, 128)
+    assert wanted in findings("mxfp8", overlapped)
+    assert token_multiple(policy("mxfp8"), overlapped) == 256
+    assert not findings("mxfp8", run)
+    assert not findings("nvfp4", overlapped)
+
+
 def test_blockwise_shards_want_whole_blocks_of_both_sides():
     run = facts(
         dataclasses.replace(GPT, hidden_size=576, num_attention_heads=9, num_query_groups=9),
