@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 SHARDED: dict[str, Any] = {"ddp": {"use_distributed_optimizer": True}}
+EMULATED = SHARDED | {"emulate": True}
+LOW = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 AWARE = {"recipe": "bf16_mixed", "use_precision_aware_optimizer": True}
 ROWS: tuple[tuple[str, str, Any, dict[str, Any], str], ...] = (
     # what, engine, mixed_precision, sections, bytes a parameter over N data-parallel ranks
@@ -34,13 +36,17 @@ ROWS: tuple[tuple[str, str, Any, dict[str, Any], str], ...] = (
     ("the same with bf16 gradients", "mcore",
      {"recipe": "bf16_mixed_bf16_moments", "grad_reduce_in_fp32": False, "main_grads_dtype": "bf16"}, SHARDED, "4 + 6/N"),
     ("fp8 moments", "mcore", AWARE | {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}, SHARDED, "6 + 4/N"),
+    ("emulated tensorwise FP8, precision-aware, bf16 moments", "mcore",
+     {"recipe": "bf16_with_fp8_current_scaling_mixed", "first_last_layers_bf16": False, "use_precision_aware_optimizer": True} | LOW, EMULATED, "6 + 8/N"),
     ("full_bf16, DDP", "mcore", "full_bf16", {}, "8"),
     ("fp32_params_bf16_compute (pattern B)", "fsdp2", "fp32_params_bf16_compute", {}, "16/N"),
+    ("the same with bf16 moments (FusedAdam)", "fsdp2", {"recipe": "fp32_params_bf16_compute", "use_precision_aware_optimizer": True} | LOW, {}, "12/N"),
     ("bf16_params_fp32_states (pattern A)", "fsdp2", "bf16_params_fp32_states", {}, "14/N"),
     ("bf16_mixed on FSDP2", "fsdp2", "bf16_mixed", {}, "16/N"),
     ("full_bf16 on FSDP2 (the risky pattern)", "fsdp2", "full_bf16", {}, "8/N"),
     ("bf16_megatron_fsdp", "megatron_fsdp", "bf16_megatron_fsdp", {}, "18/N"),
-    ("the same with bf16 moments", "megatron_fsdp", {"recipe": "bf16_megatron_fsdp", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, {}, "14/N"),
+    ("the same with bf16 moments", "megatron_fsdp", {"recipe": "bf16_megatron_fsdp"} | LOW, {}, "14/N"),
+    ("bf16_megatron_fsdp with bf16 gradients", "megatron_fsdp", {"recipe": "bf16_megatron_fsdp", "grad_reduce_in_fp32": False}, {}, "20/N"),
 )  # fmt: skip
 ROLES = ("params", "grads", "main_params", "main_grads", "exp_avg", "exp_avg_sq")
 MODEL = {
@@ -90,7 +96,7 @@ def _row(row: tuple[str, str, Any, dict[str, Any], str]) -> dict[str, float]:
     _, engine_name, recipe, sections, _ = row
     ranks, rank = dist.get_world_size(), dist.get_rank()
     container = ConfigContainer(
-        mixed_precision=recipe, engine=engine_name, model=MODEL, optimizer={"lr": 1e-3}, ddp=sections.get("ddp", {}),
+        mixed_precision=recipe, engine=engine_name, model=MODEL, optimizer={"lr": 1e-3}, ddp=sections.get("ddp", {}), emulate=sections.get("emulate", False),
         train={"micro_batch_size": 2, "global_batch_size": 2 * ranks, "train_iters": 2},
     )  # fmt: skip
     run = container.resolved(world_size=ranks)

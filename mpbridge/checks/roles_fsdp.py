@@ -59,6 +59,8 @@ def megatron_fsdp(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk
         yield Role("grads", name, grads_dtype(policy, at_rest), share(size, 2, group), 0, "engine")
         if keeps and at_rest is not DType.FP32:
             yield Role("main_params", name, DType.FP32, share(size, 1, group), 0, "engine")
+            if grads_dtype(policy, at_rest) is not DType.FP32:  # torch wants gradients of its parameter's dtype
+                yield Role("main_grads", name, DType.FP32, share(size, 1, group), 0, "engine")
         states = (policy.exp_avg or DType.FP32, policy.exp_avg_sq or DType.FP32) if aware else (DType.FP32, DType.FP32)
         for role, dtype in zip(("exp_avg", "exp_avg_sq"), states, strict=True):
             yield Role(role, name, dtype, share(size, 1, group), 0, "optimizer")

@@ -100,7 +100,9 @@ class MegatronFsdpEngine(ShardedEngine):
         """Every tensor that plays a role, as it exists now: the wrapper's buffers and the optimizer's states, local shards."""
         from mpbridge.engines.shard_state import live_states
 
-        yield from _live_buffers(self._buffer)
+        buffers = list(_live_buffers(self._buffer))
+        yield from buffers
+        yield from _copied_gradients(self.optimizer.shards, buffers)
         yield from live_states(self.optimizer)
         for name, buffer in self.model[0].named_buffers():
             yield Live(role="buffers", parameter=_short(name), tensor=buffer)
@@ -184,3 +186,11 @@ def _live_buffers(buffer: Any) -> Iterator[Live]:
             ):
                 if held is not None:
                     yield Live(role=role, parameter=name, tensor=held.get_item(index, only_shard=held.is_data_distributed))
+
+
+def _copied_gradients(shards: Mapping[str, torch.Tensor], buffers: Iterable[Live]) -> Iterator[Live]:
+    """FP32 copies of 16-bit gradients: FP32 main weights want gradients of their own dtype. Where the buffer is FP32, the optimizer reads it itself."""
+    held = {live.tensor.untyped_storage().data_ptr() for live in buffers if live.role == "grads"}
+    for name, shard in shards.items():
+        if shard.grad is not None and shard.grad.untyped_storage().data_ptr() not in held:
+            yield Live(role="main_grads", parameter=name, tensor=shard.grad)

@@ -93,7 +93,8 @@ FULLY = {
     "17 full bf16": ("full_bf16", {}, "fsdp2", {}, 8),
     "19 fp32 storage, bf16 moments": ("fp32_params_bf16_compute", {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, "fsdp2", {}, 12),
     "20 Megatron-FSDP": ("bf16_megatron_fsdp", {}, "megatron_fsdp", {}, 18),
-    "22 bf16 gradients": ("bf16_megatron_fsdp", {"grad_reduce_in_fp32": False}, "megatron_fsdp", {}, 16),
+    # 16 where the optimizer reads them decoupled, which 0.16.1 cannot; here it reads an FP32 copy
+    "22 bf16 gradients, and their copy": ("bf16_megatron_fsdp", {"grad_reduce_in_fp32": False}, "megatron_fsdp", {}, 20),
     "23 bf16 moments": ("bf16_megatron_fsdp", {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, "megatron_fsdp", {}, 14),
     "24 no main weights": ("bf16_megatron_fsdp", {"grad_reduce_in_fp32": False}, "megatron_fsdp", {"preserve_fp32_weights": False}, 12),
 }  # fmt: skip

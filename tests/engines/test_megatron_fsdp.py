@@ -161,6 +161,8 @@ def test_m6_main_weights_and_gradients_have_the_dtypes_asked_for(build: Any, cha
         found.setdefault(live.role, storage(live.tensor))
     assert (found["params"], found.get("main_params"), found["grads"]) == dtypes
     assert _moved(engine, 2) > 0
+    copied = {storage(live.tensor) for live in engine.tensors() if live.role == "main_grads"}
+    assert copied == ({"fp32"} if dtypes == ("bf16", "fp32", "bf16") else set()), "what the optimizer reads is a copy only between two dtypes"
 
 
 @pytest.mark.parametrize(

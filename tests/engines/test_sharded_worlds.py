@@ -88,6 +88,16 @@ def test_fault_on_one_rank_stops_all_of_them(two: Any) -> None:
         assert len(rank["offenders"]) == 1
 
 
+def test_audit_sees_the_dtype_that_a_reduce_scatter_really_carries(two: Any) -> None:
+    for rank in two["wire_audited"]:
+        assert rank["narrow"] == ["fp32", "bf16", ["wire: gradients"]]
+
+
+def test_activations_that_experts_reduce_are_not_taken_for_gradients(two: Any) -> None:
+    for rank in two["wire_audited"]:
+        assert rank["experts"] == ["fp32", "fp32", []]
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", "megatron_fsdp"])
 def test_m5_norm_and_clipping_are_of_the_gradient_that_the_optimizer_reads(two: Any, engine: str) -> None:
     for rank in two["norms"]:

@@ -180,6 +180,37 @@ def broken_on_one_rank(folder: Path) -> Any:
     return {"ok": fault.ok, "found": fault.found, "offenders": list(fault.offenders)}
 
 
+def wire_audited(folder: Path) -> Any:
+    """What the audit says of the gradients on the wire: a reduction made BF16 behind FSDP2's back; experts whose activations are reduced in BF16."""
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    narrow = _engine("fp32_params_bf16_compute", "fsdp2")
+    for module in narrow.model[0].modules():
+        if isinstance(module, FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            if group is not None:
+                group.mp_policy = dataclasses.replace(group.mp_policy, reduce_dtype=torch.bfloat16)
+    found = {"narrow": _wire(narrow)}
+    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_token_dispatcher_type": "allgather"}
+    found["experts"] = _wire(_engine("bf16", "mcore", model=experts, parallel={"expert_model_parallel_size": 2}))
+    return found
+
+
+def _wire(built: Any) -> Any:
+    from types import SimpleNamespace
+
+    from mpbridge.audit import AuditHook
+
+    hook, training = AuditHook(mode="warn"), SimpleNamespace(engine=built)
+    hook.built(training)
+    hook.started(training)
+    hook.stepped(training, _steps(built, 1)[0])
+    built.close()
+    finding = hook.reports["live"].find("wire: gradients")
+    return [finding.promised, finding.found, [fault.subject for fault in hook.reports["live"].faults]]
+
+
 def norms(folder: Path) -> Any:
     """Gradient norm against one made by hand from the gradients that the optimizer reads, and clipping of those."""
     import torch
@@ -218,7 +249,7 @@ def unsharded_modes(folder: Path) -> Any:
     return Group.main_grad_buffer.data.tolist()
 
 
-SCENARIOS = (losses, bytes_a_parameter, compute_and_wire, resumed, disagreement, broken_on_one_rank, norms, unsharded_modes)
+SCENARIOS = (losses, bytes_a_parameter, compute_and_wire, resumed, disagreement, broken_on_one_rank, wire_audited, norms, unsharded_modes)
 
 
 def main() -> None:
