@@ -34,6 +34,8 @@ _KEEPS: Mapping[DType, frozenset[DType]] = {
 
 
 _STATES = ("optimizer states and their step count",)
+_TABLES = ("parallel", "shape", "versions", "optimizer_section", "function", "stored")
+"""Fields of a fingerprint that are mappings."""
 _FUNCTION = (
     "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "activation_func", "rotary_base", "rotary_percent", "rotary_interleaved",
     "rope_scaling", "rope_scaling_factor", "softmax_scale", "window_size", "apply_residual_connection_post_layernorm", "moe_router_score_function",
@@ -80,6 +82,8 @@ class Fingerprint:
             raise CheckpointError(f"fingerprint of schema {found!r}: this mpbridge reads schema {SCHEMA}")
         try:
             facts = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name != "function"} | {"function": data.get("function") or {}}
+            if shapeless := [name for name in _TABLES if not isinstance(facts[name], Mapping)]:
+                raise TypeError(f"{', '.join(shapeless)}: expected a table")
             return cls(**(facts | {"policy": PrecisionPolicy.from_data(data["policy"])}))
         except (KeyError, TypeError, AttributeError, MpbridgeError) as error:
             raise CheckpointError(f"the fingerprint cannot be read: {type(error).__name__}: {error}") from error

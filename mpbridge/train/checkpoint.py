@@ -103,8 +103,9 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Ve
     Raises Refused when the verdict is no, CheckpointError for a checkpoint that is damaged or does not fit.
     """
     found, answer, plain = _opened(training, path, reset=reset_optimizer)
-    _resume_plain(training, plain, same_layout=found.parallel == of_run(training.run).parallel, path=path)
-    return dataclasses.replace(answer, notes=(*answer.notes, *_other_data(training, plain.get("data") or {})))
+    with _explained(path, None):
+        _resume_plain(training, plain, same_layout=found.parallel == of_run(training.run).parallel, path=path)
+        return dataclasses.replace(answer, notes=(*answer.notes, *_other_data(training, plain.get("data") or {})))
 
 
 def load_weights(training: Training, path: Path) -> None:
@@ -117,7 +118,7 @@ def _opened(training: Training, path: Path, *, reset: bool) -> tuple[Fingerprint
         found = on_first_rank(lambda: _look(path))
     shelf = state.Shelf.of(safe_load.read_metadata(path))
     answer = judge(found, training.run, path, reset=reset)
-    with _explained(path.parent, None):
+    with _explained(path, None):
         plain = _take_up(training, path, shelf, weights_only=answer.kind == "weights only")
     return found, answer, plain
 
@@ -176,7 +177,7 @@ def _take_up(training: Training, path: Path, shelf: state.Shelf, *, weights_only
 
 def _resume_plain(training: Training, plain: Mapping[str, Any], *, same_layout: bool, path: Path) -> None:
     for name, value in plain["counters"].items():
-        setattr(training.counters, name, value)
+        setattr(training.counters, name, int(value))
     schedule = dict(plain["scheduler"])
     if schedule.get("wd_incr_style") == training.scheduler.wd_incr_style == "constant":
         # how long a weight decay that stays the same would have grown is no difference: a run may be made longer
@@ -191,9 +192,7 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], *, same_layout: 
     if same_layout:
         from megatron.core import dist_checkpointing
 
-        with _explained(path.parent, None):
-            entry = dist_checkpointing.load({"rng": _random_entry(_random_states())}, str(path))["rng"]
-        _set_random_states(entry)
+        _set_random_states(dist_checkpointing.load({"rng": _random_entry(_random_states())}, str(path))["rng"])
 
 
 def _random_states() -> dict[str, Any]:
@@ -267,7 +266,7 @@ def _reason(error: BaseException, folder: Path, *, saving: bool) -> str:
     text = " ".join(str(error).split())
     tail = text if len(text) < 400 else f"{text[:200]} ... {text[-200:]}"
     if not saving:
-        return f"a checkpoint in {folder} does not fit this run: {type(error).__name__}: {tail}"
+        return f"{folder} does not fit this run: {type(error).__name__}: {tail}"
     free = shutil.disk_usage(folder).free / 2**20 if folder.exists() else 0.0
     if any(word in text for word in _NO_ROOM):
         tail = f"the file system took no more (disk full, a quota, or a limit on the size of files): {tail}"

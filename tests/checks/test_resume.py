@@ -206,6 +206,13 @@ def test_a_damaged_fingerprint_is_named(tmp_path, text, said):
     assert FILE in str(told.value)
 
 
+@pytest.mark.parametrize("name", ["shape", "parallel", "versions", "stored", "function", "optimizer_section"])
+def test_a_forged_fingerprint_is_one_line(tmp_path, name):
+    (tmp_path / FILE).write_text(json.dumps(made("bf16_mixed").as_data() | {name: ["x"]}))
+    with pytest.raises(CheckpointError, match=f"{name}: expected a table"):
+        read_fingerprint(tmp_path)
+
+
 def test_a_missing_checkpoint_is_named(tmp_path):
     parser = argparse.ArgumentParser()
     resume_check.add_arguments(parser)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from mpbridge.checks.resume import read_fingerprint, verdict
 from mpbridge.errors import CheckpointError, Refused
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.train import checkpoint, store
+from mpbridge.train.loop import pretrain
 from tests.train.survival import Hook, go, job, run
+from tests.train.tiny import tiny
 
 DIST = {"use_distributed_optimizer": True}
 FP16 = {"recipe": "fp16_mixed", "initial_loss_scale": 4096.0}
@@ -268,6 +271,15 @@ def test_a_tensor_parallel_checkpoint_goes_on_in_any_layout(two):
         assert all(abs(loss - whole[step]) < 1e-6 for step, loss in losses.items()), (losses, whole)
 
 
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    """A checkpoint behind one step of the tiny run on a corpus."""
+    folder = tmp_path_factory.mktemp("one")
+    kept = {"save": str(folder / "kept")}
+    pretrain(tiny(folder, train={"train_iters": 2, "exit_interval": 1, "eval_interval": None}, checkpoint=kept).resolved(), quiet=True)
+    return store.locate(folder / "kept")
+
+
 class Payload:
     """Makes a folder when it is unpickled."""
 
@@ -303,6 +315,22 @@ def test_a_forged_checkpoint_runs_no_code(tmp_path):
     with pytest.raises(CheckpointError, match=f"{info.relative_path} is refused: rng"):
         go(run("bf16_mixed", iters=2, checkpoint={"load": str(place)}))
     assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize("forged", [{"counters": {"stop": 1}}, {"counters": {"iteration": "x"}}, {"counters": [1]}, {"data": {"mark": "x"}}])
+def test_forged_counters_name_their_checkpoint(one_step, tmp_path, forged):
+    import json
+
+    from mpbridge.train import safe_load
+
+    place = shutil.copytree(one_step, tmp_path / "step_00000001")
+    plain = torch.load(place / safe_load.COMMON, weights_only=True)
+    torch.save(plain | {"run": plain["run"] | forged}, place / safe_load.COMMON)
+    manifest = json.loads((place / store.MANIFEST).read_text())
+    manifest["files"][safe_load.COMMON] = store._facts(place / safe_load.COMMON)
+    (place / store.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=f"{place} does not fit this run"):
+        pretrain(tiny(tmp_path, train={"train_iters": 2, "eval_interval": None}, checkpoint={"load": str(place)}).resolved(), quiet=True)
 
 
 def test_bare_remainders_as_transformer_engine_hands_them_out_are_kept_whole(tmp_path, monkeypatch):
