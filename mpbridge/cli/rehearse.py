@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=int, metavar="K", help="look at the tensors of every K-th step (default: ten looks)")
     parser.add_argument("--tensors", type=Path, metavar="FILE", help="look at the tensors of a .pt or .safetensors file and train nothing")
     parser.add_argument("--out", type=Path, default=Path("rehearsal"), metavar="DIR", help="for report.json, the pictures and index.html")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's, as in train.micro_batch_size=4")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's, as in train.micro_batch_size=4; checkpoint.load=DIR begins from its weights")
 
 
 def run(args: argparse.Namespace) -> int:
