@@ -35,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"checkpoint": str(folder), "from": saved.recipe, "to": wanted.recipe} | dataclasses.asdict(found), indent=1))
     else:
-        print(f"{folder}: {saved.recipe} -> {wanted.recipe}: " + "\n".join(found.lines()))
+        # a run would have to be told: its own default is mcore
+        engine = "" if wanted.engine == "mcore" else f" with engine={wanted.engine}"
+        print(f"{folder}: {saved.recipe} -> {wanted.recipe}{engine}: " + "\n".join(found.lines()))
     return exit_code(found, reset=args.reset_optimizer)
 
 

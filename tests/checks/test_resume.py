@@ -155,7 +155,7 @@ def checkpoint(tmp_path):
     [
         pytest.param([], 0, "same", id="own recipe"),
         pytest.param(["--recipe", "bf16_mixed"], 0, "lossy", id="another"),
-        pytest.param(["--recipe", "fsdp_adamw"], 1, "refused", id="another engine"),
+        pytest.param(["--recipe", "fsdp_adamw"], 1, "with engine=fsdp2: refused", id="another engine"),
         pytest.param(["--recipe", "bf16", "--json"], 0, '"kind": "lossy"', id="json"),
     ],
 )
