@@ -74,7 +74,9 @@ class Reduced(ReduceScatter):
     ) -> dist.Work | None:
         """Counts, and reduces."""
         self.seen[input_tensor.dtype] += input_tensor.numel()
-        work: dist.Work | None = dist.reduce_scatter_tensor(output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op)
+        # by its name at the time of the call: the audit counts there. torch 2.13 warns about the old one
+        reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         return work
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,13 +136,15 @@ def test_g2_torch_adam_keeps_its_moments_in_the_parameters_dtype() -> None:
             assert {optimizer.state[held[0]][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {dtype}
 
 
-def test_a13_every_recipe_is_pattern_a_or_b_or_says_that_it_is_risky() -> None:
-    from mpbridge.precision.registry import recipes
+def test_a13_every_shipped_recipe_is_pattern_a_or_b_or_says_that_it_is_risky() -> None:
+    from mpbridge.precision.registry import get_mixed_precision_config, recipes
     from mpbridge.precision.resolve import resolve
 
+    files = [str(path) for path in (Path(__file__).parents[2] / "configs" / "recipes").glob("*.yaml")]
+    assert files
     risky = []
-    for name, recipe in recipes.items():
-        policy = resolve(recipe.make()).settled()
+    for name in (*recipes, *files):
+        policy = resolve(get_mixed_precision_config(name)).settled()
         if policy.torch_adam_suffices and policy.params is not DType.FP32:
             risky.append(name)
     assert risky == ["full_bf16"]
