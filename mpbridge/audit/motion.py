@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -51,12 +51,12 @@ class Motion:
                     least = float(_plain(live.tensor).abs().min())
                     self.smallest[live.parameter] = min(least, self.smallest.get(live.parameter, least))
 
-    def should_move(self, parameter: str, lr: float, unit: float) -> bool:
-        """Whether an update of size `lr` (Adam's first) changes some element; unit: relative rounding error of the main weights' dtype.
+    def should_move(self, parameter: str, update: float, unit: float) -> bool:
+        """Whether an update of that size changes some element; unit: relative rounding error of the main weights' dtype.
 
         In a warm-up from 0 it need not: 1e-8 added to a norm's weight of 1.0 is lost in FP32 as well.
         """
-        return parameter in self.smallest and lr / 2 > self.smallest[parameter] * unit
+        return parameter in self.smallest and update / 2 > self.smallest[parameter] * unit
 
     def moved(self, tensors: Iterable[_Live]) -> dict[str, bool]:
         """Parameter -> whether this rank saw it move: the weights, or the main weights, differ from before.
@@ -83,6 +83,15 @@ def _has_low_bits(main: Any, width: torch.dtype | None) -> bool:
     if width is None or width is values.dtype or not width.is_floating_point:
         return False
     return bool((values != values.to(width).to(values.dtype)).any())
+
+
+def updates(tensors: Iterable[_Live], lr: float, *, sgd: bool) -> Callable[[str], float]:
+    """Parameter -> the size of its first update: `lr` under Adam, whose first step is the gradient's sign; `lr` times the gradient's root mean square under SGD."""
+    if not sgd:
+        return lambda parameter: lr
+    grads = {one.parameter: local(one.tensor).float() for one in tensors if one.role == "grads" and local(one.tensor).numel()}
+    sizes = {name: lr * float(values.pow(2).mean().sqrt()) for name, values in grads.items()}
+    return lambda parameter: sizes.get(parameter, 0.0)
 
 
 def reached(tensors: Iterable[_Live]) -> dict[str, bool]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mpbridge.audit.flags import different, optimizer_faults
-from mpbridge.audit.motion import Motion, reached
+from mpbridge.audit.motion import Motion, reached, updates
 from mpbridge.audit.promise import ABSENT, Promises
 from mpbridge.audit.rules import rule_of, rule_text
 from mpbridge.audit.stored import elements, size, storage
@@ -76,7 +76,8 @@ def look(engine: Any, promises: Promises, watch: Watch | None = None, motion: Mo
         _add_steps(seen, promises, watch)
     if motion is not None:
         seen.moved, seen.reached = motion.moved(live), reached(live)
-        seen.expected = {name: motion.should_move(name, lr, _unit(promises, name)) for name in seen.trainable}
+        update = updates(live, lr, sgd=engine.run.facts.optimizer.name == "sgd")
+        seen.expected = {name: motion.should_move(name, update(name), _unit(promises, name)) for name in seen.trainable}
     return seen
 
 

@@ -57,6 +57,8 @@ def test_healthy_engine_is_as_promised_before_and_after_its_first_update(build: 
 KEPT = {"keep_fp32": ["*layernorm*"]}
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 UNUSUAL = {
+    # an update of SGD is the rate times the gradient, and most of it is below the rounding of BF16 weights
+    "SGD, full BF16, small rate": ({"recipe": "full_bf16"}, {"optimizer": {"optimizer": "sgd", "lr": 1e-5}}),
     "parameters kept": ({"recipe": "bf16_mixed", "grad_reduce_in_fp32": False} | KEPT, {}),
     "parameters kept, full BF16": ({"recipe": "full_bf16"} | KEPT, {}),
     "parameters kept on FSDP2": ({"recipe": "bf16_mixed"} | KEPT, {"engine": "fsdp2"}),
@@ -75,6 +77,13 @@ def test_unusual_but_healthy_run_is_not_stopped(build: Any, drive: Any, case: st
     hook = AuditHook()
     drive(build(kind, **changes), hook)
     assert hook.reports["live"].ok
+
+
+def test_frozen_sgd_is_named_at_a_rate_that_shows(build: Any, drive: Any) -> None:
+    engine, hook = build({"recipe": "full_bf16"}, optimizer={"optimizer": "sgd", "lr": 1.0}), AuditHook()
+    engine.optimizer.chained_optimizers[0].optimizer.step = lambda *args, **kwargs: None
+    with pytest.raises(AuditFailed, match="weights moved"):
+        drive(engine, hook)
 
 
 def test_activations_on_the_wire_are_no_gradients(build: Any) -> None:
