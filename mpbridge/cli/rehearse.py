@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
         page = _write(result, args.out)
     for table in tables(result):
         out.print(table)
-    out.print(caveats(result), markup=False)
+    out.print(caveats(result), markup=False, soft_wrap=True)
     if rank() == 0:
-        out.print(f"report: {page}")
+        out.print(f"report: {page}", markup=False, soft_wrap=True)
     return 1 if all(recipe.failure is not None for recipe in result.recipes) else 0
 
 

@@ -53,7 +53,7 @@ def pretrain(
     run = at_stage(run)
     preflight(run, out)
     for said in check_stages(run):
-        out.print(said, markup=False)
+        out.print(said, markup=False, soft_wrap=True)
     parts = Hooks.of([*default_hooks(run, out.print), *hooks])
     cuda = torch.cuda.is_available()
     with ExitStack() as stack:
@@ -66,7 +66,7 @@ def pretrain(
             agree(stage.policy)
         feed = Feed(run, dataset)
         if feed.corpus is not None and feed.corpus.prepared is not None:
-            out.print(f"corpus: {feed.corpus.prepared.line()}")
+            out.print(f"corpus: {feed.corpus.prepared.line()}", markup=False, soft_wrap=True)
         training = Training(run=run, engine=build_engine(run), scheduler=None, feed=feed, counters=Counters())
         # whichever engine stands at the end: a schedule may have put another in its place
         stack.callback(lambda: training.engine.close())

@@ -59,6 +59,19 @@ def on_gpu():
 
 
 @pytest.fixture
+def world():
+    """A process group of one on this machine's device, given back: other folders' tests begin without one."""
+    import torch
+
+    from mpbridge.engines.parallel import start_process_group, stop_process_group
+
+    mine = start_process_group(torch.cuda.is_available())
+    yield
+    if mine:
+        stop_process_group()
+
+
+@pytest.fixture
 def gpu_run(tmp_path):
     """From a recipe and dotted overrides to the Run of a small GPT on real text."""
     from mpbridge.config.container import ConfigContainer

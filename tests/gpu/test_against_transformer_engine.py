@@ -225,14 +225,12 @@ def first_update(gpu_run, *, duplicate: bool) -> tuple[int, int]:
 
     from mpbridge.devices import device_layer
     from mpbridge.engines.optimizers import CpuFusedAdam
-    from mpbridge.engines.parallel import start_process_group
     from mpbridge.engines.registry import build_engine
     from mpbridge.engines.shard_optimizer import fused_adam
     from tests.gpu.feed import batches
 
     run, cuda = gpu_run("bf16_megatron_fsdp", "engine=megatron_fsdp"), torch.cuda.is_available()
     with device_layer(cuda, fused_adam=CpuFusedAdam):
-        start_process_group(cuda)
         engine = build_engine(run)
         try:
             optimizer = engine.optimizer
@@ -244,7 +242,7 @@ def first_update(gpu_run, *, duplicate: bool) -> tuple[int, int]:
             engine.close()
 
 
-def test_a_duplicate_main_copy_under_megatron_fsdp_costs_four_bytes_a_parameter(gpu_run):
+def test_a_duplicate_main_copy_under_megatron_fsdp_costs_four_bytes_a_parameter(gpu_run, world):
     honest, count = first_update(gpu_run, duplicate=False)
     planted, _ = first_update(gpu_run, duplicate=True)
     assert honest / count == pytest.approx(8.0, rel=0.01), "two FP32 moments"

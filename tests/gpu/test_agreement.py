@@ -22,18 +22,6 @@ def script():
     del sys.modules[spec.name]
 
 
-@pytest.fixture
-def world():
-    import torch
-
-    from mpbridge.engines.parallel import start_process_group, stop_process_group
-
-    mine = start_process_group(torch.cuda.is_available())
-    yield
-    if mine:
-        stop_process_group()
-
-
 SMALL = {"layers": 3, "hidden": 128, "sequence": 32}
 
 

@@ -29,10 +29,9 @@ def stored(run, monkeypatch, *, transformer_engine: bool) -> dict[str, tuple]:
     from mpbridge.engines.configs import build_targets
     from mpbridge.engines.model import build_chunks
     from mpbridge.engines.optimizers import CpuFusedAdam
-    from mpbridge.engines.parallel import ModelParallel, start_process_group
+    from mpbridge.engines.parallel import ModelParallel
 
     with device_layer(False, fused_adam=CpuFusedAdam):
-        start_process_group(False)
         parallel = ModelParallel(run.facts.parallel, seed=1)
         try:
             targets = build_targets(run, cuda=False)
@@ -47,7 +46,7 @@ def stored(run, monkeypatch, *, transformer_engine: bool) -> dict[str, tuple]:
 
 
 @pytest.mark.parametrize("config", ["gpt_tiny", "moe_tiny"])
-def test_both_models_store_the_same_tensors(config, transformer_engine, monkeypatch):
+def test_both_models_store_the_same_tensors(config, transformer_engine, monkeypatch, world):
     from mpbridge.config.container import ConfigContainer
 
     run = ConfigContainer.load(CONFIGS / f"{config}.yaml", ["mixed_precision=bf16_mixed"]).resolved(world_size=1)

@@ -120,19 +120,17 @@ def test_fp8_loss_is_within_one_percent_of_bf16_after_500_steps_of_125m(name, on
     assert found == pytest.approx(REFERENCE[0], rel=0.01)
 
 
-def test_memory_by_role_is_what_was_predicted(on_gpu, gpu_run):
+def test_memory_by_role_is_what_was_predicted(on_gpu, gpu_run, world):
     import torch
 
     from mpbridge.checks.roles import roles
     from mpbridge.devices import device_layer
-    from mpbridge.engines.parallel import start_process_group
     from mpbridge.engines.registry import build_engine
     from tests.gpu.feed import batches
 
     on_gpu()
     run = gpu_run("bf16_mixed", "model.num_layers=16", "model.hidden_size=2048", "model.ffn_hidden_size=5504", "model.num_attention_heads=16")
     with device_layer(True):
-        start_process_group(True)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         engine = build_engine(run)
