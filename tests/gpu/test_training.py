@@ -167,5 +167,5 @@ def test_a_gpus_checkpoint_goes_on_on_a_cpu(name, on_gpu, gpu_run, tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "cpu" / "metrics.jsonl").read_text().splitlines()]
     first = next(row for row in rows if "loss" in row)
-    assert first["step"] == 21
+    assert first["iteration"] == 21
     assert first["loss"] < before + 0.3
