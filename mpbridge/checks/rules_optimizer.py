@@ -181,7 +181,8 @@ RULES: tuple[Rule, ...] = (
         id="duplicate-main-weights",
         about="fp32_storage",
         found=lambda c: (
-            c.aware
+            c.core  # the sharded engines leave the copy out
+            and c.aware
             and c.policy.params is DType.FP32
             and c.policy.main_params is DType.FP32
             and "FP32 parameters under a FusedAdam with FP32 main weights"

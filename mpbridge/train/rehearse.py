@@ -14,7 +14,8 @@ from mpbridge.emulation import Emulation, emulate_linears
 from mpbridge.emulation.quantizer import COPY_OF, Quantizer, Randomness, Side
 from mpbridge.emulation.scales import DEFAULT_RELEASE
 from mpbridge.emulation.statistics import Statistics
-from mpbridge.errors import DataError, MpbridgeError
+from mpbridge.errors import DataError, MpbridgeError, Refused
+from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.report.console import rank
@@ -259,21 +260,25 @@ def observe(tensors: Mapping[str, torch.Tensor], recipes: Sequence[str] = RECIPE
     )
     for recipe in recipes:
         began = time.perf_counter()
-        quant = resolve(get_mixed_precision_config(recipe)).quant
         found = Rehearsed(recipe=recipe)
-        if quant is not None:
-            emulation = Emulation(resolve(get_mixed_precision_config(recipe)))
-            quantizer = Quantizer(
-                quant, list(tensors), randomness=Randomness(1234, torch.device("cpu")), device=torch.device("cpu"), compiled=False
-            )
-            statistics = Statistics()
-            for name, tensor in tensors.items():
-                _look(statistics, quantizer, name, tensor.reshape(-1, tensor.shape[-1]))
-            found.tensors = statistics.summary()
-            found.notes = list(emulation.notes()[1:])
+        try:
+            _observe(tensors, resolve(get_mixed_precision_config(recipe)), found)
+        except Refused as error:  # rules that live in somebody's factory; the other recipes go on
+            found.failure = str(error)
         found.seconds = time.perf_counter() - began
         result.recipes.append(found)
     return result
+
+
+def _observe(tensors: Mapping[str, torch.Tensor], policy: PrecisionPolicy, found: Rehearsed) -> None:
+    if policy.quant is None:
+        return
+    cpu, statistics = torch.device("cpu"), Statistics()
+    quantizer = Quantizer(policy.quant, list(tensors), randomness=Randomness(1234, cpu), device=cpu, compiled=False)
+    for name, tensor in tensors.items():
+        _look(statistics, quantizer, name, tensor.reshape(-1, tensor.shape[-1]))
+    found.tensors = statistics.summary()
+    found.notes = list(Emulation(policy).notes()[1:])
 
 
 def _look(statistics: Statistics, quantizer: Quantizer, name: str, tensor: torch.Tensor) -> None:

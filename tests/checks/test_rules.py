@@ -163,7 +163,7 @@ TABLE = {
     ),
     "main-gradients-that-nothing-reads": ({"policy": {"main_grads": DType.BF16, "reduce": DType.FP32}}, {"policy": {"main_grads": DType.BF16, "reduce": DType.BF16}}),
     "remainders-need-newer-engine": ({"config": AWARE | {"store_param_remainders": True}, "versions": te("2.0")}, {"config": AWARE | {"store_param_remainders": True}}),
-    "duplicate-main-weights": ({"recipe": "fp32", "config": AWARE}, {"recipe": "bf16", "config": AWARE}),
+    "duplicate-main-weights": ({"recipe": "fp32", "config": AWARE}, {"recipe": "fp32", "config": AWARE, "engine": "fsdp2", "optimizer": OptimizerFacts()}),
     "moments-follow-16-bit-parameters": (
         {"engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw")}, {"recipe": "fsdp_adamw", "engine": "fsdp2", "optimizer": OptimizerFacts(name="torch_adamw")},
     ),

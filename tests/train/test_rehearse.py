@@ -11,6 +11,8 @@ import torch
 
 from mpbridge.cli.main import main
 from mpbridge.errors import DataError, UnknownName
+from mpbridge.precision import registry
+from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.train.rehearse import RECIPES, observe, read_tensors, rehearse, rehearse_module, side_of
 from tests.worlds import ROOT, start
 
@@ -46,6 +48,21 @@ def test_the_outlier_tensor_is_damaged_by_one_scale_and_survives_blocks() -> Non
     assert current.worst[0]["tensor"] == "layers.0.fc1.x.x"
     assert {c.tensor for c in current.complaints} == {"layers.0.fc1.x.x"}
     assert "of its nonzero elements become zero" in " ".join(current.verdict()[1])
+
+
+def test_a_recipe_that_cannot_be_emulated_ends_alone() -> None:
+    @registry.register
+    def with_a_factory() -> MixedPrecisionConfig:
+        """Rules that live in a factory."""
+        return MixedPrecisionConfig(bf16=True, fp8="hybrid", fp8_recipe="custom", fp8_quantizer_factory="a.b")
+
+    try:
+        found = observe(outliers(), ["with_a_factory", CURRENT])
+    finally:
+        registry.unregister("with_a_factory")
+    assert "cannot be emulated" in str(found.recipes[0].failure)
+    assert found.recipes[1].failure is None
+    assert found.recipes[1].tensors
 
 
 def test_every_default_recipe_observes_tensors_of_odd_sizes() -> None:
