@@ -7,5 +7,5 @@ make_environment dev
 "$python" -m ruff check .
 "$python" -m mypy
 "$bin/lint-imports" --no-cache
-# two at a time, a file stays on one: its worlds of processes are built once
-exec "$python" -m pytest -q -n 2 --dist loadfile "$@"
+# two at a time, a file stays on one: its worlds of processes are built once; a crash ends the run (xdist would wait for ever for what the crashed one held)
+exec "$python" -m pytest -q -n 2 --dist loadfile --max-worker-restart=0 "$@"
