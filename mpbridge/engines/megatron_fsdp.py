@@ -95,6 +95,21 @@ class MegatronFsdpEngine(ShardedEngine):
         """Main weights into the model's own, and the first of them on their way to all ranks."""
         self._buffer.copy_main_weights_to_model_weights()
         self.model[0].start_param_sync()
+        if not self.cuda:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Waits for the gathers under way: gloo's threads would otherwise write into memory that somebody has freed meanwhile."""
+        pipeline = self.model[0].module.all_gather_pipeline
+        while pipeline.param_gather_event_map:
+            pipeline.wait_bucket_ready(*next(iter(pipeline.param_gather_event_map)))
+
+    def close(self) -> None:
+        """Frees tensors and megatron-core's process-wide parallel state, once no gather is under way any more."""
+        if self.model and not self.cuda:
+            with self._stepping():
+                self._settle()
+        super().close()
 
     def tensors(self) -> Iterable[Live]:
         """Every tensor that plays a role, as it exists now: the wrapper's buffers and the optimizer's states, local shards."""
