@@ -161,10 +161,14 @@ def measure(layers: int, hidden: int, repeats: int) -> dict[str, Any]:
         pretrain(made("bf16_mixed", layers, hidden, 12 + 12 * repeats), dataset=Text(), hooks=[turns], quiet=True)
         figures["turns"] = {name: {"median": round(statistics.median(values), 4), "n": len(values)} for name, values in turns.seconds.items() if values}
         print(json.dumps(figures["turns"], indent=1), flush=True)
+        taken = {arm: sum(figures["turns"][f"{arm} {part}"]["median"] for part in ("call", "step after")) for arm in Turns.ARMS}
+        plain = taken["no save"]
+        print(f"background / foreground, time taken from the loop: {(taken['background'] - plain) / (taken['foreground'] - plain):.2f}", flush=True)
         kept = str(Path(room) / "bf16_mixed")
         pairs = [(start_seconds("", layers, hidden), start_seconds(kept, layers, hidden)) for _ in range(3)]
         figures["start_seconds"] = {"fresh": round(statistics.median(a for a, _ in pairs), 2), "resumed": round(statistics.median(b for _, b in pairs), 2)}
         print(json.dumps(figures["start_seconds"]), flush=True)
+        print(f"resumed / fresh, start to first step: {figures['start_seconds']['resumed'] / figures['start_seconds']['fresh']:.2f}")
     return figures
 
 

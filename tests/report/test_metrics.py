@@ -47,7 +47,8 @@ def test_nothing_is_written_without_a_folder() -> None:
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from tensorboard.backend.event_processing import event_accumulator as accumulator
+
     log = MetricsLog(tmp_path, tensorboard=True)
     for step in (1, 2, 3):
         log.write({"iteration": step, "loss": 0.5 * step, "applied": True}, board=step != 2)
