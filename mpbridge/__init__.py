@@ -35,16 +35,16 @@ _HOME = {
     "recipes": "precision.registry",
     "get_mixed_precision_config": "precision.registry",
     "plan": "sync.plan",
-    "apply": "engines.targets",
-    "build": "engines.targets",
+    "apply": "megatron.targets",
+    "build": "megatron.targets",
     "ConfigContainer": "config.container",
     "pretrain": "train.loop",
 }
 __all__ = ["__version__", *sorted(_HOME)]
 
 if TYPE_CHECKING:
-    from mpbridge.engines.targets import apply as apply
-    from mpbridge.engines.targets import build as build
+    from mpbridge.megatron.targets import apply as apply
+    from mpbridge.megatron.targets import build as build
     from mpbridge.precision.config import MixedPrecisionConfig as MixedPrecisionConfig
     from mpbridge.precision.policy import PrecisionPolicy as PrecisionPolicy
     from mpbridge.precision.registry import get_mixed_precision_config as get_mixed_precision_config

@@ -75,7 +75,12 @@ def say(value: Any) -> str:
         return dtype(text).short if text.removeprefix("torch.") in _SPELLINGS else text
     if value is None:
         return "none"
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 65536 <= value < math.inf and value == 2 ** (int(value).bit_length() - 1):
+    if (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and 65536 <= value < math.inf
+        and value == 2 ** (int(value).bit_length() - 1)
+    ):
         return f"2**{int(value).bit_length() - 1}"
     if isinstance(value, bool):
         return text.lower()
@@ -109,7 +114,9 @@ class NumberFormat:
 E4M3 = NumberFormat(name="e4m3", exponent=4, mantissa=3, bias=7, largest=448.0, smallest=2.0**-9, infinity=False)
 E5M2 = NumberFormat(name="e5m2", exponent=5, mantissa=2, bias=15, largest=57344.0, smallest=2.0**-16, infinity=True)
 E2M1 = NumberFormat(name="e2m1", exponent=2, mantissa=1, bias=1, largest=6.0, smallest=0.5, infinity=False)
-E8M0 = NumberFormat(name="e8m0", exponent=8, mantissa=0, bias=127, largest=2.0**127, smallest=2.0**-127, infinity=False, signed=False)
+E8M0 = NumberFormat(
+    name="e8m0", exponent=8, mantissa=0, bias=127, largest=2.0**127, smallest=2.0**-127, infinity=False, signed=False
+)
 FORMATS: Mapping[str, NumberFormat] = MappingProxyType({f.name: f for f in (E4M3, E5M2, E2M1, E8M0)})
 
 

@@ -79,8 +79,15 @@ def bench(about: str | None, turns: Turns) -> Seconds:
     turns.steps, turns.warm = args.steps, args.warm
     with tempfile.TemporaryDirectory() as folder:
         total = (args.rounds + args.warm) * args.steps
-        fixed = [f"train.train_iters={total}", "train.eval_interval=null", f"logger.log_dir={folder}", "logger.tensorboard=true"]
-        container = ConfigContainer.load(args.config, overrides=[f"mixed_precision={args.recipe}", *args.overrides, *fixed])
+        fixed = [
+            f"train.train_iters={total}",
+            "train.eval_interval=null",
+            f"logger.log_dir={folder}",
+            "logger.tensorboard=true",
+        ]
+        container = ConfigContainer.load(
+            args.config, overrides=[f"mixed_precision={args.recipe}", *args.overrides, *fixed]
+        )
         pretrain(container.resolved(), hooks=[turns])
     return turns.seconds
 
@@ -96,7 +103,9 @@ def report(title: str, turns: Turns, ratios: Mapping[str, float]) -> None:
     title = f"{title}: {args.recipe}, {Path(args.config).name}, {torch.get_num_threads()} threads"
     print(title)
     for name, values in seconds.items():
-        print(f"  {name:<40} {statistics.median(values) * 1e3:8.1f} ms of CPU a step (median of {len(values)} rounds of {args.steps})")
+        print(
+            f"  {name:<40} {statistics.median(values) * 1e3:8.1f} ms of CPU a step (median of {len(values)} rounds of {args.steps})"
+        )
     for name, value in ratios.items():
         print(f"  {name:<40} {value:8.3f}")
     if args.out:

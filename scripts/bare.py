@@ -21,8 +21,8 @@ class BareLoop:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        from mpbridge.engines.configs import build_targets
-        from mpbridge.engines.model import build_chunks
+        from mpbridge.megatron.configs import build_targets
+        from mpbridge.models.gpt import build_chunks
         from mpbridge.train.lr import scheduler_arguments
 
         self.run, self.data, self.cuda = run, data, cuda
@@ -34,7 +34,10 @@ class BareLoop:
         for group in self.optimizer.param_groups:
             group["min_lr"] = arguments["min_lr"]
         self.scheduler = OptimizerParamScheduler(self.optimizer, **arguments)
-        targets.model.grad_scale_func, targets.model.finalize_model_grads_func = self.optimizer.scale_loss, finalize_model_grads
+        targets.model.grad_scale_func, targets.model.finalize_model_grads_func = (
+            self.optimizer.scale_loss,
+            finalize_model_grads,
+        )
         self.forward_backward = get_forward_backward_func()
         self.global_batch = int(run.train["global_batch_size"])
         self.microbatches = self.global_batch // int(run.train["micro_batch_size"])
@@ -44,7 +47,10 @@ class BareLoop:
         batch = next(data)
         if self.cuda:
             batch = {name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}
-        losses, mask = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]), batch["loss_mask"].view(-1)
+        losses, mask = (
+            model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]),
+            batch["loss_mask"].view(-1),
+        )
 
         def mean(out: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss = (out.float().view(-1) * mask).sum() / mask.sum()

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from mpbridge.checkpoint import io as checkpoint
+from mpbridge.checkpoint import store
 from mpbridge.config.container import ConfigContainer
-from mpbridge.train import checkpoint, store
 from mpbridge.train.hooks import Hook
 from mpbridge.train.loop import pretrain
 
@@ -108,7 +109,9 @@ class Turns(Hook):
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.pending, self.began = folder, None, 0.0
-        self.seconds: dict[str, list[float]] = {f"{arm} {part}": [] for arm in self.ARMS for part in ("call", "step after")}
+        self.seconds: dict[str, list[float]] = {
+            f"{arm} {part}": [] for arm in self.ARMS for part in ("call", "step after")
+        }
         self.arm = ""
 
     def started(self, training: Any) -> None:
@@ -142,7 +145,9 @@ class Turns(Hook):
 
 def start_seconds(load: str, layers: int, hidden: int) -> float:
     """From the start of a process to the end of its first step."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    }
     command = [sys.executable, "-W", "ignore", "-c", CHILD, str(time.time()), load, str(layers), str(hidden)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return float(next(line for line in done.stdout.splitlines() if line.startswith("seconds")).split()[1])
@@ -159,16 +164,31 @@ def measure(layers: int, hidden: int, repeats: int) -> dict[str, Any]:
             print(f"{name:40} {json.dumps(sizes.figures)}", flush=True)
         turns = Turns(Path(room) / "turns")
         pretrain(made("bf16_mixed", layers, hidden, 12 + 12 * repeats), dataset=Text(), hooks=[turns], quiet=True)
-        figures["turns"] = {name: {"median": round(statistics.median(values), 4), "n": len(values)} for name, values in turns.seconds.items() if values}
+        figures["turns"] = {
+            name: {"median": round(statistics.median(values), 4), "n": len(values)}
+            for name, values in turns.seconds.items()
+            if values
+        }
         print(json.dumps(figures["turns"], indent=1), flush=True)
-        taken = {arm: sum(figures["turns"][f"{arm} {part}"]["median"] for part in ("call", "step after")) for arm in Turns.ARMS}
+        taken = {
+            arm: sum(figures["turns"][f"{arm} {part}"]["median"] for part in ("call", "step after"))
+            for arm in Turns.ARMS
+        }
         plain = taken["no save"]
-        print(f"background / foreground, time taken from the loop: {(taken['background'] - plain) / (taken['foreground'] - plain):.2f}", flush=True)
+        print(
+            f"background / foreground, time taken from the loop: {(taken['background'] - plain) / (taken['foreground'] - plain):.2f}",
+            flush=True,
+        )
         kept = str(Path(room) / "bf16_mixed")
         pairs = [(start_seconds("", layers, hidden), start_seconds(kept, layers, hidden)) for _ in range(3)]
-        figures["start_seconds"] = {"fresh": round(statistics.median(a for a, _ in pairs), 2), "resumed": round(statistics.median(b for _, b in pairs), 2)}
+        figures["start_seconds"] = {
+            "fresh": round(statistics.median(a for a, _ in pairs), 2),
+            "resumed": round(statistics.median(b for _, b in pairs), 2),
+        }
         print(json.dumps(figures["start_seconds"]), flush=True)
-        print(f"resumed / fresh, start to first step: {figures['start_seconds']['resumed'] / figures['start_seconds']['fresh']:.2f}")
+        print(
+            f"resumed / fresh, start to first step: {figures['start_seconds']['resumed'] / figures['start_seconds']['fresh']:.2f}"
+        )
     return figures
 
 

@@ -95,7 +95,10 @@ class Arm:
         """Bytes that live between steps (parameters, gradients, optimizer state, each storage once) and the peak of what one step adds."""
         if self.emulation:
             self.emulation.step_begin()  # frees the cached weights: they count into the step that makes them
-        storages = {live.tensor.untyped_storage()._cdata: live.tensor.untyped_storage().nbytes() for live in self.engine.tensors()}
+        storages = {
+            live.tensor.untyped_storage()._cdata: live.tensor.untyped_storage().nbytes()
+            for live in self.engine.tensors()
+        }
         return sum(storages.values()) + peak_of(self.step)
 
 
@@ -137,13 +140,20 @@ class PlainLayer(torch.nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         linear = lambda i, o: torch.nn.Linear(i, o, bias=False)  # noqa: E731
-        self.qkv, self.proj, self.up, self.down = linear(width, 3 * width), linear(width, width), linear(width, 1408), linear(704, width)
+        self.qkv, self.proj, self.up, self.down = (
+            linear(width, 3 * width),
+            linear(width, width),
+            linear(width, 1408),
+            linear(704, width),
+        )
         self.norm1, self.norm2 = torch.nn.RMSNorm(width), torch.nn.RMSNorm(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[batch, tokens, width] to the same."""
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
-        x = x + self.proj(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.proj(
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         gate, up = self.up(self.norm2(x)).chunk(2, -1)
         return x + self.down(torch.nn.functional.silu(gate) * up)
 
@@ -175,9 +185,16 @@ class Processes:
         for name in kinds:
             self.pipes[name], theirs = context.Pipe()
             kind = name.removesuffix(" again")
-            context.Process(target=child, args=(theirs, kind, args.plain, args.micro, args.threads), daemon=True).start()
-            self.built[name] = self.pipes[name].recv()  # one after the other: the compilers of two would disturb each other
-            print(f"{name}: {self.built[name][0]} linears quantized, first two steps {self.built[name][1]:.1f} s", flush=True)
+            context.Process(
+                target=child, args=(theirs, kind, args.plain, args.micro, args.threads), daemon=True
+            ).start()
+            self.built[name] = self.pipes[
+                name
+            ].recv()  # one after the other: the compilers of two would disturb each other
+            print(
+                f"{name}: {self.built[name][0]} linears quantized, first two steps {self.built[name][1]:.1f} s",
+                flush=True,
+            )
 
     def ask(self, name: str, what: str) -> Any:
         """What the arm answers."""
@@ -197,7 +214,9 @@ class Processes:
 def main() -> None:
     """Prints the table, writes --json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plain", action="store_true", help="nn.Linear instead of megatron-core, with torchao beside it")
+    parser.add_argument(
+        "--plain", action="store_true", help="nn.Linear instead of megatron-core, with torchao beside it"
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--micro", type=int, default=8)
@@ -219,10 +238,15 @@ def main() -> None:
         }
         table[name] = row
         limit = f"{LIMITS[name]:.2f}" if name in LIMITS and not args.plain else ""
-        print(f"{name:<12} {row['seconds']:>10.3f} {row['ratio']:>8.3f} {limit:>6} {row['bytes']:>7.3f} {row['compile']:>9.1f}", flush=True)
+        print(
+            f"{name:<12} {row['seconds']:>10.3f} {row['ratio']:>8.3f} {limit:>6} {row['bytes']:>7.3f} {row['compile']:>9.1f}",
+            flush=True,
+        )
         arms.pipes[name].send("stop")
     if args.json:
-        args.json.write_text(json.dumps({"threads": args.threads, "micro": args.micro, "plain": args.plain, "arms": table}, indent=1))
+        args.json.write_text(
+            json.dumps({"threads": args.threads, "micro": args.micro, "plain": args.plain, "arms": table}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from bare import BareLoop
 
-from mpbridge.checks.probe import installed, this_machine
 from mpbridge.config.container import ConfigContainer
 from mpbridge.devices import device_layer
 from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.engines.parallel import ModelParallel, start_process_group, stop_process_group
 from mpbridge.engines.registry import build_engine
+from mpbridge.hardware.probe import installed, this_machine
 from mpbridge.train.flops import flops_per_token
 
 COMMON = {
@@ -42,9 +42,25 @@ COMMON = {
 SHAPES: dict[str, dict[str, Any]] = {
     "1.2b": COMMON | {"num_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "ffn_hidden_size": 5632},
     # the layers of an 8B model, as many as leave room for a micro-batch of two
-    "8b": COMMON | {"num_layers": 12, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "ffn_hidden_size": 14336},
-    "smoke": COMMON | {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "ffn_hidden_size": 256, "vocab_size": 256, "apply_rope_fusion": False,
-                       "bias_dropout_fusion": False, "cross_entropy_loss_fusion": False},
+    "8b": COMMON
+    | {
+        "num_layers": 12,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "ffn_hidden_size": 14336,
+    },
+    "smoke": COMMON
+    | {
+        "num_layers": 2,
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "ffn_hidden_size": 256,
+        "vocab_size": 256,
+        "apply_rope_fusion": False,
+        "bias_dropout_fusion": False,
+        "cross_entropy_loss_fusion": False,
+    },
 }
 SEQUENCE = {"1.2b": 4096, "8b": 4096, "smoke": 64}
 MICRO_BATCH = {"1.2b": 4, "8b": 2, "smoke": 2}
@@ -55,7 +71,12 @@ KINDS = (
     ("copies", ("memcpy", "memset", "copy")), ("elementwise", ("elementwise", "vectorized", "add", "mul", "silu", "gelu", "swiglu", "softmax", "reduce")),
 )  # fmt: skip
 """Kind of kernel -> words in the names of its kernels, first match wins."""
-RECIPES = ("bf16_mixed", "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_delayed_scaling_mixed", "bf16_with_fp8_subchannel_scaling_mixed")
+RECIPES = (
+    "bf16_mixed",
+    "bf16_with_fp8_current_scaling_mixed",
+    "bf16_with_fp8_delayed_scaling_mixed",
+    "bf16_with_fp8_subchannel_scaling_mixed",
+)
 
 
 def resolved(shape: str, recipe: str, changes: tuple[str, ...] = ()) -> Any:
@@ -65,7 +86,9 @@ def resolved(shape: str, recipe: str, changes: tuple[str, ...] = ()) -> Any:
         "ddp.use_distributed_optimizer": True, "train.train_iters": 1000, "train.micro_batch_size": MICRO_BATCH[shape],
         "train.global_batch_size": MICRO_BATCH[shape], "data.seq_length": SEQUENCE[shape],
     } | {f"model.{name}": value for name, value in SHAPES[shape].items()}  # fmt: skip
-    container = ConfigContainer.load(None, [*(f"{name}={json.dumps(value)}" for name, value in settings.items()), *changes])
+    container = ConfigContainer.load(
+        None, [*(f"{name}={json.dumps(value)}" for name, value in settings.items()), *changes]
+    )
     return container.resolved(world_size=1, machine=this_machine(), versions=installed())
 
 
@@ -76,7 +99,14 @@ def tokens(shape: str, vocab: int) -> Iterator[dict[str, torch.Tensor]]:
     for seed in range(8):
         ids = torch.randint(0, vocab, size, generator=torch.Generator().manual_seed(seed)).to(device)
         positions = torch.arange(SEQUENCE[shape], device=device)[None].expand(size[0], -1)
-        batches.append({"tokens": ids[:, :-1], "labels": ids[:, 1:], "position_ids": positions, "loss_mask": torch.ones_like(ids[:, 1:], dtype=torch.float32)})
+        batches.append(
+            {
+                "tokens": ids[:, :-1],
+                "labels": ids[:, 1:],
+                "position_ids": positions,
+                "loss_mask": torch.ones_like(ids[:, 1:], dtype=torch.float32),
+            }
+        )
     while True:
         yield from batches
 
@@ -161,7 +191,10 @@ def by_kind(arm: Any) -> dict[str, float]:
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if CUDA else [])]) as seen:
         arm.step()
         synchronize()
-    rows = [(row.key, (row.self_device_time_total if CUDA else row.self_cpu_time_total) / 1e3) for row in seen.key_averages()]
+    rows = [
+        (row.key, (row.self_device_time_total if CUDA else row.self_cpu_time_total) / 1e3)
+        for row in seen.key_averages()
+    ]
     found: dict[str, float] = {}
     for name, milliseconds in rows:
         kind = next((kind for kind, words in KINDS if any(word in name.lower() for word in words)), "other")
@@ -243,7 +276,9 @@ def report(args: argparse.Namespace, imports: float) -> None:
         "device": torch.cuda.get_device_name() if CUDA else "CPU", "versions": {k: getattr(installed(), k) for k in ("torch", "cuda", "transformer_engine", "megatron_core")},
         "date": time.strftime("%Y-%m-%d"), "matmul_tflops": peak / 1e12, "import_s": imports, "process_group_s": communication, "shapes": {},
     }  # fmt: skip
-    print(f"{found['device']}, {found['versions']}, BF16 matmul {peak / 1e12:.1f} TFLOP/s, imports {imports:.1f} s, process group {communication:.1f} s")
+    print(
+        f"{found['device']}, {found['versions']}, BF16 matmul {peak / 1e12:.1f} TFLOP/s, imports {imports:.1f} s, process group {communication:.1f} s"
+    )
     for shape in args.shapes:
         table = found["shapes"][shape] = bench(shape, args)
         base = table[args.recipes[0]]["tokens_per_s"]

@@ -27,7 +27,11 @@ def text(training: Training) -> Iterator[dict[str, torch.Tensor]]:
 
 def main() -> None:
     """Runs and prints."""
-    turns = Turns(lambda training: {name: BareLoop(training.run, text(training), cuda=False).step for name in ("bare", "bare again")})
+    turns = Turns(
+        lambda training: {
+            name: BareLoop(training.run, text(training), cuda=False).step for name in ("bare", "bare again")
+        }
+    )
     seconds = bench(__doc__, turns)
     ratios = {
         "ours / bare (throughput; at least 0.98)": ratio(seconds, "bare", "ours"),

@@ -25,7 +25,12 @@ class Plain:
         options = run.inputs["optimizer"]
         model = PlainGPT(run.facts.shape, rope=run.inputs["model"].get("position_embedding_type") == "rope")
         self.trainer = PlainTrainer(
-            model, run.policy.compute.torch(), CpuFusedAdam, lr=options["lr"], weight_decay=options.get("weight_decay", 0.01), clip=options.get("clip_grad", 1.0)
+            model,
+            run.policy.compute.torch(),
+            CpuFusedAdam,
+            lr=options["lr"],
+            weight_decay=options.get("weight_decay", 0.01),
+            clip=options.get("clip_grad", 1.0),
         )
         self.parameters = sum(parameter.numel() for parameter in self.trainer.main)
         self.microbatches = int(run.train["global_batch_size"]) // int(run.train["micro_batch_size"])
@@ -41,7 +46,9 @@ def arms(training: Training) -> dict[str, object]:
     plain = {name: Plain(training) for name in ("plain", "plain again")}
     ours = sum(tensor.numel() for _, tensor in training.engine.named_parameters())
     if plain["plain"].parameters != ours:
-        raise SystemExit(f"the shapes differ: {ours:,} parameters of ours, {plain['plain'].parameters:,} of the plain model")
+        raise SystemExit(
+            f"the shapes differ: {ours:,} parameters of ours, {plain['plain'].parameters:,} of the plain model"
+        )
     return {name: arm.step for name, arm in plain.items()}
 
 

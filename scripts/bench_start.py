@@ -16,7 +16,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIST = "import sys; from mpbridge.cli.main import main; main(['list'])"
-ARMS = {"bare interpreter": "pass", "import mpbridge": "import mpbridge", "mpbridge list": LIST, "mpbridge list, again": LIST}
+ARMS = {
+    "bare interpreter": "pass",
+    "import mpbridge": "import mpbridge",
+    "mpbridge list": LIST,
+    "mpbridge list, again": LIST,
+}
 GOAL = 0.15
 """Seconds."""
 
@@ -43,7 +48,9 @@ def main() -> int:
             seconds[name].append(cpu_seconds(code))
     for name, values in seconds.items():
         print(f"{name:<22} {statistics.median(values):6.3f} s of CPU (median of {runs}; fastest {min(values):.3f})")
-    again = statistics.median(a / b for a, b in zip(seconds["mpbridge list, again"], seconds["mpbridge list"], strict=True))
+    again = statistics.median(
+        a / b for a, b in zip(seconds["mpbridge list, again"], seconds["mpbridge list"], strict=True)
+    )
     print(f"{'A/A':<22} {again:6.3f}")
     check = f"{LIST}; sys.exit(bool({{'torch', 'megatron', 'numpy'}} & set(sys.modules)))"
     heavy = subprocess.run([sys.executable, "-c", check], cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode

@@ -26,15 +26,22 @@ import torch
 
 from mpbridge.config.container import ConfigContainer
 from mpbridge.devices import device_layer
-from mpbridge.engines.local_spec import CpuSpecProvider
 from mpbridge.engines.mcore import McoreEngine
 from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.engines.parallel import start_process_group, stop_process_group
 from mpbridge.engines.registry import build_engine
+from mpbridge.models.local_spec import CpuSpecProvider
 
-RECIPES = ("bf16_with_fp8_delayed_scaling_mixed", "bf16_with_fp8_current_scaling_mixed", "bf16_with_fp8_subchannel_scaling_mixed")
+RECIPES = (
+    "bf16_with_fp8_delayed_scaling_mixed",
+    "bf16_with_fp8_current_scaling_mixed",
+    "bf16_with_fp8_subchannel_scaling_mixed",
+)
 LAYER = re.compile(r"decoder\.layers\.(\d+)$")
-FUSED = (("self_attention.linear_qkv.layer_norm_", "input_layernorm."), ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."))
+FUSED = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+)
 """Where Transformer Engine's fused modules keep a norm's parameters -> where megatron-core's local ones do."""
 
 
@@ -87,13 +94,21 @@ def trace(engine: Any, steps: int, sequence: int) -> list[Step]:
     hooks = []
     for name, module in engine.model[0].named_modules():
         if found := LAYER.search(name):
-            keep = lambda module, args, output, layer=int(found[1]): hidden.__setitem__(layer, (output[0] if isinstance(output, tuple) else output).detach().float().cpu())  # noqa: E731
+
+            def keep(module: Any, args: Any, output: Any, layer: int = int(found[1])) -> None:
+                hidden[layer] = (output[0] if isinstance(output, tuple) else output).detach().float().cpu()
+
             hooks.append(module.register_forward_hook(keep))
     out = []
     for step in range(steps):
         ids = torch.randint(0, 256, (2, sequence + 1), generator=torch.Generator().manual_seed(step))
         positions = torch.arange(sequence)[None].expand(2, -1)
-        batch = {"tokens": ids[:, :-1], "labels": ids[:, 1:], "position_ids": positions, "loss_mask": torch.ones(2, sequence)}
+        batch = {
+            "tokens": ids[:, :-1],
+            "labels": ids[:, 1:],
+            "position_ids": positions,
+            "loss_mask": torch.ones(2, sequence),
+        }
         engine.train_step(itertools.repeat(batch), microbatches=1)
         out.append(Step(hidden=dict(hidden), gradient=gradients(engine)))
     for hook in hooks:
@@ -122,7 +137,9 @@ def apart(a: list[Step], b: list[Step]) -> list[dict[str, float]]:
     return rows
 
 
-def traced(build: Callable[[], Any], weights: dict[str, torch.Tensor] | None, steps: int, sequence: int = 256) -> tuple[list[Step], dict[str, torch.Tensor]]:
+def traced(
+    build: Callable[[], Any], weights: dict[str, torch.Tensor] | None, steps: int, sequence: int = 256
+) -> tuple[list[Step], dict[str, torch.Tensor]]:
     """(trace, the weights it ran with) of the engine that `build` makes, closed afterwards; weights: None keeps its own."""
     cuda = torch.cuda.is_available()
     with device_layer(cuda, fused_adam=CpuFusedAdam):
@@ -142,12 +159,22 @@ def agreement(recipe: str, *, layers: int, steps: int) -> dict[str, Any]:
     engine, _ = traced(lambda: build_engine(plain), weights, steps)
     real, _ = traced(lambda: build_engine(resolved(recipe, emulate=False, layers=layers)), weights, steps)
     emulated, _ = traced(lambda: build_engine(resolved(recipe, emulate=True, layers=layers)), weights, steps)
-    return {"recipe": recipe, "emulated": apart(real, emulated), "without": apart(real, engine), "floor": apart(engine, local)}
+    return {
+        "recipe": recipe,
+        "emulated": apart(real, emulated),
+        "without": apart(real, engine),
+        "floor": apart(engine, local),
+    }
 
 
 def table(report: dict[str, Any]) -> str:
     """Markdown."""
-    lines = [f"### {report['recipe']}", "", "| layer | hidden states | weight gradients | floor (hidden, gradients) | without quantization (hidden, gradients) |", "|--:|--:|--:|--:|--:|"]
+    lines = [
+        f"### {report['recipe']}",
+        "",
+        "| layer | hidden states | weight gradients | floor (hidden, gradients) | without quantization (hidden, gradients) |",
+        "|--:|--:|--:|--:|--:|",
+    ]
     for e, f, w in zip(report["emulated"], report["floor"], report["without"], strict=True):
         pair = lambda row: f"{row['hidden']:.2e}, {row['gradient']:.2e}"  # noqa: E731
         lines.append(f"| {e['layer']:.0f} | {e['hidden']:.2e} | {e['gradient']:.2e} | {pair(f)} | {pair(w)} |")

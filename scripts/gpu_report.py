@@ -21,7 +21,12 @@ def speeds(bench: dict) -> str:
     lines = [f"{bench['device']}, {bench['date']}, {versions}; BF16 matmul {bench['matmul_tflops']:.0f} TFLOP/s", ""]
     for shape, table in bench["shapes"].items():
         first = next(iter(table.values()))
-        lines += [f"### {shape}", "", "| arm | tokens/s | model TFLOP/s | of matmul | of the first arm | peak GiB |", "|---|--:|--:|--:|--:|--:|"]
+        lines += [
+            f"### {shape}",
+            "",
+            "| arm | tokens/s | model TFLOP/s | of matmul | of the first arm | peak GiB |",
+            "|---|--:|--:|--:|--:|--:|",
+        ]
         for name, row in table.items():
             tflops = row["model_flops_per_s"] / 1e12
             lines.append(
@@ -30,9 +35,15 @@ def speeds(bench: dict) -> str:
             )
         lines.append("")
         for name, row in table.items():
-            kinds = ", ".join(f"{kind} {milliseconds:.1f}" for kind, milliseconds in sorted(row["kinds"].items(), key=lambda item: -item[1]))
+            kinds = ", ".join(
+                f"{kind} {milliseconds:.1f}"
+                for kind, milliseconds in sorted(row["kinds"].items(), key=lambda item: -item[1])
+            )
             lines += [f"{name}: one step's GPU milliseconds by kind of kernel: {kinds}"] if kinds else []
-        lines += [f"Start of the first arm: imports {bench['import_s']:.1f} s, process group {bench['process_group_s']:.1f} s, building {first['build_s']:.1f} s, first step {first['first_step_s']:.1f} s.", ""]
+        lines += [
+            f"Start of the first arm: imports {bench['import_s']:.1f} s, process group {bench['process_group_s']:.1f} s, building {first['build_s']:.1f} s, first step {first['first_step_s']:.1f} s.",
+            "",
+        ]
     return "\n".join(lines)
 
 

@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 
-from mpbridge.checks.rules import rules
+from mpbridge.checkpoint import io as checkpoint
+from mpbridge.checkpoint import store
 from mpbridge.config.container import ConfigContainer
-from mpbridge.train import checkpoint, store
+from mpbridge.rules.table import rules
 from mpbridge.train.hooks import Hook
 from mpbridge.train.loop import pretrain
 
@@ -67,7 +68,11 @@ class Told(Hook):
 
 def made(folder: Path | None, steps: int, background: bool) -> Any:
     """The run: every step is saved."""
-    kept = {"save": str(folder), "load": str(folder), "save_interval": 1, "keep_last": 3, "async_save": background} if folder else {}
+    kept = (
+        {"save": str(folder), "load": str(folder), "save_interval": 1, "keep_last": 3, "async_save": background}
+        if folder
+        else {}
+    )
     return ConfigContainer(
         mixed_precision="bf16_mixed",
         model={
@@ -170,7 +175,9 @@ def children_of(pid: int) -> list[int]:
         return []
 
 
-def survive(kills: int, *, steps: int = 40, seed: int = 0, room: Path | None = None, say: Any = print) -> dict[str, Any]:
+def survive(
+    kills: int, *, steps: int = 40, seed: int = 0, room: Path | None = None, say: Any = print
+) -> dict[str, Any]:
     """Figures of `kills` kills; raises RuntimeError at the first thing that was lost."""
     torch.set_num_threads(1)
     rules()  # imported here, once: a child would load it anew each time
@@ -189,14 +196,18 @@ def survive(kills: int, *, steps: int = 40, seed: int = 0, room: Path | None = N
             newest = store.saved(folder)
             for entry in newest[:1]:
                 store.check(entry.path)
-            say(f"kill {figures['kills']}: {'during a save' if saving else 'between'}, newest whole: {newest[0].path.name if newest else 'none yet'}")
+            say(
+                f"kill {figures['kills']}: {'during a save' if saving else 'between'}, newest whole: {newest[0].path.name if newest else 'none yet'}"
+            )
             # reaching the end by kills alone would take long for the later rounds: sometimes let it run
             if newest and (newest[0].step >= steps - 3 or dice.random() < 0.15 or figures["kills"] == kills):
                 end = end or to_the_end(*fork(folder, steps, background), limit=600)
                 figures["resumes"] += 1
                 figures["runs_completed"] += 1
                 if end != expected:
-                    raise RuntimeError(f"after {figures['kills']} kills the run ended with {end!r}, expected {expected!r}")
+                    raise RuntimeError(
+                        f"after {figures['kills']} kills the run ended with {end!r}, expected {expected!r}"
+                    )
                 folder, background = base / str(figures["runs_completed"]), not background
             figures["resumes"] += bool(newest)
     finally:

@@ -72,10 +72,14 @@ def schema() -> dict[str, Any]:
     out: dict[str, Any] = {"megatron_core": importlib.metadata.version("megatron-core")}
     for cls in CLASSES:
         hints = typing.get_type_hints(cls)
-        out[cls.__name__] = {f.name: entry(f, hints[f.name]) for f in dataclasses.fields(cls) if not f.name.startswith("_")}
+        out[cls.__name__] = {
+            f.name: entry(f, hints[f.name]) for f in dataclasses.fields(cls) if not f.name.startswith("_")
+        }
     base = out["TransformerConfig"]
     # MLATransformerConfig is TransformerConfig and some more: only what differs is kept
-    out["MLATransformerConfig"] = {name: record for name, record in out["MLATransformerConfig"].items() if base.get(name) != record}
+    out["MLATransformerConfig"] = {
+        name: record for name, record in out["MLATransformerConfig"].items() if base.get(name) != record
+    }
     return out
 
 
@@ -93,8 +97,12 @@ def text() -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit 1 when the file is not what the installed megatron-core gives")
+    parser.add_argument(
+        "--check", action="store_true", help="exit 1 when the file is not what the installed megatron-core gives"
+    )
     if parser.parse_args().check:
-        raise SystemExit(0 if PLACE.read_text(encoding="utf-8") == text() else f"{PLACE.name} is stale: run scripts/make_schema.py")
+        raise SystemExit(
+            0 if PLACE.read_text(encoding="utf-8") == text() else f"{PLACE.name} is stale: run scripts/make_schema.py"
+        )
     PLACE.write_text(text(), encoding="utf-8")
     print(f"wrote {PLACE.name}")

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpbridge.checks.run import ModelShape
+from mpbridge.facts import ModelShape
 
 
 class Attention(nn.Module):
@@ -14,8 +14,15 @@ class Attention(nn.Module):
 
     def __init__(self, shape: ModelShape, bias: bool, rope: bool) -> None:
         super().__init__()
-        self.heads, self.groups, self.width, self.rope = shape.num_attention_heads, shape.num_query_groups, shape.kv_channels, rope
-        self.qkv = nn.Linear(shape.hidden_size, (self.heads + 2 * self.groups) * self.width, bias=bias or shape.qkv_bias)
+        self.heads, self.groups, self.width, self.rope = (
+            shape.num_attention_heads,
+            shape.num_query_groups,
+            shape.kv_channels,
+            rope,
+        )
+        self.qkv = nn.Linear(
+            shape.hidden_size, (self.heads + 2 * self.groups) * self.width, bias=bias or shape.qkv_bias
+        )
         self.out = nn.Linear(self.heads * self.width, shape.hidden_size, bias=bias)
 
     def forward(self, x: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -75,7 +82,10 @@ class PlainGPT(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
-        angles = torch.outer(torch.arange(shape.seq_length).float(), 10000.0 ** (-torch.arange(0, shape.kv_channels, 2).float() / shape.kv_channels))
+        angles = torch.outer(
+            torch.arange(shape.seq_length).float(),
+            10000.0 ** (-torch.arange(0, shape.kv_channels, 2).float() / shape.kv_channels),
+        )
         angles = torch.cat((angles, angles), dim=-1)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
@@ -97,7 +107,9 @@ class PlainTrainer:
     adam: class of the optimizer, called with parameters, lr and weight_decay.
     """
 
-    def __init__(self, model: PlainGPT, dtype: torch.dtype, adam: type, *, lr: float, weight_decay: float, clip: float) -> None:
+    def __init__(
+        self, model: PlainGPT, dtype: torch.dtype, adam: type, *, lr: float, weight_decay: float, clip: float
+    ) -> None:
         self.main = [parameter.detach().clone().float() for parameter in model.parameters()]
         self.model, self.clip = model.to(dtype), clip
         self.sums = [torch.zeros_like(parameter) for parameter in self.main]

@@ -50,12 +50,22 @@ def numbers() -> list[tuple[str, str, str]]:
     """(what, FP32, BF16) rows."""
     fp32, bf16 = torch.float32, torch.bfloat16
     rows = [
-        (f"second moment, beta2 {beta2}, 3000 gradients of 1", f"{second_moment(fp32, beta2=beta2):.4f}", f"{second_moment(bf16, beta2=beta2):.4f}")
+        (
+            f"second moment, beta2 {beta2}, 3000 gradients of 1",
+            f"{second_moment(fp32, beta2=beta2):.4f}",
+            f"{second_moment(bf16, beta2=beta2):.4f}",
+        )
         for beta2 in (0.95, 0.99, 0.999)
     ]
-    rows.append(("weight 1 after 100 AdamW steps of 6e-4", f"{trained_weight(fp32):.6f}", f"{trained_weight(bf16):.6f}"))
+    rows.append(
+        ("weight 1 after 100 AdamW steps of 6e-4", f"{trained_weight(fp32):.6f}", f"{trained_weight(bf16):.6f}")
+    )
     rows += [
-        (f"updates of {relative:g} of a weight that are lost", f"{lost_updates(fp32, relative):.0%}", f"{lost_updates(bf16, relative):.0%}")
+        (
+            f"updates of {relative:g} of a weight that are lost",
+            f"{lost_updates(fp32, relative):.0%}",
+            f"{lost_updates(bf16, relative):.0%}",
+        )
         for relative in (1e-2, 3e-3, 1e-3, 1e-4)
     ]
     return rows
@@ -68,7 +78,12 @@ def batches(seed: int, micro: int) -> Iterator[dict[str, torch.Tensor]]:
         start = torch.randint(0, 200, (micro, 1), generator=generator)
         text = (torch.arange(SEQ + 1) % 50 + start) % VOCAB
         positions = torch.arange(SEQ).expand(micro, SEQ)
-        yield {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "position_ids": positions, "loss_mask": torch.ones(micro, SEQ)}
+        yield {
+            "tokens": text[:, :-1].contiguous(),
+            "labels": text[:, 1:].contiguous(),
+            "position_ids": positions,
+            "loss_mask": torch.ones(micro, SEQ),
+        }
 
 
 def curve(recipe: str, *, seed: int, steps: int, lr: float) -> list[float]:
@@ -112,7 +127,13 @@ def plot(curves: dict[str, list[list[float]]], file: Path) -> None:
             axes.plot(run, color=color, alpha=0.25, linewidth=0.8)
         # dashed and on top, or bf16_mixed would hide it
         style: dict[str, Any] = {"linestyle": "--", "zorder": 5} if recipe == "fp32" else {}
-        axes.plot(runs.mean(0), color=color, linewidth=1.8, **style, label=f"{recipe}: {runs[:, -10:].mean():.4f} over the last 10 steps")
+        axes.plot(
+            runs.mean(0),
+            color=color,
+            linewidth=1.8,
+            **style,
+            label=f"{recipe}: {runs[:, -10:].mean():.4f} over the last 10 steps",
+        )
     axes.set(yscale="log", xlabel="step", ylabel="training loss", title="the same model and data, three seeds each")
     axes.legend()
     axes.grid(visible=True, which="both", alpha=0.2)
@@ -122,7 +143,9 @@ def plot(curves: dict[str, list[list[float]]], file: Path) -> None:
 
 def train(steps: int, seeds: int, lr: float) -> dict[str, Any]:
     """{'curves': recipe -> seeds -> losses, 'last': recipe -> mean of the last ten}."""
-    curves = {recipe: [curve(recipe, seed=1234 + seed, steps=steps, lr=lr) for seed in range(seeds)] for recipe in RECIPES}
+    curves = {
+        recipe: [curve(recipe, seed=1234 + seed, steps=steps, lr=lr) for seed in range(seeds)] for recipe in RECIPES
+    }
     last = {recipe: sum(sum(run[-10:]) / 10 for run in runs) / len(runs) for recipe, runs in curves.items()}
     return {"steps": steps, "lr": lr, "last": last, "curves": curves}
 
@@ -144,7 +167,9 @@ def main() -> None:
     found = train(args.steps, args.seeds, args.lr)
     reference = found["last"]["fp32"]
     for recipe, loss in found["last"].items():
-        print(f"{recipe:12} loss over the last 10 of {args.steps} steps, mean of {args.seeds} seeds: {loss:.4f} ({loss / reference - 1:+.1%})")
+        print(
+            f"{recipe:12} loss over the last 10 of {args.steps} steps, mean of {args.seeds} seeds: {loss:.4f} ({loss / reference - 1:+.1%})"
+        )
     if args.json:
         args.json.write_text(json.dumps(found))
     if args.plot:

@@ -82,16 +82,22 @@ def _live(engine: Any) -> float:
 
     tensors = [live for live in engine.tensors() if live.role in ROLES]
     buffers = {local(live.tensor).untyped_storage().data_ptr() for live in tensors if live.role == "grads"}
-    return float(sum(size(t.tensor) for t in tensors if t.role != "main_grads" or local(t.tensor).untyped_storage().data_ptr() not in buffers))
+    return float(
+        sum(
+            size(t.tensor)
+            for t in tensors
+            if t.role != "main_grads" or local(t.tensor).untyped_storage().data_ptr() not in buffers
+        )
+    )
 
 
 def _row(row: tuple[str, str, Any, dict[str, Any], str]) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from mpbridge.checks.memory import memory
     from mpbridge.config.container import ConfigContainer
     from mpbridge.engines.registry import build_engine
+    from mpbridge.memory.budget import memory
 
     _, engine_name, recipe, sections, _ = row
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -132,8 +138,19 @@ def measure(out: Path) -> None:
 def measured(processes: int, folder: Path) -> list[dict[str, float]]:
     """The rows as that many processes see them."""
     out = folder / f"bytes{processes}.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", __file__, "--rank-out", str(out)]
-    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=580, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        __file__,
+        "--rank-out",
+        str(out),
+    ]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=580, check=False
+    )
     if done.returncode:
         sys.exit(done.stdout[-2000:] + done.stderr[-6000:])
     return json.loads(out.read_text())
@@ -143,10 +160,14 @@ def table(counts: list[int]) -> tuple[str, dict[int, list[dict[str, float]]]]:
     """The Markdown table, and its numbers."""
     with tempfile.TemporaryDirectory() as folder:
         found = {count: measured(count, Path(folder)) for count in counts}
-    lines = ["| what | engine | bytes a parameter | " + " | ".join(f"N={c}: rule, predicted, live" for c in counts) + " |"]
+    lines = [
+        "| what | engine | bytes a parameter | " + " | ".join(f"N={c}: rule, predicted, live" for c in counts) + " |"
+    ]
     lines.append("|---|---|---|" + "---|" * len(counts))
     for index, (what, engine, _, _, rule) in enumerate(ROWS):
-        cells = [f"{formula(rule, c):g}, {found[c][index]['predicted']:.4g}, {found[c][index]['live']:.4g}" for c in counts]
+        cells = [
+            f"{formula(rule, c):g}, {found[c][index]['predicted']:.4g}, {found[c][index]['live']:.4g}" for c in counts
+        ]
         lines.append(f"| {what} | {engine} | {rule} | " + " | ".join(cells) + " |")
     return "\n".join(lines), found
 

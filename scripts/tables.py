@@ -35,7 +35,9 @@ def table(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines)
+    return "\n".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
+    )
 
 
 @table("recipes")
@@ -46,7 +48,13 @@ def recipe_table() -> str:
         return "any machine" if arch is None else f"compute capability {arch[0]}.{arch[1]}"
 
     rows = [
-        (f"`{r.name}`", r.summary, needs(r.needs), f"{r.status}{f', engine {r.engine}' if r.engine else ''}", ", ".join(f"`{a}`" for a in r.aliases))
+        (
+            f"`{r.name}`",
+            r.summary,
+            needs(r.needs),
+            f"{r.status}{f', engine {r.engine}' if r.engine else ''}",
+            ", ".join(f"`{a}`" for a in r.aliases),
+        )
         for r in BUILT_IN
     ]
     return markdown(("recipe", "what it does", "needs", "status", "also called"), rows)
@@ -56,7 +64,10 @@ def recipe_table() -> str:
 def source_table() -> str:
     from mpbridge.precision.recipes import BUILT_IN
 
-    return markdown(("recipe", "values and evidence", "what it wants"), [(f"`{r.name}`", r.source, "; ".join(r.hints)) for r in BUILT_IN])
+    return markdown(
+        ("recipe", "values and evidence", "what it wants"),
+        [(f"`{r.name}`", r.source, "; ".join(r.hints)) for r in BUILT_IN],
+    )
 
 
 @table("differences")
@@ -72,7 +83,13 @@ def difference_table() -> str:
         return f"`{json.dumps(value)}`"
 
     rows = [
-        (f"`{name}`", f"`{field}`", said((reference["class_defaults"] | reference["recipes"][name])[field]), said(ours[name][field]), reason)
+        (
+            f"`{name}`",
+            f"`{field}`",
+            said((reference["class_defaults"] | reference["recipes"][name])[field]),
+            said(ours[name][field]),
+            reason,
+        )
         for (name, field), reason in DIFFERENCES.items()
     ]
     return markdown(("recipe", "field", "Megatron Bridge", "mpbridge", "why"), rows)
@@ -84,7 +101,13 @@ def field_table() -> str:
     from mpbridge.sync.fields import TABLE
 
     rows = [
-        (f"`{row.target}.{row.field}`", row.why, f"`mixed_precision.{row.knob}`" if row.knob else "another recipe", row.kind) for row in TABLE
+        (
+            f"`{row.target}.{row.field}`",
+            row.why,
+            f"`mixed_precision.{row.knob}`" if row.knob else "another recipe",
+            row.kind,
+        )
+        for row in TABLE
     ]
     return markdown(("field", "what it is", "what changes it", "kind"), rows)
 
@@ -94,15 +117,19 @@ def left_alone_table() -> str:
     """Precision fields that no recipe decides."""
     from mpbridge.sync.classes import PROCESS_WIDE, USERS_OWN
 
-    rows = [(f"`{'.'.join(key)}`", why, kind) for kind, which in (("yours", USERS_OWN), ("process-wide", PROCESS_WIDE)) for key, why in which.items()]
+    rows = [
+        (f"`{'.'.join(key)}`", why, kind)
+        for kind, which in (("yours", USERS_OWN), ("process-wide", PROCESS_WIDE))
+        for key, why in which.items()
+    ]
     return markdown(("field", "what it does", "whose"), rows)
 
 
 @table("recipe-machines")
 def recipe_machine_table() -> str:
     """Which recipe runs on which GPU, with the versions that a target is assumed to have."""
-    from mpbridge.checks.capability import ASSUMED, can_run
-    from mpbridge.checks.machines import machines
+    from mpbridge.hardware.capability import ASSUMED, can_run
+    from mpbridge.hardware.machines import machines
     from mpbridge.precision.recipes import BUILT_IN
     from mpbridge.precision.resolve import resolve
 
@@ -119,7 +146,7 @@ def recipe_machine_table() -> str:
 @table("machines")
 def machine_table() -> str:
     """The GPUs that `--target` knows."""
-    from mpbridge.checks.machines import machines
+    from mpbridge.hardware.machines import machines
 
     formats = ("fp32", "bf16", "fp16", "fp8", "fp4")
     rows = []
@@ -127,24 +154,36 @@ def machine_table() -> str:
         peaks = dict(row.peak)
         speeds = [f"{peaks[name]:g}" if name in peaks else "" for name in formats]
         size = f"{row.memory_bytes / 1e9:g}" if row.gpu else ""
-        rows.append((row.name, row.sm, size, f"{row.bandwidth / 1e9:g}" if row.gpu else "", *speeds, row.source + (f" ({row.note})" if row.note else "")))
+        rows.append(
+            (
+                row.name,
+                row.sm,
+                size,
+                f"{row.bandwidth / 1e9:g}" if row.gpu else "",
+                *speeds,
+                row.source + (f" ({row.note})" if row.note else ""),
+            )
+        )
     return markdown(("machine", "architecture", "GB", "GB/s", *(f"{name} TFLOP/s" for name in formats), "source"), rows)
 
 
 @table("rules")
 def rule_table() -> str:
     """Every rule of `mpbridge check`."""
-    from mpbridge.checks.rules import rules
+    from mpbridge.rules.table import rules
 
-    rows = [(f"`{r.id}`", r.severity, r.expected, r.cure, " and ".join(map(str, r.holds)) or "all", r.source) for r in rules()]
+    rows = [
+        (f"`{r.id}`", r.severity, r.expected, r.cure, " and ".join(map(str, r.holds)) or "all", r.source)
+        for r in rules()
+    ]
     return markdown(("rule", "severity", "expects", "cure", "versions", "source"), rows)
 
 
 @table("bytes")
 def bytes_table() -> str:
     """Bytes a parameter of each recipe, as `mpbridge memory` predicts them for a 70B model's shape."""
-    from mpbridge.checks.cards import card
     from mpbridge.precision.recipes import BUILT_IN
+    from mpbridge.rules.cards import card
 
     cards = [card(entry.name) for entry in BUILT_IN]
     rows = [(f"`{c.recipe}`", c.compute, c.stored, f"{c.bytes_alone:.2f}", f"{c.bytes_shared:.2f}") for c in cards]

@@ -5,6 +5,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 make_environment dev
 "$python" -m ruff check .
+"$python" -m ruff format --check .
 "$python" -m mypy
 "$bin/lint-imports" --no-cache
 # two at a time, a file stays on one: its worlds of processes are built once; a crash ends the run (xdist would wait for ever for what the crashed one held)

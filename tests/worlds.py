@@ -14,7 +14,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def start(size: int, script: str, *arguments: str, timeout: float = 280.0, expect: int = 0) -> str:
     """What `size` processes running `script` printed; the test fails where the exit status is not the expected one."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", script, *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={size}",
+        script,
+        *arguments,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == expect, done.stdout[-6000:] + done.stderr[-8000:]

@@ -33,6 +33,18 @@ def agree(policy: PrecisionPolicy, *, group: Any = None) -> str:
     lines = []
     for rank, one in enumerate(prints):
         if one != usual:
-            fields = ", ".join(f"{name}: {data[rank][name]!r} instead of {model[name]!r}" for name in model if data[rank].get(name) != model[name])
+            fields = ", ".join(
+                f"{name}: {data[rank][name]!r} instead of {model[name]!r}"
+                for name in model
+                if data[rank].get(name) != model[name]
+            )
             lines.append(f"  - rank {rank} ({one[:12]}): {fields}")
-    raise AuditFailed("\n".join([f"ranks disagree about the precision policy (most have {usual[:12]}):", *lines, "give every rank the same recipe and overrides"]))
+    raise AuditFailed(
+        "\n".join(
+            [
+                f"ranks disagree about the precision policy (most have {usual[:12]}):",
+                *lines,
+                "give every rank the same recipe and overrides",
+            ]
+        )
+    )

@@ -32,14 +32,20 @@ class Finding:
     """What would mend it."""
 
     def __str__(self) -> str:
-        who = ", ".join(self.offenders[:SHOWN]) + (f" and {len(self.offenders) - SHOWN} more" if len(self.offenders) > SHOWN else "")
+        who = ", ".join(self.offenders[:SHOWN]) + (
+            f" and {len(self.offenders) - SHOWN} more" if len(self.offenders) > SHOWN else ""
+        )
         text = f"{self.subject}: promised {self.promised}, found {self.found}"
         return text + (f" ({who})" if who else "") + (f"; {self.cure}" if self.cure else "")
 
     def as_data(self) -> dict[str, Any]:
         """JSON types."""
         data = {name: getattr(self, name) for name in ("subject", "promised", "found", "ok", "count", "bytes")}
-        return data | ({"offenders": list(self.offenders)} if self.offenders else {}) | ({"cure": self.cure} if self.cure else {})
+        return (
+            data
+            | ({"offenders": list(self.offenders)} if self.offenders else {})
+            | ({"cure": self.cure} if self.cure else {})
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +82,9 @@ class Report:
         """This report; raises AuditFailed naming every fault when there is one."""
         if self.faults:
             lines = "\n".join(f"  - {fault}" for fault in self.faults)
-            raise AuditFailed(f"the {self.stage} audit found what the policy did not promise:\n{lines}\n(train.audit=warn goes on in spite of it)")
+            raise AuditFailed(
+                f"the {self.stage} audit found what the policy did not promise:\n{lines}\n(train.audit=warn goes on in spite of it)"
+            )
         return self
 
     def as_data(self) -> dict[str, Any]:

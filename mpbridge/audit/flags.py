@@ -74,10 +74,14 @@ def optimizer_faults(engine: Any, promises: Promises) -> tuple[int, list[str]]:
         if masters is not None and updated:
             looked += 1
             if bool(masters) is not (owner == "optimizer" and not kept):
-                wrong.append(f"{type(inner).__name__}.master_weights={bool(masters)}, but the {owner} own(s) the main weights")
+                wrong.append(
+                    f"{type(inner).__name__}.master_weights={bool(masters)}, but the {owner} own(s) the main weights"
+                )
         # megatron-core hands gradients over by this flag, FusedAdam picks them up by its own: apart, nothing trains and nothing complains
         if decoupled is not None and flag is not None and promises.engine != "fsdp2":
             looked += 1
             if bool(decoupled) is not bool(flag):
-                wrong.append(f"{type(inner).__name__}.use_decoupled_grad={bool(decoupled)}, megatron-core's own flag is {bool(flag)}")
+                wrong.append(
+                    f"{type(inner).__name__}.use_decoupled_grad={bool(decoupled)}, megatron-core's own flag is {bool(flag)}"
+                )
     return looked, wrong

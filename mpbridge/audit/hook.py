@@ -33,7 +33,13 @@ class AuditHook:
     any number of skipped FP16 steps just defer it.
     """
 
-    def __init__(self, *, mode: Literal["stop", "warn"] = "stop", folder: Path | str | None = None, show: Callable[[Any], None] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        mode: Literal["stop", "warn"] = "stop",
+        folder: Path | str | None = None,
+        show: Callable[[Any], None] | None = None,
+    ) -> None:
         self.mode = mode
         self.folder = None if folder is None else Path(folder)
         self.show = show

@@ -26,9 +26,17 @@ def tensor_findings(ranks: Sequence[Observed], promises: Promises, *, live: bool
     for seen in ranks:
         for key, tally in seen.tensors.items():
             into = merged.setdefault(key, Tally())
-            into.count, into.elements, into.bytes = into.count + tally.count, into.elements + tally.elements, into.bytes + tally.bytes
+            into.count, into.elements, into.bytes = (
+                into.count + tally.count,
+                into.elements + tally.elements,
+                into.bytes + tally.bytes,
+            )
             into.offenders = list(dict.fromkeys([*into.offenders, *tally.offenders]))
-    findings = [_role(role, {key[1:]: tally for key, tally in merged.items() if key[0] == role}) for role in ROLES if any(k[0] == role for k in merged)]
+    findings = [
+        _role(role, {key[1:]: tally for key, tally in merged.items() if key[0] == role})
+        for role in ROLES
+        if any(k[0] == role for k in merged)
+    ]
     if live:
         findings += _missing({key[0] for key in merged}, promises)
     return findings
@@ -57,8 +65,18 @@ def _missing(roles: set[str], promises: Promises) -> list[Finding]:
     """Roles that must exist after an update and don't. Moments of an optimizer without any (SGD) are nobody's promise."""
     owner = promises.owner
     if owner != "params" and "main_params" not in roles:
-        wanted = (promises.policy.main_params.short if promises.policy.main_params else "fp32") + f", held by the {owner}"
-        return [Finding(subject="main_params", promised=wanted, found=ABSENT, ok=False, cure="updates are lost in the rounding of 16-bit parameters")]
+        wanted = (
+            promises.policy.main_params.short if promises.policy.main_params else "fp32"
+        ) + f", held by the {owner}"
+        return [
+            Finding(
+                subject="main_params",
+                promised=wanted,
+                found=ABSENT,
+                ok=False,
+                cure="updates are lost in the rounding of 16-bit parameters",
+            )
+        ]
     if owner == "params" and "main_params" not in roles:
         return [Finding(subject="main_params", promised=ABSENT, found=ABSENT, ok=True)]
     return []
@@ -104,7 +122,9 @@ def step_findings(ranks: Sequence[Observed], promises: Promises) -> list[Finding
         for key, paths in seen.outputs.items():
             outputs.setdefault(key, []).extend(paths)
     if outputs:
-        wrong = tuple(dict.fromkeys(path for (wanted, found), paths in outputs.items() if wanted != found for path in paths))
+        wrong = tuple(
+            dict.fromkeys(path for (wanted, found), paths in outputs.items() if wanted != found for path in paths)
+        )
         findings.append(
             Finding(
                 subject="compute",
@@ -118,7 +138,9 @@ def step_findings(ranks: Sequence[Observed], promises: Promises) -> list[Finding
     autocast = sorted({state for seen in ranks for state in seen.autocast})
     if autocast:
         promised = "off" if promises.policy.autocast is None else promises.policy.autocast.value
-        findings.append(Finding(subject="autocast", promised=promised, found="/".join(autocast), ok=autocast == [promised]))
+        findings.append(
+            Finding(subject="autocast", promised=promised, found="/".join(autocast), ok=autocast == [promised])
+        )
     return findings + _wire(ranks, promises)
 
 
@@ -126,7 +148,10 @@ def _wire(ranks: Sequence[Observed], promises: Promises) -> list[Finding]:
     findings = []
     gather = promises.policy.gather or promises.policy.params
     stored = promises.policy.stored and not promises.emulated
-    for kind, promised in (("gradients", {promises.policy.reduce.short}), ("parameters", {gather.short} | ({"uint8"} if stored else set()))):
+    for kind, promised in (
+        ("gradients", {promises.policy.reduce.short}),
+        ("parameters", {gather.short} | ({"uint8"} if stored else set())),
+    ):
         if kind == "parameters" and promises.policy.keep_fp32:
             promised |= {"fp32"}
         if kind == "gradients" and promises.policy.keep_fp32:
@@ -142,7 +167,14 @@ def _wire(ranks: Sequence[Observed], promises: Promises) -> list[Finding]:
         if seen:
             wrong = tuple(f"{count} elements in {dtype}" for dtype, count in seen.items() if dtype not in promised)
             findings.append(
-                Finding(subject=f"wire: {kind}", promised="/".join(sorted(promised)), found="/".join(sorted(seen)), ok=not wrong, count=sum(seen.values()), offenders=wrong)
+                Finding(
+                    subject=f"wire: {kind}",
+                    promised="/".join(sorted(promised)),
+                    found="/".join(sorted(seen)),
+                    ok=not wrong,
+                    count=sum(seen.values()),
+                    offenders=wrong,
+                )
             )
     return findings
 
@@ -153,7 +185,16 @@ def flag_finding(ranks: Sequence[Observed]) -> list[Finding]:
     wrong = tuple(dict.fromkeys(fault for seen in ranks for fault in seen.flags[1]))
     if not looked:
         return []
-    return [Finding(subject="derived flags", promised="as planned", found="different" if wrong else "as planned", ok=not wrong, count=looked, offenders=wrong)]
+    return [
+        Finding(
+            subject="derived flags",
+            promised="as planned",
+            found="different" if wrong else "as planned",
+            ok=not wrong,
+            count=looked,
+            offenders=wrong,
+        )
+    ]
 
 
 def motion_findings(ranks: Sequence[Observed], grad_norm: float | None, finite: bool) -> list[Finding]:
@@ -166,12 +207,22 @@ def motion_findings(ranks: Sequence[Observed], grad_norm: float | None, finite: 
     known = any(seen.reached for seen in ranks)
     idle = {name for name in names if known and name not in got and fnmatch.fnmatchcase(name, EXPERTS)}
     unreached = [name for name in names if known and name not in got and name not in idle and name not in moved]
-    stuck = [name for name in names if name in judged and name not in moved and name not in idle and name not in unreached]
+    stuck = [
+        name for name in names if name in judged and name not in moved and name not in idle and name not in unreached
+    ]
     notes = [f"{len(moved & set(names))} of {len(names)}"]
     notes += [f"{len(idle)} of experts without tokens"] if idle else []
-    lost = [name for name in names if name not in moved and name not in idle and name not in stuck and name not in unreached]
+    lost = [
+        name for name in names if name not in moved and name not in idle and name not in stuck and name not in unreached
+    ]
     notes += [f"{len(lost)} below rounding at this learning rate"] if lost else []
-    cure = "the optimizer reads other gradients, or holds other parameters, than the model" if stuck else "no gradient arrived" if unreached else ""
+    cure = (
+        "the optimizer reads other gradients, or holds other parameters, than the model"
+        if stuck
+        else "no gradient arrived"
+        if unreached
+        else ""
+    )
     finding = Finding(
         subject="weights moved",
         promised="all that have gradients",
@@ -184,4 +235,7 @@ def motion_findings(ranks: Sequence[Observed], grad_norm: float | None, finite: 
     if grad_norm is None:
         return [finding]
     found = f"{grad_norm:.4g}"
-    return [finding, Finding(subject="gradient norm", promised="finite and above 0", found=found, ok=finite and grad_norm > 0.0)]
+    return [
+        finding,
+        Finding(subject="gradient norm", promised="finite and above 0", found=found, ok=finite and grad_norm > 0.0),
+    ]

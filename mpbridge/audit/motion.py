@@ -19,7 +19,9 @@ class _Live(Protocol):
 def _plain(tensor: Any) -> torch.Tensor:
     """The values as an ordinary tensor; quantized weights are dequantized."""
     inner: Any = local(tensor).detach()
-    values: torch.Tensor = inner.dequantize() if hasattr(inner, "_scale_inv") or hasattr(inner, "_rowwise_scale_inv") else inner
+    values: torch.Tensor = (
+        inner.dequantize() if hasattr(inner, "_scale_inv") or hasattr(inner, "_rowwise_scale_inv") else inner
+    )
     return values
 
 
@@ -71,7 +73,11 @@ class Motion:
             if live.role == "params":
                 widths[live.parameter] = local(live.tensor).dtype
             before = self.before.get((live.role, live.parameter))
-            changed = _has_low_bits(live.tensor, widths.get(live.parameter)) if before is None else _checksum(live.tensor) != before
+            changed = (
+                _has_low_bits(live.tensor, widths.get(live.parameter))
+                if before is None
+                else _checksum(live.tensor) != before
+            )
             moved[live.parameter] = moved.get(live.parameter, False) or changed
         return moved
 
@@ -89,7 +95,9 @@ def updates(tensors: Iterable[_Live], lr: float, *, sgd: bool) -> Callable[[str]
     """Parameter -> the size of its first update: `lr` under Adam, whose first step is the gradient's sign; `lr` times the gradient's root mean square under SGD."""
     if not sgd:
         return lambda parameter: lr
-    grads = {one.parameter: local(one.tensor).float() for one in tensors if one.role == "grads" and local(one.tensor).numel()}
+    grads = {
+        one.parameter: local(one.tensor).float() for one in tensors if one.role == "grads" and local(one.tensor).numel()
+    }
     sizes = {name: lr * float(values.pow(2).mean().sqrt()) for name, values in grads.items()}
     return lambda parameter: sizes.get(parameter, 0.0)
 

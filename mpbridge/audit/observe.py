@@ -54,14 +54,21 @@ class Observed:
     trainable: list[str] = field(default_factory=list)
 
 
-def look(engine: Any, promises: Promises, watch: Watch | None = None, motion: Motion | None = None, lr: float = 0.0) -> Observed:
+def look(
+    engine: Any, promises: Promises, watch: Watch | None = None, motion: Motion | None = None, lr: float = 0.0
+) -> Observed:
     """Everything this rank can see now; with `watch` what steps did, with `motion` what the last update moved. Reads only."""
     seen = Observed()
     live = list(engine.tensors())
     owned = _own_storage(live)
     grads = _storages(live, "grads")
     for one in live:
-        if one.role == "main_params" and one.tensor is not None and _pointer(one.tensor) in owned and promises.of("main_params", one.parameter) == ABSENT:
+        if (
+            one.role == "main_params"
+            and one.tensor is not None
+            and _pointer(one.tensor) in owned
+            and promises.of("main_params", one.parameter) == ABSENT
+        ):
             continue  # an engine may list the parameter itself where it is its own main copy
         # megatron-core's optimizers often read the gradient buffer itself: one tensor in two roles is paid for once
         _add(seen, promises, one, free=one.role == "main_grads" and not grads.isdisjoint(_storage(one.tensor)))

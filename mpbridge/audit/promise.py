@@ -84,7 +84,9 @@ class Promises:
     def _params(self, parameter: str) -> str:
         if self.kept_fp32(parameter):
             return "fp32"
-        quant = self.quant(parameter.rpartition(".")[0]) if parameter.endswith(".weight") and not self.emulated else None
+        quant = (
+            self.quant(parameter.rpartition(".")[0]) if parameter.endswith(".weight") and not self.emulated else None
+        )
         # only the weights of linears rest in a low format: norms and routers share the layer, not the rule
         if quant is not None and quant.stored and "norm" not in parameter and "router" not in parameter:
             return STORED_AS.get(quant.scaling, "a quantized tensor")
@@ -95,6 +97,12 @@ class Promises:
         main = self.policy.main_params or DType.FP32
         if owner == "params" or (self.kept_fp32(parameter) and self.engine == "fsdp2"):
             return ABSENT
-        if owner == "optimizer" and self.policy.precision_aware and self.policy.remainders and main is DType.FP32 and self._params(parameter) == "bf16":
+        if (
+            owner == "optimizer"
+            and self.policy.precision_aware
+            and self.policy.remainders
+            and main is DType.FP32
+            and self._params(parameter) == "bf16"
+        ):
             return "int16"
         return main.short

@@ -24,7 +24,12 @@ def promises_of(policy: PrecisionPolicy, engine: Engine) -> Promises:
     """What `policy` promises on `engine`, the facts it leaves open filled from the run's optimizer section."""
     run = engine.run
     emulated = bool(getattr(run, "emulate", False)) or getattr(run.facts, "realization", "native") == "emulated"
-    return Promises(policy=policy.settled(run.inputs.get("optimizer")), engine=engine.name, layers=run.facts.shape.num_layers, emulated=emulated)
+    return Promises(
+        policy=policy.settled(run.inputs.get("optimizer")),
+        engine=engine.name,
+        layers=run.facts.shape.num_layers,
+        emulated=emulated,
+    )
 
 
 def audit(
@@ -54,7 +59,12 @@ def audit(
     if motion is not None:
         norm = None if result is None else result.grad_norm
         findings += motion_findings(ranks, norm, norm is None or math.isfinite(norm))
-    facts = {"engine": engine.name, "world_size": len(ranks), "fingerprint": policy.fingerprint(), "recipe": getattr(engine.run, "recipe", "")}
+    facts = {
+        "engine": engine.name,
+        "world_size": len(ranks),
+        "fingerprint": policy.fingerprint(),
+        "recipe": getattr(engine.run, "recipe", ""),
+    }
     return Report(stage=stage, findings=tuple(findings), layouts=_layouts(ranks[0]), seconds=seconds, facts=facts)
 
 

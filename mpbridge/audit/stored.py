@@ -9,7 +9,15 @@ import torch
 from mpbridge.errors import BadValue
 from mpbridge.formats import dtype
 
-_PARTS = ("_data", "_transpose", "_rowwise_data", "_columnwise_data", "_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv")
+_PARTS = (
+    "_data",
+    "_transpose",
+    "_rowwise_data",
+    "_columnwise_data",
+    "_scale_inv",
+    "_rowwise_scale_inv",
+    "_columnwise_scale_inv",
+)
 """Inner tensors of Transformer Engine's quantized tensors (tensor/storage/*.py of 2.11); their own .dtype is the one they pretend to have."""
 
 
@@ -44,4 +52,8 @@ def size(tensor: Any) -> int:
     """Bytes of this rank's part, scales and transposed copies of a quantized tensor included."""
     inner = local(tensor)
     parts = _parts(inner)
-    return sum(part.numel() * part.element_size() for part in parts) if parts else int(inner.numel()) * int(inner.element_size())
+    return (
+        sum(part.numel() * part.element_size() for part in parts)
+        if parts
+        else int(inner.numel()) * int(inner.element_size())
+    )

@@ -22,11 +22,20 @@ def audit_table(report: Report) -> Table:
     verdict = "as promised" if report.ok else f"{len(report.faults)} not as promised"
     title = f"{report.stage} audit, {report.facts.get('engine', '')}, {report.facts.get('world_size', 1)} process(es): {verdict}"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    for name, justify in (("what", "left"), ("promised", "left"), ("found", "left"), ("looked at", "right"), ("memory", "right"), ("", "left")):
+    for name, justify in (
+        ("what", "left"),
+        ("promised", "left"),
+        ("found", "left"),
+        ("looked at", "right"),
+        ("memory", "right"),
+        ("", "left"),
+    ):
         table.add_column(name, justify="right" if justify == "right" else "left")
     for finding in report.findings:
         mark = Text("ok", style="green") if finding.ok else Text("NO", style="bold red")
-        table.add_row(finding.subject, finding.promised, finding.found, str(finding.count or ""), _bytes(finding.bytes), mark)
+        table.add_row(
+            finding.subject, finding.promised, finding.found, str(finding.count or ""), _bytes(finding.bytes), mark
+        )
     return table
 
 

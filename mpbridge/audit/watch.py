@@ -11,7 +11,9 @@ import torch
 from mpbridge.audit.stored import storage
 from mpbridge.audit.wire import Seen, observed
 
-_LINEARS = frozenset({"ColumnParallelLinear", "RowParallelLinear", "Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP"})
+_LINEARS = frozenset(
+    {"ColumnParallelLinear", "RowParallelLinear", "Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP"}
+)
 """Class names of matrix products: megatron-core's, torch's and Transformer Engine's."""
 
 

@@ -55,8 +55,6 @@ def _payload(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
     return _first_tensor((named, *args[1:2], *args[:1]))
 
 
-
-
 def _data_parallel(group: Any) -> bool:
     """Whether `group` may be one of megatron-core's data-parallel groups: none of those that carry activations (tensor, pipeline, context, expert).
 
@@ -66,7 +64,9 @@ def _data_parallel(group: Any) -> bool:
 
     if not parallel_state.model_parallel_is_initialized():
         return True
-    return all(group is not other for other in (get(check_initialized=False) for get in _activation_groups(parallel_state)))
+    return all(
+        group is not other for other in (get(check_initialized=False) for get in _activation_groups(parallel_state))
+    )
 
 
 def _activation_groups(state: Any) -> tuple[Callable[..., Any], ...]:
@@ -86,7 +86,12 @@ def _spy(name: str, original: Callable[..., Any], seen: Seen) -> Callable[..., A
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         tensor = None if _aside else _payload(name, args, kwargs)
-        if tensor is not None and tensor.numel() >= _SMALL and _carries_weights(tensor, kind) and _data_parallel(kwargs.get("group", _group(args))):
+        if (
+            tensor is not None
+            and tensor.numel() >= _SMALL
+            and _carries_weights(tensor, kind)
+            and _data_parallel(kwargs.get("group", _group(args)))
+        ):
             seen[kind, storage(tensor)] += tensor.numel()
         with unobserved():  # one name of torch's calls another
             return original(*args, **kwargs)

@@ -7,14 +7,20 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.checks.capability import ASSUMED
-from mpbridge.checks.machines import Machine, machine
-from mpbridge.checks.probe import installed, this_machine
-from mpbridge.checks.run import RunFacts, Versions
-from mpbridge.checks.versions import release
 from mpbridge.errors import BadValue, UnknownName
+from mpbridge.facts import RunFacts, Versions
+from mpbridge.hardware.capability import ASSUMED
+from mpbridge.hardware.machines import Machine, machine
+from mpbridge.hardware.probe import installed, this_machine
+from mpbridge.hardware.versions import release
 
-_OPTIONS = {"cuda": "cuda", "te": "transformer_engine", "mcore": "megatron_core", "torch": "torch", "cublaslt": "cublaslt"}
+_OPTIONS = {
+    "cuda": "cuda",
+    "te": "transformer_engine",
+    "mcore": "megatron_core",
+    "torch": "torch",
+    "cublaslt": "cublaslt",
+}
 _EXAMPLES = {
     "cuda": ("11.8", "12.1", "12.4", "12.6", "12.8", "12.9", "13.0"),
     "te": ("1.13", "2.0", "2.1", "2.2", "2.3", "2.4", "2.5", "2.6", "2.7", "2.8", "2.9", "2.10", "2.11", "2.12"),
@@ -43,7 +49,9 @@ class Target:
     def line(self) -> str:
         """One line about it."""
         have = [
-            f"{name.replace('_', ' ')} {value}" for name, value in dataclasses.asdict(self.versions).items() if value and name != "python"
+            f"{name.replace('_', ' ')} {value}"
+            for name, value in dataclasses.asdict(self.versions).items()
+            if value and name != "python"
         ]
         assumed = f" (assumed: {', '.join(self.assumed)})" if self.assumed else ""
         return f"{self.machine.label} with {', '.join(have) or 'nothing installed'}{assumed}"
@@ -51,7 +59,11 @@ class Target:
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """--target, --cuda, --te, --mcore, --torch, --cublaslt."""
-    parser.add_argument("--target", metavar="GPU", help="the machine that will run it: h100, b200, rtx4090, sm_90 ... (default: this one)")
+    parser.add_argument(
+        "--target",
+        metavar="GPU",
+        help="the machine that will run it: h100, b200, rtx4090, sm_90 ... (default: this one)",
+    )
     for option, field in _OPTIONS.items():
         parser.add_argument(
             f"--{option}",
@@ -62,7 +74,11 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 
 def target(args: argparse.Namespace) -> Target:
     """The machine and versions that the arguments name. Raises UnknownName with the nearest names."""
-    given = {field: _version(option, getattr(args, option)) for option, field in _OPTIONS.items() if getattr(args, option) is not None}
+    given = {
+        field: _version(option, getattr(args, option))
+        for option, field in _OPTIONS.items()
+        if getattr(args, option) is not None
+    }
     if args.target is None:
         return Target(machine=this_machine(), versions=dataclasses.replace(installed(), **given), here=not given)
     found = machine(args.target)

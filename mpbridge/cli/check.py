@@ -6,14 +6,14 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 
-from mpbridge.checks.capability import Capability, can_run
-from mpbridge.checks.rules import Violation, broken, rules
-from mpbridge.checks.shapes import Finding, lint, spans, token_multiple
 from mpbridge.cli._target import Target, add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, resolved
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.config.container import Run
+from mpbridge.hardware.capability import Capability, can_run
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.rules.gemm_shapes import Finding, lint, spans, token_multiple
+from mpbridge.rules.table import Violation, broken, rules
 
 SUMMARY = "whether a configuration is legal on a machine: every broken rule, every unsuitable size"
 
@@ -81,7 +81,9 @@ def _edges(policy: PrecisionPolicy, depth: int) -> list[int]:
     return list(policy.bf16_layers(depth)) if policy.quantized else []
 
 
-def _print(made: Run, where: Target, violations: Sequence[Violation], findings: Sequence[Finding], answer: Capability) -> None:
+def _print(
+    made: Run, where: Target, violations: Sequence[Violation], findings: Sequence[Finding], answer: Capability
+) -> None:
     print(f"recipe {made.recipe}, engine {made.engine}, {made.world_size} process{'es' if made.world_size > 1 else ''}")
     print(f"target {where.line()}")
     print(f"runs   {answer.how}{'' if answer.proven else ' (unproven)'}: {answer.reason}\n")
@@ -110,11 +112,15 @@ def _print(made: Run, where: Target, violations: Sequence[Violation], findings: 
         )
         print()
     errors = sum(v.severity == "error" for v in violations)
-    print(f"{errors} error{'s' if errors != 1 else ''}, {len(violations) - errors} warning{'s' if len(violations) - errors != 1 else ''}")
+    print(
+        f"{errors} error{'s' if errors != 1 else ''}, {len(violations) - errors} warning{'s' if len(violations) - errors != 1 else ''}"
+    )
 
 
 def _list(as_json: bool) -> int:
-    rows = [(rule.severity, rule.id, rule.expected, " and ".join(map(str, rule.holds)), rule.source) for rule in rules()]
+    rows = [
+        (rule.severity, rule.id, rule.expected, " and ".join(map(str, rule.holds)), rule.source) for rule in rules()
+    ]
     if as_json:
         print_json([dict(zip(("severity", "id", "expected", "holds", "source"), row, strict=True)) for row in rows])
     else:

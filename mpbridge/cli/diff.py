@@ -16,7 +16,9 @@ SUMMARY = "what two recipes do differently"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     for name in ("a", "b"):
-        parser.add_argument(name, metavar=name.upper(), help="a recipe's name, a YAML file, package.module:function or file.py:function")
+        parser.add_argument(
+            name, metavar=name.upper(), help="a recipe's name, a YAML file, package.module:function or file.py:function"
+        )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -26,7 +28,11 @@ def run(args: argparse.Namespace) -> int:
     left, right = ours.stored(), theirs.stored()
     fields = [(name, left[name], right[name]) for name in left if left[name] != right[name]]
     first, second = dict(facts(resolve(ours).settled())), dict(facts(resolve(theirs).settled()))
-    meaning = [(name, first.get(name, ""), second.get(name, "")) for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
+    meaning = [
+        (name, first.get(name, ""), second.get(name, ""))
+        for name in dict.fromkeys([*first, *second])
+        if first.get(name) != second.get(name)
+    ]
     if args.json:
         said = {name: [_plain(a), _plain(b)] for name, a, b in fields}
         print_json({"a": args.a, "b": args.b, "fields": said, "meaning": {name: [a, b] for name, a, b in meaning}})

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from mpbridge.checks.capability import Capability, can_run
-from mpbridge.checks.probe import environment, gpus
 from mpbridge.cli._target import Target, add_target_arguments, target
 from mpbridge.cli.text import print_json, print_table
+from mpbridge.hardware.capability import Capability, can_run
+from mpbridge.hardware.probe import environment, gpus
 from mpbridge.precision.registry import recipe, recipes
 from mpbridge.precision.resolve import resolve
 
@@ -49,7 +49,9 @@ def as_data(where: Target, answers: dict[str, Capability]) -> dict[str, object]:
 
 def _print(where: Target, answers: dict[str, Capability]) -> None:
     machine = where.machine
-    print(f"machine   {machine.label}, {machine.memory_bytes / 2**30:.1f} GiB{f', {machine.note}' if machine.note else ''}")
+    print(
+        f"machine   {machine.label}, {machine.memory_bytes / 2**30:.1f} GiB{f', {machine.note}' if machine.note else ''}"
+    )
     if machine.peak:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in machine.peak)
         print(f"peak      {rates} dense TFLOP/s, {machine.bandwidth / 1e9:g} GB/s ({machine.source})")
@@ -59,7 +61,9 @@ def _print(where: Target, answers: dict[str, Capability]) -> None:
         )
     if where.here:
         unused = [gpu.name for gpu in gpus()] if not machine.gpu else []
-        print(f"gpus               {', '.join(gpu.name for gpu in gpus()) or 'none'}{' (torch is a build without CUDA)' if unused else ''}")
+        print(
+            f"gpus               {', '.join(gpu.name for gpu in gpus()) or 'none'}{' (torch is a build without CUDA)' if unused else ''}"
+        )
         for name, value in environment().items():
             print(f"{name}={value}")
     print()

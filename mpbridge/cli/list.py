@@ -22,7 +22,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json([as_data(entry) for entry in entries])
         return 0
-    rows = [(e.name, needs(e), e.status, e.engine or "", e.summary, ", ".join(e.aliases) if args.aliases else "") for e in entries]
+    rows = [
+        (e.name, needs(e), e.status, e.engine or "", e.summary, ", ".join(e.aliases) if args.aliases else "")
+        for e in entries
+    ]
     columns = ("recipe", "needs", "status", "engine", "what it does", "also called")
     print_table(columns if args.aliases else columns[:-1], rows if args.aliases else [row[:-1] for row in rows])
     return 0

@@ -19,7 +19,20 @@ from mpbridge import __version__
 from mpbridge.errors import MpbridgeError, UnknownName
 
 NOT_VERBS = frozenset({"main", "options", "text"})
-ORDER = ("list", "show", "diff", "plan", "check", "memory", "recommend", "doctor", "train", "rehearse", "audit", "resume-check")
+ORDER = (
+    "list",
+    "show",
+    "diff",
+    "plan",
+    "check",
+    "memory",
+    "recommend",
+    "doctor",
+    "train",
+    "rehearse",
+    "audit",
+    "resume-check",
+)
 """Of the verbs in the help text; others follow by name."""
 _SUMMARY = re.compile(r'^SUMMARY = "(.*)"$', re.MULTILINE)
 
@@ -52,7 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def verbs() -> dict[str, str]:
     """verb -> module, in the order of the help text; found by looking, not by importing."""
-    names = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NOT_VERBS and not path.stem.startswith("_"))
+    names = sorted(
+        path.stem
+        for path in Path(__file__).parent.glob("*.py")
+        if path.stem not in NOT_VERBS and not path.stem.startswith("_")
+    )
     found = {name.replace("_", "-"): f"mpbridge.cli.{name}" for name in names}
     return {verb: found[verb] for verb in [*(v for v in ORDER if v in found), *(v for v in found if v not in ORDER)]}
 
@@ -69,24 +86,35 @@ def _dispatch(arguments: list[str]) -> int:
     if verb not in known:
         raise UnknownName("command", verb, known)
     module: Any = importlib.import_module(known[verb])
-    parser = argparse.ArgumentParser(prog=f"mpbridge {verb}", description=module.SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog=f"mpbridge {verb}", description=module.SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     module.add_arguments(parser)
     # intermixed: key=value may stand before, between and after options
     return int(module.run(parser.parse_intermixed_args(rest)))
 
 
 def _help(known: dict[str, str]) -> str:
-    lines = [f"mpbridge {__version__}: one name decides every precision fact of a megatron-core training run", "", "usage: mpbridge COMMAND ...", ""]
+    lines = [
+        f"mpbridge {__version__}: one name decides every precision fact of a megatron-core training run",
+        "",
+        "usage: mpbridge COMMAND ...",
+        "",
+    ]
     width = max(map(len, known))
     for verb, module in known.items():
         text = Path(__file__).with_name(f"{module.rpartition('.')[2]}.py").read_text(encoding="utf-8")
         found = _SUMMARY.search(text)
         lines.append(f"  {verb:{width}}  {found.group(1) if found else ''}")
-    return "\n".join([*lines, "", "mpbridge COMMAND --help tells more. Exit codes: 0 done, 1 the answer is no, 2 misuse."])
+    return "\n".join(
+        [*lines, "", "mpbridge COMMAND --help tells more. Exit codes: 0 done, 1 the answer is no, 2 misuse."]
+    )
 
 
 def _complain(text: str) -> None:
     rank = os.environ.get("RANK", "0")
     # every process of a job fails alike: the first tells the story, the others a line each
     with contextlib.suppress(BrokenPipeError):  # `2>&1 | head`: the exit code still counts
-        print(text if rank == "0" else f"rank {rank}: {text.splitlines()[0] if text else ''}", file=sys.stderr, flush=True)
+        print(
+            text if rank == "0" else f"rank {rank}: {text.splitlines()[0] if text else ''}", file=sys.stderr, flush=True
+        )

@@ -6,13 +6,13 @@ import argparse
 import dataclasses
 from typing import Any
 
-from mpbridge.checks.compare import REFERENCE, Comparison, against_bf16
-from mpbridge.checks.memory import RESERVED, STATES, Fit, Memory, duplicate_main, fit, memory, total_parameters
-from mpbridge.checks.run import RunFacts
 from mpbridge.cli._target import Target, add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, resolved
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.config.container import Run
+from mpbridge.facts import RunFacts
+from mpbridge.memory.budget import RESERVED, STATES, Fit, Memory, duplicate_main, fit, memory, total_parameters
+from mpbridge.memory.compare import REFERENCE, Comparison, against_bf16
 
 SUMMARY = "bytes on each GPU by role, beside bf16_mixed, and whether they fit"
 
@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     add_run_arguments(parser)
     add_target_arguments(parser)
-    parser.add_argument("--rank", type=int, metavar="N", help="of this rank (default: of the pipeline stage that holds most)")
+    parser.add_argument(
+        "--rank", type=int, metavar="N", help="of this rank (default: of the pipeline stage that holds most)"
+    )
     parser.add_argument("--stages", action="store_true", help="every pipeline stage")
     parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -44,7 +46,9 @@ def run(args: argparse.Namespace) -> int:
     return 1 if fits is not None and not fits.ok else 0
 
 
-def as_data(made: Run, facts: RunFacts, compared: Comparison, fits: Fit | None, stages: tuple[Memory, ...] = ()) -> dict[str, Any]:
+def as_data(
+    made: Run, facts: RunFacts, compared: Comparison, fits: Fit | None, stages: tuple[Memory, ...] = ()
+) -> dict[str, Any]:
     """The estimate in JSON types; bytes."""
     return {
         "recipe": made.recipe,
@@ -79,7 +83,9 @@ def _stages(made: Run, facts: RunFacts) -> tuple[Memory, ...]:
     return tuple(memory(made.policy, facts, rank=stage * step) for stage in range(facts.parallel.pipeline))
 
 
-def _print(made: Run, facts: RunFacts, where: Target, compared: Comparison, fits: Fit | None, stages: tuple[Memory, ...]) -> None:
+def _print(
+    made: Run, facts: RunFacts, where: Target, compared: Comparison, fits: Fit | None, stages: tuple[Memory, ...]
+) -> None:
     mine, other, sizes = compared.mine, compared.reference, facts.parallel
     print(
         f"recipe {made.recipe}, engine {made.engine}: {total_parameters(facts) / 1e9:.2f}e9 parameters on {made.world_size} GPU{'s' if made.world_size > 1 else ''}"

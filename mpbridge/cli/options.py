@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.errors import BadValue, UnknownName
 
 if TYPE_CHECKING:
-    from mpbridge.checks.run import Versions
     from mpbridge.config.container import ConfigContainer, Run
+    from mpbridge.facts import Versions
 
 DEFAULT_CONFIG = "gpt_tiny"
 _PRECISION = ("mixed_precision=", "mixed_precision.recipe=")
@@ -18,13 +18,29 @@ _PRECISION = ("mixed_precision=", "mixed_precision.recipe=")
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) -> None:
     """--recipe, --config, --engine, --emulate, key=value ...; world: --world-size too, for verbs that only think about a run."""
-    parser.add_argument("--recipe", metavar="NAME", help="a name (mpbridge list), a YAML file, package.module:function or file.py:function")
-    parser.add_argument("--config", metavar="FILE", help=f"a YAML file, or the name of one in configs/ (default: {DEFAULT_CONFIG})")
-    parser.add_argument("--engine", choices=("mcore", "fsdp2", "megatron_fsdp"), help="who shards and reduces (default: the recipe's, else mcore)")
-    parser.add_argument("--emulate", action="store_true", help="quantized GEMMs in software, with Transformer Engine's numerics")
+    parser.add_argument(
+        "--recipe",
+        metavar="NAME",
+        help="a name (mpbridge list), a YAML file, package.module:function or file.py:function",
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"a YAML file, or the name of one in configs/ (default: {DEFAULT_CONFIG})"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=("mcore", "fsdp2", "megatron_fsdp"),
+        help="who shards and reduces (default: the recipe's, else mcore)",
+    )
+    parser.add_argument(
+        "--emulate", action="store_true", help="quantized GEMMs in software, with Transformer Engine's numerics"
+    )
     if world:
-        parser.add_argument("--world-size", type=int, metavar="N", help="processes (default: as few as the parallel sizes allow)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's, as in optimizer.lr=3e-4")
+        parser.add_argument(
+            "--world-size", type=int, metavar="N", help="processes (default: as few as the parallel sizes allow)"
+        )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings over the file's, as in optimizer.lr=3e-4"
+    )
 
 
 def container(args: argparse.Namespace) -> ConfigContainer:
@@ -45,7 +61,12 @@ def container(args: argparse.Namespace) -> ConfigContainer:
 
 
 def resolved(
-    args: argparse.Namespace, *, training: bool = False, world_size: int | None = None, machine: Any = None, versions: Versions | None = None
+    args: argparse.Namespace,
+    *,
+    training: bool = False,
+    world_size: int | None = None,
+    machine: Any = None,
+    versions: Versions | None = None,
 ) -> Run:
     """The Run that the shared arguments describe.
 

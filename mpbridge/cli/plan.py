@@ -17,7 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     add_run_arguments(parser)
     parser.add_argument("--explain", action="store_true", help="also where each value of the configuration came from")
-    parser.add_argument("--on-conflict", choices=("warn", "error"), default="warn", help="error: exit 1 when the recipe overrides a given value")
+    parser.add_argument(
+        "--on-conflict",
+        choices=("warn", "error"),
+        default="warn",
+        help="error: exit 1 when the recipe overrides a given value",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -41,13 +46,18 @@ def as_data(made: Run) -> dict[str, object]:
         **made.plan.as_data(),
         "bf16_layers": list(made.policy.bf16_layers(depth)) if made.policy.quantized else None,
         "origin": dict(made.origin),
-        "stages": [{"recipe": stage.recipe, "until": stage.until, "fingerprint": stage.policy.fingerprint()} for stage in made.stages],
+        "stages": [
+            {"recipe": stage.recipe, "until": stage.until, "fingerprint": stage.policy.fingerprint()}
+            for stage in made.stages
+        ],
     }
 
 
 def _print(made: Run, *, explain: bool) -> None:
     how = "emulated" if made.facts.realization == "emulated" else "native"
-    print(f"recipe {made.recipe} ({how}), engine {made.engine}, {made.world_size} process{'es' if made.world_size > 1 else ''}\n")
+    print(
+        f"recipe {made.recipe} ({how}), engine {made.engine}, {made.world_size} process{'es' if made.world_size > 1 else ''}\n"
+    )
     if on_terminal():
         from rich.console import Console
 
@@ -62,7 +72,11 @@ def _print(made: Run, *, explain: bool) -> None:
     print_table(("fact", "value"), facts(made.policy, made.facts.shape.num_layers), title="what it means")
     if len(made.stages) > 1:
         print()
-        print_table(("stage", "until"), [(stage.recipe, str(stage.until or "the end")) for stage in made.stages], title="stages (the plan is the first one's)")
+        print_table(
+            ("stage", "until"),
+            [(stage.recipe, str(stage.until or "the end")) for stage in made.stages],
+            title="stages (the plan is the first one's)",
+        )
     if explain:
         print()
         print_table(("setting", "value", "from"), _explained(made), title="where the configuration's values came from")
@@ -72,16 +86,35 @@ def _plain_table(made: Run) -> None:
     rows = []
     for write in made.plan.writes:
         keep = (write.keep or "another recipe: mpbridge list") if write.conflict else ""
-        rows.append((write.name, show(write.before), show(write.after), write.why, "" if write.set_by == "nobody" else write.set_by, keep))
-    rows += [(f"{kept.target}.{kept.field}", show(kept.value), "left alone", kept.why, "", "") for kept in made.plan.kept]
+        rows.append(
+            (
+                write.name,
+                show(write.before),
+                show(write.after),
+                write.why,
+                "" if write.set_by == "nobody" else write.set_by,
+                keep,
+            )
+        )
+    rows += [
+        (f"{kept.target}.{kept.field}", show(kept.value), "left alone", kept.why, "", "") for kept in made.plan.kept
+    ]
     if rows:
-        print_table(("field", "before", "after", "why", "had been set by", "to keep it"), rows, title="what the recipe decides")
+        print_table(
+            ("field", "before", "after", "why", "had been set by", "to keep it"), rows, title="what the recipe decides"
+        )
     else:
         print("the recipe changes nothing")
 
 
 def _explained(made: Run) -> list[tuple[str, str, str]]:
-    homes = dict(made.inputs) | {"train": made.train, "data": made.data, "scheduler": made.scheduler, "checkpoint": made.checkpoint, "logger": made.logger}
+    homes = dict(made.inputs) | {
+        "train": made.train,
+        "data": made.data,
+        "scheduler": made.scheduler,
+        "checkpoint": made.checkpoint,
+        "logger": made.logger,
+    }
     rows = []
     for name, source in made.origin.items():
         section, _, key = name.partition(".")

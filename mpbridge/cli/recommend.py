@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from mpbridge.checks.advice import Advice, advise
-from mpbridge.checks.compare import REFERENCE
-from mpbridge.checks.memory import memory
 from mpbridge.cli._target import add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, container
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import MpbridgeError
+from mpbridge.memory.budget import memory
+from mpbridge.memory.compare import REFERENCE
 from mpbridge.precision.registry import recipes
+from mpbridge.rules.advice import Advice, advise
 
 SUMMARY = "legal recipes for a model on a machine, in order, with the reason"
 
@@ -59,9 +59,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(order: list[Advice]) -> None:
     legal = [advice for advice in order if advice.legal]
-    rows = [(str(place), a.recipe, a.status, _memory(a), a.speed or "not measured", a.reason) for place, a in enumerate(legal, start=1)]
+    rows = [
+        (str(place), a.recipe, a.status, _memory(a), a.speed or "not measured", a.reason)
+        for place, a in enumerate(legal, start=1)
+    ]
     print_table(("", "recipe", "status", "memory", "speed", "why"), rows, title="legal, in order")
-    print("\nmemory: states and estimated activations of the fullest GPU, beside bf16_mixed on megatron-core's own engine")
+    print(
+        "\nmemory: states and estimated activations of the fullest GPU, beside bf16_mixed on megatron-core's own engine"
+    )
     others = [(advice.recipe, advice.reason) for advice in order if not advice.legal]
     if others:
         print()

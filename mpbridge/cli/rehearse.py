@@ -10,20 +10,44 @@ from typing import TYPE_CHECKING
 from mpbridge.errors import BadValue
 
 if TYPE_CHECKING:
-    from mpbridge.report.rehearse import Rehearsal
+    from mpbridge.rehearse.report import Rehearsal
 
 SUMMARY = "train a few steps under several recipes, emulated, and see which tensors suffer"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.add_argument("--config", metavar="FILE", help="a YAML file, or the name of one in configs/ (default: gpt_tiny)")
-    parser.add_argument("--recipes", metavar="A,B,...", help="names (mpbridge list); default: BF16 and every kind of scaling")
-    parser.add_argument("--steps", type=int, default=50, metavar="N", help="training steps under each recipe (default: 50)")
-    parser.add_argument("--every", type=int, metavar="K", help="look at the tensors of every K-th step (default: ten looks)")
-    parser.add_argument("--tensors", type=Path, metavar="FILE", help="look at the tensors of a .pt or .safetensors file and train nothing")
-    parser.add_argument("--out", type=Path, default=Path("rehearsal"), metavar="DIR", help="for report.json, the pictures and index.html")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the file's, as in train.micro_batch_size=4; checkpoint.load=DIR begins from its weights")
+    parser.add_argument(
+        "--config", metavar="FILE", help="a YAML file, or the name of one in configs/ (default: gpt_tiny)"
+    )
+    parser.add_argument(
+        "--recipes", metavar="A,B,...", help="names (mpbridge list); default: BF16 and every kind of scaling"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=50, metavar="N", help="training steps under each recipe (default: 50)"
+    )
+    parser.add_argument(
+        "--every", type=int, metavar="K", help="look at the tensors of every K-th step (default: ten looks)"
+    )
+    parser.add_argument(
+        "--tensors",
+        type=Path,
+        metavar="FILE",
+        help="look at the tensors of a .pt or .safetensors file and train nothing",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("rehearsal"),
+        metavar="DIR",
+        help="for report.json, the pictures and index.html",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="settings over the file's, as in train.micro_batch_size=4; checkpoint.load=DIR begins from its weights",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
 
     for text in UPSTREAM_CHATTER:
         warnings.filterwarnings("ignore", message=text)
+    from mpbridge.rehearse.report import caveats, tables
     from mpbridge.report.console import console, rank
-    from mpbridge.report.rehearse import caveats, tables
 
     out = console(speaks=rank() == 0)
     result = _rehearsed(args)
@@ -50,9 +74,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rehearsed(args: argparse.Namespace) -> Rehearsal:
-    from mpbridge.train import rehearse
+    from mpbridge.rehearse import run as rehearse
 
-    recipes = tuple(name.strip() for name in args.recipes.split(",") if name.strip()) if args.recipes else rehearse.RECIPES
+    recipes = (
+        tuple(name.strip() for name in args.recipes.split(",") if name.strip()) if args.recipes else rehearse.RECIPES
+    )
     if not recipes:
         raise BadValue(f"--recipes {args.recipes!r} names none")
     if args.tensors is not None:
@@ -66,8 +92,8 @@ def _rehearsed(args: argparse.Namespace) -> Rehearsal:
 
 def _write(result: Rehearsal, folder: Path) -> Path:
     """report.json, the pictures and index.html in `folder`; the page's path."""
-    from mpbridge.report.rehearse_page import page
-    from mpbridge.report.rehearse_plots import draw
+    from mpbridge.rehearse.page import page
+    from mpbridge.rehearse.plots import draw
 
     folder.mkdir(parents=True, exist_ok=True)
     result.write(folder / "report.json")

@@ -7,19 +7,23 @@ import dataclasses
 import json
 from pathlib import Path
 
-from mpbridge.checks.resume import Fingerprint, Verdict, read_fingerprint, verdict
+from mpbridge.checkpoint.store import locate
+from mpbridge.checkpoint.verdict import Fingerprint, Verdict, read_fingerprint, verdict
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
-from mpbridge.train.store import locate
 
 SUMMARY = "say whether and how a run goes on from a checkpoint"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a checkpoint, or a folder of them (then the newest)")
+    parser.add_argument(
+        "checkpoint", type=Path, metavar="CKPT", help="a checkpoint, or a folder of them (then the newest)"
+    )
     parser.add_argument("--recipe", metavar="NAME", help="the recipe to go on in; left out: the checkpoint's own")
-    parser.add_argument("--engine", choices=("mcore", "fsdp2", "megatron_fsdp"), help="left out: the recipe's, else the checkpoint's")
+    parser.add_argument(
+        "--engine", choices=("mcore", "fsdp2", "megatron_fsdp"), help="left out: the recipe's, else the checkpoint's"
+    )
     parser.add_argument("--reset-optimizer", action="store_true", help="weights alone will do")
     parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -33,7 +37,12 @@ def run(args: argparse.Namespace) -> int:
     if args.reset_optimizer and found.goes_on:
         found = found.without_states("it was asked for (--reset-optimizer)")
     if args.json:
-        print(json.dumps({"checkpoint": str(folder), "from": saved.recipe, "to": wanted.recipe} | dataclasses.asdict(found), indent=1))
+        print(
+            json.dumps(
+                {"checkpoint": str(folder), "from": saved.recipe, "to": wanted.recipe} | dataclasses.asdict(found),
+                indent=1,
+            )
+        )
     else:
         # a run would have to be told: its own default is mcore
         engine = "" if wanted.engine == "mcore" else f" with engine={wanted.engine}"

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 from typing import Any
 
-from mpbridge.checks.cards import Card, card
 from mpbridge.cli.list import as_data, needs
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue
@@ -14,14 +13,19 @@ from mpbridge.formats import say
 from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
+from mpbridge.rules.cards import Card, card
 
 SUMMARY = "one recipe: its papers, its fields, and what they mean"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.add_argument("recipe", metavar="NAME", help="a recipe's name, a YAML file, package.module:function or file.py:function")
-    parser.add_argument("--layers", type=int, metavar="N", help="a model's depth: says which of its layers stay in high precision")
+    parser.add_argument(
+        "recipe", metavar="NAME", help="a recipe's name, a YAML file, package.module:function or file.py:function"
+    )
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="a model's depth: says which of its layers stay in high precision"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -35,13 +39,22 @@ def run(args: argparse.Namespace) -> int:
         meaning = {"config": config.as_data(), "policy": policy.as_data(), "fingerprint": policy.fingerprint()}
         print_json(as_data(entry) | meaning | {"card": dataclasses.asdict(card(args.recipe))})
         return 0
-    papers = [("needs", needs(entry)), ("status", entry.status), ("engine", entry.engine or "mcore"), ("source", entry.source)]
+    papers = [
+        ("needs", needs(entry)),
+        ("status", entry.status),
+        ("engine", entry.engine or "mcore"),
+        ("source", entry.source),
+    ]
     papers += [("also called", ", ".join(entry.aliases))] if entry.aliases else []
     papers += [("hint", hint) for hint in entry.hints]
     print(f"{entry.name}: {entry.summary}\n")
     _lines(papers)
     print()
-    print_table(("field", "value"), [(name, say(value)) for name, value in config.given().items()], title="what its author wrote")
+    print_table(
+        ("field", "value"),
+        [(name, say(value)) for name, value in config.given().items()],
+        title="what its author wrote",
+    )
     print()
     print_table(("fact", "value"), facts(policy, args.layers), title="what it means")
     print()
@@ -56,14 +69,19 @@ def _costs(known: Card) -> list[tuple[str, str]]:
         ("compute", known.compute),
         ("kept", known.stored),
         ("exported", known.exported),
-        ("bytes a parameter", f"{known.bytes_alone:.2f} on one GPU, {known.bytes_shared:.2f} on eight (states; mpbridge memory for a model)"),
+        (
+            "bytes a parameter",
+            f"{known.bytes_alone:.2f} on one GPU, {known.bytes_shared:.2f} on eight (states; mpbridge memory for a model)",
+        ),
         ("rules about it", ", ".join(known.rules) or "none"),
     ]
 
 
 def facts(policy: PrecisionPolicy, layers: int | None = None) -> list[tuple[str, str]]:
     """The policy's facts as label and text; layers: also which layers stay out of quantization."""
-    owner = {"engine": "megatron-core", "optimizer": "the optimizer", "params": "the parameters themselves"}[policy.main_params_owner]
+    owner = {"engine": "megatron-core", "optimizer": "the optimizer", "params": "the parameters themselves"}[
+        policy.main_params_owner
+    ]
     rows = [
         ("compute", say(policy.compute)),
         ("parameters", say(policy.params) + (" (quantized linears: in their low format)" if policy.stored else "")),
@@ -103,7 +121,9 @@ def quant_text(quant: Quant) -> str:
 def _where(region: Region) -> str:
     ends = [f"{word} {count}" for word, count in (("first", region.first), ("last", region.last)) if count is not None]
     modules = "linears" if region.modules == "*" else region.modules
-    return f"{modules} of the {' and '.join(ends)} layers" if ends else modules if region.modules != "*" else "all linears"
+    return (
+        f"{modules} of the {' and '.join(ends)} layers" if ends else modules if region.modules != "*" else "all linears"
+    )
 
 
 def _scale(policy: PrecisionPolicy) -> str:

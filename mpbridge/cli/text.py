@@ -40,7 +40,9 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     shown = [i for i in range(len(columns)) if any(row[i] for row in rows)]
     table = [[columns[i] for i in shown], *([row[i] for i in shown] for row in rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(shown))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table if row]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table if row
+    ]
 
 
 def stacked(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -10,31 +10,51 @@ from mpbridge.cli.options import add_run_arguments, resolved
 from mpbridge.errors import BadValue, Conflict
 
 SUMMARY = "pretrain a GPT with a recipe"
-UPSTREAM_CHATTER = ("Transformer Engine and Apex are not installed", "Apex is not installed", "full scope is deprecated")
+UPSTREAM_CHATTER = (
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "full scope is deprecated",
+)
 """Warnings that megatron-core 0.16.1 gives at every import or construction on a machine without Transformer Engine; `doctor` says it better."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     add_run_arguments(parser, world=False)
-    parser.add_argument("--audit", choices=("stop", "warn"), help="what happens when the live tensors are not what the recipe promised")
-    parser.add_argument("--reset-optimizer", action="store_true", help="load the weights alone: optimizer states start anew")
-    parser.add_argument("--deterministic", action="store_true", help="the same losses to the bit at every run, at some cost in speed")
-    parser.add_argument("--on-conflict", choices=("warn", "error"), default="warn", help="error: refuse when the recipe overrides a given value")
+    parser.add_argument(
+        "--audit", choices=("stop", "warn"), help="what happens when the live tensors are not what the recipe promised"
+    )
+    parser.add_argument(
+        "--reset-optimizer", action="store_true", help="load the weights alone: optimizer states start anew"
+    )
+    parser.add_argument(
+        "--deterministic", action="store_true", help="the same losses to the bit at every run, at some cost in speed"
+    )
+    parser.add_argument(
+        "--on-conflict",
+        choices=("warn", "error"),
+        default="warn",
+        help="error: refuse when the recipe overrides a given value",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains; 0 when the run is complete. What does not fit is said before torch is imported."""
-    from mpbridge.checks.probe import this_machine
+    from mpbridge.hardware.probe import this_machine
 
     if args.audit:
         args.overrides = [*args.overrides, f"train.audit={args.audit}"]
-    for given, setting in ((args.reset_optimizer, "checkpoint.reset_optimizer=true"), (args.deterministic, "train.deterministic=true")):
+    for given, setting in (
+        (args.reset_optimizer, "checkpoint.reset_optimizer=true"),
+        (args.deterministic, "train.deterministic=true"),
+    ):
         args.overrides = [*args.overrides, *([setting] if given else [])]
     made = resolved(args, training=True, world_size=_world_size(), machine=this_machine())
     if args.on_conflict == "error" and made.plan.conflicts:
-        raise Conflict("\n".join(["the recipe overrides what was set:", *(f"  - {write}" for write in made.plan.conflicts)]))
-    from mpbridge.checks.fit import require_here
+        raise Conflict(
+            "\n".join(["the recipe overrides what was set:", *(f"  - {write}" for write in made.plan.conflicts)])
+        )
+    from mpbridge.rules.admit import require_here
 
     if len(made.stages) == 1:  # of a schedule, only a checkpoint knows which recipe is next
         require_here(made.policy, made.facts)

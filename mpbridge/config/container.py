@@ -20,7 +20,7 @@ from mpbridge.errors import BadValue, Contradiction, UnknownName
 from mpbridge.precision.config import MixedPrecisionConfig
 
 if TYPE_CHECKING:
-    from mpbridge.checks.run import Versions
+    from mpbridge.facts import Versions
 
 __all__ = ["COMMAND_LINE", "ConfigContainer", "Run", "Stage"]
 
@@ -54,7 +54,9 @@ class ConfigContainer:
     trusted: bool = field(default=True, repr=False)
     """False: a recipe that is code (module:function) is refused."""
 
-    if not TYPE_CHECKING:  # visible, __new__ hides the constructor's types, and __setattr__ makes mypy accept any attribute name
+    if (
+        not TYPE_CHECKING
+    ):  # visible, __new__ hides the constructor's types, and __setattr__ makes mypy accept any attribute name
 
         def __new__(cls, **given: Any) -> Self:
             """Refuses an unknown section with the nearest name, where Python would say a bare TypeError."""
@@ -70,7 +72,12 @@ class ConfigContainer:
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str] | None = None, overrides: Iterable[str] = (), *, check: bool = True, trusted: bool = True
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        overrides: Iterable[str] = (),
+        *,
+        check: bool = True,
+        trusted: bool = True,
     ) -> Self:
         """The container that a YAML file and 'section.key=value' overrides describe: defaults < file < overrides.
 
@@ -90,10 +97,12 @@ class ConfigContainer:
         """Everything that is wrong whatever the number of processes; empty when nothing is."""
         return self._draft().faults
 
-    def resolved(self, world_size: int = 1, machine: Any = None, versions: Versions | None = None, *, training: bool = True) -> Run:
+    def resolved(
+        self, world_size: int = 1, machine: Any = None, versions: Versions | None = None, *, training: bool = True
+    ) -> Run:
         """The frozen Run on that many processes. Raises Contradiction with every fault.
 
-        machine: checks.machines.Machine that will run it; None: not known. versions: None: those installed here.
+        machine: hardware.machines.Machine that will run it; None: not known. versions: None: those installed here.
         training: False does not ask for what only training needs (train_iters, a learning rate).
         """
         draft = self._draft()
@@ -111,11 +120,20 @@ class ConfigContainer:
         faults: list[str] = []
         given = {name: checked(name, as_mapping(name, getattr(self, name), faults), faults) for name in SECTIONS}
         layers = given["model"].get("num_layers")
-        stages = read_stages(self.mixed_precision, optimizer=given["optimizer"], layers=layers, faults=faults, trusted=self.trusted, engine=self.engine)
+        stages = read_stages(
+            self.mixed_precision,
+            optimizer=given["optimizer"],
+            layers=layers,
+            faults=faults,
+            trusted=self.trusted,
+            engine=self.engine,
+        )
         if not isinstance(self.emulate, bool):
             faults.append(f"emulate={self.emulate!r}: expected true or false")
         engine = self._engine(stages, given["ddp"], faults)
-        return Draft(container=self, given=given, stages=stages, engine=engine, origin=self._sources(given), faults=faults)
+        return Draft(
+            container=self, given=given, stages=stages, engine=engine, origin=self._sources(given), faults=faults
+        )
 
     def _engine(self, stages: tuple[Stage, ...], ddp: Mapping[str, Any], faults: list[str]) -> str:
         if self.engine is not None:
@@ -124,7 +142,9 @@ class ConfigContainer:
             return str(self.engine)
         wanted = {stage.engine for stage in stages} - {None}
         if len(wanted) > 1:
-            faults.append(f"mixed_precision: the stages are meant for different engines ({', '.join(map(str, wanted))}): give engine=")
+            faults.append(
+                f"mixed_precision: the stages are meant for different engines ({', '.join(map(str, wanted))}): give engine="
+            )
         return str(wanted.pop()) if wanted else "megatron_fsdp" if ddp.get("use_megatron_fsdp") else "mcore"
 
     def _sources(self, given: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -132,7 +152,11 @@ class ConfigContainer:
         out: dict[str, str] = {}
         for section, values in given.items():
             whole = getattr(self, section)
-            in_python = f"the {section} section" if isinstance(whole, Mapping) else f"the {type(whole).__name__} given as {section}"
+            in_python = (
+                f"the {section} section"
+                if isinstance(whole, Mapping)
+                else f"the {type(whole).__name__} given as {section}"
+            )
             out |= {f"{section}.{name}": self.origin.get(f"{section}.{name}", in_python) for name in values}
         return out | {name: source for name, source in self.origin.items() if name.partition(".")[0] not in SECTIONS}
 
@@ -146,7 +170,11 @@ class ConfigContainer:
         out |= {"emulate": self.emulate} if self.emulate else {}
         for name in SECTIONS:
             values = checked(name, as_mapping(name, getattr(self, name), faults), faults)
-            faults += [f"{name}.{key}={value!r} is a Python object, which no file can hold" for key, value in values.items() if not _is_plain(value)]
+            faults += [
+                f"{name}.{key}={value!r} is a Python object, which no file can hold"
+                for key, value in values.items()
+                if not _is_plain(value)
+            ]
             out |= {name: values} if values else {}
         if faults:
             raise Contradiction(faults, subject="the configuration cannot be written down")
@@ -165,7 +193,9 @@ class ConfigContainer:
 
     def copy(self) -> Self:
         """A container of its own; live config objects are shared."""
-        sections: dict[str, Any] = {name: dict(value) if isinstance(value := getattr(self, name), Mapping) else value for name in SECTIONS}
+        sections: dict[str, Any] = {
+            name: dict(value) if isinstance(value := getattr(self, name), Mapping) else value for name in SECTIONS
+        }
         return dataclasses.replace(self, origin=dict(self.origin), **sections)
 
     def __eq__(self, other: object) -> bool:

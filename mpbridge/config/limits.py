@@ -32,7 +32,15 @@ RATE = Range(least=0, below=1000)
 """A learning rate: far above what any optimizer here takes for a step and not for an explosion."""
 
 LIMITS: dict[str, Range] = {
-    **dict.fromkeys((f"{section}.{name}" for section in ("parallel", "model") for name in Parallelism.__dataclass_fields__ if name.endswith("_size")), SIZE),
+    **dict.fromkeys(
+        (
+            f"{section}.{name}"
+            for section in ("parallel", "model")
+            for name in Parallelism.__dataclass_fields__
+            if name.endswith("_size")
+        ),
+        SIZE,
+    ),
     "model.num_layers": SIZE,
     "model.hidden_size": SIZE,
     "model.num_attention_heads": SIZE,

@@ -11,7 +11,11 @@ from mpbridge.config.schema import Setting, fit, settings
 from mpbridge.config.sections import OWN
 from mpbridge.errors import BadValue
 
-_CLASSES = {"model": ("TransformerConfig", "MLATransformerConfig"), "optimizer": ("OptimizerConfig",), "ddp": ("DistributedDataParallelConfig",)}
+_CLASSES = {
+    "model": ("TransformerConfig", "MLATransformerConfig"),
+    "optimizer": ("OptimizerConfig",),
+    "ddp": ("DistributedDataParallelConfig",),
+}
 _REPLACED = (
     ("moe_router_topk_limited_devices", "moe_router_group_topk"),
     ("enable_cuda_graph", "cuda_graph_impl"),
@@ -32,7 +36,11 @@ def as_mapping(section: str, value: Any, faults: list[str]) -> Mapping[str, Any]
     if isinstance(value, Mapping):
         return value
     if section in OWN and isinstance(value, OWN[section]):
-        return {f.name: getattr(value, f.name) for f in dataclasses.fields(OWN[section]) if getattr(value, f.name) != f.default}
+        return {
+            f.name: getattr(value, f.name)
+            for f in dataclasses.fields(OWN[section])
+            if getattr(value, f.name) != f.default
+        }
     names = {cls.__name__ for cls in type(value).__mro__}
     expected = _CLASSES.get(section, (OWN[section].__name__,) if section in OWN else ())
     if not names & set(expected) or section in OWN:

@@ -50,7 +50,9 @@ class Layers:
             elif name in SECTIONS and value is None:
                 out[name] = {}
             elif name in SECTIONS and not isinstance(value, Mapping):
-                self.faults.append(f"{name}={value!r} (from {source}): expected a mapping of settings, as in {name}.key=value")
+                self.faults.append(
+                    f"{name}={value!r} (from {source}): expected a mapping of settings, as in {name}.key=value"
+                )
             else:
                 named = name == "mixed_precision" and isinstance(value, (str, int)) and not isinstance(value, bool)
                 # 32 and 16 are recipes' names, and numbers to YAML
@@ -63,7 +65,9 @@ class Layers:
         if isinstance(precision, (list, tuple)) or (isinstance(precision, Mapping) and _renames(precision, below)):
             self._forget("mixed_precision")
         elif isinstance(below, (list, tuple)):
-            self.faults.append(f"mixed_precision holds a list of stages, which single fields (from {source}) cannot change: give mixed_precision=NAME")
+            self.faults.append(
+                f"mixed_precision holds a list of stages, which single fields (from {source}) cannot change: give mixed_precision=NAME"
+            )
             self._forget("mixed_precision")
         elif isinstance(precision, Mapping):
             for name in precision:
@@ -119,7 +123,9 @@ def read_file(path: Path) -> Tree:
     if not _is_tree(data):
         raise BadValue(f"configuration {path}: it refers to itself, or is larger or deeper than any configuration is")
     if not isinstance(data, dict):
-        raise BadValue(f"configuration {path}: expected a mapping of sections ({', '.join(TOP)}), got {type(data).__name__}")
+        raise BadValue(
+            f"configuration {path}: expected a mapping of sections ({', '.join(TOP)}), got {type(data).__name__}"
+        )
     if "mixed_precision" in data:
         data["mixed_precision"] = _beside(data["mixed_precision"], path.parent)
     return data
@@ -131,7 +137,9 @@ def dump_yaml(data: Mapping[str, Any]) -> str:
 
     class Dumper(yaml.SafeDumper):
         def represent_sequence(self, tag: Any, sequence: Any, flow_style: Any = None) -> Any:
-            return super().represent_sequence(tag, sequence, flow_style=all(not isinstance(item, Mapping) for item in sequence))
+            return super().represent_sequence(
+                tag, sequence, flow_style=all(not isinstance(item, Mapping) for item in sequence)
+            )
 
     return str(yaml.dump(dict(data), Dumper=Dumper, sort_keys=False, default_flow_style=False, width=140))
 
@@ -170,7 +178,12 @@ def _is_tree(data: Any) -> bool:
     """Whether `data` ends: YAML's aliases can make it refer to itself, or to a part a million times."""
     left, level = MOST_VALUES, [data]
     for _ in range(DEEPEST):
-        level = [part for item in level[:left] if isinstance(item, (dict, list)) for part in (item.values() if isinstance(item, dict) else item)]
+        level = [
+            part
+            for item in level[:left]
+            if isinstance(item, (dict, list))
+            for part in (item.values() if isinstance(item, dict) else item)
+        ]
         left -= len(level)
         if not level or left < 0:
             break

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.checks.probe import environment, installed
-from mpbridge.checks.run import OptimizerFacts, Parallel, RunFacts, Versions, optimizer_name
 from mpbridge.config.schema import defaults
 from mpbridge.config.shape import model_shape, padded_vocabulary, parallel_of, shape_faults
 from mpbridge.config.stages import Stage
 from mpbridge.errors import BadValue, Contradiction
+from mpbridge.facts import OptimizerFacts, Parallel, RunFacts, Versions, optimizer_name
 from mpbridge.formats import say
+from mpbridge.hardware.probe import environment, installed
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.schedule import spans
 from mpbridge.sync.plan import Plan, plain, plan
@@ -76,7 +76,9 @@ def filled(section: str, given: Mapping[str, Any]) -> Section:
     return defaults(section, latent=bool(given.get("multi_latent_attention"))) | dict(given)
 
 
-def joined(sections: Mapping[str, Section], engine: str | None, faults: list[str]) -> tuple[dict[str, Section], Section]:
+def joined(
+    sections: Mapping[str, Section], engine: str | None, faults: list[str]
+) -> tuple[dict[str, Section], Section]:
     """(model, optimizer and ddp as megatron-core is to be told, the parallel sizes): facts with two homes said in both.
 
     Two homes that disagree go to `faults`.
@@ -85,14 +87,18 @@ def joined(sections: Mapping[str, Section], engine: str | None, faults: list[str
     for name in _ONE_FACT:
         said = {section[name] for section in (ddp, optimizer) if name in section}
         if len(said) == 2:
-            faults.append(f"ddp.{name}={ddp[name]} and optimizer.{name}={optimizer[name]} are one fact: drop one of them")
+            faults.append(
+                f"ddp.{name}={ddp[name]} and optimizer.{name}={optimizer[name]} are one fact: drop one of them"
+            )
         elif said:
             ddp[name] = optimizer[name] = said.pop()
     if engine == "megatron_fsdp":
         if ddp.get("use_megatron_fsdp") is False:
             faults.append("ddp.use_megatron_fsdp=False and engine=megatron_fsdp: drop one of them")
         if ddp.get("use_distributed_optimizer") is False:
-            faults.append("ddp.use_distributed_optimizer=False and engine=megatron_fsdp, which shards the states in any case: drop it")
+            faults.append(
+                "ddp.use_distributed_optimizer=False and engine=megatron_fsdp, which shards the states in any case: drop it"
+            )
         ddp["use_megatron_fsdp"] = True
         # megatron-core's own default, no_shard, is the one mode that a rule forbids
         ddp.setdefault("data_parallel_sharding_strategy", "optim_grads_params")
@@ -101,7 +107,9 @@ def joined(sections: Mapping[str, Section], engine: str | None, faults: list[str
     parallel = dict(sections["parallel"])
     for name in defaults("parallel"):
         if name in model and name in parallel and model[name] != parallel[name]:
-            faults.append(f"parallel.{name}={parallel[name]} and model.{name}={model[name]} are one fact: drop one of them")
+            faults.append(
+                f"parallel.{name}={parallel[name]} and model.{name}={model[name]} are one fact: drop one of them"
+            )
         elif name in model:
             parallel[name] = model[name]
         elif name in parallel:
@@ -115,14 +123,20 @@ def lengths(model: Mapping[str, Any], data: Mapping[str, Any], tensor: int, faul
     if seq is None and most is None:
         faults.append("data.seq_length is missing (model.max_sequence_length would do)")
     elif seq is not None and most is not None and seq > most:
-        faults.append(f"data.seq_length={seq} is above model.max_sequence_length={most}: the model has no positions for it")
+        faults.append(
+            f"data.seq_length={seq} is above model.max_sequence_length={most}: the model has no positions for it"
+        )
     vocabulary = model["vocab_size"]
     if vocabulary is None and data["tokenizer"] != "byte":
-        faults.append(f"model.vocab_size is missing: only for data.tokenizer=byte it is known, here it is {data['tokenizer']!r}")
+        faults.append(
+            f"model.vocab_size is missing: only for data.tokenizer=byte it is known, here it is {data['tokenizer']!r}"
+        )
     elif vocabulary is not None and vocabulary % tensor:
         step = 64 * tensor
         cure = -(-vocabulary // step) * step
-        faults.append(f"model.vocab_size={vocabulary} cannot be divided among {tensor} tensor-parallel ranks: pad it to {cure}")
+        faults.append(
+            f"model.vocab_size={vocabulary} cannot be divided among {tensor} tensor-parallel ranks: pad it to {cure}"
+        )
     return vocabulary or padded_vocabulary(tensor), seq or most or 1, most or seq or 1
 
 
@@ -131,7 +145,9 @@ def training_faults(sections: Mapping[str, Section], parallel: Parallel | None) 
     train, optimizer = sections["train"], sections["optimizer"]
     faults = []
     if train["train_iters"] is None:
-        faults.append("train.train_iters is missing: it says how long to train, whatever the length of the data (train.train_iters=200)")
+        faults.append(
+            "train.train_iters is missing: it says how long to train, whatever the length of the data (train.train_iters=200)"
+        )
     if not optimizer.get("lr"):
         faults.append("optimizer.lr is missing (optimizer.lr=1e-3)")
     elif (optimizer.get("min_lr") or 0.0) > optimizer["lr"]:
@@ -173,13 +189,21 @@ class Draft:
         self._add(shape_faults(model))
         parallel = self._parallel(sizes, world_size)
         vocabulary, seq, most = lengths(model, full["data"], parallel.tensor if parallel else 1, self.faults)
-        self._add(training_faults(full | inputs, parallel) if training else batch_faults(full["train"], parallel) if parallel else [])
+        self._add(
+            training_faults(full | inputs, parallel)
+            if training
+            else batch_faults(full["train"], parallel)
+            if parallel
+            else []
+        )
         if len(self.stages) > 1 and full["train"]["train_iters"]:
             self._fit_schedule(full["train"], seq)
         if self.faults or not self.stages or parallel is None:
             return None
         full["data"]["seq_length"] = seq
-        full["train"]["micro_batch_size"] = full["train"]["micro_batch_size"] or full["train"]["global_batch_size"] // parallel.data
+        full["train"]["micro_batch_size"] = (
+            full["train"]["micro_batch_size"] or full["train"]["global_batch_size"] // parallel.data
+        )
         planned = self._plan(inputs)
         facts = RunFacts(
             shape=model_shape(model, vocab_size=vocabulary, seq_length=seq),
@@ -195,7 +219,11 @@ class Draft:
             machine=machine,
             environment=environment(),
         )
-        inputs["model"] = {name: model[name] for name in GPT_FILLED} | inputs["model"] | {"vocab_size": vocabulary, "max_sequence_length": most}
+        inputs["model"] = (
+            {name: model[name] for name in GPT_FILLED}
+            | inputs["model"]
+            | {"vocab_size": vocabulary, "max_sequence_length": most}
+        )
         return Run(
             container=self.container,
             recipe=self.stages[0].recipe,
@@ -211,7 +239,11 @@ class Draft:
 
     def _bring_along(self, inputs: dict[str, Section]) -> dict[str, str]:
         """Fills in what the recipe cannot do without and nobody has set; setting -> where it came from. Who says otherwise meets a rule."""
-        aware = bool(self.stages) and bool(self.stages[0].policy.precision_aware) and "use_precision_aware_optimizer" not in inputs["optimizer"]
+        aware = (
+            bool(self.stages)
+            and bool(self.stages[0].policy.precision_aware)
+            and "use_precision_aware_optimizer" not in inputs["optimizer"]
+        )
         if not aware or self.engine != "mcore" or "use_distributed_optimizer" in inputs["ddp"]:
             return {}
         # megatron-core 0.16.1 has FusedAdam's own main weights in its distributed optimizer only
@@ -232,7 +264,11 @@ class Draft:
 
     def _add(self, found: list[str]) -> None:
         """Takes up faults, but for "x is missing" where x was given and is at fault already."""
-        self.faults += [new for new in found if not any(old.startswith(f"{new.partition(' is missing')[0]}=") for old in self.faults)]
+        self.faults += [
+            new
+            for new in found
+            if not any(old.startswith(f"{new.partition(' is missing')[0]}=") for old in self.faults)
+        ]
 
     def _fit_schedule(self, train: Section, seq: int) -> None:
         try:

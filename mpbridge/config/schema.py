@@ -193,7 +193,10 @@ def _activation(value: Any) -> tuple[bool, Any]:
     if not isinstance(name, str) or name not in ACTIVATIONS:
         return callable(value), value
     # torch.nn.functional.gelu is a builtin without a module of its own
-    librarys = str(getattr(value, "__module__", "")).startswith(("torch", "megatron")) or type(value).__name__ == "builtin_function_or_method"
+    librarys = (
+        str(getattr(value, "__module__", "")).startswith(("torch", "megatron"))
+        or type(value).__name__ == "builtin_function_or_method"
+    )
     return True, name if not callable(value) or librarys else value
 
 
@@ -205,7 +208,11 @@ def _unknown(section: str, name: str, known: Mapping[str, Setting]) -> str:
         return "needs model.multi_latent_attention=true"
     error = UnknownName(f"setting in {section}", name, known)
     # a hundred names help nobody
-    return str(error) if error.near or len(known) < 20 else f"no setting in {section} named {name!r}, and none that looks like it"
+    return (
+        str(error)
+        if error.near or len(known) < 20
+        else f"no setting in {section} named {name!r}, and none that looks like it"
+    )
 
 
 def _described(hint: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

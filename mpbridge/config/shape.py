@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mpbridge.checks.run import ModelShape, Parallel
+from mpbridge.facts import ModelShape, Parallel
 
 BYTE_VOCABULARY = 259
 """The built-in tokenizer's: 256 bytes, end of document, padding, begin of sequence."""
@@ -29,16 +29,31 @@ def shape_faults(model: Mapping[str, Any]) -> list[str]:
         return faults
     hidden, heads, groups = model["hidden_size"], model["num_attention_heads"], model["num_query_groups"]
     if model["kv_channels"] is None and hidden % heads:
-        faults.append(f"model.hidden_size={hidden} cannot be divided into {heads} attention heads: change one of them or give model.kv_channels")
+        faults.append(
+            f"model.hidden_size={hidden} cannot be divided into {heads} attention heads: change one of them or give model.kv_channels"
+        )
     if groups is not None and heads % groups:
-        faults.append(f"model.num_attention_heads={heads} cannot be shared by model.num_query_groups={groups}: use a divisor of {heads}")
+        faults.append(
+            f"model.num_attention_heads={heads} cannot be shared by model.num_query_groups={groups}: use a divisor of {heads}"
+        )
     width = model["kv_channels"] or hidden // heads
-    if model["position_embedding_type"] == "rope" and not model["multi_latent_attention"] and width % 2 and model["rotary_percent"] == 1:
-        faults.append(f"model.position_embedding_type=rope turns pairs of channels, and a head has {width}: change model.kv_channels or the number of heads")
+    if (
+        model["position_embedding_type"] == "rope"
+        and not model["multi_latent_attention"]
+        and width % 2
+        and model["rotary_percent"] == 1
+    ):
+        faults.append(
+            f"model.position_embedding_type=rope turns pairs of channels, and a head has {width}: change model.kv_channels or the number of heads"
+        )
     if model["multi_latent_attention"] and model["qk_pos_emb_head_dim"] % 2:
-        faults.append(f"model.qk_pos_emb_head_dim={model['qk_pos_emb_head_dim']}: rotary embeddings turn pairs of channels, so an even number")
+        faults.append(
+            f"model.qk_pos_emb_head_dim={model['qk_pos_emb_head_dim']}: rotary embeddings turn pairs of channels, so an even number"
+        )
     if model["window_size"] is not None and len(model["window_size"]) != 2:
-        faults.append(f"model.window_size={model['window_size']}: expected two numbers, the tokens seen to the left and to the right")
+        faults.append(
+            f"model.window_size={model['window_size']}: expected two numbers, the tokens seen to the left and to the right"
+        )
     faults += _expert_faults(model)
     return faults
 
@@ -48,13 +63,19 @@ def _expert_faults(model: Mapping[str, Any]) -> list[str]:
         return []
     layers, pattern, faults = model["num_layers"], model["moe_layer_freq"], []
     if model["moe_router_topk"] > model["num_moe_experts"]:
-        faults.append(f"model.moe_router_topk={model['moe_router_topk']} experts a token, but model.num_moe_experts={model['num_moe_experts']}")
+        faults.append(
+            f"model.moe_router_topk={model['moe_router_topk']} experts a token, but model.num_moe_experts={model['num_moe_experts']}"
+        )
     if isinstance(model["moe_aux_loss_coeff"], list) and not isinstance(model["moe_router_load_balancing_type"], list):
-        faults.append("model.moe_aux_loss_coeff is a list and model.moe_router_load_balancing_type is not: give one number, or one for each of a list of types")
+        faults.append(
+            "model.moe_aux_loss_coeff is a list and model.moe_router_load_balancing_type is not: give one number, or one for each of a list of types"
+        )
     if model["moe_apply_probs_on_input"] and model["moe_router_topk"] != 1:
         faults.append(f"model.moe_apply_probs_on_input needs model.moe_router_topk=1, found {model['moe_router_topk']}")
     if isinstance(pattern, list) and len(pattern) != layers:
-        faults.append(f"model.moe_layer_freq has {len(pattern)} entries for {layers} layers: give one for each, or one number")
+        faults.append(
+            f"model.moe_layer_freq has {len(pattern)} entries for {layers} layers: give one for each, or one number"
+        )
     if isinstance(pattern, int) and pattern < 1:
         faults.append(f"model.moe_layer_freq={pattern}: at least 1 (every layer a mixture of experts)")
     return faults
@@ -66,7 +87,11 @@ def model_shape(model: Mapping[str, Any], *, vocab_size: int, seq_length: int) -
     ffn = model["ffn_hidden_size"] or 4 * hidden
     experts, pattern = model["num_moe_experts"], model["moe_layer_freq"]
     # megatron-core: layer i is a mixture of experts when i % frequency == 0, or as the list says (gpt_layer_specs.py)
-    mixture = tuple(bool(pattern[i]) if isinstance(pattern, list) else i % pattern == 0 for i in range(layers)) if experts else ()
+    mixture = (
+        tuple(bool(pattern[i]) if isinstance(pattern, list) else i % pattern == 0 for i in range(layers))
+        if experts
+        else ()
+    )
     return ModelShape(
         num_layers=layers,
         hidden_size=hidden,
@@ -97,7 +122,11 @@ def model_shape(model: Mapping[str, Any], *, vocab_size: int, seq_length: int) -
 
 def smallest_world(sizes: Mapping[str, Any]) -> int:
     """The fewest processes that the parallel sizes (defaults filled in) allow: one replica of the dense part, and of every expert."""
-    tensor, pipeline, expert = sizes["tensor_model_parallel_size"], sizes["pipeline_model_parallel_size"], sizes["expert_model_parallel_size"]
+    tensor, pipeline, expert = (
+        sizes["tensor_model_parallel_size"],
+        sizes["pipeline_model_parallel_size"],
+        sizes["expert_model_parallel_size"],
+    )
     dense = tensor * pipeline * sizes["context_parallel_size"]
     return math.lcm(dense, (sizes["expert_tensor_parallel_size"] or tensor) * expert * pipeline)
 

@@ -34,7 +34,13 @@ class Stage:
 
 
 def read_stages(
-    value: Any, *, optimizer: Mapping[str, Any], layers: int | None, faults: list[str], trusted: bool = True, engine: str | None = None
+    value: Any,
+    *,
+    optimizer: Mapping[str, Any],
+    layers: int | None,
+    faults: list[str],
+    trusted: bool = True,
+    engine: str | None = None,
 ) -> tuple[Stage, ...]:
     """The stages that a mixed_precision setting means, one when it is no list; what cannot be goes to `faults`.
 
@@ -42,7 +48,9 @@ def read_stages(
     configuration's own (a function in a module or file), for configurations that came with somebody's checkpoint.
     """
     if value is None or value == [] or value == {}:
-        faults.append("mixed_precision is missing: give a recipe's name, as in mixed_precision=bf16_mixed (names: mpbridge list)")
+        faults.append(
+            "mixed_precision is missing: give a recipe's name, as in mixed_precision=bf16_mixed (names: mpbridge list)"
+        )
         return ()
     if isinstance(value, Sequence) and not isinstance(value, str):
         parts, places = list(value), [f"mixed_precision[{i}]" for i in range(len(value))]
@@ -82,7 +90,9 @@ def _plain(value: Any) -> Any:
 def _split_until(part: Any, place: str, *, needed: bool, allowed: bool, faults: list[str]) -> tuple[Any, Any]:
     if not isinstance(part, Mapping) or "until" not in part:
         if needed:
-            faults.append(f"{place}: every stage but the last needs `until`: a step, '90%', '1000 steps' or '3B tokens'")
+            faults.append(
+                f"{place}: every stage but the last needs `until`: a step, '90%', '1000 steps' or '3B tokens'"
+            )
         return part, None
     rest = {name: item for name, item in part.items() if name != "until"}
     until = part["until"]
@@ -99,7 +109,14 @@ def _split_until(part: Any, place: str, *, needed: bool, allowed: bool, faults: 
 
 
 def _stage(
-    part: Any, until: Any, place: str, optimizer: Mapping[str, Any], layers: int | None, faults: list[str], trusted: bool, chosen: str | None
+    part: Any,
+    until: Any,
+    place: str,
+    optimizer: Mapping[str, Any],
+    layers: int | None,
+    faults: list[str],
+    trusted: bool,
+    chosen: str | None,
 ) -> Stage | None:
     before = len(faults)
     name, engine, config = UNNAMED, None, None
@@ -116,11 +133,17 @@ def _stage(
                 name, engine = entry.name, entry.engine
             config = _added(config or MixedPrecisionConfig(), additions, place, faults)
         else:
-            faults.append(f"{place}={part!r}: expected a recipe's name, a mapping with `recipe:`, or a MixedPrecisionConfig")
+            faults.append(
+                f"{place}={part!r}: expected a recipe's name, a mapping with `recipe:`, or a MixedPrecisionConfig"
+            )
         if config is not None:
             config = with_storage(config, engine=chosen or engine, optimizer=str(optimizer.get("optimizer", "adam")))
             policy = resolve(config, optimizer=optimizer, layers=layers)
-            return Stage(recipe=name, config=config, policy=policy, until=until, engine=engine) if len(faults) == before else None
+            return (
+                Stage(recipe=name, config=config, policy=policy, until=until, engine=engine)
+                if len(faults) == before
+                else None
+            )
     except Contradiction as error:
         faults += [f"{place}: {fault}" for fault in error.faults]
     except MpbridgeError as error:
@@ -128,7 +151,9 @@ def _stage(
     return None
 
 
-def _added(config: MixedPrecisionConfig, additions: dict[Any, Any], place: str, faults: list[str]) -> MixedPrecisionConfig:
+def _added(
+    config: MixedPrecisionConfig, additions: dict[Any, Any], place: str, faults: list[str]
+) -> MixedPrecisionConfig:
     """`config` with each addition that can be made; the others are named."""
     good: dict[str, Any] = {}
     for name, value in additions.items():

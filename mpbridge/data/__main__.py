@@ -14,9 +14,15 @@ from mpbridge.errors import MpbridgeError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parses, prepares, prints one line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m mpbridge.data", description="Text or JSON lines to megatron-core's .bin/.idx.")
-    parser.add_argument("files", nargs="+", help="text files, JSON lines (.jsonl, .ndjson, .json), folders of them, or 'stdlib'")
-    parser.add_argument("--out", type=Path, help="write PREFIX_<key>_document.bin and .idx; without it only the cache is filled")
+    parser = argparse.ArgumentParser(
+        prog="python -m mpbridge.data", description="Text or JSON lines to megatron-core's .bin/.idx."
+    )
+    parser.add_argument(
+        "files", nargs="+", help="text files, JSON lines (.jsonl, .ndjson, .json), folders of them, or 'stdlib'"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="write PREFIX_<key>_document.bin and .idx; without it only the cache is filled"
+    )
     parser.add_argument("--keys", nargs="+", default=["text"], help="JSON fields that hold text, one output each")
     parser.add_argument("--tokenizer", default="byte", help="'byte' or 'package.module:factory'")
     parser.add_argument("--workers", type=int, help="processes (default: as it pays)")

@@ -87,7 +87,9 @@ class Feed:
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in FIELDS}
         largest = int(batch["tokens"].max())
         if largest >= self.vocab_size:
-            raise DataError(f"token {largest} in the data, but model.vocab_size={self.vocab_size}: another tokenizer wrote it")
+            raise DataError(
+                f"token {largest} in the data, but model.vocab_size={self.vocab_size}: another tokenizer wrote it"
+            )
         return batch
 
 
@@ -100,7 +102,9 @@ def _again(dataset: Iterable[Any]) -> Iterator[Any]:
             total += 1
             yield sample
         if total == before:
-            raise DataError(f"the training dataset ended after {total} samples and cannot be started again; make it longer or re-iterable")
+            raise DataError(
+                f"the training dataset ended after {total} samples and cannot be started again; make it longer or re-iterable"
+            )
 
 
 def _complete(sample: Mapping[str, torch.Tensor], length: int) -> Mapping[str, torch.Tensor]:
@@ -109,7 +113,9 @@ def _complete(sample: Mapping[str, torch.Tensor], length: int) -> Mapping[str, t
     if labels is None:
         tokens, labels = tokens[:-1], tokens[1:]
     if tokens.shape != (length,) or labels.shape != (length,):
-        raise DataError(f"a sample of the training dataset has shape {tuple(tokens.shape)}, expected ({length},) = (data.seq_length,)")
+        raise DataError(
+            f"a sample of the training dataset has shape {tuple(tokens.shape)}, expected ({length},) = (data.seq_length,)"
+        )
     mask = sample.get("loss_mask")
     places = sample.get("position_ids")
     return {

@@ -49,7 +49,9 @@ class Corpus:
                 return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[place]
             except (OSError, EOFError, ValueError) as error:
                 # a run that was killed while it wrote leaves half a file, which the library takes for a whole one
-                raise DataError(f"the sample index under {config.path_to_cache} cannot be used ({error}); delete that folder") from error
+                raise DataError(
+                    f"the sample index under {config.path_to_cache} cannot be used ({error}); delete that folder"
+                ) from error
 
     def _config(self) -> Any:
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
@@ -119,7 +121,13 @@ def _prepared(data: Mapping[str, Any]) -> tuple[tuple[str, ...], Prepared | None
     key = data.get("json_key") or "text"
     keys = (key,) if isinstance(key, str) else tuple(key)
     name = str(data.get("tokenizer") or "byte")
-    done = prepare(sources.files, cache=cache_folder(data.get("cache_dir")), tokenizer_name=name, keys=keys, workers=data.get("workers"))
+    done = prepare(
+        sources.files,
+        cache=cache_folder(data.get("cache_dir")),
+        tokenizer_name=name,
+        keys=keys,
+        workers=data.get("workers"),
+    )
     return done.prefixes, done
 
 
@@ -159,7 +167,9 @@ def _alone(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / ".lock").open("w")
     except OSError as error:
-        raise DataError(f"cannot write the data cache {folder} ({error.strerror}); name another folder with data.cache_dir=...") from error
+        raise DataError(
+            f"cannot write the data cache {folder} ({error.strerror}); name another folder with data.cache_dir=..."
+        ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

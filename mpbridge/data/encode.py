@@ -67,7 +67,9 @@ def encode(work: Sequence[Unit], tok: Any, keys: Sequence[str], folder: Path, pi
                 parts[-1] = [*parts[-1], tok.eod]
                 tally.documents += 1
                 tally.tokens += sum(map(len, parts))
-                writers[found.key].add_document(np.concatenate([np.asarray(part, dtype=dtype) for part in parts]), list(map(len, parts)))
+                writers[found.key].add_document(
+                    np.concatenate([np.asarray(part, dtype=dtype) for part in parts]), list(map(len, parts))
+                )
     finally:
         for key, writer in writers.items():
             writer.finalize(str(folder / f"{key}.idx"))

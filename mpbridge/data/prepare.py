@@ -55,16 +55,27 @@ class Prepared:
 
 def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
     """Where prepared data is kept: `given`, else mpbridge/ under the user's cache folder."""
-    base = Path(given).expanduser() if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpbridge"
+    base = (
+        Path(given).expanduser()
+        if given
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpbridge"
+    )
     try:
         base.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(f"cannot write the data cache {base} ({error.strerror}); name another folder with data.cache_dir=...") from error
+        raise DataError(
+            f"cannot write the data cache {base} ({error.strerror}); name another folder with data.cache_dir=..."
+        ) from error
     return base
 
 
 def prepare(
-    files: Sequence[Path], *, cache: Path, tokenizer_name: str = "byte", keys: Sequence[str] = ("text",), workers: int | None = None
+    files: Sequence[Path],
+    *,
+    cache: Path,
+    tokenizer_name: str = "byte",
+    keys: Sequence[str] = ("text",),
+    workers: int | None = None,
 ) -> Prepared:
     """The pairs for `files`, from the cache where the same content was prepared before.
 
@@ -77,7 +88,12 @@ def prepare(
         return _read(home, cached=True)
     with _finished_or_nothing(home) as folder:
         tally = _encode_all(files, tok, tokenizer_name, keys, folder, workers)
-        facts = {"documents": tally.documents, "tokens": tally.tokens, "skipped": dict(tally.skipped), "keys": list(keys)}
+        facts = {
+            "documents": tally.documents,
+            "tokens": tally.tokens,
+            "skipped": dict(tally.skipped),
+            "keys": list(keys),
+        }
         (folder / "prepared.json").write_text(json.dumps(facts, indent=2) + "\n")
     return _read(home, cached=False)
 
@@ -108,9 +124,13 @@ def _key(files: Sequence[Path], tok: Any, keys: Sequence[str]) -> str:
 def _read(home: Path, *, cached: bool) -> Prepared:
     facts = json.loads((home / "prepared.json").read_text())
     if not facts["documents"]:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(facts["skipped"].items())) or "no records at all"
+        reasons = (
+            ", ".join(f"{count} {reason}" for reason, count in sorted(facts["skipped"].items())) or "no records at all"
+        )
         endings = ", ".join((*TEXT, *JSON_LINES))
-        raise DataError(f"the corpus holds no usable text ({reasons}); expected {endings} with text under the key(s) {facts['keys']}")
+        raise DataError(
+            f"the corpus holds no usable text ({reasons}); expected {endings} with text under the key(s) {facts['keys']}"
+        )
     keys = tuple(facts["keys"])
     pairs = tuple(str(home / key) for key in keys if (home / f"{key}.bin").stat().st_size)
     counts = {name: facts[name] for name in ("documents", "tokens", "skipped")}
@@ -135,7 +155,9 @@ def _finished_or_nothing(home: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _encode_all(files: Sequence[Path], tok: Any, name: str, keys: Sequence[str], folder: Path, workers: int | None) -> Tally:
+def _encode_all(
+    files: Sequence[Path], tok: Any, name: str, keys: Sequence[str], folder: Path, workers: int | None
+) -> Tally:
     work = units(files)
     size = sum(unit.end - unit.start for unit in work)
     # a small corpus is cut finer, so that a split of one percent still holds something
@@ -152,7 +174,10 @@ def _encode_all(files: Sequence[Path], tok: Any, name: str, keys: Sequence[str],
     tally = Tally()
     # spawn: a fork would inherit torch's threads and the process group's sockets
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(_work, share, name, tuple(keys), shard, piece) for share, shard in zip(shares, shards, strict=True)]
+        jobs = [
+            pool.submit(_work, share, name, tuple(keys), shard, piece)
+            for share, shard in zip(shares, shards, strict=True)
+        ]
         try:
             for job in jobs:
                 tally += job.result()

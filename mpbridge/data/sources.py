@@ -40,7 +40,9 @@ def stdlib_files() -> tuple[Path, ...]:
         found += [path for path in [root / f"{name}.py"] if path.is_file()]
         found += [path for path in (root / name).glob("**/*.py") if not _NOT_PROSE & set(path.relative_to(root).parts)]
     if not found:
-        raise DataError(f"no sources of the standard library under {root}; give a corpus of your own: data.corpus=my.txt")
+        raise DataError(
+            f"no sources of the standard library under {root}; give a corpus of your own: data.corpus=my.txt"
+        )
 
     def place(path: Path) -> bytes:
         return hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
@@ -62,7 +64,9 @@ def find(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> S
     for item in given:
         path = Path(item).expanduser()
         if path.is_dir():
-            inside = sorted(child for child in path.rglob("*") if child.suffix in (*TEXT, *JSON_LINES) and child.is_file())
+            inside = sorted(
+                child for child in path.rglob("*") if child.suffix in (*TEXT, *JSON_LINES) and child.is_file()
+            )
             files += inside
             faults += [] if inside else [f"{item}: a folder without {', '.join((*TEXT, *JSON_LINES))} files"]
         elif path.is_file() and not _prefix(str(item)):

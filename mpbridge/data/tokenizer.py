@@ -22,7 +22,9 @@ def tokenizer(name: str = "byte") -> Any:
 
         # the library's default end of document is 0, which is also a byte
         special = {"_eos_id": 256, "_pad_id": 257, "_bos_id": 258}
-        return MegatronTokenizer.from_pretrained(metadata_path={"library": "byte-level"}, vocab_size=BYTE_VOCABULARY, **special)
+        return MegatronTokenizer.from_pretrained(
+            metadata_path={"library": "byte-level"}, vocab_size=BYTE_VOCABULARY, **special
+        )
     module, colon, factory = name.partition(":")
     if not colon:
         raise DataError(f"data.tokenizer={name!r} is unknown: expected 'byte' or 'package.module:factory'")
@@ -35,4 +37,6 @@ def tokenizer(name: str = "byte") -> Any:
 def identity(tok: Any) -> str:
     """A text that differs when `tok` may encode differently; part of the cache's key."""
     facts = getattr(tok, "unique_identifiers", None) or {"class": type(tok).__qualname__}
-    return repr(sorted((str(key), str(value)) for key, value in {**facts, "eod": tok.eod, "vocab_size": tok.vocab_size}.items()))
+    return repr(
+        sorted((str(key), str(value)) for key, value in {**facts, "eod": tok.eod, "vocab_size": tok.vocab_size}.items())
+    )

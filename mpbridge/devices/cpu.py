@@ -102,7 +102,11 @@ def _tensor_list_patches() -> Iterator[Patch]:
         "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
         "l2_norm_impl": utils.local_multi_tensor_l2_norm,
     }
-    for module in (_core("optimizer.optimizer"), _core("optimizer.clip_grads"), _core("distributed.fsdp.src.megatron_fsdp.mixed_precision")):
+    for module in (
+        _core("optimizer.optimizer"),
+        _core("optimizer.clip_grads"),
+        _core("distributed.fsdp.src.megatron_fsdp.mixed_precision"),
+    ):
         yield from ((module, name, new) for name, new in local.items() if name in vars(module))
 
 
@@ -117,7 +121,11 @@ class _StandIn:
         self._hidden: Any = _MISSING
 
     def _patches(self) -> Iterator[Patch]:
-        optimizer, distributed, config = _core("optimizer"), _core("optimizer.distrib_optimizer"), _core("optimizer.optimizer_config")
+        optimizer, distributed, config = (
+            _core("optimizer"),
+            _core("optimizer.distrib_optimizer"),
+            _core("optimizer.optimizer_config"),
+        )
         for module in (optimizer, distributed):
             yield module, "Adam", self.adam
         yield optimizer, "USING_PYTORCH_OPTIMIZER", False

@@ -140,7 +140,11 @@ def widened(product: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(product)
     def multiply(*args: Any, **kwargs: Any) -> Any:
         # einsum's first operand comes after the equation
-        first = args[0] if args and isinstance(args[0], torch.Tensor) else next((a for a in args if isinstance(a, torch.Tensor)), None)
+        first = (
+            args[0]
+            if args and isinstance(args[0], torch.Tensor)
+            else next((a for a in args if isinstance(a, torch.Tensor)), None)
+        )
         if first is None or first.dtype is not torch.float16:
             return product(*args, **kwargs)
         out = kwargs.pop("out", None)

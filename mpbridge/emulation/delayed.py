@@ -52,11 +52,17 @@ class AmaxTable:
         """Takes back what `state` gave; raises CheckpointError for missing names and another history length, naming all of them."""
         length = 1 + self.history.shape[0]
         missing = [name for name in self.names if name not in state]
-        odd = [f"{name}: {tuple(state[name].shape)}" for name in self.names if name in state and tuple(state[name].shape) != (length,)]
+        odd = [
+            f"{name}: {tuple(state[name].shape)}"
+            for name in self.names
+            if name in state and tuple(state[name].shape) != (length,)
+        ]
         if missing or odd:
             faults = ([f"missing: {', '.join(missing)}"] if missing else []) + (
                 [f"expected shape ({length},): {'; '.join(odd)}"] if odd else []
             )
-            raise CheckpointError("delayed scaling's state does not fit this model: " + "; ".join(faults) + " (start it fresh instead)")
+            raise CheckpointError(
+                "delayed scaling's state does not fit this model: " + "; ".join(faults) + " (start it fresh instead)"
+            )
         for i, name in enumerate(self.names):
             self.scale[i], self.history[:, i] = state[name][0], state[name][1:]

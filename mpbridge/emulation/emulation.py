@@ -114,7 +114,11 @@ class Emulation:
 
     def _check_regions(self) -> None:
         names = {below for _, _, below, _ in self._placed}
-        idle = [region.modules for region in self.policy.regions if not any(fnmatch.fnmatchcase(name, region.modules) for name in names)]
+        idle = [
+            region.modules
+            for region in self.policy.regions
+            if not any(fnmatch.fnmatchcase(name, region.modules) for name in names)
+        ]
         # a pipeline stage need not hold every module; a model without any linear is not the region's fault
         if idle and names and not _split():
             raise BadValue(
@@ -192,7 +196,9 @@ class Emulation:
         """Takes back `state` or what a checkpoint returned for `sharded_state`; raises CheckpointError for what does not fit."""
         plain = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
         if STEP not in plain:
-            raise CheckpointError("no emulation state here: 'step' is missing (was the checkpoint written without emulation?)")
+            raise CheckpointError(
+                "no emulation state here: 'step' is missing (was the checkpoint written without emulation?)"
+            )
         for quantizer in self.quantizers.values():
             quantizer.load_state(plain)
         self.randomness.begin(int(plain[STEP]))
@@ -213,7 +219,9 @@ class Emulation:
         """What is not as on the GPU, one sentence each; to be shown with every result."""
         quants = self.policy.quants
         release = ".".join(map(str, self.release))
-        count = f"{len(self.plugs)} linears quantized, {len(self.high)} kept high" + (" on this rank" if _split() else "")
+        count = f"{len(self.plugs)} linears quantized, {len(self.high)} kept high" + (
+            " on this rank" if _split() else ""
+        )
         notes = [
             f"emulated with the rules of Transformer Engine {release}: {count}",
             *ALWAYS,
@@ -221,7 +229,9 @@ class Emulation:
         if any(quant.attention != "none" for quant in quants):
             notes.append("FP8 attention: attention runs in the compute dtype")
         if any(quant.stored for quant in quants):
-            notes.append("low-precision parameters at rest: weights rest in the parameters' dtype and are quantized from it each step")
+            notes.append(
+                "low-precision parameters at rest: weights rest in the parameters' dtype and are quantized from it each step"
+            )
         if any(quant.scaling == "nvfp4" for quant in quants):
             notes.append("the GPU's random stream: stochastic rounding has the same distribution, other bits")
         if any(not quant.wgrad for quant in quants):
@@ -233,4 +243,8 @@ class Emulation:
 
 def _split() -> bool:
     """Whether other processes may hold other parts of the model."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )

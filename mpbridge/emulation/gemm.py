@@ -8,15 +8,17 @@ from typing import Any, Protocol
 
 import torch
 
-from mpbridge.checks.shapes import NEEDS
 from mpbridge.emulation.quantizer import Gemm, Operand, Quantizer, Side
 from mpbridge.errors import BadValue
+from mpbridge.rules.gemm_shapes import NEEDS
 
 
 class Observer(Protocol):
     """Who looks at operands as they are made (statistics)."""
 
-    def see(self, slot: str, gemm: Gemm, side: Side, high: torch.Tensor, operand: Operand, quantizer: Quantizer) -> None:
+    def see(
+        self, slot: str, gemm: Gemm, side: Side, high: torch.Tensor, operand: Operand, quantizer: Quantizer
+    ) -> None:
         """One operand and the high-precision tensor that it was made from."""
 
 
@@ -39,7 +41,11 @@ class Plug:
 def check_shapes(slot: str, scaling: str, tokens: int, weight: torch.Size) -> None:
     """Raises BadValue with every dimension that Transformer Engine would refuse for this recipe."""
     need = NEEDS[scaling]
-    sizes = (("tokens", tokens, need.tokens), ("input features", weight[1], need.inner), ("output features", weight[0], need.outer))
+    sizes = (
+        ("tokens", tokens, need.tokens),
+        ("input features", weight[1], need.inner),
+        ("output features", weight[0], need.outer),
+    )
     faults = [f"{name} {size} (expected a multiple of {multiple})" for name, size, multiple in sizes if size % multiple]
     if faults:
         raise BadValue(
@@ -89,7 +95,13 @@ class QuantizedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plug: Plug, first: bool, replay: bool
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        plug: Plug,
+        first: bool,
+        replay: bool,
     ) -> torch.Tensor:
         """x: [..., in]; first: this linear opens its context; replay: activation recomputation."""
         with torch._C.DisableTorchFunction():  # the CPU device layer's redirections cost time and change nothing here
@@ -127,7 +139,9 @@ class QuantizedLinear(torch.autograd.Function):
 
 
 def _seen(plug: Plug, gemm: Gemm, side: Side, x: torch.Tensor, *, replay: bool = False) -> Operand:
-    operand = plug.quantizer.operand(x, slot=plug.slot, gemm=gemm, side=side, first_microbatch=plug.first_microbatch, replay=replay)
+    operand = plug.quantizer.operand(
+        x, slot=plug.slot, gemm=gemm, side=side, first_microbatch=plug.first_microbatch, replay=replay
+    )
     observer: Observer | None = plug.emulation.observer
     if observer is not None and not replay:
         observer.see(plug.slot, gemm, side, x, operand, plug.quantizer)
@@ -147,7 +161,11 @@ def _weights(plug: Plug, weight: torch.Tensor, *, column: bool) -> tuple[Operand
 
 
 def _save(ctx: Any, *operands: Operand | None) -> None:
-    tensors = [tensor for operand in operands for tensor in ((None, None) if operand is None else (operand.values, operand.alpha))]
+    tensors = [
+        tensor
+        for operand in operands
+        for tensor in ((None, None) if operand is None else (operand.values, operand.alpha))
+    ]
     ctx.save_for_backward(*tensors)
 
 

@@ -24,7 +24,15 @@ import torch._dynamo
 import torch.fx.experimental._config
 
 from mpbridge.emulation.rounding import round_nearest, round_stochastic
-from mpbridge.emulation.scales import Rules, magnitude, mxfp8_exponent, mxfp8_factors, nvfp4_block, nvfp4_global, scale_from_amax
+from mpbridge.emulation.scales import (
+    Rules,
+    magnitude,
+    mxfp8_exponent,
+    mxfp8_factors,
+    nvfp4_block,
+    nvfp4_global,
+    scale_from_amax,
+)
 from mpbridge.formats import E2M1, E4M3, NumberFormat
 
 _log = logging.getLogger(__name__)
@@ -77,7 +85,9 @@ def nvfp4_scales(view: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.
 
 
 # --- codes --------------------------------------------------------------------------------------------------------------------------------
-def values(view: torch.Tensor, multiplier: torch.Tensor, factor: torch.Tensor, number: NumberFormat, out: torch.dtype) -> torch.Tensor:
+def values(
+    view: torch.Tensor, multiplier: torch.Tensor, factor: torch.Tensor, number: NumberFormat, out: torch.dtype
+) -> torch.Tensor:
     """Code times factor of every element."""
     return (round_nearest(view.float() * multiplier, number) * factor).to(out)
 
@@ -95,7 +105,9 @@ def tensorwise(x: torch.Tensor, number: NumberFormat, out: torch.dtype) -> tuple
     return round_nearest(x.float() * scale, number).to(out), 1.0 / scale
 
 
-def delayed(x: torch.Tensor, scale: torch.Tensor, number: NumberFormat, out: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def delayed(
+    x: torch.Tensor, scale: torch.Tensor, number: NumberFormat, out: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Delayed scaling: (codes under the stored scale, amax of x)."""
     return round_nearest(x.float() * scale, number).to(out), amax_of(x)
 
@@ -132,7 +144,9 @@ def compiler() -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
-def kernel(function: Callable[..., Any], compiled: bool, kind: tuple[int, torch.dtype], *fixed: Any) -> Callable[..., Any]:
+def kernel(
+    function: Callable[..., Any], compiled: bool, kind: tuple[int, torch.dtype], *fixed: Any
+) -> Callable[..., Any]:
     """`function` with its trailing arguments fixed, compiled for any shape of one kind: (dimensions, dtype) of its first tensor.
 
     Each gets a code object of its own: torch counts recompilations by code object and gives up after eight.
@@ -169,7 +183,10 @@ class _Guarded:
             with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
                 result = self._call(*tensors)
         except Exception as error:  # whatever a tool chain can do wrong: the numbers do not depend on it
-            _log.warning("torch.compile failed (%s): quantize kernels run uncompiled, slower, with the same results", type(error).__name__)
+            _log.warning(
+                "torch.compile failed (%s): quantize kernels run uncompiled, slower, with the same results",
+                type(error).__name__,
+            )
             self._call = self._slow
             result = self._slow(*tensors)
         self._proven = True

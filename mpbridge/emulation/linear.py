@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from mpbridge.checks.shapes import NEEDS
 from mpbridge.emulation.gemm import Plug, QuantizedLinear, check_shapes
+from mpbridge.rules.gemm_shapes import NEEDS
 
 if TYPE_CHECKING:
     from mpbridge.emulation.emulation import Emulation
@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 
 def apply(
-    plug: Plug, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, expert: bool = False, recompute: bool = False
+    plug: Plug,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    expert: bool = False,
+    recompute: bool = False,
 ) -> torch.Tensor:
     """x Wt + b through quantized GEMMs; x: [..., in features]. Raises BadValue for sizes that Transformer Engine refuses.
 
@@ -81,7 +87,11 @@ def emulate_linears(module: torch.nn.Module, policy: PrecisionPolicy, **options:
 
     emulation = Emulation(policy, **options)
     places = list(_places(module))
-    found = [(name, linear, below, layer, layers) for name, linear, below, layer, layers in places if type(linear) is torch.nn.Linear]
+    found = [
+        (name, linear, below, layer, layers)
+        for name, linear, below, layer, layers in places
+        if type(linear) is torch.nn.Linear
+    ]
     for name, linear, below, layer, layers in found:
         emulation.add(linear, name, below, policy.at(below, layer, layers))
     emulation.freeze()

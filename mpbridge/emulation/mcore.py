@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -41,7 +44,9 @@ class _Emulated:
         if self.plug is None or self.plug.emulation.is_paused:
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc,no-any-return]
         if kwargs.get("gradient_accumulation_fusion"):
-            raise Refused("emulated linears have no fused gradient accumulation (set model.gradient_accumulation_fusion=false)")
+            raise Refused(
+                "emulated linears have no fused gradient accumulation (set model.gradient_accumulation_fusion=false)"
+            )
         group = kwargs.get("tp_group")
         if kwargs.get("sequence_parallel"):
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=group)
@@ -83,7 +88,9 @@ class EmulatedBackend:
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
         """Sequential experts made of our linears, whatever is asked: their GEMMs see the same operands one by one."""
-        return SequentialMLP, MLPSubmodules(linear_fc1=EmulatedColumnParallelLinear, linear_fc2=EmulatedRowParallelLinear)
+        return SequentialMLP, MLPSubmodules(
+            linear_fc1=EmulatedColumnParallelLinear, linear_fc2=EmulatedRowParallelLinear
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._base, name)
@@ -143,4 +150,7 @@ def sharded(tensors: dict[str, torch.Tensor], common: dict[str, torch.Tensor], p
     everywhere = torch.distributed.get_rank()
     entries = {f"{prefix}{name}": (tensor, stage) for name, tensor in tensors.items()}
     entries |= {f"{prefix}{name}": (tensor, everywhere) for name, tensor in common.items()}
-    return {key: ShardedTensor.from_rank_offsets(key, tensor, replica_id=replica) for key, (tensor, replica) in entries.items()}
+    return {
+        key: ShardedTensor.from_rank_offsets(key, tensor, replica_id=replica)
+        for key, (tensor, replica) in entries.items()
+    }

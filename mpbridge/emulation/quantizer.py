@@ -110,7 +110,9 @@ class Quantizer:
         compiled: bool = True,
     ) -> None:
         if quant.scaling == "custom":
-            raise Refused(f"scaling 'custom' cannot be emulated: its rules are in {quant.factory} (expected one of {', '.join(BLOCKS)})")
+            raise Refused(
+                f"scaling 'custom' cannot be emulated: its rules are in {quant.factory} (expected one of {', '.join(BLOCKS)})"
+            )
         self.quant, self.rules, self.compiled, self._randomness = quant, rules_for(release), compiled, randomness
         self.index = {slot: i for i, slot in enumerate(slots)}
         self.forward_format = FORMATS[quant.element(gradient=False)]
@@ -120,7 +122,9 @@ class Quantizer:
         self.forward_table = self.backward_table = None
         if quant.scaling == "delayed":
             self.forward_table = AmaxTable(names, quant, self.forward_format.largest, device)
-            self.backward_table = AmaxTable(tuple(f"{slot}.dy" for slot in slots), quant, self.gradient_format.largest, device)
+            self.backward_table = AmaxTable(
+                tuple(f"{slot}.dy" for slot in slots), quant, self.gradient_format.largest, device
+            )
         self._stashed: dict[str, deque[torch.Tensor]] = {}
 
     # --- operands --------------------------------------------------------------------------------------------------------------------
@@ -158,7 +162,9 @@ class Quantizer:
         """The element format of that side's operands."""
         return self.gradient_format if side == "dy" else self.forward_format
 
-    def explain(self, x: torch.Tensor, operand: Operand, *, gemm: Gemm, side: Side) -> tuple[torch.Tensor, torch.Tensor]:
+    def explain(
+        self, x: torch.Tensor, operand: Operand, *, gemm: Gemm, side: Side
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(fp32 tensor that was rounded: x, or x rotated; fp32 multiplier before the cast, of x's shape or a scalar) for statistics.
 
         x: the operand's source, or some of its whole lines along the blocks (rows of a row copy, columns of a column copy; all of a weight

@@ -18,7 +18,9 @@ from mpbridge.formats import E2M1, E4M3, E5M2, NumberFormat
 
 FP32_LARGEST = torch.finfo(torch.float32).max
 _EXPONENT_BITS = -8388608  # 0xFF800000 as a signed int32: sign and exponent of an fp32 number
-_RECIPROCAL = {number.name: float(torch.tensor(1.0 / number.largest, dtype=torch.float32)) for number in (E4M3, E5M2, E2M1)}
+_RECIPROCAL = {
+    number.name: float(torch.tensor(1.0 / number.largest, dtype=torch.float32)) for number in (E4M3, E5M2, E2M1)
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,9 @@ def rules_for(release: tuple[int, int] = DEFAULT_RELEASE) -> Rules:
     """The row of a Transformer Engine release; raises BadValue before 2.9."""
     rows = [row for row in RULES if row.since <= tuple(release[:2])]
     if not rows:
-        raise BadValue(f"Transformer Engine {'.'.join(map(str, release))} is older than any known rule (expected 2.9 or newer)")
+        raise BadValue(
+            f"Transformer Engine {'.'.join(map(str, release))} is older than any known rule (expected 2.9 or newer)"
+        )
     return rows[-1]
 
 
@@ -61,7 +65,9 @@ def _quotient(numerator: float, amax: torch.Tensor) -> torch.Tensor:
     return torch.div(torch.full_like(amax, numerator), amax)
 
 
-def scale_from_amax(amax: torch.Tensor, largest: float, *, power_of_two: bool, when_infinite: float = FP32_LARGEST) -> torch.Tensor:
+def scale_from_amax(
+    amax: torch.Tensor, largest: float, *, power_of_two: bool, when_infinite: float = FP32_LARGEST
+) -> torch.Tensor:
     """fp32 factor that maps `amax` (fp32) to `largest`; 1 where amax is 0 or not finite; `when_infinite` where the quotient overflows.
 
     power_of_two: rounded down to one, by cutting the mantissa.
@@ -101,7 +107,9 @@ def mxfp8_factors(exponent: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, t
     value = torch.where(exponent == 0, torch.full_like(exponent, half), exponent << 23)
     nan = torch.full_like(multiplier, 0x7FC00000)
     invalid = exponent == 255
-    return torch.where(invalid, nan, multiplier).view(torch.float32), torch.where(invalid, nan, value).view(torch.float32)
+    return torch.where(invalid, nan, multiplier).view(torch.float32), torch.where(invalid, nan, value).view(
+        torch.float32
+    )
 
 
 def nvfp4_global(amax: torch.Tensor) -> torch.Tensor:

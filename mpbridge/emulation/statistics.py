@@ -109,7 +109,9 @@ class Statistics:
         """Whether operands of this step are looked at."""
         return self.now % self.every == 1 % self.every or self.every == 1
 
-    def see(self, slot: str, gemm: Gemm, side: Side, high: torch.Tensor, operand: Operand, quantizer: Quantizer) -> None:
+    def see(
+        self, slot: str, gemm: Gemm, side: Side, high: torch.Tensor, operand: Operand, quantizer: Quantizer
+    ) -> None:
         """Samples one operand, once a step."""
         copy = COPY_OF[gemm, side]
         key = (slot, side, copy)
@@ -120,7 +122,9 @@ class Statistics:
         if track is None:
             number = quantizer.format_of(side)
             gemms = [g for (g, s), c in COPY_OF.items() if s == side and (c == copy or quantizer.shares_copies(side))]
-            track = Track(slot=slot, side=side, copy=copy, gemms=gemms, format=number.name, scaling=quantizer.quant.scaling)
+            track = Track(
+                slot=slot, side=side, copy=copy, gemms=gemms, format=number.name, scaling=quantizer.quant.scaling
+            )
             self.tracks[key] = track
         track.steps.append(self.now)
         track.samples.append(look(high, operand, quantizer, slot=slot, gemm=gemm, side=side, elements=self.elements))
@@ -131,7 +135,14 @@ class Statistics:
 
 
 def look(
-    high: torch.Tensor, operand: Operand, quantizer: Quantizer, *, slot: str, gemm: Gemm, side: Side, elements: int = ELEMENTS
+    high: torch.Tensor,
+    operand: Operand,
+    quantizer: Quantizer,
+    *,
+    slot: str,
+    gemm: Gemm,
+    side: Side,
+    elements: int = ELEMENTS,
 ) -> Sample:
     """Statistics of one operand, from about `elements` of it in whole rows; the amax is of all of it.
 
@@ -141,7 +152,9 @@ def look(
     lines, length = (high.shape[1], high.shape[0]) if column else (high.shape[0], high.shape[1])
     # square blocks span lines: a weight is looked at whole
     whole = side == "w" and quantizer.shares_copies("w") and not quantizer.one_copy
-    picked = torch.arange(lines) if whole else _spread_lines(lines, max(MINIMUM, elements // max(length, 1)), high.device)
+    picked = (
+        torch.arange(lines) if whole else _spread_lines(lines, max(MINIMUM, elements // max(length, 1)), high.device)
+    )
     x, multiplier = quantizer.explain(high[:, picked] if column else high[picked], operand, gemm=gemm, side=side)
     q = (operand.values[:, picked] if column else operand.values[picked]).float()
     q = q if operand.alpha is None else q * operand.alpha
@@ -185,7 +198,9 @@ def _ranges(amaxes: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.bincount((powers.clamp(low, high) - low).long(), minlength=high - low + 1).tolist())
 
 
-def _staleness(quantizer: Quantizer, slot: str, side: Side, number: NumberFormat, amax: float, multiplier: torch.Tensor) -> float | None:
+def _staleness(
+    quantizer: Quantizer, slot: str, side: Side, number: NumberFormat, amax: float, multiplier: torch.Tensor
+) -> float | None:
     if quantizer.quant.scaling != "delayed" or not (amax > 0 and math.isfinite(amax)):
         return None
     wanted = number.largest * 2.0**-quantizer.quant.margin / amax

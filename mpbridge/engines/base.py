@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from mpbridge.checks.fit import require_here
 from mpbridge.devices import device_layer
 from mpbridge.engines.contract import Batch
 from mpbridge.engines.optimizers import CpuFusedAdam
+from mpbridge.rules.admit import require_here
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -79,7 +79,9 @@ class BaseEngine(ABC):
 
         several = len(self.model) > 1  # interleaved chunks each read every micro-batch
         losses = get_forward_backward_func()(
-            forward_step_func=partial(forward_step, self._device, per_token=self.configs.model.calculate_per_token_loss),
+            forward_step_func=partial(
+                forward_step, self._device, per_token=self.configs.model.calculate_per_token_loss
+            ),
             data_iterator=list(itertools.tee(batches, len(self.model))) if several else batches,
             model=self.model if several else self.model[0],
             num_microbatches=microbatches,
@@ -113,7 +115,10 @@ class ShardedEngine(BaseEngine):
         from mpbridge.engines.shard_state import optimizer_state, parameter_state
 
         with self._layer():
-            return {"model": parameter_state(self.optimizer), "optimizer": optimizer_state(self.optimizer, loading=loading)}
+            return {
+                "model": parameter_state(self.optimizer),
+                "optimizer": optimizer_state(self.optimizer, loading=loading),
+            }
 
     def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
         """Takes back what `state` described; optimizer=False: weights only, main weights rebuilt from them."""

@@ -32,7 +32,7 @@ class EmulatedEngine:
     @classmethod
     def build_around(cls, kind: Any, run: Run, emulation: Emulation) -> Self:
         """Builds an engine of class `kind` with linears of `emulation`, and attaches it."""
-        from mpbridge.engines.local_spec import CpuSpecProvider
+        from mpbridge.models.local_spec import CpuSpecProvider
 
         # megatron-core's local modules on CUDA too: there is no Transformer Engine module to put other GEMMs into
         engine = kind.build(run, backend=lambda config: emulation.backend(CpuSpecProvider(config)))

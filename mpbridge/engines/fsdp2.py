@@ -31,14 +31,16 @@ class Fsdp2Engine(ShardedEngine):
         from megatron.core import parallel_state
 
         from mpbridge.engines.fsdp2_units import data_mesh, refuse_mixed, shard, store
-        from mpbridge.engines.model import fp32_modules, global_names, gpt_model
         from mpbridge.engines.parallel import ModelParallel
         from mpbridge.engines.shard_optimizer import ShardOptimizer
+        from mpbridge.models.gpt import fp32_modules, global_names, gpt_model
 
         self.configs = _targets(self.run, cuda=self.cuda)
         self._parallel = ModelParallel(self.run.facts.parallel, seed=int(self.run.train.get("seed", 1234)))
         config, policy = self.configs.model, self.run.policy
-        config.gradient_accumulation_fusion = False  # it writes into megatron-core's own gradient buffers, and there are none
+        config.gradient_accumulation_fusion = (
+            False  # it writes into megatron-core's own gradient buffers, and there are none
+        )
         model = gpt_model(config, self.configs.gpt, policy, cuda=self.cuda, backend=backend)
         kept = fp32_modules(model, policy.keep_fp32)
         names = global_names(model)
@@ -49,7 +51,9 @@ class Fsdp2Engine(ShardedEngine):
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.reduced = shard(model, policy, data_mesh(group, cuda=self.cuda), kept)
         self.model = [model]
-        self.optimizer = ShardOptimizer(dict(model.named_parameters()), policy, self.configs.optimizer, group, cuda=self.cuda)
+        self.optimizer = ShardOptimizer(
+            dict(model.named_parameters()), policy, self.configs.optimizer, group, cuda=self.cuda
+        )
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = _finalize
         if policy.reduce.bytes > policy.params.bytes:
@@ -82,7 +86,7 @@ class Fsdp2Engine(ShardedEngine):
 
 
 def _targets(run: Run, *, cuda: bool) -> Any:
-    from mpbridge.engines.configs import build_targets, sections
+    from mpbridge.megatron.configs import build_targets, sections
 
     inputs = sections(run, cuda=cuda)
     # megatron-core 0.16.1 accepts state dtypes only beside its distributed optimizer; here nobody else reads the flag

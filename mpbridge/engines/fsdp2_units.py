@@ -27,21 +27,30 @@ def unit_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
     """
     compute = policy.compute.torch()
     return MixedPrecisionPolicy(
-        param_dtype=compute, reduce_dtype=policy.reduce.torch(), output_dtype=policy.output.torch(), cast_forward_inputs=False
+        param_dtype=compute,
+        reduce_dtype=policy.reduce.torch(),
+        output_dtype=policy.output.torch(),
+        cast_forward_inputs=False,
     )
 
 
 def root_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
     """As `unit_policy`, but the model hands on FP32 (megatron-core's Float16Module does the same): a loss in BF16 has three digits."""
     return MixedPrecisionPolicy(
-        param_dtype=policy.compute.torch(), reduce_dtype=policy.reduce.torch(), output_dtype=torch.float32, cast_forward_inputs=False
+        param_dtype=policy.compute.torch(),
+        reduce_dtype=policy.reduce.torch(),
+        output_dtype=torch.float32,
+        cast_forward_inputs=False,
     )
 
 
 def fp32_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
     """A module that `keep_fp32` names: parameters, arithmetic and reduction in FP32; what leaves it fits the BF16 modules behind it."""
     return MixedPrecisionPolicy(
-        param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=policy.output.torch(), cast_forward_inputs=True
+        param_dtype=torch.float32,
+        reduce_dtype=torch.float32,
+        output_dtype=policy.output.torch(),
+        cast_forward_inputs=True,
     )
 
 
@@ -70,7 +79,12 @@ class Reduced(ReduceScatter):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Counts, and reduces."""
         self.seen[input_tensor.dtype] += input_tensor.numel()
@@ -97,7 +111,9 @@ def _allow(kind: type[Any]) -> None:
         cls_to_fsdp_cls.setdefault(kind, type(f"FSDP{kind.__name__}", (kind, FSDPModule), {}))
 
 
-def shard(model: Any, policy: PrecisionPolicy, mesh: DeviceMesh, kept: Mapping[torch.nn.Module, list[str]]) -> Counter[torch.dtype]:
+def shard(
+    model: Any, policy: PrecisionPolicy, mesh: DeviceMesh, kept: Mapping[torch.nn.Module, list[str]]
+) -> Counter[torch.dtype]:
     """Shards in place: modules kept in FP32, then each layer, then the rest. Returns the counter that its reductions fill."""
     seen: Counter[torch.dtype] = Counter()
     units: list[Any] = []

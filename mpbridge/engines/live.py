@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mpbridge.engines.contract import Live
-from mpbridge.engines.model import global_names
+from mpbridge.models.gpt import global_names
 
 
 def bare(chunk: Any) -> Any:
@@ -54,7 +54,9 @@ def _padding(chunk: Any) -> Iterator[Live]:
                 continue
             ends = [0, *(end for _, end in ranges)]
             starts = [*(start for start, _ in ranges), data.numel()]
-            yield from (Live(role="padding", parameter="", tensor=data[a:b]) for a, b in zip(ends, starts, strict=True) if a < b)
+            yield from (
+                Live(role="padding", parameter="", tensor=data[a:b]) for a, b in zip(ends, starts, strict=True) if a < b
+            )
 
 
 def _pairs(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -64,7 +66,10 @@ def _pairs(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         sixteen = part.shard_float16_groups if aware else part.shard_fp32_from_float16_groups
         groups = [(part.model_float16_groups, sixteen), (part.model_fp32_groups, part.shard_fp32_groups)]
     elif hasattr(part, "fp32_from_float16_groups"):
-        groups = [(part.float16_groups, part.fp32_from_float16_groups), (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups)]
+        groups = [
+            (part.float16_groups, part.fp32_from_float16_groups),
+            (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups),
+        ]
     else:
         own = [group["params"] for group in part.optimizer.param_groups]
         groups = [(own, own)]

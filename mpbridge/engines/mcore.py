@@ -24,15 +24,20 @@ class McoreEngine(BaseEngine):
         from megatron.core.distributed import DistributedDataParallel
         from megatron.core.optimizer import get_megatron_optimizer
 
-        from mpbridge.engines.configs import build_targets
-        from mpbridge.engines.model import build_chunks
         from mpbridge.engines.parallel import ModelParallel
+        from mpbridge.megatron.configs import build_targets
+        from mpbridge.models.gpt import build_chunks
 
         targets = build_targets(self.run, cuda=self.cuda)
         instances = targets.ddp.num_distributed_optimizer_instances
-        self._parallel = ModelParallel(self.run.facts.parallel, seed=int(self.run.train.get("seed", 1234)), optimizer_instances=instances)
+        self._parallel = ModelParallel(
+            self.run.facts.parallel, seed=int(self.run.train.get("seed", 1234)), optimizer_instances=instances
+        )
         chunks = build_chunks(targets.model, targets.gpt, self.run.policy, cuda=self.cuda, backend=backend)
-        self.model = [DistributedDataParallel(targets.model, targets.ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+        self.model = [
+            DistributedDataParallel(targets.model, targets.ddp, chunk, disable_bucketing=i > 0)
+            for i, chunk in enumerate(chunks)
+        ]
         self.optimizer = get_megatron_optimizer(targets.optimizer, self.model)
         full_bf16.prepare(self.optimizer, self.run.policy)
         self.configs = targets
@@ -105,7 +110,10 @@ class McoreEngine(BaseEngine):
             allocate_moments(self.optimizer)
             metadata = self._metadata()
             keys = ["model"] if len(self.model) == 1 else [f"model{i}" for i in range(len(self.model))]
-            state = {key: bare(chunk).sharded_state_dict(metadata=metadata) for key, chunk in zip(keys, self.model, strict=True)}
+            state = {
+                key: bare(chunk).sharded_state_dict(metadata=metadata)
+                for key, chunk in zip(keys, self.model, strict=True)
+            }
             parts = state["model"] if len(self.model) == 1 else dict(state)
             state["optimizer"] = self.optimizer.sharded_state_dict(parts, is_loading=loading, metadata=metadata)
             return state
@@ -115,7 +123,9 @@ class McoreEngine(BaseEngine):
 
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         # fully reshardable: main weights and moments are stored like the model's parameters, so another parallel layout can read them
-        kind = {"distrib_optim_sharding_type": "fully_reshardable"} if self.configs.ddp.use_distributed_optimizer else {}
+        kind = (
+            {"distrib_optim_sharding_type": "fully_reshardable"} if self.configs.ddp.use_distributed_optimizer else {}
+        )
         return {**kind, "dp_cp_group": group, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
     def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpbridge.engines.base import ShardedEngine
-from mpbridge.engines.configs import sections
 from mpbridge.engines.contract import Batch, Live, StepResult
 from mpbridge.formats import DType
+from mpbridge.megatron.configs import sections
 from mpbridge.precision.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ class MegatronFsdpEngine(ShardedEngine):
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 
-        from mpbridge.engines.configs import build_targets
-        from mpbridge.engines.model import build_chunks
         from mpbridge.engines.parallel import ModelParallel
         from mpbridge.engines.shard_optimizer import ShardOptimizer
+        from mpbridge.megatron.configs import build_targets
+        from mpbridge.models.gpt import build_chunks
 
         run = self.run
         self.configs = build_targets(run, cuda=self.cuda, inputs=_sections(run, cuda=self.cuda))
@@ -64,7 +64,12 @@ class MegatronFsdpEngine(ShardedEngine):
             _do_not_reduce(wrapped)
         parameters = {_short(name): parameter for name, parameter in self._buffer.optimizer_named_parameters}
         self.optimizer = ShardOptimizer(
-            parameters, _held(run.policy), self.configs.optimizer, group, cuda=self.cuda, offset=partial(_offset, self._buffer)
+            parameters,
+            _held(run.policy),
+            self.configs.optimizer,
+            group,
+            cuda=self.cuda,
+            offset=partial(_offset, self._buffer),
         )
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
@@ -148,7 +153,10 @@ def _indexed_device(cuda: bool) -> Iterator[None]:
     if cuda:
         yield
         return
-    before, log = torch.cuda.current_device, logging.getLogger("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
+    before, log = (
+        torch.cuda.current_device,
+        logging.getLogger("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp"),
+    )
     silent, log.disabled = log.disabled, True
     torch.cuda.current_device = lambda: 0
     try:
@@ -200,7 +208,9 @@ def _live_buffers(buffer: Any) -> Iterator[Live]:
                 ("grads", group.main_grad_buffer),
             ):
                 if held is not None:
-                    yield Live(role=role, parameter=name, tensor=held.get_item(index, only_shard=held.is_data_distributed))
+                    yield Live(
+                        role=role, parameter=name, tensor=held.get_item(index, only_shard=held.is_data_distributed)
+                    )
 
 
 def _copied_gradients(shards: Mapping[str, torch.Tensor], buffers: Iterable[Live]) -> Iterator[Live]:

@@ -62,7 +62,12 @@ class _Scalars:
 
 
 def _update(
-    p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, s: _Scalars, scratch: tuple[torch.Tensor, torch.Tensor]
+    p: torch.Tensor,
+    g: torch.Tensor,
+    m: torch.Tensor,
+    v: torch.Tensor,
+    s: _Scalars,
+    scratch: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """One Adam update in place on flat FP32 `p`, `m`, `v`; the order of operations is adam.cu's (Transformer Engine 2.11)."""
     for start in range(0, p.numel(), BLOCK):
@@ -92,7 +97,9 @@ class _Plain:
         self.lists: tuple[list[torch.Tensor], ...] = ([], [], [], [])
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def add(self, param: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
+    def add(
+        self, param: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor
+    ) -> None:
         for into, tensor in zip(self.lists, (weights, grad, m, v), strict=True):
             into.append(tensor)
         if param.dtype is not torch.float32:
@@ -153,13 +160,26 @@ class CpuFusedAdam(torch.optim.Optimizer):
         use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
     ) -> None:
-        _check(amsgrad, capturable, master_weight_dtype if master_weights else torch.float32, exp_avg_dtype, exp_avg_sq_dtype)
-        super().__init__(params, {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        _check(
+            amsgrad,
+            capturable,
+            master_weight_dtype if master_weights else torch.float32,
+            exp_avg_dtype,
+            exp_avg_sq_dtype,
+        )
+        super().__init__(
+            params,
+            {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+        )
         self.adam_w_mode = adam_w_mode
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype is torch.float32
-        self.name_to_dtype_map = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, "master_param": master_weight_dtype}
+        self.name_to_dtype_map = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            "master_param": master_weight_dtype,
+        }
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._scratch: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -211,7 +231,9 @@ class CpuFusedAdam(torch.optim.Optimizer):
         """
         remainder = self._is_remainder(param, state_name)
         if unscaled_state.dtype is not torch.float32 and not (remainder and unscaled_state.dtype is torch.int16):
-            raise BadValue(f"{state_name} comes as {unscaled_state.dtype}, expected torch.float32{' or torch.int16' if remainder else ''}")
+            raise BadValue(
+                f"{state_name} comes as {unscaled_state.dtype}, expected torch.float32{' or torch.int16' if remainder else ''}"
+            )
         stored = self.state[param].get(state_name)
         if stored is None:
             stored = self._allocate(param, state_name)
@@ -285,7 +307,9 @@ class CpuFusedAdam(torch.optim.Optimizer):
         stored = self.state[param].get("master_param")
         return stored if stored is not None and stored.dtype is torch.float32 else None
 
-    def _convert_and_update(self, param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, scalars: _Scalars) -> None:
+    def _convert_and_update(
+        self, param: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor, scalars: _Scalars
+    ) -> None:
         remainder = self._is_remainder(param, "master_param")
         if remainder:
             weights = join(param.detach(), self.state[param]["master_param"])
@@ -293,7 +317,9 @@ class CpuFusedAdam(torch.optim.Optimizer):
             weights = self.get_unscaled_state(param, "master_param")
         else:
             weights = param.detach().float()
-        _update(weights.view(-1), grad.float().reshape(-1), m.view(-1), v.view(-1), scalars, self._buffers(param.device))
+        _update(
+            weights.view(-1), grad.float().reshape(-1), m.view(-1), v.view(-1), scalars, self._buffers(param.device)
+        )
         for name, state in (("exp_avg", m), ("exp_avg_sq", v)):
             if state is not self.state[param][name]:
                 self.set_scaled_state(param, name, state)
@@ -313,7 +339,10 @@ class CpuFusedAdam(torch.optim.Optimizer):
         """torch's layout with every state in FP32: a checkpoint does not depend on how states are stored."""
         saved = super().state_dict()
         params = self._by_index(saved)
-        states = {index: {name: self.get_unscaled_state(params[index], name) for name in state} for index, state in saved["state"].items()}
+        states = {
+            index: {name: self.get_unscaled_state(params[index], name) for name in state}
+            for index, state in saved["state"].items()
+        }
         return {**saved, "state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -337,7 +366,11 @@ class CpuFusedAdam(torch.optim.Optimizer):
 def _check(amsgrad: bool, capturable: bool, master: torch.dtype, exp_avg: torch.dtype, exp_avg_sq: torch.dtype) -> None:
     moments = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
     found = [f"{option}=True" for option, value in (("amsgrad", amsgrad), ("capturable", capturable)) if value]
-    found += [f"{name}={dtype}" for name, dtype in (("exp_avg_dtype", exp_avg), ("exp_avg_sq_dtype", exp_avg_sq)) if dtype not in moments]
+    found += [
+        f"{name}={dtype}"
+        for name, dtype in (("exp_avg_dtype", exp_avg), ("exp_avg_sq_dtype", exp_avg_sq))
+        if dtype not in moments
+    ]
     found += [f"master_weight_dtype={master}"] if master not in (torch.float32, torch.float16) else []
     if found:
         raise BadValue(

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mpbridge.checks.run import Parallel
 from mpbridge.errors import BadValue
+from mpbridge.facts import Parallel
 
 _patience = 30.0
 """Minutes that megatron-core's groups wait, as the world does; its own default where somebody else made the world."""
@@ -37,7 +37,9 @@ def start_process_group(cuda: bool, *, timeout_minutes: float = 30.0) -> bool:
         dist.init_process_group(backend, timeout=timeout)
     else:
         # no rendezvous, so no port: many single-process runs share a machine
-        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(
+            backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1, timeout=timeout
+        )
     return True
 
 
@@ -64,7 +66,9 @@ def _snapshot(*owners: Any) -> State:
     found = []
     for owner in owners:
         for name, value in vars(owner).items():
-            if (name.isupper() or name in ("main_loss_backward_scale", "_global_process_group_list")) and not callable(value):
+            if (name.isupper() or name in ("main_loss_backward_scale", "_global_process_group_list")) and not callable(
+                value
+            ):
                 found.append((owner, name, copy.copy(value) if isinstance(value, (list, dict)) else value))
     return found
 

@@ -20,7 +20,9 @@ def _torch_adam(optimizer: Any) -> bool:
     return any(isinstance(one, (torch.optim.Adam, torch.optim.AdamW)) for one in many)
 
 
-def warn_bf16_adam(optimizer: Any, parameters: Iterable[torch.Tensor], *, peft: bool = False, context: str = "optim") -> bool:
+def warn_bf16_adam(
+    optimizer: Any, parameters: Iterable[torch.Tensor], *, peft: bool = False, context: str = "optim"
+) -> bool:
     """Warns, once a process and on rank 0 only, when torch's Adam or AdamW trains BF16 parameters in full; says whether it warned.
 
     Silent for PEFT, for frozen BF16 parameters, for other optimizers: SGD has no such states, FusedAdam keeps them in FP32.
@@ -47,7 +49,9 @@ def without_duplicate(parameters: Iterable[torch.Tensor], arguments: Mapping[str
     if arguments.get("master_weights") and all(p.dtype is torch.float32 for p in parameters):
         if "duplicate" not in _warned and not (dist.is_initialized() and dist.get_rank() != 0):
             _warned.add("duplicate")
-            log.warning("FusedAdam's main weights are off for FP32 parameters: they are their own main copy (saves 4 bytes a parameter)")
+            log.warning(
+                "FusedAdam's main weights are off for FP32 parameters: they are their own main copy (saves 4 bytes a parameter)"
+            )
         return dict(arguments) | {"master_weights": False, "store_param_remainders": False}
     return dict(arguments)
 

@@ -45,7 +45,9 @@ def build_engine(run: Run) -> Engine:
     except Exception as fault:
         if (place := _in_megatron(fault)) is None or isinstance(fault, MpbridgeError):
             raise
-        raise UpstreamRefused(f"megatron-core cannot build this run: {str(fault) or 'a bare assertion'} ({type(fault).__name__} in {place})") from fault
+        raise UpstreamRefused(
+            f"megatron-core cannot build this run: {str(fault) or 'a bare assertion'} ({type(fault).__name__} in {place})"
+        ) from fault
 
 
 def _in_megatron(fault: Exception) -> str | None:

@@ -35,7 +35,12 @@ def fused_arguments(policy: PrecisionPolicy) -> dict[str, Any]:
     main = policy.main_params or DType.FP32
     masters = main is not policy.params
     # remainders are the precision-aware optimizer's; without it "FP32 main weights" means whole ones
-    remainders = bool(policy.remainders and policy.precision_aware) and masters and main is DType.FP32 and policy.params is DType.BF16
+    remainders = (
+        bool(policy.remainders and policy.precision_aware)
+        and masters
+        and main is DType.FP32
+        and policy.params is DType.BF16
+    )
     return {
         "master_weights": masters,
         "master_weight_dtype": main.torch() if masters else torch.float32,
@@ -49,13 +54,20 @@ def _inner(groups: list[dict[str, Any]], policy: PrecisionPolicy, config: Any, *
     """The optimizer of parameter groups whose parameters share a dtype."""
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum)
-    adam = {"lr": config.lr, "weight_decay": config.weight_decay, "betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    adam = {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_eps,
+    }
     if policy.torch_adam_suffices:
         kind: Any = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
         torchs: torch.optim.Optimizer = kind(groups, **adam, **foreach_arguments(kind, tensor_parallel=1))
         return torchs
     arguments = without_duplicate([p for group in groups for p in group["params"]], fused_arguments(policy))
-    optimizer: torch.optim.Optimizer = fused_adam(cuda)(groups, adam_w_mode=config.decoupled_weight_decay, **adam, **arguments)
+    optimizer: torch.optim.Optimizer = fused_adam(cuda)(
+        groups, adam_w_mode=config.decoupled_weight_decay, **adam, **arguments
+    )
     return optimizer
 
 
@@ -135,7 +147,10 @@ class ShardOptimizer:
         name_of = {id(p): name for name, p in self.names.items()}
         # megatron-core's own rules: no weight decay for biases and norms, multipliers, minimum rates
         groups = _get_param_groups([_Named(self.names)], config, None)
-        local = [{**g, "params": [self.shards[name_of[id(p)]] for p in g["params"] if name_of[id(p)] in self.shards]} for g in groups]
+        local = [
+            {**g, "params": [self.shards[name_of[id(p)]] for p in g["params"] if name_of[id(p)] in self.shards]}
+            for g in groups
+        ]
         # from the whole model, so that ranks without a shard of some dtype have the same groups
         dtypes = list(dict.fromkeys(p.dtype for p in self.names.values() if p.requires_grad))
         self.parts = [_inner(_of_dtype(local, kind), policy, config, cuda=cuda) for kind in dtypes]
@@ -163,7 +178,9 @@ class ShardOptimizer:
     def part_of(self, name: str) -> Any:
         """The torch optimizer that updates a parameter's local shard."""
         shard = self.shards[name]
-        return next(part for part in self.parts if any(p is shard for group in part.param_groups for p in group["params"]))
+        return next(
+            part for part in self.parts if any(p is shard for group in part.param_groups for p in group["params"])
+        )
 
     def get_loss_scale(self) -> float:
         """What the loss is multiplied by."""

@@ -59,7 +59,9 @@ def _sharded(key: str, local: torch.Tensor, optimizer: ShardOptimizer, name: str
 def parameter_state(optimizer: ShardOptimizer) -> dict[str, Any]:
     """Name -> this rank's part of the parameter as stored; frozen parameters too."""
     return {
-        name: _sharded(name, p._local_tensor.detach(), optimizer, name) for name, p in optimizer.names.items() if p._local_tensor.numel()
+        name: _sharded(name, p._local_tensor.detach(), optimizer, name)
+        for name, p in optimizer.names.items()
+        if p._local_tensor.numel()
     }
 
 
@@ -80,14 +82,22 @@ def optimizer_state(optimizer: ShardOptimizer, *, loading: bool = False) -> dict
     keys = _moment_names(optimizer)
     state: dict[str, Any] = {"main": {}} | {key: {} for key in keys}
     for name, shard in optimizer.shards.items():
-        state["main"][name] = _sharded(f"optimizer.main.{name}", main_weights(optimizer, name).view(shard.shape), optimizer, name)
+        state["main"][name] = _sharded(
+            f"optimizer.main.{name}", main_weights(optimizer, name).view(shard.shape), optimizer, name
+        )
         for key in keys:
             value = torch.zeros_like(shard, dtype=torch.float32) if loading else _moment(optimizer, name, key)
             state[key][name] = _sharded(f"optimizer.{key}.{name}", value.view(shard.shape), optimizer, name)
     state["step"] = _step(optimizer)
-    state["groups"] = [{fact: group[fact] for fact in _GROUP_FACTS if fact in group} for group in optimizer.param_groups]
+    state["groups"] = [
+        {fact: group[fact] for fact in _GROUP_FACTS if fact in group} for group in optimizer.param_groups
+    ]
     scaler = optimizer.grad_scaler
-    state["scaler"] = {} if scaler is None else {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in scaler.state_dict().items()}
+    state["scaler"] = (
+        {}
+        if scaler is None
+        else {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in scaler.state_dict().items()}
+    )
     return state
 
 

@@ -29,7 +29,9 @@ def token_sum(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, t
     return mean * tokens.clamp(min=1.0), tokens.int(), report
 
 
-def forward_step(device: torch.device, batches: Iterator[Batch], model: Any, *, per_token: bool = False) -> tuple[torch.Tensor, Callable[..., Any]]:
+def forward_step(
+    device: torch.device, batches: Iterator[Batch], model: Any, *, per_token: bool = False
+) -> tuple[torch.Tensor, Callable[..., Any]]:
     """megatron-core's forward_step_func: the model's output for the next micro-batch, and the loss function of it.
 
     per_token: as the config's calculate_per_token_loss.

@@ -130,7 +130,9 @@ class MixedPrecisionConfig:
             self.__dict__[a] = self.__dict__[b] = value
         self.__dict__["_made"] = True
 
-    if not TYPE_CHECKING:  # visible, __new__ hides the constructor's types, and __setattr__ makes mypy accept any attribute name
+    if (
+        not TYPE_CHECKING
+    ):  # visible, __new__ hides the constructor's types, and __setattr__ makes mypy accept any attribute name
 
         def __new__(cls, **given: Any) -> Self:
             """Refuses an unknown field with the nearest name, where Python would say a bare TypeError."""
@@ -158,7 +160,9 @@ class MixedPrecisionConfig:
 
     def given(self) -> dict[str, Any]:
         """The values that differ from the class's defaults."""
-        return {name: value for name, value in self.stored().items() if value != self.__dataclass_fields__[name].default}
+        return {
+            name: value for name, value in self.stored().items() if value != self.__dataclass_fields__[name].default
+        }
 
     def as_data(self) -> dict[str, Any]:
         """`given()` in plain YAML types; `MixedPrecisionConfig.from_data` reads it back to an equal config."""

@@ -189,7 +189,9 @@ class PrecisionPolicy:
         """
         if (self.main_params or DType.FP32) is self.params and not self.stored:
             return "params"
-        core_keeps = self.fp8 is not None and self.fp8.scaling != "delayed" and (self.main_params or DType.FP32) is DType.FP32
+        core_keeps = (
+            self.fp8 is not None and self.fp8.scaling != "delayed" and (self.main_params or DType.FP32) is DType.FP32
+        )
         return "optimizer" if self.precision_aware and not core_keeps else "engine"
 
     @property
@@ -264,9 +266,13 @@ class PrecisionPolicy:
             raise BadValue(f"policy schema {data.get('schema')!r}: this mpbridge reads schema {SCHEMA}")
         fields = {k: v for k, v in data.items() if k != "schema"}
         dtypes = {k: dtype(v) for k, v in fields.items() if isinstance(v, str)}
-        regions = tuple(Region(**(r | {"quant": Quant(**r["quant"]) if r["quant"] else None})) for r in fields["regions"])
+        regions = tuple(
+            Region(**(r | {"quant": Quant(**r["quant"]) if r["quant"] else None})) for r in fields["regions"]
+        )
         scale = LossScale(**fields["loss_scale"]) if fields["loss_scale"] else None
-        return cls(**(fields | dtypes | {"regions": regions, "loss_scale": scale, "keep_fp32": tuple(fields["keep_fp32"])}))
+        return cls(
+            **(fields | dtypes | {"regions": regions, "loss_scale": scale, "keep_fp32": tuple(fields["keep_fp32"])})
+        )
 
     def fingerprint(self) -> str:
         """sha256 of the canonical JSON of `as_data`."""
@@ -276,7 +282,11 @@ class PrecisionPolicy:
         """Only what shapes a checkpoint: stored dtypes of parameters, main weights and moments, and who owns the main weights."""
         names = ("params", "main_params", "exp_avg", "exp_avg_sq", "remainders", "precision_aware")
         stored = {"stored_formats": [_plain(r) for r in self.regions if r.quant is not None and r.quant.stored]}
-        return {name: _plain(getattr(self, name)) for name in names} | {"main_params_owner": self.main_params_owner} | stored
+        return (
+            {name: _plain(getattr(self, name)) for name in names}
+            | {"main_params_owner": self.main_params_owner}
+            | stored
+        )
 
 
 def _canonical(data: Any) -> bytes:

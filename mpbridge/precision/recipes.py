@@ -25,7 +25,12 @@ _DELAYED: Fields = {
 }  # fmt: skip
 _CURRENT: Fields = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True}
 _BLOCKWISE: Fields = {"fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_param_gather": False}
-_MXFP8: Fields = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
+_MXFP8: Fields = {
+    "fp8": "e4m3",
+    "fp8_recipe": "mxfp8",
+    "fp8_param_gather": True,
+    "reuse_grad_buf_for_mxfp8_param_ag": True,
+}
 _NVFP4: Fields = {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": False}
 
 
@@ -183,13 +188,14 @@ BUILT_IN: tuple[Recipe, ...] = (
     ),
 )  # fmt: skip
 
-_INERT_FP8_RECIPE = (
-    "inert with FP8 off, and copied to optimizer.fp8_recipe it silently disarms the precision-aware optimizer (megatron-core optimizer_config.py:355)"
-)
+_INERT_FP8_RECIPE = "inert with FP8 off, and copied to optimizer.fp8_recipe it silently disarms the precision-aware optimizer (megatron-core optimizer_config.py:355)"
 _NO_FP4_GATHER = "megatron-core 0.16.1 has no FP4 parameter gather: no DDP field, and its distributed optimizer would size the buffer wrongly"
 
 DIFFERENCES: Mapping[tuple[str, str], str] = MappingProxyType(
-    {(name, "fp8_recipe"): _INERT_FP8_RECIPE for name in ("bf16_mixed", "fp16_mixed", "bf16_with_nvfp4_mixed", "nemotron_3_super_bf16_with_nvfp4_mixed")}
+    {
+        (name, "fp8_recipe"): _INERT_FP8_RECIPE
+        for name in ("bf16_mixed", "fp16_mixed", "bf16_with_nvfp4_mixed", "nemotron_3_super_bf16_with_nvfp4_mixed")
+    }
     | {
         (name, field): _NO_FP4_GATHER
         for name in ("bf16_with_nvfp4_mixed", "nemotron_3_super_bf16_with_nvfp4_mixed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -91,7 +92,12 @@ def _fill() -> None:
         if name in _by_name or name in _alias_of:
             raise DuplicateName(f"entry point {point.value!r} offers a recipe named {name!r}, which exists already")
         # the package behind it is loaded when the recipe is used: it may import torch
-        _by_name[name] = Recipe(name=name, make=lambda p=point: _call(p.load(), p.value), summary=f"from {point.value}", source=point.value)  # type: ignore[misc]
+        made = functools.partial(_from_entry_point, point)
+        _by_name[name] = Recipe(name=name, make=made, summary=f"from {point.value}", source=point.value)
+
+
+def _from_entry_point(point: importlib.metadata.EntryPoint) -> MixedPrecisionConfig:
+    return _call(point.load(), point.value)
 
 
 def _store(entry: Recipe) -> None:
@@ -100,7 +106,9 @@ def _store(entry: Recipe) -> None:
             raise BadValue(f"{name!r} cannot name a recipe: it would be read as a file or a function")
     taken = [name for name in (entry.name, *entry.aliases) if name in _by_name or name in _alias_of]
     if taken:
-        raise DuplicateName(f"a recipe named {', '.join(map(repr, taken))} exists already: choose another name (registered names: mpbridge list)")
+        raise DuplicateName(
+            f"a recipe named {', '.join(map(repr, taken))} exists already: choose another name (registered names: mpbridge list)"
+        )
     _by_name[entry.name] = entry
     _alias_of.update(dict.fromkeys(entry.aliases, entry.name))
 
@@ -119,7 +127,15 @@ def register(
     engine: str | None = None,
     hints: tuple[str, ...] = (),
 ) -> Callable[[F], F]: ...
-def register(factory: F | None = None, /, *, name: str | None = None, aliases: tuple[str, ...] = (), summary: str = "", **papers: Any) -> Any:
+def register(
+    factory: F | None = None,
+    /,
+    *,
+    name: str | None = None,
+    aliases: tuple[str, ...] = (),
+    summary: str = "",
+    **papers: Any,
+) -> Any:
     """Decorator, bare or with options: enters a function that returns a MixedPrecisionConfig under its own or a given name.
 
     Nothing is stored when a name or an alias is taken (DuplicateName) or reads as a file or function (BadValue).
@@ -130,9 +146,21 @@ def register(factory: F | None = None, /, *, name: str | None = None, aliases: t
         own_name = getattr(made_by, "__name__", "")
         if not (name or own_name.isidentifier()):
             raise BadValue(f"{made_by!r} has no name of its own: register(name=...)")
-        described = summary or (inspect.getdoc(made_by) or "").partition("\n")[0] or f"registered by {getattr(made_by, '__module__', 'a caller')}"
+        described = (
+            summary
+            or (inspect.getdoc(made_by) or "").partition("\n")[0]
+            or f"registered by {getattr(made_by, '__module__', 'a caller')}"
+        )
         source = f"{getattr(made_by, '__module__', '?')}:{getattr(made_by, '__qualname__', '?')}"
-        _store(Recipe(name=key(name or own_name), make=made_by, aliases=tuple(map(key, aliases)), summary=described, **{"source": source, **papers}))
+        _store(
+            Recipe(
+                name=key(name or own_name),
+                make=made_by,
+                aliases=tuple(map(key, aliases)),
+                summary=described,
+                **{"source": source, **papers},
+            )
+        )
         return made_by
 
     return enter if factory is None else enter(factory)
@@ -167,7 +195,9 @@ def get_mixed_precision_config(name: str | MixedPrecisionConfig | Path, *, code:
         return _from_yaml(Path(text), code=code)
     if _is_place(text):
         if not code:
-            raise RecipeError(f"recipe={text!r} is code that this configuration brings along: name the recipe yourself (--recipe)")
+            raise RecipeError(
+                f"recipe={text!r} is code that this configuration brings along: name the recipe yourself (--recipe)"
+            )
         return _call(_function(text), text)
     entry = recipe(text)
     return _call(entry.make, entry.name)

@@ -59,12 +59,23 @@ def resolve(
     Raises Contradiction naming every fault, BadValue for what is no config.
     """
     if not isinstance(config, MixedPrecisionConfig):
-        raise BadValue(f"resolve() got a {type(config).__name__}, expected a MixedPrecisionConfig: get_mixed_precision_config(name) makes one")
+        raise BadValue(
+            f"resolve() got a {type(config).__name__}, expected a MixedPrecisionConfig: get_mixed_precision_config(name) makes one"
+        )
     values = config.stored()
     wrong = _type_faults(values)
     if wrong:  # values of the wrong type make every question about two of them meaningless
-        raise Contradiction([*wrong.values(), *_choice_faults({name: value for name, value in values.items() if name not in wrong})])
-    faults = _choice_faults(values) + _base_faults(values) + _quant_faults(values) + _state_faults(values) + _scale_faults(values) + _edge_faults(values, layers)
+        raise Contradiction(
+            [*wrong.values(), *_choice_faults({name: value for name, value in values.items() if name not in wrong})]
+        )
+    faults = (
+        _choice_faults(values)
+        + _base_faults(values)
+        + _quant_faults(values)
+        + _state_faults(values)
+        + _scale_faults(values)
+        + _edge_faults(values, layers)
+    )
     module_regions = _module_regions(values, faults)
     if faults:
         raise Contradiction(faults)
@@ -79,7 +90,9 @@ def _base(values: Mapping[str, Any]) -> DType:
 def _type_faults(values: Mapping[str, Any]) -> dict[str, str]:
     """field -> what is wrong with its type."""
     fields = MixedPrecisionConfig.__dataclass_fields__
-    return {name: fault for name, field in fields.items() if (fault := _type_fault(name, values[name], str(field.type)))}
+    return {
+        name: fault for name, field in fields.items() if (fault := _type_fault(name, values[name], str(field.type)))
+    }
 
 
 def _type_fault(name: str, value: Any, hint: str) -> str | None:
@@ -101,7 +114,11 @@ def _type_fault(name: str, value: Any, hint: str) -> str | None:
         "tuple[str, ...]": isinstance(value, (tuple, list)) and all(isinstance(item, str) for item in value),
         "Mapping[str, Any]": isinstance(value, Mapping) and all(isinstance(pattern, str) for pattern in value),
     }[expected]
-    words = {"bool": "true or false", "tuple[str, ...]": "a list of globs", "Mapping[str, Any]": "a mapping from glob (text) to rule"}
+    words = {
+        "bool": "true or false",
+        "tuple[str, ...]": "a list of globs",
+        "Mapping[str, Any]": "a mapping from glob (text) to rule",
+    }
     return None if fits else f"{name}={value!r}: expected {words.get(expected, expected)}, got {type(value).__name__}"
 
 
@@ -124,7 +141,9 @@ def _router_fault(value: Any) -> str | None:
             return None
     except BadValue:
         pass
-    return f"moe_router_dtype={say(value)!r} is not one of fp32, fp64 or null (the router then follows the compute dtype)"
+    return (
+        f"moe_router_dtype={say(value)!r} is not one of fp32, fp64 or null (the router then follows the compute dtype)"
+    )
 
 
 def _base_faults(v: Mapping[str, Any]) -> list[str]:
@@ -136,10 +155,14 @@ def _base_faults(v: Mapping[str, Any]) -> list[str]:
     params, compute = v["params_dtype"], v["compute_dtype"]
     flag = f"{on[0]}=true" if len(on) == 1 else "no flag"
     if len(on) <= 1 and compute not in (None, base):
-        faults.append(f"compute_dtype={compute.short} but {flag} means {base.short}: set {compute.short}=true or drop compute_dtype")
+        faults.append(
+            f"compute_dtype={compute.short} but {flag} means {base.short}: set {compute.short}=true or drop compute_dtype"
+        )
     # FP32 storage under 16-bit compute is a real recipe (FSDP engines); every other mixture is not
     if len(on) <= 1 and params not in (None, base, DType.FP32):
-        faults.append(f"params_dtype={params.short} but {flag} means {base.short}: set {params.short}=true or params_dtype={base.short}")
+        faults.append(
+            f"params_dtype={params.short} but {flag} means {base.short}: set {params.short}=true or params_dtype={base.short}"
+        )
     if (v["fp8"] or v["fp4"]) and base is DType.FP32 and len(on) <= 1:
         faults.append(f"{'fp8' if v['fp8'] else 'fp4'} needs 16-bit compute around it: set bf16=true (or fp16=true)")
     return faults
@@ -159,14 +182,18 @@ def _quant_faults(v: Mapping[str, Any]) -> list[str]:
             faults.append(f"{low}_quantizer_factory needs {low} on and {low}_recipe='custom'")
     attention = [name for name in ("fp8_dot_product_attention", "fp8_multi_head_attention") if v[name]]
     if attention and not v["fp8"]:
-        faults.append(f"{' and '.join(attention)} without fp8: attention would stay in 16 bits, so set fp8 to a format or leave attention out")
+        faults.append(
+            f"{' and '.join(attention)} without fp8: attention would stay in 16 bits, so set fp8 to a format or leave attention out"
+        )
     if v["fp8_multi_head_attention"] and not v["fp8_dot_product_attention"]:
         faults.append("fp8_multi_head_attention needs fp8_dot_product_attention=true")
     if v["fp8_amax_history_len"] < 1:
         faults.append(f"fp8_amax_history_len={v['fp8_amax_history_len']}: at least 1")
     mxfp8 = bool(v["fp8"]) and v["fp8_recipe"] == "mxfp8" and bool(v["fp8_param"])
     if v["reuse_grad_buf_for_mxfp8_param_ag"] and not mxfp8:
-        faults.append("reuse_grad_buf_for_mxfp8_param_ag needs fp8 with fp8_recipe='mxfp8' and fp8_param_gather=true: set it to false")
+        faults.append(
+            "reuse_grad_buf_for_mxfp8_param_ag needs fp8 with fp8_recipe='mxfp8' and fp8_param_gather=true: set it to false"
+        )
     return faults
 
 
@@ -188,7 +215,9 @@ def _state_faults(v: Mapping[str, Any]) -> list[str]:
     faults = []
     params = v["params_dtype"] or _base(v)
     if v["main_params_dtype"] is DType.BF16 and params is not DType.BF16:
-        faults.append(f"main_params_dtype=bf16 with params_dtype={params.short}: a main copy is at least as wide as the parameters")
+        faults.append(
+            f"main_params_dtype=bf16 with params_dtype={params.short}: a main copy is at least as wide as the parameters"
+        )
     if v["main_grads_dtype"] not in (None, DType.FP32) and v["grad_reduce_in_fp32"]:
         faults.append(
             f"main_grads_dtype={v['main_grads_dtype'].short} but grad_reduce_in_fp32=true keeps FP32 gradient buffers: set grad_reduce_in_fp32=false"
@@ -198,7 +227,9 @@ def _state_faults(v: Mapping[str, Any]) -> list[str]:
         if low:
             faults.append(f"{', '.join(low)} needs use_precision_aware_optimizer=true")
     if v["store_param_remainders"] and params is not DType.BF16:
-        faults.append(f"store_param_remainders=true extends BF16 parameters by 16 bits; params_dtype is {params.short}: set it to false")
+        faults.append(
+            f"store_param_remainders=true extends BF16 parameters by 16 bits; params_dtype is {params.short}: set it to false"
+        )
     return faults
 
 
@@ -223,7 +254,9 @@ def _edge_faults(v: Mapping[str, Any], layers: int | None) -> list[str]:
     faults = [f"{name}={v[name]}: must not be negative" for name in names if (v[name] or 0) < 0]
     first, last = _ends(v)
     if v["first_last_layers_bf16"] and (v["fp8"] or v["fp4"]) and layers is not None and first + last > layers:
-        faults.append(f"{first} + {last} edge layers stay in {_base(v).short} but the model has {layers}: nothing would be quantized")
+        faults.append(
+            f"{first} + {last} edge layers stay in {_base(v).short} but the model has {layers}: nothing would be quantized"
+        )
     return faults
 
 
@@ -234,10 +267,21 @@ def _quant(v: Mapping[str, Any]) -> Quant | None:
         return default if v.get(name) is None else v[name]
 
     if v.get("fp4"):
-        return Quant(format=v["fp4"], scaling=get("fp4_recipe", "nvfp4"), stored=bool(get("fp4_param", False)), factory=v.get("fp4_quantizer_factory"))
+        return Quant(
+            format=v["fp4"],
+            scaling=get("fp4_recipe", "nvfp4"),
+            stored=bool(get("fp4_param", False)),
+            factory=v.get("fp4_quantizer_factory"),
+        )
     if not v.get("fp8"):
         return None
-    attention: Attention = "multi_head" if get("fp8_multi_head_attention", False) else "dot_product" if get("fp8_dot_product_attention", False) else "none"
+    attention: Attention = (
+        "multi_head"
+        if get("fp8_multi_head_attention", False)
+        else "dot_product"
+        if get("fp8_dot_product_attention", False)
+        else "none"
+    )
     return Quant(
         format=v["fp8"],
         scaling=get("fp8_recipe", "tensorwise"),
@@ -259,14 +303,21 @@ def _module_regions(v: Mapping[str, Any], faults: list[str]) -> tuple[Region, ..
             found = _rule_faults(where, rule)
             faults += found
             if not found:
-                regions.append(Region(modules=pattern, quant=_quant({**rule, "fp8_param": rule.get("fp8_param", rule.get("fp8_param_gather"))})))
+                regions.append(
+                    Region(
+                        modules=pattern,
+                        quant=_quant({**rule, "fp8_param": rule.get("fp8_param", rule.get("fp8_param_gather"))}),
+                    )
+                )
             continue
         try:
             if dtype(rule) is not _base(v):
                 faults.append(f"{where}={rule!r}: a module that is not quantized stays in {_base(v).short}")
             regions.append(Region(modules=pattern))
         except BadValue:
-            faults.append(f"{where}={rule!r}: expected {_base(v).short!r} or a mapping such as {{fp8: hybrid, fp8_recipe: tensorwise}}")
+            faults.append(
+                f"{where}={rule!r}: expected {_base(v).short!r} or a mapping such as {{fp8: hybrid, fp8_recipe: tensorwise}}"
+            )
     return tuple(regions)
 
 
@@ -334,4 +385,3 @@ def _policy(v: Mapping[str, Any], module_regions: tuple[Region, ...]) -> Precisi
 def dead_patterns(patterns: Mapping[str, Any] | tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
     """The globs among `patterns` that match none of `names`: an exclusion that excludes nothing is an error, not a no-op."""
     return tuple(pattern for pattern in patterns if not fnmatch.filter(names, pattern))
-

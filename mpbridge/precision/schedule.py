@@ -12,7 +12,10 @@ from mpbridge.errors import BadValue, Contradiction
 Unit = Literal["percent", "steps", "tokens"]
 
 _MULTIPLE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
-_MARK = re.compile(r"^(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(?P<multiple>[kmbt]?)\s*(?P<unit>%|percent|steps?|tokens?)?$", re.IGNORECASE)
+_MARK = re.compile(
+    r"^(?P<number>\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*(?P<multiple>[kmbt]?)\s*(?P<unit>%|percent|steps?|tokens?)?$",
+    re.IGNORECASE,
+)
 _FORMS = "'90%', a number of steps (1000 or '1000 steps'), or tokens ('2B tokens')"
 
 
@@ -27,7 +30,7 @@ class Mark:
     def parse(cls, text: object) -> Mark:
         """The mark that '90%', 1000, '1000 steps', '2B tokens' or {tokens: 2e9} stands for; raises BadValue."""
         if isinstance(text, Mapping) and len(text) == 1:
-            (unit, amount), = text.items()
+            ((unit, amount),) = text.items()
             return cls.parse(f"{amount} {unit}")
         found = None if isinstance(text, bool) else _MARK.match(str(text).strip())
         if found is None:
@@ -92,14 +95,22 @@ def spans(stages: Sequence[S], *, steps: int, tokens_per_step: int) -> tuple[Spa
     start = 0
     for index, stage in enumerate(stages):
         try:
-            stop = steps if stage.until is None else Mark.parse(stage.until).step(steps=steps, tokens_per_step=tokens_per_step)
+            stop = (
+                steps
+                if stage.until is None
+                else Mark.parse(stage.until).step(steps=steps, tokens_per_step=tokens_per_step)
+            )
         except BadValue as error:
             faults.append(f"stage {index + 1} ({stage.recipe}): {error}")
             continue
         if stop <= start and steps:
-            faults.append(f"stage {index + 1} ({stage.recipe}) ends at step {stop}, but it begins behind step {start}: give it a later `until`")
+            faults.append(
+                f"stage {index + 1} ({stage.recipe}) ends at step {stop}, but it begins behind step {start}: give it a later `until`"
+            )
         if stop > steps:
-            faults.append(f"stage {index + 1} ({stage.recipe}) ends at step {stop}, behind the run's last step {steps}: end it earlier, or train longer")
+            faults.append(
+                f"stage {index + 1} ({stage.recipe}) ends at step {stop}, behind the run's last step {steps}: end it earlier, or train longer"
+            )
         found.append(Span(index=index, start=start, stop=stop, stage=stage))
         start = max(start, stop)
     if faults:

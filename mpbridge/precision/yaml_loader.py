@@ -21,7 +21,9 @@ def _loader() -> Any:
                     continue
                 name = self.construct_object(key_node, deep=deep)
                 if isinstance(name, (str, int, float, bool)) and name in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"key {name!r} appears twice", key_node.start_mark)
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key {name!r} appears twice", key_node.start_mark
+                    )
                 if isinstance(name, (str, int, float, bool)):
                     seen.add(name)
             mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)

@@ -33,7 +33,10 @@ class MetricsLog:
         if self._file is None:
             return
         # JSON has no NaN; float() reads these words back
-        plain = {key: value if not isinstance(value, float) or math.isfinite(value) else str(value) for key, value in values.items()}
+        plain = {
+            key: value if not isinstance(value, float) or math.isfinite(value) else str(value)
+            for key, value in values.items()
+        }
         self._file.write(json.dumps(plain) + "\n")
         if self._board is not None and board:
             for key, value in values.items():

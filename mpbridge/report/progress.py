@@ -22,7 +22,12 @@ class ProgressLine:
         self._task: TaskID = TaskID(0)
         self._drawn = 0.0
         if bar and console.is_terminal:
-            columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+            columns = (
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
+            )
             self._bar = Progress(*columns, console=console, auto_refresh=False, transient=True)
             self._task = self._bar.add_task("", total=total, completed=done)
 
@@ -50,6 +55,8 @@ class ProgressLine:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()

@@ -20,7 +20,9 @@ OVERRIDDEN = "bold yellow"
 
 def plan_table(plan: Plan, *, title: str = "what the recipe decides") -> Table:
     """Field, before, after, why, who had set it, and the line that would keep it: one row for every write, overridden values marked."""
-    table = _table(title, ("field", "before", "after", "why", "had been set by", "to keep it"), whole=("field", "to keep it"))
+    table = _table(
+        title, ("field", "before", "after", "why", "had been set by", "to keep it"), whole=("field", "to keep it")
+    )
     for write in plan.writes:
         keep = (write.keep or "another recipe: mpbridge list") if write.conflict else ""
         who = write.set_by if write.set_by != "nobody" else ""
@@ -28,7 +30,10 @@ def plan_table(plan: Plan, *, title: str = "what the recipe decides") -> Table:
         # Text, not str: a value with brackets in it is no markup
         table.add_row(*(Text(cell) for cell in cells), style=OVERRIDDEN if write.conflict else None)
     for kept in plan.kept:
-        table.add_row(*(Text(cell) for cell in (f"{kept.target}.{kept.field}", show(kept.value), "left alone", kept.why, "", "")), style="dim")
+        table.add_row(
+            *(Text(cell) for cell in (f"{kept.target}.{kept.field}", show(kept.value), "left alone", kept.why, "", "")),
+            style="dim",
+        )
     return table
 
 

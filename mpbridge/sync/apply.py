@@ -1,6 +1,6 @@
 """Writing a plan onto live objects: checked on twins, all or nothing, with a receipt. Knows no framework: how values are spelled is handed in.
 
-`mpbridge.engines.targets.apply` is the public one: it asks the machine first and spells values for megatron-core.
+`mpbridge.megatron.targets.apply` is the public one: it asks the machine first and spells values for megatron-core.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from mpbridge.sync.targets import holder, is_inputs, read, same
 Spell = Callable[[ModuleRules, Any], Any]
 """(rules, the live model config) -> megatron-core's quant_recipe."""
 
-_BODY: Mapping[str, str] = MappingProxyType({"model": "params_dtype", "optimizer": "params_dtype", "ddp": "grad_reduce_in_fp32"})
+_BODY: Mapping[str, str] = MappingProxyType(
+    {"model": "params_dtype", "optimizer": "params_dtype", "ddp": "grad_reduce_in_fp32"}
+)
 """A field whose holder is megatron-core's config itself."""
 _FILLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -42,10 +44,14 @@ def commit(plan: Plan, *, on_conflict: Literal["warn", "error"] = "warn", spell:
     if on_conflict not in ("warn", "error"):
         raise BadValue(f"on_conflict={on_conflict!r}: expected 'warn' or 'error'")
     if plan.conflicts and on_conflict == "error":
-        raise Conflict("\n".join(["the recipe overrides values that were set:", *(f"  - {write}" for write in plan.conflicts)]))
+        raise Conflict(
+            "\n".join(["the recipe overrides values that were set:", *(f"  - {write}" for write in plan.conflicts)])
+        )
     for name, target in plan.targets.items():
         if is_inputs(target):
-            raise BadValue(f"the {name} target is a mapping of inputs: build() constructs megatron-core's config from it, apply() is for live objects")
+            raise BadValue(
+                f"the {name} target is a mapping of inputs: build() constructs megatron-core's config from it, apply() is for live objects"
+            )
     _refuse_stale(plan)
     bodies = {name: body for name, target in plan.targets.items() if (body := holder(target, _BODY[name])) is not None}
     sick = {name: _check(body)[1] for name, body in bodies.items()}
@@ -69,7 +75,11 @@ def _refuse_stale(plan: Plan) -> None:
         if not same(now := read(plan.targets[write.target], write.field), write.before)
     ]
     if changed:
-        raise StalePlan("\n".join(["the targets changed after the plan was made, plan again:", *(f"  - {line}" for line in changed)]))
+        raise StalePlan(
+            "\n".join(
+                ["the targets changed after the plan was made, plan again:", *(f"  - {line}" for line in changed)]
+            )
+        )
 
 
 def _write(plan: Plan, spell: Spell | None) -> list[tuple[Any, str, Any]]:
@@ -92,7 +102,9 @@ def spelled(value: Any, owner: Any, spell: Spell | None) -> Any:
         return value.torch()
     if isinstance(value, ModuleRules):
         if spell is None:
-            raise BadValue("the plan has rules for single modules: use mpbridge.apply, or hand in spell=mpbridge.engines.quant_recipe.compile_rules")
+            raise BadValue(
+                "the plan has rules for single modules: use mpbridge.apply, or hand in spell=mpbridge.megatron.quant_recipe.compile_rules"
+            )
         return spell(value, owner)
     return value
 

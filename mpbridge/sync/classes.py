@@ -14,16 +14,25 @@ LOOKS_LIKE_PRECISION = re.compile(
 
 USERS_OWN: Mapping[tuple[str, str], str] = MappingProxyType(
     {
-        ("model", "activation_func_fp8_input_store"): "stores an activation's input in FP8 for the backward pass, whether GEMMs are quantized or not",
+        (
+            "model",
+            "activation_func_fp8_input_store",
+        ): "stores an activation's input in FP8 for the backward pass, whether GEMMs are quantized or not",
         ("model", "disable_parameter_transpose_cache"): "memory against time in Transformer Engine",
         ("model", "fp8_interval"): "read nowhere in megatron-core 0.16.1",
         ("model", "tp_only_amax_red"): "whose amax values are combined in FP8: a question of communication",
         ("model", "use_kitchen"): "another quantization library altogether",
         ("model", "use_kitchen_attention"): "another quantization library altogether",
         ("model", "kitchen_attention_backend"): "another quantization library altogether",
-        ("model", "apply_query_key_layer_scaling"): "scales attention scores by the layer's number (and forces an FP32 softmax)",
+        (
+            "model",
+            "apply_query_key_layer_scaling",
+        ): "scales attention scores by the layer's number (and forces an FP32 softmax)",
         ("optimizer", "muon_fp32_matmul_prec"): "Muon's own arithmetic",
-        ("ddp", "reduce_scatter_with_fp32_accumulation"): "sums 16-bit gradients locally in FP32: a choice beside grad_reduce_in_fp32",
+        (
+            "ddp",
+            "reduce_scatter_with_fp32_accumulation",
+        ): "sums 16-bit gradients locally in FP32: a choice beside grad_reduce_in_fp32",
         ("ddp", "check_for_large_grads"): "a check, and not about precision alone",
     }
 )
@@ -31,7 +40,10 @@ USERS_OWN: Mapping[tuple[str, str], str] = MappingProxyType(
 
 PROCESS_WIDE: Mapping[tuple[str, str], str] = MappingProxyType(
     {
-        ("model", "disable_bf16_reduced_precision_matmul"): "sets torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction for the whole process, "
+        (
+            "model",
+            "disable_bf16_reduced_precision_matmul",
+        ): "sets torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction for the whole process, "
         "also for what runs later; the CPU device layer puts the flag back",
     }
 )
@@ -39,7 +51,10 @@ PROCESS_WIDE: Mapping[tuple[str, str], str] = MappingProxyType(
 
 NOT_PRECISION: Mapping[tuple[str, str], str] = MappingProxyType(
     {
-        ("model", "grad_scale_func"): "a function that training scripts set: the loss scale's, after the optimizer exists",
+        (
+            "model",
+            "grad_scale_func",
+        ): "a function that training scripts set: the loss scale's, after the optimizer exists",
         ("model", "layernorm_epsilon"): "the norm's formula",
         ("model", "moe_router_topk_scaling_factor"): "the router's formula",
         ("model", "mscale"): "YaRN's formula",

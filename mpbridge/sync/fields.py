@@ -216,16 +216,57 @@ _HALVES: tuple[Place, ...] = (
     _row("model", "bf16", lambda f: f.policy.compute is DType.BF16, "the model computes in BF16", False),
     _row("model", "fp16", lambda f: f.policy.compute is DType.FP16, "the model computes in FP16", False),
     # with bf16 on, megatron-core's optimizer keeps an FP32 copy (Float16Optimizer); off, it updates the parameters themselves (FP32Optimizer)
-    _row("optimizer", "bf16", lambda f: f.policy.compute is DType.BF16 and f.policy.main_params_owner != "params", "main weights beside BF16 parameters", False),
+    _row(
+        "optimizer",
+        "bf16",
+        lambda f: f.policy.compute is DType.BF16 and f.policy.main_params_owner != "params",
+        "main weights beside BF16 parameters",
+        False,
+    ),
     _row("optimizer", "fp16", lambda f: f.policy.compute is DType.FP16, "main weights beside FP16 parameters", False),
     _row("model", "params_dtype", lambda f: f.policy.params, "resident parameters", DType.FP32),
     _row("optimizer", "params_dtype", lambda f: f.policy.params, "resident parameters", DType.FP32),
-    _row("model", "pipeline_dtype", lambda f: f.policy.pipeline, "activations between pipeline stages", None, knob="pipeline_dtype"),
-    _row("model", "enable_autocast", lambda f: f.policy.autocast is not None, "torch autocast around the model", False, knob="autocast_enabled"),
-    _row("model", "autocast_dtype", lambda f: f.policy.autocast or f.policy.params, "follows params_dtype unless autocast is on", None, knob="autocast_dtype",
-         turns=lambda f, v: f.policy.autocast is not None),
-    _row("model", "fp32_residual_connection", _stated("residual_fp32"), "the residual stream", False, knob="fp32_residual_connection"),
-    _row("model", "attention_softmax_in_fp32", _softmax, "the softmax of attention", True, knob="attention_softmax_in_fp32"),
+    _row(
+        "model",
+        "pipeline_dtype",
+        lambda f: f.policy.pipeline,
+        "activations between pipeline stages",
+        None,
+        knob="pipeline_dtype",
+    ),
+    _row(
+        "model",
+        "enable_autocast",
+        lambda f: f.policy.autocast is not None,
+        "torch autocast around the model",
+        False,
+        knob="autocast_enabled",
+    ),
+    _row(
+        "model",
+        "autocast_dtype",
+        lambda f: f.policy.autocast or f.policy.params,
+        "follows params_dtype unless autocast is on",
+        None,
+        knob="autocast_dtype",
+        turns=lambda f, v: f.policy.autocast is not None,
+    ),
+    _row(
+        "model",
+        "fp32_residual_connection",
+        _stated("residual_fp32"),
+        "the residual stream",
+        False,
+        knob="fp32_residual_connection",
+    ),
+    _row(
+        "model",
+        "attention_softmax_in_fp32",
+        _softmax,
+        "the softmax of attention",
+        True,
+        knob="attention_softmax_in_fp32",
+    ),
     _row("model", "moe_router_dtype", _router, "the router's arithmetic", None, knob="moe_router_dtype"),
 )
 _LOW: tuple[Place, ...] = (
@@ -303,5 +344,7 @@ _CLEARED: tuple[Place, ...] = (
     _row("model", "moe_router_padding_for_fp8", _needs("quantized"), "megatron-core refuses it without FP8 or FP4", False, kind="cleared"),
 )  # fmt: skip
 
-TABLE: tuple[Place, ...] = tuple(sorted((*_HALVES, *_LOW, *_STATES, *_CLEARED), key=lambda place: TARGETS.index(place.target)))
+TABLE: tuple[Place, ...] = tuple(
+    sorted((*_HALVES, *_LOW, *_STATES, *_CLEARED), key=lambda place: TARGETS.index(place.target))
+)
 """All rows, by target; the order in which a plan lists them."""

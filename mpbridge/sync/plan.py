@@ -108,7 +108,9 @@ class Plan:
             "realization": self.realization,
             "policy": None if self.policy is None else self.policy.as_data(),
             "fingerprint": None if self.policy is None else self.policy.fingerprint(),
-            "writes": [{f.name: plain(getattr(write, f.name)) for f in dataclasses.fields(write)} for write in self.writes],
+            "writes": [
+                {f.name: plain(getattr(write, f.name)) for f in dataclasses.fields(write)} for write in self.writes
+            ],
             "kept": [{f.name: plain(getattr(kept, f.name)) for f in dataclasses.fields(kept)} for kept in self.kept],
         }
 
@@ -137,13 +139,24 @@ def plan(
     if realization not in get_args(Realization):
         raise BadValue(f"realization={realization!r}: expected {' or '.join(map(repr, get_args(Realization)))}")
     if not isinstance(policy, PrecisionPolicy | None):
-        raise BadValue(f"plan() got a {type(policy).__name__}, expected a PrecisionPolicy: resolve(get_mixed_precision_config(name)) makes one")
+        raise BadValue(
+            f"plan() got a {type(policy).__name__}, expected a PrecisionPolicy: resolve(get_mixed_precision_config(name)) makes one"
+        )
     given = {"model": model, "optimizer": optimizer, "ddp": ddp}
-    reading = _Reading(targets={name: given[name] for name in TARGETS if given[name] is not None}, origin=origin, after=after or Receipt())
+    reading = _Reading(
+        targets={name: given[name] for name in TARGETS if given[name] is not None},
+        origin=origin,
+        after=after or Receipt(),
+    )
     facts = None if policy is None else Facts(policy=_spoken(policy, realization), fp8=policy.fp8, own=reading.own)
     writes = tuple(write for row in TABLE if row.target in reading.targets for write in reading.writes(row, facts))
     return Plan(
-        policy=policy, realization=realization, writes=writes, kept=tuple(reading.kept()), targets=reading.targets, after=reading.after
+        policy=policy,
+        realization=realization,
+        writes=writes,
+        kept=tuple(reading.kept()),
+        targets=reading.targets,
+        after=reading.after,
     )
 
 
@@ -189,10 +202,22 @@ class _Reading:
         set_by, conflict = self._set_by(row, now)
         why = "as it was before the earlier recipe" if wanted is KEEP else row.why
         if row.field == "moe_router_dtype" and now not in (UNSET, None) and _means(now) == new:
-            conflict, why = False, f"megatron-core compares with the strings 'fp32' and 'fp64': {now} there does nothing"
+            conflict, why = (
+                False,
+                f"megatron-core compares with the strings 'fp32' and 'fp64': {now} there does nothing",
+            )
         turns = conflict and row.knob is not None and facts is not None and row.turns(facts, now)
         keep = f"mixed_precision.{row.knob}={_yaml(now)}" if turns else None
-        yield Write(target=row.target, field=row.field, before=now, after=new, why=why, set_by=set_by, conflict=conflict, keep=keep)
+        yield Write(
+            target=row.target,
+            field=row.field,
+            before=now,
+            after=new,
+            why=why,
+            set_by=set_by,
+            conflict=conflict,
+            keep=keep,
+        )
 
     def _set_by(self, row: Place, now: Any) -> tuple[str, bool]:
         target, name = self.targets[row.target], f"{row.target}.{row.field}"
@@ -215,7 +240,9 @@ class _Reading:
         owner = holder(self.targets[row.target], row.field)
         if row.field == "autocast_dtype":
             return same(now, getattr(owner, "params_dtype", None))
-        return row.field == "moe_router_padding_for_quantization" and bool(getattr(owner, "moe_router_padding_for_fp8", False))
+        return row.field == "moe_router_padding_for_quantization" and bool(
+            getattr(owner, "moe_router_padding_for_fp8", False)
+        )
 
     def kept(self) -> Iterator[Kept]:
         for (name, field_name), why in (*USERS_OWN.items(), *PROCESS_WIDE.items()):
@@ -233,7 +260,9 @@ def show(value: Any) -> str:
     if value is UNSET:
         return "not given"
     if isinstance(value, ModuleRules):
-        return "rules for " + ", ".join(dict.fromkeys(region.modules for region in value.regions if region.modules != "*"))
+        return "rules for " + ", ".join(
+            dict.fromkeys(region.modules for region in value.regions if region.modules != "*")
+        )
     return say(value)
 
 

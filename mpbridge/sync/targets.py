@@ -23,7 +23,9 @@ def is_inputs(target: Any) -> bool:
 def holder(target: Any, field: str) -> Any:
     """The object that declares `field`: the target itself, or what it carries; None when nobody does."""
     for owner in (target, *(getattr(target, name, None) for name in CARRIED_AS)):
-        if owner is not None and (field in getattr(type(owner), "__dataclass_fields__", {}) or field in getattr(owner, "__dict__", {})):
+        if owner is not None and (
+            field in getattr(type(owner), "__dataclass_fields__", {}) or field in getattr(owner, "__dict__", {})
+        ):
             return owner
     return None
 

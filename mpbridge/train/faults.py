@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
+from mpbridge.devices.together import agreed
 from mpbridge.errors import BadValue, MpbridgeError, Refused
 from mpbridge.train.hooks import Hook
-from mpbridge.train.keep import Keeper
-from mpbridge.train.together import agreed
+from mpbridge.train.keeper import Keeper
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -37,7 +37,10 @@ def record(training: Training, event: str, text: str, **facts: Any) -> None:
     training.say(text)
     folder = training.run.logger.get("log_dir")
     if folder and dist.get_rank() == 0:
-        plain = {name: value if not isinstance(value, float) or math.isfinite(value) else str(value) for name, value in facts.items()}
+        plain = {
+            name: value if not isinstance(value, float) or math.isfinite(value) else str(value)
+            for name, value in facts.items()
+        }
         row = {"iteration": training.counters.iteration, "event": event, "text": text} | plain
         Path(folder).mkdir(parents=True, exist_ok=True)
         with (Path(folder) / EVENTS).open("a", encoding="utf-8") as stream:
@@ -93,7 +96,9 @@ class Nonfinite(Hook):
         self.keeper = keeper
         self.before = 0
         if self.act == "rollback" and keeper.folder is None:
-            raise BadValue(f"train.nonfinite={setting!r} needs checkpoints to go back to: set checkpoint.save and checkpoint.save_interval")
+            raise BadValue(
+                f"train.nonfinite={setting!r} needs checkpoints to go back to: set checkpoint.save and checkpoint.save_interval"
+            )
 
     def started(self, training: Training) -> None:
         """Counts from what was loaded."""
@@ -125,7 +130,12 @@ class Nonfinite(Hook):
             record(training, "nonfinite", f"{text}: the run stops, {why}", **facts)
             return
         self.left -= 1
-        record(training, "rollback", f"{text}: back to {place.name}, on behind the samples that led there; {self.left} rollbacks left", **facts)
+        record(
+            training,
+            "rollback",
+            f"{text}: back to {place.name}, on behind the samples that led there; {self.left} rollbacks left",
+            **facts,
+        )
 
 
 def parse_nonfinite(setting: Any) -> tuple[Literal["skip", "stop", "rollback"], int]:
@@ -134,11 +144,22 @@ def parse_nonfinite(setting: Any) -> tuple[Literal["skip", "stop", "rollback"], 
         return setting, 0
     found = re.fullmatch(r"rollback (\d+)", str(setting))
     if found is None or not int(found[1]):
-        raise BadValue(f"train.nonfinite={setting!r}: expected 'skip', 'stop' or 'rollback N' with N of at least 1 (how often a run may go back)")
+        raise BadValue(
+            f"train.nonfinite={setting!r}: expected 'skip', 'stop' or 'rollback N' with N of at least 1 (how often a run may go back)"
+        )
     return "rollback", int(found[1])
 
 
-_GONE = ("closed by peer", "connection reset", "timed out", "timeout", "broken pipe", "no response", "unable to reach", "socket closed")
+_GONE = (
+    "closed by peer",
+    "connection reset",
+    "timed out",
+    "timeout",
+    "broken pipe",
+    "no response",
+    "unable to reach",
+    "socket closed",
+)
 
 
 @contextmanager

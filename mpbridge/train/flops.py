@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpbridge.checks.run import ModelShape
+from mpbridge.facts import ModelShape
 
 
 def flops_per_token(shape: ModelShape) -> int:
@@ -34,7 +34,9 @@ def _attention(shape: ModelShape) -> tuple[int, int]:
     query_key, value = mla["qk_head_dim"] + mla["qk_pos_emb_head_dim"], mla["v_head_dim"]
     low = mla.get("q_lora_rank") or 0
     query = low * (hidden + heads * query_key) if low else hidden * heads * query_key
-    key_value = hidden * (mla["kv_lora_rank"] + mla["qk_pos_emb_head_dim"]) + mla["kv_lora_rank"] * heads * (mla["qk_head_dim"] + value)
+    key_value = hidden * (mla["kv_lora_rank"] + mla["qk_pos_emb_head_dim"]) + mla["kv_lora_rank"] * heads * (
+        mla["qk_head_dim"] + value
+    )
     return query + key_value + heads * value * hidden, heads * (query_key + value)
 
 

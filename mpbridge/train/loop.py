@@ -37,7 +37,11 @@ if TYPE_CHECKING:
 
 
 def pretrain(
-    run: Run, *, dataset: Iterable[Mapping[str, torch.Tensor]] | None = None, hooks: Iterable[Hook] = (), quiet: bool = False
+    run: Run,
+    *,
+    dataset: Iterable[Mapping[str, torch.Tensor]] | None = None,
+    hooks: Iterable[Hook] = (),
+    quiet: bool = False,
 ) -> Summary:
     """Trains as `run` says and returns the figures; every rank of the job calls it.
 
@@ -91,7 +95,10 @@ class _Steps:
         self.tokens = self.global_batch * training.feed.seq_length
         self.meter = Meter(flops=flops_per_token(run.facts.shape), processes=dist.get_world_size())
         self.eval_losses: list[tuple[int, float]] = []
-        self.eval_interval, self.eval_iters = int(run.train.get("eval_interval") or 0), int(run.train.get("eval_iters") or 0)
+        self.eval_interval, self.eval_iters = (
+            int(run.train.get("eval_interval") or 0),
+            int(run.train.get("eval_iters") or 0),
+        )
         self.folder = Path(run.logger["log_dir"]) if run.logger.get("log_dir") and rank() == 0 else None
 
     def go(self, stack: ExitStack, out: Any) -> Summary:
@@ -103,7 +110,9 @@ class _Steps:
         log = MetricsLog(self.folder, tensorboard=bool(run.logger.get("tensorboard")), after=counters.iteration)
         stack.callback(log.close)
         bar = bool(run.logger.get("progress", True))
-        training.progress = stack.enter_context(ProgressLine(out, total=self.total, done=counters.iteration, interval=interval, bar=bar))
+        training.progress = stack.enter_context(
+            ProgressLine(out, total=self.total, done=counters.iteration, interval=interval, bar=bar)
+        )
         stream, training.moved = training.feed.batches("train", counters.consumed, self.rank, self.ranks), False
         self.hooks.started(training)
         while counters.iteration < self.total and training.stop is None:

@@ -15,7 +15,9 @@ def train_iters(run: Run) -> int:
     """Steps of the run; raises BadValue that names the field when it is missing."""
     value = run.train.get("train_iters")
     if value is None:
-        raise BadValue("train.train_iters is missing: it says how long to train, whatever the length of the data (train.train_iters=200)")
+        raise BadValue(
+            "train.train_iters is missing: it says how long to train, whatever the length of the data (train.train_iters=200)"
+        )
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise BadValue(f"train.train_iters={value!r}: expected a number of steps, 0 or more")
     return value
@@ -34,16 +36,29 @@ def scheduler_arguments(run: Run) -> dict[str, Any]:
     first, last = plan.get("start_weight_decay"), plan.get("end_weight_decay")
     first, last = (weight_decay if value is None else float(value) for value in (first, last))
     wsd = plan.get("lr_wsd_decay_iters")
-    style, steady = plan.get("lr_decay_style") or "linear", (plan.get("weight_decay_incr_style") or "constant") == "constant"
+    style, steady = (
+        plan.get("lr_decay_style") or "linear",
+        (plan.get("weight_decay_incr_style") or "constant") == "constant",
+    )
     faults = [
         *([f"optimizer.lr={peak}: expected a positive number"] if peak <= 0 else []),
         *([f"optimizer.min_lr={least} is above optimizer.lr={peak}"] if least > peak else []),
         *([f"scheduler.lr_warmup_init={start} is above optimizer.lr={peak}"] if start > peak else []),
-        *([f"scheduler.lr_warmup_iters={warmup} does not end before scheduler.lr_decay_iters={decay}"] if warmup >= decay else []),
-        *(["scheduler.lr_decay_style='WSD' needs scheduler.lr_wsd_decay_iters"] if style == "WSD" and wsd is None else []),
+        *(
+            [f"scheduler.lr_warmup_iters={warmup} does not end before scheduler.lr_decay_iters={decay}"]
+            if warmup >= decay
+            else []
+        ),
+        *(
+            ["scheduler.lr_decay_style='WSD' needs scheduler.lr_wsd_decay_iters"]
+            if style == "WSD" and wsd is None
+            else []
+        ),
         *([f"scheduler.start_weight_decay={first} is above end_weight_decay={last}"] if first > last else []),
         *(
-            [f"scheduler.start_weight_decay={first} and end_weight_decay={last} differ: give scheduler.weight_decay_incr_style=linear or cosine"]
+            [
+                f"scheduler.start_weight_decay={first} and end_weight_decay={last} differ: give scheduler.weight_decay_incr_style=linear or cosine"
+            ]
             if steady and first < last
             else []
         ),
@@ -84,5 +99,8 @@ def scheduler(run: Run, optimizer: Any) -> Any:
 def _warmup(plan: Mapping[str, Any], steps: int) -> int:
     iterations, fraction = plan.get("lr_warmup_iters") or 0, plan.get("lr_warmup_fraction")
     if fraction is not None and iterations:
-        raise Contradiction([f"scheduler.lr_warmup_iters={iterations} and lr_warmup_fraction={fraction} are both set; keep one"], subject="the schedule")
+        raise Contradiction(
+            [f"scheduler.lr_warmup_iters={iterations} and lr_warmup_fraction={fraction} are both set; keep one"],
+            subject="the schedule",
+        )
     return round(float(fraction) * steps) if fraction is not None else int(iterations)

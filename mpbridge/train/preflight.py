@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from mpbridge.checks.fit import require_here
-from mpbridge.checks.probe import installed
-from mpbridge.checks.rules import Violation
+from mpbridge.hardware.probe import installed
 from mpbridge.report.tables import plan_table
+from mpbridge.rules.admit import require_here
+from mpbridge.rules.table import Violation
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -23,7 +23,9 @@ def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
     facts = run.facts
     machine, warnings = require_here(run.policy, facts)
     how = "natively" if facts.realization == "native" else "emulated"
-    out.print(f"recipe {run.recipe}, {how}, engine {facts.engine}, {facts.parallel.world_size} process(es) on {machine.name}")
+    out.print(
+        f"recipe {run.recipe}, {how}, engine {facts.engine}, {facts.parallel.world_size} process(es) on {machine.name}"
+    )
     out.print(plan_table(run.plan))
     for setting in run.brought:
         out.print(f"the recipe brings along {setting}", markup=False)

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.checks.resume import Verdict, verdict
+from mpbridge.checkpoint import store
+from mpbridge.checkpoint.verdict import Verdict, verdict
+from mpbridge.devices.together import on_first_rank
 from mpbridge.errors import Contradiction, MpbridgeError, Refused
 from mpbridge.precision.schedule import Span, spans
-from mpbridge.train import store
 from mpbridge.train.hooks import Hook
-from mpbridge.train.keep import resume_point
-from mpbridge.train.together import on_first_rank
+from mpbridge.train.keeper import resume_point
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -35,7 +35,9 @@ def stage_run(run: Run, index: int) -> Run:
     container = run.container.copy()
     given: Any = run.container.mixed_precision
     part = given[index]
-    container.mixed_precision = {name: value for name, value in part.items() if name != "until"} if isinstance(part, Mapping) else part
+    container.mixed_precision = (
+        {name: value for name, value in part.items() if name != "until"} if isinstance(part, Mapping) else part
+    )
     container.engine = run.facts.engine
     made = container.resolved(run.facts.parallel.world_size, run.facts.machine, run.facts.versions)
     return dataclasses.replace(made, container=run.container, stages=run.stages)
@@ -59,8 +61,8 @@ def check_stages(run: Run) -> list[str]:
     """
     if len(run.stages) < 2:
         return []
-    from mpbridge.checks.fit import require_here
-    from mpbridge.train.checkpoint import of_run
+    from mpbridge.checkpoint.io import of_run
+    from mpbridge.rules.admit import require_here
 
     runs = [stage_run(run, span.index) for span in spans_of(run)]
     faults, lines = [], []
@@ -74,7 +76,9 @@ def check_stages(run: Run) -> list[str]:
         answer = verdict(of_run(before), of_run(after))
         lines.append(f"  then {before.recipe} -> {after.recipe}: {_short(answer)}")
         if not answer.goes_on:
-            faults.append(f"from stage {index} to {index + 1} ({before.recipe} -> {after.recipe}): {'; '.join(answer.why)}")
+            faults.append(
+                f"from stage {index} to {index + 1} ({before.recipe} -> {after.recipe}): {'; '.join(answer.why)}"
+            )
     if faults:
         raise Refused(str(Contradiction(faults, subject="the schedule of recipes cannot be run")))
     return lines
@@ -107,8 +111,8 @@ def switch(training: Training) -> None:
 
     By way of a checkpoint: the state is the one that a resume would find. Every rank calls it.
     """
+    from mpbridge.checkpoint import io as checkpoint
     from mpbridge.engines.registry import build_engine
-    from mpbridge.train import checkpoint
     from mpbridge.train.faults import record
     from mpbridge.train.lr import scheduler
 
@@ -125,7 +129,9 @@ def switch(training: Training) -> None:
     finally:
         on_first_rank(lambda: shutil.rmtree(folder, ignore_errors=True))
     text = f"step {training.counters.iteration}: {before.recipe} -> {after.recipe}: {_short(answer)}"
-    record(training, "recipe", text, before=before.recipe, after=after.recipe, verdict=answer.kind, lost=list(answer.lost))
+    record(
+        training, "recipe", text, before=before.recipe, after=after.recipe, verdict=answer.kind, lost=list(answer.lost)
+    )
     training.notes[f"recipe from step {training.counters.iteration + 1}"] = after.recipe
 
 

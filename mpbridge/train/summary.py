@@ -72,4 +72,6 @@ class Summary:
 def write_summary(summary: Summary, folder: Path | None) -> None:
     """Writes `folder`/summary.json; nothing where folder is None."""
     if folder is not None:
-        (folder / "summary.json").write_text(json.dumps(summary.as_data(), indent=2, default=str) + "\n", encoding="utf-8")
+        (folder / "summary.json").write_text(
+            json.dumps(summary.as_data(), indent=2, default=str) + "\n", encoding="utf-8"
+        )

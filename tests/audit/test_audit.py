@@ -20,7 +20,6 @@ SHARDED = {"use_distributed_optimizer": True}
 AWARE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
 
 
-
 def promise(engine: Any, *, emulate: bool = False, **facts: Any) -> None:
     """Makes the run promise something else than what was built: the engine is wrong from then on."""
     policy = dataclasses.replace(engine.run.policy, **facts)
@@ -35,8 +34,14 @@ HEALTHY = {
     "overlap": ("bf16", {"ddp": SHARDED | {"overlap_grad_reduce": True, "overlap_param_gather": True}}),
     "fp16": ("fp16", {}),
     # megatron-core keeps the main weights under these scalings, emulated or not
-    "tensorwise with FusedAdam's states": ("bf16_with_fp8_current_scaling_mixed", {"emulate": True, "ddp": SHARDED, "optimizer": AWARE, "model": {"num_layers": 3}}),
-    "delayed with FusedAdam's states": ("bf16_with_fp8_delayed_scaling_mixed", {"emulate": True, "ddp": SHARDED, "optimizer": {"use_precision_aware_optimizer": True}}),
+    "tensorwise with FusedAdam's states": (
+        "bf16_with_fp8_current_scaling_mixed",
+        {"emulate": True, "ddp": SHARDED, "optimizer": AWARE, "model": {"num_layers": 3}},
+    ),
+    "delayed with FusedAdam's states": (
+        "bf16_with_fp8_delayed_scaling_mixed",
+        {"emulate": True, "ddp": SHARDED, "optimizer": {"use_precision_aware_optimizer": True}},
+    ),
 }
 
 
@@ -55,7 +60,13 @@ def test_healthy_engine_is_as_promised_before_and_after_its_first_update(build: 
 
 
 KEPT = {"keep_fp32": ["*layernorm*"]}
-EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 32,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+}
 UNUSUAL = {
     # an update of SGD is the rate times the gradient, and most of it is below the rounding of BF16 weights
     "SGD, full BF16, small rate": ({"recipe": "full_bf16"}, {"optimizer": {"optimizer": "sgd", "lr": 1e-5}}),
@@ -112,7 +123,9 @@ def test_bytes_are_those_of_the_live_tensors(build: Any, drive: Any) -> None:
 
 def test_moment_cast_to_bf16_is_named(build: Any, drive: Any) -> None:
     engine, hook = build("bf16"), AuditHook(mode="warn")
-    engine.optimizer.step_with_ready_grads = _after(engine.optimizer.step_with_ready_grads, lambda: _narrow_a_moment(engine))
+    engine.optimizer.step_with_ready_grads = _after(
+        engine.optimizer.step_with_ready_grads, lambda: _narrow_a_moment(engine)
+    )
     drive(engine, hook)
     fault = hook.reports["live"].find("exp_avg")
     assert not fault.ok
@@ -151,7 +164,9 @@ def test_added_master_copy_is_named(build: Any, drive: Any) -> None:
     assert fault.bytes == 4 * sum(parameter.numel() for _, parameter in engine.named_parameters())
 
 
-@pytest.mark.parametrize("changes", [{}, {"ddp": SHARDED}, {"ddp": SHARDED, "optimizer": AWARE}], ids=["ddp", "sharded", "aware"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"ddp": SHARDED}, {"ddp": SHARDED, "optimizer": AWARE}], ids=["ddp", "sharded", "aware"]
+)
 def test_frozen_optimizer_stops_the_run_and_names_the_weights(build: Any, drive: Any, changes: Any) -> None:
     engine, hook = build("bf16", **changes), AuditHook()
     engine.optimizer.step_with_ready_grads = lambda: True
@@ -162,7 +177,9 @@ def test_frozen_optimizer_stops_the_run_and_names_the_weights(build: Any, drive:
 def test_one_frozen_parameter_is_named_alone(build: Any, drive: Any) -> None:
     engine, hook = build("bf16"), AuditHook(mode="warn")
     name, parameter = next((n, p) for n, p in engine.named_parameters() if "linear_fc1.weight" in n)
-    engine.optimizer.step_with_ready_grads = _around(engine.optimizer.step_with_ready_grads, parameter.main_param, parameter)
+    engine.optimizer.step_with_ready_grads = _around(
+        engine.optimizer.step_with_ready_grads, parameter.main_param, parameter
+    )
     drive(engine, hook)
     assert hook.reports["live"].find("weights moved").offenders == (name,)
 
@@ -197,7 +214,10 @@ def test_parameters_in_another_dtype_stop_the_run_before_the_first_step(build: A
 
 
 def test_linear_left_out_of_quantization_is_named(build: Any, drive: Any) -> None:
-    engine, hook = build("bf16_with_fp8_current_scaling_mixed", model={"num_layers": 4}, emulate=True), AuditHook(mode="warn")
+    engine, hook = (
+        build("bf16_with_fp8_current_scaling_mixed", model={"num_layers": 4}, emulate=True),
+        AuditHook(mode="warn"),
+    )
     good = audit(engine.run.policy, engine).find("linears")
     assert good.ok
     assert "8 hybrid tensorwise" in good.found  # two of four layers: the recipe keeps one BF16 layer at each end
@@ -220,8 +240,12 @@ def test_linear_that_computes_in_fp32_is_named(build: Any, drive: Any) -> None:
     engine, hook = build("bf16"), AuditHook(mode="warn")
     mlp = engine.model[0].module.module.decoder.layers[0].mlp
     wide, narrow = mlp.linear_fc1._forward_impl, mlp.linear_fc2._forward_impl
-    mlp.linear_fc1._forward_impl = lambda input, weight, *args, **kwargs: wide(input.float(), weight.float(), *args, **kwargs)
-    mlp.linear_fc2._forward_impl = lambda input, weight, *args, **kwargs: narrow(input.to(weight.dtype), weight, *args, **kwargs)
+    mlp.linear_fc1._forward_impl = lambda input, weight, *args, **kwargs: wide(
+        input.float(), weight.float(), *args, **kwargs
+    )
+    mlp.linear_fc2._forward_impl = lambda input, weight, *args, **kwargs: narrow(
+        input.to(weight.dtype), weight, *args, **kwargs
+    )
     drive(engine, hook)
     fault = hook.reports["live"].find("compute")
     assert fault.offenders == ("decoder.layers.0.mlp.linear_fc1",)
@@ -232,7 +256,10 @@ def test_autocast_that_nobody_promised_is_found(build: Any, drive: Any) -> None:
     engine, hook = build("bf16"), AuditHook(mode="warn")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         drive(engine, hook)
-    assert (hook.reports["live"].find("autocast").promised, hook.reports["live"].find("autocast").found) == ("off", "bfloat16")
+    assert (hook.reports["live"].find("autocast").promised, hook.reports["live"].find("autocast").found) == (
+        "off",
+        "bfloat16",
+    )
 
 
 def test_flags_that_disagree_about_the_gradient_are_found(build: Any) -> None:
@@ -247,7 +274,9 @@ def test_written_field_changed_behind_the_plan_is_found(build: Any) -> None:
     engine = build("bf16")
     assert audit(engine.run.policy, engine).find("derived flags").ok
     engine.model[0].config.bf16 = False
-    assert audit(engine.run.policy, engine).find("derived flags").offenders == ("model.bf16: promised true, found false",)
+    assert audit(engine.run.policy, engine).find("derived flags").offenders == (
+        "model.bf16: promised true, found false",
+    )
 
 
 @pytest.mark.parametrize("lr", [0.0, 1e-9])
@@ -279,7 +308,12 @@ def test_hooks_and_collectives_are_as_before_once_the_live_audit_is_done(build: 
     import torch.distributed as dist
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
-    before = (dist.all_reduce, dist.reduce_scatter_tensor, buffers.dist_reduce_scatter_func, buffers.dist_all_gather_func)
+    before = (
+        dist.all_reduce,
+        dist.reduce_scatter_tensor,
+        buffers.dist_reduce_scatter_func,
+        buffers.dist_all_gather_func,
+    )
     engine = build("bf16", ddp=SHARDED)
     hook = AuditHook()
     hook.built(SimpleNamespace(engine=engine))
@@ -287,7 +321,12 @@ def test_hooks_and_collectives_are_as_before_once_the_live_audit_is_done(build: 
     assert buffers.dist_reduce_scatter_func is not before[2]
     hook.closed()
     drive(engine, hook)
-    assert (dist.all_reduce, dist.reduce_scatter_tensor, buffers.dist_reduce_scatter_func, buffers.dist_all_gather_func) == before
+    assert (
+        dist.all_reduce,
+        dist.reduce_scatter_tensor,
+        buffers.dist_reduce_scatter_func,
+        buffers.dist_all_gather_func,
+    ) == before
     assert not any(module._forward_hooks for module in engine.model[0].modules())
 
 
@@ -343,7 +382,9 @@ def test_moved_needs_no_copy_of_the_weights(build: Any) -> None:
     assert not any(motion.moved(engine.tensors()).values())
     with torch.no_grad():
         next(p for n, p in engine.named_parameters() if n.endswith("linear_proj.weight")).view(-1)[7] += 1.0
-    assert [name for name, yes in motion.moved(engine.tensors()).items() if yes] == ["decoder.layers.0.self_attention.linear_proj.weight"]
+    assert [name for name, yes in motion.moved(engine.tensors()).items() if yes] == [
+        "decoder.layers.0.self_attention.linear_proj.weight"
+    ]
 
 
 def test_watch_without_start_sees_nothing() -> None:
@@ -354,7 +395,13 @@ def test_watch_without_start_sees_nothing() -> None:
 
 
 def test_experts_without_tokens_are_excepted(build: Any, drive: Any) -> None:
-    experts = {"num_moe_experts": 64, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_router_load_balancing_type": "none", "num_layers": 1}
+    experts = {
+        "num_moe_experts": 64,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 16,
+        "moe_router_load_balancing_type": "none",
+        "num_layers": 1,
+    }
     hook = AuditHook()
     drive(build("bf16", model=experts), hook)
     moved = hook.reports["live"].find("weights moved")

@@ -92,7 +92,11 @@ def test_a_frozen_optimizer_is_named(build: Any, drive: Any, case: str) -> None:
 def test_a_linear_left_out_of_quantization_is_named(build: Any, drive: Any, engine_name: str) -> None:
     recipe = {"recipe": "bf16_with_fp8_current_scaling_mixed", "fp8_param": False, "first_last_layers_bf16": False}
     engine, hook = build(recipe, engine=engine_name, emulate=True), AuditHook(mode="warn")
-    linears = {path: module for path, module in engine.model[0].named_modules() if path.endswith("layers.1.self_attention.linear_proj")}
+    linears = {
+        path: module
+        for path, module in engine.model[0].named_modules()
+        if path.endswith("layers.1.self_attention.linear_proj")
+    }
     (module,) = linears.values()
     module.plug = None
     drive(engine, hook)

@@ -11,15 +11,45 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RECIPES = ("bf16_params_fp32_states", "fp32_params_bf16_compute", "full_bf16", "bf16_mixed_bf16_moments", "bf16_megatron_fsdp")
-SMALL = ["model.num_layers=2", "model.hidden_size=64", "model.ffn_hidden_size=128", "model.max_sequence_length=64", "data.seq_length=64", "train.train_iters=4", "train.eval_interval=null", "scheduler.lr_warmup_iters=2", "train.global_batch_size=4", "logger.progress=false"]
+RECIPES = (
+    "bf16_params_fp32_states",
+    "fp32_params_bf16_compute",
+    "full_bf16",
+    "bf16_mixed_bf16_moments",
+    "bf16_megatron_fsdp",
+)
+SMALL = [
+    "model.num_layers=2",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=128",
+    "model.max_sequence_length=64",
+    "data.seq_length=64",
+    "train.train_iters=4",
+    "train.eval_interval=null",
+    "scheduler.lr_warmup_iters=2",
+    "train.global_batch_size=4",
+    "logger.progress=false",
+]
 
 
 def _train(recipe: str, processes: int, folder: Path) -> tuple[str, dict[str, object]]:
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    command = [sys.executable, *launch, str(ROOT / "scripts" / "pretrain.py"), "--recipe", recipe, "--config", str(ROOT / "configs" / "gpt_tiny.yaml")]
+    command = [
+        sys.executable,
+        *launch,
+        str(ROOT / "scripts" / "pretrain.py"),
+        "--recipe",
+        recipe,
+        "--config",
+        str(ROOT / "configs" / "gpt_tiny.yaml"),
+    ]
     done = subprocess.run(
-        [*command, *SMALL, f"logger.log_dir={folder}"], env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False
+        [*command, *SMALL, f"logger.log_dir={folder}"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return done.stdout, json.loads((folder / "precision.json").read_text())

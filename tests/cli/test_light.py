@@ -27,7 +27,9 @@ VERBS = [
 def loaded_by(code: str) -> list[str]:
     """Which of `HEAVY` a fresh interpreter has loaded after `code`."""
     text = f"import sys, json\n{code}\nprint(json.dumps(sorted(set({HEAVY!r}) & set(sys.modules))), file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120
+    )
     return json.loads(done.stderr.strip().splitlines()[-1])
 
 

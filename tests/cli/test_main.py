@@ -64,16 +64,33 @@ def test_help_names_every_verb_with_its_summary(said):
         pytest.param(["list", "--jsn"], 2, "unrecognized arguments", id="unknown option"),
         pytest.param(["show", "bf16_mxed"], 2, "nearest: bf16_mixed", id="misspelled recipe"),
         pytest.param(["diff", "bf16_mixed"], 2, "required: B", id="argument missing"),
-        pytest.param(["plan", "--config", "gpt_tny"], 2, "no configuration named 'gpt_tny' (nearest: gpt_tiny)", id="misspelled config"),
+        pytest.param(
+            ["plan", "--config", "gpt_tny"],
+            2,
+            "no configuration named 'gpt_tny' (nearest: gpt_tiny)",
+            id="misspelled config",
+        ),
         pytest.param(["plan", "--config", "README.md"], 2, "README.md", id="no configuration"),
         pytest.param(["plan", "--recipe", "fp32", "mixed_precision=bf16"], 2, "two recipes", id="two recipes"),
         pytest.param(["plan", "--world-size", "0"], 2, "at least 1", id="no processes"),
         pytest.param(["show", "fp8_cs", "--layers", "0"], 2, "--layers 0: at least 1", id="no layers"),
         pytest.param(["plan", "model.hiden_sise=3", "optimizer.lr=x"], 2, "nearest: hidden_size", id="bad settings"),
         pytest.param(["plan", "--recipe", "nope.py:f"], 2, "no such file", id="no recipe file"),
-        pytest.param(["plan", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"], 1, "to keep it", id="conflict"),
-        pytest.param(["plan", "ddp.grad_reduce_in_fp32=false"], 0, "mixed_precision.grad_reduce_in_fp32=false", id="conflict, shown"),
-        pytest.param(["train", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"], 1, "the recipe overrides", id="conflict, refused"),
+        pytest.param(
+            ["plan", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"], 1, "to keep it", id="conflict"
+        ),
+        pytest.param(
+            ["plan", "ddp.grad_reduce_in_fp32=false"],
+            0,
+            "mixed_precision.grad_reduce_in_fp32=false",
+            id="conflict, shown",
+        ),
+        pytest.param(
+            ["train", "--on-conflict", "error", "ddp.grad_reduce_in_fp32=false"],
+            1,
+            "the recipe overrides",
+            id="conflict, refused",
+        ),
         pytest.param(["train", "train.train_iters=null"], 2, "train.train_iters is missing", id="how long"),
     ],
 )
@@ -94,7 +111,9 @@ def test_options_and_settings_may_stand_in_any_order(said):
     assert code == 0
     data = json.loads(out)
     assert data["recipe"] == "fp16_mixed"
-    assert {"optimizer.lr", "ddp.bucket_size", "train.seed"} <= {k for k, v in data["origin"].items() if v == "the command line"}
+    assert {"optimizer.lr", "ddp.bucket_size", "train.seed"} <= {
+        k for k, v in data["origin"].items() if v == "the command line"
+    }
 
 
 def test_list_shows_every_recipe_and_its_json_reads_back(said):
@@ -115,7 +134,9 @@ def test_show_tells_every_recipe_and_its_json_is_the_policy(said, name):
 
 
 def test_show_reads_files_and_functions(said, tmp_path):
-    (tmp_path / "mine.py").write_text("from mpbridge import get_mixed_precision_config\ndef mine():\n    return get_mixed_precision_config('fp16')\n")
+    (tmp_path / "mine.py").write_text(
+        "from mpbridge import get_mixed_precision_config\ndef mine():\n    return get_mixed_precision_config('fp16')\n"
+    )
     assert "fp16" in said("show", f"{tmp_path / 'mine.py'}:mine")[1]
     assert "grad_reduce_in_fp32  false" in said("show", "configs/recipes/bf16_grads.yaml")[1]
 
@@ -150,7 +171,10 @@ def test_plan_starts_from_as_few_processes_as_the_sizes_allow(said):
 
 
 def test_plan_with_emulation_writes_the_high_precision_spelling(said):
-    writes = {f"{w['target']}.{w['field']}" for w in json.loads(said("plan", "--recipe", "fp8_cs", "--emulate", "--json")[1])["writes"]}
+    writes = {
+        f"{w['target']}.{w['field']}"
+        for w in json.loads(said("plan", "--recipe", "fp8_cs", "--emulate", "--json")[1])["writes"]
+    }
     assert "model.fp8" not in writes
     assert "model.bf16" in writes
 
@@ -181,7 +205,13 @@ def test_train_takes_the_world_from_torchrun_and_hands_over_the_run(monkeypatch,
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert said("train", "--recipe", "fp16", "--emulate", "--audit", "warn", "train.train_iters=3")[0] == 0
     (run,) = runs
-    assert (run.world_size, run.recipe, run.emulate, run.train["audit"], run.train["micro_batch_size"]) == (2, "fp16_mixed", True, "warn", 4)
+    assert (run.world_size, run.recipe, run.emulate, run.train["audit"], run.train["micro_batch_size"]) == (
+        2,
+        "fp16_mixed",
+        True,
+        "warn",
+        4,
+    )
     assert run.facts.machine is not None
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert said("train")[0] == 2
@@ -207,14 +237,27 @@ def test_an_interrupt_is_no_traceback(monkeypatch, said):
 
 def test_a_reader_that_leaves_early_is_no_error():
     done = subprocess.run(
-        f"{sys.executable} -m mpbridge list --json | head -c 10", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        f"{sys.executable} -m mpbridge list --json | head -c 10",
+        shell=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert done.stderr == ""
 
 
 def test_the_script_and_the_module_are_the_command():
     for start in (["scripts/pretrain.py"], ["-m", "mpbridge", "train"]):
-        done = subprocess.run([sys.executable, *start, "train.train_iters=null"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, *start, "train.train_iters=null"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert done.returncode == 2
         assert "train.train_iters is missing" in done.stderr
 
@@ -223,7 +266,9 @@ def test_shipped_configurations_are_found_from_anywhere(monkeypatch, tmp_path, s
     monkeypatch.chdir(tmp_path)
     assert said("plan", "--config", "gpt_125m")[0] == 0
     assert said("plan")[0] == 0
-    (tmp_path / "mine.yaml").write_text("mixed_precision: fp32\nmodel: {num_layers: 2, hidden_size: 8, num_attention_heads: 2}\ndata: {seq_length: 8}\n")
+    (tmp_path / "mine.yaml").write_text(
+        "mixed_precision: fp32\nmodel: {num_layers: 2, hidden_size: 8, num_attention_heads: 2}\ndata: {seq_length: 8}\n"
+    )
     assert "recipe fp32" in said("plan", "--config", "mine.yaml")[1]
 
 
@@ -240,7 +285,9 @@ def test_a_files_recipe_that_is_code_does_not_run_unless_the_command_line_names_
         "from mpbridge import MixedPrecisionConfig\n\n\ndef fn():\n    return MixedPrecisionConfig(bf16=True)\n"
     )
     config = tmp_path / "run.yaml"
-    config.write_text(f"mixed_precision: {tmp_path / 'evil.py'}:fn\nmodel: {{num_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 128, max_sequence_length: 32}}\n")
+    config.write_text(
+        f"mixed_precision: {tmp_path / 'evil.py'}:fn\nmodel: {{num_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 128, max_sequence_length: 32}}\n"
+    )
     code, out, err = said("plan", "--config", str(config))
     assert code == 2
     assert "--recipe" in out + err

@@ -10,15 +10,20 @@ import pytest
 import yaml
 
 from mpbridge.config.container import ConfigContainer
-from mpbridge.engines.targets import build
 from mpbridge.errors import MpbridgeError
+from mpbridge.megatron.targets import build
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 RECIPES = sorted((ROOT / "configs" / "recipes").glob("*.yaml"))
-PARAMETERS = {"gpt_tiny": (4.3e6, 4.4e6), "gpt_125m": (1.6e8, 1.7e8), "llama3_8b": (8.02e9, 8.04e9), "moe_tiny": (1.9e6, 2.1e6)}
+PARAMETERS = {
+    "gpt_tiny": (4.3e6, 4.4e6),
+    "gpt_125m": (1.6e8, 1.7e8),
+    "llama3_8b": (8.02e9, 8.04e9),
+    "moe_tiny": (1.9e6, 2.1e6),
+}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -28,7 +33,11 @@ def test_a_shipped_configuration_builds_megatron_cores_configs(path):
     made = build(run.inputs, run.plan)
     assert made.model.num_layers == run.facts.shape.num_layers
     assert made.model.ffn_hidden_size == run.facts.shape.ffn_hidden_size
-    assert made.ddp.use_distributed_optimizer == run.facts.optimizer.distributed == made.optimizer.use_distributed_optimizer
+    assert (
+        made.ddp.use_distributed_optimizer
+        == run.facts.optimizer.distributed
+        == made.optimizer.use_distributed_optimizer
+    )
     assert made.gpt["vocab_size"] == run.facts.shape.vocab_size
 
 
@@ -40,7 +49,10 @@ def parameters(shape) -> int:
     for layer in range(shape.num_layers):
         count += attention + 2 * hidden
         if shape.is_expert_layer(layer):
-            count += shape.experts * (3 * hidden * shape.expert_ffn_hidden_size + hidden) + 3 * hidden * shape.shared_expert_size
+            count += (
+                shape.experts * (3 * hidden * shape.expert_ffn_hidden_size + hidden)
+                + 3 * hidden * shape.shared_expert_size
+            )
         else:
             count += 3 * hidden * shape.ffn_hidden_size
     return count
@@ -60,12 +72,23 @@ def test_deepseek_has_the_depth_and_experts_of_its_report():
     assert shape.expert_layers.count(False) == 3
     routed = shape.expert_layers.count(True) * shape.experts * 3 * shape.hidden_size * shape.expert_ffn_hidden_size
     assert 6.5e11 < routed < 6.6e11
-    assert sum([run.inputs["model"]["num_layers_in_first_pipeline_stage"], run.inputs["model"]["num_layers_in_last_pipeline_stage"], 6 * 8]) == 61
+    assert (
+        sum(
+            [
+                run.inputs["model"]["num_layers_in_first_pipeline_stage"],
+                run.inputs["model"]["num_layers_in_last_pipeline_stage"],
+                6 * 8,
+            ]
+        )
+        == 61
+    )
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_file_resolves(path):
-    assert resolve(get_mixed_precision_config(path), layers=8) != resolve(get_mixed_precision_config("bf16_mixed"), layers=8)
+    assert resolve(get_mixed_precision_config(path), layers=8) != resolve(
+        get_mixed_precision_config("bf16_mixed"), layers=8
+    )
 
 
 def test_the_recipe_files_mean_what_their_comments_say():
@@ -80,7 +103,28 @@ def test_the_recipe_files_mean_what_their_comments_say():
     assert [policy("bf16_small_states").role(role).bytes for role in ("exp_avg", "exp_avg_sq")] == [1, 2]
 
 
-ODD = [None, True, False, 0, -1, 1e30, float("nan"), "", "bf16", "x" * 200, [], [1], {}, {"a": 1}, [[]], "null", "2**3", 3.5, 10**20, ["a", None]]
+ODD = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1e30,
+    float("nan"),
+    "",
+    "bf16",
+    "x" * 200,
+    [],
+    [1],
+    {},
+    {"a": 1},
+    [[]],
+    "null",
+    "2**3",
+    3.5,
+    10**20,
+    ["a", None],
+]
 
 
 def mutated(data, rng):
@@ -101,7 +145,9 @@ def mutated(data, rng):
             elif act == 3:
                 inner[rng.choice(["", 3, None, key[::-1] if isinstance(key, str) else "k"])] = inner.pop(key)
             else:
-                inner[rng.choice(["fp8", "fp8_recipe", "recipe", "until", "sequence_parallel", "num_moe_experts"])] = copy.deepcopy(rng.choice(ODD))
+                inner[rng.choice(["fp8", "fp8_recipe", "recipe", "until", "sequence_parallel", "num_moe_experts"])] = (
+                    copy.deepcopy(rng.choice(ODD))
+                )
     return data
 
 

@@ -10,17 +10,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpbridge.checks.machines import machine
-from mpbridge.checks.run import Versions
 from mpbridge.config.container import ConfigContainer, Run
 from mpbridge.config.sections import Train
 from mpbridge.errors import Contradiction, UnknownName
+from mpbridge.facts import Versions
 from mpbridge.formats import DType
+from mpbridge.hardware.machines import machine
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.yaml_loader import load_yaml
 
-MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "max_sequence_length": 32, "position_embedding_type": "rope"}
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "max_sequence_length": 32,
+    "position_embedding_type": "rope",
+}
 
 
 def container(precision="bf16_mixed", **sections) -> ConfigContainer:
@@ -76,7 +82,9 @@ def test_megatron_fsdp_is_said_in_both_places():
 
 def test_aliases_and_files_are_known_by_their_canonical_name():
     assert container("BF16-Mixed").resolved().recipe == "bf16_mixed"
-    assert container({"recipe": "fp8_cs", "fp8_param": False}).resolved().recipe == "bf16_with_fp8_current_scaling_mixed"
+    assert (
+        container({"recipe": "fp8_cs", "fp8_param": False}).resolved().recipe == "bf16_with_fp8_current_scaling_mixed"
+    )
     assert container(MixedPrecisionConfig(bf16=True)).resolved().recipe == "custom"
 
 
@@ -88,7 +96,11 @@ def test_an_author_who_disagrees_is_named_in_the_plan():
 
 
 def test_the_optimizer_section_settles_what_the_recipe_leaves_open():
-    aware = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "torch.bfloat16", "use_distributed_optimizer": True}
+    aware = {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "torch.bfloat16",
+        "use_distributed_optimizer": True,
+    }
     run = container(optimizer=aware).resolved()
     assert run.policy.exp_avg is DType.BF16
     assert run.policy.precision_aware
@@ -101,23 +113,65 @@ def test_the_optimizer_section_settles_what_the_recipe_leaves_open():
         pytest.param({"optimizer": {"lr": None}}, 1, "optimizer.lr is missing", id="rate"),
         pytest.param({"optimizer": {"min_lr": 1.0}}, 1, "above optimizer.lr", id="rates"),
         pytest.param({"model": {"window_size": [8]}}, 1, "expected two numbers", id="half a window"),
-        pytest.param({"model": {"multi_latent_attention": True, "qk_pos_emb_head_dim": 3}}, 1, "pairs of channels", id="an odd rotary width"),
-        pytest.param({"model": {"num_moe_experts": 4, "moe_aux_loss_coeff": [0.01]}}, 1, "moe_aux_loss_coeff is a list", id="coefficients"),
-        pytest.param({"model": {"num_moe_experts": 4, "moe_apply_probs_on_input": True}}, 1, "needs model.moe_router_topk=1", id="probabilities"),
+        pytest.param(
+            {"model": {"multi_latent_attention": True, "qk_pos_emb_head_dim": 3}},
+            1,
+            "pairs of channels",
+            id="an odd rotary width",
+        ),
+        pytest.param(
+            {"model": {"num_moe_experts": 4, "moe_aux_loss_coeff": [0.01]}},
+            1,
+            "moe_aux_loss_coeff is a list",
+            id="coefficients",
+        ),
+        pytest.param(
+            {"model": {"num_moe_experts": 4, "moe_apply_probs_on_input": True}},
+            1,
+            "needs model.moe_router_topk=1",
+            id="probabilities",
+        ),
         pytest.param({"train": {"global_batch_size": 6}}, 1, "use a multiple of 4", id="batch"),
         pytest.param({"train": {"global_batch_size": 8}}, 4, "use a multiple of 16", id="batch over ranks"),
         pytest.param({"parallel": {"tensor_model_parallel_size": 2}}, 3, "3 processes cannot be divided", id="world"),
         pytest.param({"model": {"num_layers": None}}, 1, "expected a whole number", id="null depth"),
         pytest.param({"model": {"hidden_size": 66}}, 1, "cannot be divided into 4 attention heads", id="heads"),
         pytest.param({"model": {"num_query_groups": 3}}, 1, "use a divisor of 4", id="groups"),
-        pytest.param({"model": {"kv_channels": 7, "position_embedding_type": "rope"}}, 1, "a head has 7", id="odd heads under rope"),
-        pytest.param({"model": {"num_moe_experts": 2, "moe_router_topk": 4}}, 1, "moe_router_topk=4 experts a token", id="more experts than there are"),
-        pytest.param({"model": {"num_moe_experts": 2, "moe_layer_freq": [1]}}, 1, "1 entries for 4 layers", id="pattern"),
+        pytest.param(
+            {"model": {"kv_channels": 7, "position_embedding_type": "rope"}},
+            1,
+            "a head has 7",
+            id="odd heads under rope",
+        ),
+        pytest.param(
+            {"model": {"num_moe_experts": 2, "moe_router_topk": 4}},
+            1,
+            "moe_router_topk=4 experts a token",
+            id="more experts than there are",
+        ),
+        pytest.param(
+            {"model": {"num_moe_experts": 2, "moe_layer_freq": [1]}}, 1, "1 entries for 4 layers", id="pattern"
+        ),
         pytest.param({"data": {"seq_length": 64}}, 1, "above model.max_sequence_length=32", id="length"),
         pytest.param({"data": {"tokenizer": "x:y"}}, 1, "model.vocab_size is missing", id="vocabulary"),
-        pytest.param({"model": {"vocab_size": 257}, "parallel": {"tensor_model_parallel_size": 2}}, 2, "pad it to 384", id="vocabulary over ranks"),
-        pytest.param({"optimizer": {"use_distributed_optimizer": True}, "ddp": {"use_distributed_optimizer": False}}, 1, "one fact", id="two homes"),
-        pytest.param({"model": {"sequence_parallel": True}, "parallel": {"sequence_parallel": False}}, 1, "one fact", id="two homes, parallel"),
+        pytest.param(
+            {"model": {"vocab_size": 257}, "parallel": {"tensor_model_parallel_size": 2}},
+            2,
+            "pad it to 384",
+            id="vocabulary over ranks",
+        ),
+        pytest.param(
+            {"optimizer": {"use_distributed_optimizer": True}, "ddp": {"use_distributed_optimizer": False}},
+            1,
+            "one fact",
+            id="two homes",
+        ),
+        pytest.param(
+            {"model": {"sequence_parallel": True}, "parallel": {"sequence_parallel": False}},
+            1,
+            "one fact",
+            id="two homes, parallel",
+        ),
         pytest.param({"engine": "mcroe"}, 1, "nearest: mcore", id="engine"),
         pytest.param({"emulate": "yes"}, 1, "expected true or false", id="emulate"),
         pytest.param({"model": [1]}, 1, "model is a list", id="no section"),
@@ -133,14 +187,23 @@ def test_all_faults_come_together():
 
 
 def test_a_missing_depth_and_length_are_named():
-    c = ConfigContainer(mixed_precision="fp32", model={"hidden_size": 8}, train={"train_iters": 1}, optimizer={"lr": 1.0})
+    c = ConfigContainer(
+        mixed_precision="fp32", model={"hidden_size": 8}, train={"train_iters": 1}, optimizer={"lr": 1.0}
+    )
     said = faults(c)
     assert "model.num_layers is missing" in said
     assert "data.seq_length is missing" in said
 
 
 @pytest.mark.parametrize(
-    ("section", "name"), [("model", "num_layers"), ("model", "num_query_groups"), ("train", "train_iters"), ("optimizer", "lr"), ("train", "micro_batch_size")]
+    ("section", "name"),
+    [
+        ("model", "num_layers"),
+        ("model", "num_query_groups"),
+        ("train", "train_iters"),
+        ("optimizer", "lr"),
+        ("train", "micro_batch_size"),
+    ],
 )
 @pytest.mark.parametrize("value", ["four", -1])
 def test_a_value_that_cannot_be_is_one_fault_and_not_missing_too(section, name, value):
@@ -185,7 +248,10 @@ def test_emulation_shows_in_the_facts_only_where_something_is_quantized():
 def test_stages_are_accepted_and_the_first_one_begins():
     c = container([{"recipe": "fp8_cs", "until": "90%"}, {"recipe": "bf16_mixed"}])
     run = c.resolved()
-    assert [(stage.recipe, stage.until) for stage in run.stages] == [("bf16_with_fp8_current_scaling_mixed", "90%"), ("bf16_mixed", None)]
+    assert [(stage.recipe, stage.until) for stage in run.stages] == [
+        ("bf16_with_fp8_current_scaling_mixed", "90%"),
+        ("bf16_mixed", None),
+    ]
     assert run.policy == run.stages[0].policy
 
 
@@ -234,8 +300,18 @@ def roundtrip(c: ConfigContainer) -> ConfigContainer:
 
 def test_a_dump_loads_back_to_an_equal_container(tmp_path):
     c = container(
-        {"recipe": "fp8_cs", "exp_avg_dtype": torch.bfloat16, "keep_fp32": ("*.norm*",), "modules": {"mlp.linear_fc2": {"fp8": "hybrid"}}},
-        model={"params_dtype": torch.float16, "activation_func": torch.nn.functional.silu, "window_size": (4, 0), "layernorm_epsilon": 1e-6},
+        {
+            "recipe": "fp8_cs",
+            "exp_avg_dtype": torch.bfloat16,
+            "keep_fp32": ("*.norm*",),
+            "modules": {"mlp.linear_fc2": {"fp8": "hybrid"}},
+        },
+        model={
+            "params_dtype": torch.float16,
+            "activation_func": torch.nn.functional.silu,
+            "window_size": (4, 0),
+            "layernorm_epsilon": 1e-6,
+        },
         engine="mcore",
         emulate=True,
     )
@@ -263,12 +339,21 @@ SECTION_VALUES = st.fixed_dictionaries(
     {},
     optional={
         "optimizer": st.fixed_dictionaries(
-            {}, optional={"lr": st.floats(0, 1), "clip_grad": st.floats(0, 1e6), "exp_avg_dtype": st.sampled_from(["bf16", "torch.float32"])}
+            {},
+            optional={
+                "lr": st.floats(0, 1),
+                "clip_grad": st.floats(0, 1e6),
+                "exp_avg_dtype": st.sampled_from(["bf16", "torch.float32"]),
+            },
         ),
-        "ddp": st.fixed_dictionaries({}, optional={"bucket_size": st.none() | st.integers(1), "overlap_grad_reduce": st.booleans()}),
+        "ddp": st.fixed_dictionaries(
+            {}, optional={"bucket_size": st.none() | st.integers(1), "overlap_grad_reduce": st.booleans()}
+        ),
         "data": st.fixed_dictionaries({}, optional={"corpus": st.text() | st.lists(st.text()), "json_key": st.text()}),
         "logger": st.fixed_dictionaries({}, optional={"log_dir": st.none() | st.text()}),
-        "mixed_precision": st.sampled_from(["bf16_mixed", "16", "fp8_cs", {"recipe": "fp32", "loss_scale": 2.0}, {"bf16": True}]),
+        "mixed_precision": st.sampled_from(
+            ["bf16_mixed", "16", "fp8_cs", {"recipe": "fp32", "loss_scale": 2.0}, {"bf16": True}]
+        ),
     },
 )
 

@@ -47,7 +47,10 @@ def test_another_recipe_drops_what_the_weaker_layer_added_to_its_own(file, name)
 
 def test_the_same_recipe_in_another_spelling_keeps_the_additions(file):
     path = file("mixed_precision: {recipe: bf16_mixed, grad_reduce_in_fp32: false}\n")
-    assert loaded(path, "mixed_precision=BF16-mixed").mixed_precision == {"recipe": "BF16-mixed", "grad_reduce_in_fp32": False}
+    assert loaded(path, "mixed_precision=BF16-mixed").mixed_precision == {
+        "recipe": "BF16-mixed",
+        "grad_reduce_in_fp32": False,
+    }
 
 
 def test_recipe_and_addition_on_one_command_line_go_together_in_any_order(file):
@@ -66,7 +69,11 @@ def test_a_later_layer_about_one_twin_field_overrules_the_other_one(file):
 
 def test_twin_fields_must_agree_within_one_command_line(file):
     with pytest.raises(Contradiction, match="fp8_param=True and fp8_param_gather=False are one fact"):
-        loaded(file("mixed_precision: fp8_cs\n"), "mixed_precision.fp8_param=true", "mixed_precision.fp8_param_gather=false")
+        loaded(
+            file("mixed_precision: fp8_cs\n"),
+            "mixed_precision.fp8_param=true",
+            "mixed_precision.fp8_param_gather=false",
+        )
 
 
 def test_a_modules_glob_keeps_its_dots(file):
@@ -75,7 +82,9 @@ def test_a_modules_glob_keeps_its_dots(file):
 
 
 def test_null_unsets(file):
-    assert loaded(file("mixed_precision: bf16_mixed\ntrain: {threads: 2}\n"), "train.threads=null").train == {"threads": None}
+    assert loaded(file("mixed_precision: bf16_mixed\ntrain: {threads: 2}\n"), "train.threads=null").train == {
+        "threads": None
+    }
 
 
 @pytest.mark.parametrize(
@@ -109,7 +118,9 @@ def test_all_faults_of_file_and_command_line_come_together(file):
     assert str(caught.value).startswith(f"the configuration {path} cannot be used")
 
 
-@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "a: 1\na: 2\n", "\x00", "just text", "!!python/object/apply:os.system [echo]"])
+@pytest.mark.parametrize(
+    "text", ["[1, 2]", "a: [", "a: 1\na: 2\n", "\x00", "just text", "!!python/object/apply:os.system [echo]"]
+)
 def test_a_file_that_is_no_configuration_is_one_clear_error(file, text):
     with pytest.raises(BadValue, match=r"run\.yaml"):
         loaded(file(text))
@@ -120,7 +131,9 @@ LAUGHS = "a: &a [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]\n" + "".join(
 )
 
 
-@pytest.mark.parametrize("text", ["model: &m {a: *m}\n", LAUGHS, "[" * 50 + "]" * 50], ids=["cycle", "billion laughs", "deep"])
+@pytest.mark.parametrize(
+    "text", ["model: &m {a: *m}\n", LAUGHS, "[" * 50 + "]" * 50], ids=["cycle", "billion laughs", "deep"]
+)
 def test_a_file_that_never_ends_is_refused_at_once(file, text):
     with pytest.raises(BadValue, match="refers to itself, or is larger"):
         loaded(file(text))

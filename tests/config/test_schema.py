@@ -96,7 +96,9 @@ def test_values_come_back_in_one_plain_form(section, name, value, plain):
         pytest.param("model", "params_dtype", None, "expected a dtype", id="null where none is"),
         pytest.param("model", "activation_func", "swishglu", "gelu, silu", id="no such activation"),
         pytest.param("model", "activation_func", [1, 2], "gelu, silu", id="a list for an activation"),
-        pytest.param("model", "init_method", "normal", "an object given in Python", id="a name for what only Python can give"),
+        pytest.param(
+            "model", "init_method", "normal", "an object given in Python", id="a name for what only Python can give"
+        ),
         pytest.param("model", "window_size", [1, "2"], "a list of int", id="a wrong item"),
         pytest.param("optimizer", "lr", float("nan"), "expected a finite number", id="not a number"),
         pytest.param("optimizer", "lr", -1.0, "at least 0", id="negative rate"),
@@ -110,7 +112,13 @@ def test_values_come_back_in_one_plain_form(section, name, value, plain):
         pytest.param("optimizer", "optimizer", "adamm", "one of adam, sgd", id="no such optimizer"),
         pytest.param("model", "context_parallel_size", 0, "at least 1", id="a parallel size in the model section"),
         pytest.param("model", "hidden_dropout", 1.0, "below 1", id="all is dropped"),
-        pytest.param("model", "moe_router_load_balancing_type", ["aux_loss", "auxloss"], "sinkhorn, none or a list of them", id="a wrong word in a list"),
+        pytest.param(
+            "model",
+            "moe_router_load_balancing_type",
+            ["aux_loss", "auxloss"],
+            "sinkhorn, none or a list of them",
+            id="a wrong word in a list",
+        ),
         pytest.param("ddp", "data_parallel_sharding_strategy", "zero3", "optim_grads_params", id="no such sharding"),
         pytest.param("train", "audit", "maybe", "one of stop, warn", id="own choice"),
         pytest.param("train", "train_iters", "10", "expected a whole number or null", id="own number"),
@@ -154,4 +162,9 @@ def test_reading_the_schema_loads_no_framework():
         "import sys; from mpbridge.config import schema; [schema.settings(s, latent=True) for s in schema.SECTIONS]; "
         "print(sorted({'torch', 'megatron', 'numpy', 'yaml'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

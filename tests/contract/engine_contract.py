@@ -64,7 +64,10 @@ class EngineContract:
         made: list[Any] = []
 
         def make(kind: Any, **changes: Any) -> Any:
-            sections = {key: {**self.settings.get(key, {}), **changes.get(key, {})} for key in self.settings.keys() | changes.keys()}
+            sections = {
+                key: {**self.settings.get(key, {}), **changes.get(key, {})}
+                for key in self.settings.keys() | changes.keys()
+            }
             made.append(build_engine(tiny.run(kind, engine=self.name, **sections)))
             return made[-1]
 
@@ -102,7 +105,11 @@ class EngineContract:
         engine = build(kind)
         engine.train_step(tiny.batches(), microbatches=2)
         policy = engine.run.policy
-        found = {(live.role, dtype(live.tensor.dtype)) for live in engine.tensors() if live.role not in ("buffers", "padding")}
+        found = {
+            (live.role, dtype(live.tensor.dtype))
+            for live in engine.tensors()
+            if live.role not in ("buffers", "padding")
+        }
         roles = {role for role, _ in found}
         assert roles >= {"params", "grads", "exp_avg", "exp_avg_sq"}
         assert ("main_params" in roles) == (policy.main_params_owner != "params")
@@ -170,4 +177,6 @@ class EngineContract:
         assert not parallel_state.model_parallel_is_initialized()
         first.close()  # twice is once
         second = build(kind)
-        assert [second.train_step(batches, microbatches=2).loss for batches in [tiny.batches()] for _ in range(2)] == losses
+        assert [
+            second.train_step(batches, microbatches=2).loss for batches in [tiny.batches()] for _ in range(2)
+        ] == losses

@@ -23,8 +23,22 @@ def _run(tmp_path: Path, corpus: Any = None, *, vocab_size: int = 320, **train: 
     if not source.exists():
         source.write_text("".join(f"line number {n}\n" for n in range(2000)))
     return SimpleNamespace(
-        train={"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 6, "eval_iters": 1, "eval_interval": 3, "seed": 1, **train},
-        data={"corpus": corpus or str(source), "tokenizer": "byte", "seq_length": SEQ, "split": "90,10", "cache_dir": str(tmp_path / "cache")},
+        train={
+            "micro_batch_size": 2,
+            "global_batch_size": 4,
+            "train_iters": 6,
+            "eval_iters": 1,
+            "eval_interval": 3,
+            "seed": 1,
+            **train,
+        },
+        data={
+            "corpus": corpus or str(source),
+            "tokenizer": "byte",
+            "seq_length": SEQ,
+            "split": "90,10",
+            "cache_dir": str(tmp_path / "cache"),
+        },
         facts=SimpleNamespace(shape=SimpleNamespace(vocab_size=vocab_size, seq_length=SEQ)),
     )
 

@@ -18,7 +18,14 @@ from mpbridge.data.sources import find, stdlib_files
 from mpbridge.data.tokenizer import tokenizer
 from mpbridge.errors import DataError
 
-DIRTY = ['{"text": "good"}', '{"text": null}', '{"text": 5}', '{"text": ""}', '{"text": ["ok", null, ""]}', '{"other": "x"}']
+DIRTY = [
+    '{"text": "good"}',
+    '{"text": null}',
+    '{"text": 5}',
+    '{"text": ""}',
+    '{"text": ["ok", null, ""]}',
+    '{"other": "x"}',
+]
 
 
 def _broken() -> object:
@@ -71,10 +78,26 @@ def test_each_malformed_record_has_its_reason(tmp_path: Path, line: bytes, reaso
 
 def test_every_key_gets_its_pair_even_without_a_document(tmp_path: Path) -> None:
     source = _lines(tmp_path / "a.jsonl", ['{"text": "a", "title": null}'])
-    command = [sys.executable, "-W", "ignore", "-m", "mpbridge.data", str(source), "--out", str(tmp_path / "out"), "--keys", "text", "title"]
-    done = subprocess.run([*command, "--cache", str(tmp_path / "cache")], capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "mpbridge.data",
+        str(source),
+        "--out",
+        str(tmp_path / "out"),
+        "--keys",
+        "text",
+        "title",
+    ]
+    done = subprocess.run(
+        [*command, "--cache", str(tmp_path / "cache")], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in tmp_path.glob("out*")} == {f"out_{key}_document.{end}" for key in ("text", "title") for end in ("bin", "idx")}
+    assert {path.name for path in tmp_path.glob("out*")} == {
+        f"out_{key}_document.{end}" for key in ("text", "title") for end in ("bin", "idx")
+    }
     assert "1 null" in done.stdout
 
 
@@ -112,10 +135,29 @@ def test_a_failing_worker_ends_with_an_error_and_leaves_nothing(tmp_path: Path) 
     files = [tmp_path / name for name in ("a.txt", "b.txt")]
     for path in files:
         path.write_text("text")
-    command = [sys.executable, "-W", "ignore", "-m", "mpbridge.data", *map(str, files), "--workers", "2", "--cache", str(tmp_path / "cache")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "mpbridge.data",
+        *map(str, files),
+        "--workers",
+        "2",
+        "--cache",
+        str(tmp_path / "cache"),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(
-        [*command, "--tokenizer", f"{Path(__file__).stem}:_broken"], capture_output=True, text=True, timeout=120, env=environment, check=False
+        [*command, "--tokenizer", f"{Path(__file__).stem}:_broken"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 2, done.stderr
     assert "no tokens today" in done.stderr

@@ -23,7 +23,13 @@ class Adam(torch.optim.AdamW):
     """Stands for FusedAdam: OptimizerConfig looks at its signature."""
 
     def __init__(
-        self, params: Any, master_weight_dtype=None, exp_avg_dtype=None, exp_avg_sq_dtype=None, use_decoupled_grad=None, **options: Any
+        self,
+        params: Any,
+        master_weight_dtype=None,
+        exp_avg_dtype=None,
+        exp_avg_sq_dtype=None,
+        use_decoupled_grad=None,
+        **options: Any,
     ) -> None:
         super().__init__(params, **options)
 
@@ -60,7 +66,13 @@ def snapshot() -> dict[tuple[int, str], tuple[str, int]]:
 def flags() -> tuple[Any, ...]:
     matmul = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
     disabled = logging.getLogger("megatron.core.tensor_parallel.random").disabled
-    return matmul, torch.get_default_dtype(), disabled, STUB in sys.modules, len(torch.overrides._get_current_function_mode_stack())
+    return (
+        matmul,
+        torch.get_default_dtype(),
+        disabled,
+        STUB in sys.modules,
+        len(torch.overrides._get_current_function_mode_stack()),
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -191,7 +203,12 @@ def test_on_cuda_nothing_is_redirected() -> None:
 def test_a_precision_aware_config_can_be_built_without_transformer_engine() -> None:
     from megatron.core.optimizer import OptimizerConfig
 
-    aware = {"lr": 1e-3, "use_precision_aware_optimizer": True, "use_distributed_optimizer": True, "exp_avg_dtype": torch.bfloat16}
+    aware = {
+        "lr": 1e-3,
+        "use_precision_aware_optimizer": True,
+        "use_distributed_optimizer": True,
+        "exp_avg_dtype": torch.bfloat16,
+    }
     with cpu_device(), pytest.raises(TypeError):
         OptimizerConfig(**aware)
     with cpu_device(fused_adam=Adam):
@@ -249,7 +266,15 @@ def test_seeding_cuda_seeds_the_generator_that_is_used() -> None:
 
 @pytest.mark.parametrize(
     ("device", "cuda"),
-    [("cuda", True), ("cuda:1", True), (torch.device("cuda", 0), True), (0, True), ("cpu", False), (None, False), (True, False)],
+    [
+        ("cuda", True),
+        ("cuda:1", True),
+        (torch.device("cuda", 0), True),
+        (0, True),
+        ("cpu", False),
+        (None, False),
+        (True, False),
+    ],
 )
 def test_which_spellings_mean_cuda(device: Any, cuda: bool) -> None:
     assert names_cuda(device) is cuda

@@ -23,13 +23,20 @@ def policy(scaling: str, *, format: str = "e4m3", regions: tuple[Region, ...] = 
     quant = Quant(format="e2m1" if scaling == "nvfp4" else format, scaling=scaling, **fields)  # type: ignore[arg-type]
     bf16 = DType.BF16
     return PrecisionPolicy(
-        compute=bf16, params=bf16, reduce=DType.FP32, pipeline=bf16, output=bf16, regions=(*regions, Region(quant=quant))
+        compute=bf16,
+        params=bf16,
+        reduce=DType.FP32,
+        pipeline=bf16,
+        output=bf16,
+        regions=(*regions, Region(quant=quant)),
     )
 
 
 def model(dtype: torch.dtype = torch.bfloat16, width: int = 128) -> torch.nn.Sequential:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)).to(dtype)
+    return torch.nn.Sequential(
+        torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)
+    ).to(dtype)
 
 
 def data(dtype: torch.dtype = torch.bfloat16, width: int = 128) -> torch.Tensor:
@@ -64,7 +71,9 @@ def test_product_applies_factor_and_bias_before_the_only_rounding(dtype: torch.d
 @pytest.mark.parametrize("scaling", ALL)
 def test_the_three_gemms_see_the_operands_that_the_table_names(scaling: str) -> None:
     net = model()
-    emulation = emulate_linears(net, policy(scaling, format="hybrid") if scaling != "nvfp4" else policy(scaling), compiled=False)
+    emulation = emulate_linears(
+        net, policy(scaling, format="hybrid") if scaling != "nvfp4" else policy(scaling), compiled=False
+    )
     seen: dict[tuple[str, str, str], Operand] = {}
 
     class Recorder:
@@ -78,7 +87,9 @@ def test_the_three_gemms_see_the_operands_that_the_table_names(scaling: str) -> 
 
     def find(gemm: str, side: str) -> Operand:
         # an operand that serves two GEMMs is seen once
-        return seen.get(("0", gemm, side)) or next(op for (slot, g, s), op in seen.items() if slot == "0" and s == side and g != gemm)
+        return seen.get(("0", gemm, side)) or next(
+            op for (slot, g, s), op in seen.items() if slot == "0" and s == side and g != gemm
+        )
 
     x, w, dy_row, dy_col = find("fprop", "x"), find("dgrad", "w"), find("dgrad", "dy"), find("wgrad", "dy")
     x_col = find("wgrad", "x")
@@ -108,16 +119,20 @@ def test_three_steps_of_torchaos_emulated_mxfp8_linear_and_ours_give_identical_l
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
     # without bias: torchao adds it after the rounding, Transformer Engine and we before
-    plain = torch.nn.Sequential(torch.nn.Linear(128, 256, bias=False), torch.nn.GELU(), torch.nn.Linear(256, 128, bias=False)).bfloat16()
+    plain = torch.nn.Sequential(
+        torch.nn.Linear(128, 256, bias=False), torch.nn.GELU(), torch.nn.Linear(256, 128, bias=False)
+    ).bfloat16()
     with torch.no_grad():  # rows of every size: as they are made, a weight has the same codes in both of its copies
         for parameter in plain.parameters():
-            parameter *= torch.exp2(-14 * torch.rand(len(parameter), 1, generator=torch.Generator().manual_seed(2))).bfloat16()
+            parameter *= torch.exp2(
+                -14 * torch.rand(len(parameter), 1, generator=torch.Generator().manual_seed(2))
+            ).bfloat16()
     theirs = copy.deepcopy(plain)
     for i in (0, 2):
         old = theirs[i]
-        theirs[i] = MXFP8Linear(old.in_features, old.out_features, bias=False, kernel_preference=KernelPreference.EMULATED).to(
-            torch.bfloat16
-        )
+        theirs[i] = MXFP8Linear(
+            old.in_features, old.out_features, bias=False, kernel_preference=KernelPreference.EMULATED
+        ).to(torch.bfloat16)
         theirs[i].load_state_dict(old.state_dict())
     emulation = emulate_linears(plain, policy("mxfp8"), compiled=False)
     losses: dict[str, list[float]] = {"ours": [], "theirs": []}
@@ -179,7 +194,10 @@ def test_other_base_dtypes_run_and_stay_near_the_unquantized_model(scaling: str,
         emulation.step_begin()
         found = gradients(net, data(dtype))
     worst = 0.45 if scaling == "nvfp4" else 0.15
-    assert all(a.dtype == b.dtype and (a - b).float().norm() < worst * b.float().norm() for a, b in zip(found, plain, strict=True))
+    assert all(
+        a.dtype == b.dtype and (a - b).float().norm() < worst * b.float().norm()
+        for a, b in zip(found, plain, strict=True)
+    )
 
 
 # --- step structure -----------------------------------------------------------------------------------------------------------------------
@@ -300,7 +318,9 @@ def test_a_region_that_names_nothing_is_an_error() -> None:
         pytest.param("blockwise", 64, 24, 64, "input features 24", id="blockwise"),
     ],
 )
-def test_sizes_that_transformer_engine_refuses_are_refused(scaling: str, tokens: int, features: int, out: int, message: str) -> None:
+def test_sizes_that_transformer_engine_refuses_are_refused(
+    scaling: str, tokens: int, features: int, out: int, message: str
+) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(features, out)).bfloat16()
     emulate_linears(net, policy(scaling), compiled=False)
     with pytest.raises(BadValue, match=message):

@@ -61,7 +61,11 @@ def layers_for(recipe: str) -> int:
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_every_recipe_trains_and_pausing_gives_the_unquantized_numbers(recipe: str, build: Any) -> None:
     deep = {"num_layers": layers_for(recipe)}
-    scale = {"mixed_precision": {"recipe": recipe, "loss_scale": 1024.0}} if recipe.startswith("fp16") else {"mixed_precision": recipe}
+    scale = (
+        {"mixed_precision": {"recipe": recipe, "loss_scale": 1024.0}}
+        if recipe.startswith("fp16")
+        else {"mixed_precision": recipe}
+    )
     base = {"recipe": "fp16_mixed", "loss_scale": 1024.0} if recipe.startswith("fp16") else "bf16_mixed"
     plain = build(base, model=deep, emulate=False)
     expected = losses(plain)
@@ -82,7 +86,9 @@ def test_every_recipe_trains_and_pausing_gives_the_unquantized_numbers(recipe: s
 def test_the_flag_changes_how_and_never_what(recipe: str) -> None:
     engine = recipes[recipe].engine
     settings = {"engine": engine} if engine else {}
-    on, off = (tiny.run(recipe, emulate=flag, model={"num_layers": layers_for(recipe)}, **settings) for flag in (True, False))
+    on, off = (
+        tiny.run(recipe, emulate=flag, model={"num_layers": layers_for(recipe)}, **settings) for flag in (True, False)
+    )
     assert on.policy == off.policy
     assert on.policy.fingerprint() == off.policy.fingerprint()
     assert on.container.mixed_precision == off.container.mixed_precision
@@ -107,7 +113,9 @@ def test_experts_are_quantized_one_by_one_and_an_empty_one_is_harmless(build: An
     with torch.no_grad():
         router.weight.zero_()  # every token goes to the same expert: the others get none
     engine.emulation.observer = type(
-        "Recorder", (), {"see": lambda self, slot, gemm, side, high, operand, quantizer: fed.__setitem__(slot, fed.get(slot, 0) + 1)}
+        "Recorder",
+        (),
+        {"see": lambda self, slot, gemm, side, high, operand, quantizer: fed.__setitem__(slot, fed.get(slot, 0) + 1)},
     )()
     found = losses(engine, 1)
     assert found[0] == pytest.approx(4.2, abs=0.5)
@@ -120,7 +128,9 @@ def test_recomputed_activations_see_the_operands_of_the_first_run(recipe: str, b
     expected = losses(plain, 3)
     scales = plain.emulation.state()
     plain.close()
-    again = build(recipe, model={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1})
+    again = build(
+        recipe, model={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    )
     assert losses(again, 3) == expected
     assert all(torch.equal(tensor, scales[name]) for name, tensor in again.emulation.state().items())
 
@@ -168,7 +178,13 @@ def test_delayed_updates_once_a_micro_batch(build: Any) -> None:
 
 # --- two processes ------------------------------------------------------------------------------------------------------------------------
 CASES = [f"{layout}/{SHORT[kind]}" for layout in ("tp2", "dp2") for kind in ("delayed", "tensorwise", "mxfp8")]
-CASES += [f"sp2/{SHORT['delayed']}", f"sp2/{SHORT['mxfp8']}", f"sp2/{SHORT['nvfp4']}", f"pp2/{SHORT['delayed']}", f"ep2/{SHORT['delayed']}"]
+CASES += [
+    f"sp2/{SHORT['delayed']}",
+    f"sp2/{SHORT['mxfp8']}",
+    f"sp2/{SHORT['nvfp4']}",
+    f"pp2/{SHORT['delayed']}",
+    f"ep2/{SHORT['delayed']}",
+]
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,9 @@ def test_operands_equal_transformer_engines_reference(name: str, compiled: bool)
     if "e5m2" in rest:
         from mpbridge.formats import E5M2
 
-        q.forward_format = E5M2  # no recipe has E5M2 forward; the references were asked for it, so the rule is compared too
+        q.forward_format = (
+            E5M2  # no recipe has E5M2 forward; the references were asked for it, so the rule is compared too
+        )
     for kind, x in golden.inputs().items():
         found = golden.entry(operand(q, x, side, copy).values)
         assert found["sha"] == VALUES[name][kind]["sha"], f"{kind}: {found} but the reference gave {VALUES[name][kind]}"
@@ -72,7 +74,9 @@ ALL = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 
 def tensor(seed: int, rows: int = 64, columns: int = 128) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(rows, columns, generator=generator) * torch.exp2(torch.randn(rows, 1, generator=generator) * 4)).bfloat16()
+    return (
+        torch.randn(rows, columns, generator=generator) * torch.exp2(torch.randn(rows, 1, generator=generator) * 4)
+    ).bfloat16()
 
 
 @pytest.mark.parametrize(("side", "copy"), sorted({(side, copy) for (_, side), copy in COPY_OF.items()}))
@@ -98,7 +102,11 @@ def test_quantising_twice_is_quantising_once(seed: int, scaling: str) -> None:
     assert torch.allclose(twice, once, rtol=2e-7 if scaling == "tensorwise" else 0, atol=0)
 
 
-@given(seed=st.integers(0, 10**6), power=st.integers(-20, 20), scaling=st.sampled_from(["tensorwise", "blockwise", "mxfp8", "nvfp4"]))
+@given(
+    seed=st.integers(0, 10**6),
+    power=st.integers(-20, 20),
+    scaling=st.sampled_from(["tensorwise", "blockwise", "mxfp8", "nvfp4"]),
+)
 @settings(max_examples=40, deadline=None)
 def test_scaling_the_input_by_a_power_of_two_scales_the_operand(seed: int, power: int, scaling: str) -> None:
     x = tensor(seed).float()
@@ -212,7 +220,9 @@ def test_stochastic_gradients_are_unbiased_but_for_clipped_block_maxima() -> Non
     bias = float((mean * high).sum() / (high * high).sum() - 1)
     assert -0.008 < bias < -0.001
     inner = high.view(-1, 16).abs() < 0.8 * scale
-    inside = float((mean.view(-1, 16)[inner] * high.view(-1, 16)[inner]).sum() / (high.view(-1, 16)[inner] ** 2).sum() - 1)
+    inside = float(
+        (mean.view(-1, 16)[inner] * high.view(-1, 16)[inner]).sum() / (high.view(-1, 16)[inner] ** 2).sum() - 1
+    )
     # eight random bits round a probability down to a multiple of 1/256: at most 0.2 % low on average
     assert abs(inside) < 0.003
 
@@ -250,7 +260,9 @@ def feed(q: Quantizer, amaxes: list[float]) -> list[float]:
         pytest.param("max", 2, [8, 4, 2, 1], [56, 56, 112, 224], id="max-of-two"),
         pytest.param("max", 1, [8, 4, 0, 2], [56, 112, 112, 224], id="history-of-one"),
         pytest.param("most_recent", 4, [8, 4, 0, 2], [56, 112, 112, 224], id="most-recent"),
-        pytest.param("most_recent", 1, [8, math.inf, math.nan, 4], [56, 56, 56, 112], id="infinity-and-nan-keep-the-scale"),
+        pytest.param(
+            "most_recent", 1, [8, math.inf, math.nan, 4], [56, 56, 56, 112], id="infinity-and-nan-keep-the-scale"
+        ),
         # an infinite amax stays in the history and freezes the scale until it rolls out
         pytest.param("max", 2, [8, math.inf, 4, 4], [56, 56, 56, 112], id="infinity-freezes-max"),
     ],

@@ -23,7 +23,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"parallel": PP, "model": {"share_embeddings_and_output_weights": False}},
     "ep2": {
         "parallel": {"expert_model_parallel_size": 2},
-        "model": {"num_moe_experts": 4, "moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "alltoall"},
+        "model": {
+            "num_moe_experts": 4,
+            "moe_router_load_balancing_type": "none",
+            "moe_token_dispatcher_type": "alltoall",
+        },
     },
 }
 
@@ -45,8 +49,12 @@ def case(name: str) -> dict[str, Any]:
 
     layout, _, recipe = name.partition("/")
     with device_layer(False):
-        torch._dynamo.config.disable = True  # a compiler in every rank costs minutes and changes no bit (test_linear.py)
-        engine: Any = build_engine(tiny.run(recipe, world=torch.distributed.get_world_size(), emulate=True, **LAYOUTS[layout]))
+        torch._dynamo.config.disable = (
+            True  # a compiler in every rank costs minutes and changes no bit (test_linear.py)
+        )
+        engine: Any = build_engine(
+            tiny.run(recipe, world=torch.distributed.get_world_size(), emulate=True, **LAYOUTS[layout])
+        )
         rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
         batches = tiny.batches(rank=rank, size=size)
         losses = [engine.train_step(batches, microbatches=4 // size).loss for _ in range(STEPS)]

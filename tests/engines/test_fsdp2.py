@@ -59,7 +59,13 @@ def test_a3_pattern_a_gives_fused_adam_masters_remainders_and_fp32_moments(build
     }
     engine = build("bf16_params_fp32_states")
     engine.train_step(tiny.batches(), microbatches=2)
-    assert roles(engine) == {"params": "bfloat16", "grads": "bfloat16", "main_params": "int16", "exp_avg": "float32", "exp_avg_sq": "float32"}
+    assert roles(engine) == {
+        "params": "bfloat16",
+        "grads": "bfloat16",
+        "main_params": "int16",
+        "exp_avg": "float32",
+        "exp_avg_sq": "float32",
+    }
     assert bytes_a_parameter(engine) == pytest.approx(14)
 
 
@@ -122,7 +128,11 @@ def test_a12_kept_parameters_are_fp32_in_storage_and_compute(build: Any) -> None
 def test_a12_a_router_can_be_kept(build: Any) -> None:
     experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32}
     engine = build({"recipe": "bf16_params_fp32_states", "keep_fp32": ["*router.weight"]}, model=experts)
-    before = {name: parameter.full_tensor().clone() for name, parameter in engine.named_parameters() if name.endswith("router.weight")}
+    before = {
+        name: parameter.full_tensor().clone()
+        for name, parameter in engine.named_parameters()
+        if name.endswith("router.weight")
+    }
     assert engine.train_step(tiny.batches(), microbatches=2).applied
     after = dict(engine.named_parameters())
     assert len(before) == 2
@@ -145,12 +155,17 @@ def test_t4_rotary_angles_reach_the_layers_in_fp32_and_the_loss_is_fp32(build: A
     engine = build("full_bf16")
     angles: list[torch.Tensor] = []
     layer = engine.model[0].decoder.layers[0]
-    layer.register_forward_pre_hook(lambda module, args, kwargs: angles.append(kwargs["rotary_pos_emb"]), with_kwargs=True)
+    layer.register_forward_pre_hook(
+        lambda module, args, kwargs: angles.append(kwargs["rotary_pos_emb"]), with_kwargs=True
+    )
     losses: list[torch.Tensor] = []
     engine.model[0].register_forward_hook(lambda module, args, output: losses.append(output))
     engine.train_step(tiny.batches(), microbatches=1)
     assert angles[0].dtype is torch.float32
-    position, frequency = torch.arange(tiny.SEQ, dtype=torch.float32), 1.0 / (10000 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16))
+    position, frequency = (
+        torch.arange(tiny.SEQ, dtype=torch.float32),
+        1.0 / (10000 ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)),
+    )
     wanted = torch.outer(position, frequency)
     assert torch.equal(torch.cos(angles[0].squeeze()[:, :8]), torch.cos(wanted)), "not one angle rounded"
     assert losses[0].dtype is torch.float32
@@ -166,7 +181,13 @@ def test_t5_narrow_storage_under_wide_compute_is_refused() -> None:
 
 
 def test_refusals_come_all_at_once() -> None:
-    run = tiny.run("bf16", world=2, engine="fsdp2", parallel={"tensor_model_parallel_size": 2}, ddp={"use_distributed_optimizer": True})
+    run = tiny.run(
+        "bf16",
+        world=2,
+        engine="fsdp2",
+        parallel={"tensor_model_parallel_size": 2},
+        ddp={"use_distributed_optimizer": True},
+    )
     with pytest.raises(Refused) as caught:
         Fsdp2Engine.build(run)
     assert "tensor 2 parallelism" in str(caught.value)
@@ -177,7 +198,9 @@ def test_refusals_come_all_at_once() -> None:
 def test_t9_one_process_still_computes_in_bf16(build: Any) -> None:
     engine = build("fp32_params_bf16_compute")
     seen: list[torch.dtype] = []
-    engine.model[0].decoder.layers[1].mlp.linear_fc2.register_forward_hook(lambda module, inputs, output: seen.append(output[0].dtype))
+    engine.model[0].decoder.layers[1].mlp.linear_fc2.register_forward_hook(
+        lambda module, inputs, output: seen.append(output[0].dtype)
+    )
     engine.train_step(tiny.batches(), microbatches=1)
     assert seen == [torch.bfloat16]
 
@@ -197,7 +220,10 @@ def test_further_tokens_are_predicted_as_on_megatron_core(build: Any) -> None:
 
 FLIPS = {  # setting -> what alone it changes of a run with FP32 storage under BF16 compute
     "storage": ({"params_dtype": "bf16", "main_params_dtype": "fp32"}, {"storage": "bfloat16", "grad": "bfloat16"}),
-    "compute": ({"bf16": False, "fp32": True, "pipeline_dtype": "fp32"}, {"weight": "float32", "between": "float32", "inside": "float32"}),
+    "compute": (
+        {"bf16": False, "fp32": True, "pipeline_dtype": "fp32"},
+        {"weight": "float32", "between": "float32", "inside": "float32"},
+    ),
     "reduction": ({"grad_reduce_in_fp32": False}, {}),
     "output": ({"output_dtype": "fp32"}, {"between": "float32"}),
 }
@@ -207,20 +233,33 @@ def _facts(engine: Any) -> dict[str, str]:
     """dtypes of one step: a weight as stored and as used, what a linear and its layer hand on, the gradient and the moment of the shard."""
     seen: dict[str, Any] = {}
     layer, name = engine.model[0].decoder.layers[0], "decoder.layers.0.mlp.linear_fc1.weight"
-    layer.mlp.linear_fc1.register_forward_hook(lambda module, inputs, output: seen.update(weight=module.weight.dtype, inside=output[0].dtype))
+    layer.mlp.linear_fc1.register_forward_hook(
+        lambda module, inputs, output: seen.update(weight=module.weight.dtype, inside=output[0].dtype)
+    )
     engine.model[0].decoder.layers[1].register_forward_pre_hook(
         lambda module, args, kwargs: seen.update(between=kwargs["hidden_states"].dtype), with_kwargs=True
     )
     engine.train_step(tiny.batches(), microbatches=1)
     seen |= {live.role: live.tensor.dtype for live in engine.tensors() if live.parameter == name}
     renamed = {"params": "storage", "grads": "grad", "exp_avg": "moment"}
-    return {renamed.get(key, key): str(value).removeprefix("torch.") for key, value in seen.items() if key in {*renamed, "weight", "inside", "between"}}
+    return {
+        renamed.get(key, key): str(value).removeprefix("torch.")
+        for key, value in seen.items()
+        if key in {*renamed, "weight", "inside", "between"}
+    }
 
 
 @pytest.mark.parametrize("setting", FLIPS)
 def test_g1_each_setting_changes_what_the_guide_says_and_nothing_else(build: Any, setting: str) -> None:
     changes, wanted = FLIPS[setting]
-    usual = {"storage": "float32", "weight": "bfloat16", "inside": "bfloat16", "between": "bfloat16", "grad": "float32", "moment": "float32"}
+    usual = {
+        "storage": "float32",
+        "weight": "bfloat16",
+        "inside": "bfloat16",
+        "between": "bfloat16",
+        "grad": "float32",
+        "moment": "float32",
+    }
     assert _facts(build({"recipe": "fp32_params_bf16_compute"} | changes)) == usual | wanted
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.checks.fit import require_here
 from mpbridge.engines import full_bf16
 from mpbridge.errors import Contradiction, Refused
+from mpbridge.rules.admit import require_here
 from tests.engines import tiny
 
 
@@ -86,9 +86,21 @@ def test_t2_upstreams_own_clipping_still_refuses(build: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "sections", "says"),
     [
-        ("full_bf16", {"ddp": {"use_distributed_optimizer": True}}, "makes FP32 main weights and moments all the same, silently"),
-        ({"recipe": "full_bf16", "grad_reduce_in_fp32": True}, {}, "grad_reduce_in_fp32=true keeps FP32 gradient buffers"),
-        ({"recipe": "full_bf16", "grad_reduce_in_fp32": True, "main_grads_dtype": None}, {}, "bf16 parameters as their own main copy with FP32 gradients"),
+        (
+            "full_bf16",
+            {"ddp": {"use_distributed_optimizer": True}},
+            "makes FP32 main weights and moments all the same, silently",
+        ),
+        (
+            {"recipe": "full_bf16", "grad_reduce_in_fp32": True},
+            {},
+            "grad_reduce_in_fp32=true keeps FP32 gradient buffers",
+        ),
+        (
+            {"recipe": "full_bf16", "grad_reduce_in_fp32": True, "main_grads_dtype": None},
+            {},
+            "bf16 parameters as their own main copy with FP32 gradients",
+        ),
     ],
     ids=["distributed optimizer", "fp32 reduction", "fp32 reduction and gradients"],
 )
@@ -106,7 +118,9 @@ def test_t3_other_recipes_are_not_concerned() -> None:
 def test_t4_loss_and_logits_come_in_fp32(build: Any) -> None:
     engine = build({"recipe": "full_bf16", "logit_dtype": "fp32"})
     logits: list[torch.dtype] = []
-    engine.model[0].module.module.output_layer.register_forward_hook(lambda module, inputs, output: logits.append(output[0].dtype))
+    engine.model[0].module.module.output_layer.register_forward_hook(
+        lambda module, inputs, output: logits.append(output[0].dtype)
+    )
     losses: list[torch.dtype] = []
     engine.model[0].register_forward_hook(lambda module, inputs, output: losses.append(output.dtype))
     engine.train_step(tiny.batches(), microbatches=1)

@@ -70,10 +70,10 @@ def test_m1_upstreams_own_wiring_moves_nothing(layered: None) -> None:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from mpbridge.engines.megatron_fsdp import _do_not_reduce, _indexed_device
-    from mpbridge.engines.model import build_chunks
     from mpbridge.engines.parallel import ModelParallel
     from mpbridge.engines.steps import forward_step
-    from mpbridge.engines.targets import build
+    from mpbridge.megatron.targets import build
+    from mpbridge.models.gpt import build_chunks
 
     run = tiny.run("bf16_megatron_fsdp", engine=CORE)
     targets = build(_sections(run, cuda=False), run.plan)
@@ -93,7 +93,9 @@ def test_m1_upstreams_own_wiring_moves_nothing(layered: None) -> None:
         )  # fmt: skip
         assert any(p.grad is not None and bool(p.grad._local_tensor.any()) for _, p in named), "gradients are there"
         optimizer.step_with_ready_grads()
-        assert all(torch.equal(p._local_tensor, old) for (_, p), old in zip(named, before, strict=True)), "and nobody reads them"
+        assert all(torch.equal(p._local_tensor, old) for (_, p), old in zip(named, before, strict=True)), (
+            "and nobody reads them"
+        )
     parallel.stop()
 
 
@@ -103,7 +105,9 @@ def test_m2_there_is_one_master_copy(build: Any) -> None:
     states = [state for part in engine.optimizer.parts for state in part.state.values()]
     assert {name for state in states for name in state} <= {"exp_avg", "exp_avg_sq", "step"}
     size = sum(parameter.numel() for _, parameter in engine.named_parameters())
-    assert sum(t.numel() * t.element_size() for s in states for k, t in s.items() if k != "step") / size == pytest.approx(8)
+    assert sum(
+        t.numel() * t.element_size() for s in states for k, t in s.items() if k != "step"
+    ) / size == pytest.approx(8)
 
 
 SCALINGS = (None, "delayed", "tensorwise", "blockwise", "mxfp8")
@@ -113,7 +117,9 @@ SCALINGS = (None, "delayed", "tensorwise", "blockwise", "mxfp8")
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_m3_nobody_waits_for_a_decoupled_gradient(build: Any, scaling: str | None, aware: bool) -> None:
     quantized = {"fp8": "hybrid", "fp8_recipe": scaling} if scaling else {}
-    engine = build({"recipe": "bf16_megatron_fsdp", "use_precision_aware_optimizer": aware, **quantized}, emulate=bool(scaling))
+    engine = build(
+        {"recipe": "bf16_megatron_fsdp", "use_precision_aware_optimizer": aware, **quantized}, emulate=bool(scaling)
+    )
     flags = {
         "fused": any(getattr(part, "use_decoupled_grad", False) for part in engine.optimizer.parts),
         "masters": any(getattr(part, "master_weights", False) for part in engine.optimizer.parts),
@@ -131,12 +137,20 @@ def test_m4_the_distributed_optimizer_keeps_its_own_wiring(layered: None, scalin
     """Without Megatron-FSDP FusedAdam owns the masters for none and delayed only; for other FP8 recipes megatron-core does."""
     from megatron.core.optimizer import OptimizerConfig
 
-    config = OptimizerConfig(bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True, use_precision_aware_optimizer=aware, fp8_recipe=scaling)
+    config = OptimizerConfig(
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+        use_precision_aware_optimizer=aware,
+        fp8_recipe=scaling,
+    )
     assert config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 is (aware and scaling in (None, "delayed"))
     changes: dict[str, Any] = {"use_precision_aware_optimizer": aware}
     if scaling:
         changes |= {"fp8": "hybrid", "fp8_recipe": scaling}
-    policy = tiny.run({"recipe": "bf16_mixed", **changes}, emulate=bool(scaling), ddp={"use_distributed_optimizer": True}).policy
+    policy = tiny.run(
+        {"recipe": "bf16_mixed", **changes}, emulate=bool(scaling), ddp={"use_distributed_optimizer": True}
+    ).policy
     assert policy.main_params_owner == ("optimizer" if aware and scaling in (None, "delayed") else "engine")
 
 
@@ -148,7 +162,10 @@ PLAIN = {"use_precision_aware_optimizer": False, "exp_avg_dtype": "bf16", "exp_a
     [
         ({}, ("bf16", "fp32", "fp32")),
         ({"grad_reduce_in_fp32": False}, ("bf16", "fp32", "bf16")),
-        ({"grad_reduce_in_fp32": False, "main_params_dtype": "bf16", "main_grads_dtype": "bf16"} | PLAIN, ("bf16", None, "bf16")),
+        (
+            {"grad_reduce_in_fp32": False, "main_params_dtype": "bf16", "main_grads_dtype": "bf16"} | PLAIN,
+            ("bf16", None, "bf16"),
+        ),
     ],
     ids=["fp32 gradients: 2+4+4", "bf16 gradients: 2+4+2", "no main weights: 2+0+2"],
 )
@@ -162,7 +179,9 @@ def test_m6_main_weights_and_gradients_have_the_dtypes_asked_for(build: Any, cha
     assert (found["params"], found.get("main_params"), found["grads"]) == dtypes
     assert _moved(engine, 2) > 0
     copied = {storage(live.tensor) for live in engine.tensors() if live.role == "main_grads"}
-    assert copied == ({"fp32"} if dtypes == ("bf16", "fp32", "bf16") else set()), "what the optimizer reads is a copy only between two dtypes"
+    assert copied == ({"fp32"} if dtypes == ("bf16", "fp32", "bf16") else set()), (
+        "what the optimizer reads is a copy only between two dtypes"
+    )
 
 
 @pytest.mark.parametrize(
@@ -185,7 +204,9 @@ def test_m7_the_mode_with_wrong_gradients_is_refused_with_the_reason(build: Any)
         build(ddp={"data_parallel_sharding_strategy": "no_shard"})
 
 
-def test_m7_the_distributed_optimizer_is_switched_on_and_nonsense_refused(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_m7_the_distributed_optimizer_is_switched_on_and_nonsense_refused(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert build().configs.ddp.use_distributed_optimizer is True
     with pytest.raises(Contradiction, match="shards the states in any case"):
         build(ddp={"use_distributed_optimizer": False})
@@ -219,8 +240,16 @@ def test_one_process_gradients_are_not_doubled(build: Any) -> None:
     from mpbridge.engines.registry import build_engine
 
     reference = build_engine(tiny.run("fp32"))
-    wanted = [(r.loss, r.grad_norm) for batches in [tiny.batches()] for r in [reference.train_step(batches, microbatches=3) for _ in range(2)]]
+    wanted = [
+        (r.loss, r.grad_norm)
+        for batches in [tiny.batches()]
+        for r in [reference.train_step(batches, microbatches=3) for _ in range(2)]
+    ]
     reference.close()
     engine = build("fp32")
-    found = [(r.loss, r.grad_norm) for batches in [tiny.batches()] for r in [engine.train_step(batches, microbatches=3) for _ in range(2)]]
+    found = [
+        (r.loss, r.grad_norm)
+        for batches in [tiny.batches()]
+        for r in [engine.train_step(batches, microbatches=3) for _ in range(2)]
+    ]
     assert found == [pytest.approx(pair, rel=1e-6) for pair in wanted]

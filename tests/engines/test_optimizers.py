@@ -27,7 +27,9 @@ def gradient(shape: Any, generator: torch.Generator) -> torch.Tensor:
     return (torch.rand(shape, generator=generator) + 0.5) * (torch.randint(0, 2, shape, generator=generator) * 2 - 1)
 
 
-def train(optimizer: Any, params: list[torch.nn.Parameter], steps: int, *, decoupled: bool = False, seed: int = 1) -> None:
+def train(
+    optimizer: Any, params: list[torch.nn.Parameter], steps: int, *, decoupled: bool = False, seed: int = 1
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         for param in params:
@@ -40,7 +42,14 @@ def train(optimizer: Any, params: list[torch.nn.Parameter], steps: int, *, decou
 
 
 def as_in_adam_cu(
-    params: list[torch.Tensor], steps: int, *, lr: float, betas: tuple[float, float], eps: float, decay: float, decoupled: bool
+    params: list[torch.Tensor],
+    steps: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+    decoupled: bool,
 ) -> None:
     """adam.cu's update written out in FP32, one operation after the other."""
     one = torch.ones((), dtype=FP32)
@@ -110,14 +119,20 @@ def test_remainders_are_the_same_training_as_fp32_main_weights() -> None:
         assert state["master_param"].dtype is torch.int16
         # two kernels (fused, and step by step): equal but for rounding
         torch.testing.assert_close(
-            join(other.detach(), state["master_param"]), full.state[one]["master_param"], rtol=2.0**-19, atol=20 * 1e-2 * 2.0**-22
+            join(other.detach(), state["master_param"]),
+            full.state[one]["master_param"],
+            rtol=2.0**-19,
+            atol=20 * 1e-2 * 2.0**-22,
         )
 
 
 STATES = [
     pytest.param({}, {"exp_avg": FP32, "exp_avg_sq": FP32, "master_param": FP32}, 0.0, id="all fp32"),
     pytest.param(
-        {"store_param_remainders": True}, {"exp_avg": FP32, "exp_avg_sq": FP32, "master_param": torch.int16}, 1e-6, id="remainders"
+        {"store_param_remainders": True},
+        {"exp_avg": FP32, "exp_avg_sq": FP32, "master_param": torch.int16},
+        1e-6,
+        id="remainders",
     ),
     pytest.param(
         {"exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
@@ -132,9 +147,17 @@ STATES = [
         id="fp8 and fp16 moments",
     ),
     pytest.param(
-        {"exp_avg_dtype": U8, "exp_avg_sq_dtype": U8}, {"exp_avg": U8, "exp_avg_sq": U8, "master_param": FP32}, 0.6, id="fp8 moments"
+        {"exp_avg_dtype": U8, "exp_avg_sq_dtype": U8},
+        {"exp_avg": U8, "exp_avg_sq": U8, "master_param": FP32},
+        0.6,
+        id="fp8 moments",
     ),
-    pytest.param({"master_weight_dtype": FP16}, {"exp_avg": FP32, "exp_avg_sq": FP32, "master_param": FP16}, 0.05, id="fp16 main weights"),
+    pytest.param(
+        {"master_weight_dtype": FP16},
+        {"exp_avg": FP32, "exp_avg_sq": FP32, "master_param": FP16},
+        0.05,
+        id="fp16 main weights",
+    ),
 ]
 
 
@@ -156,7 +179,9 @@ def test_states_are_stored_in_their_dtype_and_train_alike(
 
 
 @pytest.mark.parametrize(("options", "dtypes", "tolerance"), STATES)
-def test_a_saved_state_goes_on_to_the_bit(options: dict[str, Any], dtypes: dict[str, torch.dtype], tolerance: float) -> None:
+def test_a_saved_state_goes_on_to_the_bit(
+    options: dict[str, Any], dtypes: dict[str, torch.dtype], tolerance: float
+) -> None:
     params = parameters(BF16)
     optimizer = aware(params, **options)
     train(optimizer, params, 3, decoupled=True)
@@ -221,7 +246,12 @@ def test_the_step_is_a_groups_and_an_empty_group_has_none() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"amsgrad": True}, {"capturable": True}, {"exp_avg_dtype": torch.float64}, {"master_weights": True, "master_weight_dtype": BF16}],
+    [
+        {"amsgrad": True},
+        {"capturable": True},
+        {"exp_avg_dtype": torch.float64},
+        {"master_weights": True, "master_weight_dtype": BF16},
+    ],
     ids=lambda options: next(iter(options)),
 )
 def test_what_fused_adam_does_not_have_is_refused(options: dict[str, Any]) -> None:

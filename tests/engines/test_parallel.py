@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mpbridge.checks.run import Parallel
 from mpbridge.engines.parallel import ModelParallel, mean_over_data, start_process_group
 from mpbridge.errors import BadValue
+from mpbridge.facts import Parallel
 
 
 def state() -> dict[str, Any]:
@@ -92,7 +92,9 @@ def test_the_mean_over_a_group_of_one_is_the_value(layer: None) -> None:
     parallel.stop()
 
 
-def test_variables_that_megatron_core_sets_for_attention_are_given_back(layer: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_megatron_core_sets_for_attention_are_given_back(
+    layer: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import os
 
     monkeypatch.setenv("NVTE_FUSED_ATTN", "1")

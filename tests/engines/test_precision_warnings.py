@@ -71,7 +71,9 @@ def test_a5_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: Any)
         ("fused", torch.float32, False, DType.FP32),
     ],
 )
-def test_a6_unset_storage_follows_the_optimizer_and_what_is_said_wins(optimizer: str, requested: Any, peft: bool, expected: DType) -> None:
+def test_a6_unset_storage_follows_the_optimizer_and_what_is_said_wins(
+    optimizer: str, requested: Any, peft: bool, expected: DType
+) -> None:
     assert storage_default(optimizer, requested, peft=peft) is expected
 
 
@@ -81,10 +83,16 @@ def test_a6_unset_storage_follows_the_optimizer_and_what_is_said_wins(optimizer:
         ("torch_adamw", {}, DType.FP32),
         ("sgd", {}, DType.FP32),
         ("adam", {}, DType.BF16),
-        ("torch_adamw", {"params_dtype": "bf16", "main_params_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, DType.BF16),
+        (
+            "torch_adamw",
+            {"params_dtype": "bf16", "main_params_dtype": "bf16", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+            DType.BF16,
+        ),
     ],
 )
-def test_a6_a_run_on_fsdp2_stores_what_its_optimizer_needs(optimizer: str, fields: dict[str, str], params: DType) -> None:
+def test_a6_a_run_on_fsdp2_stores_what_its_optimizer_needs(
+    optimizer: str, fields: dict[str, str], params: DType
+) -> None:
     container = ConfigContainer(
         mixed_precision={"bf16": True, **fields},
         engine="fsdp2",
@@ -103,7 +111,10 @@ def test_a7_duplicate_main_weights_are_switched_off_with_one_warning(caplog: Any
     arguments = {"master_weights": True, "store_param_remainders": True}
     with caplog.at_level(logging.WARNING, logger="mpbridge"):
         for _ in range(2):
-            assert warnings.without_duplicate(parameters(torch.float32), arguments) == {"master_weights": False, "store_param_remainders": False}
+            assert warnings.without_duplicate(parameters(torch.float32), arguments) == {
+                "master_weights": False,
+                "store_param_remainders": False,
+            }
     assert len(caplog.records) == 1
     assert warnings.without_duplicate(parameters(), arguments) == arguments
 
@@ -115,7 +126,9 @@ def test_a7_what_the_duplicate_costs_is_four_bytes_a_parameter() -> None:
         optimizer = CpuFusedAdam(held, lr=0.1, master_weights=masters)
         held[0].grad = torch.ones_like(held[0])
         optimizer.step()
-        cost[masters] = sum(tensor.numel() * tensor.element_size() for tensor in optimizer.state[held[0]].values()) / 256
+        cost[masters] = (
+            sum(tensor.numel() * tensor.element_size() for tensor in optimizer.state[held[0]].values()) / 256
+        )
     assert cost == {True: 12.0, False: 8.0}
 
 

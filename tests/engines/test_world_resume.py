@@ -12,7 +12,9 @@ from tests.engines import worker
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return worker.world(2, ["dp2_sharded_overlap", "tp2"], tmp_path_factory.mktemp("resumed"), kinds=["fp32"], resume=True)
+    return worker.world(
+        2, ["dp2_sharded_overlap", "tp2"], tmp_path_factory.mktemp("resumed"), kinds=["fp32"], resume=True
+    )
 
 
 @pytest.mark.parametrize("name", ["dp2_sharded_overlap", "tp2"])

@@ -11,7 +11,11 @@ from tests.engines import worker
 
 ONE = {"tp2_sp_rms": "one_rms", "pp2_untied": "one_untied", "vpp2": "one_deep"}
 """Which single-process run a layout has to repeat; 'one' where it is not named."""
-SAME = [name for name in worker.SCENARIOS if name not in ("ep2", "ep2_sharded", "cp2", "vpp2_batched") and not name.startswith("one")]
+SAME = [
+    name
+    for name in worker.SCENARIOS
+    if name not in ("ep2", "ep2_sharded", "cp2", "vpp2_batched") and not name.startswith("one")
+]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,8 @@ def test_experts_train_under_expert_parallelism_sharded_or_not(reports: dict[str
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("vpp2_batched", "batched, it diverges silently"), ("cp2", "context_parallel_size=2; expected a GPU")]
+    ("name", "reason"),
+    [("vpp2_batched", "batched, it diverges silently"), ("cp2", "context_parallel_size=2; expected a GPU")],
 )
 def test_what_cannot_work_is_refused_on_every_rank(reports: dict[str, Any], name: str, reason: str) -> None:
     assert reason in reports[f"{name}/fp32"]["refused"]

@@ -70,7 +70,8 @@ def bytes_a_parameter(folder: Path) -> Any:
                 total[live.role] = total.get(live.role, 0) + size(live.tensor)
             parameters = sum(parameter.numel() for _, parameter in built.named_parameters())
             found[f"{engine}/{kind}"] = {
-                role: _summed(total.get(role, 0)) / parameters for role in ("params", "grads", "main_params", "exp_avg", "exp_avg_sq")
+                role: _summed(total.get(role, 0)) / parameters
+                for role in ("params", "grads", "main_params", "exp_avg", "exp_avg_sq")
             }
             built.close()
     return found
@@ -101,7 +102,11 @@ def compute_and_wire(folder: Path) -> Any:
         linear.register_forward_hook(look)
         results = _steps(built)
         parameter = dict(built.named_parameters())["decoder.layers.0.mlp.linear_fc1.weight"]
-        seen |= {"storage": str(parameter.dtype), "grad": str(parameter.grad.dtype), "rows": str(parameter._local_tensor.shape[0])}
+        seen |= {
+            "storage": str(parameter.dtype),
+            "grad": str(parameter.grad.dtype),
+            "rows": str(parameter._local_tensor.shape[0]),
+        }
         seen |= {"moment": str(built.optimizer.state_of("decoder.layers.0.mlp.linear_fc1.weight")["exp_avg"].dtype)}
         found[reduce] = seen | {"reduced": sorted(str(kind) for kind in built.reduced), "loss": results[-1].loss}
         built.close()
@@ -113,7 +118,7 @@ def resumed(folder: Path) -> Any:
     """Whether a saved run goes on to the bit, and what the checkpoint holds."""
     from megatron.core import dist_checkpointing
 
-    from mpbridge.train.writer import PlainSave
+    from mpbridge.checkpoint.writer import PlainSave
 
     found = {}
     for engine, kind in (
@@ -192,7 +197,12 @@ def wire_audited(folder: Path) -> Any:
             if group is not None:
                 group.mp_policy = dataclasses.replace(group.mp_policy, reduce_dtype=torch.bfloat16)
     found = {"narrow": _wire(narrow)}
-    experts = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_token_dispatcher_type": "allgather"}
+    experts = {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 32,
+        "moe_token_dispatcher_type": "allgather",
+    }
     found["experts"] = _wire(_engine("bf16", "mcore", model=experts, parallel={"expert_model_parallel_size": 2}))
     return found
 
@@ -219,7 +229,11 @@ def norms(folder: Path) -> Any:
     for engine, kind in (("fsdp2", "bf16_params_fp32_states"), ("megatron_fsdp", "bf16_megatron_fsdp")):
         built = _engine(kind, engine, optimizer={"clip_grad": 0.5})
         result = _steps(built, 1)[0]
-        squares = sum(float(shard.grad.float().square().sum()) for shard in built.optimizer.shards.values() if shard.grad is not None)
+        squares = sum(
+            float(shard.grad.float().square().sum())
+            for shard in built.optimizer.shards.values()
+            if shard.grad is not None
+        )
         found[engine] = {"reported": result.grad_norm, "clipped": _summed(squares) ** 0.5}
         assert torch.isfinite(torch.tensor(result.grad_norm))
         built.close()
@@ -249,7 +263,17 @@ def unsharded_modes(folder: Path) -> Any:
     return Group.main_grad_buffer.data.tolist()
 
 
-SCENARIOS = (losses, bytes_a_parameter, compute_and_wire, resumed, disagreement, broken_on_one_rank, wire_audited, norms, unsharded_modes)
+SCENARIOS = (
+    losses,
+    bytes_a_parameter,
+    compute_and_wire,
+    resumed,
+    disagreement,
+    broken_on_one_rank,
+    wire_audited,
+    norms,
+    unsharded_modes,
+)
 
 
 def main() -> None:

@@ -53,10 +53,14 @@ WHOLE, SHARDED = ("dp2", "tp2", "tp2_sp", "pp2"), ("dp2_sharded", "dp2_sharded_o
 """Layouts that read each other's checkpoints: megatron-core lays out optimizer states in one way with the distributed optimizer and in another without."""
 
 
-def world(size: int, names: list[str], folder: Path, *, kinds: list[str], resume: bool = False, timeout: float = 280.0) -> dict[str, Any]:
+def world(
+    size: int, names: list[str], folder: Path, *, kinds: list[str], resume: bool = False, timeout: float = 280.0
+) -> dict[str, Any]:
     """What `size` processes report for each 'name/kind'; both ranks' errors are shown when one fails."""
     more = ["resume"] if resume else []
-    found: dict[str, Any] = reported(size, __file__, folder / f"world{size}.json", ",".join(names), ",".join(kinds), *more, timeout=timeout)
+    found: dict[str, Any] = reported(
+        size, __file__, folder / f"world{size}.json", ",".join(names), ",".join(kinds), *more, timeout=timeout
+    )
     return found
 
 
@@ -83,7 +87,13 @@ def _scenario(name: str, kind: str, weights: Path) -> dict[str, Any]:
         roles = sorted({(live.role, str(live.tensor.dtype).removeprefix("torch.")) for live in engine.tensors()})
         names = [parameter for parameter, _ in engine.named_parameters()]
         engine.close()
-    return {"losses": [r.loss for r in results], "norms": [r.grad_norm for r in results], "held": held, "roles": roles, "names": names}
+    return {
+        "losses": [r.loss for r in results],
+        "norms": [r.grad_norm for r in results],
+        "held": held,
+        "roles": roles,
+        "names": names,
+    }
 
 
 def _resume(name: str, kind: str, folder: Path) -> dict[str, Any]:
@@ -122,16 +132,23 @@ def _resume(name: str, kind: str, folder: Path) -> dict[str, Any]:
             engine.load_state(dist_checkpointing.load(engine.state(loading=True), str(place)))
             found[other] = go(engine, 3, 2)
             if other == name:
-                found["equal"] = all(torch.equal(tensor, final[parameter]) for parameter, tensor in engine.named_parameters())
+                found["equal"] = all(
+                    torch.equal(tensor, final[parameter]) for parameter, tensor in engine.named_parameters()
+                )
             engine.close()
     return found
 
 
 def _family(name: str) -> str:
     """Which initial weights: file stem."""
-    return {"pp2_untied": "untied", "one_untied": "untied", "vpp2": "deep", "one_deep": "deep", "one_rms": "rms", "one_moe": "moe"}.get(
-        name, "tied"
-    )
+    return {
+        "pp2_untied": "untied",
+        "one_untied": "untied",
+        "vpp2": "deep",
+        "one_deep": "deep",
+        "one_rms": "rms",
+        "one_moe": "moe",
+    }.get(name, "tied")
 
 
 def _same_start(engine: Any, file: Path) -> None:
@@ -165,7 +182,10 @@ def main() -> None:
             json.dumps(
                 {
                     key: reports[0][key]
-                    | {"all_names": [r[key].get("names", []) for r in reports], "every": [r[key].get("losses") for r in reports]}
+                    | {
+                        "all_names": [r[key].get("names", []) for r in reports],
+                        "every": [r[key].get("losses") for r in reports],
+                    }
                     for key in found
                 }
             )

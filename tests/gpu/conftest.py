@@ -34,8 +34,8 @@ def transformer_engine():
 
 def native_reason(name: str) -> str | None:
     """Why this machine cannot run the recipe `name` natively; None when it can."""
-    from mpbridge.checks.capability import can_run
-    from mpbridge.checks.probe import installed, this_machine
+    from mpbridge.hardware.capability import can_run
+    from mpbridge.hardware.probe import installed, this_machine
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.precision.resolve import resolve
 
@@ -81,10 +81,20 @@ def gpu_run(tmp_path):
     def make(recipe: str, *overrides: str, config: str = "gpt_tiny", **sections):
         path = ROOT / "configs" / f"{config}.yaml"
         # dimensions that every recipe of a Hopper can quantize, and heads that fused attention takes
-        shape = ["model.hidden_size=512", "model.ffn_hidden_size=1536", "model.num_attention_heads=8"] if config == "gpt_tiny" else []
+        shape = (
+            ["model.hidden_size=512", "model.ffn_hidden_size=1536", "model.num_attention_heads=8"]
+            if config == "gpt_tiny"
+            else []
+        )
         # weights at rest in FP8 want the distributed optimizer, which keeps the high-precision copy
         sharded = ["ddp.use_distributed_optimizer=true"] if resolve(get_mixed_precision_config(recipe)).stored else []
-        common = [f"mixed_precision={recipe}", f"logger.log_dir={tmp_path / recipe}", "logger.progress=false", *shape, *sharded]
+        common = [
+            f"mixed_precision={recipe}",
+            f"logger.log_dir={tmp_path / recipe}",
+            "logger.progress=false",
+            *shape,
+            *sharded,
+        ]
         return ConfigContainer.load(path, [*common, *overrides]).resolved(world_size=1)
 
     return make

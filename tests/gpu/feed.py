@@ -13,4 +13,9 @@ def batches(run) -> Iterator[dict[str, torch.Tensor]]:
     ids = torch.randint(0, 256, size, generator=torch.Generator().manual_seed(3))
     positions = torch.arange(size[1] - 1)[None].expand(size[0], -1)
     while True:
-        yield {"tokens": ids[:, :-1], "labels": ids[:, 1:], "position_ids": positions, "loss_mask": torch.ones(size[0], size[1] - 1)}
+        yield {
+            "tokens": ids[:, :-1],
+            "labels": ids[:, 1:],
+            "position_ids": positions,
+            "loss_mask": torch.ones(size[0], size[1] - 1),
+        }

@@ -47,7 +47,11 @@ def ours(x, scaling: str, number: str, side: str, copy: str):
     for table in (quantizer.forward_table, quantizer.backward_table):
         if table is not None:
             table.scale.fill_(DELAYED_SCALE)
-    gemm = next(gemm for (gemm, of), which in COPY_OF.items() if of == side and which == copy) if (side, copy) != ("w", "column") else "dgrad"
+    gemm = (
+        next(gemm for (gemm, of), which in COPY_OF.items() if of == side and which == copy)
+        if (side, copy) != ("w", "column")
+        else "dgrad"
+    )
     return quantizer.operand(x, slot="probe", gemm=gemm, side=side).dequantized()
 
 
@@ -116,12 +120,16 @@ def emulated_linear(scaling: str, weight):
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.precision.resolve import resolve
 
-    plain = torch.nn.Sequential(torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device, dtype=torch.bfloat16))
+    plain = torch.nn.Sequential(
+        torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device=weight.device, dtype=torch.bfloat16)
+    )
     with torch.no_grad():
         plain[0].weight.copy_(weight)
     more = {"amax_history": 1, "amax_algo": "most_recent"} if scaling == "delayed" else {}
     policy = resolve(get_mixed_precision_config("bf16_mixed"))
-    emulate_linears(plain, dataclasses.replace(policy, regions=(Region(quant=Quant(format="hybrid", scaling=scaling, **more)),)))
+    emulate_linears(
+        plain, dataclasses.replace(policy, regions=(Region(quant=Quant(format="hybrid", scaling=scaling, **more)),))
+    )
     return plain
 
 
@@ -136,7 +144,11 @@ def test_our_emulated_linear_is_near_the_plain_one(scaling):
     with torch.no_grad():
         plain.weight.copy_(weight)
     x, grad = sample("normal"), sample("normal", 256, 256)
-    for e, p in zip(step_of(emulated_linear(scaling, weight), x, grad, nullcontext), step_of(plain, x, grad, nullcontext), strict=True):
+    for e, p in zip(
+        step_of(emulated_linear(scaling, weight), x, grad, nullcontext),
+        step_of(plain, x, grad, nullcontext),
+        strict=True,
+    ):
         assert 1e-4 < float((e - p).norm() / p.norm()) < 0.1
 
 
@@ -166,7 +178,14 @@ def test_emulated_linear_agrees_with_the_real_one(scaling, on_gpu, record_proper
         assert difference < 5e-3, what
 
 
-STATES = [(False, "float32", False), (True, "float32", False), (True, "float32", True), (True, "bfloat16", True), (True, "float16", False), (True, "uint8", False)]
+STATES = [
+    (False, "float32", False),
+    (True, "float32", False),
+    (True, "float32", True),
+    (True, "bfloat16", True),
+    (True, "float16", False),
+    (True, "uint8", False),
+]
 
 
 def after_100_steps(cls, device, master: bool, moments: str, remainders: bool):
@@ -193,7 +212,11 @@ def test_cpu_fused_adam_stays_near_torchs_over_100_steps(master, moments, remain
     from mpbridge.engines.optimizers import CpuFusedAdam
 
     found = after_100_steps(CpuFusedAdam, "cpu", master, moments, remainders)
-    parameter = torch.nn.Parameter(torch.randn(4096, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16 if master else torch.float32).float())
+    parameter = torch.nn.Parameter(
+        torch.randn(4096, generator=torch.Generator().manual_seed(0))
+        .to(torch.bfloat16 if master else torch.float32)
+        .float()
+    )
     reference, generator = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.1), torch.Generator().manual_seed(1)
     for _ in range(100):
         parameter.grad = torch.randn(4096, generator=generator)
@@ -234,10 +257,20 @@ def first_update(gpu_run, *, duplicate: bool) -> tuple[int, int]:
         engine = build_engine(run)
         try:
             optimizer = engine.optimizer
-            optimizer.parts = [fused_adam(cuda)(part.param_groups, lr=1e-3, master_weights=duplicate) for part in optimizer.parts]
+            optimizer.parts = [
+                fused_adam(cuda)(part.param_groups, lr=1e-3, master_weights=duplicate) for part in optimizer.parts
+            ]
             engine.train_step(batches(run), microbatches=1)
-            states = [value for part in optimizer.parts for state in part.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
-            return sum(value.untyped_storage().nbytes() for value in states), sum(shard.numel() for shard in optimizer.shards.values())
+            states = [
+                value
+                for part in optimizer.parts
+                for state in part.state.values()
+                for value in state.values()
+                if isinstance(value, torch.Tensor)
+            ]
+            return sum(value.untyped_storage().nbytes() for value in states), sum(
+                shard.numel() for shard in optimizer.shards.values()
+            )
         finally:
             engine.close()
 

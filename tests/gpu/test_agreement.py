@@ -26,9 +26,9 @@ SMALL = {"layers": 3, "hidden": 128, "sequence": 32}
 
 
 def test_the_same_recipe_agrees_with_itself_and_another_one_does_not(script, world):
-    from mpbridge.engines.local_spec import CpuSpecProvider
     from mpbridge.engines.mcore import McoreEngine
     from mpbridge.engines.registry import build_engine
+    from mpbridge.models.local_spec import CpuSpecProvider
 
     plain, low = script.resolved("bf16_mixed", emulate=False, **SMALL), script.resolved("fp8_ds", emulate=True, **SMALL)
     first, weights = script.traced(lambda: McoreEngine.build(plain, backend=CpuSpecProvider), None, 2, 32)

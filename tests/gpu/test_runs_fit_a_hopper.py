@@ -6,15 +6,19 @@ import dataclasses
 
 import pytest
 
-from mpbridge.checks.capability import ASSUMED, can_run
-from mpbridge.checks.machines import machine
-from mpbridge.checks.rules import require
+from mpbridge.hardware.capability import ASSUMED, can_run
+from mpbridge.hardware.machines import machine
+from mpbridge.rules.table import require
 from tests.gpu.test_training import HOPPER
 
 SIX = "model.num_layers=6"
 RUNS = {name: (name, SIX) for name in HOPPER} | {
     "aware delayed": ("fp8_ds", "optimizer.use_precision_aware_optimizer=true", "ddp.use_distributed_optimizer=true"),
-    "aware tensorwise": ("fp8_cs", "optimizer.use_precision_aware_optimizer=true", "ddp.use_distributed_optimizer=true"),
+    "aware tensorwise": (
+        "fp8_cs",
+        "optimizer.use_precision_aware_optimizer=true",
+        "ddp.use_distributed_optimizer=true",
+    ),
     "aware blockwise": ("fp8_sc", "optimizer.use_precision_aware_optimizer=true", "ddp.use_distributed_optimizer=true"),
     "gather": ("fp8_cs", "mixed_precision.fp8_param_gather=true"),
     "no gather": ("fp8_cs", "mixed_precision.fp8_param_gather=false"),

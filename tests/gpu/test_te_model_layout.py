@@ -18,7 +18,9 @@ def claim_a_hopper(monkeypatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(major=9, minor=0, multi_processor_count=132))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    )
 
 
 def stored(run, monkeypatch, *, transformer_engine: bool) -> dict[str, tuple]:
@@ -26,10 +28,10 @@ def stored(run, monkeypatch, *, transformer_engine: bool) -> dict[str, tuple]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     from mpbridge.devices import device_layer
-    from mpbridge.engines.configs import build_targets
-    from mpbridge.engines.model import build_chunks
     from mpbridge.engines.optimizers import CpuFusedAdam
     from mpbridge.engines.parallel import ModelParallel
+    from mpbridge.megatron.configs import build_targets
+    from mpbridge.models.gpt import build_chunks
 
     with device_layer(False, fused_adam=CpuFusedAdam):
         parallel = ModelParallel(run.facts.parallel, seed=1)

@@ -23,9 +23,9 @@ QUANTIZED = sorted(name for name in recipes if resolve(get_mixed_precision_confi
 
 
 def synced(name: str):
-    from mpbridge.checks.capability import ASSUMED
-    from mpbridge.checks.machines import machine
-    from mpbridge.engines.targets import build
+    from mpbridge.hardware.capability import ASSUMED
+    from mpbridge.hardware.machines import machine
+    from mpbridge.megatron.targets import build
     from mpbridge.sync.plan import plan
 
     policy = resolve(get_mixed_precision_config(name), layers=LAYERS)
@@ -75,14 +75,22 @@ def test_te_picks_the_element_format_of_each_direction_that_the_policy_names(nam
         assert str(te_dtype).rpartition(".")[2].lower().removeprefix("kfloat8") == policy.fp8.element(gradient=gradient)
 
 
-@pytest.mark.parametrize("name", [n for n in QUANTIZED if resolve(get_mixed_precision_config(n)).quant.scaling == "delayed"])
+@pytest.mark.parametrize(
+    "name", [n for n in QUANTIZED if resolve(get_mixed_precision_config(n)).quant.scaling == "delayed"]
+)
 def test_delayed_scaling_keeps_margin_history_and_algorithm(name, transformer_engine):
     policy, config = synced(name)
     recipe = core_recipe(config)
-    assert (recipe.margin, recipe.amax_history_len, recipe.amax_compute_algo) == (policy.fp8.margin, policy.fp8.amax_history, policy.fp8.amax_algo)
+    assert (recipe.margin, recipe.amax_history_len, recipe.amax_compute_algo) == (
+        policy.fp8.margin,
+        policy.fp8.amax_history,
+        policy.fp8.amax_algo,
+    )
 
 
-@pytest.mark.parametrize("name", [n for n in QUANTIZED if resolve(get_mixed_precision_config(n)).quant.scaling in ("blockwise", "nvfp4")])
+@pytest.mark.parametrize(
+    "name", [n for n in QUANTIZED if resolve(get_mixed_precision_config(n)).quant.scaling in ("blockwise", "nvfp4")]
+)
 def test_block_extents_are_those_of_our_table(name, transformer_engine):
     from mpbridge.formats import BLOCKS
 

@@ -52,14 +52,21 @@ def test_weights_stored_in_fp8_or_not_both_train(name, on_gpu, gpu_run):
 @pytest.mark.parametrize("name", GATHER)
 def test_precision_aware_optimizer_trains_under_fp8(name, on_gpu, gpu_run):
     on_gpu(name)
-    summary = losses(gpu_run(name, "optimizer.use_precision_aware_optimizer=true", "ddp.use_distributed_optimizer=true", "train.train_iters=40"))
+    summary = losses(
+        gpu_run(
+            name,
+            "optimizer.use_precision_aware_optimizer=true",
+            "ddp.use_distributed_optimizer=true",
+            "train.train_iters=40",
+        )
+    )
     assert summary.last_loss < summary.first_loss - 0.5
 
 
 @pytest.mark.parametrize("name", ["bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"])
 def test_blackwell_recipes_are_refused_with_the_reason_and_run_emulated(name, on_gpu, gpu_run):
-    from mpbridge.checks.probe import this_machine
     from mpbridge.errors import Refused
+    from mpbridge.hardware.probe import this_machine
 
     on_gpu()
     if this_machine().arch >= (10, 0):
@@ -70,7 +77,14 @@ def test_blackwell_recipes_are_refused_with_the_reason_and_run_emulated(name, on
     assert summary.last_loss < summary.first_loss
 
 
-@pytest.mark.parametrize(("name", "engine"), [("fp32_params_bf16_compute", "fsdp2"), ("bf16_params_fp32_states", "fsdp2"), ("bf16_megatron_fsdp", "megatron_fsdp")])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("fp32_params_bf16_compute", "fsdp2"),
+        ("bf16_params_fp32_states", "fsdp2"),
+        ("bf16_megatron_fsdp", "megatron_fsdp"),
+    ],
+)
 def test_sharding_engines_train_at_one_process(name, engine, on_gpu, gpu_run):
     on_gpu()
     summary = losses(gpu_run(name, f"engine={engine}", "train.train_iters=40"))
@@ -123,13 +137,19 @@ def test_fp8_loss_is_within_one_percent_of_bf16_after_500_steps_of_125m(name, on
 def test_memory_by_role_is_what_was_predicted(on_gpu, gpu_run, world):
     import torch
 
-    from mpbridge.checks.roles import roles
     from mpbridge.devices import device_layer
     from mpbridge.engines.registry import build_engine
+    from mpbridge.memory.roles import roles
     from tests.gpu.feed import batches
 
     on_gpu()
-    run = gpu_run("bf16_mixed", "model.num_layers=16", "model.hidden_size=2048", "model.ffn_hidden_size=5504", "model.num_attention_heads=16")
+    run = gpu_run(
+        "bf16_mixed",
+        "model.num_layers=16",
+        "model.hidden_size=2048",
+        "model.ffn_hidden_size=5504",
+        "model.num_attention_heads=16",
+    )
     with device_layer(True):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
@@ -149,7 +169,12 @@ def test_resumed_run_equals_the_uninterrupted_one(name, on_gpu, gpu_run, tmp_pat
     on_gpu(name)
     whole = losses(gpu_run(name, "train.train_iters=20", "train.deterministic=true"))
     folder = tmp_path / "checkpoints"
-    common = [f"checkpoint.save={folder}", f"checkpoint.load={folder}", "train.train_iters=20", "train.deterministic=true"]
+    common = [
+        f"checkpoint.save={folder}",
+        f"checkpoint.load={folder}",
+        "train.train_iters=20",
+        "train.deterministic=true",
+    ]
     losses(gpu_run(name, *common, "train.exit_interval=10"))
     assert losses(gpu_run(name, *common)).last_loss == whole.last_loss
 
@@ -158,12 +183,36 @@ def test_resumed_run_equals_the_uninterrupted_one(name, on_gpu, gpu_run, tmp_pat
 def test_a_gpus_checkpoint_goes_on_on_a_cpu(name, on_gpu, gpu_run, tmp_path):
     on_gpu(name)
     folder = tmp_path / "checkpoints"
-    shape = ["model.num_layers=4", "data.seq_length=128", f"checkpoint.save={folder}", f"checkpoint.load={folder}", "mixed_precision.fp8_param_gather=false"]
+    shape = [
+        "model.num_layers=4",
+        "data.seq_length=128",
+        f"checkpoint.save={folder}",
+        f"checkpoint.load={folder}",
+        "mixed_precision.fp8_param_gather=false",
+    ]
     before = losses(gpu_run(name, *shape, "train.train_iters=30", "train.exit_interval=20")).last_loss
     wide = ["model.hidden_size=512", "model.ffn_hidden_size=1536", "model.num_attention_heads=8"]
-    command = [sys.executable, "scripts/pretrain.py", "--config", "configs/gpt_tiny.yaml", "--recipe", name, *wide, *shape, "train.train_iters=30"]
+    command = [
+        sys.executable,
+        "scripts/pretrain.py",
+        "--config",
+        "configs/gpt_tiny.yaml",
+        "--recipe",
+        name,
+        *wide,
+        *shape,
+        "train.train_iters=30",
+    ]
     command += [f"logger.log_dir={tmp_path / 'cpu'}", *(["--emulate"] if "fp8" in name else [])]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "cpu" / "metrics.jsonl").read_text().splitlines()]
     first = next(row for row in rows if "loss" in row)

@@ -42,7 +42,9 @@ def test_g4_small_updates_are_lost_in_bf16(script: Any) -> None:
 def test_the_page_quotes_what_the_script_prints(script: Any) -> None:
     page = (ROOT / "docs" / "storage_and_compute.md").read_text()
     for what, fp32, bf16 in script.numbers():
-        assert f"| {what} | {fp32} | {bf16} |" in page, "docs/storage_and_compute.md: run scripts/show_bf16_adam.py again"
+        assert f"| {what} | {fp32} | {bf16} |" in page, (
+            "docs/storage_and_compute.md: run scripts/show_bf16_adam.py again"
+        )
 
 
 def test_t7_mixed_stays_with_fp32_and_full_bf16_does_not(script: Any) -> None:

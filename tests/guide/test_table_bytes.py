@@ -41,4 +41,6 @@ def test_live_bytes_equal_prediction_and_rule(script: Any, processes: int, tmp_p
 def test_the_page_shows_the_rows_of_the_script(script: Any) -> None:
     page = (ROOT / "docs" / "storage_and_compute.md").read_text()
     for what, engine, _, _, rule in script.ROWS:
-        assert f"| {what} | {engine} | {rule} |" in page, "docs/storage_and_compute.md: run scripts/table_bytes.py again"
+        assert f"| {what} | {engine} | {rule} |" in page, (
+            "docs/storage_and_compute.md: run scripts/table_bytes.py again"
+        )

@@ -63,7 +63,11 @@ def test_a_word_that_is_no_dtype_names_field_and_legal_words() -> None:
 
 def test_an_unknown_attribute_is_refused_with_the_nearest_name() -> None:
     config = MixedPrecisionConfig()
-    for attempt in (lambda: setattr(config, "grad_reduce_in_fp23", True), lambda: config.grad_reduce_in_fp23, lambda: config.derive(grad_reduce_in_fp23=True)):
+    for attempt in (
+        lambda: setattr(config, "grad_reduce_in_fp23", True),
+        lambda: config.grad_reduce_in_fp23,
+        lambda: config.derive(grad_reduce_in_fp23=True),
+    ):
         with pytest.raises(UnknownName, match="nearest: grad_reduce_in_fp32"):
             attempt()
     assert not hasattr(config, "__wrapped__")  # dunders stay Python's
@@ -95,7 +99,10 @@ def test_comparing_printing_and_dumping_load_no_torch() -> None:
 
 
 def test_repr_shows_what_differs_from_the_defaults() -> None:
-    assert repr(MixedPrecisionConfig(bf16=True, params_dtype=torch.bfloat16)) == "MixedPrecisionConfig(bf16=True, params_dtype=bf16)"
+    assert (
+        repr(MixedPrecisionConfig(bf16=True, params_dtype=torch.bfloat16))
+        == "MixedPrecisionConfig(bf16=True, params_dtype=bf16)"
+    )
 
 
 def test_first_last_layers_alone_means_one_layer_at_each_end() -> None:
@@ -105,7 +112,12 @@ def test_first_last_layers_alone_means_one_layer_at_each_end() -> None:
     assert resolve(config.derive(num_layers_at_end_in_bf16=0)).ends == (1, 0)
 
 
-_VALUES: dict[str, Any] = {"bool": st.booleans(), "int": st.integers(0, 9), "float": st.floats(1, 1e6), "str": st.sampled_from(["e4m3", "mxfp8", "fp32"])}
+_VALUES: dict[str, Any] = {
+    "bool": st.booleans(),
+    "int": st.integers(0, 9),
+    "float": st.floats(1, 1e6),
+    "str": st.sampled_from(["e4m3", "mxfp8", "fp32"]),
+}
 
 
 @settings(deadline=None)

@@ -38,7 +38,10 @@ def test_a_dtype_knows_its_name_bytes_and_torchs(member: DType) -> None:
         assert dtype(spelling) is member
 
 
-@pytest.mark.parametrize(("word", "member"), [("half", DType.FP16), ("single", DType.FP32), ("double", DType.FP64), ("fp8", DType.UINT8), ("32", DType.FP32)])
+@pytest.mark.parametrize(
+    ("word", "member"),
+    [("half", DType.FP16), ("single", DType.FP32), ("double", DType.FP64), ("fp8", DType.UINT8), ("32", DType.FP32)],
+)
 def test_words_that_people_use(word: str, member: DType) -> None:
     assert dtype(word) is member
 

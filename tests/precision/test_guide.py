@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from mpbridge import ConfigContainer, MixedPrecisionConfig, get_mixed_precision_config, recipes, register, resolve
-from mpbridge.checks.machines import machine
 from mpbridge.config.run import Run
 from mpbridge.formats import DType
+from mpbridge.hardware.machines import machine
 from mpbridge.precision import registry
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128, "max_sequence_length": 32}
@@ -39,7 +39,13 @@ def test_a_recipe_is_a_string_in_the_container(name: str, half: str) -> None:
 
 
 def test_a_custom_bf16_configuration() -> None:
-    bf16_config = MixedPrecisionConfig(bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, autocast_enabled=False, grad_reduce_in_fp32=True)
+    bf16_config = MixedPrecisionConfig(
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        autocast_enabled=False,
+        grad_reduce_in_fp32=True,
+    )
     assert bf16_config.params_dtype is torch.bfloat16
     assert resolved(bf16_config).policy == resolved("bf16_mixed").policy
 
@@ -104,7 +110,13 @@ def test_the_recipe_takes_precedence_over_what_was_set_on_the_configs(live: bool
 
 def test_fp8_parameters_have_the_names_and_the_defaults_that_the_guide_lists() -> None:
     plain = MixedPrecisionConfig()
-    assert (plain.fp8, plain.first_last_layers_bf16, plain.fp8_margin, plain.fp8_amax_history_len, plain.fp8_amax_compute_algo) == (None, False, 0, 1, "most_recent")
+    assert (
+        plain.fp8,
+        plain.first_last_layers_bf16,
+        plain.fp8_margin,
+        plain.fp8_amax_history_len,
+        plain.fp8_amax_compute_algo,
+    ) == (None, False, 0, 1, "most_recent")
     meant = resolve(MixedPrecisionConfig(bf16=True, fp8="hybrid")).fp8
     assert meant is not None
     assert (meant.scaling, meant.stored) == ("tensorwise", False)

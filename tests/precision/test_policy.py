@@ -42,7 +42,10 @@ def test_a_fingerprint_writes_every_field_and_a_schema() -> None:
 
 
 def test_two_configs_that_mean_the_same_have_one_fingerprint() -> None:
-    short, long = MixedPrecisionConfig(bf16=True), MixedPrecisionConfig(bf16=True, params_dtype="bf16", pipeline_dtype="bf16", fp8_recipe="delayed")
+    short, long = (
+        MixedPrecisionConfig(bf16=True),
+        MixedPrecisionConfig(bf16=True, params_dtype="bf16", pipeline_dtype="bf16", fp8_recipe="delayed"),
+    )
     assert short != long
     assert resolve(short).fingerprint() == resolve(long).fingerprint()
 
@@ -61,7 +64,10 @@ def test_the_first_region_that_covers_a_module_decides() -> None:
     other = Quant(format="e4m3", scaling="mxfp8")
     regions = (Region(modules="mlp.linear_fc2"), Region(modules="mlp.*", first=1, quant=other), Region(quant=FP8))
     policy = dataclasses.replace(POLICIES["bf16_mixed"], regions=regions)
-    assert [policy.at(module, layer, 4) for module, layer in (("mlp.linear_fc2", 0), ("mlp.linear_fc1", 0), ("mlp.linear_fc1", 1))] == [None, other, FP8]
+    assert [
+        policy.at(module, layer, 4)
+        for module, layer in (("mlp.linear_fc2", 0), ("mlp.linear_fc1", 0), ("mlp.linear_fc1", 1))
+    ] == [None, other, FP8]
     assert policy.quants == (other, FP8)
     assert policy.module_regions == regions[:2]
 
@@ -81,11 +87,20 @@ def test_full_bf16_is_its_own_main_copy_and_wide_storage_is_not() -> None:
 
 
 def test_torch_adam_suffices_where_no_state_is_wider_or_narrower_than_the_parameters() -> None:
-    assert {name for name, policy in POLICIES.items() if policy.torch_adam_suffices} == {"fp32", "fp32_params_bf16_compute", "full_bf16"}
+    assert {name for name, policy in POLICIES.items() if policy.torch_adam_suffices} == {
+        "fp32",
+        "fp32_params_bf16_compute",
+        "full_bf16",
+    }
     full = POLICIES["full_bf16"]
     assert not any(
         dataclasses.replace(full, **change).torch_adam_suffices
-        for change in ({"precision_aware": True}, {"exp_avg": DType.FP32}, {"exp_avg_sq": DType.FP32}, {"main_params": DType.FP32})
+        for change in (
+            {"precision_aware": True},
+            {"exp_avg": DType.FP32},
+            {"exp_avg_sq": DType.FP32},
+            {"main_params": DType.FP32},
+        )
     )
 
 
@@ -103,10 +118,14 @@ def test_roles() -> None:
 
 
 def test_settling_fills_what_is_open_and_changes_nothing_that_is_stated() -> None:
-    settled = POLICIES["bf16_mixed"].settled({"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "store_param_remainders": False})
+    settled = POLICIES["bf16_mixed"].settled(
+        {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "store_param_remainders": False}
+    )
     assert (settled.precision_aware, settled.exp_avg, settled.remainders) == (True, DType.BF16, False)
     assert settled.settled({"exp_avg_dtype": "fp16"}) == settled
-    stated = POLICIES["bf16_mixed_bf16_moments"].settled({"use_precision_aware_optimizer": False, "exp_avg_dtype": "fp16"})
+    stated = POLICIES["bf16_mixed_bf16_moments"].settled(
+        {"use_precision_aware_optimizer": False, "exp_avg_dtype": "fp16"}
+    )
     assert (stated.precision_aware, stated.exp_avg) == (True, DType.BF16)
 
 
@@ -115,7 +134,10 @@ def test_the_layout_is_what_shapes_a_checkpoint_and_nothing_else() -> None:
     same = dataclasses.replace(base, reduce=DType.BF16, autocast=DType.BF16, regions=(Region(quant=FP8),))
     assert same.layout() == base.layout()
     assert dataclasses.replace(base, exp_avg=DType.BF16).layout() != base.layout()
-    assert dataclasses.replace(base, regions=(Region(quant=dataclasses.replace(FP8, stored=True)),)).layout() != base.layout()
+    assert (
+        dataclasses.replace(base, regions=(Region(quant=dataclasses.replace(FP8, stored=True)),)).layout()
+        != base.layout()
+    )
 
 
 def test_element_formats() -> None:

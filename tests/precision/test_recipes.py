@@ -14,7 +14,9 @@ from mpbridge.precision.recipes import BUILT_IN, DIFFERENCES
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "recipes.json"
 DATA: dict[str, Any] = json.loads(GOLDEN.read_text(encoding="utf-8"))
-THEIRS: dict[str, dict[str, Any]] = {name: DATA["reference"]["class_defaults"] | given for name, given in DATA["reference"]["recipes"].items()}
+THEIRS: dict[str, dict[str, Any]] = {
+    name: DATA["reference"]["class_defaults"] | given for name, given in DATA["reference"]["recipes"].items()
+}
 DERIVED = {
     # None means these (MixedPrecisionConfig's docstrings); fp8_recipe is not here: with FP8 off theirs is copied to the optimizer and ours is not
     "fp8_param": False, "fp8_param_gather": False, "fp4_param": False, "fp4_param_gather": False, "fp4_recipe": "nvfp4",
@@ -23,7 +25,10 @@ DERIVED = {
 
 
 def ours(name: str) -> dict[str, Any]:
-    return {field: value.value if isinstance(value, DType) else value for field, value in get_mixed_precision_config(name).stored().items()}
+    return {
+        field: value.value if isinstance(value, DType) else value
+        for field, value in get_mixed_precision_config(name).stored().items()
+    }
 
 
 def meant(field: str, value: Any) -> Any:
@@ -69,7 +74,7 @@ def test_every_recipe_carries_its_papers(entry: Any) -> None:
 
 
 def test_a_recipes_need_is_what_the_capability_asks_for() -> None:
-    from mpbridge.checks.capability import NEEDS
+    from mpbridge.hardware.capability import NEEDS
 
     for entry in BUILT_IN:
         quant = resolve(entry.make()).quant
@@ -77,7 +82,13 @@ def test_a_recipes_need_is_what_the_capability_asks_for() -> None:
 
 
 def test_a_recipes_name_says_what_it_does() -> None:
-    words = {"mxfp8": "mxfp8", "delayed": "delayed", "subchannel": "blockwise", "current": "tensorwise", "nvfp4": "nvfp4"}
+    words = {
+        "mxfp8": "mxfp8",
+        "delayed": "delayed",
+        "subchannel": "blockwise",
+        "current": "tensorwise",
+        "nvfp4": "nvfp4",
+    }
     for entry in BUILT_IN:
         policy = resolve(entry.make())
         for word, scaling in words.items():
@@ -101,9 +112,22 @@ def dump(data: dict[str, Any]) -> str:
     """JSON with one recipe a line."""
     lines = ["{", f' "made_by": {json.dumps(data["made_by"])},', ' "reference": {']
     reference = data["reference"]
-    lines += [f'  "source": {json.dumps(reference["source"])},', f'  "class_defaults": {json.dumps(reference["class_defaults"])},', '  "recipes": {']
-    lines += [",\n".join(f"   {json.dumps(name)}: {json.dumps(values)}" for name, values in reference["recipes"].items()), "  }", " },", ' "recipes": {']
-    lines += [",\n".join(f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in data["recipes"].items()), " }", "}"]
+    lines += [
+        f'  "source": {json.dumps(reference["source"])},',
+        f'  "class_defaults": {json.dumps(reference["class_defaults"])},',
+        '  "recipes": {',
+    ]
+    lines += [
+        ",\n".join(f"   {json.dumps(name)}: {json.dumps(values)}" for name, values in reference["recipes"].items()),
+        "  }",
+        " },",
+        ' "recipes": {',
+    ]
+    lines += [
+        ",\n".join(f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in data["recipes"].items()),
+        " }",
+        "}",
+    ]
     return "\n".join(lines) + "\n"
 
 

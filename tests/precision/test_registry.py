@@ -27,7 +27,9 @@ def _as_before() -> Iterator[None]:
 
 @pytest.mark.parametrize("spelling", ["bf16_mixed", "bf16-mixed", "BF16-Mixed", " bf16_mixed ", "bf16", "bfloat16"])
 def test_a_name_is_found_in_any_spelling_and_by_its_aliases(spelling: str) -> None:
-    assert get_mixed_precision_config(spelling) == MixedPrecisionConfig(bf16=True, params_dtype="bf16", pipeline_dtype="bf16")
+    assert get_mixed_precision_config(spelling) == MixedPrecisionConfig(
+        bf16=True, params_dtype="bf16", pipeline_dtype="bf16"
+    )
     assert spelling in recipes
     assert recipes[spelling].name == "bf16_mixed"
 
@@ -74,7 +76,16 @@ def test_register_bare_and_with_options() -> None:
         """What it is for."""
         return MixedPrecisionConfig(bf16=True)
 
-    @register(name="My-Other", aliases=("mine_too",), summary="s", needs=(9, 0), status="validated", source="a paper", engine="fsdp2", hints=("h",))
+    @register(
+        name="My-Other",
+        aliases=("mine_too",),
+        summary="s",
+        needs=(9, 0),
+        status="validated",
+        source="a paper",
+        engine="fsdp2",
+        hints=("h",),
+    )
     def whatever() -> MixedPrecisionConfig:
         return MixedPrecisionConfig(fp16=True)
 
@@ -83,14 +94,23 @@ def test_register_bare_and_with_options() -> None:
     assert "test_registry" in recipes["my_bare_recipe"].source
     assert get_mixed_precision_config("MINE-TOO").fp16 is True
     other = recipes["my_other"]
-    assert (other.needs, other.status, other.source, other.engine, other.hints, other.summary) == ((9, 0), "validated", "a paper", "fsdp2", ("h",), "s")
+    assert (other.needs, other.status, other.source, other.engine, other.hints, other.summary) == (
+        (9, 0),
+        "validated",
+        "a paper",
+        "fsdp2",
+        ("h",),
+        "s",
+    )
     assert my_bare_recipe().bf16 is True  # the decorator gives the function back
     assert whatever().fp16 is True
     registry.unregister("my_other")
     assert "mine_too" not in recipes
 
 
-@pytest.mark.parametrize("names", [{"name": "bf16_mixed"}, {"name": "bf16"}, {"name": "new_one", "aliases": ("16-mixed",)}])
+@pytest.mark.parametrize(
+    "names", [{"name": "bf16_mixed"}, {"name": "bf16"}, {"name": "new_one", "aliases": ("16-mixed",)}]
+)
 def test_a_taken_name_or_alias_is_refused_and_nothing_is_stored(names: dict[str, object]) -> None:
     before = list(recipes)
     with pytest.raises(DuplicateName, match="exists already"):
@@ -159,12 +179,16 @@ def test_an_exception_inside_a_factory_is_never_an_unknown_name(fault: Exception
 
 def test_a_config_that_a_factory_misspells_is_the_factorys_fault() -> None:
     register(name="misspells")(lambda: MixedPrecisionConfig().derive(bf61=True))
-    with pytest.raises(RecipeError, match=r"recipe 'misspells' failed: no field of MixedPrecisionConfig named 'bf61' .nearest: bf16"):
+    with pytest.raises(
+        RecipeError, match=r"recipe 'misspells' failed: no field of MixedPrecisionConfig named 'bf61' .nearest: bf16"
+    ):
         get_mixed_precision_config("misspells")
 
 
 def test_module_and_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "somebodys_recipes.py").write_text("from mpbridge import MixedPrecisionConfig\ndef mine():\n    return MixedPrecisionConfig(bf16=True, hysteresis=5)\n")
+    (tmp_path / "somebodys_recipes.py").write_text(
+        "from mpbridge import MixedPrecisionConfig\ndef mine():\n    return MixedPrecisionConfig(bf16=True, hysteresis=5)\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert get_mixed_precision_config("somebodys_recipes:mine").hysteresis == 5
     with pytest.raises(UnknownName, match=r"no function in somebodys_recipes named 'mien' .nearest: mine"):
@@ -180,7 +204,9 @@ def test_file_and_function(tmp_path: Path) -> None:
         "def bad():\n    return {}['bf16']\n"
     )
     assert get_mixed_precision_config(f"{path}:from_a_file").fp16 is True
-    assert get_mixed_precision_config(f"{path}:from_a_file").fp16 is True  # the file runs once: its @register would fail the second time
+    assert (
+        get_mixed_precision_config(f"{path}:from_a_file").fp16 is True
+    )  # the file runs once: its @register would fail the second time
     assert get_mixed_precision_config("from_a_file").fp16 is True
     with pytest.raises(RecipeError, match="raised KeyError"):
         get_mixed_precision_config(f"{path}:bad")
@@ -193,7 +219,9 @@ def test_file_and_function(tmp_path: Path) -> None:
 
 def test_yaml_extends_a_name_or_another_file(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("extends: fp8-cs\nnum_layers_at_start_in_bf16: 3\n")
-    (tmp_path / "mine.yaml").write_text("extends: base.yaml\nfp8_param: false\ninitial_loss_scale: 1e4\nkeep_fp32: ['*norm*']\n")
+    (tmp_path / "mine.yaml").write_text(
+        "extends: base.yaml\nfp8_param: false\ninitial_loss_scale: 1e4\nkeep_fp32: ['*norm*']\n"
+    )
     (tmp_path / "alone.yml").write_text("fp16: true\n")
     config = get_mixed_precision_config(tmp_path / "mine.yaml")
     assert (config.fp8, config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16) == ("hybrid", 3, 1)
@@ -232,7 +260,9 @@ def test_the_recipes_shipped_as_files_can_be_used() -> None:
 def _in_a_process(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     root = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder), root])}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def _package(folder: Path, *lines: str) -> None:
@@ -262,4 +292,7 @@ def test_recipes_of_another_installed_package_are_listed_unloaded_and_loaded_on_
 def test_another_package_cannot_take_a_name(tmp_path: Path) -> None:
     _package(tmp_path, "BF16-mixed = somebodys:mine")
     done = _in_a_process("from mpbridge import recipes\nlist(recipes)\n", tmp_path)
-    assert "DuplicateName: entry point 'somebodys:mine' offers a recipe named 'bf16_mixed', which exists already" in done.stderr.replace("mpbridge.errors.", "")
+    assert (
+        "DuplicateName: entry point 'somebodys:mine' offers a recipe named 'bf16_mixed', which exists already"
+        in done.stderr.replace("mpbridge.errors.", "")
+    )

@@ -144,9 +144,22 @@ def test_regions_are_edges_then_modules_then_everything() -> None:
     assert policy.at("mlp.linear_fc1", 1, 4) == policy.quant
 
 
-ANYTHING = st.one_of(st.none(), st.booleans(), st.integers(-3, 2000), st.floats(allow_nan=False), st.text(max_size=4), st.lists(st.integers(), max_size=1))
-WORDS = st.sampled_from(["e4m3", "hybrid", "e2m1", "tensorwise", "delayed", "mxfp8", "nvfp4", "custom", "max", "fp32", "a.b"])
-PLAIN = [name for name in MixedPrecisionConfig.__dataclass_fields__ if not name.endswith("_dtype") or name == "moe_router_dtype"]
+ANYTHING = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 2000),
+    st.floats(allow_nan=False),
+    st.text(max_size=4),
+    st.lists(st.integers(), max_size=1),
+)
+WORDS = st.sampled_from(
+    ["e4m3", "hybrid", "e2m1", "tensorwise", "delayed", "mxfp8", "nvfp4", "custom", "max", "fp32", "a.b"]
+)
+PLAIN = [
+    name
+    for name in MixedPrecisionConfig.__dataclass_fields__
+    if not name.endswith("_dtype") or name == "moe_router_dtype"
+]
 
 
 @settings(deadline=None)

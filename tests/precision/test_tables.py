@@ -27,7 +27,9 @@ def test_every_table_of_every_page_is_up_to_date(tables: ModuleType) -> None:
         assert tables.filled(text, page.name) == text, f"{page.name}: python scripts/tables.py"
 
 
-def test_a_stale_table_is_found_and_rewritten(tables: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stale_table_is_found_and_rewritten(
+    tables: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     page = tmp_path / "PAGE.md"
     page.write_text("before\n<!-- table:differences -->\nold\n<!-- end of table -->\nafter\n")
     assert tables.main(["--check", str(page)]) == 1

@@ -38,7 +38,9 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_a_log_file_is_wide_enough_for_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_file_is_wide_enough_for_a_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     long = "word " * 22
     console().print(summary_table([("label", long)]))

@@ -25,7 +25,13 @@ def _policy() -> PrecisionPolicy:
 
 
 def test_every_write_has_a_row_and_overrides_say_how_to_keep_the_value() -> None:
-    wanted = plan(_policy(), model={}, optimizer={}, ddp={"grad_reduce_in_fp32": False}, origin={"ddp.grad_reduce_in_fp32": "the command line"})
+    wanted = plan(
+        _policy(),
+        model={},
+        optimizer={},
+        ddp={"grad_reduce_in_fp32": False},
+        origin={"ddp.grad_reduce_in_fp32": "the command line"},
+    )
     text = _shown(plan_table(wanted))
     assert all(write.name in text for write in wanted.writes)
     (row,) = [line for line in text.splitlines() if line.strip().startswith("ddp.grad_reduce_in_fp32")]

@@ -38,10 +38,17 @@ def main(recipe: str) -> None:
     torch.manual_seed(7)
     config, optimizer_config, ddp_config = configs()
 
-    made = mpbridge.plan(mpbridge.resolve(mpbridge.get_mixed_precision_config(recipe)), model=config, optimizer=optimizer_config, ddp=ddp_config)
+    made = mpbridge.plan(
+        mpbridge.resolve(mpbridge.get_mixed_precision_config(recipe)),
+        model=config,
+        optimizer=optimizer_config,
+        ddp=ddp_config,
+    )
     mpbridge.apply(made)
 
-    model: Any = GPTModel(config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=32)
+    model: Any = GPTModel(
+        config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=32
+    )
     model = Float16Module(config, model) if config.bf16 or config.fp16 else model
     model = DistributedDataParallel(config, ddp_config, model)
     optimizer = get_megatron_optimizer(optimizer_config, [model])
@@ -58,7 +65,13 @@ def main(recipe: str) -> None:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         out = get_forward_backward_func()(
-            forward_step_func=forward, data_iterator=iter([]), model=[model], num_microbatches=1, seq_length=32, micro_batch_size=4, forward_only=False
+            forward_step_func=forward,
+            data_iterator=iter([]),
+            model=[model],
+            num_microbatches=1,
+            seq_length=32,
+            micro_batch_size=4,
+            forward_only=False,
         )
         applied, _, _ = optimizer.step()
         skipped += not applied

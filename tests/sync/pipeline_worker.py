@@ -16,8 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mpbridge import MixedPrecisionConfig, plan, resolve
 from mpbridge.devices import device_layer
-from mpbridge.engines.model import build_chunks
-from mpbridge.engines.quant_recipe import chunk_layers, compile_rules
+from mpbridge.megatron.quant_recipe import chunk_layers, compile_rules
+from mpbridge.models.gpt import build_chunks
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.sync.apply import commit
 
@@ -40,7 +40,9 @@ def check(policy: PrecisionPolicy, layer: int, name: str, found: Any) -> None:
 
 def main(chunks: int) -> None:
     torch.distributed.init_process_group("gloo")
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=STAGES, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None)
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=STAGES, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
+    )
     rank = parallel_state.get_pipeline_model_parallel_rank()
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
@@ -48,7 +50,14 @@ def main(chunks: int) -> None:
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, masked_softmax_fusion=False,
     )  # fmt: skip
     rules = {"mlp.linear_fc2": "bf16", "self_attention.*": {"fp8": "e4m3", "fp8_recipe": "blockwise"}}
-    author = MixedPrecisionConfig(bf16=True, fp8="hybrid", first_last_layers_bf16=True, num_layers_at_start_in_bf16=2, num_layers_at_end_in_bf16=1, modules=rules)
+    author = MixedPrecisionConfig(
+        bf16=True,
+        fp8="hybrid",
+        first_last_layers_bf16=True,
+        num_layers_at_start_in_bf16=2,
+        num_layers_at_end_in_bf16=1,
+        modules=rules,
+    )
     policy = resolve(author)
     commit(plan(policy, model=config), spell=compile_rules)
     # what Transformer Engine's linears have: megatron-core hands them their quantization

@@ -11,10 +11,10 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from mpbridge.checks.machines import Machine, machine
-from mpbridge.checks.run import Versions
-from mpbridge.engines import targets
-from mpbridge.engines.quant_recipe import compile_rules
+from mpbridge.facts import Versions
+from mpbridge.hardware.machines import Machine, machine
+from mpbridge.megatron import targets
+from mpbridge.megatron.quant_recipe import compile_rules
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
@@ -64,9 +64,15 @@ def fresh(inputs: dict[str, dict[str, Any]], policy: PrecisionPolicy | None) -> 
     """Configs constructed by hand, with every value of the table spelled out, whether it is megatron-core's default or not."""
     made = {name: class_of(name, section)(**section) for name, section in inputs.items()}
     if policy is not None:
-        facts = Facts(policy=policy, fp8=policy.fp8, own=lambda target, field, default: inputs[target].get(field, default))
+        facts = Facts(
+            policy=policy, fp8=policy.fp8, own=lambda target, field, default: inputs[target].get(field, default)
+        )
         for name, section in inputs.items():
-            values = {row.field: row.value(facts) for row in TABLE if row.target == name and row.field in class_of(name, section).__dataclass_fields__}
+            values = {
+                row.field: row.value(facts)
+                for row in TABLE
+                if row.target == name and row.field in class_of(name, section).__dataclass_fields__
+            }
             rules = values.pop("quant_recipe", None)
             values = {field: spelled(value, None, None) for field, value in values.items() if value is not KEEP}
             made[name] = class_of(name, section)(**(section | values))
@@ -89,7 +95,9 @@ def applied(objects: Any, policy: PrecisionPolicy | None, after: Receipt | None 
 
 
 def built(inputs: dict[str, dict[str, Any]], policy: PrecisionPolicy | None, **more: Any) -> targets.Targets:
-    return targets.build(inputs, plan(policy, **{name: inputs[name] for name in CLASSES}, **more), machine=GPU, versions=HERE)
+    return targets.build(
+        inputs, plan(policy, **{name: inputs[name] for name in CLASSES}, **more), machine=GPU, versions=HERE
+    )
 
 
 def facts_of(objects: Any) -> dict[str, Any]:
@@ -98,5 +106,9 @@ def facts_of(objects: Any) -> dict[str, Any]:
     for name in ("model", "optimizer", "ddp"):
         config = getattr(objects, name)
         names = {field.name for field in dataclasses.fields(config)} | set(vars(config))
-        found |= {f"{name}.{key}": getattr(config, key) for key in names if not callable(getattr(config, key)) or isinstance(getattr(config, key), torch.dtype)}
+        found |= {
+            f"{name}.{key}": getattr(config, key)
+            for key in names
+            if not callable(getattr(config, key)) or isinstance(getattr(config, key), torch.dtype)
+        }
     return found

@@ -85,7 +85,11 @@ def authored(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
         if value is not None:
             inputs[target][field] = value
     if draw(st.booleans()):
-        inputs["model"] |= {"fp8": "hybrid", "fp8_recipe": "tensorwise", "moe_router_padding_for_quantization": bool(inputs["model"].get("num_moe_experts"))}
+        inputs["model"] |= {
+            "fp8": "hybrid",
+            "fp8_recipe": "tensorwise",
+            "moe_router_padding_for_quantization": bool(inputs["model"].get("num_moe_experts")),
+        }
         inputs["model"] |= {"moe_token_dispatcher_type": "alltoall"} if inputs["model"].get("num_moe_experts") else {}
     if inputs["optimizer"].get("use_precision_aware_optimizer"):
         inputs["optimizer"] |= {"exp_avg_dtype": draw(st.sampled_from((torch.float32, torch.bfloat16)))}
@@ -94,7 +98,9 @@ def authored(draw: st.DrawFn) -> dict[str, dict[str, Any]]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(inputs=authored(), steps=st.lists(st.sampled_from([*NAMES, None]), min_size=1, max_size=6))
-def test_any_sequence_of_recipes_ends_where_going_straight_to_its_last_ends(inputs: dict[str, dict[str, Any]], steps: list[str | None]) -> None:
+def test_any_sequence_of_recipes_ends_where_going_straight_to_its_last_ends(
+    inputs: dict[str, dict[str, Any]], steps: list[str | None]
+) -> None:
     objects, receipt = live(inputs), Receipt()
     for name in steps:
         receipt = applied(objects, None if name is None else POLICIES[name], receipt)
@@ -104,7 +110,9 @@ def test_any_sequence_of_recipes_ends_where_going_straight_to_its_last_ends(inpu
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(inputs=authored(), name=st.sampled_from(NAMES))
-def test_what_an_author_wrote_changes_nothing_that_a_policy_decides(inputs: dict[str, dict[str, Any]], name: str) -> None:
+def test_what_an_author_wrote_changes_nothing_that_a_policy_decides(
+    inputs: dict[str, dict[str, Any]], name: str
+) -> None:
     assert facts_of(built(inputs, POLICIES[name])) == facts_of(fresh(inputs, POLICIES[name]))
 
 

@@ -46,7 +46,12 @@ def test_a_provider_with_deferred_post_init_is_written_and_can_be_finalized() ->
     apply(made, machine=GPU, versions=HERE)
     assert provider.ffn_hidden_size is None  # still not finalized
     provider.finalize()
-    assert (provider.bf16, provider.fp8, provider.autocast_dtype, provider.attention_softmax_in_fp32) == (True, "hybrid", torch.bfloat16, False)
+    assert (provider.bf16, provider.fp8, provider.autocast_dtype, provider.attention_softmax_in_fp32) == (
+        True,
+        "hybrid",
+        torch.bfloat16,
+        False,
+    )
 
 
 @pytest.mark.parametrize("carried_as", ["transformer", "config"])
@@ -67,10 +72,16 @@ def test_a_plain_namespace_is_written() -> None:
 
 
 def test_upstreams_own_validation_runs_on_the_final_values_and_a_no_leaves_everything_as_it_was() -> None:
-    inputs = {**INPUTS["dense"], "model": INPUTS["dense"]["model"] | {"pipeline_model_parallel_size": 4, "pipeline_dtype": torch.float32}}
+    inputs = {
+        **INPUTS["dense"],
+        "model": INPUTS["dense"]["model"] | {"pipeline_model_parallel_size": 4, "pipeline_dtype": torch.float32},
+    }
     objects = live(inputs)
     before = facts_of(objects)
-    with pytest.raises(UpstreamRefused, match=r"megatron-core refuses the model config: num_layers_at_start_in_bf16 \(2\) must be between 0 and"):
+    with pytest.raises(
+        UpstreamRefused,
+        match=r"megatron-core refuses the model config: num_layers_at_start_in_bf16 \(2\) must be between 0 and",
+    ):
         applied(objects, POLICIES["nemotron_h_bf16_with_fp8_current_scaling_mixed"])
     assert facts_of(objects) == before
 
@@ -85,14 +96,19 @@ def test_a_fault_of_one_target_takes_the_writes_of_all_back() -> None:
 
 
 def test_without_transformer_engine_megatron_cores_type_error_reaches_the_user_in_words() -> None:
-    objects = types.SimpleNamespace(model=None, optimizer=OptimizerConfig(lr=1e-3, use_distributed_optimizer=True), ddp=None)
+    objects = types.SimpleNamespace(
+        model=None, optimizer=OptimizerConfig(lr=1e-3, use_distributed_optimizer=True), ddp=None
+    )
     with pytest.raises(UpstreamRefused, match="Transformer Engine is not installed"):
         apply(planned(objects, POLICIES["bf16_mixed_bf16_moments"]))  # outside of the device layer
 
 
 def test_a_fault_that_was_there_before_is_noted_and_not_ours() -> None:
     config = TransformerConfig(**INPUTS["dense"]["model"])
-    config.num_attention_heads, config.tensor_model_parallel_size = 4, 3  # its second post-init raises, whatever we write
+    config.num_attention_heads, config.tensor_model_parallel_size = (
+        4,
+        3,
+    )  # its second post-init raises, whatever we write
     receipt = apply(plan(BF16, model=config))
     assert config.bf16 is True
     assert receipt.unchecked
@@ -100,7 +116,9 @@ def test_a_fault_that_was_there_before_is_noted_and_not_ours() -> None:
 
 
 def test_the_check_changes_nothing_but_the_plans_fields() -> None:
-    provider = Provider(num_moe_experts=2, moe_layer_recompute=True, recompute_granularity="selective", recompute_modules=["core_attn"])
+    provider = Provider(
+        num_moe_experts=2, moe_layer_recompute=True, recompute_granularity="selective", recompute_modules=["core_attn"]
+    )
     lists = provider.recompute_modules
     apply(plan(BF16, model=provider))
     assert provider.recompute_modules is lists
@@ -121,7 +139,9 @@ def test_a_target_that_changed_after_the_plan_is_a_stale_plan() -> None:
 
 def test_on_conflict_error_refuses_and_warn_tells(caplog: pytest.LogCaptureFixture) -> None:
     objects = live({**INPUTS["dense"], "optimizer": {"lr": 1e-3, "loss_scale": 128.0}})
-    with pytest.raises(Conflict, match=r"optimizer\.loss_scale: was 128\.0, becomes none .*mixed_precision\.loss_scale=128\.0"):
+    with pytest.raises(
+        Conflict, match=r"optimizer\.loss_scale: was 128\.0, becomes none .*mixed_precision\.loss_scale=128\.0"
+    ):
         apply(planned(objects, BF16), on_conflict="error")
     assert objects.optimizer.loss_scale == 128.0
     with caplog.at_level(logging.WARNING, logger="mpbridge"):
@@ -138,14 +158,18 @@ def test_inputs_cannot_be_applied_to() -> None:
 
 @pytest.mark.parametrize("name", [name for name, policy in POLICIES.items() if policy.quantized])
 def test_quantization_is_refused_on_a_machine_that_would_train_it_in_16_bits(name: str) -> None:
-    from mpbridge.checks.machines import machine
+    from mpbridge.hardware.machines import machine
 
     objects = live(INPUTS["dense"])
     before = facts_of(objects)
     with pytest.raises(Refused, match="cannot run this recipe"):
         apply(planned(objects, POLICIES[name]), machine=machine("cpu"))
-    with pytest.raises(Refused, match="Transformer Engine"):  # the right GPU without it: megatron-core would train in 16 bits, silently
-        apply(planned(objects, POLICIES[name]), machine=GPU, versions=dataclasses.replace(HERE, transformer_engine=None))
+    with pytest.raises(
+        Refused, match="Transformer Engine"
+    ):  # the right GPU without it: megatron-core would train in 16 bits, silently
+        apply(
+            planned(objects, POLICIES[name]), machine=GPU, versions=dataclasses.replace(HERE, transformer_engine=None)
+        )
     assert facts_of(objects) == before
 
 
@@ -195,7 +219,11 @@ def test_remainders_that_an_old_transformer_engine_switched_off_come_back(monkey
 
 @pytest.mark.usefixtures("te_version")
 def test_padding_that_megatron_core_refuses_without_fp8_is_cleared_and_given_back() -> None:
-    section = INPUTS["moe"]["model"] | {"fp8": "hybrid", "moe_router_padding_for_fp8": True, "moe_token_dispatcher_type": "alltoall"}
+    section = INPUTS["moe"]["model"] | {
+        "fp8": "hybrid",
+        "moe_router_padding_for_fp8": True,
+        "moe_token_dispatcher_type": "alltoall",
+    }
     inputs = {**INPUTS["moe"], "model": section}
     objects = live(inputs)
     assert objects.model.moe_router_padding_for_quantization is True  # the alias that post-init fills

@@ -10,8 +10,8 @@ import torch
 from sync_kit import DDP, GPU, HERE, INPUTS, OPTIMIZER, POLICIES, built
 
 from mpbridge import build
-from mpbridge.checks.machines import machine
 from mpbridge.errors import BadValue, Contradiction, Refused, StalePlan, UnknownName, UpstreamRefused
+from mpbridge.hardware.machines import machine
 from mpbridge.sync.plan import plan
 
 BF16 = POLICIES["bf16_mixed"]
@@ -61,7 +61,7 @@ def test_the_models_own_arguments_are_separated_and_mlas_rotary_base_stays_in_bo
 def test_the_models_own_arguments_are_gpt_models() -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
-    from mpbridge.engines.model import GPT_ARGUMENTS
+    from mpbridge.megatron.targets import GPT_ARGUMENTS
 
     assert set(inspect.signature(GPTModel).parameters) >= GPT_ARGUMENTS
 
@@ -100,7 +100,7 @@ def test_a_refusal_costs_no_import_of_megatron_core() -> None:
     import sys
 
     code = (
-        "import sys, mpbridge\nfrom mpbridge.errors import Refused\nfrom mpbridge.checks.machines import machine\n"
+        "import sys, mpbridge\nfrom mpbridge.errors import Refused\nfrom mpbridge.hardware.machines import machine\n"
         "made = mpbridge.plan(mpbridge.resolve(mpbridge.get_mixed_precision_config('mxfp8')), model={})\n"
         "try:\n    mpbridge.build({'model': {}}, made, machine=machine('cpu'))\nexcept Refused:\n    assert 'megatron' not in sys.modules\nelse:\n    raise SystemExit(1)\n"
     )

@@ -71,7 +71,10 @@ def test_what_is_not_in_the_table_is_left_alone(name: str) -> None:
     before, after = facts_of(fresh(inputs, None)), facts_of(fresh(inputs, POLICIES[name]))
     changed = {key for key in before if before[key] != after.get(key)}
     # two values that megatron-core's post-init derives are not fields
-    assert changed - {".".join(key) for key in ROWS} - {"optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8"} == set()
+    assert (
+        changed - {".".join(key) for key in ROWS} - {"optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8"}
+        == set()
+    )
 
 
 def test_optimizer_fp8_recipe_is_written_only_with_fp8() -> None:
@@ -91,7 +94,9 @@ def test_parameters_that_are_their_own_main_copy_get_the_plain_optimizer() -> No
 def test_router_dtype_is_a_string_and_a_torch_dtype_there_is_put_right() -> None:
     # megatron-core's router compares with 'fp32' and 'fp64'; torch.float32 does nothing, silently
     for given, expected in ((torch.float32, "fp32"), (DType.FP64, "fp64"), (torch.bfloat16, None)):
-        assert plan(POLICIES["bf16_mixed"], model={"moe_router_dtype": given}).of("model")["moe_router_dtype"] == expected
+        assert (
+            plan(POLICIES["bf16_mixed"], model={"moe_router_dtype": given}).of("model")["moe_router_dtype"] == expected
+        )
     assert "moe_router_dtype" not in plan(POLICIES["bf16_mixed"], model={"moe_router_dtype": "fp32"}).of("model")
     assert plan(POLICIES["states"], model={"moe_router_dtype": "fp32"}).of("model")["moe_router_dtype"] == "fp64"
 
@@ -99,14 +104,22 @@ def test_router_dtype_is_a_string_and_a_torch_dtype_there_is_put_right() -> None
 @pytest.mark.parametrize(("name", "fsdp", "expected"), [
     ("full_bf16", True, False), ("full_bf16", False, UNSET), ("bf16_megatron_fsdp", True, UNSET), ("bf16_mixed", True, UNSET), ("states", True, UNSET),
 ])  # fmt: skip
-def test_megatron_fsdp_drops_its_main_weights_only_where_a_policy_has_none(name: str, fsdp: bool, expected: Any) -> None:
-    assert plan(POLICIES[name], ddp={"use_megatron_fsdp": fsdp}).of("ddp").get("preserve_fp32_weights", UNSET) is expected
+def test_megatron_fsdp_drops_its_main_weights_only_where_a_policy_has_none(
+    name: str, fsdp: bool, expected: Any
+) -> None:
+    assert (
+        plan(POLICIES[name], ddp={"use_megatron_fsdp": fsdp}).of("ddp").get("preserve_fp32_weights", UNSET) is expected
+    )
 
 
 def test_emulation_tells_megatron_cores_model_and_wrapper_of_no_quantization() -> None:
     for name, policy in POLICIES.items():
         written = plan(policy, model={}, optimizer={}, ddp={}, realization="emulated")
-        low = [write.name for write in written.writes if any(word in write.field for word in ("fp8", "fp4", "first_last", "num_layers", "quant"))]
+        low = [
+            write.name
+            for write in written.writes
+            if any(word in write.field for word in ("fp8", "fp4", "first_last", "num_layers", "quant"))
+        ]
         # the optimizer is told: it decides by it who keeps main weights
         assert low == (["optimizer.fp8_recipe"] if policy.fp8 else []), name
 

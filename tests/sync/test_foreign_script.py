@@ -14,10 +14,15 @@ SCRIPT = Path(__file__).with_name("foreign_script.py")
 
 def ran(recipe: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, str(SCRIPT), recipe], env=environment, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), recipe], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
 
 
-@pytest.mark.parametrize(("recipe", "dtype", "skips"), [("fp32", "float32", False), ("bf16_mixed", "bfloat16", False), ("fp16_mixed", "float16", True)])
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "skips"),
+    [("fp32", "float32", False), ("bf16_mixed", "bfloat16", False), ("fp16_mixed", "float16", True)],
+)
 def test_a_foreign_loop_trains_in_the_recipes_precision(recipe: str, dtype: str, skips: bool) -> None:
     done = ran(recipe)
     assert done.returncode == 0, done.stderr

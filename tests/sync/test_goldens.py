@@ -18,7 +18,12 @@ ERRORS = FOLDER / "errors.json"
 NAMES = [entry.name for entry in BUILT_IN]
 
 AUTHOR: dict[str, dict[str, Any]] = {
-    "model": {"num_layers": 32, "bf16": False, "moe_router_dtype": "torch.float32", "activation_func_fp8_input_store": True},
+    "model": {
+        "num_layers": 32,
+        "bf16": False,
+        "moe_router_dtype": "torch.float32",
+        "activation_func_fp8_input_store": True,
+    },
     "optimizer": {"lr": 3e-4, "bf16": False, "loss_scale": 128, "initial_loss_scale": 65536.0, "exp_avg_dtype": "fp16"},
     "ddp": {"grad_reduce_in_fp32": False, "check_for_nan_in_grad": True, "reduce_scatter_with_fp32_accumulation": True},
 }
@@ -28,7 +33,9 @@ ORIGIN = {"ddp.grad_reduce_in_fp32": "command line"}
 
 def text(name: str) -> str:
     policy = resolve(get_mixed_precision_config(name), layers=32)
-    parts = [f"# what {name} writes over the inputs of tests/sync/test_goldens.py; rewritten by: python tests/sync/test_goldens.py"]
+    parts = [
+        f"# what {name} writes over the inputs of tests/sync/test_goldens.py; rewritten by: python tests/sync/test_goldens.py"
+    ]
     for realization in ("native", "emulated") if policy.quantized else ("native",):
         parts += [f"\n[{realization}]", str(plan(policy, **AUTHOR, origin=ORIGIN, realization=realization))]  # type: ignore[arg-type]
     return "\n".join(parts) + "\n"
@@ -41,10 +48,14 @@ CASES: dict[str, Callable[[], Any]] = {
     "no dtype": lambda: MixedPrecisionConfig(params_dtype="b16"),
     "twins": lambda: MixedPrecisionConfig(fp8_param=True, fp8_param_gather=False),
     "wrong types": lambda: resolve(MixedPrecisionConfig(bf16="yes", fp8=1, loss_scale="big")),  # type: ignore[arg-type]
-    "contradictions": lambda: resolve(MixedPrecisionConfig(bf16=True, fp16=True, fp8="foo", fp4="e2m1", fp8_recipe="current", hysteresis=0)),
+    "contradictions": lambda: resolve(
+        MixedPrecisionConfig(bf16=True, fp16=True, fp8="foo", fp4="e2m1", fp8_recipe="current", hysteresis=0)
+    ),
     "half against dtype": lambda: resolve(MixedPrecisionConfig(bf16=True, params_dtype="fp16")),
     "too many edges": lambda: resolve(get_mixed_precision_config("nemotron_3_super_bf16_with_nvfp4_mixed"), layers=8),
-    "module rule": lambda: resolve(MixedPrecisionConfig(bf16=True, fp8="hybrid", modules={"mlp.*": {"fp8": "hybrid", "fp8_recipe": "delayed"}})),
+    "module rule": lambda: resolve(
+        MixedPrecisionConfig(bf16=True, fp8="hybrid", modules={"mlp.*": {"fp8": "hybrid", "fp8_recipe": "delayed"}})
+    ),
     "live object without a field": lambda: plan(resolve(MixedPrecisionConfig(bf16=True)), ddp=type("Bag", (), {})()),
     "no dtype in a section": lambda: plan(resolve(MixedPrecisionConfig()), optimizer={"exp_avg_dtype": "f32"}),
     "quantized on a CPU": lambda: _refused(),
@@ -53,8 +64,8 @@ CASES: dict[str, Callable[[], Any]] = {
 
 def _refused() -> None:
     from mpbridge import build
-    from mpbridge.checks.machines import machine
-    from mpbridge.checks.run import Versions
+    from mpbridge.facts import Versions
+    from mpbridge.hardware.machines import machine
 
     made = plan(resolve(get_mixed_precision_config("bf16_with_mxfp8_mixed")), model={})
     build({"model": {}}, made, machine=machine("cpu"), versions=Versions(torch="2.13.0", megatron_core="0.16.1"))

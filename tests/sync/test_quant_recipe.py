@@ -12,8 +12,8 @@ from megatron.core.quantization.quant_config import MatchContext, RecipeConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from sync_kit import POLICIES, applied, built, live
 
-from mpbridge.engines import quant_recipe
 from mpbridge.errors import BadValue, Refused
+from mpbridge.megatron import quant_recipe
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
 from mpbridge.precision.resolve import resolve
@@ -28,7 +28,11 @@ BASE = Quant(format="hybrid", scaling="tensorwise")
 SHAPES = {
     "fp8 around, one module in BF16": (Region(modules="mlp.linear_fc2"), Region(quant=BASE)),
     "edges before rules": (Region(first=1, last=2), Region(modules="mlp.*", quant=MXFP8), Region(quant=BASE)),
-    "a rule for some layers": (Region(modules="*.linear_fc1", first=3, quant=MXFP8), Region(modules="mlp.*"), Region(quant=BASE)),
+    "a rule for some layers": (
+        Region(modules="*.linear_fc1", first=3, quant=MXFP8),
+        Region(modules="mlp.*"),
+        Region(quant=BASE),
+    ),
     "16 bits around, one module in FP8": (Region(modules="mlp.linear_fc1", quant=MXFP8), Region()),
     "a layer with a rule of its own": (Region(first=1, quant=MXFP8), Region(modules="mlp.*"), Region(quant=BASE)),
     "FP4 around": (Region(modules="self_attention.*", quant=BASE), Region(quant=Quant(format="e2m1", scaling="nvfp4"))),
@@ -57,8 +61,14 @@ def spell(quant: Quant | None) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 @pytest.mark.parametrize("regions", SHAPES.values(), ids=SHAPES)
-def test_every_module_of_every_stage_gets_the_rule_that_the_policy_gives_it(regions: tuple[Region, ...], stages: int) -> None:
-    policy = PrecisionPolicy(**{k: POLICIES["bf16_mixed"].role(k) for k in ("compute", "params", "pipeline", "output")}, reduce=POLICIES["bf16_mixed"].reduce, regions=regions)
+def test_every_module_of_every_stage_gets_the_rule_that_the_policy_gives_it(
+    regions: tuple[Region, ...], stages: int
+) -> None:
+    policy = PrecisionPolicy(
+        **{k: POLICIES["bf16_mixed"].role(k) for k in ("compute", "params", "pipeline", "output")},
+        reduce=POLICIES["bf16_mixed"].reduce,
+        regions=regions,
+    )
     layers, per_stage = 8, 8 // stages
     for stage in range(stages):
         chunk = range(stage * per_stage, (stage + 1) * per_stage)
@@ -75,8 +85,12 @@ def test_transformer_engine_params_are_what_megatron_core_parses() -> None:
 
     if not hasattr(te, "TEQuantizationParams"):
         pytest.skip("this megatron-core defines them only with Transformer Engine")
-    recipe = RecipeConfig.from_config_dict(quant_recipe.as_dict(ModuleRules(regions=SHAPES["edges before rules"]), range(8), 8))
-    params = te.TEQuantizationParams.parse_from_config(recipe.match(MatchContext("decoder.layers.3.mlp.linear_fc1", None)))
+    recipe = RecipeConfig.from_config_dict(
+        quant_recipe.as_dict(ModuleRules(regions=SHAPES["edges before rules"]), range(8), 8)
+    )
+    params = te.TEQuantizationParams.parse_from_config(
+        recipe.match(MatchContext("decoder.layers.3.mlp.linear_fc1", None))
+    )
     assert params.training_recipe.fp8_quantization_recipe == "mxfp8"
 
 
@@ -96,7 +110,13 @@ def test_module_rules_reach_the_config_and_leave_it_again() -> None:
 
 
 def test_rules_for_a_pipeline_do_not_answer_before_the_stage_is_known() -> None:
-    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=2, pipeline_dtype=torch.bfloat16)
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.bfloat16,
+    )
     recipe = quant_recipe.compile_rules(ModuleRules(regions=SHAPES["edges before rules"]), config)
     assert not recipe.compiled
     with pytest.raises(Refused, match="enter_chunk"):
@@ -105,21 +125,41 @@ def test_rules_for_a_pipeline_do_not_answer_before_the_stage_is_known() -> None:
 
 
 def test_rules_for_a_pipeline_are_compiled_when_ranks_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=2, pipeline_dtype=torch.bfloat16)
-    recipe = quant_recipe.compile_rules(ModuleRules(regions=(Region(first=3), Region(modules="mlp.*"), Region(quant=BASE))), config)
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.bfloat16,
+    )
+    recipe = quant_recipe.compile_rules(
+        ModuleRules(regions=(Region(first=3), Region(modules="mlp.*"), Region(quant=BASE))), config
+    )
     monkeypatch.setattr(quant_recipe.parallel_state, "model_parallel_is_initialized", lambda: True)
     monkeypatch.setattr(quant_recipe.parallel_state, "get_pipeline_model_parallel_rank", lambda: 1)
-    assert [recipe.match(MatchContext(f"decoder.layers.{local}.mlp.linear_fc1", None)) is not None for local in (0, 1)] == [False, True]
+    assert [
+        recipe.match(MatchContext(f"decoder.layers.{local}.mlp.linear_fc1", None)) is not None for local in (0, 1)
+    ] == [False, True]
 
 
 def test_a_stage_is_entered_with_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4, pipeline_model_parallel_size=2, pipeline_dtype=torch.bfloat16)
-    config.quant_recipe = quant_recipe.compile_rules(ModuleRules(regions=(Region(first=1), Region(modules="mlp.*"), Region(quant=BASE))), config)
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=64,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=2,
+        pipeline_dtype=torch.bfloat16,
+    )
+    config.quant_recipe = quant_recipe.compile_rules(
+        ModuleRules(regions=(Region(first=1), Region(modules="mlp.*"), Region(quant=BASE))), config
+    )
     monkeypatch.setattr(quant_recipe.parallel_state, "model_parallel_is_initialized", lambda: True)
     for rank, expected in ((0, [None, {}]), (1, [{}, {}])):
         monkeypatch.setattr(quant_recipe.parallel_state, "get_pipeline_model_parallel_rank", lambda rank=rank: rank)
         quant_recipe.enter_chunk(config)
-        matches = [config.quant_recipe.match(MatchContext(f"decoder.layers.{local}.mlp.linear_fc1", None)) for local in (0, 1)]
+        matches = [
+            config.quant_recipe.match(MatchContext(f"decoder.layers.{local}.mlp.linear_fc1", None)) for local in (0, 1)
+        ]
         assert [m and m.config["training_recipe"] for m in matches] == expected
     plain = TransformerConfig(num_layers=4, hidden_size=64, num_attention_heads=4)
     quant_recipe.enter_chunk(plain)
@@ -137,4 +177,6 @@ def test_writing_module_rules_without_somebody_who_spells_them_is_refused() -> N
 @pytest.mark.parametrize("chunks", [1, 2], ids=["plain", "interleaved"])
 def test_two_stages_of_a_real_model_get_their_own_layers_rules(chunks: int) -> None:
     said = start(2, str(Path(__file__).with_name("pipeline_worker.py")), str(chunks))
-    assert sorted(line for line in said.splitlines() if line.startswith("stage")) == [f"stage {n}: 16 linears as the policy says" for n in (0, 1)]
+    assert sorted(line for line in said.splitlines() if line.startswith("stage")) == [
+        f"stage {n}: 16 linears as the policy says" for n in (0, 1)
+    ]

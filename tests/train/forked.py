@@ -21,7 +21,9 @@ ROOT = Path(__file__).parents[2]
 class Forked:
     """`function(*arguments)` in a process of its own; what it prints, tracebacks included, is in `text`."""
 
-    def __init__(self, function: Callable[..., Any], *arguments: Any, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, function: Callable[..., Any], *arguments: Any, environment: dict[str, str] | None = None
+    ) -> None:
         handle, self._out = tempfile.mkstemp(prefix="mpbridge-test-")
         os.close(handle)
         context = _context()
@@ -57,7 +59,9 @@ class Forked:
 
 
 @contextlib.contextmanager
-def forked(function: Callable[..., Any], *arguments: Any, environment: dict[str, str] | None = None) -> Iterator[Forked]:
+def forked(
+    function: Callable[..., Any], *arguments: Any, environment: dict[str, str] | None = None
+) -> Iterator[Forked]:
     """One process, ended with the block."""
     made = Forked(function, *arguments, environment=environment)
     try:
@@ -73,7 +77,10 @@ def ranks(size: int, function: Callable[..., Any], *arguments: Any) -> Iterator[
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     job = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    made = [Forked(function, *arguments, environment=job | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(size)]
+    made = [
+        Forked(function, *arguments, environment=job | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(size)
+    ]
     try:
         yield made
     finally:

@@ -46,8 +46,10 @@ def run(recipe: Any = "bf16_mixed", *, world: int = 1, iters: int = 6, **section
         emulate=bool(sections.pop("emulate", False)),
         model=MODEL | dict(sections.pop("model", {})),
         optimizer={"lr": 1e-3, "clip_grad": 1.0, "weight_decay": 0.01} | dict(sections.pop("optimizer", {})),
-        train={"micro_batch_size": 2, "global_batch_size": 4, "train_iters": iters, "eval_interval": None, "threads": 1} | dict(sections.pop("train", {})),
-        scheduler={"lr_decay_style": "cosine", "lr_decay_iters": 100, "lr_warmup_iters": 2} | dict(sections.pop("scheduler", {})),
+        train={"micro_batch_size": 2, "global_batch_size": 4, "train_iters": iters, "eval_interval": None, "threads": 1}
+        | dict(sections.pop("train", {})),
+        scheduler={"lr_decay_style": "cosine", "lr_decay_iters": 100, "lr_warmup_iters": 2}
+        | dict(sections.pop("scheduler", {})),
         **sections,
     )
     return container.resolved(world_size=world)
@@ -58,7 +60,11 @@ def digest(training: Any) -> str:
     found = hashlib.sha256()
     keep = ("params", "main_params", "exp_avg", "exp_avg_sq")
     # moments that were never updated are zeros, or not there yet: the same thing
-    tensors = [live for live in training.engine.tensors() if live.role in keep and (live.tensor.any() or not live.role.startswith("exp"))]
+    tensors = [
+        live
+        for live in training.engine.tensors()
+        if live.role in keep and (live.tensor.any() or not live.role.startswith("exp"))
+    ]
     for live in sorted(tensors, key=lambda one: (one.role, one.parameter)):
         found.update(f"{live.role} {live.parameter} {live.tensor.dtype}".encode())
         found.update(live.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -116,7 +122,13 @@ def _rank(out: Path, specs: tuple[Mapping[str, Any], ...]) -> None:
         watch = go(run(world=dist.get_world_size(), **spec))
         digests: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(digests, watch.digest)
-        seen.append({"losses": {str(step): loss for step, loss in watch.losses.items()}, "digests": digests, "recipes": watch.recipes})
+        seen.append(
+            {
+                "losses": {str(step): loss for step, loss in watch.losses.items()},
+                "digests": digests,
+                "recipes": watch.recipes,
+            }
+        )
     if dist.get_rank() == 0:
         out.write_text(json.dumps(seen))
     dist.barrier()

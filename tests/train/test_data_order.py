@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpbridge.train import keep
+from mpbridge.train import keeper as keep
 from mpbridge.train.loop import pretrain
 from tests.train.tiny import tiny
 
@@ -17,7 +17,12 @@ REST = {"scheduler": {"lr_decay_iters": 10000}}
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("order")
-    pretrain(tiny(place, train={"eval_interval": None, "exit_interval": 3}, checkpoint={"save": str(place / "kept")}, **REST).resolved(), quiet=True)
+    pretrain(
+        tiny(
+            place, train={"eval_interval": None, "exit_interval": 3}, checkpoint={"save": str(place / "kept")}, **REST
+        ).resolved(),
+        quiet=True,
+    )
     return place
 
 
@@ -31,7 +36,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.param({"data": {"split": "80,20"}}, True, id="another split"),
     ],
 )
-def test_another_order_of_the_samples_is_said(saved: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], said: bool) -> None:
+def test_another_order_of_the_samples_is_said(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], said: bool
+) -> None:
     lines: list[str] = []
     monkeypatch.setattr(keep.Keeper, "started", lambda self, training: lines.append(self._said))
     own = {"train": {"eval_interval": None, "exit_interval": 4} | changed.get("train", {})}

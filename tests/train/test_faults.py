@@ -14,8 +14,8 @@ import time
 
 import pytest
 
+from mpbridge.checkpoint import store
 from mpbridge.errors import BadValue, CheckpointError
-from mpbridge.train import store
 from mpbridge.train.faults import EVENTS, parse_nonfinite
 from tests.train.forked import forked
 from tests.train.survival import Hook, go, run
@@ -59,7 +59,12 @@ def test_a_nonfinite_step_is_skipped_counted_and_logged(tmp_path, recipe):
 
 
 def test_a_nonfinite_step_stops_the_run(tmp_path):
-    watch = go(run(train={"nonfinite": "stop"}, checkpoint={"save": str(tmp_path / "kept")}, logger={"log_dir": str(tmp_path)}), Poison(3))
+    watch = go(
+        run(
+            train={"nonfinite": "stop"}, checkpoint={"save": str(tmp_path / "kept")}, logger={"log_dir": str(tmp_path)}
+        ),
+        Poison(3),
+    )
     assert sorted(watch.losses) == [1, 2, 3]
     assert watch.summary.stopped == "step 3 is not finite"
     assert store.saved(tmp_path / "kept")[0].step == 3
@@ -162,7 +167,9 @@ def test_a_second_job_is_kept_out_of_the_folder_until_the_first_is_killed(tmp_pa
     kept = {"save": str(tmp_path), "load": str(tmp_path)}
     with forked(train, tmp_path, 1000, 0.05, None) as first:
         first.wait_for("step 1")
-        with pytest.raises(CheckpointError, match=rf"process {first.pid} on {re.escape(socket.gethostname())} saves its run"):
+        with pytest.raises(
+            CheckpointError, match=rf"process {first.pid} on {re.escape(socket.gethostname())} saves its run"
+        ):
             go(run(checkpoint=kept))
         os.kill(first.pid, signal.SIGKILL)
         assert first.wait() == -signal.SIGKILL
@@ -223,7 +230,12 @@ def small_disk(tmp_path):
     place = tmp_path / "disk"
     place.mkdir()
     try:
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, check=False).returncode == 0
+        mounted = (
+            subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, check=False
+            ).returncode
+            == 0
+        )
     except OSError:
         mounted = False
     if not mounted:

@@ -22,7 +22,10 @@ def loop(kills, room):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the loop forks its runs")
-@pytest.mark.parametrize("kills", [pytest.param(6, id="six"), pytest.param(50, id="fifty", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(6, id="six"), pytest.param(50, id="fifty", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+)
 def test_no_kill_loses_anything(tmp_path, kills):
     # not from this process: forking one that has trained would hand its threads' locks on
     with forked(loop, kills, tmp_path) as process:

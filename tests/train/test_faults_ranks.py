@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from mpbridge.checkpoint import store
 from mpbridge.errors import MpbridgeError
-from mpbridge.train import store
 from mpbridge.train.loop import pretrain
 from tests.train.forked import forked, ranks
 from tests.train.survival import Hook, Text, go, run
@@ -39,7 +39,8 @@ def train(number, minutes, save):
 
 
 @pytest.mark.parametrize(
-    ("number", "minutes"), [pytest.param(signal.SIGKILL, 10, id="dies"), pytest.param(signal.SIGSTOP, 0.1, id="does not answer")]
+    ("number", "minutes"),
+    [pytest.param(signal.SIGKILL, 10, id="dies"), pytest.param(signal.SIGSTOP, 0.1, id="does not answer")],
 )
 def test_the_other_rank_ends_with_a_message(number, minutes):
     with ranks(2, train, number, minutes, None) as (first, _):
@@ -76,8 +77,15 @@ def write(folder):
             path, _, flags = args
             if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
                 opened.add(os.path.realpath(os.fsdecode(path)))
-        elif event in ("os.mkdir", "os.rename", "os.symlink", "shutil.rmtree"):  # what rmtree removes is named by its folder
-            opened.update(os.path.realpath(os.fsdecode(part)) for part in args[:2] if isinstance(part, (str, bytes, os.PathLike)))
+        elif event in (
+            "os.mkdir",
+            "os.rename",
+            "os.symlink",
+            "shutil.rmtree",
+        ):  # what rmtree removes is named by its folder
+            opened.update(
+                os.path.realpath(os.fsdecode(part)) for part in args[:2] if isinstance(part, (str, bytes, os.PathLike))
+            )
 
     sys.dont_write_bytecode = True
     sys.addaudithook(note)
@@ -85,7 +93,14 @@ def write(folder):
     stages = [{"recipe": "fp32", "until": 2}, {"recipe": "bf16_mixed"}]
     kept = {"save": "run/kept", "load": "run/kept", "save_interval": 1, "keep_last": 2}
     for steps, background in ((3, False), (6, True)):
-        go(run(stages, train={"exit_interval": steps}, checkpoint=kept | {"async_save": background}, logger={"log_dir": "run"}))
+        go(
+            run(
+                stages,
+                train={"exit_interval": steps},
+                checkpoint=kept | {"async_save": background},
+                logger={"log_dir": "run"},
+            )
+        )
     print(json.dumps(sorted(opened)))
 
 
@@ -97,6 +112,8 @@ def test_nothing_is_written_outside_of_the_runs_folder(tmp_path, tmp_path_factor
     opened = json.loads(process.text.splitlines()[-1])
     inside = str((tmp_path / "run").resolve())
     assert any(path.startswith(inside) for path in opened)
-    outside = [path for path in opened if not path.startswith(inside) and not path.startswith(("/dev/", "/proc/", compiler))]
+    outside = [
+        path for path in opened if not path.startswith(inside) and not path.startswith(("/dev/", "/proc/", compiler))
+    ]
     assert not outside
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]

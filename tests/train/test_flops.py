@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpbridge.checks.run import ModelShape
+from mpbridge.facts import ModelShape
 from mpbridge.train.flops import flops_per_token
 
 TINY = ModelShape(
@@ -64,7 +64,15 @@ def test_latent_attention_counts_its_low_ranks() -> None:
 
 def test_published_count_of_a_125m_model() -> None:
     # PaLM's formula 6N + 12LHQT with GPT-2 small's matrices: 85 M in layers, 38.6 M in the output layer
-    small = replace(TINY, num_layers=12, hidden_size=768, num_attention_heads=12, ffn_hidden_size=3072, num_query_groups=12, kv_channels=64)
+    small = replace(
+        TINY,
+        num_layers=12,
+        hidden_size=768,
+        num_attention_heads=12,
+        ffn_hidden_size=3072,
+        num_query_groups=12,
+        kv_channels=64,
+    )
     small = replace(small, vocab_size=50304, seq_length=1024)
     matrices = 12 * 12 * 768**2 + 768 * 50304
     assert flops_per_token(small) == 6 * matrices + 12 * 12 * 12 * 64 * 1024

@@ -18,7 +18,20 @@ from mpbridge.train.hooks import Hook, Training
 from mpbridge.train.loop import pretrain
 from tests.train.tiny import tiny, tiny_run
 
-ROW = ["iteration", "consumed_samples", "loss", "lr", "grad_norm", "loss_scale", "applied", "skipped_steps", "nonfinite_steps", "step_seconds", "tokens_per_second", "model_flops_per_second"]
+ROW = [
+    "iteration",
+    "consumed_samples",
+    "loss",
+    "lr",
+    "grad_norm",
+    "loss_scale",
+    "applied",
+    "skipped_steps",
+    "nonfinite_steps",
+    "step_seconds",
+    "tokens_per_second",
+    "model_flops_per_second",
+]
 
 
 class Recorder(Hook):
@@ -67,10 +80,16 @@ def test_a_run_learns_and_leaves_its_files(tmp_path: Path, capsys: pytest.Captur
     assert summary.eval_loss < 3.5
     decided = json.loads((folder / "precision.json").read_text())
     assert decided["recipe"] == "bf16_mixed"
-    assert {(write["target"], write["field"]) for write in decided["writes"]} >= {("model", "bf16"), ("ddp", "grad_reduce_in_fp32")}
+    assert {(write["target"], write["field"]) for write in decided["writes"]} >= {
+        ("model", "bf16"),
+        ("ddp", "grad_reduce_in_fp32"),
+    }
     assert json.loads((folder / "summary.json").read_text())["iterations"] == 40
     shown = capsys.readouterr().out
-    assert all(word in shown for word in ("ddp.grad_reduce_in_fp32", "step 40/40", "loss scale", "tokens/s", "held-out loss", "summary"))
+    assert all(
+        word in shown
+        for word in ("ddp.grad_reduce_in_fp32", "step 40/40", "loss scale", "tokens/s", "held-out loss", "summary")
+    )
 
 
 def test_hooks_are_told_everything_in_order(tmp_path: Path) -> None:
@@ -105,7 +124,9 @@ def test_a_hook_that_restores_counters_continues_the_run(tmp_path: Path) -> None
     pretrain(tiny_run(tmp_path, **frozen), hooks=[whole], quiet=True)
     pretrain(tiny_run(tmp_path, **frozen), hooks=[Restore(), rest], quiet=True)
     # weights hardly move at this rate (the audit says so), so equal losses mean equal data
-    assert [result.loss for result in rest.results] == pytest.approx([result.loss for result in whole.results[4:]], abs=1e-5)
+    assert [result.loss for result in rest.results] == pytest.approx(
+        [result.loss for result in whole.results[4:]], abs=1e-5
+    )
     assert [row["iteration"] for row in read(tmp_path / "run" / "metrics.jsonl") if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
@@ -133,7 +154,9 @@ def test_fp32_trains(tmp_path: Path) -> None:
     assert summary.last_loss < summary.first_loss - 1.0
 
 
-def test_what_the_machine_cannot_run_is_refused_before_anything_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_machine_cannot_run_is_refused_before_anything_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loop, "build_engine", lambda run: pytest.fail("an engine was built"))
     monkeypatch.setattr(loop, "Feed", lambda *_: pytest.fail("data were read"))
     hook = Recorder()

@@ -6,11 +6,12 @@ import json
 
 import pytest
 
+from mpbridge.checkpoint import store
 from mpbridge.errors import Contradiction, Refused
-from mpbridge.train import stages, store
+from mpbridge.train import stages
 from mpbridge.train.faults import EVENTS
+from tests.checkpoint.test_resume import values
 from tests.train.survival import Hook, go, job, run
-from tests.train.test_checkpoint_resume import values
 
 STILL = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 LIST = [{"recipe": "bf16_with_nvfp4_mixed", "until": 3}, {"recipe": "bf16_mixed"}]
@@ -40,18 +41,35 @@ def test_the_switch_is_at_its_step_and_loses_nothing(tmp_path):
     around = Around()
     watch = go(run(LIST, emulate=True, logger={"log_dir": str(tmp_path)}), around)
     assert watch.recipes == NAMES
-    assert around.calls == ["bf16_with_nvfp4_mixed", "bf16_mixed"]  # hooks, the audit among them, see the new engine too
+    assert around.calls == [
+        "bf16_with_nvfp4_mixed",
+        "bf16_mixed",
+    ]  # hooks, the audit among them, see the new engine too
     assert around.before.keys() == around.after.keys()
     assert all((around.before[name] == around.after[name]).all() for name in around.before)
     event = json.loads((tmp_path / EVENTS).read_text())
-    assert (event["event"], event["iteration"], event["before"], event["after"], event["verdict"]) == ("recipe", 3, NAMES[0], NAMES[-1], "safe")
+    assert (event["event"], event["iteration"], event["before"], event["after"], event["verdict"]) == (
+        "recipe",
+        3,
+        NAMES[0],
+        NAMES[-1],
+        "safe",
+    )
     assert not [file for file in tmp_path.iterdir() if file.name.startswith(".switch")]
 
 
 def test_a_stage_is_the_recipe_alone_from_the_same_state(tmp_path):
     # what follows the switch is what a run in that recipe, resumed from that state, does
     watch = go(run(LIST, emulate=True, model=STILL))
-    go(run("bf16_with_nvfp4_mixed", emulate=True, model=STILL, checkpoint={"save": str(tmp_path)}, train={"exit_interval": 3}))
+    go(
+        run(
+            "bf16_with_nvfp4_mixed",
+            emulate=True,
+            model=STILL,
+            checkpoint={"save": str(tmp_path)},
+            train={"exit_interval": 3},
+        )
+    )
     alone = go(run("bf16_mixed", emulate=True, model=STILL, checkpoint={"load": str(tmp_path)}))
     assert {step: watch.losses[step] for step in (4, 5, 6)} == alone.losses
 
@@ -83,7 +101,13 @@ def test_a_switch_between_layouts_keeps_main_weights():
 
 def test_delayed_scaling_comes_and_goes(tmp_path):
     part = {"recipe": "bf16_with_fp8_delayed_scaling_mixed", "fp8_param_gather": False, "fp8_amax_history_len": 4}
-    watch = go(run([{"recipe": "bf16_mixed", "until": 2}, part | {"until": 4}, {"recipe": "bf16_mixed"}], emulate=True, logger={"log_dir": str(tmp_path)}))
+    watch = go(
+        run(
+            [{"recipe": "bf16_mixed", "until": 2}, part | {"until": 4}, {"recipe": "bf16_mixed"}],
+            emulate=True,
+            logger={"log_dir": str(tmp_path)},
+        )
+    )
     assert [json.loads(line)["verdict"] for line in (tmp_path / EVENTS).read_text().splitlines()] == ["safe", "lossy"]
     assert watch.losses[6] < watch.losses[1]
 
@@ -98,7 +122,11 @@ def test_two_ranks_switch_together(tmp_path):
 
 
 def test_every_stage_is_checked_before_step_0(tmp_path):
-    bad = run([{"recipe": "fp32", "until": 2}, {"recipe": "full_bf16"}], ddp={"use_distributed_optimizer": True}, checkpoint={"save": str(tmp_path)})
+    bad = run(
+        [{"recipe": "fp32", "until": 2}, {"recipe": "full_bf16"}],
+        ddp={"use_distributed_optimizer": True},
+        checkpoint={"save": str(tmp_path)},
+    )
     with pytest.raises(Refused, match=r"(?s)stage 2 \(full_bf16\).*distributed"):
         go(bad)
     assert not store.saved(tmp_path)
@@ -115,7 +143,13 @@ def test_stages_that_do_not_fit_the_run_are_refused():
 
 
 def test_each_transition_is_told():
-    made = run([{"recipe": "bf16_with_fp8_delayed_scaling_mixed", "fp8_param_gather": False, "until": 4}, {"recipe": "bf16_mixed"}], emulate=True)
+    made = run(
+        [
+            {"recipe": "bf16_with_fp8_delayed_scaling_mixed", "fp8_param_gather": False, "until": 4},
+            {"recipe": "bf16_mixed"},
+        ],
+        emulate=True,
+    )
     assert stages.check_stages(made) == [
         "stage 1: bf16_with_fp8_delayed_scaling_mixed, steps 1 to 4",
         "stage 2: bf16_mixed, steps 5 to 6",

@@ -20,10 +20,21 @@ def _start(folder: Path, *options: str, processes: int = 1) -> subprocess.Comple
     config = folder / "tiny.yaml"
     # dump() writes what a file can hold, which is all of this container
     tiny(folder).dump(config)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    torchrun = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
+    )
     command = [sys.executable, "-W", "ignore", *torchrun, "scripts/pretrain.py", "--config", str(config), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
 
 
 def _losses(folder: Path) -> list[float]:

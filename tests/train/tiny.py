@@ -22,7 +22,14 @@ def tiny(folder: Path, recipe: Any = "bf16_mixed", **sections: dict[str, Any]) -
     own: dict[str, dict[str, Any]] = {
         "model": MODEL,
         "optimizer": {"lr": 5e-3, "weight_decay": 0.01},
-        "train": {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 6, "eval_interval": 3, "eval_iters": 1, "seed": 7},
+        "train": {
+            "micro_batch_size": 2,
+            "global_batch_size": 4,
+            "train_iters": 6,
+            "eval_interval": 3,
+            "eval_iters": 1,
+            "seed": 7,
+        },
         "data": {"corpus": str(text), "split": "90,10", "cache_dir": str(folder / "cache")},
         "logger": {"log_dir": str(folder / "run")},
     }

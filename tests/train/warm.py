@@ -8,10 +8,10 @@ warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
 
-import mpbridge.train.checkpoint  # noqa: E402
+import mpbridge.checkpoint.io  # noqa: E402
 import mpbridge.train.loop  # noqa: E402, F401
 import tests.train.survival  # noqa: E402, F401
-from mpbridge.checks.rules import rules  # noqa: E402
+from mpbridge.rules.table import rules  # noqa: E402
 
 torch.set_num_threads(1)
 rules()

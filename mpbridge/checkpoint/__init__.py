@@ -1,0 +1,1 @@
+"""Saving a run and going on from it: the fingerprint and the verdict, the folders on disk, the state independent of the recipe, saving and loading."""

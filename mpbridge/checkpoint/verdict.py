@@ -1,0 +1,308 @@
+"""Fingerprints of checkpoints and the verdict on resuming one: compared before anything is loaded, without a framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from mpbridge.errors import CheckpointError, MpbridgeError
+from mpbridge.facts import RunFacts, optimizer_name
+from mpbridge.formats import DType, dtype
+from mpbridge.precision.policy import PrecisionPolicy
+
+SCHEMA = 1
+FILE = "precision.json"
+"""The fingerprint's file inside a checkpoint."""
+
+Kind = Literal["same", "safe", "lossy", "weights only", "refused"]
+_OPTIMIZER_FIELDS = (
+    "use_precision_aware_optimizer", "store_param_remainders", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
+)  # fmt: skip
+
+_KEEPS: Mapping[DType, frozenset[DType]] = {
+    # what can hold every value of the key's dtype. FP16 and 8-bit states come with an FP32 scale, so their values need 24 bits of mantissa
+    DType.FP64: frozenset({DType.FP64}),
+    DType.FP32: frozenset({DType.FP32, DType.FP64}),
+    DType.BF16: frozenset({DType.BF16, DType.FP32, DType.FP64}),
+    DType.FP16: frozenset({DType.FP16, DType.FP32, DType.FP64}),
+    DType.UINT8: frozenset({DType.UINT8, DType.FP32, DType.FP64}),
+}
+
+
+_STATES = ("optimizer states and their step count",)
+_TABLES = ("parallel", "shape", "versions", "optimizer_section", "function", "stored")
+"""Fields of a fingerprint that are mappings."""
+_FUNCTION = (
+    "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "activation_func", "rotary_base", "rotary_percent", "rotary_interleaved",
+    "rope_scaling", "rope_scaling_factor", "softmax_scale", "window_size", "apply_residual_connection_post_layernorm", "moe_router_score_function",
+)  # fmt: skip
+"""Settings of the model that change what it computes from the same tensors."""
+_FAMILY: Mapping[str, str] = {"fsdp2": "fsdp", "megatron_fsdp": "fsdp", "torch_adamw": "adam"}
+"""Engines, and optimizers, whose checkpoints are of one form: both FSDP engines write engines/shard_state.py's; both Adams have the same states.
+megatron-core's own stacks the layers of a model into one tensor for each parameter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """What a checkpoint's precision is: enough to say without reading a tensor whether and how another run can go on from it."""
+
+    recipe: str
+    policy: PrecisionPolicy
+    """Settled: no optimizer fact is left open."""
+    engine: str
+    realization: str
+    optimizer: str
+    distributed: bool
+    parallel: Mapping[str, Any]
+    shape: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    optimizer_section: Mapping[str, Any]
+    """What the optimizer's own section says about states: settles another recipe as this run would have."""
+    random: bool
+    """Dropout is on or rounding is stochastic: the random states matter for going on."""
+    function: Mapping[str, Any] = field(default_factory=dict)
+    """What the model computes from its tensors, where that can be set (_FUNCTION)."""
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """Role -> dtype of the tensors in the files ('main_params' and moments are stored unscaled)."""
+
+    def as_data(self) -> dict[str, Any]:
+        """JSON types, with a schema number."""
+        plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return (
+            {"schema": SCHEMA}
+            | plain
+            | {"policy": self.policy.as_data(), "layout": self.policy.layout(), "sha256": self.policy.fingerprint()}
+        )
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Fingerprint:
+        """The fingerprint that `as_data` described; raises CheckpointError for another schema or missing facts."""
+        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+            raise CheckpointError(f"fingerprint of schema {found!r}: this mpbridge reads schema {SCHEMA}")
+        try:
+            facts = {f.name: data[f.name] for f in dataclasses.fields(cls) if f.name != "function"} | {
+                "function": data.get("function") or {}
+            }
+            if shapeless := [name for name in _TABLES if not isinstance(facts[name], Mapping)]:
+                raise TypeError(f"{', '.join(shapeless)}: expected a table")
+            return cls(**(facts | {"policy": PrecisionPolicy.from_data(data["policy"])}))
+        except (KeyError, TypeError, AttributeError, MpbridgeError) as error:
+            raise CheckpointError(f"the fingerprint cannot be read: {type(error).__name__}: {error}") from error
+
+    def with_policy(self, policy: PrecisionPolicy, recipe: str, engine: str | None = None) -> Fingerprint:
+        """The same run in another recipe (and on another engine): `policy` settled with this run's optimizer section."""
+        settled, engine = policy.settled(self.optimizer_section), engine or self.engine
+        optimizer = optimizer_name("adam" if self.optimizer == "torch_adamw" else self.optimizer, settled, engine)
+        random = self.random or _stochastic(settled)
+        return dataclasses.replace(
+            self, policy=settled, recipe=recipe, engine=engine, optimizer=optimizer, random=random
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Whether and how a run goes on from a checkpoint."""
+
+    kind: Kind
+    lost: tuple[str, ...] = ()
+    """What the checkpoint holds and the run cannot take over."""
+    notes: tuple[str, ...] = ()
+    """Differences that lose nothing."""
+    why: tuple[str, ...] = ()
+    """Reasons of 'weights only' and 'refused', each with its cure."""
+
+    @property
+    def goes_on(self) -> bool:
+        """True when optimizer states are taken over."""
+        return self.kind in ("same", "safe", "lossy")
+
+    def without_states(self, why: str) -> Verdict:
+        """The same, with the weights alone, for the reason `why`."""
+        return dataclasses.replace(self, kind="weights only", lost=_STATES, why=(why,))
+
+    def lines(self) -> list[str]:
+        """The verdict as text for people; the first line is the kind."""
+        groups = (("lost", self.lost), ("because", self.why), ("note", self.notes))
+        return [self.kind, *(f"  {name}: {text}" for name, texts in groups for text in texts)]
+
+
+def fingerprint(
+    recipe: str,
+    policy: PrecisionPolicy,
+    facts: RunFacts,
+    optimizer: Mapping[str, Any],
+    stored: Mapping[str, str] | None = None,
+) -> Fingerprint:
+    """The fingerprint of a run. optimizer: the optimizer's section as its author wrote it; stored: role -> dtype of the checkpoint's tensors."""
+    settled = policy.settled(optimizer)
+    dropout = any(float(facts.model.get(name, 0.1) or 0.0) > 0 for name in ("hidden_dropout", "attention_dropout"))
+    section = {name: _plain(optimizer[name]) for name in _OPTIMIZER_FIELDS if optimizer.get(name) is not None}
+    return Fingerprint(
+        recipe=recipe,
+        policy=settled,
+        engine=facts.engine,
+        realization=facts.realization,
+        optimizer=facts.optimizer.name,
+        distributed=facts.optimizer.distributed,
+        parallel=dataclasses.asdict(facts.parallel),
+        shape=_plain(dataclasses.asdict(facts.shape)),
+        versions=dataclasses.asdict(facts.versions),
+        optimizer_section=section,
+        random=dropout or _stochastic(settled),
+        function={name: _plain_or_text(facts.model[name]) for name in _FUNCTION if name in facts.model},
+        stored=dict(stored or {}),
+    )
+
+
+def read_fingerprint(folder: Path) -> Fingerprint:
+    """The fingerprint inside one checkpoint's folder; raises CheckpointError that names the file."""
+    file = folder / FILE
+    try:
+        return Fingerprint.from_data(json.loads(file.read_text(encoding="utf-8")))
+    except CheckpointError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}): every checkpoint of mpbridge has one") from error
+
+
+def verdict(saved: Fingerprint, wanted: Fingerprint) -> Verdict:
+    """What going on from `saved` as `wanted` means."""
+    refusals = _other_model(saved, wanted) + _other_names(saved, wanted)
+    if refusals:
+        return Verdict(kind="refused", why=tuple(refusals))
+    notes = _notes(saved, wanted)
+    reasons = _unusable_states(saved, wanted)
+    if reasons:
+        return Verdict(kind="weights only", why=tuple(reasons), lost=_STATES, notes=tuple(notes))
+    lost = _lost(saved, wanted)
+    if lost:
+        return Verdict(kind="lossy", lost=tuple(lost), notes=tuple(notes))
+    return Verdict(kind="safe" if notes else "same", notes=tuple(notes))
+
+
+def _other_model(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
+    ignored = {"seq_length"} if not wanted.shape.get("learned_positions") else set()
+    names = [name for name in saved.shape if name not in ignored and saved.shape[name] != wanted.shape.get(name)]
+    return [
+        f"another model: {name} is {saved.shape[name]} in the checkpoint and {wanted.shape.get(name)} in the run"
+        for name in sorted(names)
+    ]
+
+
+def _other_names(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
+    if _FAMILY.get(saved.engine, saved.engine) == _FAMILY.get(wanted.engine, wanted.engine):
+        return []
+    return [
+        f"engine {saved.engine} stores weights under other names and shapes than {wanted.engine} reads: keep engine={saved.engine}"
+    ]
+
+
+def _unusable_states(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
+    if _FAMILY.get(saved.optimizer, saved.optimizer) == _FAMILY.get(wanted.optimizer, wanted.optimizer):
+        return []
+    return [
+        f"states of {saved.optimizer} mean nothing to {wanted.optimizer}: keep optimizer.optimizer={saved.optimizer}, "
+        "or go on with the weights alone (--reset-optimizer)"
+    ]
+
+
+def _lost(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
+    a, b = saved.policy, wanted.policy
+    lost = []
+    if _main(b) not in _KEEPS[_main(a)]:
+        what = (
+            "the 16 remainder bits of the main weights"
+            if a.remainders and a.precision_aware
+            else "bits of the main weights"
+        )
+        lost.append(f"{what}: {_main(a).short} -> {_main(b).short}")
+    if saved.optimizer != "sgd":  # (of another family nothing would be kept)
+        for name, text in (("exp_avg", "first moments"), ("exp_avg_sq", "second moments")):
+            had, gets = getattr(a, name) or DType.FP32, getattr(b, name) or DType.FP32
+            if gets not in _KEEPS[had]:
+                lost.append(f"bits of the {text}: {had.short} -> {gets.short}")
+    had_steps, gets_steps = _history(a), _history(b)
+    if had_steps and (gets_steps != had_steps or saved.realization != wanted.realization):
+        lost.append(f"amax history of delayed scaling ({had_steps} steps)")
+    if _dynamic(a) and not _dynamic(b):
+        lost.append("the dynamic loss scale and its counters")
+    if saved.parallel != wanted.parallel and wanted.random:
+        lost.append("random states: the run is divided over its processes in another way")
+    return lost
+
+
+def _notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
+    a, b = saved.policy, wanted.policy
+    notes = []
+    if saved.recipe != wanted.recipe or a.fingerprint() != b.fingerprint():
+        changed = [name for name in _facts(a) if _facts(a)[name] != _facts(b)[name]]
+        if changed:
+            notes.append(f"recipe {saved.recipe} -> {wanted.recipe}: {', '.join(changed)} differ")
+    if _history(b) and _history(a) != _history(b):
+        notes.append("the amax history of delayed scaling starts empty")
+    if _dynamic(b) and not _dynamic(a):
+        scale = b.loss_scale.initial if b.loss_scale is not None else 0.0
+        notes.append(f"the loss scale starts at {scale:g}")
+    for name in ("engine", "optimizer", "realization", "distributed"):
+        if getattr(saved, name) != getattr(wanted, name):
+            notes.append(f"{name}: {getattr(saved, name)} -> {getattr(wanted, name)}")
+    for name, texts in (
+        ("parallel", (saved.parallel, wanted.parallel)),
+        ("versions", (saved.versions, wanted.versions)),
+    ):
+        changed = sorted(key for key in texts[0] if texts[0][key] != texts[1].get(key))
+        if changed:
+            notes.append(f"{name}: " + ", ".join(f"{key} {texts[0][key]} -> {texts[1].get(key)}" for key in changed))
+    changed = [
+        name for name in saved.function if name in wanted.function and saved.function[name] != wanted.function[name]
+    ]
+    notes += [
+        f"the same weights in another model: {name} {saved.function[name]} -> {wanted.function[name]}"
+        for name in changed
+    ]
+    if saved.shape.get("seq_length") != wanted.shape.get("seq_length"):
+        notes.append(f"sequence length {saved.shape.get('seq_length')} -> {wanted.shape.get('seq_length')}")
+    return notes
+
+
+def _facts(policy: PrecisionPolicy) -> dict[str, Any]:
+    return {name: value for name, value in policy.as_data().items() if name != "schema"}
+
+
+def _main(policy: PrecisionPolicy) -> DType:
+    """dtype that the weights are remembered in between steps."""
+    return policy.main_params or DType.FP32
+
+
+def _history(policy: PrecisionPolicy) -> int:
+    return max((quant.amax_history for quant in policy.quants if quant.scaling == "delayed"), default=0)
+
+
+def _dynamic(policy: PrecisionPolicy) -> bool:
+    return policy.loss_scale is not None and policy.loss_scale.dynamic
+
+
+def _stochastic(policy: PrecisionPolicy) -> bool:
+    # NVFP4 rounds gradients stochastically (arXiv 2509.25149, section 4)
+    return any(quant.scaling == "nvfp4" for quant in policy.quants)
+
+
+def _plain_or_text(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, DType):
+        return value.short
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return dtype(value).short

@@ -1,0 +1,155 @@
+"""RunFacts: what besides the policy decides whether and how a run works. Frozen, and free of any framework."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from mpbridge.errors import BadValue
+from mpbridge.precision.policy import PrecisionPolicy
+
+Realization = Literal["native", "emulated"]
+
+
+MOST = 10_000
+"""Of layers or experts: more is a slip of the pen, and would keep a laptop busy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A GPT's shape, in megatron-core's names; sizes are global (before tensor parallelism)."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    ffn_hidden_size: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    """As embedded, padding included."""
+    seq_length: int
+    gated: bool = False
+    """gated_linear_unit: fc1 has twice the rows."""
+    tied: bool = True
+    """share_embeddings_and_output_weights."""
+    learned_positions: bool = False
+    linear_bias: bool = True
+    qkv_bias: bool = False
+    norm_bias: bool = True
+    """LayerNorm has a bias, RMSNorm has none."""
+    qk_layernorm: bool = False
+    experts: int | None = None
+    """num_moe_experts; None: dense."""
+    expert_ffn_hidden_size: int = 0
+    expert_layers: tuple[bool, ...] = ()
+    """For each layer whether it is a mixture of experts; empty when dense."""
+    expert_topk: int = 0
+    shared_expert_size: int = 0
+    """Width of the always-on expert; 0: none."""
+    expert_bias: bool = False
+    """moe_router_enable_expert_bias: a buffer of one FP32 value an expert."""
+    grouped_gemm: bool = False
+    latent_attention: Mapping[str, int] | None = None
+    """MLA: q_lora_rank (0: none), kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim."""
+    mtp_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "experts", "mtp_layers"):
+            value = getattr(self, name) or 0
+            if not 0 <= value <= MOST:
+                raise BadValue(f"{name}={value}: expected 0 to {MOST}")
+        # each of them has a row in every table: thirty times DeepSeek-V3's is patience enough
+        if self.num_layers * (self.experts or 0) > 50 * MOST:
+            raise BadValue(
+                f"num_layers={self.num_layers} with {self.experts} experts: expected at most {50 * MOST} experts in all"
+            )
+
+    def is_expert_layer(self, layer: int) -> bool:
+        """Whether 0-based `layer` is a mixture of experts."""
+        return bool(self.expert_layers) and self.expert_layers[layer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """Parallel sizes; data parallelism is what remains of the world."""
+
+    world_size: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int | None = None
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    """None: as `tensor`."""
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        need = self.tensor * self.pipeline * self.context
+        if self.world_size % need:
+            raise BadValue(
+                f"{self.world_size} processes cannot be divided into tensor {self.tensor} x pipeline {self.pipeline} x context {self.context} = {need}"
+            )
+
+    @property
+    def data(self) -> int:
+        """Replicas that split the batch."""
+        return self.world_size // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def expert_data(self) -> int:
+        """Replicas of each expert's weights."""
+        return max(1, self.world_size // ((self.expert_tensor or self.tensor) * self.expert * self.pipeline))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerFacts:
+    """Who updates, and what the optimizer's own section says about its states."""
+
+    name: str = "adam"
+    """megatron-core's `optimizer`, or "torch_adamw" for torch's own on FSDP2 (`optimizer_name`)."""
+    distributed: bool = False
+    cpu_offload: bool = False
+    overlap_param_gather_with_step: bool = False
+    settings: Mapping[str, Any] = field(default_factory=lambda: types.MappingProxyType({}))
+    """The optimizer section's other plain settings, the plan's writes applied."""
+
+
+def optimizer_name(asked: str, policy: PrecisionPolicy, engine: str) -> str:
+    """OptimizerFacts.name of a settled policy: on FSDP2 "adam" is torch's own where that keeps the policy's states, FusedAdam otherwise."""
+    return "torch_adamw" if asked == "adam" and engine == "fsdp2" and policy.torch_adam_suffices else asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Versions:
+    """Installed or assumed versions, as text; None: not there (or not known, for the CUDA ones)."""
+
+    torch: str | None = None
+    megatron_core: str | None = None
+    transformer_engine: str | None = None
+    cuda: str | None = None
+    cublaslt: str | None = None
+    python: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Everything that rules, shapes, memory and fingerprints ask besides the policy."""
+
+    shape: ModelShape
+    parallel: Parallel = Parallel()
+    engine: str = "mcore"
+    realization: Realization = "native"
+    optimizer: OptimizerFacts = OptimizerFacts()
+    model: Mapping[str, Any] = field(default_factory=lambda: types.MappingProxyType({}))
+    """The model section's other plain settings (transformer_impl, recompute_*, moe_token_dispatcher_type, fusions ...), the plan's writes applied."""
+    ddp: Mapping[str, Any] = field(default_factory=lambda: types.MappingProxyType({}))
+    """The ddp section with the plan's writes applied (overlap_grad_reduce, bucket_size, ...)."""
+    micro_batch_size: int = 1
+    global_batch_size: int = 1
+    versions: Versions = Versions()
+    machine: Any = None
+    """hardware.machines.Machine that will run it; None: not known."""
+    environment: Mapping[str, str] = field(default_factory=lambda: types.MappingProxyType({}))
+    """NVTE_* and CUDA_* variables that contradict or complete a recipe."""

@@ -1,0 +1,249 @@
+"""Can this policy run on that machine: natively, only emulated, or not, and why. Pure; the machine need not be here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from mpbridge.errors import MpbridgeError, Refused
+from mpbridge.facts import Versions
+from mpbridge.formats import DType
+from mpbridge.hardware.machines import Arch, Machine
+from mpbridge.hardware.versions import at_least
+from mpbridge.precision.policy import PrecisionPolicy, Quant
+from mpbridge.precision.registry import recipe
+from mpbridge.precision.resolve import resolve
+
+How = Literal["native", "emulated", "no"]
+Quantizer = Literal["transformer_engine", "emulation"]
+
+ASSUMED = Versions(
+    torch="2.11.0", megatron_core="0.16.1", transformer_engine="2.11.0", cuda="13.0", cublaslt=None, python="3.12"
+)
+"""What a target that is not here is taken to have installed, unless told otherwise; shown wherever it was assumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """The answer. Truthy when it runs at all; `native` when it runs as the recipe's hardware does it."""
+
+    how: How
+    """"emulated": not natively, but with `emulate: true` its rounding runs in the compute dtype, at no gain of speed."""
+    reason: str
+    """Whole sentences: what is needed, what was found; for "native", what is special about it."""
+    nearest: str | None = None
+    """The recipe closest to the wanted one that runs natively; None when this one does, or none does."""
+    proven: bool = True
+    """False: the library reports it as supported, and nobody is known to have shown it."""
+
+    @property
+    def native(self) -> bool:
+        """Whether it runs as the recipe's hardware does it."""
+        return self.how == "native"
+
+    def __bool__(self) -> bool:
+        return self.how != "no"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What one scaling asks for."""
+
+    low: Arch
+    """Lowest compute capability."""
+    high: Arch | None
+    """First compute capability that is refused again; None: no end."""
+    engine: str
+    """Lowest Transformer Engine, as megatron-core 0.16.1 asks for it (fp8_utils.py get_fp8_recipe, fp4_utils.py get_fp4_recipe)."""
+    cuda: str | None
+    source: str
+
+
+_TE = "Transformer Engine 2.11 pytorch/quantization.py"
+NEEDS: Mapping[str, Need] = MappingProxyType(
+    {
+        "delayed": Need(low=(8, 9), high=None, engine="1.0", cuda=None, source=f"{_TE} check_fp8_support"),
+        "tensorwise": Need(low=(8, 9), high=None, engine="2.2", cuda=None, source=f"{_TE} check_fp8_support"),
+        "blockwise": Need(
+            low=(9, 0), high=None, engine="2.3", cuda="12.9", source=f"{_TE} check_fp8_block_scaling_support"
+        ),
+        "mxfp8": Need(low=(10, 0), high=(12, 0), engine="2.1", cuda="12.8", source=f"{_TE} check_mxfp8_support"),
+        "nvfp4": Need(low=(10, 0), high=None, engine="2.7", cuda="12.8", source=f"{_TE} check_nvfp4_support"),
+        "custom": Need(
+            low=(8, 9),
+            high=None,
+            engine="2.9",
+            cuda=None,
+            source=f"{_TE} autocast_enter: a custom recipe needs FP8 support only",
+        ),
+    }
+)
+NAMES: Mapping[Arch, str] = MappingProxyType(
+    {(8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell", (12, 0): "Blackwell RTX"}
+)
+_WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "delayed": "FP8 with delayed scaling", "tensorwise": "FP8 with current (tensorwise) scaling", "blockwise": "FP8 with blockwise scaling",
+        "mxfp8": "MXFP8", "nvfp4": "NVFP4", "custom": "a custom FP8 recipe",
+    }
+)  # fmt: skip
+_SUBSTITUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        # finest blocks first: what replaces a block scale best is another block scale
+        "nvfp4": ("mxfp8", "blockwise", "tensorwise"), "mxfp8": ("blockwise", "tensorwise"), "blockwise": ("mxfp8", "tensorwise"),
+        "tensorwise": ("delayed",), "delayed": ("tensorwise",), "custom": ("tensorwise",),
+    }
+)  # fmt: skip
+_ENTRY = {
+    "tensorwise": "fp8_current_scaling",
+    "delayed": "fp8_delayed_scaling",
+    "blockwise": "fp8_subchannel_scaling",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}
+
+
+def can_run(
+    policy: PrecisionPolicy, machine: Machine, versions: Versions, *, quantized_by: Quantizer = "transformer_engine"
+) -> Capability:
+    """Whether `machine` with `versions` runs `policy`.
+
+    quantized_by: "emulation" asks for mpbridge's own rounding; then any machine that runs the 16-bit part will do.
+    """
+    base = _base_fault(policy, machine)
+    if base:
+        return Capability(how="no", reason=base, nearest=_nearest(policy, machine, versions))
+    if not policy.quantized:
+        return Capability(how="native", reason=f"{policy.compute.short} runs on {machine.label}")
+    custom = any(quant.scaling == "custom" for quant in policy.quants)
+    if quantized_by == "emulation" and not custom:
+        return Capability(
+            how="emulated",
+            reason="its rounding is emulated around GEMMs in the compute dtype: the numbers, not the speed",
+        )
+    faults = tuple(dict.fromkeys(fault for quant in policy.quants for fault in quant_faults(quant, machine, versions)))
+    if not faults:
+        notes = tuple(dict.fromkeys(note for quant in policy.quants for note in _notes(quant, machine)))
+        runs = f"runs natively on {machine.label} with Transformer Engine {versions.transformer_engine}"
+        return Capability(how="native", reason="; ".join((runs, *notes)), proven=not _unproven(machine))
+    return Capability(
+        how="no" if custom else "emulated", reason="; ".join(faults), nearest=_nearest(policy, machine, versions)
+    )
+
+
+def refuse_unless_native(policy: PrecisionPolicy, machine: Machine, versions: Versions) -> Capability:
+    """The capability when it is native; otherwise raises Refused with one paragraph: why not, and what would work."""
+    answer = can_run(policy, machine, versions)
+    if answer.native:
+        return answer
+    ways = []
+    if answer.nearest:
+        ways.append(f"--recipe {answer.nearest} runs here")
+    if answer.how == "emulated":
+        ways.append("--emulate runs this recipe's rounding anywhere, at no gain of speed")
+    ways.append("`mpbridge doctor` lists what runs where")
+    raise Refused(f"{machine.label} cannot run this recipe: {answer.reason}. What works: {'; '.join(ways)}.")
+
+
+def quant_faults(quant: Quant, machine: Machine, versions: Versions) -> list[str]:
+    """Every reason why `quant` does not run natively on that machine."""
+    need, word = NEEDS[quant.scaling], _WORDS[quant.scaling]
+    if machine.arch is None:
+        return [
+            f"{word} needs a GPU of compute capability {_dotted(need.low)} or later ({_family(need.low)}), and {machine.name} is none"
+        ]
+    faults = []
+    if machine.arch < need.low:
+        faults.append(
+            f"{word} needs compute capability {_dotted(need.low)} or later ({_family(need.low)}), {machine.name} has {_dotted(machine.arch)}"
+        )
+    if need.high is not None and machine.arch >= need.high:
+        faults.append(
+            f"Transformer Engine refuses {word} at compute capability {_dotted(need.high)} and later (not all GEMM layouts exist there), {machine.name} has {_dotted(machine.arch)}"
+        )
+    if quant.attention != "none" and machine.arch < (9, 0):
+        faults.append(
+            f"FP8 attention needs compute capability 9.0 or later, {machine.name} has {_dotted(machine.arch)}"
+        )
+    return faults + _software_faults(need, word, machine, versions)
+
+
+def _software_faults(need: Need, word: str, machine: Machine, versions: Versions) -> list[str]:
+    faults = []
+    if versions.transformer_engine is None:
+        faults.append(
+            f"{word} needs Transformer Engine {need.engine} or later, and it is not installed (megatron-core would train in 16 bits without a word)"
+        )
+    elif not at_least(versions.transformer_engine, need.engine):
+        faults.append(f"{word} needs Transformer Engine {need.engine} or later, found {versions.transformer_engine}")
+    wanted = need.cuda or ("12.1" if machine.arch == (8, 9) else None)
+    if wanted is None:
+        return faults
+    if versions.cuda is None:
+        faults.append(
+            f"{word} needs CUDA {wanted} or later, and torch is a build without CUDA (or its CUDA version is not known)"
+        )
+    elif not at_least(versions.cuda, wanted):
+        faults.append(f"{word} needs CUDA {wanted} or later, torch was built for {versions.cuda}")
+    # on Ada FP8 GEMMs came with cublasLt 12.1.3 (check_fp8_support)
+    if machine.arch == (8, 9) and versions.cublaslt is not None and not at_least(versions.cublaslt, "12.1.3"):
+        faults.append(f"FP8 on compute capability 8.9 needs cublasLt 12.1.3 or later, found {versions.cublaslt}")
+    return faults
+
+
+def _base_fault(policy: PrecisionPolicy, machine: Machine) -> str | None:
+    if machine.arch is None:
+        return None
+    if DType.BF16 in (policy.compute, policy.params) and machine.arch < (8, 0):
+        return f"BF16 needs compute capability 8.0 or later (Ampere), {machine.name} has {_dotted(machine.arch)}"
+    if policy.compute is DType.FP16 and machine.arch < (7, 0):
+        return f"FP16 tensor cores need compute capability 7.0 or later, {machine.name} has {_dotted(machine.arch)}"
+    return None
+
+
+def _notes(quant: Quant, machine: Machine) -> list[str]:
+    notes = []
+    if quant.scaling == "blockwise" and machine.arch is not None and machine.arch >= (10, 0):
+        notes.append(
+            "on Blackwell its blocks are computed as MXFP8, with power-of-two scales (Transformer Engine 2.11 csrc/extensions/gemm.cpp)"
+        )
+    if _unproven(machine):
+        notes.append("reported by Transformer Engine as supported at compute capability 12.x, unproven")
+        if quant.scaling == "nvfp4":
+            notes.append(
+                "its stochastic rounding uses an instruction of sm_100a and sm_103a only (Transformer Engine 2.11 ptx.cuh): set NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1"
+            )
+    return notes
+
+
+def _unproven(machine: Machine) -> bool:
+    return machine.arch is not None and machine.arch >= (12, 0)
+
+
+def _nearest(policy: PrecisionPolicy, machine: Machine, versions: Versions) -> str | None:
+    """The first recipe among the substitutes, then the plain ones, that runs natively there."""
+    base = "fp16" if policy.compute is DType.FP16 else "bf16"
+    wanted = [s for quant in policy.quants[-1:] for s in _SUBSTITUTES[quant.scaling]]
+    names = [f"{base}_with_{_ENTRY[s]}_mixed" for s in wanted] + [f"{base}_mixed", "fp16_mixed", "fp32"]
+    for name in names:
+        try:
+            candidate = resolve(recipe(name).make())
+        except MpbridgeError:  # fp16 has no NVFP4 recipe
+            continue
+        if (
+            candidate != policy
+            and not _base_fault(candidate, machine)
+            and not any(quant_faults(q, machine, versions) for q in candidate.quants)
+        ):
+            return name
+    return None
+
+
+def _dotted(arch: Arch) -> str:
+    return f"{arch[0]}.{arch[1]}"
+
+
+def _family(arch: Arch) -> str:
+    return NAMES.get(arch, _dotted(arch))

@@ -1,0 +1,155 @@
+"""The one file that asks what is here: installed versions, GPUs, memory. Imports no framework; everything else is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from mpbridge.facts import Versions
+from mpbridge.hardware.machines import Machine, like, machine
+from mpbridge.hardware.versions import release
+
+WATCHED = (
+    "NVTE_",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+)
+"""Variables (or their beginnings) that contradict or complete a recipe."""
+_TIMEOUT = 5.0  # seconds for nvidia-smi: a hung driver must not hang `mpbridge doctor`
+
+
+@functools.cache
+def installed() -> Versions:
+    """Versions of what is installed here; None for what is not. Reads metadata and torch's version file, imports neither."""
+    cuda = _torch_cuda()
+    return Versions(
+        torch=_version("torch"),
+        megatron_core=_version("megatron-core"),
+        transformer_engine=_transformer_engine(),
+        cuda=cuda,
+        cublaslt=_cublas(cuda),
+        python=platform.python_version(),
+    )
+
+
+@functools.cache
+def this_machine() -> Machine:
+    """What training would run on here: the first visible GPU, or the CPU with its memory where there is none or torch is a build without CUDA."""
+    versions, found = installed(), gpus()
+    usable = found and (versions.torch is None or versions.cuda is not None)
+    return (
+        found[0]
+        if usable
+        else dataclasses.replace(machine("cpu"), name=f"CPU ({platform.machine()})", memory_bytes=_host_memory())
+    )
+
+
+@functools.cache
+def gpus() -> tuple[Machine, ...]:
+    """Every visible GPU as nvidia-smi reports it, with the table's peak rates when its product is known; empty without a driver."""
+    text = _nvidia_smi("--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits")
+    seen = []
+    for line in text.splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) == 3 and re.fullmatch(r"\d+\.\d+", parts[2]):
+            seen.append(_gpu(parts[0], parts[1], parts[2]))
+    return tuple(_visible(seen))
+
+
+def environment() -> dict[str, str]:
+    """The set variables among `WATCHED`."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(WATCHED)}
+
+
+def _gpu(product: str, mebibytes: str, capability: str) -> Machine:
+    major, minor = capability.split(".")
+    known = like(product)
+    base = known if known is not None else Machine(name=product, arch=None)
+    # what the driver says about this very card outranks the table
+    memory = int(float(mebibytes)) * 2**20 if re.fullmatch(r"\d+(\.\d+)?", mebibytes) else base.memory_bytes
+    return dataclasses.replace(
+        base, name=base.name if known else product, arch=(int(major), int(minor)), memory_bytes=memory, note=product
+    )
+
+
+def _visible(seen: list[Machine]) -> list[Machine]:
+    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is None:
+        return seen
+    chosen: list[Machine] = []
+    for item in wanted.split(","):
+        # CUDA stops at the first entry that is no index; UUIDs are taken at their word as "some GPU"
+        if item.strip().isdigit() and int(item) < len(seen):
+            chosen.append(seen[int(item)])
+        elif item.strip().lower().startswith(("gpu-", "mig-")) and seen:
+            chosen.append(seen[0])
+        else:
+            break
+    return chosen
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _transformer_engine() -> str | None:
+    found = _version("transformer-engine")
+    if found is None:
+        return None
+    # from wheels it comes as a meta package, a library (_cu12, _cu13) and a torch extension; only a source build has all in one
+    library = any(_version(f"transformer-engine-{cuda}") for cuda in ("cu12", "cu13"))
+    return None if library and _version("transformer-engine-torch") is None else found
+
+
+def _torch_cuda() -> str | None:
+    """The CUDA version that torch was built for; None for a CPU build."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return None
+    if spec is None or not spec.origin:
+        return None
+    try:
+        text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    found = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", text, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def _cublas(cuda: str | None) -> str | None:
+    if cuda is None:
+        return None
+    major = release(cuda)[0]
+    return _version(f"nvidia-cublas-cu{major}") or _version("nvidia-cublas")
+
+
+def _host_memory() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0

@@ -1,0 +1,51 @@
+"""Versions as tuples, and the window of versions in which a statement holds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from mpbridge.errors import BadValue
+
+
+def release(text: str) -> tuple[int, ...]:
+    """The numbers of a version: '2.13.0+cpu' -> (2, 13, 0), '12.10' -> (12, 10). Raises BadValue."""
+    found = re.fullmatch(
+        r"v?(\d+(?:\.\d+)*)(?:[.\-_]?(?:dev|rc|a|b|alpha|beta|post)\.?\d+)*(?:\+[\w.\-]+)?", text.strip()
+    )
+    if found is None:
+        raise BadValue(f"{text!r} is no version (expected numbers with dots, such as 2.11.0)")
+    return tuple(int(part) for part in found.group(1).split("."))
+
+
+def at_least(have: str | None, wanted: str) -> bool:
+    """Whether `have` is `wanted` or later; False when it is not known. Trailing zeros do not count: 2.11 is 2.11.0."""
+    return have is not None and _padded(have) >= _padded(wanted)
+
+
+def _padded(text: str) -> tuple[int, ...]:
+    numbers = release(text)
+    return numbers + (0,) * (6 - len(numbers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """From `since` (included) to `until` (excluded) of one package; None: open."""
+
+    package: str
+    """A field of facts.Versions."""
+    since: str | None = None
+    until: str | None = None
+
+    def holds(self, have: str | None) -> bool:
+        """Whether a version lies within. An unknown version counts as within: better a warning too many than a NaN at step 2."""
+        if have is None:
+            return True
+        return (self.since is None or at_least(have, self.since)) and (
+            self.until is None or not at_least(have, self.until)
+        )
+
+    def __str__(self) -> str:
+        ends = [f"from {self.since}"] if self.since else []
+        ends += [f"before {self.until}"] if self.until else []
+        return f"{self.package.replace('_', ' ')} {' and '.join(ends) or 'any version'}"

@@ -1,0 +1,1 @@
+"""megatron-core: its configs made from a plan, written live, and its recipe of rules for single modules."""

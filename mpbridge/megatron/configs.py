@@ -1,0 +1,63 @@
+"""From a Run to megatron-core's config objects: what a CPU needs is filled in, then they are built once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import types
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mpbridge.hardware.machines import machine
+from mpbridge.hardware.probe import installed, this_machine
+from mpbridge.megatron.targets import Targets, build
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import Run
+
+log = logging.getLogger("mpbridge")
+
+Section = dict[str, Any]
+
+CPU_DEFAULTS: Mapping[str, Any] = types.MappingProxyType(
+    {
+        # its kernel is CUDA's; megatron-core's own default is True
+        "masked_softmax_fusion": False,
+        # the full weight is drawn and then sliced, so that the start does not depend on tensor parallelism
+        "use_cpu_initialization": True,
+    }
+)
+"""Model fields that a CPU run sets where the author has not."""
+
+COMPILED = ("bias_dropout_fusion", "bias_activation_fusion", "cross_entropy_loss_fusion")
+"""Model fields that run through torch.compile, which wants a C++ compiler on a CPU."""
+
+
+def sections(run: Run, *, cuda: bool) -> dict[str, Section]:
+    """The run's inputs; on a CPU with its defaults under the author's values."""
+    inputs = {name: dict(run.inputs[name]) for name in ("model", "optimizer", "ddp")}
+    if not cuda:
+        inputs["model"] = dict(CPU_DEFAULTS) | inputs["model"]
+        _drop_compiled(inputs["model"])
+    return inputs
+
+
+def _drop_compiled(model: Section) -> None:
+    """Switches fusions off where nothing can compile them. On a CPU they save nothing worth a refusal: 343 against 344 ms a step of gpt_tiny."""
+    wanted = [field for field in COMPILED if model.get(field)]
+    if wanted and not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
+        log.warning(
+            "no C++ compiler (g++, clang++ or $CXX) for torch.compile: model.%s left off", ", model.".join(wanted)
+        )
+        model.update(dict.fromkeys(wanted, False))
+
+
+def build_targets(run: Run, *, cuda: bool, inputs: Mapping[str, Section] | None = None) -> Targets:
+    """megatron-core's configs and GPTModel's own arguments, the run's plan written into them once.
+
+    inputs: what to build from; None: `sections`. Raises Refused when what computes here would run the recipe as something else: a run may
+    have been resolved for another machine.
+    """
+    here = this_machine() if cuda else machine("cpu")
+    return build(sections(run, cuda=cuda) if inputs is None else inputs, run.plan, machine=here, versions=installed())

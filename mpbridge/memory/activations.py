@@ -1,0 +1,147 @@
+"""What a rank keeps of its forward passes until their backward passes: an estimate, and labelled one wherever it is shown.
+
+Counted as in arXiv 2205.05198 (Reducing Activation Recomputation), with fused attention (no scores kept) and quantized inputs of linears kept in their
+low format. Kernels' workspaces, fragmentation and unbalanced experts are not in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpbridge.facts import RunFacts
+from mpbridge.formats import DType
+from mpbridge.memory.layers import te_layers
+from mpbridge.memory.ranks import Coordinates, in_flight
+from mpbridge.precision.policy import PrecisionPolicy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Bytes that one layer keeps for one micro-batch, by the part that selective recomputation can drop."""
+
+    entry: float
+    """The layer's own input: kept in every mode."""
+    norms: float
+    attention: float
+    up_projections: float
+    """Latent attention's: dropped by recompute_modules mla_up_proj."""
+    mlp: float
+    activation: float
+    """Output of the activation function in experts: dropped by moe_act."""
+    shared: float
+    experts: float
+
+    @property
+    def whole(self) -> float:
+        """Without any recomputation."""
+        return (
+            self.entry
+            + self.norms
+            + self.attention
+            + self.up_projections
+            + self.mlp
+            + self.activation
+            + self.shared
+            + self.experts
+        )
+
+
+def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
+    """Estimated bytes at the fullest moment on that rank."""
+    layers = [layer for chunk in at.chunks(run) for layer in chunk.layers]
+    kept = [_layer(policy, run, layer) for layer in layers]
+    full = run.model.get("recompute_granularity") == "full"
+    stage = _recomputed(run, kept) if full else sum(_selected(run, layer) for layer in kept)
+    # with full recomputation one more layer lives while it is being recomputed
+    extra = max((layer.whole for layer in kept), default=0.0) if full else 0.0
+    return int(stage * in_flight(run, at.stage) + extra + _head(policy, run, at))
+
+
+def tokens(run: RunFacts) -> float:
+    """Tokens of one micro-batch on one context-parallel rank."""
+    return run.shape.seq_length * run.micro_batch_size / run.parallel.context
+
+
+def _recomputed(run: RunFacts, kept: list[Kept]) -> float:
+    count = int(run.model.get("recompute_num_layers") or 1)
+    if run.model.get("recompute_method") == "block":
+        return sum(layer.entry if i < count else layer.whole for i, layer in enumerate(kept))
+    return sum(layer.entry for i, layer in enumerate(kept) if i % count == 0)
+
+
+def _selected(run: RunFacts, kept: Kept) -> float:
+    dropped = (
+        set(run.model.get("recompute_modules") or ())
+        if run.model.get("recompute_granularity") == "selective"
+        else set()
+    )
+    total = kept.whole
+    total -= kept.norms if "layernorm" in dropped else 0
+    total -= kept.up_projections if "mla_up_proj" in dropped else 0
+    total -= kept.mlp if "mlp" in dropped else 0
+    total -= kept.experts + kept.activation + kept.shared if "moe" in dropped else 0
+    total -= kept.activation if "moe_act" in dropped and "moe" not in dropped else 0
+    total -= kept.shared if "shared_experts" in dropped and "moe" not in dropped else 0
+    return total
+
+
+def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> Kept:
+    shape, parallel = run.shape, run.parallel
+    wide = policy.compute.bytes
+    quant = policy.at("mlp.linear_fc1", layer, shape.num_layers)
+    # inputs of quantized linears are kept as the backward pass wants them: one low-precision copy
+    low = quant.bits / 8 if quant is not None and te_layers(run) else wide
+    count, tensor = tokens(run), parallel.tensor
+    whole = count / (tensor if parallel.sequence else 1)
+    residual = (DType.FP32 if policy.residual_fp32 else policy.compute).bytes
+    dropout = 1 if run.model.get("hidden_dropout") else 0
+    entry = whole * shape.hidden_size * residual
+    norms = 2 * whole * shape.hidden_size * low + whole * shape.hidden_size * (residual + 2 * dropout)
+    attention, ups = _attention(run, count, low, wide)
+    mlp = activation = experts = shared = 0.0
+    gate = 2 if shape.gated else 1
+    if shape.is_expert_layer(layer):
+        # each token goes to top-k experts; a balanced router gives every rank its share of them
+        width = parallel.expert_tensor or tensor
+        routed = count * shape.expert_topk * width / tensor
+        experts = (
+            routed * (shape.hidden_size * (low + wide) + gate * shape.expert_ffn_hidden_size / width * wide)
+            + count * (shape.experts or 0) * 4 / tensor
+        )
+        activation = routed * shape.expert_ffn_hidden_size / width * low
+        shared = count * shape.shared_expert_size / tensor * (gate * wide + low)
+    else:
+        mlp = count * shape.ffn_hidden_size / tensor * (gate * wide + low)
+    return Kept(
+        entry=entry,
+        norms=norms,
+        attention=attention,
+        up_projections=ups,
+        mlp=mlp,
+        activation=activation,
+        shared=shared,
+        experts=experts,
+    )
+
+
+def _attention(run: RunFacts, count: float, low: float, wide: int) -> tuple[float, float]:
+    """(queries, keys, values and output; outputs of up-projections) of the attention."""
+    shape, tensor = run.shape, run.parallel.tensor
+    sums = count * shape.num_attention_heads / tensor * 4  # FP32 log-sum-exp of fused attention
+    if shape.latent_attention is None:
+        inner = shape.num_attention_heads * shape.kv_channels
+        width = inner + 2 * shape.num_query_groups * shape.kv_channels
+        return count * (width + inner) / tensor * wide + (count * inner / tensor * low if low < wide else 0) + sums, 0.0
+    latent = shape.latent_attention
+    keys = shape.num_attention_heads * (latent["qk_head_dim"] + latent["qk_pos_emb_head_dim"])
+    values = shape.num_attention_heads * latent["v_head_dim"]
+    down = count * (latent["q_lora_rank"] + latent["kv_lora_rank"] + latent["qk_pos_emb_head_dim"]) * (wide + low)
+    return count * values / tensor * (wide + low) + sums + down, count * (2 * keys + values) / tensor * wide
+
+
+def _head(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
+    """Logits with their FP32 softmax on the last stage, one micro-batch."""
+    if not any(chunk.last for chunk in at.chunks(run)):
+        return 0.0
+    rows = tokens(run) * run.shape.vocab_size / run.parallel.tensor
+    return rows * ((policy.logits or policy.compute).bytes + 4) * (1 + run.shape.mtp_layers)

@@ -1,0 +1,92 @@
+"""A recipe's memory beside bf16_mixed's on the same run, with the reasons where it costs more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mpbridge.facts import RunFacts
+from mpbridge.formats import DType
+from mpbridge.memory.budget import Memory, memory
+from mpbridge.memory.roles import fused_keeps_main
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.registry import recipe
+from mpbridge.precision.resolve import resolve
+
+REFERENCE = "bf16_mixed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Two estimates of one run."""
+
+    mine: Memory
+    reference: Memory
+    reasons: tuple[str, ...]
+    """Why states differ, most expensive first; empty when nothing is to be explained."""
+
+    @property
+    def difference(self) -> int:
+        """Bytes more than the reference (negative: less), activations included."""
+        return self.mine.total - self.reference.total
+
+
+def against_bf16(
+    policy: PrecisionPolicy,
+    run: RunFacts,
+    *,
+    mine: Memory | None = None,
+    reference: tuple[PrecisionPolicy, RunFacts] | None = None,
+) -> Comparison:
+    """`policy` beside bf16_mixed on the rank that holds most under `policy`.
+
+    reference: bf16_mixed's own policy and run, where they are known; else its policy on this run, without what the recipe wrote for the optimizer.
+    """
+    own = mine or memory(policy, run)
+    base, base_run = reference or (
+        resolve(recipe(REFERENCE).make()),
+        replace(run, optimizer=replace(run.optimizer, settings={})),
+    )
+    other = memory(base, base_run, rank=own.rank)
+    return Comparison(mine=own, reference=other, reasons=_reasons(policy, run, own, other))
+
+
+def _reasons(policy: PrecisionPolicy, run: RunFacts, mine: Memory, other: Memory) -> tuple[str, ...]:
+    found: list[tuple[int, str]] = []
+
+    def say(role: str, text: str) -> None:
+        delta = mine.roles.get(role, 0) - other.roles.get(role, 0)
+        if abs(delta) >= 2**20 and text:
+            found.append((delta, f"{delta / 2**20:+.0f} MiB {role}: {text}"))
+
+    quant = policy.quant
+    if quant is not None and quant.stored:
+        say("params", f"weights of the quantized linears rest in {quant.bits} bits")
+        say("weight_copies", "MXFP8 weights lie beside the buffer, which the gather borrows from the gradients")
+    elif quant is not None:
+        say(
+            "weight_copies",
+            "BF16 weights stay, and a low-precision copy is kept over the micro-batches of a step (fp8_param_gather would keep one only)",
+        )
+    if quant is not None and quant.scaling in ("delayed", "tensorwise"):
+        name = run.machine.name if run.machine is not None else "Hopper"
+        say("weight_transposes", f"on {name} FP8 GEMMs take one layout only, so each weight is kept transposed too")
+    elif quant is not None:
+        say(
+            "weight_transposes",
+            f"{quant.scaling} scales run along the contraction, so rows and columns are two different copies",
+        )
+    say("weight_scales", "block scales")
+    if policy.precision_aware and fused_keeps_main(policy, run):
+        say(
+            "main_params",
+            "main weights as 16-bit remainders of BF16 parameters"
+            if policy.remainders
+            else f"main weights in {(policy.main_params or DType.FP32).short} by FusedAdam",
+        )
+    elif policy.main_params_owner == "params":
+        say("main_params", "parameters are their own main copy")
+    say("exp_avg", f"first moment in {(policy.exp_avg or DType.FP32).short}")
+    say("exp_avg_sq", f"second moment in {(policy.exp_avg_sq or DType.FP32).short}")
+    say("grads", f"gradient buffers in {policy.reduce.short}")
+    say("main_grads", "16-bit gradients are widened to FP32 for the update")
+    return tuple(text for _, text in sorted(found, key=lambda item: -abs(item[0])))

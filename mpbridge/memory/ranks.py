@@ -1,0 +1,175 @@
+"""Which rank is where: its coordinates in megatron-core's groups, and the layers of its pipeline stage."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from mpbridge.errors import BadValue
+from mpbridge.facts import Parallel, RunFacts
+
+_KINDS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What one model chunk of a stage holds."""
+
+    layers: tuple[int, ...]
+    """0-based, over the whole model."""
+    first: bool
+    """Has the embedding."""
+    last: bool
+    """Has final norm, output layer and loss."""
+    mtp: bool = False
+    """Has the multi-token prediction layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coordinates:
+    """A rank's place in each group; ranks are laid out as megatron-core's parallel_state does ("tp-cp-ep-dp-pp")."""
+
+    tensor: int
+    stage: int
+    expert: int
+    data: int
+    """Index in the group that shards dense parameters' optimizer state (data x context)."""
+    expert_data: int
+    """Index in the group that shards experts' optimizer state."""
+
+    @classmethod
+    def of(cls, rank: int, parallel: Parallel) -> Coordinates:
+        """The coordinates of a global rank. Raises BadValue for a rank outside of the world."""
+        if not 0 <= rank < parallel.world_size:
+            raise BadValue(f"rank {rank} is not in a world of {parallel.world_size}")
+        within = rank % (parallel.world_size // parallel.pipeline)
+        expert_tensor = parallel.expert_tensor or parallel.tensor
+        return cls(
+            tensor=rank % parallel.tensor,
+            stage=rank // (parallel.world_size // parallel.pipeline),
+            expert=within // expert_tensor % parallel.expert,
+            data=within // parallel.tensor,
+            expert_data=within // (expert_tensor * parallel.expert),
+        )
+
+    def chunks(self, run: RunFacts) -> tuple[Chunk, ...]:
+        """The model chunks of this rank's stage."""
+        return stage_chunks(run)[self.stage]
+
+
+def stage_chunks(run: RunFacts) -> tuple[tuple[Chunk, ...], ...]:
+    """For each pipeline stage its chunks. Raises BadValue when the layers cannot be divided as asked."""
+    layout = run.model.get("pipeline_model_parallel_layout")
+    if layout:
+        return _by_layout(layout, run)
+    counts = _counts(run)
+    stages, virtual = run.parallel.pipeline, (run.parallel.virtual_pipeline or 1) if run.parallel.pipeline > 1 else 1
+    found: list[list[Chunk]] = [[] for _ in range(stages)]
+    start = 0
+    for chunk in range(virtual):
+        for stage in range(stages):
+            if counts[stage] % virtual:
+                raise BadValue(
+                    f"{counts[stage]} layers of stage {stage} cannot be divided into {virtual} virtual stages"
+                )
+            count = counts[stage] // virtual
+            last = stage == stages - 1 and chunk == virtual - 1
+            # an embedding or a loss that counts as a layer takes the place of one
+            count -= _counted(run, "embedding") if stage == 0 and chunk == 0 else 0
+            count -= _counted(run, "loss") if last else 0
+            found[stage].append(
+                Chunk(
+                    layers=tuple(range(start, start + count)),
+                    first=stage == 0 and chunk == 0,
+                    last=last,
+                    mtp=last and run.shape.mtp_layers > 0,
+                )
+            )
+            start += count
+    return tuple(tuple(chunks) for chunks in found)
+
+
+def _counted(run: RunFacts, what: str) -> int:
+    return int(bool(run.model.get(f"account_for_{what}_in_pipeline_split")))
+
+
+def _counts(run: RunFacts) -> list[int]:
+    """Layers of each stage, a counted embedding or loss included (transformer_block.py get_num_layers_to_build)."""
+    model, stages = run.model, run.parallel.pipeline
+    first, last = model.get("num_layers_in_first_pipeline_stage"), model.get("num_layers_in_last_pipeline_stage")
+    if first is None and last is None:
+        total = run.shape.num_layers + _counted(run, "embedding") + _counted(run, "loss")
+        if total % stages:
+            raise BadValue(
+                f"{total} layers cannot be divided among {stages} pipeline stages: give num_layers_in_first_pipeline_stage or another size"
+            )
+        return [total // stages] * stages
+    if (first or 0) < 0 or (last or 0) < 0:
+        raise BadValue(
+            f"num_layers_in_first_pipeline_stage={first}, num_layers_in_last_pipeline_stage={last}: must not be negative"
+        )
+    rest = run.shape.num_layers - (first or 0) - (last or 0)
+    left = stages - (first is not None) - (last is not None)
+    if rest < 0 or (left > 0 and rest % left) or (left <= 0 and rest):
+        raise BadValue(
+            f"{rest} layers that remain beside the first and last stage cannot be divided among {max(left, 0)} stages"
+        )
+    middle = rest // left if left > 0 else 0
+    counts = [middle] * stages
+    if first is not None:
+        counts[0] = first
+    if last is not None:
+        counts[-1] = last
+    return counts
+
+
+def parse_layout(text: str) -> list[list[str]]:
+    """Kinds of layers of each (virtual) stage: "Et*2|(tt|)*3tmL" as megatron-core's pipeline_model_parallel_layout writes it. Raises BadValue."""
+    flat = text.replace(",", "")
+    flat = re.sub(r"\(([^)]+)\)\*(\d+)", lambda m: m.group(1) * int(m.group(2)), flat)
+    flat = re.sub(r"(.)\*(\d+)", lambda m: m.group(1) * int(m.group(2)), flat)
+    unknown = sorted(set(flat) - set(_KINDS) - {"|"})
+    if unknown:
+        raise BadValue(
+            f"pipeline_model_parallel_layout={text!r} has {', '.join(map(repr, unknown))} (expected E, t, m, L, '|', 'x*3' and '(..)*3')"
+        )
+    return [[_KINDS[letter] for letter in stage] for stage in flat.split("|")]
+
+
+def _by_layout(layout: Any, run: RunFacts) -> tuple[tuple[Chunk, ...], ...]:
+    rows = (
+        parse_layout(layout)
+        if isinstance(layout, str)
+        else [[str(kind).rpartition(".")[2] for kind in row] for row in layout]
+    )
+    stages = run.parallel.pipeline
+    if len(rows) % stages:
+        raise BadValue(f"pipeline_model_parallel_layout has {len(rows)} parts, not a multiple of {stages} stages")
+    found: list[list[Chunk]] = [[] for _ in range(stages)]
+    start = 0
+    for index, row in enumerate(rows):
+        count = row.count("decoder")
+        found[index % stages].append(
+            Chunk(
+                layers=tuple(range(start, start + count)),
+                first="embedding" in row,
+                last="loss" in row,
+                mtp="mtp" in row,
+            )
+        )
+        start += count
+    if start != run.shape.num_layers:
+        raise BadValue(f"pipeline_model_parallel_layout places {start} layers, the model has {run.shape.num_layers}")
+    return tuple(tuple(chunks) for chunks in found)
+
+
+def in_flight(run: RunFacts, stage: int) -> float:
+    """How many micro-batches' activations a stage holds at most: 1F1B's depth, more when interleaved (Megatron-LM, arXiv 2104.04473)."""
+    stages, virtual = run.parallel.pipeline, run.parallel.virtual_pipeline or 1
+    total = max(1, run.global_batch_size // max(1, run.micro_batch_size * run.parallel.data))
+    depth = stages - stage
+    if virtual > 1 and stages > 1:
+        # warm-up of the interleaved schedule, in chunks, each a virtual-th of the stage
+        return min(total * 1.0, ((depth - 1) * 2 + (virtual - 1) * stages + 1) / virtual)
+    return float(min(depth, total))

@@ -1,0 +1,1 @@
+"""The GPT of a run and the modules that a CPU needs in it."""

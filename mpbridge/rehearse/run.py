@@ -1,0 +1,307 @@
+"""Rehearsals: the same run under several recipes with statistics, the user's own module, or tensors from a file."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mpbridge.checkpoint import store
+from mpbridge.checkpoint.io import load_weights
+from mpbridge.emulation import Emulation, emulate_linears
+from mpbridge.emulation.quantizer import COPY_OF, Quantizer, Randomness, Side
+from mpbridge.emulation.scales import DEFAULT_RELEASE
+from mpbridge.emulation.statistics import Statistics
+from mpbridge.errors import DataError, MpbridgeError, Refused
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+from mpbridge.rehearse.report import Rehearsal, Rehearsed
+from mpbridge.report.console import rank
+from mpbridge.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import ConfigContainer, Run
+    from mpbridge.train.hooks import Training
+
+RECIPES = (
+    "bf16_mixed",
+    "bf16_with_fp8_delayed_scaling_mixed",
+    "bf16_with_fp8_current_scaling_mixed",
+    "bf16_with_fp8_subchannel_scaling_mixed",
+    "bf16_with_mxfp8_mixed",
+    "bf16_with_nvfp4_mixed",
+)
+"""What is rehearsed when nobody says otherwise: high precision and each scaling once."""
+RELEASE = ".".join(map(str, DEFAULT_RELEASE))
+SAMPLES = 10
+"""Steps that are looked at in a rehearsal, unless `every` says otherwise."""
+
+
+class Listen(Hook):
+    """Collects losses, and statistics from an emulated engine. weights: a checkpoint to begin from."""
+
+    def __init__(self, statistics: Statistics, weights: Path | None) -> None:
+        self.statistics, self.weights, self.losses = statistics, weights, list[float]()
+        self.quantized, self.high, self.notes = list[str](), list[str](), list[str]()
+
+    def built(self, training: Training) -> None:
+        """Takes the checkpoint's weights."""
+        if self.weights is not None:
+            load_weights(training, self.weights)
+
+    def started(self, training: Training) -> None:
+        """Begins to observe."""
+        emulation: Emulation | None = getattr(training.engine, "emulation", None)
+        if emulation is not None:
+            emulation.observer = self.statistics
+            self.quantized, self.high, self.notes = (
+                list(emulation.plugs),
+                list(emulation.high),
+                list(emulation.notes()[1:]),
+            )
+        self.statistics.step(1)
+
+    def stepped(self, training: Training, result: Any) -> None:
+        """Keeps the loss and goes on to the next step."""
+        self.losses.append(result.loss)
+        self.statistics.step(training.counters.iteration + 1)
+
+
+def rehearse(
+    container: ConfigContainer,
+    recipes: Sequence[str] = RECIPES,
+    *,
+    steps: int = 50,
+    every: int | None = None,
+    say: Callable[[str], None] = print,
+) -> Rehearsal:
+    """Trains `container`'s model under each recipe from the same seed, data and initialisation, emulated, and says what happened to the
+    tensors. checkpoint.load gives the weights that all begin from; optimizer, schedule and data begin anew.
+
+    every: a step in so many is looked at; None: ten steps of the whole. A recipe that cannot run is in the result with the reason.
+    Nothing is saved. Raises UnknownName for a recipe and CheckpointError for a checkpoint that does not
+    exist, before anything runs. In several processes every rank gets the whole result: of a tensor that more than one holds, the part with
+    the largest error.
+    """
+    from mpbridge.train.machine import process_group
+
+    for name in recipes:
+        get_mixed_precision_config(name)
+    load = dict(container.checkpoint).get("load")
+    weights = store.locate(Path(load)) if load else None
+    result = Rehearsal(title=f"Rehearsal of {_counted(recipes)}, {steps} steps each", made=_made(container, steps))
+    if weights is not None:
+        result.made["weights"] = str(weights)
+    # one process group for all: a recipe's engine is closed before the next one's is built
+    with process_group(torch.cuda.is_available()):
+        for name in recipes:
+            found = _one(container, name, steps, Listen(Statistics(every=every or max(1, steps // SAMPLES)), weights))
+            result.recipes.append(found)
+            word, reasons = found.verdict()
+            if rank() == 0:
+                say(f"{name}: {word} ({reasons[0]}), {found.seconds:.0f} s")
+    return result
+
+
+def _counted(recipes: Sequence[str]) -> str:
+    return f"{len(recipes)} recipe{'s' if len(recipes) != 1 else ''}"
+
+
+def _made(container: ConfigContainer, steps: int) -> dict[str, Any]:
+    import megatron.core
+
+    return {
+        "steps": steps,
+        "seed": dict(container.train).get("seed", 1234),
+        "torch": torch.__version__,
+        "megatron-core": megatron.core.__version__,
+        "rules of Transformer Engine": RELEASE,
+    }
+
+
+def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
+    """The run of one recipe: emulated, nothing evaluated, nothing written, resumed from nowhere."""
+    made = container.copy()
+    made.mixed_precision, made.emulate = recipe, True
+    made.train = dict(made.train) | {"train_iters": steps, "eval_interval": None, "eval_iters": 0, "audit": "warn"}
+    made.checkpoint = {}
+    made.logger = {"log_dir": None, "tensorboard": False, "progress": False}
+    return made.resolved(
+        made.smallest_world() if not torch.distributed.is_initialized() else torch.distributed.get_world_size()
+    )
+
+
+def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Rehearsed:
+    from mpbridge.train.loop import pretrain
+
+    began, failure = time.perf_counter(), None
+    try:
+        pretrain(_run(container, recipe, steps), hooks=[ear], quiet=True)
+    except MpbridgeError as error:
+        failure = str(error)
+    # the first fifth is left out: delayed scaling is still finding its scales then
+    parts = _everywhere((ear.statistics.summary(warmup=steps // 5), ear.quantized, ear.high, failure))
+    tensors: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in (row for part in parts for row in part[0]):
+        known = tensors.setdefault((row["tensor"], row["copy"]), row)
+        if (row["row_error"] or 0.0) > (known["row_error"] or 0.0):
+            tensors[row["tensor"], row["copy"]] = row
+    return Rehearsed(
+        recipe=recipe,
+        losses=ear.losses,
+        seconds=time.perf_counter() - began,
+        quantized=len({name for part in parts for name in part[1]}),
+        high=len({name for part in parts for name in part[2]}),
+        notes=ear.notes,
+        tensors=list(tensors.values()),
+        failure=next((part[3] for part in parts if part[3] is not None), None),
+    )
+
+
+def _everywhere(mine: Any) -> list[Any]:
+    """What each rank has to say, on every rank."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return [mine]
+    parts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(parts, mine)
+    return parts
+
+
+def rehearse_module(
+    module: torch.nn.Module,
+    step: Callable[[torch.nn.Module], torch.Tensor],
+    recipes: Sequence[str] = RECIPES,
+    *,
+    steps: int = 10,
+    every: int = 1,
+    **options: Any,
+) -> Rehearsal:
+    """The same for any module: `step(module)` runs a forward pass, calls backward, steps an optimizer if it likes, and returns the loss.
+
+    Every recipe gets its own copy of `module`; its `torch.nn.Linear` layers are emulated (see `emulate_linears`). options: those of
+    Emulation.
+    """
+    result = Rehearsal(
+        title=f"Rehearsal of {type(module).__name__} under {_counted(recipes)}",
+        made={"steps": steps, "torch": torch.__version__, "rules of Transformer Engine": RELEASE},
+    )
+    for name in recipes:
+        own, statistics, began = copy.deepcopy(module), Statistics(every=every), time.perf_counter()
+        policy = resolve(get_mixed_precision_config(name))
+        found = Rehearsed(recipe=name)
+        emulation = None
+        try:
+            emulation = emulate_linears(own, policy, **options) if policy.quantized else None
+            for number in range(1, steps + 1):
+                statistics.step(number)
+                if emulation is not None:
+                    emulation.observer = statistics
+                    emulation.step_begin()
+                found.losses.append(float(step(own).detach()))
+        except MpbridgeError as error:
+            found.failure = str(error)
+        if emulation is not None:
+            found.quantized, found.high, found.notes = (
+                len(emulation.plugs),
+                len(emulation.high),
+                list(emulation.notes()[1:]),
+            )
+        found.tensors, found.seconds = statistics.summary(warmup=steps // 5), time.perf_counter() - began
+        result.recipes.append(found)
+    return result
+
+
+# --- tensors from a file ------------------------------------------------------------------------------------------------------------------
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Every floating-point tensor of a .pt file (nested dicts joined by dots; nothing but tensors is unpickled) or of a .safetensors file.
+
+    Raises DataError for a file that cannot be read or holds none.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            content: Any = load_file(path)
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except ImportError as error:
+        raise DataError(f"{path}: reading it needs the package safetensors (pip install safetensors)") from error
+    except Exception as error:  # torch raises a dozen kinds for a file that is not what it seems
+        raise DataError(
+            f"{path} cannot be read as tensors: {error} (expected a .pt file of tensors or a .safetensors file)"
+        ) from error
+    found = dict(_flat(content if isinstance(content, Mapping) else {path.stem: content}))
+    if not found:
+        raise DataError(f"{path} holds no floating-point tensor with two dimensions or more")
+    return found
+
+
+def _flat(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, torch.Tensor]]:
+    found = []
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{prefix}{name}.")
+        elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2 and value.numel():
+            # what no GEMM has as its input (FP64, codes of 8 bits) is looked at as FP32
+            kept = value.dtype in (torch.bfloat16, torch.float16, torch.float32)
+            found.append((f"{prefix}{name}", value.detach() if kept else value.detach().float()))
+    return found
+
+
+def side_of(name: str) -> Side:
+    """What a tensor is by its name: 'dy' for gradients, 'w' for weights, else 'x'."""
+    last = name.lower()
+    if any(word in last for word in ("grad", ".dy", "delta")) or last == "dy":
+        return "dy"
+    return "w" if "weight" in last or last.endswith((".w", "kernel")) or last == "w" else "x"
+
+
+def observe(tensors: Mapping[str, torch.Tensor], recipes: Sequence[str] = RECIPES) -> Rehearsal:
+    """What each recipe would do to given tensors, without training; delayed scaling gets a scale from the tensor itself.
+
+    Dimensions but the last are rows; rows and columns are filled with zeros to whole blocks.
+    """
+    result = Rehearsal(
+        title=f"{len(tensors)} given tensors under {_counted(recipes)}",
+        made={"torch": torch.__version__, "rules of Transformer Engine": RELEASE},
+    )
+    for recipe in recipes:
+        began = time.perf_counter()
+        found = Rehearsed(recipe=recipe)
+        try:
+            _observe(tensors, resolve(get_mixed_precision_config(recipe)), found)
+        except Refused as error:  # rules that live in somebody's factory; the other recipes go on
+            found.failure = str(error)
+        found.seconds = time.perf_counter() - began
+        result.recipes.append(found)
+    return result
+
+
+def _observe(tensors: Mapping[str, torch.Tensor], policy: PrecisionPolicy, found: Rehearsed) -> None:
+    if policy.quant is None:
+        return
+    cpu, statistics = torch.device("cpu"), Statistics()
+    quantizer = Quantizer(policy.quant, list(tensors), randomness=Randomness(1234, cpu), device=cpu, compiled=False)
+    for name, tensor in tensors.items():
+        _look(statistics, quantizer, name, tensor.reshape(-1, tensor.shape[-1]))
+    found.tensors = statistics.summary()
+    found.notes = list(Emulation(policy).notes()[1:])
+
+
+def _look(statistics: Statistics, quantizer: Quantizer, name: str, tensor: torch.Tensor) -> None:
+    side = side_of(name)
+    padded = torch.nn.functional.pad(tensor, (0, -tensor.shape[1] % 32, 0, -tensor.shape[0] % 32))
+    statistics.step(1)
+    quantizer.skip(name, side, padded)
+    (quantizer.end_backward if side == "dy" else quantizer.end_forward)()
+    for (gemm, of), _ in COPY_OF.items():
+        if of == side:
+            operand = quantizer.operand(padded, slot=name, gemm=gemm, side=side)
+            statistics.see(name, gemm, side, padded, operand, quantizer)
+            if quantizer.shares_copies(side):
+                break

@@ -1,0 +1,30 @@
+"""The last question before something is built: does this run fit this machine and every rule? Asked by the training script and by each engine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mpbridge.errors import Refused
+from mpbridge.facts import RunFacts
+from mpbridge.hardware.capability import can_run, refuse_unless_native
+from mpbridge.hardware.machines import Machine
+from mpbridge.hardware.probe import environment, installed, this_machine
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.rules.table import Violation, require
+
+
+def require_here(policy: PrecisionPolicy, facts: RunFacts) -> tuple[Machine, tuple[Violation, ...]]:
+    """This machine, and the warnings. Raises Refused where the machine cannot run the recipe, or else with every broken rule; loads no framework.
+
+    `facts` may have been resolved for another machine; what counts is this one, its versions and its environment variables.
+    """
+    machine, versions = this_machine(), installed()
+    if facts.realization == "native":
+        refuse_unless_native(policy, machine, versions)
+    else:
+        answer = can_run(policy, machine, versions, quantized_by="emulation")
+        if not answer:
+            raise Refused(f"{machine.label} cannot run this recipe, emulated or not: {answer.reason}.")
+    return machine, require(
+        policy, dataclasses.replace(facts, machine=machine, versions=versions, environment=environment())
+    )

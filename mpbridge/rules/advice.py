@@ -1,0 +1,111 @@
+"""Whether a recipe is advisable for a run on a machine: legal, how fast its GEMMs could be at most, what it costs in memory, what is known of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpbridge.errors import MpbridgeError
+from mpbridge.facts import RunFacts
+from mpbridge.formats import DType
+from mpbridge.hardware.capability import can_run
+from mpbridge.memory.budget import RESERVED, memory
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.registry import Recipe
+from mpbridge.rules.table import broken
+
+MEASURED: dict[tuple[str, str], tuple[str, str]] = {}
+"""(recipe, machine) -> (speed beside bf16_mixed, where it was measured). Empty where nobody measured: no speed is guessed."""
+_TASTE = {"mxfp8": 0, "blockwise": 1, "tensorwise": 2, "delayed": 3, "nvfp4": 4, "custom": 5}
+"""Among equals: finer scales first; four bits last, for want of evidence outside of the published runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """One recipe on one run."""
+
+    recipe: str
+    status: str
+    legal: bool
+    reason: str
+    bytes: int | None = None
+    """Of the fullest GPU, activations (an estimate) included."""
+    relative: float | None = None
+    """Of bf16_mixed's bytes."""
+    fits: bool = True
+    peak: float | None = None
+    """Dense peak of its GEMMs beside BF16's: a limit from the vendor's table, not a speed."""
+    speed: str = ""
+    """Measured, with its source; empty where nobody measured."""
+    taste: int = 0
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """Sort key: legal, fitting, less than 32 bits, validated, faster than 16 bits by the table, then the finer scale and the smaller memory."""
+        faster = (self.peak or 0.0) > 1.0
+        return (
+            not self.legal,
+            not self.fits,
+            self.recipe == "fp32",
+            self.status != "validated",
+            not faster,
+            self.taste,
+            self.bytes or 0,
+            self.recipe,
+        )
+
+
+def advise(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, *, reference: int | None = None) -> Advice:
+    """The advice about `entry` for this run on its machine; reference: bytes of bf16_mixed's fullest GPU."""
+    machine = run.machine
+    errors = [violation for violation in broken(policy, run) if violation.severity == "error"]
+    if errors:
+        words = "; ".join(f"{v.rule}: {v.found}" for v in errors)
+        return Advice(recipe=entry.name, status=entry.status, legal=False, reason=f"{words} (cure: {errors[0].cure})")
+    try:
+        total = memory(policy, run).total
+    except MpbridgeError as error:
+        return Advice(recipe=entry.name, status=entry.status, legal=False, reason=str(error))
+    answer = can_run(policy, machine, run.versions) if machine is not None else None
+    speed, source = MEASURED.get((entry.name, machine.name if machine is not None else ""), ("", ""))
+    return Advice(
+        recipe=entry.name,
+        status=entry.status,
+        legal=True,
+        reason=_reason(
+            entry, policy, run, answer.reason if answer is not None and (policy.quantized or not answer.proven) else ""
+        ),
+        bytes=total,
+        relative=total / reference if reference else None,
+        fits=machine is None or not machine.gpu or not machine.memory_bytes or total + RESERVED <= machine.memory_bytes,
+        peak=_peak(policy, run),
+        speed=f"{speed} ({source})" if speed else "",
+        # FP16 has five exponent bits and needs its loss scale: behind BF16 wherever BF16 exists
+        taste=(_TASTE[policy.quant.scaling] if policy.quant is not None else 0)
+        + (10 if policy.compute is DType.FP16 else 0),
+    )
+
+
+def _peak(policy: PrecisionPolicy, run: RunFacts) -> float | None:
+    machine = run.machine
+    if machine is None or not machine.gpu:
+        return None
+    low = "fp4" if policy.fp4 else "fp8" if policy.fp8 else policy.compute.short
+    mine, base = machine.flops(low), machine.flops("bf16") or machine.flops("fp16")
+    if mine is None and low == "fp4":  # a GPU that has no FP4 is refused before; one without a table entry is not known
+        return None
+    return mine / base if mine and base else None
+
+
+def _reason(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, native: str) -> str:
+    parts = [entry.summary]
+    peak = _peak(policy, run)
+    if peak is not None and policy.quantized:
+        parts.append(f"its GEMMs' dense peak is {peak:.1f} times BF16's by the vendor's table, end to end it is less")
+    if policy.quantized:
+        depth = run.shape.num_layers
+        kept = policy.bf16_layers(depth)
+        parts.append(f"{depth - len(kept)} of {depth} layers quantized")
+    parts.append("trained to a known loss" if entry.status == "validated" else f"experimental: {entry.source}")
+    if native and ("unproven" in native or "MXFP8" in native):
+        parts.append(native)
+    return "; ".join(parts)

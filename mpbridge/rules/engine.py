@@ -1,0 +1,246 @@
+"""Rules about engines and devices: what a wrapper, or a CPU, does not do. A laptop says it; an engine asks them again before it builds (rules/admit.py)."""
+
+from __future__ import annotations
+
+from mpbridge.formats import DType, say
+from mpbridge.rules.quant import ARGUMENTS, CORE_016
+from mpbridge.rules.table import Case, Rule
+
+_SHARDED = ("fsdp2", "megatron_fsdp")
+_CUDA_MODEL = (
+    "masked_softmax_fusion",
+    "gradient_accumulation_fusion",
+    "persist_layer_norm",
+    "memory_efficient_layer_norm",
+    "layernorm_zero_centered_gamma",
+    "apply_rope_fusion",
+    "fused_single_qkv_rope",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "tp_comm_overlap",
+    "cpu_offloading",
+    "enable_cuda_graph",
+    "external_cuda_graph",
+)
+"""Model settings that need a CUDA kernel, stream or communicator; megatron-core's defaults leave them off."""
+
+
+_MEGATRON_FSDP = {
+    "data_parallel_sharding_strategy": "no_shard",
+    "outer_dp_sharding_strategy": "no_shard",
+    "preserve_fp32_weights": True,
+    "keep_fp8_transpose_cache": False,
+    "fsdp_double_buffer": False,
+    "fsdp_manual_registration": False,
+}
+"""Settings of the ddp section that no other wrapper reads -> their defaults."""
+
+
+def _only_data(case: Case) -> str | None:
+    if case.run.engine not in _SHARDED:
+        return None
+    sizes = case.run.parallel
+    wide = [
+        f"{name} {getattr(sizes, name)}"
+        for name in ("tensor", "pipeline", "context", "expert")
+        if getattr(sizes, name) > 1
+    ]
+    return f"{', '.join(wide)} parallelism on {case.run.engine}" if wide else None
+
+
+def _on_cpu(case: Case) -> bool:
+    return case.run.machine is not None and not case.run.machine.gpu
+
+
+def _cuda_only(case: Case) -> str | None:
+    if not _on_cpu(case):
+        return None
+    found = [f"model.{name}=true" for name in _CUDA_MODEL if case.model(name)]
+    found += (
+        ["model.transformer_impl=inference_optimized"]
+        if case.model("transformer_impl") == "inference_optimized"
+        else []
+    )
+    found += ["optimizer.optimizer_cpu_offload=true"] if case.run.optimizer.cpu_offload else []
+    found += ["ddp.nccl_ub=true"] if case.ddp("nccl_ub") else []
+    found += [f"parallel.context_parallel_size={case.run.parallel.context}"] if case.run.parallel.context > 1 else []
+    return ", ".join(found) or None
+
+
+def _fsdp_settings(case: Case) -> str | None:
+    found = ["ddp.use_custom_fsdp=true"] if case.ddp("use_custom_fsdp") else []
+    if case.run.engine != "megatron_fsdp":
+        found += [
+            f"ddp.{name}={say(case.ddp(name))}" for name, off in _MEGATRON_FSDP.items() if case.ddp(name, off) != off
+        ]
+    return f"{', '.join(found)} on engine {case.run.engine}" if found else None
+
+
+def _main_grads(case: Case) -> str | None:
+    policy = case.policy
+    wanted = DType.FP32 if policy.main_params_owner != "params" else policy.reduce
+    wrong = case.run.engine == "megatron_fsdp" and policy.main_grads not in (None, wanted)
+    return (
+        f"main_grads_dtype={say(policy.main_grads)} on Megatron-FSDP, whose optimizer reads {wanted.short}"
+        if wrong
+        else None
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="sharded-engines-do-data-parallelism",
+        found=_only_data,
+        expected="data parallelism alone on this engine",
+        cure="engine=mcore, or parallel sizes of 1",
+        source="mpbridge/engines/fsdp2.py, megatron_fsdp.py",
+    ),
+    Rule(
+        id="fsdp2-shards-by-itself",
+        about="fsdp2",
+        found=lambda c: (
+            c.run.engine == "fsdp2"
+            and c.run.optimizer.distributed
+            and "ddp.use_distributed_optimizer=true on torch FSDP2"
+        ),
+        expected="no distributed optimizer beside it",
+        cure="ddp.use_distributed_optimizer=false",
+        source="mpbridge/engines/fsdp2.py",
+    ),
+    Rule(
+        id="fsdp2-casts-by-itself",
+        about="fsdp2",
+        found=lambda c: (
+            c.run.engine == "fsdp2" and c.policy.autocast is not None and "autocast_enabled=true on torch FSDP2"
+        ),
+        expected="FSDP2's own casts alone",
+        cure="mixed_precision.autocast_enabled=false",
+        source="mpbridge/engines/fsdp2.py",
+    ),
+    Rule(
+        id="fsdp2-storage-under-wider-compute",
+        about="fsdp2",
+        found=lambda c: (
+            c.run.engine == "fsdp2"
+            and c.policy.params.bytes < c.policy.compute.bytes
+            and f"{c.policy.params.short} storage under {c.policy.compute.short} compute"
+        ),
+        expected="storage at least as wide: gradients and states would be narrow while compute costs its full price",
+        cure="mixed_precision.params_dtype=null, or a recipe that computes in 16 bits",
+        source="torchtitan refuses the same; mpbridge/engines/fsdp2_units.py",
+    ),
+    Rule(
+        id="stored-weights-under-sharded-engines",
+        about="stored",
+        found=lambda c: c.run.engine in _SHARDED and c.stored and f"fp8_param_gather=true on {c.run.engine}",
+        expected="false: these wrappers shard 16- and 32-bit parameters here",
+        cure="mixed_precision.fp8_param_gather=false, or engine=mcore",
+        source=f"mpbridge/engines/fsdp2.py, megatron_fsdp.py; {ARGUMENTS} for FSDP2",
+    ),
+    Rule(
+        id="megatron-fsdp-unsharded",
+        about="megatron_fsdp",
+        found=lambda c: (
+            c.run.engine == "megatron_fsdp"
+            and c.ddp("data_parallel_sharding_strategy") == "no_shard"
+            and "ddp.data_parallel_sharding_strategy=no_shard"
+        ),
+        expected="a mode that shards: in this one all_reduce_gradients skips every buffer that exists (an inverted test), so ranks train apart; and where "
+        "gradients are reduced, the norm counts each replica once more",
+        cure="ddp.data_parallel_sharding_strategy=optim_grads_params (what it is without the setting), optim_grads or optim, or engine=mcore",
+        source="megatron-core 0.16.1 megatron_fsdp/param_and_grad_buffer.py, measured on gloo",
+        holds=(CORE_016,),
+    ),
+    Rule(
+        id="megatron-fsdp-instances",
+        about="megatron_fsdp",
+        found=lambda c: (
+            c.run.engine == "megatron_fsdp"
+            and c.ddp("num_distributed_optimizer_instances", 1) > 1
+            and "hybrid sharding (num_distributed_optimizer_instances above 1)"
+        ),
+        expected="one instance",
+        cure="ddp.num_distributed_optimizer_instances=1",
+        source="mpbridge/engines/megatron_fsdp.py",
+    ),
+    Rule(
+        id="megatron-fsdp-keeps-one-dtype",
+        about="megatron_fsdp",
+        found=lambda c: c.run.engine == "megatron_fsdp" and c.policy.keep_fp32 and "keep_fp32 on Megatron-FSDP",
+        expected="one dtype in a parameter group",
+        cure="engine=fsdp2, or drop keep_fp32",
+        source="mpbridge/engines/megatron_fsdp.py",
+    ),
+    Rule(
+        id="megatron-fsdp-main-gradients",
+        about="megatron_fsdp",
+        found=_main_grads,
+        expected="gradients in the dtype of the weights that the optimizer updates",
+        cure="mixed_precision.main_grads_dtype=null",
+        source="mpbridge/engines/megatron_fsdp.py; megatron-core 0.16.1 megatron_fsdp",
+    ),
+    Rule(
+        id="megatron-fsdp-settings-elsewhere",
+        found=_fsdp_settings,
+        expected="engine=megatron_fsdp, which alone reads them (use_custom_fsdp: nothing reads it)",
+        cure="drop them, or engine=megatron_fsdp",
+        source="megatron-core 0.16.1 distributed_data_parallel_config.py",
+        severity="warning",
+    ),
+    Rule(
+        id="biased-experts-on-local-layers",
+        found=lambda c: (
+            c.run.shape.experts
+            and c.run.shape.linear_bias
+            and (_on_cpu(c) or not c.native or c.model("transformer_impl") == "local")
+            and "experts with add_bias_linear=true on megatron-core's local layers"
+        ),
+        expected="experts without biases there: theirs are added in place to a view that autograd forbids to change",
+        cure="model.add_bias_linear=false",
+        source="megatron-core 0.16.1 transformer/mlp.py MLP.forward",
+    ),
+    Rule(
+        id="emulation-without-fused-accumulation",
+        about="quantized",
+        found=lambda c: (
+            c.policy.quantized
+            and not c.native
+            and c.model("gradient_accumulation_fusion")
+            and "gradient_accumulation_fusion=true with emulated linears"
+        ),
+        expected="false: the fused kernel would multiply unquantized operands",
+        cure="model.gradient_accumulation_fusion=false",
+        source="mpbridge/emulation/mcore.py",
+    ),
+    Rule(
+        id="per-token-loss-on-sharded-engines",
+        found=lambda c: (
+            c.run.engine in _SHARDED
+            and c.model("calculate_per_token_loss")
+            and f"calculate_per_token_loss on {c.run.engine}"
+        ),
+        expected="false: only the mcore engine divides by the tokens of all ranks",
+        cure="model.calculate_per_token_loss=false, or engine=mcore",
+        source="mpbridge/engines/steps.py; megatron-core 0.16.1 megatron_fsdp.py adds up gradients under it",
+    ),
+    Rule(
+        id="latent-attention-softmax-on-a-cpu",
+        found=lambda c: (
+            _on_cpu(c)
+            and c.run.shape.latent_attention
+            and c.model("attention_softmax_in_fp32") is False
+            and "attention_softmax_in_fp32=false with latent attention on a CPU"
+        ),
+        expected="the softmax in FP32: megatron-core's local attention cannot do latent attention, and ours keeps its softmax in FP32",
+        cure="model.attention_softmax_in_fp32=true",
+        source="mpbridge/models/attention.py",
+    ),
+    Rule(
+        id="needs-cuda",
+        found=_cuda_only,
+        expected="a GPU: these are CUDA kernels, streams or Transformer Engine's attention",
+        cure="drop them for a CPU run",
+        source="mpbridge/megatron/configs.py",
+    ),
+)

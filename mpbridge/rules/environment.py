@@ -1,0 +1,164 @@
+"""Rules about what surrounds a run: library versions, and variables, where half of a recipe can live and contradict the other half."""
+
+from __future__ import annotations
+
+from mpbridge.hardware.versions import Window
+from mpbridge.rules.quant import ARGUMENTS
+from mpbridge.rules.table import Case, Rule
+
+_TORCH = Window(package="torch", since="2.6", until="2.14")
+_CORE = Window(package="megatron_core", since="0.16", until="0.17")
+_RECIPES = "Transformer Engine 2.11 common/recipe/__init__.py (read once, at import)"
+
+
+def _blackwell(case: Case) -> bool:
+    arch = case.run.machine.arch if case.run.machine is not None else None
+    return arch is not None and arch >= (10, 0)
+
+
+def _nvfp4(case: Case) -> str | None:
+    names = [f"NVTE_NVFP4_DISABLE_{what}" for what in ("RHT", "STOCHASTIC_ROUNDING", "2D_QUANTIZATION")]
+    seen = [name for name in names if case.set_variable(name)]
+    arch = case.run.machine.arch if case.run.machine is not None else None
+    if arch is not None and arch >= (
+        12,
+        0,
+    ):  # there the rounding's instruction does not exist: switching it off is right
+        seen = [name for name in seen if not name.endswith("ROUNDING")]
+    return f"{', '.join(seen)} set" if seen and "nvfp4" in case.scalings else None
+
+
+def _is_zero(case: Case, name: str) -> bool:
+    return case.run.environment.get(name, "").strip() == "0"
+
+
+def _untested(case: Case) -> str:
+    have = (("torch", case.run.versions.torch, _TORCH), ("megatron-core", case.run.versions.megatron_core, _CORE))
+    return ", ".join(f"{name} {version}" for name, version, window in have if not window.holds(version))
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="library-versions-untested",
+        found=_untested,
+        expected="torch 2.6 to 2.13 and megatron-core 0.16, from which these rules and the configs' fields were read",
+        cure="install versions of that range",
+        source="mpbridge pyproject.toml",
+        severity="warning",
+    ),
+    Rule(
+        id="fp32-block-scales-on-blackwell",
+        about="blockwise",
+        found=lambda c: (
+            c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+            and "blockwise" in c.scalings
+            and _blackwell(c)
+            and "NVTE_FP8_BLOCK_SCALING_FP32_SCALES set"
+        ),
+        expected="unset: on Blackwell blockwise FP8 runs as MXFP8, whose scales are powers of two",
+        cure="unset NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+        source="Transformer Engine 2.11 quantize_transpose_square_blockwise.cu, csrc/extensions/gemm.cpp",
+        emulated="warning",
+    ),
+    Rule(
+        id="fp32-block-scales-elsewhere",
+        about="quantized",
+        found=lambda c: (
+            c.set_variable("NVTE_FP8_BLOCK_SCALING_FP32_SCALES")
+            and c.policy.quantized
+            and not ("blockwise" in c.scalings and _blackwell(c))
+            and "NVTE_FP8_BLOCK_SCALING_FP32_SCALES set"
+        ),
+        expected="unset: it changes blockwise scales from powers of two to FP32, and conflicts with MXFP8",
+        cure="unset it, unless this is what you train with",
+        source=f"{_RECIPES}; miles#1340",
+        severity="warning",
+        emulated="silent",
+    ),
+    Rule(
+        id="nvfp4-switched-off-from-outside",
+        about="nvfp4",
+        found=_nvfp4,
+        expected="unset: the recipe means Hadamard transform, stochastic rounding and 2D weight scales",
+        cure="unset them, or note them beside the run",
+        source=_RECIPES,
+        severity="warning",
+        emulated="silent",
+    ),
+    Rule(
+        id="power-of-two-current-scales",
+        about="tensorwise",
+        found=lambda c: (
+            c.set_variable("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES")
+            and "tensorwise" in c.scalings
+            and "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES set"
+        ),
+        expected="unset: current scaling means FP32 scales",
+        cure="unset it, or note it beside the run",
+        source=_RECIPES,
+        severity="warning",
+        emulated="silent",
+    ),
+    Rule(
+        id="unfused-scale-update",
+        about="delayed",
+        found=lambda c: (
+            c.set_variable("NVTE_UNFUSED_FP8_UPDATE") and "delayed" in c.scalings and "NVTE_UNFUSED_FP8_UPDATE set"
+        ),
+        expected="unset: its amax history rolls on zeros, other scales result",
+        cure="unset NVTE_UNFUSED_FP8_UPDATE",
+        source="Transformer Engine 2.11 pytorch/quantization.py reduce_and_update_fp8_tensors",
+        severity="warning",
+        emulated="silent",
+    ),
+    Rule(
+        id="fp8-attention-without-its-backend",
+        about="fp8",
+        found=lambda c: (
+            any(q.attention != "none" for q in c.policy.quants)
+            and _is_zero(c, "NVTE_FUSED_ATTN")
+            and "FP8 attention with NVTE_FUSED_ATTN=0"
+        ),
+        expected="the fused backend, which has the FP8 kernels",
+        cure="unset NVTE_FUSED_ATTN, or mixed_precision.fp8_dot_product_attention=false",
+        source="Transformer Engine 2.11 pytorch/attention/dot_product_attention/utils.py",
+        emulated="silent",
+    ),
+    Rule(
+        id="attention-recipe-without-fp8-attention",
+        about="fp8",
+        found=lambda c: (
+            c.run.environment.get("NVTE_DPA_FP8_RECIPE", "")
+            and all(q.attention == "none" for q in c.policy.quants)
+            and "NVTE_DPA_FP8_RECIPE set with FP8 attention off"
+        ),
+        expected="fp8_dot_product_attention=true, or the variable unset",
+        cure="unset NVTE_DPA_FP8_RECIPE",
+        source="Megatron-Bridge#5394",
+        severity="warning",
+        emulated="silent",
+    ),
+    Rule(
+        id="megatron-fsdp-connections",
+        about="megatron_fsdp",
+        found=lambda c: (
+            c.run.engine == "megatron_fsdp"
+            and c.run.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1"
+            and "CUDA_DEVICE_MAX_CONNECTIONS=1 on Megatron-FSDP"
+        ),
+        expected="more than one: gathers and GEMMs would queue behind each other",
+        cure="unset CUDA_DEVICE_MAX_CONNECTIONS",
+        source=ARGUMENTS,
+    ),
+    Rule(
+        id="user-buffers-with-expandable-segments",
+        found=lambda c: (
+            c.ddp("nccl_ub")
+            and "expandable_segments:True" in c.run.environment.get("PYTORCH_CUDA_ALLOC_CONF", "").split(",")
+            and "ddp.nccl_ub with expandable_segments:True"
+        ),
+        expected="one of them",
+        cure="PYTORCH_CUDA_ALLOC_CONF without expandable_segments, or ddp.nccl_ub=false",
+        source="megatron-core 0.16.1 distributed_data_parallel_config.py __post_init__",
+    ),
+)

@@ -1,0 +1,307 @@
+"""Every GEMM that a recipe quantizes, its local sizes against what the recipe needs. Kept apart: required, gatherable, experts' tokens, fast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from mpbridge.facts import RunFacts
+from mpbridge.memory.layers import Weight, layer_weights
+from mpbridge.precision.policy import PrecisionPolicy, Quant
+
+Level = Literal["required", "gatherable", "experts", "fast"]
+Dimension = Literal["tokens", "tokens of a sequence shard", "in", "out", "size", "vocabulary", "tokens of an expert"]
+
+_TE = "Transformer Engine 2.11"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Multiples that one scaling asks of a GEMM with backward: tokens, in and out features of the local shard."""
+
+    tokens: int
+    inner: int
+    outer: int
+    shard: int
+    """Of tokens and in features of an operand that is all-gathered in the low format; 1: anything."""
+    expert: int
+    """To which megatron-core pads each expert's tokens."""
+    source: str
+    shard_source: str
+
+
+_BASE = f"{_TE} pytorch/utils.py assert_dim_for_fp8_exec"
+_SHARD = f"{_TE} pytorch/utils.py, is_quantizable of each tensor class"
+_PER_TENSOR = Need(
+    tokens=16,
+    inner=16,
+    outer=16,
+    shard=1,
+    expert=16,
+    source=f"{_BASE}; common/gemm/cublaslt_gemm.cu: leading dimensions",
+    shard_source=_SHARD,
+)
+NEEDS: Mapping[str, Need] = MappingProxyType(
+    {
+        "delayed": _PER_TENSOR,
+        "tensorwise": _PER_TENSOR,
+        "blockwise": Need(tokens=16, inner=16, outer=16, shard=128, expert=16, source=f"{_BASE}; common/gemm/cublaslt_gemm.cu", shard_source=f"{_SHARD}: float8_blockwise_tensor.py"),
+        "mxfp8": Need(tokens=32, inner=32, outer=32, shard=32, expert=32, source=f"{_TE} csrc/quantizer.cpp, tensor/mxfp8_tensor.py", shard_source=f"{_SHARD}: mxfp8_tensor.py"),
+        "nvfp4": Need(tokens=16, inner=16, outer=16, shard=16, expert=128, source=f"{_TE} csrc/quantizer.cpp, tensor/nvfp4_tensor.py", shard_source=f"{_SHARD}: nvfp4_tensor.py"),
+        "custom": Need(tokens=8, inner=16, outer=8, shard=1, expert=16, source=_BASE, shard_source=_SHARD),
+    }
+)  # fmt: skip
+_EXPERT_SOURCE = (
+    "megatron-core 0.16.1 fp8_utils.py get_fp8_align_size, fp4_utils.py get_fp4_align_size; transformer/moe/experts.py"
+)
+FAST = 128
+"""Rows and columns of the tensor cores' tiles: a remainder runs as a whole tile."""
+_FAST_SOURCE = "NVIDIA Deep Learning Performance guide, matrix multiplication: tile quantization"
+_SMALL_SOURCE = "torchao 0.18 float8/float8_linear_utils.py, measured on H100; torchtitan#1319"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One dimension of one module that is not what it should be."""
+
+    level: Level
+    module: str
+    layers: tuple[int, ...]
+    """0-based, over the whole model."""
+    dimension: Dimension
+    value: int
+    multiple: int
+    """What it should be a multiple of."""
+    cure: str
+    source: str
+
+    @property
+    def pad(self) -> int:
+        """How much is missing to the next multiple."""
+        return -self.value % self.multiple
+
+    def __str__(self) -> str:
+        where = (
+            f"{self.module} (layer{'s' if len(self.layers) > 1 else ''} {spans(self.layers)})"
+            if self.layers
+            else self.module
+        )
+        return f"{self.level} {where}: {self.dimension} {self.value}, multiple of {self.multiple}; {self.cure} [{self.source}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """One quantized linear of some layers, with the sizes that a rank sees."""
+
+    module: str
+    layers: tuple[int, ...]
+    quant: Quant
+    tokens: int | None
+    """None: an expert's, known at run time only."""
+    shard: int
+    """Tokens of a sequence-parallel shard; equal to `tokens` without sequence parallelism."""
+    inner: int
+    outer: int
+    split: str | None
+    """'column' or 'row'."""
+
+
+def lint(policy: PrecisionPolicy, run: RunFacts) -> tuple[Finding, ...]:
+    """Every finding, required ones first. An empty answer: all sizes suit the recipe."""
+    found = [finding for gemm in gemms(policy, run) for finding in _judge(gemm, run)]
+    found += _vocabulary(policy, run)
+    order = ("required", "gatherable", "experts", "fast")
+    return tuple(sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.level)))
+
+
+def gemms(policy: PrecisionPolicy, run: RunFacts) -> tuple[Gemm, ...]:
+    """The quantized linears, layers of equal sizes and rules together; one expert stands for all."""
+    shape, parallel = run.shape, run.parallel
+    grouped: dict[tuple[str, Quant, tuple[int, ...], str | None, bool], list[int]] = {}
+    for layer in range(shape.num_layers):
+        for weight in _linears(run, layer):
+            quant = policy.at(weight.module, layer, shape.num_layers)
+            if quant is not None:
+                grouped.setdefault((weight.module, quant, weight.shape, weight.split, weight.expert), []).append(layer)
+    count = shape.seq_length * run.micro_batch_size // parallel.context
+    shard = count // parallel.tensor if parallel.sequence else count
+    return tuple(
+        Gemm(
+            module=module, layers=tuple(layers), quant=quant, inner=size[1], outer=size[0], split=split, shard=shard,
+            tokens=None if expert else shard if _whole(module) else count,
+        )
+        for (module, quant, size, split, expert), layers in grouped.items()
+    )  # fmt: skip
+
+
+def token_multiple(policy: PrecisionPolicy, run: RunFacts) -> int:
+    """What the tokens of a micro-batch on one context-parallel rank (a packed batch too) should be padded to a multiple of."""
+    steps = [1]
+    for gemm in gemms(policy, run):
+        need = NEEDS[gemm.quant.scaling]
+        steps += [need.tokens, _shard_step(gemm, run) * run.parallel.tensor if run.parallel.sequence else 1]
+    return math.lcm(*steps)
+
+
+def vocabulary_multiple(run: RunFacts) -> int:
+    """What the embedding's rows are best padded to: 128 on every tensor-parallel rank (Megatron-LM's make-vocab-size-divisible-by)."""
+    return FAST * run.parallel.tensor
+
+
+def spans(layers: tuple[int, ...]) -> str:
+    """'0-3, 7' for (0, 1, 2, 3, 7)."""
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and layer == parts[-1][1] + 1:
+            parts[-1][1] = layer
+        else:
+            parts.append([layer, layer])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def _linears(run: RunFacts, layer: int) -> tuple[Weight, ...]:
+    shape, parallel = run.shape, run.parallel
+    weights = layer_weights(
+        shape,
+        tensor=parallel.tensor,
+        expert_tensor=parallel.expert_tensor or parallel.tensor,
+        local_experts=1,
+        mixture=shape.is_expert_layer(layer),
+        shared_gate=False,
+        whole_down=True,
+        grouped=shape.grouped_gemm,
+    )
+    return tuple(weight for weight in weights if weight.linear)
+
+
+def _whole(module: str) -> bool:
+    """Latent attention's down projections are whole on every rank and see the sequence shard itself."""
+    return module.endswith("_down_proj")
+
+
+def _judge(gemm: Gemm, run: RunFacts) -> Iterator[Finding]:
+    need = NEEDS[gemm.quant.scaling]
+    arch = run.machine.arch if run.machine is not None else None
+    tokens = need.tokens
+    if gemm.quant.scaling in ("delayed", "tensorwise") and arch is not None and (10, 0) <= arch < (12, 0):
+        tokens = 8  # there the weight gradient needs no transposed operand, whose leading dimension the tokens would be
+
+    def finding(
+        level: Level, dimension: Dimension, value: int, multiple: int, cure: str, source: str
+    ) -> Iterator[Finding]:
+        if value % multiple:
+            yield Finding(
+                level=level,
+                module=gemm.module,
+                layers=gemm.layers,
+                dimension=dimension,
+                value=value,
+                multiple=multiple,
+                cure=cure,
+                source=source,
+            )
+
+    if gemm.tokens is None and gemm.module.endswith("linear_fc1"):  # once for the pair
+        yield Finding(
+            level="experts", module=gemm.module, layers=gemm.layers, dimension="tokens of an expert", value=0, multiple=need.expert,
+            cure=f"megatron-core pads each expert's tokens to {need.expert}: about {need.expert // 2} rows an expert for nothing"
+            " (model.moe_router_padding_for_quantization pads in the router instead, without copies)",
+            source=_EXPERT_SOURCE,
+        )  # fmt: skip
+    elif gemm.tokens is not None:
+        yield from finding("required", "tokens", gemm.tokens, tokens, _tokens_cure(gemm.tokens, tokens), need.source)
+    yield from finding("required", "in", gemm.inner, need.inner, _size_cure(gemm, "in", need.inner, run), need.source)
+    yield from finding("required", "out", gemm.outer, need.outer, _size_cure(gemm, "out", need.outer, run), need.source)
+    if gemm.tokens is not None and run.parallel.sequence and run.parallel.tensor > 1 and not _whole(gemm.module):
+        yield from _shards(gemm, need, run)
+    for dimension, value in (("in", gemm.inner), ("out", gemm.outer)):
+        if value % need.inner == 0:  # otherwise it is an error already
+            yield from finding("fast", dimension, value, FAST, f"a multiple of {FAST} fills the tiles", _FAST_SOURCE)  # type: ignore[arg-type]
+    if gemm.quant.scaling in ("delayed", "tensorwise") and gemm.inner <= 4096 and gemm.outer <= 1024:
+        yield Finding(
+            level="fast", module=gemm.module, layers=gemm.layers, dimension="size", value=gemm.outer, multiple=1,
+            cure=f"{gemm.outer} x {gemm.inner} is too small to gain from FP8: keep it in 16 bits (mixed_precision.modules)", source=_SMALL_SOURCE,
+        )  # fmt: skip
+
+
+def _shards(gemm: Gemm, need: Need, run: RunFacts) -> Iterator[Finding]:
+    """Column-parallel inputs must be quantizable in shards (asserted); row-parallel gradients fall back to a gather in 16 bits."""
+    level: Level = "required" if gemm.split == "column" else "gatherable"
+    step = _shard_step(gemm, run)
+    if gemm.shard % step:
+        whole = step * run.parallel.tensor
+        yield Finding(
+            level=level, module=gemm.module, layers=gemm.layers, dimension="tokens of a sequence shard", value=gemm.shard, multiple=step,
+            cure=f"pad sequences to a multiple of {whole}" + ("" if level == "required" else ": the gradient is gathered in 16 bits instead"), source=need.shard_source,
+        )  # fmt: skip
+    if gemm.split == "column" and gemm.inner % need.shard and gemm.inner % need.inner == 0:
+        yield Finding(
+            level="required", module=gemm.module, layers=gemm.layers, dimension="in", value=gemm.inner, multiple=need.shard,
+            cure=_size_cure(gemm, "in", need.shard, run), source=need.shard_source,
+        )  # fmt: skip
+
+
+def _shard_step(gemm: Gemm, run: RunFacts) -> int:
+    """What a sequence shard's tokens must be a multiple of; Userbuffers take MXFP8 in whole tiles only (Transformer Engine 2.11 pytorch/module/base.py)."""
+    overlapped = gemm.quant.scaling == "mxfp8" and run.model.get("tp_comm_overlap")
+    return FAST if overlapped else NEEDS[gemm.quant.scaling].shard
+
+
+def _vocabulary(policy: PrecisionPolicy, run: RunFacts) -> list[Finding]:
+    step, rows = vocabulary_multiple(run), run.shape.vocab_size
+    if rows % step == 0 or not policy.mixed:
+        return []
+    cure = f"model.vocab_size={rows + -rows % step}"
+    return [
+        Finding(
+            level="fast",
+            module="output_layer",
+            layers=(),
+            dimension="vocabulary",
+            value=rows,
+            multiple=step,
+            cure=cure,
+            source="Megatron-LM make-vocab-size-divisible-by",
+        )
+    ]
+
+
+def _tokens_cure(tokens: int, multiple: int) -> str:
+    return f"pad sequence x micro batch to {tokens + -tokens % multiple}, or change data.seq_length or train.micro_batch_size"
+
+
+def _size_cure(gemm: Gemm, side: str, multiple: int, run: RunFacts) -> str:
+    value = gemm.inner if side == "in" else gemm.outer
+    split = (gemm.split == "row") == (side == "in")
+    tensor = (run.parallel.expert_tensor or run.parallel.tensor) if "experts" in gemm.module else run.parallel.tensor
+    whole = f" on each of {tensor} tensor-parallel ranks, or fewer of them" if split and tensor > 1 else ""
+    return f"{_field(gemm.module, side)}: {value} to {value + -value % multiple}{whole}"
+
+
+def _field(module: str, side: str) -> str:
+    """The setting behind a side of a linear."""
+    last = module.rpartition(".")[2]
+    if (last, side) in (("linear_fc1", "out"), ("linear_fc2", "in")):
+        return (
+            "model.moe_shared_expert_intermediate_size"
+            if "shared" in module
+            else "model.moe_ffn_hidden_size"
+            if "experts" in module
+            else "model.ffn_hidden_size"
+        )
+    fields = {
+        ("linear_qkv", "out"): "model.kv_channels or num_query_groups",
+        ("linear_q_down_proj", "out"): "model.q_lora_rank",
+        ("linear_q_up_proj", "in"): "model.q_lora_rank",
+        ("linear_kv_down_proj", "out"): "model.kv_lora_rank + qk_pos_emb_head_dim",
+        ("linear_kv_up_proj", "in"): "model.kv_lora_rank",
+        ("linear_q_up_proj", "out"): "model.qk_head_dim + qk_pos_emb_head_dim",
+        ("linear_q_proj", "out"): "model.qk_head_dim + qk_pos_emb_head_dim",
+        ("linear_kv_up_proj", "out"): "model.qk_head_dim + v_head_dim",
+    }
+    if last == "linear_proj" and side == "in":
+        return "model.num_attention_heads x (kv_channels or v_head_dim)"
+    return fields.get((last, side), "model.hidden_size")

@@ -1,0 +1,354 @@
+"""Rules about what is quantized, how, and with which library and hardware."""
+
+from __future__ import annotations
+
+from mpbridge.formats import DType
+from mpbridge.hardware.capability import NEEDS, can_run
+from mpbridge.hardware.versions import Window, at_least
+from mpbridge.rules.table import Case, Rule
+
+CORE_016 = Window(package="megatron_core", until="0.17")
+ARGUMENTS = "Megatron-LM training/arguments.py validate_args (d98e8a64)"
+_CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
+
+
+def _library(case: Case) -> str | bool:
+    return (
+        case.policy.quantized and case.run.versions.transformer_engine is None and "no Transformer Engine is installed"
+    )
+
+
+def _capability(case: Case) -> str | None:
+    machine = case.run.machine
+    if machine is None:
+        return None
+    answer = can_run(
+        case.policy, machine, case.run.versions, quantized_by="transformer_engine" if case.native else "emulation"
+    )
+    refused = answer.how == "no" or (case.native and not answer.native)
+    # a missing library has a row of its own, with or without a machine
+    only_library = (
+        case.run.versions.transformer_engine is None
+        and machine.gpu
+        and answer.how == "emulated"
+        and "; " not in answer.reason
+        and "not installed" in answer.reason
+    )
+    return (
+        f"{answer.reason} (nearest that runs there: {answer.nearest or 'none'})"
+        if refused and not only_library
+        else None
+    )
+
+
+def _engine_version(case: Case) -> str | None:
+    have = case.run.versions.transformer_engine
+    if have is None or case.run.machine is not None:  # the capability row says it with the machine's other needs
+        return None
+    late = [scaling for scaling in case.scalings if not at_least(have, NEEDS[scaling].engine)]
+    return (
+        f"Transformer Engine {have} with {', '.join(late)} (needs {NEEDS[late[0]].engine} or later)" if late else None
+    )
+
+
+def _untested(case: Case) -> str | None:
+    have = case.run.versions.transformer_engine
+    outside = have is not None and not (at_least(have, "2.9") and not at_least(have, "2.12"))
+    return f"Transformer Engine {have}" if case.policy.quantized and outside else None
+
+
+def _beyond_stage(case: Case) -> str | None:
+    if case.policy.ends is None or case.policy.fp8 is None:
+        return None
+    share = case.run.shape.num_layers // case.run.parallel.pipeline
+    over = [count for count in case.policy.ends if count > share]
+    return (
+        f"{case.policy.ends[0]} first and {case.policy.ends[1]} last layers in {case.policy.compute.short}, {share} layers in a pipeline stage"
+        if over
+        else None
+    )
+
+
+def _nothing_left(case: Case) -> str | None:
+    ends, depth = case.policy.ends, case.run.shape.num_layers
+    if ends is None or sum(ends) < depth or not case.policy.quantized:
+        return None
+    return f"{ends[0]} first and {ends[1]} last layers stay in {case.policy.compute.short}, and the model has {depth}: nothing is quantized"
+
+
+def _module_in_stored(case: Case) -> str | None:
+    if case.policy.quant is None or not case.policy.quant.stored:
+        return None
+    odd = [
+        region.modules
+        for region in case.policy.module_regions
+        if region.quant is None or not region.quant.stored or region.quant.scaling != case.policy.quant.scaling
+    ]
+    return (
+        f"modules {', '.join(odd)} differ from layers whose weights are stored as {case.policy.quant.scaling} {case.policy.quant.format}"
+        if odd
+        else None
+    )
+
+
+def _dead_modules(case: Case) -> str | None:
+    from mpbridge.memory.layers import module_paths
+    from mpbridge.precision.resolve import dead_patterns
+
+    patterns = tuple(region.modules for region in case.policy.module_regions)
+    dead = dead_patterns(patterns, module_paths(case.run.shape)) if patterns else ()
+    return (
+        f"{', '.join(map(repr, dead))} match no linear of this model ({', '.join(module_paths(case.run.shape))})"
+        if dead
+        else None
+    )
+
+
+def _sizes(case: Case) -> str | None:
+    from mpbridge.rules.gemm_shapes import lint
+
+    wrong = [finding for finding in lint(case.policy, case.run) if finding.level == "required"]
+    words = [f"{f.module} {f.dimension} {f.value} (multiple of {f.multiple}: {f.cure})" for f in wrong]
+    return "; ".join(words[:4]) + (f"; and {len(words) - 4} more" if len(words) > 4 else "")
+
+
+def _inert(case: Case) -> str | None:
+    names = []
+    for quant in case.policy.quants:
+        if quant.scaling == "delayed":
+            continue
+        given = {
+            "fp8_margin": quant.margin != 0,
+            "fp8_amax_history_len": quant.amax_history != 1,
+            "fp8_amax_compute_algo": quant.amax_algo != "most_recent",
+            "fp8_wgrad": not quant.wgrad,
+        }
+        names += [name for name, is_set in given.items() if is_set]
+    return f"{', '.join(dict.fromkeys(names))} with {case.scalings[0]} scaling" if names else None
+
+
+def _attention(case: Case) -> str | None:
+    for quant in case.policy.quants:
+        if quant.attention == "multi_head" and quant.scaling != "delayed":
+            return f"fp8_multi_head_attention with {quant.scaling} scaling"
+        if quant.attention == "dot_product" and quant.scaling not in ("delayed", "tensorwise"):
+            return f"fp8_dot_product_attention with {quant.scaling} scaling"
+    return None
+
+
+def _recompute(case: Case) -> tuple[str, ...]:
+    if case.model("recompute_granularity") != "selective" or case.policy.fp8 is None:
+        return ()
+    return tuple(module for module in case.model("recompute_modules", ()) if module in ("moe_act", "layernorm"))
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="quantization-without-transformer-engine",
+        about="quantized",
+        found=_library,
+        expected="Transformer Engine 2.9 to 2.11 (without it megatron-core's FP8 context does nothing and the run trains in 16 bits)",
+        cure="install mpbridge[te], or emulate=true",
+        source="megatron-core 0.16.1 fp8_utils.py get_fp8_context",
+        emulated="silent",
+    ),
+    Rule(
+        id="quantization-with-local-layers",
+        about="quantized",
+        found=lambda c: c.policy.quantized and c.model("transformer_impl") == "local" and "transformer_impl='local'",
+        expected="Transformer Engine's layers: the local ones ignore the FP8 context, silently",
+        cure="model.transformer_impl=transformer_engine, or emulate=true",
+        source="megatron-core 0.16.1 models/gpt/gpt_layer_specs.py",
+        emulated="silent",
+    ),
+    Rule(
+        id="machine-cannot-run-it",
+        about="quantized",
+        found=_capability,
+        expected="a machine, CUDA and Transformer Engine that run it natively",
+        cure="take the recipe named here, another machine (mpbridge doctor), or emulate=true",
+        source="Transformer Engine 2.11 pytorch/quantization.py check_*_support",
+    ),
+    Rule(
+        id="transformer-engine-too-old",
+        about="quantized",
+        found=_engine_version,
+        expected="the version that introduced this scaling",
+        cure="upgrade Transformer Engine",
+        source="megatron-core 0.16.1 fp8_utils.py get_fp8_recipe, fp4_utils.py get_fp4_recipe",
+        emulated="silent",
+    ),
+    Rule(
+        id="transformer-engine-untested",
+        about="quantized",
+        found=_untested,
+        expected="2.9 to 2.11, the range that megatron-core 0.16 declares",
+        cure="install a version of that range",
+        source="megatron-core 0.16.1 package metadata, extra dev",
+        severity="warning",
+        holds=(CORE_016,),
+        emulated="silent",
+    ),
+    Rule(
+        id="edge-layers-with-delayed-scaling",
+        about="delayed",
+        found=lambda c: (
+            c.policy.ends is not None and "delayed" in c.scalings and "first_last_layers_bf16 with delayed scaling"
+        ),
+        expected="no BF16 edge layers: delayed scaling updates its scales once around the whole block",
+        cure="mixed_precision.first_last_layers_bf16=false, or mixed_precision.fp8_recipe=tensorwise",
+        source=f"{_CONFIG}; fp8_utils.py get_fp8_context",
+    ),
+    Rule(
+        id="edge-layers-beyond-a-stage",
+        about="edges",
+        found=_beyond_stage,
+        expected="at each end at most num_layers // pipeline_model_parallel_size",
+        cure="fewer edge layers (mixed_precision.num_layers_at_start_in_bf16, num_layers_at_end_in_bf16) or fewer stages",
+        source=_CONFIG,
+    ),
+    Rule(
+        id="edge-layers-leave-nothing",
+        about="edges",
+        found=_nothing_left,
+        expected="at least one quantized layer",
+        cure="fewer edge layers, or a 16-bit recipe under its own name",
+        source="megatron-core 0.16.1 fp4_utils.py get_fp4_context accepts it in silence",
+    ),
+    Rule(
+        id="module-rule-in-stored-layer",
+        about="stored",
+        found=_module_in_stored,
+        expected="one storage in a layer: fp8_model_init makes every linear's weight of the layer low-precision",
+        cure="mixed_precision.fp8_param_gather=false, or drop the module's rule",
+        source="megatron-core 0.16.1 transformer_layer.py, fp8_utils.py get_fp8_context(is_init=True); NeMo-RL#3566, #3654",
+        emulated="warning",
+    ),
+    Rule(
+        id="module-rule-matches-nothing",
+        found=_dead_modules,
+        expected="each glob under `modules` names a linear of the model",
+        cure="correct the glob (mpbridge plan --explain lists the names)",
+        source="Megatron-LM#6745: matchers that were never applied",
+    ),
+    Rule(
+        id="gemm-sizes",
+        about="quantized",
+        found=_sizes,
+        expected="multiples that Transformer Engine asserts for this recipe",
+        cure="see each size (mpbridge check lists them all, with those that only cost speed)",
+        source="Transformer Engine 2.11 pytorch/utils.py, csrc/quantizer.cpp, common/gemm/cublaslt_gemm.cu",
+        emulated="warning",
+    ),
+    Rule(
+        id="inert-outside-delayed-scaling",
+        about="quantized",
+        found=_inert,
+        expected="nothing: only delayed scaling reads them",
+        cure="drop them, or mixed_precision.fp8_recipe=delayed",
+        source="megatron-core 0.16.1 fp8_utils.py get_fp8_recipe",
+        severity="warning",
+    ),
+    Rule(
+        id="wgrad-switch-has-no-effect",
+        about="delayed",
+        found=lambda c: any(q.scaling == "delayed" and not q.wgrad for q in c.policy.quants) and "fp8_wgrad=false",
+        expected="true: the weight gradient's GEMM runs in FP8 all the same",
+        cure="mixed_precision.fp8_wgrad=true, or another recipe",
+        source="Transformer Engine 2.9 to 2.12 common/recipe/__init__.py DelayedScaling drops override_linear_precision",
+        severity="warning",
+        holds=(Window(package="transformer_engine", since="2.9"),),
+    ),
+    Rule(
+        id="attention-switch-has-no-effect",
+        about="fp8",
+        found=_attention,
+        expected="FP8 dot product attention with delayed or tensorwise scaling, multi-head with delayed only; elsewhere it stays in 16 bits",
+        cure="drop the switch",
+        source="megatron-core 0.16.1 fp8_utils.py get_fp8_recipe, extensions/transformer_engine.py TEDelayedScaling",
+        severity="warning",
+        holds=(CORE_016,),
+    ),
+    Rule(
+        id="mxfp8-with-e5m2-gradients",
+        about="mxfp8",
+        found=lambda c: (
+            any(q.scaling == "mxfp8" and q.format == "hybrid" for q in c.policy.quants)
+            and "fp8='hybrid' with mxfp8: E5M2 gradients"
+        ),
+        expected="fp8='e4m3': the hybrid recipe diverged and was withdrawn",
+        cure="mixed_precision.fp8=e4m3",
+        source="Megatron-Bridge#638",
+        severity="warning",
+    ),
+    Rule(
+        id="nvfp4-around-fp16",
+        about="nvfp4",
+        found=lambda c: (
+            "nvfp4" in c.scalings
+            and c.policy.compute is not DType.BF16
+            and f"NVFP4 with {c.policy.compute.short} compute"
+        ),
+        expected="BF16: the Hadamard transform and stochastic rounding take BF16 only, and the GEMM has no FP16 output",
+        cure="a bf16_with_nvfp4 recipe",
+        source="Transformer Engine 2.11 csrc/quantizer.cpp, common/gemm/cublaslt_gemm.cu",
+    ),
+    Rule(
+        id="fp4-weights-stored",
+        about="nvfp4",
+        found=lambda c: any(q.bits == 4 for q in c.stored) and "fp4_param_gather=true",
+        expected="false: 0.16 has no FP4 field in its DDP config and sizes the parameter buffer wrongly",
+        cure="mixed_precision.fp4_param_gather=false",
+        source="megatron-core 0.16.1 distributed_data_parallel_config.py, param_and_grad_buffer.py",
+        holds=(CORE_016,),
+        emulated="warning",
+    ),
+    Rule(
+        id="delayed-scaling-with-selective-recompute",
+        about="delayed",
+        found=lambda c: (
+            "delayed" in c.scalings and _recompute(c) and f"recompute_modules has {', '.join(_recompute(c))}"
+        ),
+        expected="neither moe_act nor layernorm under delayed scaling",
+        cure="take them out of model.recompute_modules, or mixed_precision.fp8_recipe=tensorwise",
+        source=_CONFIG,
+    ),
+    Rule(
+        id="fp8-recompute-needs-newer-engine",
+        about="fp8",
+        found=lambda c: (
+            _recompute(c)
+            and c.te_before("2.6")
+            and f"recompute of {', '.join(_recompute(c))} with Transformer Engine {c.run.versions.transformer_engine}"
+        ),
+        expected="Transformer Engine 2.6 or later",
+        cure="upgrade it, or take them out of model.recompute_modules",
+        source=_CONFIG,
+        emulated="silent",
+    ),
+    Rule(
+        id="interval-has-no-effect",
+        about="fp8",
+        found=lambda c: (
+            c.policy.fp8 is not None and c.model("fp8_interval", 1) != 1 and f"fp8_interval={c.model('fp8_interval')}"
+        ),
+        expected="1: Transformer Engine ignores it",
+        cure="drop it",
+        source="Transformer Engine 2.11 common/recipe/__init__.py",
+        severity="warning",
+    ),
+    Rule(
+        id="amax-group-has-no-effect",
+        about="quantized",
+        found=lambda c: (
+            c.policy.quantized
+            and "delayed" not in c.scalings
+            and c.model("tp_only_amax_red")
+            and "tp_only_amax_red=true"
+        ),
+        expected="delayed scaling: the others do not reduce over that group",
+        cure="drop it",
+        source="megatron-core 0.16.1 fp8_utils.py; Transformer Engine 2.11 pytorch/quantization.py",
+        severity="warning",
+    ),
+)

@@ -1,0 +1,183 @@
+"""Every rule is a row of a table; broken() names all rows that a policy and a run break, errors first. Checking edits nothing."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mpbridge.errors import Refused
+from mpbridge.facts import RunFacts
+from mpbridge.hardware.versions import Window, at_least
+from mpbridge.precision.policy import PrecisionPolicy, Quant
+
+Severity = Literal["error", "warning"]
+Emulated = Literal["same", "warning", "silent"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One policy in one run, with the questions that many rules ask."""
+
+    policy: PrecisionPolicy
+    run: RunFacts
+
+    def model(self, name: str, default: Any = None) -> Any:
+        """A setting of the model section; None counts as not given."""
+        return _get(self.run.model, name, default)
+
+    def ddp(self, name: str, default: Any = None) -> Any:
+        """A setting of the ddp section."""
+        return _get(self.run.ddp, name, default)
+
+    def opt(self, name: str, default: Any = None) -> Any:
+        """A setting of the optimizer section."""
+        return _get(self.run.optimizer.settings, name, default)
+
+    @property
+    def native(self) -> bool:
+        """Whether Transformer Engine does the quantization."""
+        return self.run.realization == "native"
+
+    @property
+    def core(self) -> bool:
+        """Whether megatron-core's own wrapper and optimizer run it."""
+        return self.run.engine == "mcore"
+
+    @property
+    def scalings(self) -> tuple[str, ...]:
+        """The scalings of all regions."""
+        return tuple(quant.scaling for quant in self.policy.quants)
+
+    @property
+    def stored(self) -> tuple[Quant, ...]:
+        """The quantizations whose weights rest in the low format."""
+        return tuple(quant for quant in self.policy.quants if quant.stored)
+
+    @property
+    def aware(self) -> bool:
+        """Whether FusedAdam owns the states."""
+        return bool(self.policy.precision_aware)
+
+    def te_before(self, version: str) -> bool:
+        """Whether a Transformer Engine older than `version` is there (an absent one is another rule's subject)."""
+        have = self.run.versions.transformer_engine
+        return have is not None and not at_least(have, version)
+
+    def set_variable(self, name: str) -> bool:
+        """Whether an environment variable is set to something that means yes."""
+        return self.run.environment.get(name, "").strip().lower() not in ("", "0", "false", "off", "no")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One row. `found` gives the words for what is wrong, or a false value when the rule holds."""
+
+    id: str
+    found: Callable[[Case], object]
+    expected: str
+    cure: str
+    source: str
+    """Where the rule comes from: file and function of a version, or the upstream issue."""
+    about: str = ""
+    """Traits of a recipe (rules.cards.traits) that bring it up, all of them needed; empty: it speaks of runs, not of recipes."""
+    severity: Severity = "error"
+    holds: tuple[Window, ...] = ()
+    """The versions in which it is true; outside of any of them the row is silent."""
+    emulated: Emulated = "same"
+    """What becomes of an error when the quantization is emulated: it may be none of the emulation's concern."""
+
+    def applies(self, run: RunFacts) -> bool:
+        """Whether the run's versions lie in the rule's windows."""
+        return all(window.holds(getattr(run.versions, window.package)) for window in self.holds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One broken rule in words."""
+
+    rule: str
+    severity: Severity
+    found: str
+    expected: str
+    cure: str
+    source: str
+    versions: str = ""
+    """In which versions the rule is true; empty: in all."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.severity} {self.rule}: {self.found}; expected {self.expected}. Cure: {self.cure}. [{self.source}]"
+        )
+
+
+@functools.cache
+def rules() -> tuple[Rule, ...]:
+    """All rows, in table order; ids are unique."""
+    from mpbridge.rules import engine as rules_engine
+    from mpbridge.rules import environment as rules_environment
+    from mpbridge.rules import model as rules_model
+    from mpbridge.rules import optimizer as rules_optimizer
+    from mpbridge.rules import quant as rules_quant
+    from mpbridge.rules import storage as rules_storage
+
+    return (
+        rules_quant.RULES
+        + rules_storage.RULES
+        + rules_optimizer.RULES
+        + rules_model.RULES
+        + rules_engine.RULES
+        + rules_environment.RULES
+    )
+
+
+def broken(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
+    """Every broken rule, errors before warnings, each group in table order."""
+    case = Case(policy=policy.settled(dict(run.optimizer.settings)), run=run)
+    seen = [violation for rule in rules() if (violation := _judge(rule, case)) is not None]
+    return tuple(sorted(seen, key=lambda violation: violation.severity != "error"))
+
+
+def require(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
+    """The warnings. Raises Refused with every error when there are any: for those who are about to build."""
+    found = broken(policy, run)
+    errors = [violation for violation in found if violation.severity == "error"]
+    if errors:
+        lines = [f"  - {v.rule}: {v.found}; expected {v.expected}. Cure: {v.cure}. [{v.source}]" for v in errors]
+        raise Refused(
+            "\n".join(
+                [
+                    f"{len(errors)} rule{'s' if len(errors) > 1 else ''} forbid{'' if len(errors) > 1 else 's'} this run:",
+                    *lines,
+                ]
+            )
+        )
+    return found
+
+
+def _judge(rule: Rule, case: Case) -> Violation | None:
+    if not rule.applies(case.run):
+        return None
+    found = rule.found(case)
+    if not found:
+        return None
+    severity = rule.severity
+    if not case.native and rule.emulated != "same":
+        if rule.emulated == "silent":
+            return None
+        severity = "warning"
+    return Violation(
+        rule=rule.id,
+        severity=severity,
+        found=str(found),
+        expected=rule.expected,
+        cure=rule.cure,
+        source=rule.source,
+        versions=" and ".join(str(window) for window in rule.holds),
+    )
+
+
+def _get(settings: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = settings.get(name)
+    return default if value is None else value

@@ -1,0 +1,167 @@
+"""Keeper: loads what a run starts from, saves it on time, in the background on request, and last of all; and the line that resumes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from mpbridge.checkpoint import io as checkpoint
+from mpbridge.checkpoint import store
+from mpbridge.checkpoint.writer import require_needs
+from mpbridge.devices.together import on_first_rank
+from mpbridge.errors import CheckpointError
+from mpbridge.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import Run
+    from mpbridge.train.hooks import Training
+
+
+def resume_point(run: Run) -> Path | None:
+    """The checkpoint that `run` starts from; None: from nothing.
+
+    checkpoint.load may name the folder that the run saves to before there is anything in it, so one command starts a run and resumes it.
+    Raises CheckpointError where it names nothing.
+    """
+    load, save = run.checkpoint.get("load"), run.checkpoint.get("save")
+    if not load:
+        return None
+    if save and Path(load).resolve() == Path(save).resolve() and not store.saved(Path(save)):
+        return None
+    return store.locate(Path(load))
+
+
+class Keeper(Hook):
+    """Checkpoints of one run, as its checkpoint section says. Raises CheckpointError when made where saving could not work."""
+
+    def __init__(self, run: Run) -> None:
+        section = run.checkpoint
+        self.folder = Path(section["save"]) if section.get("save") else None
+        self.interval = int(section.get("save_interval") or 0)
+        self.keep = {"keep_last": section.get("keep_last"), "keep_every": section.get("keep_every")}
+        self.background = bool(section.get("async_save"))
+        self.reset = bool(section.get("reset_optimizer"))
+        self.saved_at: int | None = None
+        self.pending: checkpoint.Writing | None = None
+        self._begun, self._said = False, ""
+        self._claim: Any = None
+        if self.folder is not None or section.get("load"):
+            require_needs()
+
+    def built(self, training: Training) -> None:
+        """Loads, the first time."""
+        if self._begun:
+            return
+        self._begun = True
+        if (folder := self.folder) is not None:
+            on_first_rank(lambda: self._take(folder))
+        place = resume_point(training.run)
+        own = place is not None and folder is not None and place.parent.resolve() == folder.resolve()
+        if folder is not None and not own and store.saved(folder):
+            newest = store.saved(folder)[0]
+            raise CheckpointError(
+                f"{folder} already holds a run (its newest checkpoint is {newest.path.name}): go on with it (checkpoint.load={folder}), "
+                "or choose another checkpoint.save"
+            )
+        if place is not None:
+            answer = checkpoint.load(training, place, reset_optimizer=self.reset)
+            self.saved_at = training.counters.iteration if own else None
+            self._said = "\n".join([f"resumed from {place}: {answer.kind}", *answer.lines()[1:]])
+            training.notes["resumed from"] = str(place)
+
+    def _take(self, folder: Path) -> None:
+        self._claim = store.claim(folder)
+
+    def started(self, training: Training) -> None:
+        """Says what was loaded, now that somebody listens."""
+        if self._said:
+            training.say(self._said)
+            self._said = ""
+
+    def stepped(self, training: Training, result: Any) -> None:
+        """Saves when it is time, and seals what was written meanwhile."""
+        at = training.counters.iteration
+        if self.pending is not None and self.pending.done():
+            self._seal()
+        if self.folder is not None and self.interval and at % self.interval == 0 and at != self.saved_at:
+            self.save(training, background=self.background)
+
+    def finished(self, training: Training) -> None:
+        """The last checkpoint, and the line that resumes."""
+        if self.pending is not None:
+            self._seal()
+        if self.folder is None:
+            if training.stop is not None:
+                training.say("nothing was saved: checkpoint.save is not set")
+            return
+        if training.counters.iteration != self.saved_at:
+            self.save(training, background=False)
+        if training.stop is not None:
+            training.notes["go on with"] = line = resume_line(self.folder)
+            training.say(f"stopped behind step {training.counters.iteration} ({training.stop}); to go on: {line}")
+
+    def closed(self) -> None:
+        """Gives up what an exception left unfinished, and the folder to the next run."""
+        if self.pending is not None:
+            self.pending.abort()
+            self.pending = None
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = None
+
+    def save(self, training: Training, *, background: bool) -> None:
+        """A checkpoint of the run as it stands; what the folder holds of a later step is of a way that this run did not go, and is set aside."""
+        folder = self.folder
+        assert folder is not None
+        if self.pending is not None:  # the one before is still being written: wait, so that at most one is under way
+            self._seal()
+        before = -1 if self.saved_at is None else self.saved_at
+        for path in on_first_rank(lambda: store.set_aside(folder, after=before)):
+            training.say(f"this run went on from step {before}: a checkpoint behind a later step is kept as {path}")
+        self.pending = checkpoint.save(training, folder, background=background)
+        self.saved_at = training.counters.iteration
+        if not background:
+            self._seal()
+
+    def rewind(self, training: Training) -> Path | None:
+        """Loads the newest whole checkpoint of this run, data position left where it is; None where there is none."""
+        if self.pending is not None:
+            self._seal()
+        folder = self.folder
+        entry = on_first_rank(lambda: store.newest_whole(folder)) if folder is not None else None
+        if entry is None:
+            return None
+        kept = {name: getattr(training.counters, name) for name in ("consumed", "tokens", "skipped", "nonfinite")}
+        checkpoint.load(training, entry.path)
+        for name, value in kept.items():
+            setattr(training.counters, name, value)
+        training.moved = True
+        self.saved_at = training.counters.iteration
+        return entry.path
+
+    def _seal(self) -> None:
+        assert self.pending is not None
+        pending, self.pending = self.pending, None
+        pending.finish(**self.keep)
+
+
+def resume_line(folder: Path) -> str:
+    """The command that goes on from the newest checkpoint in `folder`."""
+    setting = f"checkpoint.load={folder}"
+    # what was meant for the first start alone would drop the optimizer's states again
+    once = ("checkpoint.load=", "checkpoint.reset_optimizer=", "--reset-optimizer")
+    program, *rest = sys.argv
+    single = not dist.is_initialized() or dist.get_world_size() == 1
+    if single and os.path.basename(program).startswith("mpbridge"):
+        words = [os.path.basename(program), *rest]
+    elif single and "mpbridge.cli.main" in sys.modules:
+        words = [os.path.basename(sys.orig_argv[0]), *sys.orig_argv[1:]]
+    else:
+        without = ", without --reset-optimizer" if any(word.startswith(once[1:]) for word in rest) else ""
+        return f"the same command with {shlex.quote(setting)}{without}"
+    return shlex.join([*(word for word in words if not word.startswith(once)), setting])
