@@ -153,7 +153,12 @@ def machine_table() -> str:
     for row in machines.values():
         peaks = dict(row.peak)
         speeds = [f"{peaks[name]:g}" if name in peaks else "" for name in formats]
-        size = f"{row.memory_bytes / 1e9:g}" if row.gpu else ""
+        size = f"{row.memory_bytes / 2**30:.1f}" if row.gpu else ""
+        links = (
+            (f"{row.nvlink / 1e9:g}", str(row.domain), f"{row.network / 1e9:g}" if row.network else "")
+            if row.gpu
+            else ("", "", "")
+        )
         rows.append(
             (
                 row.name,
@@ -161,10 +166,24 @@ def machine_table() -> str:
                 size,
                 f"{row.bandwidth / 1e9:g}" if row.gpu else "",
                 *speeds,
+                *links,
                 row.source + (f" ({row.note})" if row.note else ""),
             )
         )
-    return markdown(("machine", "architecture", "GB", "GB/s", *(f"{name} TFLOP/s" for name in formats), "source"), rows)
+    return markdown(
+        (
+            "machine",
+            "architecture",
+            "usable GiB",
+            "GB/s",
+            *(f"{name} TFLOP/s" for name in formats),
+            "link GB/s",
+            "domain",
+            "network GB/s",
+            "source",
+        ),
+        rows,
+    )
 
 
 @table("rules")

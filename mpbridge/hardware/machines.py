@@ -1,4 +1,4 @@
-"""Machines by name: compute capability, memory, dense peak speed by format. Data from the vendor's pages; nothing is probed here."""
+"""Machines by name: compute capability, memory, dense peak speed by format, links. Data from the vendor's pages; nothing is probed here."""
 
 from __future__ import annotations
 
@@ -19,11 +19,23 @@ class Machine:
     arch: Arch | None
     """CUDA compute capability; None: no GPU."""
     memory_bytes: int = 0
-    """0: not known. In the table the vendor's gigabytes times 10**9: what a driver reports is 0 to 8 % more, so "fits" is said with care."""
+    """What torch reports as total_memory; 0: not known. `memory_source` says whether it was read on one, inferred, or is the vendor's figure."""
+    memory_source: str = ""
     peak: tuple[tuple[str, float], ...] = ()
     """(format, dense TFLOP/s of the tensor cores); "fp32" is outside of them. FP32 accumulation where the vendor names two rates."""
     bandwidth: float = 0.0
     """Memory bandwidth, bytes a second; 0: not known."""
+    multiprocessors: int = 0
+    """SMs; 0: not known."""
+    clock: float = 0.0
+    """Boost clock, Hz; 0: not known."""
+    nvlink: float = 0.0
+    """Bytes a second and direction to GPUs of the same domain (NVLink, or PCIe where there is none); 0: not known."""
+    domain: int = 1
+    """GPUs that `nvlink` connects: 8 of an HGX board, 72 of an NVL72 rack."""
+    network: float = 0.0
+    """Bytes a second, direction and GPU to other domains; 0: no usual one, so the time of such traffic is not predicted."""
+    link_source: str = ""
     source: str = ""
     note: str = ""
 
@@ -48,15 +60,69 @@ class Machine:
         return None if found is None else found * 1e12
 
 
+GIB = 2**30
+_RATIO = 79.65 * GIB / 80e9
+"""H100: what torch reports over the vendor's gigabytes. The other NVIDIA data-center GPUs are built alike: an inference, and `memory_source` says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """Where a GPU sits: gigabytes a second and direction."""
+
+    nvlink: float
+    domain: int
+    network: float
+    source: str
+
+
+_HGX = "HGX board with NVSwitch; one network card a GPU"
+_PCIE = "PCIe x16, eight a host; no usual network"
+_LINKS = {
+    "V100": _Link(150, 8, 12.5, _HGX), "A100": _Link(300, 8, 25, _HGX), "H100": _Link(450, 8, 50, _HGX), "H200": _Link(450, 8, 50, _HGX),
+    "GH200": _Link(450, 1, 50, "one GPU a host; one network card a GPU"),
+    "B200": _Link(900, 8, 50, _HGX), "B300": _Link(900, 8, 100, f"{_HGX} (800 Gb/s: an assumption)"),
+    "GB200": _Link(900, 72, 50, "NVL72 rack; one network card a GPU"), "GB300": _Link(900, 72, 100, "NVL72 rack; one network card a GPU (800 Gb/s: an assumption)"),
+    "T4": _Link(16, 8, 0, _PCIE), "A10": _Link(32, 8, 0, _PCIE), "L4": _Link(32, 8, 0, _PCIE), "L40S": _Link(32, 8, 0, _PCIE), "RTX 4090": _Link(32, 8, 0, _PCIE),
+    "RTX 5090": _Link(64, 8, 0, _PCIE), "RTX PRO 6000": _Link(64, 8, 0, _PCIE),
+}  # fmt: skip
+_CHIPS = {
+    "V100": (80, 1.53), "T4": (40, 1.59), "A100": (108, 1.41), "A10": (72, 1.695), "L4": (58, 2.04), "L40S": (142, 2.52), "RTX 4090": (128, 2.52),
+    "H100": (132, 1.75), "H200": (132, 1.75), "GH200": (132, 1.75), "B200": (148, 1.85), "GB200": (152, 1.9), "B300": (148, 1.85), "GB300": (152, 1.9),
+    "RTX 5090": (170, 2.41), "RTX PRO 6000": (188, 2.6),
+}  # fmt: skip
+"""(SMs, GHz) as the vendor's architecture papers name them; the clock of Blackwell data-center GPUs is an assumption."""
+_READ = {"H100": 79.65, "B200": 178.35, "RTX 4090": 23.64}
+"""GiB that torch reported on one (in messages of runs that ran out of memory)."""
+_INFERRED = ("A100", "H200", "GH200", "GB200", "B300", "GB300")
+
+
+def _memory(name: str, gigabytes: float) -> tuple[int, str]:
+    """(bytes, where from)."""
+    if name in _READ:
+        return int(_READ[name] * GIB), "as torch reports it"
+    if name in _INFERRED:
+        return int(gigabytes * 1e9 * _RATIO), "the vendor's gigabytes at the H100's ratio: an inference"
+    return int(gigabytes * 1e9), "the vendor's gigabytes, times 10**9"
+
+
 def _gpu(
     name: str, arch: Arch, gigabytes: float, bandwidth: float, source: str, note: str = "", **peak: float
 ) -> Machine:
+    memory, known = _memory(name, gigabytes)
+    link, (units, clock) = _LINKS[name], _CHIPS[name]
     return Machine(
         name=name,
         arch=arch,
-        memory_bytes=int(gigabytes * 10**9),
+        memory_bytes=memory,
+        memory_source=known,
         bandwidth=bandwidth * 1e9,
         peak=tuple(peak.items()),
+        multiprocessors=units,
+        clock=clock * 1e9,
+        nvlink=link.nvlink * 1e9,
+        domain=link.domain,
+        network=link.network * 1e9,
+        link_source=link.source,
         source=source,
         note=note,
     )

@@ -78,7 +78,12 @@ def _gpu(product: str, mebibytes: str, capability: str) -> Machine:
     # what the driver says about this very card outranks the table
     memory = int(float(mebibytes)) * 2**20 if re.fullmatch(r"\d+(\.\d+)?", mebibytes) else base.memory_bytes
     return dataclasses.replace(
-        base, name=base.name if known else product, arch=(int(major), int(minor)), memory_bytes=memory, note=product
+        base,
+        name=base.name if known else product,
+        arch=(int(major), int(minor)),
+        memory_bytes=memory,
+        memory_source="as the driver reports it",
+        note=product,
     )
 
 

@@ -244,3 +244,23 @@ def test_version_windows():
 def test_machines_are_plain_records():
     assert hash(Machine(name="x", arch=(9, 0))) == hash(Machine(name="x", arch=(9, 0)))
     assert machine("sm_100").name == "B200"
+
+
+def test_usable_memory_is_what_torch_reports_and_says_where_it_is_from():
+    assert machine("h100").memory_bytes == int(79.65 * 2**30)
+    assert machine("b200").memory_bytes == int(178.35 * 2**30)
+    for name, gib in {"gb200": 185, "b300": 269, "gb300": 278}.items():
+        assert machine(name).memory_bytes / 2**30 == pytest.approx(gib, abs=1)
+        assert "inference" in machine(name).memory_source
+    assert all(row.memory_source for row in machines.values() if row.gpu)
+
+
+def test_links_are_the_machines_own():
+    assert (machine("h100").domain, machine("gb200").domain) == (8, 72)
+    assert machine("h100").nvlink * 2 == machine("b200").nvlink == 900e9
+    assert machine("rtx4090").network == 0
+    for row in machines.values():
+        if row.gpu:
+            assert row.nvlink > row.network
+            assert row.multiprocessors >= 40
+            assert row.link_source
