@@ -28,36 +28,59 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "ConfigContainer": "config.container",
     "MixedPrecisionConfig": "precision.config",
+    "MpbridgeError": "errors",
+    "Plan": "sync.plan",
     "PrecisionPolicy": "precision.policy",
-    "resolve": "precision.resolve",
-    "register": "precision.registry",
-    "recipes": "precision.registry",
-    "get_mixed_precision_config": "precision.registry",
-    "plan": "sync.plan",
+    "Receipt": "sync.plan",
+    "Run": "config.run",
     "apply": "megatron.targets",
     "build": "megatron.targets",
-    "ConfigContainer": "config.container",
+    "get_mixed_precision_config": "precision.registry",
+    "plan": "sync.plan",
     "pretrain": "train.loop",
+    "recipes": "precision.registry",
+    "register": "precision.registry",
+    "resolve": "precision.resolve",
 }
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = [
+    "ConfigContainer",
+    "MixedPrecisionConfig",
+    "MpbridgeError",
+    "Plan",
+    "PrecisionPolicy",
+    "Receipt",
+    "Run",
+    "__version__",
+    "apply",
+    "build",
+    "get_mixed_precision_config",
+    "plan",
+    "pretrain",
+    "recipes",
+    "register",
+    "resolve",
+]
 
 if TYPE_CHECKING:
-    from mpbridge.megatron.targets import apply as apply
-    from mpbridge.megatron.targets import build as build
-    from mpbridge.precision.config import MixedPrecisionConfig as MixedPrecisionConfig
-    from mpbridge.precision.policy import PrecisionPolicy as PrecisionPolicy
-    from mpbridge.precision.registry import get_mixed_precision_config as get_mixed_precision_config
-    from mpbridge.precision.registry import recipes as recipes
-    from mpbridge.precision.registry import register as register
-    from mpbridge.precision.resolve import resolve as resolve
-    from mpbridge.sync.plan import plan as plan
+    from mpbridge.config.container import ConfigContainer
+    from mpbridge.config.run import Run
+    from mpbridge.errors import MpbridgeError
+    from mpbridge.megatron.targets import apply, build
+    from mpbridge.precision.config import MixedPrecisionConfig
+    from mpbridge.precision.policy import PrecisionPolicy
+    from mpbridge.precision.registry import get_mixed_precision_config, recipes, register
+    from mpbridge.precision.resolve import resolve
+    from mpbridge.sync.plan import Plan, Receipt, plan
+    from mpbridge.train.loop import pretrain
 
+if not TYPE_CHECKING:  # seen by mypy, this would make every name of the package an Any
 
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _HOME:
+            return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

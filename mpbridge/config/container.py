@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +15,25 @@ from mpbridge.config.live import as_mapping
 from mpbridge.config.load import COMMAND_LINE, TOP, dump_yaml, read
 from mpbridge.config.run import Draft, Run, joined
 from mpbridge.config.schema import SECTIONS, checked
-from mpbridge.config.sections import ENGINES
+from mpbridge.config.section import Section
+from mpbridge.config.sections import ENGINES, OWN
 from mpbridge.config.shape import smallest_world
 from mpbridge.config.stages import Stage, as_plain, read_stages
 from mpbridge.errors import BadValue, Contradiction, UnknownName
 from mpbridge.precision.config import MixedPrecisionConfig
 
 if TYPE_CHECKING:
+    from mpbridge.config.typed import (
+        CheckpointField,
+        DataField,
+        DDPField,
+        LoggerField,
+        ModelField,
+        OptimizerField,
+        ParallelField,
+        SchedulerField,
+        TrainField,
+    )
     from mpbridge.facts import Versions
 
 __all__ = ["COMMAND_LINE", "ConfigContainer", "Run", "Stage"]
@@ -27,24 +41,29 @@ __all__ = ["COMMAND_LINE", "ConfigContainer", "Run", "Stage"]
 Precision = str | MixedPrecisionConfig | Mapping[str, Any] | Sequence[Any] | None
 
 
+def _section(name: str) -> Any:
+    return field(default_factory=functools.partial(Section, name, {}))
+
+
 @dataclass(kw_only=True, eq=False)
 class ConfigContainer:
     """Sections of plain settings, and the recipe. Sections may also be megatron-core's config objects.
 
+    A section given as a mapping is copied; its settings are read and set as keys or as attributes (`config.optimizer.lr = 3e-4`).
     Mutable until `resolved` makes a frozen Run of it. Two containers are equal when `as_data` is.
     """
 
     mixed_precision: Precision = None
     """A recipe's name, a MixedPrecisionConfig, {recipe: name, field: value ...}, or a list of such mappings with `until`."""
-    model: Any = field(default_factory=dict)
-    optimizer: Any = field(default_factory=dict)
-    scheduler: Any = field(default_factory=dict)
-    ddp: Any = field(default_factory=dict)
-    parallel: Any = field(default_factory=dict)
-    train: Any = field(default_factory=dict)
-    data: Any = field(default_factory=dict)
-    checkpoint: Any = field(default_factory=dict)
-    logger: Any = field(default_factory=dict)
+    model: ModelField = _section("model")
+    optimizer: OptimizerField = _section("optimizer")
+    scheduler: SchedulerField = _section("scheduler")
+    ddp: DDPField = _section("ddp")
+    parallel: ParallelField = _section("parallel")
+    train: TrainField = _section("train")
+    data: DataField = _section("data")
+    checkpoint: CheckpointField = _section("checkpoint")
+    logger: LoggerField = _section("logger")
     engine: str | None = None
     """'mcore', 'fsdp2' or 'megatron_fsdp'; None: the one that the recipe is meant for, else 'mcore'."""
     emulate: bool = False
@@ -54,9 +73,7 @@ class ConfigContainer:
     trusted: bool = field(default=True, repr=False)
     """False: a recipe that is code (module:function) is refused."""
 
-    if (
-        not TYPE_CHECKING
-    ):  # visible, __new__ hides the constructor's types, and __setattr__ makes mypy accept any attribute name
+    if not TYPE_CHECKING:  # seen by mypy, these would accept any name
 
         def __new__(cls, **given: Any) -> Self:
             """Refuses an unknown section with the nearest name, where Python would say a bare TypeError."""
@@ -68,7 +85,16 @@ class ConfigContainer:
         def __setattr__(self, name: str, value: Any) -> None:
             if name not in type(self).__dataclass_fields__:
                 raise UnknownName("section of ConfigContainer", name, TOP)
+            if name in SECTIONS and isinstance(value, Mapping):
+                value = Section(name, value)
             object.__setattr__(self, name, value)
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            raise UnknownName(
+                "section or method of ConfigContainer", name, [n for n in dir(type(self)) if n[0] != "_"] + list(TOP)
+            )
 
     @classmethod
     def load(
@@ -192,11 +218,10 @@ class ConfigContainer:
             raise BadValue(f"configuration {path} cannot be written: {error}") from None
 
     def copy(self) -> Self:
-        """A container of its own; live config objects are shared."""
-        sections: dict[str, Any] = {
-            name: dict(value) if isinstance(value := getattr(self, name), Mapping) else value for name in SECTIONS
-        }
-        return dataclasses.replace(self, origin=dict(self.origin), **sections)
+        """A container of its own; megatron-core's config objects are shared."""
+        sections: dict[str, Any] = {name: getattr(self, name) for name in SECTIONS}
+        own = {name: copy.copy(value) for name, value in sections.items() if isinstance(value, OWN.get(name, Section))}
+        return dataclasses.replace(self, origin=dict(self.origin), **sections | own)
 
     def __eq__(self, other: object) -> bool:
         return self.as_data() == other.as_data() if isinstance(other, ConfigContainer) else NotImplemented

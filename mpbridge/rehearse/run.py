@@ -117,7 +117,7 @@ def _made(container: ConfigContainer, steps: int) -> dict[str, Any]:
 
     return {
         "steps": steps,
-        "seed": dict(container.train).get("seed", 1234),
+        "seed": container.train.seed,
         "torch": torch.__version__,
         "megatron-core": megatron.core.__version__,
         "rules of Transformer Engine": RELEASE,
@@ -128,7 +128,7 @@ def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
     """The run of one recipe: emulated, nothing evaluated, nothing written, resumed from nowhere."""
     made = container.copy()
     made.mixed_precision, made.emulate = recipe, True
-    made.train = dict(made.train) | {"train_iters": steps, "eval_interval": None, "eval_iters": 0, "audit": "warn"}
+    made.train.train_iters, made.train.eval_interval, made.train.eval_iters, made.train.audit = steps, None, 0, "warn"
     made.checkpoint = {}
     made.logger = {"log_dir": None, "tensorboard": False, "progress": False}
     return made.resolved(

@@ -1,19 +1,51 @@
-"""The package's front door."""
+"""The package's front door, as a program, an editor and mypy see it."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import mpbridge
 
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = {
+    "ConfigContainer",
+    "MixedPrecisionConfig",
+    "MpbridgeError",
+    "Plan",
+    "PrecisionPolicy",
+    "Receipt",
+    "Run",
+    "__version__",
+    "apply",
+    "build",
+    "get_mixed_precision_config",
+    "plan",
+    "pretrain",
+    "recipes",
+    "register",
+    "resolve",
+}
 
-@pytest.mark.parametrize("name", mpbridge.__all__)
-def test_every_public_name_is_there(name: str) -> None:
-    assert getattr(mpbridge, name) is not None
-    assert name in dir(mpbridge)
+
+def test_the_public_names_are_those_promised() -> None:
+    assert set(mpbridge.__all__) == NAMES
+    assert set(dir(mpbridge)) == NAMES
+    for name in NAMES - {"__version__", "recipes"}:
+        assert getattr(mpbridge, name).__name__ == name
+    assert "bf16_mixed" in mpbridge.recipes
+
+
+def test_what_the_pages_import_is_public() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+    imported = {
+        name.strip() for line in re.findall(r"^from mpbridge import (.+)$", text, re.M) for name in line.split(",")
+    }
+    assert {"ConfigContainer", "pretrain", "apply"} <= imported <= NAMES
 
 
 def test_an_unknown_public_name_is_an_attribute_error() -> None:
@@ -27,3 +59,44 @@ def test_importing_the_package_and_resolving_every_recipe_loads_no_framework() -
         "assert not {'torch', 'megatron', 'numpy', 'matplotlib', 'transformer_engine'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+SNIPPET = """
+import mpbridge
+from mpbridge import ConfigContainer, MpbridgeError, Plan, Receipt, Run, apply, pretrain
+
+config = ConfigContainer(mixed_precision="bf16_mixed", model={"num_layers": 4}, optimizer={"lr": 1e-3})
+config.train.train_iters = 10
+config.optimizer = {"lr": 1e-4}
+run: Run = config.resolved()
+planned: Plan = run.plan
+receipt: Receipt = apply(planned)
+loss: int = pretrain(run)  # error: Incompatible types
+error: int = MpbridgeError()  # error: Incompatible types
+mpbridge.aply  # error: Module has no attribute "aply"
+config.train.train_iter = 10  # error: "TrainSection" has no attribute "train_iter"
+config.optimiser  # error: "ConfigContainer" has no attribute "optimiser"
+config.train.train_iters = "ten"  # error: Incompatible types
+ConfigContainer(model={"num_layer": 4})  # error: Argument "model"
+ConfigContainer(modell={})  # error: Unexpected keyword argument "modell"
+"""
+
+
+def test_mypy_knows_every_name_and_refuses_unknown_ones(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    snippet = tmp_path / "snippet.py"
+    snippet.write_text(SNIPPET, encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml")]
+    done = subprocess.run(
+        [*command, "--cache-dir", str(tmp_path / "cache"), str(snippet)],
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    found = dict(re.findall(r"snippet\.py:(\d+): error: (.*)", done.stdout))
+    wanted = {
+        str(number): line.partition("# error: ")[2]
+        for number, line in enumerate(SNIPPET.splitlines(), start=1)
+        if "# error: " in line
+    }
+    assert found.keys() == wanted.keys(), done.stdout + done.stderr
+    for number, text in wanted.items():
+        assert found[number].startswith(text)
