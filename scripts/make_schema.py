@@ -1,6 +1,6 @@
-"""Writes mpbridge/config/megatron_core.json: the fields of the installed megatron-core's config classes, for checking configs without it.
+"""Writes mpbridge/megatron_spec/schema/<version>.json: the fields of a megatron-core's config classes, for checking configs without it.
 
-Run it after another megatron-core was installed; tests/config/test_schema.py fails until then.
+It describes the megatron-core that is imported: the installed one, or with PYTHONPATH=<folder> the `megatron/core` of a source tree in that folder.
 """
 
 from __future__ import annotations
@@ -8,21 +8,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
-import importlib.metadata
 import json
+import math
 import types
 import typing
-from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
+import megatron.core
 import torch
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mpbridge.formats import dtype
+from mpbridge.megatron_spec.versions import FOLDER
 
-PLACE = Path(__file__).resolve().parents[1] / "mpbridge" / "config" / "megatron_core.json"
+PLACE = FOLDER / f"{megatron.core.__version__}.json"
 CLASSES = (TransformerConfig, MLATransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
 PLAIN = {bool: "bool", int: "int", float: "float", str: "str", type(None): "null", torch.dtype: "dtype", list: "list"}
 
@@ -52,6 +53,8 @@ def plain(value: Any) -> Any:
         return dtype(value).short
     if isinstance(value, enum.Enum):
         return value.name
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no infinity
     return value.__name__ if callable(value) else value
 
 
@@ -69,7 +72,7 @@ def entry(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
 
 def schema() -> dict[str, Any]:
     """The whole schema of the installed megatron-core."""
-    out: dict[str, Any] = {"megatron_core": importlib.metadata.version("megatron-core")}
+    out: dict[str, Any] = {"megatron_core": megatron.core.__version__}
     for cls in CLASSES:
         hints = typing.get_type_hints(cls)
         out[cls.__name__] = {

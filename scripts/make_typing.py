@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # runs in a checkout where nothing is installed
 
 from mpbridge.config.schema import SECTIONS, Setting, settings
+from mpbridge.megatron_spec.versions import described
 
 PLACE = ROOT / "mpbridge" / "config" / "typed.pyi"
 HEAD = '''"""The settings of ConfigContainer's sections, as editors and mypy see them. Written by scripts/make_typing.py; imported at run time by nothing."""
@@ -67,7 +68,10 @@ def text() -> str:
     """The file's content."""
     parts = [HEAD]
     for section in SECTIONS:
-        rows = [f"    {name}: {annotation(setting)}" for name, setting in settings(section, latent=True).items()]
+        known: dict[str, Setting] = {}
+        for version in described():  # a setting of any described megatron-core; where two say it, the older one's type
+            known = {**settings(section, latent=True, version=version), **known}
+        rows = [f"    {name}: {annotation(setting)}" for name, setting in known.items()]
         name = "".join(word.capitalize() for word in section.split("_")) if section != "ddp" else "DDP"
         parts.append(
             f'class {name}Settings(TypedDict, total=False):\n    """Keys of `{section}`."""\n\n' + "\n".join(rows)

@@ -98,7 +98,7 @@ def difference_table() -> str:
 @table("fields")
 def field_table() -> str:
     """What a recipe decides on megatron-core's configs."""
-    from mpbridge.sync.fields import TABLE
+    from mpbridge.megatron_spec.fields import TABLE
 
     rows = [
         (
@@ -115,7 +115,7 @@ def field_table() -> str:
 @table("left-alone")
 def left_alone_table() -> str:
     """Precision fields that no recipe decides."""
-    from mpbridge.sync.classes import PROCESS_WIDE, USERS_OWN
+    from mpbridge.megatron_spec.classes import PROCESS_WIDE, USERS_OWN
 
     rows = [
         (f"`{'.'.join(key)}`", why, kind)

@@ -10,19 +10,14 @@ from typing import Any
 from mpbridge.config.schema import Setting, fit, settings
 from mpbridge.config.sections import OWN
 from mpbridge.errors import BadValue
+from mpbridge.megatron_spec.schema import CLASSES, LATENT, REPLACED
 
-_CLASSES = {
-    "model": ("TransformerConfig", "MLATransformerConfig"),
-    "optimizer": ("OptimizerConfig",),
-    "ddp": ("DistributedDataParallelConfig",),
-}
-_REPLACED = (
-    ("moe_router_topk_limited_devices", "moe_router_group_topk"),
-    ("enable_cuda_graph", "cuda_graph_impl"),
-    ("external_cuda_graph", "cuda_graph_impl"),
-    ("moe_router_padding_for_fp8", "moe_router_padding_for_quantization"),
-)
-"""megatron-core 0.16.1 translates the first into the second when a config is made, and refuses to be given both."""
+
+def _expected(section: str) -> tuple[str, ...]:
+    """Names of the classes whose objects a section may be given as."""
+    if section in CLASSES:
+        return (CLASSES[section], LATENT) if section == "model" else (CLASSES[section],)
+    return (OWN[section].__name__,) if section in OWN else ()
 
 
 def as_mapping(section: str, value: Any, faults: list[str]) -> Mapping[str, Any]:
@@ -42,11 +37,11 @@ def as_mapping(section: str, value: Any, faults: list[str]) -> Mapping[str, Any]
             if getattr(value, f.name) != f.default
         }
     names = {cls.__name__ for cls in type(value).__mro__}
-    expected = _CLASSES.get(section, (OWN[section].__name__,) if section in OWN else ())
+    expected = _expected(section)
     if not names & set(expected) or section in OWN:
         faults.append(f"{section} is a {type(value).__name__}: expected a mapping or a {' or '.join(expected)}")
         return {}
-    return _written(section, value, faults, latent="MLATransformerConfig" in names)
+    return _written(section, value, faults, latent=LATENT in names)
 
 
 def _written(section: str, value: Any, faults: list[str], *, latent: bool) -> dict[str, Any]:
@@ -67,7 +62,7 @@ def _written(section: str, value: Any, faults: list[str], *, latent: bool) -> di
             f"{section} is a {type(value).__name__} with settings that megatron-core's own class lacks ({', '.join(foreign)}): "
             "keep your object and use mpbridge.apply(mpbridge.plan(...)) on it, or give a mapping"
         )
-    for old, new in _REPLACED:
+    for old, new in REPLACED.items():
         if old in out and new in out:
             del out[old]
     if out.get("autocast_dtype") is not None and out["autocast_dtype"] == getattr(value, "params_dtype", None):

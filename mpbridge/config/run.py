@@ -204,7 +204,8 @@ class Draft:
         full["train"]["micro_batch_size"] = (
             full["train"]["micro_batch_size"] or full["train"]["global_batch_size"] // parallel.data
         )
-        planned = self._plan(inputs)
+        versions = versions or installed()
+        planned = self._plan(inputs, versions)
         facts = RunFacts(
             shape=model_shape(model, vocab_size=vocabulary, seq_length=seq),
             parallel=parallel,
@@ -215,7 +216,7 @@ class Draft:
             ddp=_after("ddp", inputs, planned),
             micro_batch_size=full["train"]["micro_batch_size"],
             global_batch_size=full["train"]["global_batch_size"],
-            versions=versions or installed(),
+            versions=versions,
             machine=machine,
             environment=environment(),
         )
@@ -251,7 +252,7 @@ class Draft:
             inputs[section]["use_distributed_optimizer"] = True
         return {"ddp.use_distributed_optimizer": BROUGHT}
 
-    def _plan(self, inputs: Mapping[str, Section]) -> Plan:
+    def _plan(self, inputs: Mapping[str, Section], versions: Versions) -> Plan:
         policy = self.stages[0].policy
         return plan(
             policy,
@@ -260,6 +261,7 @@ class Draft:
             ddp=inputs["ddp"],
             origin=self.origin,
             realization="emulated" if self.container.emulate and policy.quantized else "native",
+            core=versions.megatron_core,
         )
 
     def _add(self, found: list[str]) -> None:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from mpbridge.config.limits import LIMITS, WORDS
 from mpbridge.config.sections import GPT, OWN
 from mpbridge.errors import BadValue, UnknownName
 from mpbridge.formats import DType, dtype
+from mpbridge.megatron_spec.schema import CLASSES, records
+from mpbridge.megatron_spec.versions import current, nearest
 
-UPSTREAM = {"optimizer": "OptimizerConfig", "ddp": "DistributedDataParallelConfig"}
 SECTIONS = ("model", "optimizer", "scheduler", "ddp", "parallel", "train", "data", "checkpoint", "logger")
 ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
     {
@@ -38,12 +37,12 @@ class Setting:
 
     types: tuple[str, ...]
     default: Any = None
-    choices: tuple[str, ...] = ()
+    choices: tuple[str | int, ...] = ()
 
     def expected(self) -> str:
         """The legal values, for people."""
         words = {
-            "choice": "one of " + ", ".join(self.choices),
+            "choice": "one of " + ", ".join(map(str, self.choices)),
             "dtype": "a dtype",
             "bool": "true or false",
             "float": "a finite number",
@@ -56,21 +55,15 @@ class Setting:
         return " or ".join(words.get(name, name.replace("list[", "a list of ").rstrip("]")) for name in self.types)
 
 
-@functools.cache
-def upstream() -> Mapping[str, Any]:
-    """The generated file: class name -> field -> record, and "megatron_core": the version it was made from."""
-    data: dict[str, Any] = json.loads(Path(__file__).with_name("megatron_core.json").read_text(encoding="utf-8"))
-    return types.MappingProxyType(data)
+def upstream_class(section: str, *, latent: bool = False, version: str | None = None) -> Mapping[str, Setting]:
+    """field -> Setting of the megatron-core class behind a section; version: of megatron-core, None: the one that is here."""
+    return _upstream_class(section, latent, nearest(version or current()))
 
 
 @functools.cache
-def upstream_class(name: str) -> Mapping[str, Setting]:
-    """field -> Setting of one of megatron-core's config classes."""
-    records = upstream()[name]
-    if name == "MLATransformerConfig":
-        records = upstream()["TransformerConfig"] | records
-    section = next((section for section, cls in UPSTREAM.items() if cls == name), "model")
-    return types.MappingProxyType({field: _setting(f"{section}.{field}", record) for field, record in records.items()})
+def _upstream_class(section: str, latent: bool, version: str) -> Mapping[str, Setting]:
+    fields = records(section, latent=latent, version=version)
+    return types.MappingProxyType({field: _setting(f"{section}.{field}", record) for field, record in fields.items()})
 
 
 def _setting(where: str, record: Mapping[str, Any]) -> Setting:
@@ -78,7 +71,10 @@ def _setting(where: str, record: Mapping[str, Any]) -> Setting:
     kinds, words = tuple(record["types"]), WORDS.get(where)
     if words is not None:
         kinds = tuple({"str": "choice", "list[str]": "list[choice]"}.get(kind, kind) for kind in kinds)
-    return Setting(types=kinds, default=record["default"], choices=words or tuple(record.get("choices", ())))
+    default = record["default"]
+    if "float" in kinds and isinstance(default, str):
+        default = float(default)  # 'inf', which JSON cannot say
+    return Setting(types=kinds, default=default, choices=words or tuple(record.get("choices", ())))
 
 
 @functools.cache
@@ -92,13 +88,13 @@ def own_class(cls: type) -> Mapping[str, Setting]:
     return types.MappingProxyType(out)
 
 
-def settings(section: str, *, latent: bool = False) -> Mapping[str, Setting]:
-    """field -> Setting of a section; latent: the model section of multi-latent attention. Raises UnknownName."""
+def settings(section: str, *, latent: bool = False, version: str | None = None) -> Mapping[str, Setting]:
+    """field -> Setting of a section; latent: the model section of multi-latent attention; version: of megatron-core. Raises UnknownName."""
     if section == "model":
         # MLA has rotary_base and rotary_percent of its own, with the same meaning: the config class's record holds
-        return {**own_class(GPT), **upstream_class("MLATransformerConfig" if latent else "TransformerConfig")}
-    if section in UPSTREAM:
-        return upstream_class(UPSTREAM[section])
+        return {**own_class(GPT), **upstream_class(section, latent=latent, version=version)}
+    if section in CLASSES:
+        return upstream_class(section, version=version)
     if section not in OWN:
         raise UnknownName("section", section, SECTIONS)
     return own_class(OWN[section])
@@ -133,6 +129,8 @@ def checked(section: str, values: Mapping[str, Any], faults: list[str]) -> dict[
 
 def fit(setting: Setting, value: Any) -> Any:
     """`value` in canonical plain form (dtypes and enumeration members by name, numbers of the right kind). Raises BadValue: found, expected."""
+    if isinstance(value, float) and math.isinf(value) and value == setting.default:
+        return value  # no limit, by megatron-core's own default
     for name in setting.types:
         fits, plain = _as(name, setting, value)
         if fits:
@@ -204,7 +202,7 @@ def _unknown(section: str, name: str, known: Mapping[str, Setting]) -> str:
     elsewhere = [other for other in SECTIONS if other != section and name in settings(other, latent=True)]
     if elsewhere:
         return f"no such setting here; it is {' or '.join(f'{other}.{name}' for other in elsewhere)}"
-    if section == "model" and name in upstream_class("MLATransformerConfig"):
+    if section == "model" and name in upstream_class("model", latent=True):
         return "needs model.multi_latent_attention=true"
     error = UnknownName(f"setting in {section}", name, known)
     # a hundred names help nobody

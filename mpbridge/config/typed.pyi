@@ -38,6 +38,8 @@ class ModelSettings(TypedDict, total=False):
     share_embeddings_and_output_weights: bool
     fp16_lm_cross_entropy: bool
     tensor_model_parallel_size: int
+    tensor_parallel_num_weight_shards: int | None
+    gtp_weight_remat_size: int
     pipeline_model_parallel_comm_backend: Literal['nccl', 'ucc'] | None
     pipeline_model_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
@@ -48,7 +50,8 @@ class ModelSettings(TypedDict, total=False):
     hybrid_context_parallel: bool
     expert_model_parallel_size: int
     expert_tensor_parallel_size: int | None
-    moe_extended_tp: bool
+    expert_tensor_parallel_num_weight_shards: int | None
+    expert_gtp_weight_remat_size: int
     perform_initialization: bool
     use_cpu_initialization: bool
     fp16: bool
@@ -57,6 +60,8 @@ class ModelSettings(TypedDict, total=False):
     timers: Any
     finalize_model_grads_func: Any
     grad_scale_func: Any
+    moe_grad_scale_func: Any
+    mtp_grad_scale_func: Any
     no_sync_func: Any
     grad_sync_func: Any
     param_sync_func: Any
@@ -65,7 +70,6 @@ class ModelSettings(TypedDict, total=False):
     autocast_dtype: Dtype | None
     num_microbatches_with_partial_activation_checkpoints: int | None
     gradient_accumulation_fusion: bool
-    async_tensor_model_parallel_allreduce: bool
     use_te_rng_tracker: bool
     tp_comm_overlap: bool
     tp_comm_bulk_wgrad: bool
@@ -84,6 +88,7 @@ class ModelSettings(TypedDict, total=False):
     tp_comm_bootstrap_backend: Literal['nccl', 'mpi', 'gloo']
     overlap_moe_expert_parallel_comm: bool
     delay_wgrad_compute: bool
+    overlap_dispatch_backward_with_experts_wgrad: bool
     ep_overlap_early_attn_memory_release: bool
     pipeline_dtype: Dtype | None
     variable_seq_lengths: bool
@@ -102,10 +107,15 @@ class ModelSettings(TypedDict, total=False):
     cpu_offloading_activations: bool
     cpu_offloading_weights: bool
     cpu_offloading_double_buffering: bool
+    cpu_offloading_retain_pinned_cpu_buffers: bool
     barrier_with_L1_time: bool
     num_layers: int
     mtp_num_layers: int | None
     mtp_loss_scaling_factor: float | None
+    mtp_use_repeated_layer: bool
+    mtp_detach_heads: bool
+    mtp_hsm: bool
+    mtp_hybrid_override_pattern: str | None
     num_layers_in_first_pipeline_stage: int | None
     num_layers_in_last_pipeline_stage: int | None
     pipeline_model_parallel_layout: Any
@@ -114,6 +124,7 @@ class ModelSettings(TypedDict, total=False):
     hidden_size: int
     num_attention_heads: int
     attention_backend: Literal['flash', 'fused', 'unfused', 'local', 'auto']
+    flash_attention_version: Literal[2, 3, 4] | None
     softmax_scale: float | None
     softmax_type: Literal['vanilla', 'off-by-one', 'learnable']
     num_query_groups: int | None
@@ -149,11 +160,20 @@ class ModelSettings(TypedDict, total=False):
     multi_latent_attention: bool
     no_rope_freq: int | list[int] | None
     experimental_attention_variant: Literal['gated_delta_net', 'dsa'] | None
+    experimental_attention_variant_loss_scale_func: Any
     dsa_indexer_n_heads: int | None
     dsa_indexer_head_dim: int | None
     dsa_indexer_topk: int | None
+    dsa_indexer_topk_freq: int
+    dsa_indexer_skip_topk_offset: int
     dsa_indexer_loss_coeff: float | None
     dsa_indexer_use_sparse_loss: bool
+    dsa_kernel_backend: Literal['none', 'tilelang', 'cudnn']
+    dsa_indexer_rope_interleaved: bool
+    dsa_indexer_rotate_activation: bool
+    dsa_indexer_scoring_relu: bool
+    dsa_indexer_k_norm_epsilon: float | None
+    dsa_indexer_k_norm_fp32: bool
     linear_attention_freq: int | list[int] | None
     linear_conv_kernel_dim: int | None
     linear_key_head_dim: int | None
@@ -166,6 +186,13 @@ class ModelSettings(TypedDict, total=False):
     embedding_init_method: Any
     embedding_init_method_std: float | None
     init_model_with_meta_device: bool
+    use_mup: bool
+    mup_width_mult: float
+    mup_base_hidden_size: int | None
+    mup_embedding_mult: float
+    mup_output_mult: float
+    mup_base_head_dim: float | None
+    mup_attn_scale_power: float
     apply_query_key_layer_scaling: bool
     attention_softmax_in_fp32: bool
     disable_bf16_reduced_precision_matmul: bool
@@ -177,6 +204,8 @@ class ModelSettings(TypedDict, total=False):
     apply_rope_fusion: bool
     use_fused_weighted_squared_relu: bool
     fused_single_qkv_rope: bool
+    fused_residual_rmsnorm: bool
+    use_transformer_engine_op_fuser: bool
     recompute_granularity: Literal['full', 'selective'] | None
     recompute_method: Literal['uniform', 'block'] | None
     recompute_num_layers: int | None
@@ -191,6 +220,7 @@ class ModelSettings(TypedDict, total=False):
     fp8_amax_history_len: int
     fp8_amax_compute_algo: Literal['most_recent', 'max']
     fp8_wgrad: bool
+    fp8_output_proj: bool
     fp8_dot_product_attention: bool
     fp8_multi_head_attention: bool
     tp_only_amax_red: bool
@@ -204,9 +234,12 @@ class ModelSettings(TypedDict, total=False):
     fp4_recipe: Literal['nvfp4', 'custom'] | None
     fp4_param: bool
     fp4_quantizer_factory: str | None
+    high_priority_a2a_comm_stream: bool
     moe_shared_expert_intermediate_size: int | None
     moe_shared_expert_gate: bool
     moe_shared_expert_overlap: bool
+    use_grouped_gemm_for_shared_expert: bool
+    moe_shared_expert_glu_interleave_size: int | None
     moe_layer_freq: int | list[int]
     moe_ffn_hidden_size: int | None
     moe_router_load_balancing_type: Literal['aux_loss', 'seq_aux_loss', 'global_aux_loss', 'sinkhorn', 'none'] | list[Literal['aux_loss', 'seq_aux_loss', 'global_aux_loss', 'sinkhorn', 'none']]
@@ -223,9 +256,14 @@ class ModelSettings(TypedDict, total=False):
     moe_router_dtype: Literal['fp32', 'fp64'] | None
     moe_router_enable_expert_bias: bool
     moe_router_bias_update_rate: float
+    moe_router_quantile_balancing_ema: float
     moe_router_force_load_balancing: bool
+    moe_router_force_biased: float | None
+    use_grouped_gemm_for_dense_mlp: bool
     moe_grouped_gemm: bool
-    moe_use_legacy_grouped_gemm: bool
+    moe_use_grouped_tensor: bool
+    moe_single_grouped_weight: bool
+    moe_single_grouped_bias: bool
     moe_aux_loss_coeff: float | list[float]
     moe_z_loss_coeff: float | None
     moe_input_jitter_eps: float | None
@@ -233,17 +271,30 @@ class ModelSettings(TypedDict, total=False):
     moe_token_dispatcher_type: Literal['allgather', 'alltoall', 'flex']
     moe_enable_deepep: bool
     moe_flex_dispatcher_backend: Literal['deepep', 'hybridep']
+    moe_permute_fusion_into_hybridep: bool
+    moe_hybridep_pad_uneven_dispatch_inputs: bool
     moe_per_layer_logging: bool
     moe_expert_capacity_factor: float | None
     moe_pad_expert_input_to_capacity: bool
+    moe_pad_experts_for_cuda_graph_inference: bool
     moe_token_drop_policy: Literal['probs', 'position']
     moe_layer_recompute: bool
     moe_permute_fusion: bool
     moe_router_fusion: bool
     moe_apply_probs_on_input: bool
     moe_latent_size: int | None
+    gtp_remat_opt_in_modules: list[str]
+    moe_flex_dispatcher_num_sms: int | None
     moe_deepep_num_sms: int
     moe_hybridep_num_sms: int
+    moe_hybridep_num_blocks_permute: int | None
+    moe_hybridep_num_blocks_unpermute: int | None
+    moe_hybridep_num_sms_preprocessing: int
+    moe_ncclep_zero_copy: bool
+    moe_dispatch_fwd_dtype: Literal['bf16', 'mxfp8']
+    moe_combine_bwd_dtype: Literal['bf16', 'mxfp8']
+    moe_mlp_glu_interleave_size: int | None
+    moe_expert_rank_capacity_factor: float | None
     cp_comm_type: str | list[str] | None
     enable_cuda_graph: bool
     cuda_graph_use_single_mempool: bool
@@ -251,26 +302,44 @@ class ModelSettings(TypedDict, total=False):
     cuda_graph_warmup_steps: int
     external_cuda_graph: bool
     cuda_graph_impl: Literal['none', 'local', 'transformer_engine']
+    cuda_graph_modules: str | Literal['attn', 'mlp', 'moe', 'moe_router', 'moe_preprocess', 'mamba'] | list[str] | list[Literal['attn', 'mlp', 'moe', 'moe_router', 'moe_preprocess', 'mamba']]
+    inference_cuda_graph_scope: Literal['none', 'layer', 'block'] | None
     cuda_graph_scope: str | Literal['full_iteration', 'attn', 'mlp', 'moe', 'moe_router', 'moe_preprocess', 'mamba'] | list[str] | list[Literal['full_iteration', 'attn', 'mlp', 'moe', 'moe_router', 'moe_preprocess', 'mamba']]
+    enable_mhc_connections: bool
+    mhc_num_residual_streams: int
+    mhc_sinkhorn_iterations: int
+    mhc_init_gating_factor: float
+    mhc_recompute_layer_num: int | None
     clone_scatter_output_in_embedding: bool
     disable_parameter_transpose_cache: bool
     config_logger_dir: str
     flash_decode: bool
     batch_invariant_mode: bool
+    batch_invariant_backend: Literal['te_native', 'deepgemm', 'triton']
     use_te_activation_func: bool
     inference_rng_tracker: bool
     inference_sampling_seed: int
     symmetric_ar_type: Literal['two_shot', 'one_shot', 'multimem_all_reduce'] | None
+    nccl_all_reduce_for_prefill: bool
     use_inference_optimized_layers: bool
     inference_fuse_tp_communication: bool
+    inference_disable_triton_nvls_kernels: bool
+    inference_grouped_gemm_backend: Literal['flashinfer', 'torch', 'vllm']
+    inference_moe_disable_fused_quant_kernels: bool
+    inference_moe_token_dispatcher_type: Literal['nccl', 'nvls']
     mrope_section: list[int] | None
     is_hybrid_model: bool
     mamba_state_dim: int
     mamba_head_dim: int
     mamba_num_groups: int
     mamba_num_heads: int | None
+    gdp_num_householder: int
+    mamba_training_ssm_states_dtype: Dtype | None
     use_mamba_mem_eff_path: bool
+    gdp_cutedsl_kernel: bool
+    gdp_num_chunk_states_to_recompute: int
     mlp_chunks_for_prefill: int
+    mlp_chunks_for_training: int
     heterogeneous_block_specs: bool
     hetereogenous_dist_checkpoint: bool
     quant_recipe: Any
@@ -278,6 +347,14 @@ class ModelSettings(TypedDict, total=False):
     fine_grained_activation_offloading: bool
     offload_modules: list[str] | None
     min_offloaded_tensor_size: int
+    delay_offload_until_cuda_graph: bool
+    delta_offload_bytes_across_pp_ranks: int
+    activation_offload_fraction: float
+    moe_paged_stash: bool
+    moe_paged_stash_page_size: int
+    moe_paged_stash_buffer_size_factor_cuda: float
+    moe_paged_stash_buffer_size_factor_cpu: float
+    fine_grained_offloading_max_inflight_offloads: int | None
     q_lora_rank: int
     kv_lora_rank: int
     qk_head_dim: int
@@ -291,6 +368,10 @@ class ModelSettings(TypedDict, total=False):
     mscale: float
     mscale_all_dim: float
     cache_mla_latents: bool
+    mla_down_proj_fusion: bool
+    moe_extended_tp: bool
+    async_tensor_model_parallel_allreduce: bool
+    moe_use_legacy_grouped_gemm: bool
 
 class ModelSection(Section):
     """`ConfigContainer.model`."""
@@ -306,6 +387,8 @@ class ModelSection(Section):
     share_embeddings_and_output_weights: bool
     fp16_lm_cross_entropy: bool
     tensor_model_parallel_size: int
+    tensor_parallel_num_weight_shards: int | None
+    gtp_weight_remat_size: int
     pipeline_model_parallel_comm_backend: Literal['nccl', 'ucc'] | None
     pipeline_model_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
@@ -316,7 +399,8 @@ class ModelSection(Section):
     hybrid_context_parallel: bool
     expert_model_parallel_size: int
     expert_tensor_parallel_size: int | None
-    moe_extended_tp: bool
+    expert_tensor_parallel_num_weight_shards: int | None
+    expert_gtp_weight_remat_size: int
     perform_initialization: bool
     use_cpu_initialization: bool
     fp16: bool
@@ -325,6 +409,8 @@ class ModelSection(Section):
     timers: Any
     finalize_model_grads_func: Any
     grad_scale_func: Any
+    moe_grad_scale_func: Any
+    mtp_grad_scale_func: Any
     no_sync_func: Any
     grad_sync_func: Any
     param_sync_func: Any
@@ -333,7 +419,6 @@ class ModelSection(Section):
     autocast_dtype: Dtype | None
     num_microbatches_with_partial_activation_checkpoints: int | None
     gradient_accumulation_fusion: bool
-    async_tensor_model_parallel_allreduce: bool
     use_te_rng_tracker: bool
     tp_comm_overlap: bool
     tp_comm_bulk_wgrad: bool
@@ -352,6 +437,7 @@ class ModelSection(Section):
     tp_comm_bootstrap_backend: Literal['nccl', 'mpi', 'gloo']
     overlap_moe_expert_parallel_comm: bool
     delay_wgrad_compute: bool
+    overlap_dispatch_backward_with_experts_wgrad: bool
     ep_overlap_early_attn_memory_release: bool
     pipeline_dtype: Dtype | None
     variable_seq_lengths: bool
@@ -370,10 +456,15 @@ class ModelSection(Section):
     cpu_offloading_activations: bool
     cpu_offloading_weights: bool
     cpu_offloading_double_buffering: bool
+    cpu_offloading_retain_pinned_cpu_buffers: bool
     barrier_with_L1_time: bool
     num_layers: int
     mtp_num_layers: int | None
     mtp_loss_scaling_factor: float | None
+    mtp_use_repeated_layer: bool
+    mtp_detach_heads: bool
+    mtp_hsm: bool
+    mtp_hybrid_override_pattern: str | None
     num_layers_in_first_pipeline_stage: int | None
     num_layers_in_last_pipeline_stage: int | None
     pipeline_model_parallel_layout: Any
@@ -382,6 +473,7 @@ class ModelSection(Section):
     hidden_size: int
     num_attention_heads: int
     attention_backend: Literal['flash', 'fused', 'unfused', 'local', 'auto']
+    flash_attention_version: Literal[2, 3, 4] | None
     softmax_scale: float | None
     softmax_type: Literal['vanilla', 'off-by-one', 'learnable']
     num_query_groups: int | None
@@ -417,11 +509,20 @@ class ModelSection(Section):
     multi_latent_attention: bool
     no_rope_freq: int | list[int] | None
     experimental_attention_variant: Literal['gated_delta_net', 'dsa'] | None
+    experimental_attention_variant_loss_scale_func: Any
     dsa_indexer_n_heads: int | None
     dsa_indexer_head_dim: int | None
     dsa_indexer_topk: int | None
+    dsa_indexer_topk_freq: int
+    dsa_indexer_skip_topk_offset: int
     dsa_indexer_loss_coeff: float | None
     dsa_indexer_use_sparse_loss: bool
+    dsa_kernel_backend: Literal['none', 'tilelang', 'cudnn']
+    dsa_indexer_rope_interleaved: bool
+    dsa_indexer_rotate_activation: bool
+    dsa_indexer_scoring_relu: bool
+    dsa_indexer_k_norm_epsilon: float | None
+    dsa_indexer_k_norm_fp32: bool
     linear_attention_freq: int | list[int] | None
     linear_conv_kernel_dim: int | None
     linear_key_head_dim: int | None
@@ -434,6 +535,13 @@ class ModelSection(Section):
     embedding_init_method: Any
     embedding_init_method_std: float | None
     init_model_with_meta_device: bool
+    use_mup: bool
+    mup_width_mult: float
+    mup_base_hidden_size: int | None
+    mup_embedding_mult: float
+    mup_output_mult: float
+    mup_base_head_dim: float | None
+    mup_attn_scale_power: float
     apply_query_key_layer_scaling: bool
     attention_softmax_in_fp32: bool
     disable_bf16_reduced_precision_matmul: bool
@@ -445,6 +553,8 @@ class ModelSection(Section):
     apply_rope_fusion: bool
     use_fused_weighted_squared_relu: bool
     fused_single_qkv_rope: bool
+    fused_residual_rmsnorm: bool
+    use_transformer_engine_op_fuser: bool
     recompute_granularity: Literal['full', 'selective'] | None
     recompute_method: Literal['uniform', 'block'] | None
     recompute_num_layers: int | None
@@ -459,6 +569,7 @@ class ModelSection(Section):
     fp8_amax_history_len: int
     fp8_amax_compute_algo: Literal['most_recent', 'max']
     fp8_wgrad: bool
+    fp8_output_proj: bool
     fp8_dot_product_attention: bool
     fp8_multi_head_attention: bool
     tp_only_amax_red: bool
@@ -472,9 +583,12 @@ class ModelSection(Section):
     fp4_recipe: Literal['nvfp4', 'custom'] | None
     fp4_param: bool
     fp4_quantizer_factory: str | None
+    high_priority_a2a_comm_stream: bool
     moe_shared_expert_intermediate_size: int | None
     moe_shared_expert_gate: bool
     moe_shared_expert_overlap: bool
+    use_grouped_gemm_for_shared_expert: bool
+    moe_shared_expert_glu_interleave_size: int | None
     moe_layer_freq: int | list[int]
     moe_ffn_hidden_size: int | None
     moe_router_load_balancing_type: Literal['aux_loss', 'seq_aux_loss', 'global_aux_loss', 'sinkhorn', 'none'] | list[Literal['aux_loss', 'seq_aux_loss', 'global_aux_loss', 'sinkhorn', 'none']]
@@ -491,9 +605,14 @@ class ModelSection(Section):
     moe_router_dtype: Literal['fp32', 'fp64'] | None
     moe_router_enable_expert_bias: bool
     moe_router_bias_update_rate: float
+    moe_router_quantile_balancing_ema: float
     moe_router_force_load_balancing: bool
+    moe_router_force_biased: float | None
+    use_grouped_gemm_for_dense_mlp: bool
     moe_grouped_gemm: bool
-    moe_use_legacy_grouped_gemm: bool
+    moe_use_grouped_tensor: bool
+    moe_single_grouped_weight: bool
+    moe_single_grouped_bias: bool
     moe_aux_loss_coeff: float | list[float]
     moe_z_loss_coeff: float | None
     moe_input_jitter_eps: float | None
@@ -501,17 +620,30 @@ class ModelSection(Section):
     moe_token_dispatcher_type: Literal['allgather', 'alltoall', 'flex']
     moe_enable_deepep: bool
     moe_flex_dispatcher_backend: Literal['deepep', 'hybridep']
+    moe_permute_fusion_into_hybridep: bool
+    moe_hybridep_pad_uneven_dispatch_inputs: bool
     moe_per_layer_logging: bool
     moe_expert_capacity_factor: float | None
     moe_pad_expert_input_to_capacity: bool
+    moe_pad_experts_for_cuda_graph_inference: bool
     moe_token_drop_policy: Literal['probs', 'position']
     moe_layer_recompute: bool
     moe_permute_fusion: bool
     moe_router_fusion: bool
     moe_apply_probs_on_input: bool
     moe_latent_size: int | None
+    gtp_remat_opt_in_modules: list[str]
+    moe_flex_dispatcher_num_sms: int | None
     moe_deepep_num_sms: int
     moe_hybridep_num_sms: int
+    moe_hybridep_num_blocks_permute: int | None
+    moe_hybridep_num_blocks_unpermute: int | None
+    moe_hybridep_num_sms_preprocessing: int
+    moe_ncclep_zero_copy: bool
+    moe_dispatch_fwd_dtype: Literal['bf16', 'mxfp8']
+    moe_combine_bwd_dtype: Literal['bf16', 'mxfp8']
+    moe_mlp_glu_interleave_size: int | None
+    moe_expert_rank_capacity_factor: float | None
     cp_comm_type: str | list[str] | None
     enable_cuda_graph: bool
     cuda_graph_use_single_mempool: bool
@@ -519,26 +651,44 @@ class ModelSection(Section):
     cuda_graph_warmup_steps: int
     external_cuda_graph: bool
     cuda_graph_impl: Literal['none', 'local', 'transformer_engine']
+    cuda_graph_modules: str | Literal['attn', 'mlp', 'moe', 'moe_router', 'moe_preprocess', 'mamba'] | list[str] | list[Literal['attn', 'mlp', 'moe', 'moe_router', 'moe_preprocess', 'mamba']]
+    inference_cuda_graph_scope: Literal['none', 'layer', 'block'] | None
     cuda_graph_scope: str | Literal['full_iteration', 'attn', 'mlp', 'moe', 'moe_router', 'moe_preprocess', 'mamba'] | list[str] | list[Literal['full_iteration', 'attn', 'mlp', 'moe', 'moe_router', 'moe_preprocess', 'mamba']]
+    enable_mhc_connections: bool
+    mhc_num_residual_streams: int
+    mhc_sinkhorn_iterations: int
+    mhc_init_gating_factor: float
+    mhc_recompute_layer_num: int | None
     clone_scatter_output_in_embedding: bool
     disable_parameter_transpose_cache: bool
     config_logger_dir: str
     flash_decode: bool
     batch_invariant_mode: bool
+    batch_invariant_backend: Literal['te_native', 'deepgemm', 'triton']
     use_te_activation_func: bool
     inference_rng_tracker: bool
     inference_sampling_seed: int
     symmetric_ar_type: Literal['two_shot', 'one_shot', 'multimem_all_reduce'] | None
+    nccl_all_reduce_for_prefill: bool
     use_inference_optimized_layers: bool
     inference_fuse_tp_communication: bool
+    inference_disable_triton_nvls_kernels: bool
+    inference_grouped_gemm_backend: Literal['flashinfer', 'torch', 'vllm']
+    inference_moe_disable_fused_quant_kernels: bool
+    inference_moe_token_dispatcher_type: Literal['nccl', 'nvls']
     mrope_section: list[int] | None
     is_hybrid_model: bool
     mamba_state_dim: int
     mamba_head_dim: int
     mamba_num_groups: int
     mamba_num_heads: int | None
+    gdp_num_householder: int
+    mamba_training_ssm_states_dtype: Dtype | None
     use_mamba_mem_eff_path: bool
+    gdp_cutedsl_kernel: bool
+    gdp_num_chunk_states_to_recompute: int
     mlp_chunks_for_prefill: int
+    mlp_chunks_for_training: int
     heterogeneous_block_specs: bool
     hetereogenous_dist_checkpoint: bool
     quant_recipe: Any
@@ -546,6 +696,14 @@ class ModelSection(Section):
     fine_grained_activation_offloading: bool
     offload_modules: list[str] | None
     min_offloaded_tensor_size: int
+    delay_offload_until_cuda_graph: bool
+    delta_offload_bytes_across_pp_ranks: int
+    activation_offload_fraction: float
+    moe_paged_stash: bool
+    moe_paged_stash_page_size: int
+    moe_paged_stash_buffer_size_factor_cuda: float
+    moe_paged_stash_buffer_size_factor_cpu: float
+    fine_grained_offloading_max_inflight_offloads: int | None
     q_lora_rank: int
     kv_lora_rank: int
     qk_head_dim: int
@@ -559,6 +717,10 @@ class ModelSection(Section):
     mscale: float
     mscale_all_dim: float
     cache_mla_latents: bool
+    mla_down_proj_fusion: bool
+    moe_extended_tp: bool
+    async_tensor_model_parallel_allreduce: bool
+    moe_use_legacy_grouped_gemm: bool
 
 ModelField: TypeAlias = SectionField[ModelSection, ModelSettings | ModelSection]
 
@@ -595,13 +757,24 @@ class OptimizerSettings(TypedDict, total=False):
     sgd_momentum: float
     muon_momentum: float
     muon_split_qkv: bool
-    muon_use_nesterov: bool
+    muon_nesterov: bool
     muon_scale_mode: str
     muon_fp32_matmul_prec: str
+    muon_coefficient_type: str
     muon_num_ns_steps: int
     muon_tp_mode: str
+    muon_use_syrk: bool
     muon_extra_scale_factor: float
+    muon_scalar_optimizer: str
+    lion_beta1: float
+    lion_beta2: float
+    soap_shampoo_beta: float
+    soap_use_kl_shampoo: bool
+    adaptive_muon_moment2_method: str
+    adaptive_muon_beta2: float
+    adaptive_muon_eps: float
     use_distributed_optimizer: bool
+    use_layer_wise_distributed_optimizer: bool
     overlap_param_gather: bool
     overlap_param_gather_with_optimizer_step: bool
     optimizer_cpu_offload: bool
@@ -611,10 +784,13 @@ class OptimizerSettings(TypedDict, total=False):
     pin_cpu_grads: bool
     pin_cpu_params: bool
     clip_grad: float
+    grad_norm_skip_threshold: float
     log_num_zeros_in_grad: bool
     barrier_with_L1_time: bool
     timers: Any
     config_logger_dir: str
+    optimizer_cuda_graph: bool
+    muon_use_nesterov: bool
 
 class OptimizerSection(Section):
     """`ConfigContainer.optimizer`."""
@@ -649,13 +825,24 @@ class OptimizerSection(Section):
     sgd_momentum: float
     muon_momentum: float
     muon_split_qkv: bool
-    muon_use_nesterov: bool
+    muon_nesterov: bool
     muon_scale_mode: str
     muon_fp32_matmul_prec: str
+    muon_coefficient_type: str
     muon_num_ns_steps: int
     muon_tp_mode: str
+    muon_use_syrk: bool
     muon_extra_scale_factor: float
+    muon_scalar_optimizer: str
+    lion_beta1: float
+    lion_beta2: float
+    soap_shampoo_beta: float
+    soap_use_kl_shampoo: bool
+    adaptive_muon_moment2_method: str
+    adaptive_muon_beta2: float
+    adaptive_muon_eps: float
     use_distributed_optimizer: bool
+    use_layer_wise_distributed_optimizer: bool
     overlap_param_gather: bool
     overlap_param_gather_with_optimizer_step: bool
     optimizer_cpu_offload: bool
@@ -665,10 +852,13 @@ class OptimizerSection(Section):
     pin_cpu_grads: bool
     pin_cpu_params: bool
     clip_grad: float
+    grad_norm_skip_threshold: float
     log_num_zeros_in_grad: bool
     barrier_with_L1_time: bool
     timers: Any
     config_logger_dir: str
+    optimizer_cuda_graph: bool
+    muon_use_nesterov: bool
 
 OptimizerField: TypeAlias = SectionField[OptimizerSection, OptimizerSettings | OptimizerSection]
 
@@ -718,24 +908,37 @@ class DDPSettings(TypedDict, total=False):
     check_for_nan_in_grad: bool
     check_for_large_grads: bool
     bucket_size: int | None
+    num_buckets: int | None
     pad_buckets_for_high_nccl_busbw: bool
     reduce_scatter_with_fp32_accumulation: bool
+    param_name_patterns_for_fp32_local_accumulation: list[str]
     average_in_collective: bool
     fp8_param_gather: bool
+    fp4_param_gather: bool
     reuse_grad_buf_for_mxfp8_param_ag: bool
     use_megatron_fsdp: bool
+    megatron_fsdp_version: int
     use_custom_fsdp: bool
     data_parallel_sharding_strategy: Literal['no_shard', 'optim', 'optim_grads', 'optim_grads_params']
     gradient_reduce_div_fusion: bool
     suggested_communication_unit_size: int | None
-    preserve_fp32_weights: bool
     keep_fp8_transpose_cache: bool
     nccl_ub: bool
     fsdp_double_buffer: bool
+    fsdp_db_use_persist_buf_on_alloc_fail: bool
+    fsdp_all_gather_in_start_param_sync: bool
     outer_dp_sharding_strategy: Literal['no_shard', 'optim']
     disable_symmetric_registration: bool
     fsdp_manual_registration: bool
     delay_wgrad_compute: bool
+    megatron_fsdp_main_params_dtype: Dtype | None
+    megatron_fsdp_main_grads_dtype: Dtype | None
+    megatron_fsdp_grad_comm_dtype: Dtype | None
+    megatron_fsdp_use_decoupled_grad: bool
+    megatron_fsdp_cuda_graph_mode: bool
+    megatron_fsdp_enable_fine_grained_param_gather: bool
+    megatron_fsdp_max_pool_double_buffer: bool
+    preserve_fp32_weights: bool
 
 class DDPSection(Section):
     """`ConfigContainer.ddp`."""
@@ -749,24 +952,37 @@ class DDPSection(Section):
     check_for_nan_in_grad: bool
     check_for_large_grads: bool
     bucket_size: int | None
+    num_buckets: int | None
     pad_buckets_for_high_nccl_busbw: bool
     reduce_scatter_with_fp32_accumulation: bool
+    param_name_patterns_for_fp32_local_accumulation: list[str]
     average_in_collective: bool
     fp8_param_gather: bool
+    fp4_param_gather: bool
     reuse_grad_buf_for_mxfp8_param_ag: bool
     use_megatron_fsdp: bool
+    megatron_fsdp_version: int
     use_custom_fsdp: bool
     data_parallel_sharding_strategy: Literal['no_shard', 'optim', 'optim_grads', 'optim_grads_params']
     gradient_reduce_div_fusion: bool
     suggested_communication_unit_size: int | None
-    preserve_fp32_weights: bool
     keep_fp8_transpose_cache: bool
     nccl_ub: bool
     fsdp_double_buffer: bool
+    fsdp_db_use_persist_buf_on_alloc_fail: bool
+    fsdp_all_gather_in_start_param_sync: bool
     outer_dp_sharding_strategy: Literal['no_shard', 'optim']
     disable_symmetric_registration: bool
     fsdp_manual_registration: bool
     delay_wgrad_compute: bool
+    megatron_fsdp_main_params_dtype: Dtype | None
+    megatron_fsdp_main_grads_dtype: Dtype | None
+    megatron_fsdp_grad_comm_dtype: Dtype | None
+    megatron_fsdp_use_decoupled_grad: bool
+    megatron_fsdp_cuda_graph_mode: bool
+    megatron_fsdp_enable_fine_grained_param_gather: bool
+    megatron_fsdp_max_pool_double_buffer: bool
+    preserve_fp32_weights: bool
 
 DDPField: TypeAlias = SectionField[DDPSection, DDPSettings | DDPSection]
 

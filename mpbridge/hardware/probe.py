@@ -34,7 +34,7 @@ def installed() -> Versions:
     cuda = _torch_cuda()
     return Versions(
         torch=_version("torch"),
-        megatron_core=_version("megatron-core"),
+        megatron_core=_megatron_core(),
         transformer_engine=_transformer_engine(),
         cuda=cuda,
         cublaslt=_cublas(cuda),
@@ -119,6 +119,24 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _megatron_core() -> str | None:
+    """The version of the megatron-core that an import would find: a source tree on the path has no metadata, and hides the installed one."""
+    try:
+        spec = importlib.util.find_spec("megatron")
+    except (ImportError, ValueError):
+        return None
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        try:
+            text = (Path(folder) / "core" / "package_info.py").read_text(encoding="utf-8")
+        except OSError:
+            continue
+        numbers = [re.search(rf"^{part}\s*=\s*(\d+)", text, re.MULTILINE) for part in ("MAJOR", "MINOR", "PATCH")]
+        if all(numbers):
+            ahead = re.search(r"^PRE_RELEASE\s*=\s*['\"](\w*)['\"]", text, re.MULTILINE)
+            return ".".join(found[1] for found in numbers if found) + (ahead[1] if ahead else "")
+    return _version("megatron-core")
 
 
 def _transformer_engine() -> str | None:

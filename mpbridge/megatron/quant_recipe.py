@@ -12,8 +12,8 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mpbridge.errors import Refused
+from mpbridge.megatron_spec.fields import ModuleRules
 from mpbridge.precision.policy import Quant, Region
-from mpbridge.sync.fields import ModuleRules
 
 
 class StageRecipe(RecipeConfig):  # type: ignore[misc]  # megatron-core is not typed

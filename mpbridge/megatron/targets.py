@@ -18,9 +18,9 @@ from mpbridge.formats import DType, dtype
 from mpbridge.hardware.capability import refuse_unless_native
 from mpbridge.hardware.machines import Machine
 from mpbridge.hardware.probe import installed, this_machine
+from mpbridge.megatron_spec.fields import TARGETS
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.sync.apply import commit, refusal, spelled
-from mpbridge.sync.fields import TARGETS
 from mpbridge.sync.plan import Plan, Realization, Receipt
 from mpbridge.sync.targets import is_inputs, same
 

@@ -11,9 +11,10 @@ from typing import Any, Literal, get_args
 
 from mpbridge.errors import BadValue, UnknownName
 from mpbridge.formats import DType, dtype, say
+from mpbridge.megatron_spec.classes import PROCESS_WIDE, USERS_OWN
+from mpbridge.megatron_spec.fields import ALWAYS, KEEP, TABLE, TARGETS, UNSET, Facts, ModuleRules, Place, Target
+from mpbridge.megatron_spec.versions import current, nearest
 from mpbridge.precision.policy import PrecisionPolicy, Region
-from mpbridge.sync.classes import PROCESS_WIDE, USERS_OWN
-from mpbridge.sync.fields import KEEP, TABLE, TARGETS, UNSET, Facts, ModuleRules, Place, Target
 from mpbridge.sync.targets import class_default, has, holder, is_inputs, normal, read, same
 
 Realization = Literal["native", "emulated"]
@@ -128,12 +129,14 @@ def plan(
     origin: Mapping[str, str] = _NOTHING,
     after: Receipt | None = None,
     realization: Realization = "native",
+    core: str | None = None,
 ) -> Plan:
     """What `policy` would write onto the given targets, each a mapping of inputs or a live object; those not given are left out.
 
     policy: None gives back everything that `after`, the receipt of the last apply, says was written.
     origin: 'ddp.grad_reduce_in_fp32' -> who wrote it ('command line', 'run.yaml'), from a caller who knows.
     realization: 'emulated' keeps the quantization from megatron-core's model and wrapper; mpbridge.emulation then reads the policy.
+    core: megatron-core's version, which decides what fields a mapping may name; None: the installed one. A live object's class says it itself.
     Raises UnknownName when a live target lacks a field that the policy decides, BadValue for a policy or realization that is none.
     """
     if realization not in get_args(Realization):
@@ -147,6 +150,7 @@ def plan(
         targets={name: given[name] for name in TARGETS if given[name] is not None},
         origin=origin,
         after=after or Receipt(),
+        core=nearest(core or current()),
     )
     facts = None if policy is None else Facts(policy=_spoken(policy, realization), fp8=policy.fp8, own=reading.own)
     writes = tuple(write for row in TABLE if row.target in reading.targets for write in reading.writes(row, facts))
@@ -174,6 +178,7 @@ class _Reading:
     targets: dict[str, Any]
     origin: Mapping[str, str]
     after: Receipt
+    core: str
 
     def baseline(self, target: str, name: str, now: Any) -> Any:
         """The value apart from any recipe: what an earlier one found, unless somebody has changed the field since."""
@@ -189,8 +194,16 @@ class _Reading:
 
     def writes(self, row: Place, facts: Facts | None) -> Iterator[Write]:
         target = self.targets[row.target]
+        told = row.required and facts is not None and not same(row.value(facts), row.default)
+        if is_inputs(target) and not row.holds.holds(self.core) and not told:
+            return
         if not has(target, row.field):
-            if row.optional or row.kind == "cleared" or facts is None or row.value(facts) is KEEP:
+            if (
+                (row.holds is not ALWAYS and not told)
+                or row.kind == "cleared"
+                or facts is None
+                or row.value(facts) is KEEP
+            ):
                 return
             raise UnknownName(f"field of {type(target).__name__}", row.field, getattr(target, "__dict__", {}))
         now = normal(row, read(target, row.field))

@@ -14,6 +14,8 @@ import pytest
 from mpbridge.config import schema
 from mpbridge.config.schema import Setting, checked, fit, settings
 from mpbridge.errors import BadValue, UnknownName
+from mpbridge.megatron_spec.schema import CLASSES
+from mpbridge.megatron_spec.versions import described
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,6 +30,26 @@ def generator():
 
 def test_schema_file_is_what_the_installed_megatron_core_gives(generator):
     assert generator.PLACE.read_text(encoding="utf-8") == generator.text(), "run scripts/make_schema.py"
+
+
+def test_every_default_of_a_described_version_is_legal_in_its_own_schema():
+    for version in described():
+        for section in CLASSES:
+            for name, setting in settings(section, latent=True, version=version).items():
+                if setting.types != ("activation",):
+                    assert fit(setting, setting.default) == setting.default, f"{version} {section}.{name}"
+
+
+def test_a_choice_among_numbers_and_an_infinite_default_are_read():
+    attention = settings("model", version="0.20.0")["flash_attention_version"]
+    assert fit(attention, 3) == 3
+    with pytest.raises(BadValue, match="one of 2, 3, 4 or null"):
+        fit(attention, 5)
+    limit = settings("optimizer", version="0.20.0")["grad_norm_skip_threshold"]
+    assert limit.default == float("inf")
+    assert fit(limit, 2.5) == 2.5
+    with pytest.raises(BadValue, match="finite"):
+        fit(limit, float("-inf"))
 
 
 def test_every_upstream_field_is_known_with_its_own_default(generator):

@@ -15,12 +15,12 @@ from mpbridge.facts import Versions
 from mpbridge.hardware.machines import Machine, machine
 from mpbridge.megatron import targets
 from mpbridge.megatron.quant_recipe import compile_rules
+from mpbridge.megatron_spec.fields import KEEP, TABLE, Facts
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.sync.apply import spelled
-from mpbridge.sync.fields import KEEP, TABLE, Facts
 from mpbridge.sync.plan import Plan, Receipt, plan
 
 GPU: Machine = machine("gb200")

@@ -10,13 +10,25 @@ import pytest
 import torch
 from sync_kit import CLASSES, INPUTS, POLICIES, facts_of, fresh
 
-from mpbridge.formats import DType, dtype
+from mpbridge.formats import DType
+from mpbridge.megatron_spec.classes import LOOKS_LIKE_PRECISION, NOT_PRECISION, PROCESS_WIDE, USERS_OWN
+from mpbridge.megatron_spec.fields import KEEP, TABLE, UNSET
+from mpbridge.megatron_spec.schema import records
+from mpbridge.megatron_spec.versions import described
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.sync.classes import LOOKS_LIKE_PRECISION, NOT_PRECISION, PROCESS_WIDE, USERS_OWN
-from mpbridge.sync.fields import KEEP, TABLE, UNSET
 from mpbridge.sync.plan import plan
 
 ROWS = {(row.target, row.field): row for row in TABLE}
+CLASSED = {**USERS_OWN, **PROCESS_WIDE, **NOT_PRECISION}
+
+
+def fields(version: str) -> dict[tuple[str, str], Any]:
+    """(target, field) -> default, of the schema that scripts/make_schema.py wrote from that megatron-core."""
+    return {
+        (target, name): record["default"]
+        for target in CLASSES
+        for name, record in records(target, latent=True, version=version).items()
+    }
 
 
 def installed() -> dict[tuple[str, str], Any]:
@@ -34,22 +46,34 @@ def test_no_field_stands_in_two_rows_or_two_classes() -> None:
 
 
 def test_every_precision_looking_field_of_the_installed_megatron_core_is_in_one_class() -> None:
-    classes = set(ROWS) | set(USERS_OWN) | set(PROCESS_WIDE) | set(NOT_PRECISION)
     looks = {key for key in installed() if LOOKS_LIKE_PRECISION.search(key[1])}
     assert len(looks) > 60  # the pattern still finds something
-    assert looks - classes == set()
+    assert looks - {*ROWS, *CLASSED} == set()
 
 
-def test_the_classes_name_no_field_that_is_not_there() -> None:
-    optional = {key for key, row in ROWS.items() if row.optional}
-    named = (set(ROWS) | set(USERS_OWN) | set(PROCESS_WIDE) | set(NOT_PRECISION)) - optional
-    assert named - set(installed()) == set()
+@pytest.mark.parametrize("version", described())
+def test_every_precision_looking_field_of_a_version_is_in_one_class(version: str) -> None:
+    looks = {key for key in fields(version) if LOOKS_LIKE_PRECISION.search(key[1])}
+    assert len(looks) > 60
+    assert looks - {*ROWS, *CLASSED} == set()
 
 
-@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if not row.optional], ids=".".join)
-def test_a_rows_default_is_megatron_cores(key: tuple[str, str]) -> None:
-    default = installed()[key].default
-    assert ROWS[key].default == (dtype(default) if isinstance(default, torch.dtype) else default)
+@pytest.mark.parametrize("version", described())
+def test_a_row_exists_in_the_versions_that_it_says(version: str) -> None:
+    there = {key for key, row in ROWS.items() if row.holds.holds(version)}
+    assert there - set(fields(version)) == set()
+    assert (set(ROWS) - there) & set(fields(version)) == set()
+
+
+def test_the_classes_name_no_field_that_is_nowhere() -> None:
+    assert set(CLASSED) - set().union(*map(fields, described())) == set()
+
+
+@pytest.mark.parametrize("version", described())
+def test_a_rows_default_is_megatron_cores(version: str) -> None:
+    plain = {key: row.default.short if isinstance(row.default, DType) else row.default for key, row in ROWS.items()}
+    defaults = {key: default for key, default in fields(version).items() if key in ROWS}
+    assert {key: plain[key] for key in defaults} == defaults
 
 
 def test_every_knob_is_a_field_of_the_config_and_every_row_says_why() -> None:
@@ -101,15 +125,30 @@ def test_router_dtype_is_a_string_and_a_torch_dtype_there_is_put_right() -> None
     assert plan(POLICIES["states"], model={"moe_router_dtype": "fp32"}).of("model")["moe_router_dtype"] == "fp64"
 
 
-@pytest.mark.parametrize(("name", "fsdp", "expected"), [
-    ("full_bf16", True, False), ("full_bf16", False, UNSET), ("bf16_megatron_fsdp", True, UNSET), ("bf16_mixed", True, UNSET), ("states", True, UNSET),
+@pytest.mark.parametrize(("name", "fsdp", "old", "new"), [
+    ("full_bf16", True, False, None), ("full_bf16", False, UNSET, UNSET), ("bf16_megatron_fsdp", True, UNSET, UNSET), ("bf16_mixed", True, UNSET, UNSET),
+    ("states", True, UNSET, UNSET),
 ])  # fmt: skip
 def test_megatron_fsdp_drops_its_main_weights_only_where_a_policy_has_none(
-    name: str, fsdp: bool, expected: Any
+    name: str, fsdp: bool, old: Any, new: Any
 ) -> None:
-    assert (
-        plan(POLICIES[name], ddp={"use_megatron_fsdp": fsdp}).of("ddp").get("preserve_fp32_weights", UNSET) is expected
-    )
+    def written(field: str, core: str) -> Any:
+        return plan(POLICIES[name], ddp={"use_megatron_fsdp": fsdp}, core=core).of("ddp").get(field, UNSET)
+
+    assert written("preserve_fp32_weights", "0.16.1") is old
+    assert written("megatron_fsdp_main_params_dtype", "0.20.0") is new
+    assert written("preserve_fp32_weights", "0.20.0") is UNSET
+    assert written("megatron_fsdp_main_params_dtype", "0.16.1") is UNSET
+
+
+def test_megatron_fsdp_is_told_of_fp32_gradients_in_the_words_of_its_version() -> None:
+    # since 0.17 its wrapper no longer reads grad_reduce_in_fp32
+    def ddp(core: str, fsdp: bool) -> dict[str, Any]:
+        return plan(POLICIES["bf16_mixed"], ddp={"use_megatron_fsdp": fsdp}, core=core).of("ddp")
+
+    assert ddp("0.16.1", True) == {"grad_reduce_in_fp32": True}
+    assert ddp("0.20.0", True) == {"grad_reduce_in_fp32": True, "megatron_fsdp_main_grads_dtype": DType.FP32}
+    assert ddp("0.20.0", False) == {"grad_reduce_in_fp32": True}
 
 
 def test_emulation_tells_megatron_cores_model_and_wrapper_of_no_quantization() -> None:

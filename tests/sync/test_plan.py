@@ -15,10 +15,10 @@ from sync_kit import DDP, INPUTS, OPTIMIZER, POLICIES, live, planned
 
 from mpbridge.errors import BadValue, UnknownName
 from mpbridge.formats import DType, dtype
+from mpbridge.megatron_spec.fields import TABLE, UNSET
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
-from mpbridge.sync.fields import TABLE, UNSET
 from mpbridge.sync.plan import Write, plan
 
 BF16 = POLICIES["bf16_mixed"]

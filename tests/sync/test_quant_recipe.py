@@ -14,11 +14,11 @@ from sync_kit import POLICIES, applied, built, live
 
 from mpbridge.errors import BadValue, Refused
 from mpbridge.megatron import quant_recipe
+from mpbridge.megatron_spec.fields import ModuleRules
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
 from mpbridge.precision.resolve import resolve
 from mpbridge.sync.apply import commit
-from mpbridge.sync.fields import ModuleRules
 from mpbridge.sync.plan import plan
 from tests.worlds import start
 

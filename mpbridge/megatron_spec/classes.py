@@ -1,4 +1,4 @@
-"""Precision-looking fields that no policy decides, and why. With `sync.fields.TABLE` they cover megatron-core 0.16.1; a test holds it."""
+"""Precision-looking fields that no policy decides, and why. With `megatron_spec.fields.TABLE` they cover every described version; a test holds it."""
 
 from __future__ import annotations
 
@@ -34,6 +34,11 @@ USERS_OWN: Mapping[tuple[str, str], str] = MappingProxyType(
             "reduce_scatter_with_fp32_accumulation",
         ): "sums 16-bit gradients locally in FP32: a choice beside grad_reduce_in_fp32",
         ("ddp", "check_for_large_grads"): "a check, and not about precision alone",
+        ("model", "moe_dispatch_fwd_dtype"): "what one dispatcher (ncclep) sends to the experts",
+        ("model", "moe_combine_bwd_dtype"): "what one dispatcher (ncclep) sends back in the backward pass",
+        ("model", "moe_single_grouped_weight"): "one weight tensor for all experts of a rank",
+        ("model", "mamba_training_ssm_states_dtype"): "states of Mamba layers",
+        ("model", "dsa_indexer_k_norm_fp32"): "one norm of sparse attention's indexer",
     }
 )
 """(target, field) -> what it does. Left alone; a plan reports it where it is set, and the audit reads it."""
@@ -55,6 +60,17 @@ NOT_PRECISION: Mapping[tuple[str, str], str] = MappingProxyType(
             "model",
             "grad_scale_func",
         ): "a function that training scripts set: the loss scale's, after the optimizer exists",
+        ("model", "moe_grad_scale_func"): "as grad_scale_func, of the auxiliary losses",
+        ("model", "mtp_grad_scale_func"): "as grad_scale_func, of multi-token prediction's loss",
+        (
+            "model",
+            "experimental_attention_variant_loss_scale_func",
+        ): "as grad_scale_func, of an attention variant's loss",
+        ("model", "inference_moe_disable_fused_quant_kernels"): "inference only",
+        ("model", "dsa_indexer_k_norm_epsilon"): "a norm's formula",
+        ("model", "mup_attn_scale_power"): "attention's formula",
+        ("model", "moe_router_quantile_balancing_ema"): "the router's formula",
+        ("optimizer", "muon_scalar_optimizer"): "which optimizer updates what Muon does not",
         ("model", "layernorm_epsilon"): "the norm's formula",
         ("model", "moe_router_topk_scaling_factor"): "the router's formula",
         ("model", "mscale"): "YaRN's formula",

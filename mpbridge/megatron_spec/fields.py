@@ -1,7 +1,7 @@
 """The written table: every precision field that a policy decides on megatron-core's three configs, its value, why, and what would change it.
 
-Fields that a policy does not decide stand in `sync.classes`; a test demands that every precision-looking field of the installed megatron-core
-is in exactly one class.
+A row says in which versions of megatron-core its field exists. Fields that a policy does not decide stand in `megatron_spec.classes`; a test
+demands that every precision-looking field of every described version is in exactly one class.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any, Final, Literal
 
 from mpbridge.errors import BadValue
 from mpbridge.formats import DType, dtype
+from mpbridge.hardware.versions import Window
+from mpbridge.megatron_spec.versions import BEFORE_017, SINCE_017
 from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
 
 Target = Literal["model", "optimizer", "ddp"]
@@ -37,6 +39,8 @@ class _Mark:
         return self._name
 
 
+ALWAYS: Final = Window(package="megatron_core")
+"""Every described version."""
 KEEP: Final = _Mark("KEEP")
 """The policy does not decide this field: it stays, or goes back to, what it was before any recipe."""
 UNSET: Final = _Mark("UNSET")
@@ -47,7 +51,7 @@ UNSET: Final = _Mark("UNSET")
 class ModuleRules:
     """What model.quant_recipe must say, free of megatron-core's types: the policy's regions in order.
 
-    engines.quant_recipe makes megatron-core's RecipeConfig of it, for one pipeline stage: megatron-core counts layers per stage, regions do not.
+    megatron.quant_recipe makes megatron-core's RecipeConfig of it, for one pipeline stage: megatron-core counts layers per stage, regions do not.
     """
 
     regions: tuple[Region, ...]
@@ -89,15 +93,17 @@ class Place:
     """The field's value under a policy, dtypes as DType; or KEEP."""
     why: str
     default: Any
-    """megatron-core 0.16.1's own, dtypes as DType; a test compares it with the installed one."""
+    """megatron-core's own, dtypes as DType; a test compares it with the schema of each version."""
     knob: str | None = None
     """Field of MixedPrecisionConfig that keeps an author's value here; None: only another recipe does."""
     turns: Callable[[Facts, Any], bool] = lambda facts, value: True
     """(facts, the author's value) -> whether that knob alone keeps it under this policy."""
     kind: Literal["owned", "cleared"] = "owned"
     """cleared: reset only where the policy makes it illegal or fatal, else left alone."""
-    optional: bool = False
-    """May be absent from this megatron-core."""
+    holds: Window = ALWAYS
+    """The versions of megatron-core that have the field."""
+    required: bool = False
+    """Nothing else tells a version without the field: a policy that wants more than the default is refused there."""
 
 
 def _of(low: Literal["fp8", "fp4", "quant"], attribute: str, off: Any) -> Value:
@@ -168,6 +174,17 @@ def _main_copy(facts: Facts) -> Any:
     if not facts.megatron_fsdp or policy.main_params not in (DType.FP32, policy.params):
         return KEEP
     return policy.main_params_owner != "params"
+
+
+def _main_copy_dtype(facts: Facts) -> Any:
+    """The same since main weights there have a dtype of their own; None: the parameters are their own main weights."""
+    kept = _main_copy(facts)
+    return kept if kept is KEEP else DType.FP32 if kept else None
+
+
+def _under_megatron_fsdp(value: Value) -> Value:
+    """A field that only Megatron-FSDP reads."""
+    return lambda facts: value(facts) if facts.megatron_fsdp else KEEP
 
 
 def _module_rules(facts: Facts) -> ModuleRules | None:
@@ -292,6 +309,7 @@ _LOW: tuple[Place, ...] = (
          turns=lambda f, v: f.policy.ends is not None),
     _row("model", "num_layers_at_end_in_bf16", _edge(1), "last layers out of quantization", 1, knob="num_layers_at_end_in_bf16",
          turns=lambda f, v: f.policy.ends is not None),
+    _row("model", "fp8_output_proj", lambda f: False, "the output layer is outside of quantization", False, holds=SINCE_017),
     _row("model", "quant_recipe", _module_rules, "rules for single modules", None),
     # told in spite of emulation: it decides who keeps main weights, and needs no Transformer Engine
     _row("optimizer", "fp8_recipe", lambda f: f.fp8 and f.fp8.scaling, "only with FP8 on: else it disarms the precision-aware optimizer", None),
@@ -300,12 +318,18 @@ _LOW: tuple[Place, ...] = (
     _row("ddp", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,
          knob="reuse_grad_buf_for_mxfp8_param_ag", turns=_with_stored_mxfp8),
     _row("ddp", "fp8_param_gather", _of("fp8", "stored", False), "parameters on the wire in FP8", False, knob="fp8_param_gather", turns=_storage_turns),
-    _row("ddp", "fp4_param_gather", _of("fp4", "stored", False), "parameters on the wire in FP4", False, knob="fp4_param_gather", turns=_with_fp4, optional=True),
+    _row("ddp", "fp4_param_gather", _of("fp4", "stored", False), "parameters on the wire in FP4", False, knob="fp4_param_gather", turns=_with_fp4, holds=SINCE_017, required=True),
 )  # fmt: skip
 _STATES: tuple[Place, ...] = (
     _row("ddp", "grad_reduce_in_fp32", lambda f: f.policy.reduce is DType.FP32, "gradient buffers and their reduction", False, knob="grad_reduce_in_fp32",
          turns=lambda f, v: v is False or f.policy.main_grads in (None, DType.FP32)),
-    _row("ddp", "preserve_fp32_weights", _main_copy, "Megatron-FSDP's main weights", True),
+    _row("ddp", "preserve_fp32_weights", _main_copy, "Megatron-FSDP's main weights", True, holds=BEFORE_017),
+    _row("ddp", "megatron_fsdp_main_params_dtype", _main_copy_dtype, "Megatron-FSDP's main weights", DType.FP32, holds=SINCE_017),
+    # grad_reduce_in_fp32 is read by megatron-core's own wrapper only
+    _row("ddp", "megatron_fsdp_main_grads_dtype", _under_megatron_fsdp(lambda f: None if f.policy.reduce is f.policy.params else f.policy.reduce),
+         "Megatron-FSDP's accumulated gradients; none: in the parameters' dtype", None, holds=SINCE_017),
+    _row("ddp", "megatron_fsdp_grad_comm_dtype", _under_megatron_fsdp(lambda f: None), "gradients travel as they are accumulated", None, holds=SINCE_017),
+    _row("ddp", "megatron_fsdp_use_decoupled_grad", _under_megatron_fsdp(lambda f: False), "the optimizer reads its gradients from .grad", False, holds=SINCE_017),
     _row("optimizer", "use_precision_aware_optimizer", _stated("precision_aware"), "FusedAdam owns main weights and moments", False,
          knob="use_precision_aware_optimizer", turns=lambda f, v: v is True or not _low_states(f)),
     _row("optimizer", "store_param_remainders", _stated("remainders"), "main weights as 16 more bits of BF16 parameters", True, knob="store_param_remainders",
@@ -340,6 +364,8 @@ _CLEARED: tuple[Place, ...] = (
     _row("ddp", "check_for_nan_in_grad", _dynamic, "its fatal check would end the run at the first overflow that the loss scale is made to skip", False,
          kind="cleared"),
     _row("ddp", "keep_fp8_transpose_cache", _needs("fp8"), "means FP8 weights", False, kind="cleared"),
+    _row("ddp", "param_name_patterns_for_fp32_local_accumulation", lambda f: [] if f.policy.reduce is DType.FP32 else KEEP,
+         "FP32 gradients accumulate in FP32 anyway, and megatron-core refuses both", [], kind="cleared", holds=SINCE_017),
     _row("model", "moe_router_padding_for_quantization", _needs("quantized"), "megatron-core refuses it without FP8 or FP4", False, kind="cleared"),
     _row("model", "moe_router_padding_for_fp8", _needs("quantized"), "megatron-core refuses it without FP8 or FP4", False, kind="cleared"),
 )  # fmt: skip

@@ -1,0 +1,32 @@
+"""The versions of megatron-core that this package describes, and the windows in which a row or a rule holds."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from mpbridge.hardware.probe import installed
+from mpbridge.hardware.versions import Window, at_least, release
+
+FOLDER = Path(__file__).with_name("schema")
+"""One file a version: <version>.json, written by scripts/make_schema.py."""
+
+BEFORE_017 = Window(package="megatron_core", until="0.17")
+SINCE_017 = Window(package="megatron_core", since="0.17")
+"""0.16.1 is the last release before this border, Megatron-LM d98e8a64 (0.20.0) the version read behind it; what lies between was not looked at."""
+
+
+@functools.cache
+def described() -> tuple[str, ...]:
+    """The versions with a schema, oldest first."""
+    return tuple(sorted((path.stem for path in FOLDER.glob("*.json")), key=release))
+
+
+def nearest(have: str | None) -> str:
+    """The described version that stands for `have`: the newest that is not newer, else the oldest; the oldest, too, where none is installed."""
+    return next((version for version in reversed(described()) if at_least(have, version)), described()[0])
+
+
+def current() -> str | None:
+    """The version of megatron-core that an import here would find; None without one."""
+    return installed().megatron_core
