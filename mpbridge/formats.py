@@ -118,25 +118,3 @@ E8M0 = NumberFormat(
     name="e8m0", exponent=8, mantissa=0, bias=127, largest=2.0**127, smallest=2.0**-127, infinity=False, signed=False
 )
 FORMATS: Mapping[str, NumberFormat] = MappingProxyType({f.name: f for f in (E4M3, E5M2, E2M1, E8M0)})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """The extent of one shared scale, in elements: `along` the contraction axis of the GEMM, `across` the other. 0 means the whole axis."""
-
-    across: int
-    along: int
-    scale: str
-    """Format of the scale: 'fp32', 'e8m0' (powers of two only) or 'e4m3' (under a second, per-tensor fp32 scale)."""
-
-
-BLOCKS: Mapping[str, tuple[Block, Block]] = MappingProxyType(
-    {
-        # scaling -> (activations and gradients, weights); Transformer Engine 2.11 common/recipe/__init__.py
-        "delayed": (Block(across=0, along=0, scale="fp32"),) * 2,
-        "tensorwise": (Block(across=0, along=0, scale="fp32"),) * 2,
-        "blockwise": (Block(across=1, along=128, scale="fp32"), Block(across=128, along=128, scale="fp32")),
-        "mxfp8": (Block(across=1, along=32, scale="e8m0"),) * 2,
-        "nvfp4": (Block(across=1, along=16, scale="e4m3"), Block(across=16, along=16, scale="e4m3")),
-    }
-)

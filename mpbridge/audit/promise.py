@@ -14,15 +14,6 @@ ABSENT = "none"
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
 
-STORED_AS = {
-    "delayed": "Float8Tensor",
-    "tensorwise": "Float8Tensor",
-    "blockwise": "Float8BlockwiseQTensor",
-    "mxfp8": "MXFP8Tensor",
-    "nvfp4": "NVFP4Tensor",
-}
-"""Scaling -> class of a weight at rest in Transformer Engine 2.11 (pytorch/tensor/*.py)."""
-
 ALWAYS_FP32 = ("*expert_bias", "*inv_freq")
 """Buffers that megatron-core keeps in FP32 whatever the model's dtype (router.py, rotary_pos_embedding.py)."""
 
@@ -89,7 +80,7 @@ class Promises:
         )
         # only the weights of linears rest in a low format: norms and routers share the layer, not the rule
         if quant is not None and quant.stored and "norm" not in parameter and "router" not in parameter:
-            return STORED_AS.get(quant.scaling, "a quantized tensor")
+            return quant.row.stored.tensor
         return self.policy.params.short
 
     def _main_params(self, parameter: str) -> str:

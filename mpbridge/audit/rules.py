@@ -5,20 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mpbridge.precision.policy import Quant
+from mpbridge.scalings import scaling_of_recipe
 
 HIGH = "high precision"
-
-_SCALINGS = {
-    "DelayedScaling": "delayed",
-    "Float8CurrentScaling": "tensorwise",
-    "Float8BlockScaling": "blockwise",
-    "MXFP8BlockScaling": "mxfp8",
-    "NVFP4BlockScaling": "nvfp4",
-    "CustomRecipe": "custom",
-}
-"""Class of a Transformer Engine recipe (common/recipe/__init__.py of 2.11) -> our word."""
-
-_FORMATS = {"E4M3": "e4m3", "HYBRID": "hybrid", "E2M1": "e2m1"}
 
 
 def rule_text(quant: Quant | None) -> str:
@@ -39,4 +28,6 @@ def rule_of(module: Any, emulated: bool, *, ran: bool) -> str:
         return HIGH
     recipe = meta.get("recipe")
     format_name = str(getattr(getattr(recipe, "fp8_format", None) or getattr(recipe, "fp4_format", None), "name", ""))
-    return f"{_FORMATS.get(format_name, format_name.lower())} {_SCALINGS.get(type(recipe).__name__, type(recipe).__name__)}"
+    made_by = type(recipe).__name__
+    # Transformer Engine's Format has our names in capitals (common/recipe/__init__.py)
+    return f"{format_name.lower()} {scaling_of_recipe(made_by) or made_by}"

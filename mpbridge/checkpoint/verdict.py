@@ -280,7 +280,7 @@ def _main(policy: PrecisionPolicy) -> DType:
 
 
 def _history(policy: PrecisionPolicy) -> int:
-    return max((quant.amax_history for quant in policy.quants if quant.scaling == "delayed"), default=0)
+    return max((quant.amax_history for quant in policy.quants if quant.row.history), default=0)
 
 
 def _dynamic(policy: PrecisionPolicy) -> bool:
@@ -289,7 +289,7 @@ def _dynamic(policy: PrecisionPolicy) -> bool:
 
 def _stochastic(policy: PrecisionPolicy) -> bool:
     # NVFP4 rounds gradients stochastically (arXiv 2509.25149, section 4)
-    return any(quant.scaling == "nvfp4" for quant in policy.quants)
+    return any(quant.row.has("stochastic_rounding") for quant in policy.quants)
 
 
 def _plain_or_text(value: Any) -> Any:

@@ -111,7 +111,7 @@ def facts(policy: PrecisionPolicy, layers: int | None = None) -> list[tuple[str,
 def quant_text(quant: Quant) -> str:
     """One line about a quantization."""
     parts = [f"{quant.format}, {quant.scaling} scaling"]
-    if quant.scaling == "delayed":
+    if quant.row.history:
         parts.append(f"amax history {quant.amax_history} ({quant.amax_algo}), margin {quant.margin}")
     parts += ["weights stored so"] if quant.stored else []
     parts += [f"{quant.attention} attention too"] if quant.attention != "none" else []

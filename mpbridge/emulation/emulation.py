@@ -232,7 +232,7 @@ class Emulation:
             notes.append(
                 "low-precision parameters at rest: weights rest in the parameters' dtype and are quantized from it each step"
             )
-        if any(quant.scaling == "nvfp4" for quant in quants):
+        if any(quant.row.has("stochastic_rounding") for quant in quants):
             notes.append("the GPU's random stream: stochastic rounding has the same distribution, other bits")
         if any(not quant.wgrad for quant in quants):
             notes.append("fp8_wgrad=False: Transformer Engine 2.9 to 2.12 ignore it, so wgrad is quantized here too")

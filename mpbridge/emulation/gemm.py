@@ -10,7 +10,7 @@ import torch
 
 from mpbridge.emulation.quantizer import Gemm, Operand, Quantizer, Side
 from mpbridge.errors import BadValue
-from mpbridge.rules.gemm_shapes import NEEDS
+from mpbridge.scalings import Scaling
 
 
 class Observer(Protocol):
@@ -38,9 +38,9 @@ class Plug:
     """One entry for each forward run that activation recomputation will repeat: whether it opened its context."""
 
 
-def check_shapes(slot: str, scaling: str, tokens: int, weight: torch.Size) -> None:
+def check_shapes(slot: str, scaling: Scaling, tokens: int, weight: torch.Size) -> None:
     """Raises BadValue with every dimension that Transformer Engine would refuse for this recipe."""
-    need = NEEDS[scaling]
+    need = scaling.sizes
     sizes = (
         ("tokens", tokens, need.tokens),
         ("input features", weight[1], need.inner),
@@ -49,7 +49,7 @@ def check_shapes(slot: str, scaling: str, tokens: int, weight: torch.Size) -> No
     faults = [f"{name} {size} (expected a multiple of {multiple})" for name, size, multiple in sizes if size % multiple]
     if faults:
         raise BadValue(
-            f"{slot}: {scaling} scaling cannot quantize {'; '.join(faults)}: Transformer Engine refuses it too "
+            f"{slot}: {scaling.name} scaling cannot quantize {'; '.join(faults)}: Transformer Engine refuses it too "
             "(choose sizes that fit, keep the module in high precision with a region, or take another recipe)"
         )
 

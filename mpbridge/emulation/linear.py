@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from mpbridge.emulation.gemm import Plug, QuantizedLinear, check_shapes
-from mpbridge.rules.gemm_shapes import NEEDS
 
 if TYPE_CHECKING:
     from mpbridge.emulation.emulation import Emulation
@@ -40,9 +39,9 @@ def apply(
     tokens = x.numel() // x.shape[-1]
     filled = x
     if expert:
-        missing = -tokens % NEEDS[plug.quantizer.quant.scaling].expert
+        missing = -tokens % plug.quantizer.quant.row.sizes.expert
         filled = F.pad(x.reshape(tokens, -1), (0, 0, 0, missing))
-    check_shapes(plug.slot, plug.quantizer.quant.scaling, filled.numel() // filled.shape[-1], weight.shape)
+    check_shapes(plug.slot, plug.quantizer.quant.row, filled.numel() // filled.shape[-1], weight.shape)
     wanted = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     first, replay = _run(plug, recompute, wanted)
     y: torch.Tensor = QuantizedLinear.apply(filled, weight, bias, plug, first, replay)  # type: ignore[no-untyped-call]

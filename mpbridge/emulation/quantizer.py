@@ -38,8 +38,9 @@ from mpbridge.emulation.kernels import (
 from mpbridge.emulation.rounding import random_bytes
 from mpbridge.emulation.scales import DEFAULT_RELEASE, nvfp4_block, nvfp4_global, rules_for
 from mpbridge.errors import Refused
-from mpbridge.formats import BLOCKS, E2M1, E4M3, FORMATS, NumberFormat
+from mpbridge.formats import E2M1, E4M3, FORMATS, NumberFormat
 from mpbridge.precision.policy import Quant
+from mpbridge.scalings import SCALINGS, Block
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Side = Literal["x", "w", "dy"]
@@ -109,10 +110,12 @@ class Quantizer:
         release: tuple[int, int] = DEFAULT_RELEASE,
         compiled: bool = True,
     ) -> None:
-        if quant.scaling == "custom":
+        if quant.row.emulation is None:
+            known = ", ".join(row.name for row in SCALINGS.values() if row.emulation is not None)
             raise Refused(
-                f"scaling 'custom' cannot be emulated: its rules are in {quant.factory} (expected one of {', '.join(BLOCKS)})"
+                f"scaling {quant.scaling!r} cannot be emulated: its rules are in {quant.factory} (expected one of {known})"
             )
+        self.rule = quant.row.emulation
         self.quant, self.rules, self.compiled, self._randomness = quant, rules_for(release), compiled, randomness
         self.index = {slot: i for i, slot in enumerate(slots)}
         self.forward_format = FORMATS[quant.element(gradient=False)]
@@ -120,7 +123,7 @@ class Quantizer:
         self.out = torch.bfloat16
         names = tuple(f"{slot}.{side}" for slot in slots for side in ("x", "w"))
         self.forward_table = self.backward_table = None
-        if quant.scaling == "delayed":
+        if quant.row.history:
             self.forward_table = AmaxTable(names, quant, self.forward_format.largest, device)
             self.backward_table = AmaxTable(
                 tuple(f"{slot}.dy" for slot in slots), quant, self.gradient_format.largest, device
@@ -131,11 +134,16 @@ class Quantizer:
     @property
     def one_copy(self) -> bool:
         """True when the row copy is the column copy: one scale for the whole tensor."""
-        return self.quant.scaling in ("delayed", "tensorwise")
+        return self.quant.row.per_tensor
+
+    def block(self, side: Side) -> Block:
+        """The extent of one scale on that side."""
+        assert self.quant.row.blocks is not None  # a scaling that a factory decides is refused above
+        return self.quant.row.blocks[side == "w"]
 
     def shares_copies(self, side: Side) -> bool:
         """True when both copies of that operand are equal: one scale for all of it, or square blocks."""
-        return self.one_copy or (side == "w" and BLOCKS[self.quant.scaling][1].across > 1)
+        return self.one_copy or (side == "w" and self.block("w").square)
 
     def operand(
         self, x: torch.Tensor, *, slot: str, gemm: Gemm, side: Side, first_microbatch: bool = True, replay: bool = False
@@ -147,14 +155,14 @@ class Quantizer:
         replay: activation recomputation; delayed scaling reads the scale of the first run and counts no amax.
         """
         number = self.format_of(side)
-        scaling, copy = self.quant.scaling, COPY_OF[gemm, side]
-        if scaling == "tensorwise":
+        rule, copy = self.rule, COPY_OF[gemm, side]
+        if rule == "current":
             flat = x.reshape(-1)
             codes, alpha = self._kernel(tensorwise, flat, number, self.out)(flat)
             return Operand(codes.view(x.shape), alpha)
-        if scaling == "delayed":
+        if rule == "history":
             return self._delayed(x, slot, side, observe=first_microbatch or side != "w", replay=replay)
-        if scaling == "nvfp4":
+        if rule == "e4m3_blocks":
             return self._nvfp4(x, slot, side, copy)
         return self._blocks(x, side, copy)
 
@@ -170,19 +178,19 @@ class Quantizer:
         x: the operand's source, or some of its whole lines along the blocks (rows of a row copy, columns of a column copy; all of a weight
         with square blocks). operand: what was made of the whole source.
         """
-        scaling, copy = self.quant.scaling, COPY_OF[gemm, side]
+        rule, copy = self.rule, COPY_OF[gemm, side]
         if self.one_copy:
             assert operand.alpha is not None  # one scale for all of it
             return x.float(), 1.0 / operand.alpha
-        block = BLOCKS[scaling][side == "w"]
-        source = rotate(x) if scaling == "nvfp4" and copy == "column" and side != "w" else x
+        block = self.block(side)
+        source = rotate(x) if rule == "e4m3_blocks" and copy == "column" and side != "w" else x
         padded, shape = _padded(source, block.across if side == "w" else 1, block.along, copy)
         view = _view(padded, block.along, "column" if block.across > 1 else copy)
         amax = _square_peaks(peaks(view), block.along) if block.across > 1 else peaks(view)
-        if scaling == "nvfp4":
+        if rule == "e4m3_blocks":
             assert operand.alpha is not None  # its global scale
             multiplier, _ = nvfp4_block(amax, nvfp4_global(operand.alpha * (E2M1.largest * E4M3.largest)), self.rules)
-        elif scaling == "mxfp8":
+        elif rule == "e8m0_blocks":
             multiplier, _ = mxfp8_block_factors(amax, self.format_of(side), self.rules)
         else:
             multiplier, _ = blockwise_factors(amax, self.format_of(side), torch.finfo(x.dtype).max, True)
@@ -213,7 +221,7 @@ class Quantizer:
 
     def stash(self, slot: str) -> None:
         """Remembers the scale of `slot`'s input for the replay of this micro-batch (activation recomputation)."""
-        if self.quant.scaling == "delayed":
+        if self.quant.row.history:
             table, index = self._place(slot, "x")
             self._stashed.setdefault(f"{slot}.x", deque()).append(table.scale[index].clone())
 
@@ -223,8 +231,8 @@ class Quantizer:
 
     def _blocks(self, x: torch.Tensor, side: Side, copy: Copy) -> Operand:
         number = self.format_of(side)
-        mx = self.quant.scaling == "mxfp8"
-        block = BLOCKS[self.quant.scaling][side == "w"]
+        mx = self.rule == "e8m0_blocks"
+        block = self.block(side)
         padded, shape = _padded(x, block.across if side == "w" else 1, block.along, copy)
         view = _view(padded, block.along, "column" if block.across > 1 else copy)
         if block.across > 1:
@@ -238,7 +246,7 @@ class Quantizer:
         return Operand(_cropped(out.view(padded.shape), shape))
 
     def _nvfp4(self, x: torch.Tensor, slot: str, side: Side, copy: Copy) -> Operand:
-        block = BLOCKS["nvfp4"][side == "w"]
+        block = self.block(side)
         if side == "w":
             view = _view(x, block.along, "column")
             amax = _square_peaks(self._kernel(peaks, view)(view), block.along)
@@ -267,13 +275,13 @@ class Quantizer:
 
     def skip(self, slot: str, side: Side, x: torch.Tensor) -> None:
         """Counts the amax of a tensor that no GEMM quantizes here (an empty one counts as nothing)."""
-        if self.quant.scaling == "delayed" and x.numel():
+        if self.quant.row.history and x.numel():
             table, index = self._place(slot, side)
             table.observe(index, amax_of(x))
 
     def scale_of(self, slot: str, side: Side) -> float | None:
         """The stored scale that the next operand of that kind gets; None unless scaling is delayed."""
-        if self.quant.scaling != "delayed":
+        if not self.quant.row.history:
             return None
         table, index = self._place(slot, side)
         return float(table.scale[index])

@@ -201,7 +201,7 @@ def _ranges(amaxes: torch.Tensor) -> tuple[int, ...]:
 def _staleness(
     quantizer: Quantizer, slot: str, side: Side, number: NumberFormat, amax: float, multiplier: torch.Tensor
 ) -> float | None:
-    if quantizer.quant.scaling != "delayed" or not (amax > 0 and math.isfinite(amax)):
+    if not quantizer.quant.row.history or not (amax > 0 and math.isfinite(amax)):
         return None
     wanted = number.largest * 2.0**-quantizer.quant.margin / amax
     # no scale is larger than fp32's largest number, whatever a vanishing amax asks for

@@ -15,6 +15,7 @@ from mpbridge.hardware.versions import at_least
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.precision.registry import recipe
 from mpbridge.precision.resolve import resolve
+from mpbridge.scalings import SCALINGS, Hardware
 
 How = Literal["native", "emulated", "no"]
 Quantizer = Literal["transformer_engine", "emulation"]
@@ -47,62 +48,9 @@ class Capability:
         return self.how != "no"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """What one scaling asks for."""
-
-    low: Arch
-    """Lowest compute capability."""
-    high: Arch | None
-    """First compute capability that is refused again; None: no end."""
-    engine: str
-    """Lowest Transformer Engine, as megatron-core 0.16.1 asks for it (fp8_utils.py get_fp8_recipe, fp4_utils.py get_fp4_recipe)."""
-    cuda: str | None
-    source: str
-
-
-_TE = "Transformer Engine 2.11 pytorch/quantization.py"
-NEEDS: Mapping[str, Need] = MappingProxyType(
-    {
-        "delayed": Need(low=(8, 9), high=None, engine="1.0", cuda=None, source=f"{_TE} check_fp8_support"),
-        "tensorwise": Need(low=(8, 9), high=None, engine="2.2", cuda=None, source=f"{_TE} check_fp8_support"),
-        "blockwise": Need(
-            low=(9, 0), high=None, engine="2.3", cuda="12.9", source=f"{_TE} check_fp8_block_scaling_support"
-        ),
-        "mxfp8": Need(low=(10, 0), high=(12, 0), engine="2.1", cuda="12.8", source=f"{_TE} check_mxfp8_support"),
-        "nvfp4": Need(low=(10, 0), high=None, engine="2.7", cuda="12.8", source=f"{_TE} check_nvfp4_support"),
-        "custom": Need(
-            low=(8, 9),
-            high=None,
-            engine="2.9",
-            cuda=None,
-            source=f"{_TE} autocast_enter: a custom recipe needs FP8 support only",
-        ),
-    }
-)
 NAMES: Mapping[Arch, str] = MappingProxyType(
     {(8, 0): "Ampere", (8, 9): "Ada", (9, 0): "Hopper", (10, 0): "Blackwell", (12, 0): "Blackwell RTX"}
 )
-_WORDS: Mapping[str, str] = MappingProxyType(
-    {
-        "delayed": "FP8 with delayed scaling", "tensorwise": "FP8 with current (tensorwise) scaling", "blockwise": "FP8 with blockwise scaling",
-        "mxfp8": "MXFP8", "nvfp4": "NVFP4", "custom": "a custom FP8 recipe",
-    }
-)  # fmt: skip
-_SUBSTITUTES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        # finest blocks first: what replaces a block scale best is another block scale
-        "nvfp4": ("mxfp8", "blockwise", "tensorwise"), "mxfp8": ("blockwise", "tensorwise"), "blockwise": ("mxfp8", "tensorwise"),
-        "tensorwise": ("delayed",), "delayed": ("tensorwise",), "custom": ("tensorwise",),
-    }
-)  # fmt: skip
-_ENTRY = {
-    "tensorwise": "fp8_current_scaling",
-    "delayed": "fp8_delayed_scaling",
-    "blockwise": "fp8_subchannel_scaling",
-    "mxfp8": "mxfp8",
-    "nvfp4": "nvfp4",
-}
 
 
 def can_run(
@@ -117,7 +65,7 @@ def can_run(
         return Capability(how="no", reason=base, nearest=_nearest(policy, machine, versions))
     if not policy.quantized:
         return Capability(how="native", reason=f"{policy.compute.short} runs on {machine.label}")
-    custom = any(quant.scaling == "custom" for quant in policy.quants)
+    custom = any(quant.row.emulation is None for quant in policy.quants)
     if quantized_by == "emulation" and not custom:
         return Capability(
             how="emulated",
@@ -149,7 +97,7 @@ def refuse_unless_native(policy: PrecisionPolicy, machine: Machine, versions: Ve
 
 def quant_faults(quant: Quant, machine: Machine, versions: Versions) -> list[str]:
     """Every reason why `quant` does not run natively on that machine."""
-    need, word = NEEDS[quant.scaling], _WORDS[quant.scaling]
+    need, word = quant.row.hardware, quant.row.words
     if machine.arch is None:
         return [
             f"{word} needs a GPU of compute capability {_dotted(need.low)} or later ({_family(need.low)}), and {machine.name} is none"
@@ -170,7 +118,7 @@ def quant_faults(quant: Quant, machine: Machine, versions: Versions) -> list[str
     return faults + _software_faults(need, word, machine, versions)
 
 
-def _software_faults(need: Need, word: str, machine: Machine, versions: Versions) -> list[str]:
+def _software_faults(need: Hardware, word: str, machine: Machine, versions: Versions) -> list[str]:
     faults = []
     if versions.transformer_engine is None:
         faults.append(
@@ -205,15 +153,14 @@ def _base_fault(policy: PrecisionPolicy, machine: Machine) -> str | None:
 
 def _notes(quant: Quant, machine: Machine) -> list[str]:
     notes = []
-    if quant.scaling == "blockwise" and machine.arch is not None and machine.arch >= (10, 0):
-        notes.append(
-            "on Blackwell its blocks are computed as MXFP8, with power-of-two scales (Transformer Engine 2.11 csrc/extensions/gemm.cpp)"
-        )
+    if quant.row.computed_as and machine.arch is not None and machine.arch >= (10, 0):
+        notes.append(quant.row.computed_as)
     if _unproven(machine):
         notes.append("reported by Transformer Engine as supported at compute capability 12.x, unproven")
-        if quant.scaling == "nvfp4":
+        if quant.row.has("stochastic_rounding"):
             notes.append(
-                "its stochastic rounding uses an instruction of sm_100a and sm_103a only (Transformer Engine 2.11 ptx.cuh): set NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1"
+                "its stochastic rounding uses an instruction of sm_100a and sm_103a only (Transformer Engine 2.11 ptx.cuh): set "
+                + quant.row.option("stochastic_rounding").setting(False)
             )
     return notes
 
@@ -225,8 +172,8 @@ def _unproven(machine: Machine) -> bool:
 def _nearest(policy: PrecisionPolicy, machine: Machine, versions: Versions) -> str | None:
     """The first recipe among the substitutes, then the plain ones, that runs natively there."""
     base = "fp16" if policy.compute is DType.FP16 else "bf16"
-    wanted = [s for quant in policy.quants[-1:] for s in _SUBSTITUTES[quant.scaling]]
-    names = [f"{base}_with_{_ENTRY[s]}_mixed" for s in wanted] + [f"{base}_mixed", "fp16_mixed", "fp32"]
+    wanted = [SCALINGS[name] for quant in policy.quants[-1:] for name in quant.row.substitutes]
+    names = [f"{base}_with_{row.entry}_mixed" for row in wanted] + [f"{base}_mixed", "fp16_mixed", "fp32"]
     for name in names:
         try:
             candidate = resolve(recipe(name).make())

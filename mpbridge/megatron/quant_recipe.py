@@ -113,10 +113,10 @@ def _params(quant: Quant | None, *, outside: bool) -> dict[str, Any]:
     """megatron-core's per-module parameters (extensions/transformer_engine.py, TEQuantizationRecipe); nothing named means high precision."""
     recipe: dict[str, Any] = {}
     if quant is not None:
-        recipe[f"fp{quant.bits}_quantization_recipe"] = quant.scaling
+        recipe[f"fp{quant.bits}_quantization_recipe"] = quant.row.core
         if quant.bits == 8:
             recipe["fp8_format"] = quant.format
-        if quant.scaling == "custom":
+        if quant.row.factory:
             recipe["custom_recipe_factory"] = quant.factory
         if outside:
             # the block around it opens no autocast, so the module must open its own

@@ -116,6 +116,16 @@ def _of(low: Literal["fp8", "fp4", "quant"], attribute: str, off: Any) -> Value:
     return value
 
 
+def _word(low: Literal["fp8", "fp4"], off: str) -> Value:
+    """megatron-core's word for the scaling, or its default where there is none."""
+
+    def value(facts: Facts) -> Any:
+        quant: Quant | None = getattr(facts.policy, low)
+        return off if quant is None else quant.row.core
+
+    return value
+
+
 def _scale(attribute: str) -> Value:
     """A detail of dynamic loss scaling; without loss scaling megatron-core reads none of them."""
     return lambda facts: KEEP if facts.policy.loss_scale is None else getattr(facts.policy.loss_scale, attribute)
@@ -211,7 +221,7 @@ def _with_fp4(facts: Facts, value: Any) -> bool:
 
 def _with_stored_mxfp8(facts: Facts, value: Any) -> bool:
     quant = facts.policy.fp8
-    return quant is not None and quant.stored and quant.scaling == "mxfp8" and not facts.megatron_fsdp
+    return quant is not None and quant.stored and quant.row.stored.through_grads and not facts.megatron_fsdp
 
 
 def _state_turns(facts: Facts, value: Any) -> bool:
@@ -288,7 +298,7 @@ _HALVES: tuple[Place, ...] = (
 )
 _LOW: tuple[Place, ...] = (
     _row("model", "fp8", _of("fp8", "format", None), "format of GEMM operands", None),
-    _row("model", "fp8_recipe", _of("fp8", "scaling", "delayed"), "how FP8 scales are chosen", "delayed"),
+    _row("model", "fp8_recipe", _word("fp8", "delayed"), "how FP8 scales are chosen", "delayed"),
     _row("model", "fp8_param", _of("fp8", "stored", False), "weights at rest in FP8", False, knob="fp8_param", turns=_storage_turns),
     _row("model", "fp8_quantizer_factory", _of("fp8", "factory", None), "of the custom FP8 recipe only", None),
     _row("model", "fp8_margin", _of("fp8", "margin", 0), "delayed scaling only", 0, knob="fp8_margin", turns=_with_fp8),
@@ -300,7 +310,7 @@ _LOW: tuple[Place, ...] = (
     _row("model", "fp8_multi_head_attention", lambda f: f.policy.fp8 is not None and f.policy.fp8.attention == "multi_head", "attention in FP8", False,
          knob="fp8_multi_head_attention", turns=lambda f, v: f.policy.fp8 is not None and f.policy.fp8.attention != "none"),
     _row("model", "fp4", _of("fp4", "format", None), "format of GEMM operands", None),
-    _row("model", "fp4_recipe", _of("fp4", "scaling", "nvfp4"), "how FP4 scales are chosen", "nvfp4"),
+    _row("model", "fp4_recipe", _word("fp4", "nvfp4"), "how FP4 scales are chosen", "nvfp4"),
     _row("model", "fp4_param", _of("fp4", "stored", False), "weights at rest in FP4", False, knob="fp4_param", turns=_with_fp4),
     _row("model", "fp4_quantizer_factory", _of("fp4", "factory", None), "of the custom FP4 recipe only", None),
     _row("model", "first_last_layers_bf16", lambda f: f.policy.ends is not None, "edge layers out of quantization", False, knob="first_last_layers_bf16",
@@ -312,7 +322,7 @@ _LOW: tuple[Place, ...] = (
     _row("model", "fp8_output_proj", lambda f: False, "the output layer is outside of quantization", False, holds=SINCE_017),
     _row("model", "quant_recipe", _module_rules, "rules for single modules", None),
     # told in spite of emulation: it decides who keeps main weights, and needs no Transformer Engine
-    _row("optimizer", "fp8_recipe", lambda f: f.fp8 and f.fp8.scaling, "only with FP8 on: else it disarms the precision-aware optimizer", None),
+    _row("optimizer", "fp8_recipe", lambda f: f.fp8 and f.fp8.row.core, "only with FP8 on: else it disarms the precision-aware optimizer", None),
     _row("optimizer", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,
          knob="reuse_grad_buf_for_mxfp8_param_ag", turns=_with_stored_mxfp8),
     _row("ddp", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,

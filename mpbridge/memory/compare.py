@@ -67,7 +67,7 @@ def _reasons(policy: PrecisionPolicy, run: RunFacts, mine: Memory, other: Memory
             "weight_copies",
             "BF16 weights stay, and a low-precision copy is kept over the micro-batches of a step (fp8_param_gather would keep one only)",
         )
-    if quant is not None and quant.scaling in ("delayed", "tensorwise"):
+    if quant is not None and not quant.row.stored.both_copies:
         name = run.machine.name if run.machine is not None else "Hopper"
         say("weight_transposes", f"on {name} FP8 GEMMs take one layout only, so each weight is kept transposed too")
     elif quant is not None:

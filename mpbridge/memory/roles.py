@@ -76,7 +76,7 @@ def fused_keeps_main(policy: PrecisionPolicy, run: RunFacts) -> bool:
     """Whether FusedAdam keeps the main weights: megatron-core's use_precision_aware_optimizer_no_fp8_or_ds_fp8 (optimizer_config.py)."""
     lower = (policy.main_params or DType.FP32) is not DType.FP32
     return bool(policy.precision_aware) and (
-        lower or policy.fp8 is None or policy.fp8.scaling == "delayed" or run.optimizer.cpu_offload
+        lower or policy.fp8 is None or policy.fp8.row.history or run.optimizer.cpu_offload
     )
 
 

@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 from mpbridge.errors import BadValue, UnknownName
 from mpbridge.formats import DType, dtype
+from mpbridge.scalings import ELEMENTS, Scaling, bits_of, scaling
 
-Format = Literal["e4m3", "hybrid", "e2m1"]
-Scaling = Literal["delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4", "custom"]
 Owner = Literal["engine", "optimizer", "params"]
 Attention = Literal["none", "dot_product", "multi_head"]
 
@@ -26,9 +25,10 @@ SCHEMA = 1
 class Quant:
     """How the three GEMMs of a linear see their operands."""
 
-    format: Format
-    """"hybrid": E4M3 forward, E5M2 for gradients; the others: one format everywhere."""
-    scaling: Scaling
+    format: str
+    """"hybrid": E4M3 forward, E5M2 for gradients; the others: one format everywhere. A key of scalings.ELEMENTS."""
+    scaling: str
+    """A key of scalings.SCALINGS; any other name is refused."""
     stored: bool = False
     """Weights at rest, and gathered, in this format."""
     margin: int = 0
@@ -42,16 +42,25 @@ class Quant:
     factory: str | None = None
     """Import path of the quantizer factory; "custom" only."""
 
+    def __post_init__(self) -> None:
+        if self.format not in scaling(self.scaling).formats:
+            raise BadValue(
+                f"{self.scaling} scaling of format {self.format!r}: expected one of {', '.join(self.row.formats)}"
+            )
+
+    @property
+    def row(self) -> Scaling:
+        """What is known of the scaling."""
+        return scaling(self.scaling)
+
     @property
     def bits(self) -> int:
         """Of an operand's element: 8 or 4."""
-        return 4 if self.format == "e2m1" else 8
+        return bits_of(self.format)
 
     def element(self, *, gradient: bool) -> str:
         """Name of the element format of an operand, a key of formats.FORMATS."""
-        if self.format == "hybrid":
-            return "e5m2" if gradient else "e4m3"
-        return self.format
+        return ELEMENTS[self.format][gradient]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +199,7 @@ class PrecisionPolicy:
         if (self.main_params or DType.FP32) is self.params and not self.stored:
             return "params"
         core_keeps = (
-            self.fp8 is not None and self.fp8.scaling != "delayed" and (self.main_params or DType.FP32) is DType.FP32
+            self.fp8 is not None and not self.fp8.row.history and (self.main_params or DType.FP32) is DType.FP32
         )
         return "optimizer" if self.precision_aware and not core_keeps else "engine"
 

@@ -12,21 +12,18 @@ from mpbridge.errors import BadValue, Contradiction
 from mpbridge.formats import DType, dtype, say
 from mpbridge.precision.config import MixedPrecisionConfig, twin_clashes
 from mpbridge.precision.policy import Attention, LossScale, PrecisionPolicy, Quant, Region
-
-FP8_FORMATS = ("e4m3", "hybrid")
-FP8_SCALINGS = ("tensorwise", "delayed", "blockwise", "mxfp8", "custom")
-FP4_FORMATS = ("e2m1",)
-FP4_SCALINGS = ("nvfp4", "custom")
+from mpbridge.scalings import DEFAULTS, SCALINGS, Scaling, choices, formats
 
 _CHOICES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
     {
-        "fp8": FP8_FORMATS,
-        "fp8_recipe": FP8_SCALINGS,
+        "fp8": formats(8),
+        "fp8_recipe": choices(8),
         "fp8_amax_compute_algo": ("most_recent", "max"),
-        "fp4": FP4_FORMATS,
-        "fp4_recipe": FP4_SCALINGS,
+        "fp4": formats(4),
+        "fp4_recipe": choices(4),
     }
 )
+_BITS: Mapping[str, int] = types.MappingProxyType({"fp8": 8, "fp4": 4})
 _QUANT_FIELDS = (
     "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad", "fp8_dot_product_attention",
     "fp8_multi_head_attention", "fp8_param", "fp8_quantizer_factory", "fp4", "fp4_recipe", "fp4_param", "fp4_quantizer_factory",
@@ -125,12 +122,12 @@ def _type_fault(name: str, value: Any, hint: str) -> str | None:
 def _choice_faults(v: Mapping[str, Any]) -> list[str]:
     """Of those fields that are in `v`."""
     faults = []
-    for name, choices in _CHOICES.items():
+    for name, legal in _CHOICES.items():
         if name not in v:
             continue
         optional = str(MixedPrecisionConfig.__dataclass_fields__[name].type).endswith("None")
-        if v[name] not in choices and not (optional and v[name] is None):
-            faults.append(f"{name}={v[name]!r} is not one of {', '.join(choices)}" + (" or null" if optional else ""))
+        if v[name] not in legal and not (optional and v[name] is None):
+            faults.append(f"{name}={v[name]!r} is not one of {', '.join(legal)}" + (" or null" if optional else ""))
     return faults
 
 
@@ -168,6 +165,11 @@ def _base_faults(v: Mapping[str, Any]) -> list[str]:
     return faults
 
 
+def _row(v: Mapping[str, Any], low: str) -> Scaling | None:
+    """The scaling that fp8_recipe or fp4_recipe names, or the default one; None for an unknown name, which has a fault of its own."""
+    return SCALINGS.get(v.get(f"{low}_recipe") or DEFAULTS[_BITS[low]])
+
+
 def _quant_faults(v: Mapping[str, Any]) -> list[str]:
     faults = twin_clashes(v)
     if v["fp8"] and v["fp4"]:
@@ -175,11 +177,16 @@ def _quant_faults(v: Mapping[str, Any]) -> list[str]:
     for low in ("fp8", "fp4"):
         if v[f"{low}_param"] and not v[low]:
             faults.append(f"{low}_param=true without {low}: set {low} to a format, or {low}_param=false")
-        custom, factory = v[f"{low}_recipe"] == "custom", v[f"{low}_quantizer_factory"]
+        row = _row(v, low)
+        custom, factory = row is not None and row.factory, v[f"{low}_quantizer_factory"]
         if v[low] and custom and not factory:
             faults.append(f"{low}_recipe='custom' needs {low}_quantizer_factory (an import path)")
         if factory and not (v[low] and custom):
             faults.append(f"{low}_quantizer_factory needs {low} on and {low}_recipe='custom'")
+        if row is not None and v[low] in formats(_BITS[low]) and v[low] not in row.formats:
+            faults.append(
+                f"{low}={v[low]!r} with {low}_recipe={row.name!r}: that scaling takes {', '.join(row.formats)}"
+            )
     attention = [name for name in ("fp8_dot_product_attention", "fp8_multi_head_attention") if v[name]]
     if attention and not v["fp8"]:
         faults.append(
@@ -189,8 +196,9 @@ def _quant_faults(v: Mapping[str, Any]) -> list[str]:
         faults.append("fp8_multi_head_attention needs fp8_dot_product_attention=true")
     if v["fp8_amax_history_len"] < 1:
         faults.append(f"fp8_amax_history_len={v['fp8_amax_history_len']}: at least 1")
-    mxfp8 = bool(v["fp8"]) and v["fp8_recipe"] == "mxfp8" and bool(v["fp8_param"])
-    if v["reuse_grad_buf_for_mxfp8_param_ag"] and not mxfp8:
+    row = _row(v, "fp8")
+    shared = bool(v["fp8"] and v["fp8_param"]) and row is not None and row.stored.through_grads
+    if v["reuse_grad_buf_for_mxfp8_param_ag"] and not shared:
         faults.append(
             "reuse_grad_buf_for_mxfp8_param_ag needs fp8 with fp8_recipe='mxfp8' and fp8_param_gather=true: set it to false"
         )
@@ -269,7 +277,7 @@ def _quant(v: Mapping[str, Any]) -> Quant | None:
     if v.get("fp4"):
         return Quant(
             format=v["fp4"],
-            scaling=get("fp4_recipe", "nvfp4"),
+            scaling=get("fp4_recipe", DEFAULTS[4]),
             stored=bool(get("fp4_param", False)),
             factory=v.get("fp4_quantizer_factory"),
         )
@@ -284,7 +292,7 @@ def _quant(v: Mapping[str, Any]) -> Quant | None:
     )
     return Quant(
         format=v["fp8"],
-        scaling=get("fp8_recipe", "tensorwise"),
+        scaling=get("fp8_recipe", DEFAULTS[8]),
         stored=bool(get("fp8_param", False)),
         margin=get("fp8_margin", 0),
         amax_history=get("fp8_amax_history_len", 1),
@@ -333,9 +341,10 @@ def _rule_faults(where: str, rule: Mapping[str, Any]) -> list[str]:
     faults = list(_type_faults(values).values()) or _choice_faults(values) + _quant_faults(values)
     if not faults and not (one.fp8 or one.fp4):
         faults = ["names no format: give fp8 or fp4, or write 'bf16'"]
-    if not faults and (one.fp8_recipe or "tensorwise") == "delayed":
+    row = _row(values, "fp8" if one.fp8 else "fp4")
+    if not faults and row is not None and row.history:
         # Transformer Engine updates delayed scales per autocast context and megatron-core opens one around the whole block
-        faults = ["delayed scaling cannot be chosen per module"]
+        faults = [f"{row.name} scaling cannot be chosen per module"]
     return [f"{where}: {fault}" for fault in faults]
 
 

@@ -15,8 +15,6 @@ from mpbridge.rules.table import broken
 
 MEASURED: dict[tuple[str, str], tuple[str, str]] = {}
 """(recipe, machine) -> (speed beside bf16_mixed, where it was measured). Empty where nobody measured: no speed is guessed."""
-_TASTE = {"mxfp8": 0, "blockwise": 1, "tensorwise": 2, "delayed": 3, "nvfp4": 4, "custom": 5}
-"""Among equals: finer scales first; four bits last, for want of evidence outside of the published runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +78,7 @@ def advise(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, *, reference: 
         peak=_peak(policy, run),
         speed=f"{speed} ({source})" if speed else "",
         # FP16 has five exponent bits and needs its loss scale: behind BF16 wherever BF16 exists
-        taste=(_TASTE[policy.quant.scaling] if policy.quant is not None else 0)
+        taste=(policy.quant.row.preference if policy.quant is not None else 0)
         + (10 if policy.compute is DType.FP16 else 0),
     )
 

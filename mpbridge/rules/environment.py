@@ -102,9 +102,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="unfused-scale-update",
         about="delayed",
-        found=lambda c: (
-            c.set_variable("NVTE_UNFUSED_FP8_UPDATE") and "delayed" in c.scalings and "NVTE_UNFUSED_FP8_UPDATE set"
-        ),
+        found=lambda c: c.set_variable("NVTE_UNFUSED_FP8_UPDATE") and c.history and "NVTE_UNFUSED_FP8_UPDATE set",
         expected="unset: its amax history rolls on zeros, other scales result",
         cure="unset NVTE_UNFUSED_FP8_UPDATE",
         source="Transformer Engine 2.11 pytorch/quantization.py reduce_and_update_fp8_tensors",

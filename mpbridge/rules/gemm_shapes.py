@@ -3,57 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 from mpbridge.facts import RunFacts
 from mpbridge.memory.layers import Weight, layer_weights
 from mpbridge.precision.policy import PrecisionPolicy, Quant
+from mpbridge.scalings import Sizes, needs_transpose
 
 Level = Literal["required", "gatherable", "experts", "fast"]
 Dimension = Literal["tokens", "tokens of a sequence shard", "in", "out", "size", "vocabulary", "tokens of an expert"]
 
-_TE = "Transformer Engine 2.11"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Need:
-    """Multiples that one scaling asks of a GEMM with backward: tokens, in and out features of the local shard."""
-
-    tokens: int
-    inner: int
-    outer: int
-    shard: int
-    """Of tokens and in features of an operand that is all-gathered in the low format; 1: anything."""
-    expert: int
-    """To which megatron-core pads each expert's tokens."""
-    source: str
-    shard_source: str
-
-
-_BASE = f"{_TE} pytorch/utils.py assert_dim_for_fp8_exec"
-_SHARD = f"{_TE} pytorch/utils.py, is_quantizable of each tensor class"
-_PER_TENSOR = Need(
-    tokens=16,
-    inner=16,
-    outer=16,
-    shard=1,
-    expert=16,
-    source=f"{_BASE}; common/gemm/cublaslt_gemm.cu: leading dimensions",
-    shard_source=_SHARD,
-)
-NEEDS: Mapping[str, Need] = MappingProxyType(
-    {
-        "delayed": _PER_TENSOR,
-        "tensorwise": _PER_TENSOR,
-        "blockwise": Need(tokens=16, inner=16, outer=16, shard=128, expert=16, source=f"{_BASE}; common/gemm/cublaslt_gemm.cu", shard_source=f"{_SHARD}: float8_blockwise_tensor.py"),
-        "mxfp8": Need(tokens=32, inner=32, outer=32, shard=32, expert=32, source=f"{_TE} csrc/quantizer.cpp, tensor/mxfp8_tensor.py", shard_source=f"{_SHARD}: mxfp8_tensor.py"),
-        "nvfp4": Need(tokens=16, inner=16, outer=16, shard=16, expert=128, source=f"{_TE} csrc/quantizer.cpp, tensor/nvfp4_tensor.py", shard_source=f"{_SHARD}: nvfp4_tensor.py"),
-        "custom": Need(tokens=8, inner=16, outer=8, shard=1, expert=16, source=_BASE, shard_source=_SHARD),
-    }
-)  # fmt: skip
 _EXPERT_SOURCE = (
     "megatron-core 0.16.1 fp8_utils.py get_fp8_align_size, fp4_utils.py get_fp4_align_size; transformer/moe/experts.py"
 )
@@ -141,7 +102,7 @@ def token_multiple(policy: PrecisionPolicy, run: RunFacts) -> int:
     """What the tokens of a micro-batch on one context-parallel rank (a packed batch too) should be padded to a multiple of."""
     steps = [1]
     for gemm in gemms(policy, run):
-        need = NEEDS[gemm.quant.scaling]
+        need = gemm.quant.row.sizes
         steps += [need.tokens, _shard_step(gemm, run) * run.parallel.tensor if run.parallel.sequence else 1]
     return math.lcm(*steps)
 
@@ -183,11 +144,11 @@ def _whole(module: str) -> bool:
 
 
 def _judge(gemm: Gemm, run: RunFacts) -> Iterator[Finding]:
-    need = NEEDS[gemm.quant.scaling]
+    need = gemm.quant.row.sizes
     arch = run.machine.arch if run.machine is not None else None
     tokens = need.tokens
-    if gemm.quant.scaling in ("delayed", "tensorwise") and arch is not None and (10, 0) <= arch < (12, 0):
-        tokens = 8  # there the weight gradient needs no transposed operand, whose leading dimension the tokens would be
+    if need.tokens_untransposed and not needs_transpose(arch):
+        tokens = need.tokens_untransposed
 
     def finding(
         level: Level, dimension: Dimension, value: int, multiple: int, cure: str, source: str
@@ -220,14 +181,15 @@ def _judge(gemm: Gemm, run: RunFacts) -> Iterator[Finding]:
     for dimension, value in (("in", gemm.inner), ("out", gemm.outer)):
         if value % need.inner == 0:  # otherwise it is an error already
             yield from finding("fast", dimension, value, FAST, f"a multiple of {FAST} fills the tiles", _FAST_SOURCE)  # type: ignore[arg-type]
-    if gemm.quant.scaling in ("delayed", "tensorwise") and gemm.inner <= 4096 and gemm.outer <= 1024:
+    small = need.gains_above
+    if small is not None and gemm.inner <= small[0] and gemm.outer <= small[1]:
         yield Finding(
             level="fast", module=gemm.module, layers=gemm.layers, dimension="size", value=gemm.outer, multiple=1,
             cure=f"{gemm.outer} x {gemm.inner} is too small to gain from FP8: keep it in 16 bits (mixed_precision.modules)", source=_SMALL_SOURCE,
         )  # fmt: skip
 
 
-def _shards(gemm: Gemm, need: Need, run: RunFacts) -> Iterator[Finding]:
+def _shards(gemm: Gemm, need: Sizes, run: RunFacts) -> Iterator[Finding]:
     """Column-parallel inputs must be quantizable in shards (asserted); row-parallel gradients fall back to a gather in 16 bits."""
     level: Level = "required" if gemm.split == "column" else "gatherable"
     step = _shard_step(gemm, run)
@@ -246,8 +208,8 @@ def _shards(gemm: Gemm, need: Need, run: RunFacts) -> Iterator[Finding]:
 
 def _shard_step(gemm: Gemm, run: RunFacts) -> int:
     """What a sequence shard's tokens must be a multiple of; Userbuffers take MXFP8 in whole tiles only (Transformer Engine 2.11 pytorch/module/base.py)."""
-    overlapped = gemm.quant.scaling == "mxfp8" and run.model.get("tp_comm_overlap")
-    return FAST if overlapped else NEEDS[gemm.quant.scaling].shard
+    sizes = gemm.quant.row.sizes
+    return max(sizes.shard, sizes.tile) if run.model.get("tp_comm_overlap") else sizes.shard
 
 
 def _vocabulary(policy: PrecisionPolicy, run: RunFacts) -> list[Finding]:

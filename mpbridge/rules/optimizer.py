@@ -50,7 +50,7 @@ def _aware_fp8(case: Case) -> str | None:
     fp8 = case.policy.fp8
     if not (case.aware and case.core and fp8 is not None):
         return None
-    if fp8.scaling == "delayed":
+    if fp8.row.history:
         return (
             "a precision-aware optimizer with 16-bit moments over delayed scaling's stored weights"
             if fp8.stored and _low_moments(case)
@@ -61,7 +61,7 @@ def _aware_fp8(case: Case) -> str | None:
 
 def _pointless(case: Case) -> bool:
     fp8 = case.policy.fp8
-    return case.core and case.aware and fp8 is not None and fp8.scaling != "delayed" and not _low_moments(case)
+    return case.core and case.aware and fp8 is not None and not fp8.row.history and not _low_moments(case)
 
 
 def _unmet_by_overlapped_step(case: Case) -> list[str]:
@@ -231,7 +231,7 @@ RULES: tuple[Rule, ...] = (
         about="stored",
         found=lambda c: (
             c.run.optimizer.cpu_offload
-            and any(q.scaling != "delayed" for q in c.stored)
+            and any(not q.row.history for q in c.stored)
             and f"optimizer_cpu_offload with {c.stored[0].scaling} weights at rest"
         ),
         expected="delayed scaling, or 16-bit weights at rest",

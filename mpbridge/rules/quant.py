@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpbridge.formats import DType
-from mpbridge.hardware.capability import NEEDS, can_run
+from mpbridge.hardware.capability import can_run
 from mpbridge.hardware.versions import Window, at_least
 from mpbridge.rules.table import Case, Rule
 
@@ -45,9 +45,11 @@ def _engine_version(case: Case) -> str | None:
     have = case.run.versions.transformer_engine
     if have is None or case.run.machine is not None:  # the capability row says it with the machine's other needs
         return None
-    late = [scaling for scaling in case.scalings if not at_least(have, NEEDS[scaling].engine)]
+    late = [quant.row for quant in case.policy.quants if not at_least(have, quant.row.hardware.engine)]
     return (
-        f"Transformer Engine {have} with {', '.join(late)} (needs {NEEDS[late[0]].engine} or later)" if late else None
+        f"Transformer Engine {have} with {', '.join(row.name for row in late)} (needs {late[0].hardware.engine} or later)"
+        if late
+        else None
     )
 
 
@@ -115,7 +117,7 @@ def _sizes(case: Case) -> str | None:
 def _inert(case: Case) -> str | None:
     names = []
     for quant in case.policy.quants:
-        if quant.scaling == "delayed":
+        if quant.row.history:
             continue
         given = {
             "fp8_margin": quant.margin != 0,
@@ -129,10 +131,8 @@ def _inert(case: Case) -> str | None:
 
 def _attention(case: Case) -> str | None:
     for quant in case.policy.quants:
-        if quant.attention == "multi_head" and quant.scaling != "delayed":
-            return f"fp8_multi_head_attention with {quant.scaling} scaling"
-        if quant.attention == "dot_product" and quant.scaling not in ("delayed", "tensorwise"):
-            return f"fp8_dot_product_attention with {quant.scaling} scaling"
+        if quant.attention != "none" and quant.attention not in quant.row.attention:
+            return f"fp8_{quant.attention}_attention with {quant.scaling} scaling"
     return None
 
 
@@ -192,9 +192,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="edge-layers-with-delayed-scaling",
         about="delayed",
-        found=lambda c: (
-            c.policy.ends is not None and "delayed" in c.scalings and "first_last_layers_bf16 with delayed scaling"
-        ),
+        found=lambda c: c.policy.ends is not None and c.history and "first_last_layers_bf16 with delayed scaling",
         expected="no BF16 edge layers: delayed scaling updates its scales once around the whole block",
         cure="mixed_precision.first_last_layers_bf16=false, or mixed_precision.fp8_recipe=tensorwise",
         source=f"{_CONFIG}; fp8_utils.py get_fp8_context",
@@ -252,7 +250,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="wgrad-switch-has-no-effect",
         about="delayed",
-        found=lambda c: any(q.scaling == "delayed" and not q.wgrad for q in c.policy.quants) and "fp8_wgrad=false",
+        found=lambda c: any(q.row.history and not q.wgrad for q in c.policy.quants) and "fp8_wgrad=false",
         expected="true: the weight gradient's GEMM runs in FP8 all the same",
         cure="mixed_precision.fp8_wgrad=true, or another recipe",
         source="Transformer Engine 2.9 to 2.12 common/recipe/__init__.py DelayedScaling drops override_linear_precision",
@@ -306,9 +304,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="delayed-scaling-with-selective-recompute",
         about="delayed",
-        found=lambda c: (
-            "delayed" in c.scalings and _recompute(c) and f"recompute_modules has {', '.join(_recompute(c))}"
-        ),
+        found=lambda c: c.history and _recompute(c) and f"recompute_modules has {', '.join(_recompute(c))}",
         expected="neither moe_act nor layernorm under delayed scaling",
         cure="take them out of model.recompute_modules, or mixed_precision.fp8_recipe=tensorwise",
         source=_CONFIG,
@@ -341,10 +337,7 @@ RULES: tuple[Rule, ...] = (
         id="amax-group-has-no-effect",
         about="quantized",
         found=lambda c: (
-            c.policy.quantized
-            and "delayed" not in c.scalings
-            and c.model("tp_only_amax_red")
-            and "tp_only_amax_red=true"
+            c.policy.quantized and not c.history and c.model("tp_only_amax_red") and "tp_only_amax_red=true"
         ),
         expected="delayed scaling: the others do not reduce over that group",
         cure="drop it",

@@ -10,7 +10,7 @@ from mpbridge.rules.table import Case, Rule
 
 
 def _mxfp8_stored(case: Case) -> bool:
-    return any(quant.scaling == "mxfp8" for quant in case.stored)
+    return any(quant.row.stored.through_grads for quant in case.stored)
 
 
 def _overlaps(case: Case) -> bool:

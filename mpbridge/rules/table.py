@@ -51,6 +51,11 @@ class Case:
         return tuple(quant.scaling for quant in self.policy.quants)
 
     @property
+    def history(self) -> bool:
+        """Whether any region's scales come from earlier steps (delayed scaling)."""
+        return any(quant.row.history for quant in self.policy.quants)
+
+    @property
     def stored(self) -> tuple[Quant, ...]:
         """The quantizations whose weights rest in the low format."""
         return tuple(quant for quant in self.policy.quants if quant.stored)

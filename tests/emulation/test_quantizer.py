@@ -51,7 +51,7 @@ def test_operands_equal_transformer_engines_reference(name: str, compiled: bool)
     scaling, *rest = name.split("_")
     side = {"activation": "x", "weight": "w"}.get(rest[0], "x")
     copy = rest[-1] if rest[-1] in ("row", "column") else "row"
-    q = quantizer(scaling, "e5m2" if "e5m2" in rest else "e4m3", compiled=compiled)
+    q = quantizer(scaling, "hybrid" if "e5m2" in rest else "e4m3", compiled=compiled)
     if "e5m2" in rest:
         from mpbridge.formats import E5M2
 

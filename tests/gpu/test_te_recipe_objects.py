@@ -92,11 +92,9 @@ def test_delayed_scaling_keeps_margin_history_and_algorithm(name, transformer_en
     "name", [n for n in QUANTIZED if resolve(get_mixed_precision_config(n)).quant.scaling in ("blockwise", "nvfp4")]
 )
 def test_block_extents_are_those_of_our_table(name, transformer_engine):
-    from mpbridge.formats import BLOCKS
-
     policy, config = synced(name)
     recipe = core_recipe(config)
-    activations, weights = BLOCKS[policy.quant.scaling]
+    activations, weights = policy.quant.row.blocks
     if policy.quant.scaling == "blockwise":
         assert (recipe.x_block_scaling_dim, recipe.w_block_scaling_dim, recipe.grad_block_scaling_dim) == (1, 2, 1)
         assert (activations.across, weights.across) == (1, weights.along)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpbridge.errors import BadValue, UnknownName
-from mpbridge.formats import BLOCKS, FORMATS, DType, dtype, say
+from mpbridge.formats import FORMATS, DType, dtype, say
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -56,12 +56,6 @@ def test_values_are_shown_as_people_write_them() -> None:
     assert [say(v) for v in (None, True, 2.0**32, 65536, 1000, torch.bfloat16, DType.FP16, "e4m3", torch.nn.functional.gelu)][:8] == [
         "none", "true", "2**32", "2**16", "1000", "bf16", "fp16", "e4m3",
     ]  # fmt: skip
-
-
-def test_every_scaling_has_blocks_for_activations_and_weights() -> None:
-    assert set(BLOCKS) == {"delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4"}
-    assert [block.along for block in BLOCKS["mxfp8"]] == [32, 32]
-    assert [(block.across, block.along) for block in BLOCKS["blockwise"]] == [(1, 128), (128, 128)]
 
 
 def test_an_unknown_name_is_found_word_by_word_and_survives_a_pickle() -> None:

@@ -74,11 +74,11 @@ def test_every_recipe_carries_its_papers(entry: Any) -> None:
 
 
 def test_a_recipes_need_is_what_the_capability_asks_for() -> None:
-    from mpbridge.hardware.capability import NEEDS
+    from mpbridge.scalings import SCALINGS
 
     for entry in BUILT_IN:
         quant = resolve(entry.make()).quant
-        assert entry.needs == (None if quant is None else NEEDS[quant.scaling].low), entry.name
+        assert entry.needs == (None if quant is None else SCALINGS[quant.scaling].hardware.low), entry.name
 
 
 def test_a_recipes_name_says_what_it_does() -> None:

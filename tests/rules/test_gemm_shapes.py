@@ -8,7 +8,8 @@ from mpbridge.facts import ModelShape, Parallel, RunFacts
 from mpbridge.hardware.machines import machine
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
-from mpbridge.rules.gemm_shapes import NEEDS, gemms, lint, spans, token_multiple, vocabulary_multiple
+from mpbridge.rules.gemm_shapes import gemms, lint, spans, token_multiple, vocabulary_multiple
+from mpbridge.scalings import SCALINGS
 
 GPT = ModelShape(
     num_layers=4,
@@ -177,5 +178,6 @@ def test_spans_are_short():
 
 
 def test_every_scaling_has_a_need_with_its_source():
-    assert set(NEEDS) == {"delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4", "custom"}
-    assert all("Transformer Engine 2.11" in need.source for need in NEEDS.values())
+    assert {"delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4", "custom"} <= set(SCALINGS)
+    engines = [row for row in SCALINGS.values() if row.hardware.library == "transformer_engine"]
+    assert all("Transformer Engine 2.11" in row.sizes.source for row in engines)

@@ -1,0 +1,126 @@
+"""The table of scalings: complete rows, and no second table of the same names anywhere in the package."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from mpbridge.errors import BadValue, Contradiction, UnknownName
+from mpbridge.formats import FORMATS
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.policy import Quant
+from mpbridge.precision.registry import recipes
+from mpbridge.precision.resolve import resolve
+from mpbridge.scalings import ELEMENTS, SCALINGS, bits_of, choices, scaling, scaling_of_recipe
+
+PACKAGE = Path(__file__).resolve().parents[2] / "mpbridge"
+MAY_NAME_ONE = {
+    "precision/recipes.py": "a recipe says which scaling it is",
+    "rules/": "a rule may speak of one scaling",
+    "megatron_spec/fields.py": "megatron-core's own defaults of fp8_recipe and fp4_recipe",
+}
+
+
+def displays(tree: ast.AST) -> list[ast.AST]:
+    """Every literal collection of the module, and every annotation Literal[...]."""
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.Dict, ast.Set, ast.List, ast.Tuple))]
+
+
+def names_in(node: ast.AST) -> list[str]:
+    elements = node.keys if isinstance(node, ast.Dict) else node.elts  # type: ignore[attr-defined]
+    return [e.value for e in elements if isinstance(e, ast.Constant) and e.value in SCALINGS]
+
+
+def sources() -> list[tuple[str, ast.AST]]:
+    found = [(path.relative_to(PACKAGE).as_posix(), path) for path in PACKAGE.rglob("*.py")]
+    return [(name, ast.parse(path.read_text())) for name, path in sorted(found) if name != "scalings.py"]
+
+
+def test_no_other_module_has_a_table_of_scalings() -> None:
+    second = [f"{name}:{node.lineno} {names}" for name, tree in sources() for node in displays(tree) if len(names := names_in(node)) > 1]  # type: ignore[attr-defined]  # fmt: skip
+    assert second == []
+
+
+def test_a_scaling_is_named_only_where_one_of_them_is_meant() -> None:
+    words = set(SCALINGS) - {"custom"}  # an everyday word
+    named = [
+        f"{name}:{node.lineno} {node.value!r}"
+        for name, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in words and not name.startswith(tuple(MAY_NAME_ONE))
+    ]
+    assert named == []
+
+
+@pytest.mark.parametrize("row", SCALINGS.values(), ids=list(SCALINGS))
+def test_every_row_is_complete(row) -> None:
+    assert row.formats
+    assert set(row.formats) <= set(ELEMENTS)
+    assert set(row.substitutes) <= set(SCALINGS)
+    assert row.recipe_class()
+    assert scaling_of_recipe(row.recipe_class()) == row.name
+    assert all(source for source in (row.hardware.source, row.sizes.source, row.sizes.shard_source))
+    if row.blocks is not None:
+        assert {block.scale for block in row.blocks} <= {"fp32", *FORMATS}
+        assert row.emulation
+    if row.entry is not None:
+        assert f"bf16_with_{row.entry}_mixed" in recipes
+
+
+def test_blocks_are_those_of_transformer_engine() -> None:
+    extents = {
+        name: [(block.across, block.along) for block in row.blocks] for name, row in SCALINGS.items() if row.blocks
+    }
+    assert extents["mxfp8"] == [(1, 32), (1, 32)]
+    assert extents["blockwise"] == [(1, 128), (128, 128)]
+    assert extents["nvfp4"] == [(1, 16), (16, 16)]
+    assert extents["tensorwise"] == extents["delayed"] == [(0, 0), (0, 0)]
+
+
+def test_a_scaling_without_a_row_cannot_be_resolved() -> None:
+    with pytest.raises(Contradiction, match="fp8_recipe='columnwise' is not one of tensorwise, delayed"):
+        resolve(MixedPrecisionConfig(bf16=True, fp8="e4m3", fp8_recipe="columnwise"))
+    with pytest.raises(UnknownName, match="no scaling named 'mxfp9'"):
+        Quant(format="e4m3", scaling="mxfp9")
+    with pytest.raises(BadValue, match="nvfp4 scaling of format 'e4m3': expected one of e2m1"):
+        Quant(format="e4m3", scaling="nvfp4")
+
+
+def test_choices_follow_from_formats() -> None:
+    assert {bits_of(format) for format in ELEMENTS} == {8, 4}
+    assert "nvfp4" not in choices(8)
+    assert choices(4) == ("nvfp4", "custom")
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "scales"),
+    [
+        pytest.param("tensorwise", 256, 512, 1, id="one-for-the-tensor"),
+        # 2 x 4 blocks of 128x128 by rows, 4 x 2 padded to 4 x 4 by columns
+        pytest.param("blockwise", 256, 512, 2 * 4 + 4 * 4, id="blocks-of-128"),
+        # 256 rows of 16 scales; 512 columns of 8
+        pytest.param("mxfp8", 256, 512, 256 * 16 + 512 * 8, id="blocks-of-32"),
+        # 100 rows padded to 128 and 3 scales padded to 4, 48 columns padded to 128 and 7 scales to 8
+        pytest.param("nvfp4", 100, 48, 128 * 4 + 128 * 8, id="padded"),
+    ],
+)
+def test_scales_of_a_weight_are_counted_with_their_padding(name: str, rows: int, columns: int, scales: int) -> None:
+    assert scaling(name).weight_scales(rows, columns) == scales
+
+
+def test_the_transposed_copy_depends_on_the_hardware_for_one_scale_a_tensor_only() -> None:
+    assert [scaling("tensorwise").keeps_transposed(arch) for arch in (None, (9, 0), (10, 0), (12, 0))] == [True, True, False, True]  # fmt: skip
+    assert scaling("mxfp8").keeps_transposed((10, 0))
+
+
+def test_an_option_is_read_as_transformer_engine_reads_it() -> None:
+    rounding = scaling("nvfp4").option("stochastic_rounding")
+    name = rounding.variable
+    assert [rounding.read(e) for e in ({}, {name: "0"}, {name: "1"}, {name: "true"})] == [True, True, False, True]
+    assert rounding.setting(False) == "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1"
+    assert rounding.setting(True) == "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING unset"
+    backward = scaling("mxfp8").option("backward")
+    with pytest.raises(BadValue, match="NVTE_BACKWARD_OVERRIDE='yes': Transformer Engine takes high_precision"):
+        backward.read({"NVTE_BACKWARD_OVERRIDE": "yes"})
