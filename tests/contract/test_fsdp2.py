@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
-from tests.contract.engine_contract import Build, EngineContract
-from tests.engines import tiny
+from tests.contract.engine_contract import EngineContract
 
 
 class TestFsdp2(EngineContract):
     name = "fsdp2"
     kinds = ("fp32", "bf16", "bf16_params_fp32_states", "fp32_params_bf16_compute", "bf16_mixed_bf16_moments")
 
-    def test_every_tensor_has_the_dtype_that_the_policy_promises(self, build: Build, kind: Any) -> None:
-        # a shard's gradient rests in the shard's own dtype here: the reduction's dtype is only on the wire, where the audit looks
-        assert_audited(build(kind))
-
-
-def assert_audited(engine: Any) -> None:
-    from types import SimpleNamespace
-
-    from mpbridge.audit import AuditHook
-
-    hook, training = AuditHook(), SimpleNamespace(engine=engine)
-    hook.built(training)
-    hook.started(training)
-    hook.stepped(training, engine.train_step(tiny.batches(), microbatches=2))
-    assert hook.reports["live"].ok
+    keeps: ClassVar[dict[str, str]] = {
+        "fp32": "computes fp32; params fp32; updates fp32; exp_avg fp32, exp_avg_sq fp32",
+        "bf16": "computes bf16; params bf16; updates bf16; exp_avg fp32, exp_avg_sq fp32, master_param fp32",
+        "bf16_params_fp32_states": "computes bf16; params bf16; updates bf16; exp_avg fp32, exp_avg_sq fp32, master_param int16",
+        "fp32_params_bf16_compute": "computes bf16; params fp32; updates fp32; exp_avg fp32, exp_avg_sq fp32",
+        "bf16_mixed_bf16_moments": "computes bf16; params bf16; updates bf16; exp_avg bf16, exp_avg_sq bf16, master_param int16",
+    }

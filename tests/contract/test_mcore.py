@@ -60,6 +60,14 @@ STATES = {
 }
 
 
+KEEPS = {
+    "fp32": "computes bf16; params bf16; updates bf16; exp_avg fp32, exp_avg_sq fp32, master_param fp32",
+    "remainders": "computes bf16; params bf16; updates bf16; exp_avg fp32, exp_avg_sq fp32, master_param int16",
+    "bf16": "computes bf16; params bf16; updates bf16; exp_avg bf16, exp_avg_sq bf16, master_param int16",
+    "fp8": "computes bf16; params bf16; updates bf16; exp_avg uint8, exp_avg_sq fp16, master_param fp16",
+}
+
+
 @pytest.mark.parametrize("states", STATES, scope="class")
 class TestPrecisionAware(EngineContract):
     name = "mcore"
@@ -69,3 +77,7 @@ class TestPrecisionAware(EngineContract):
     def build(self, layer: None, states: str) -> Any:
         self.settings = {"ddp": {"use_distributed_optimizer": True}, "optimizer": STATES[states]}  # type: ignore[misc]
         yield from EngineContract.build.__wrapped__(self, layer)  # type: ignore[attr-defined]
+
+    @pytest.fixture
+    def kept(self, states: str) -> str:
+        return KEEPS[states]

@@ -40,10 +40,13 @@ def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
     assert [row["iteration"] for row in read(_write(tmp_path, range(1, 3)))] == [1, 2]
 
 
-def test_nothing_is_written_without_a_folder() -> None:
+def test_nothing_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # TensorBoard's own default is a folder here
     log = MetricsLog(None, tensorboard=True)
     log.write({"iteration": 1, "loss": 2.0})
     log.close()
+    assert log.path is None
+    assert list(tmp_path.rglob("*")) == []
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:

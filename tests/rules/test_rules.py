@@ -342,11 +342,33 @@ def test_require_refuses_with_every_error_and_returns_the_warnings():
     assert ids(require(policy, run)) == {"inert-outside-delayed-scaling"}
 
 
-def test_checking_changes_nothing():
-    policy, run = case("fp8_cs", AWARE)
-    before = (policy, repr(run))
-    broken(policy, run)
-    assert (policy, repr(run)) == before
+class Untouchable(dict):
+    """Settings that nobody may write to."""
+
+    def _refuse(self, *_, **__):
+        raise AssertionError("a rule writes to a setting")
+
+    __setitem__ = __delitem__ = __ior__ = pop = popitem = setdefault = update = clear = _refuse
+
+
+@pytest.mark.parametrize("name", recipes)
+def test_checking_writes_to_no_setting_and_answers_the_same_again(name):
+    settings = {
+        "ddp": OVERLAP,
+        "model": {"recompute_granularity": "selective"},
+        "environment": {"NVTE_FLASH_ATTN": "1"},
+    }
+    policy, run = case(
+        name,
+        {"fp8_margin": 1},
+        engine=recipes[name].engine or "mcore",
+        optimizer=opt(settings=Untouchable(AWARE)),
+        **{section: Untouchable(values) for section, values in settings.items()},
+    )
+    before, first = policy.fingerprint(), broken(policy, run)
+    assert broken(policy, run) == first
+    assert policy.fingerprint() == before
+    assert {section: getattr(run, section) for section in settings} == settings
 
 
 @pytest.mark.parametrize("name", recipes)
