@@ -11,8 +11,17 @@ A new table is a function here that returns Markdown, under @table("NAME").
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import itertools
+import json
 import re
 import sys
+import textwrap
+import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -60,6 +69,25 @@ def recipe_table() -> str:
     return markdown(("recipe", "what it does", "needs", "status", "also called"), rows)
 
 
+@table("recipes-short")
+def short_recipe_table() -> str:
+    """Every recipe once; those that quantize, by their scaling."""
+    from mpbridge.precision.recipes import BUILT_IN
+
+    rows, scalings = [], dict[tuple[str, str], list[str]]()
+    for r in BUILT_IN:
+        config = r.make()
+        if config.fp8 or config.fp4:
+            scaling = str(config.fp4_recipe or "nvfp4" if config.fp4 else config.fp8_recipe or "tensorwise")
+            scalings.setdefault(("FP4" if config.fp4 else "FP8", scaling), []).append(f"`{r.name}`")
+        else:
+            rows.append((f"`{r.name}`", r.summary))
+    rows += [
+        (", ".join(names), f"{width} GEMMs with {scaling} scaling") for (width, scaling), names in scalings.items()
+    ]
+    return markdown(("recipe", "what it does"), rows)
+
+
 @table("sources")
 def source_table() -> str:
     from mpbridge.precision.recipes import BUILT_IN
@@ -72,8 +100,6 @@ def source_table() -> str:
 
 @table("differences")
 def difference_table() -> str:
-    import json
-
     from mpbridge.precision.recipes import BUILT_IN, DIFFERENCES
 
     reference = json.loads((ROOT / "tests" / "golden" / "recipes.json").read_text(encoding="utf-8"))["reference"]
@@ -209,6 +235,123 @@ def bytes_table() -> str:
     return markdown(("recipe", "compute", "kept", "bytes a parameter, 1 GPU", "8 GPUs"), rows)
 
 
+def notes(cls: type) -> dict[str, str]:
+    """field -> the note under it, from a dataclass's source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
+    return {
+        field.target.id: " ".join(note.value.value.split())  # type: ignore[union-attr]
+        for field, note in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant)
+    }
+
+
+def settings_table(section: str) -> str:
+    """Every setting of a section: type, default, range, and what is known about it."""
+    from mpbridge.config.limits import LIMITS
+    from mpbridge.config.schema import settings
+    from mpbridge.config.sections import GPT, OWN
+    from mpbridge.megatron_spec.classes import NOT_PRECISION, PROCESS_WIDE, USERS_OWN
+    from mpbridge.megatron_spec.fields import TABLE
+    from mpbridge.megatron_spec.versions import described
+
+    said = notes(GPT if section == "model" else OWN[section]) if section == "model" or section in OWN else {}
+    for (target, field), text in (USERS_OWN | PROCESS_WIDE | NOT_PRECISION).items():
+        said |= {field: text} if target == section else {}
+    said |= {row.field: f"the recipe decides: {row.why}" for row in TABLE if row.target == section}
+    by_version = {version: settings(section, latent=True, version=version) for version in described()}
+    known = {name: setting for found in reversed(by_version.values()) for name, setting in found.items()}
+    rows = []
+    for name, setting in known.items():
+        have = [version for version, found in by_version.items() if name in found]
+        where = "" if len(have) == len(by_version) else f"megatron-core {', '.join(have)} only"
+        limit = LIMITS.get(f"{section}.{name}")
+        words = [said.get(name, ""), f"a number {limit}" if limit is not None else "", where]
+        rows.append(
+            (
+                f"`{name}`",
+                setting.expected(),
+                f"`{json.dumps(setting.default)}`",
+                "; ".join(word.removesuffix(".") for word in words if word),
+            )
+        )
+    return markdown(("setting", "type", "default", "meaning"), rows)
+
+
+for _section in ("model", "optimizer", "scheduler", "ddp", "parallel", "train", "data", "checkpoint", "logger"):
+    table(f"settings-{_section}")(functools.partial(settings_table, _section))
+
+
+@table("settings-mixed_precision")
+def recipe_field_table() -> str:
+    """The fields of a recipe."""
+    from mpbridge.precision.config import MixedPrecisionConfig
+
+    said = notes(MixedPrecisionConfig)
+    rows = []
+    for field in dataclasses.fields(MixedPrecisionConfig):
+        kind = (
+            "dtype or null"
+            if field.type == "DTypeField"
+            else str(field.type).replace("None", "null").replace(" |", " or")
+        )
+        default = None if field.type == "DTypeField" else field.default
+        rows.append((f"`{field.name}`", kind, f"`{json.dumps(default)}`", said.get(field.name, "")))
+    return markdown(("field", "type", "default", "meaning"), rows)
+
+
+@table("cli")
+def command_table() -> str:
+    """Every verb with its arguments, from their parsers."""
+    from mpbridge.cli.main import parser_of, verbs
+
+    parts = []
+    for verb, module in verbs().items():
+        parser = parser_of(verb, module)
+        rows = []
+        for action in parser._actions:
+            if isinstance(action, argparse._HelpAction):
+                continue
+            value = (
+                f" {'|'.join(map(str, action.choices))}"
+                if action.choices
+                else f" {action.metavar}"
+                if action.metavar
+                else ""
+            )
+            name = (
+                ", ".join(action.option_strings) + value
+                if action.option_strings
+                else str(action.metavar or action.dest)
+            )
+            rows.append((f"`{name}`", (action.help or "") % {"default": action.default}))
+        parts += [f"## mpbridge {verb}", "", parser.description or "", "", markdown(("argument", "meaning"), rows), ""]
+    return "\n".join(parts).rstrip()
+
+
+@table("rooms")
+def room_table() -> str:
+    """The contract of pyproject.toml, with the first sentence of each room."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    (frameless,) = [contract["source_modules"] for contract in contracts if contract["type"] == "forbidden"]
+    rows = []
+    for layer in layers:
+        rooms = [room.strip() for room in layer.split("|")]
+        subjects = [(importlib.util.find_spec(room), room.partition(".")[2]) for room in rooms]
+        texts = [
+            ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or "" for spec, _ in subjects
+        ]  # type: ignore[union-attr,arg-type]
+        rows.append(
+            (
+                "<br>".join(f"`{name}`" for _, name in subjects),
+                "<br>".join(" ".join(text.split("\n\n")[0].split()) for text in texts),
+                "never" if all(room in frameless for room in rooms) else "allowed",
+            )
+        )
+    return markdown(("room", "subject", "torch"), rows)
+
+
 def filled(text: str, page: str) -> str:
     def fill(found: re.Match[str]) -> str:
         if found["name"] not in TABLES:
@@ -219,14 +362,14 @@ def filled(text: str, page: str) -> str:
 
 
 def pages() -> list[Path]:
-    return [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if path.is_file()]
+    return [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.is_file()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when a table is out of date")
     parser.add_argument("--print", metavar="NAME", dest="shown", help="print one table")
-    parser.add_argument("page", nargs="*", type=Path, help="default: README.md and docs/*.md")
+    parser.add_argument("page", nargs="*", type=Path, help="default: README.md and every page under docs/")
     args = parser.parse_args(arguments)
     if args.shown:
         if args.shown not in TABLES:

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import importlib
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,11 +29,9 @@ ORDER = (
     "doctor",
     "train",
     "rehearse",
-    "audit",
     "resume-check",
 )
 """Of the verbs in the help text; others follow by name."""
-_SUMMARY = re.compile(r'^SUMMARY = "(.*)"$', re.MULTILINE)
 
 
 def entry() -> None:
@@ -85,13 +82,19 @@ def _dispatch(arguments: list[str]) -> int:
     verb, *rest = arguments
     if verb not in known:
         raise UnknownName("command", verb, known)
-    module: Any = importlib.import_module(known[verb])
-    parser = argparse.ArgumentParser(
-        prog=f"mpbridge {verb}", description=module.SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    module.add_arguments(parser)
     # intermixed: key=value may stand before, between and after options
-    return int(module.run(parser.parse_intermixed_args(rest)))
+    args = parser_of(verb, known[verb]).parse_intermixed_args(rest)
+    return int(importlib.import_module(known[verb]).run(args))
+
+
+def parser_of(verb: str, module: str) -> argparse.ArgumentParser:
+    """The verb's parser, with its arguments."""
+    found: Any = importlib.import_module(module)
+    parser = argparse.ArgumentParser(
+        prog=f"mpbridge {verb}", description=found.SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_arguments(parser)
+    return parser
 
 
 def _help(known: dict[str, str]) -> str:
@@ -102,10 +105,7 @@ def _help(known: dict[str, str]) -> str:
         "",
     ]
     width = max(map(len, known))
-    for verb, module in known.items():
-        text = Path(__file__).with_name(f"{module.rpartition('.')[2]}.py").read_text(encoding="utf-8")
-        found = _SUMMARY.search(text)
-        lines.append(f"  {verb:{width}}  {found.group(1) if found else ''}")
+    lines += [f"  {verb:{width}}  {importlib.import_module(module).SUMMARY}" for verb, module in known.items()]
     return "\n".join(
         [*lines, "", "mpbridge COMMAND --help tells more. Exit codes: 0 done, 1 the answer is no, 2 misuse."]
     )
@@ -113,7 +113,7 @@ def _help(known: dict[str, str]) -> str:
 
 def _complain(text: str) -> None:
     rank = os.environ.get("RANK", "0")
-    # every process of a job fails alike: the first tells the story, the others a line each
+    # every process of a job fails alike: rank 0 prints the full error, the others a line each
     with contextlib.suppress(BrokenPipeError):  # `2>&1 | head`: the exit code still counts
         print(
             text if rank == "0" else f"rank {rank}: {text.splitlines()[0] if text else ''}", file=sys.stderr, flush=True

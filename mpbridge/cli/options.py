@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpbridge.config.sections import ENGINES
 from mpbridge.errors import BadValue, UnknownName
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) ->
     )
     parser.add_argument(
         "--engine",
-        choices=("mcore", "fsdp2", "megatron_fsdp"),
+        choices=ENGINES,
         help="who shards and reduces (default: the recipe's, else mcore)",
     )
     parser.add_argument(

@@ -130,9 +130,7 @@ class MixedPrecisionConfig:
             self.__dict__[a] = self.__dict__[b] = value
         self.__dict__["_made"] = True
 
-    if (
-        not TYPE_CHECKING
-    ):  # visible, __new__ hides the constructor's types, and __setattr__ makes mypy accept any attribute name
+    if not TYPE_CHECKING:  # seen by mypy, these would accept any name
 
         def __new__(cls, **given: Any) -> Self:
             """Refuses an unknown field with the nearest name, where Python would say a bare TypeError."""
@@ -148,11 +146,11 @@ class MixedPrecisionConfig:
             if name in _TWIN_OF and "_made" in self.__dict__:
                 self.__dict__[_TWIN_OF[name]] = value  # the last word is about both
 
-    def __getattr__(self, name: str) -> Any:
-        # only reached when normal lookup failed; dunders and private names stay Python's own (copy and pickle probe them)
-        if name.startswith("_"):
-            raise AttributeError(name)
-        raise UnknownName("field of MixedPrecisionConfig", name, type(self).__dataclass_fields__)
+        def __getattr__(self, name: str) -> Any:
+            # only reached when normal lookup failed; dunders and private names stay Python's own (copy and pickle probe them)
+            if name.startswith("_"):
+                raise AttributeError(name)
+            raise UnknownName("field of MixedPrecisionConfig", name, type(self).__dataclass_fields__)
 
     def stored(self) -> dict[str, Any]:
         """Every value as data, dtypes as DType: what comparing, printing and dumping use; loads no torch."""

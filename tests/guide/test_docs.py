@@ -1,0 +1,126 @@
+"""The README and the pages: links lead somewhere, code is code of this version, commands exist, shown output is what comes out."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpbridge.cli.main import main, parser_of, verbs
+from mpbridge.precision.yaml_loader import load_yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("CONTRIBUTING.md")), *sorted(DOCS.rglob("*.md"))]
+FENCE = re.compile(r"^```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
+LIGHT = frozenset(verbs()) - {"train", "rehearse"}
+"""Verbs that load no framework: quick enough to run here."""
+
+
+def blocks(*kinds: str) -> Iterator[Any]:
+    for page in PAGES:
+        for found in FENCE.finditer(page.read_text(encoding="utf-8")):
+            if found["kind"] in kinds:
+                line = page.read_text(encoding="utf-8")[: found.start()].count("\n") + 1
+                yield pytest.param(found["body"], id=f"{page.relative_to(ROOT)}:{line}")
+
+
+def anchors(page: Path) -> set[str]:
+    """The ids that Markdown gives the page's headings."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", head.replace("`", "")).strip().lower()) for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        found = (page.parent / name).resolve() if name else page
+        assert found.is_file(), f"{target}: no such file"
+        assert not anchor or anchor in anchors(found), f"{target}: no such heading"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    def files(entry: Any) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for value in entry.values() if isinstance(entry, dict) else entry:
+                yield from files(value)
+
+    nav = load_yaml((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert sorted(files(nav)) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_compiles_and_its_imports_exist(code: str) -> None:
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mpbridge"):
+            module = importlib.import_module(node.module or "")
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_yaml_is_a_recipe_or_a_configuration(text: str, tmp_path: Path) -> None:
+    from mpbridge.config.container import ConfigContainer
+    from mpbridge.precision.registry import get_mixed_precision_config
+
+    path = tmp_path / "page.yaml"
+    path.write_text(text, encoding="utf-8")
+    if "extends" in load_yaml(text):
+        get_mixed_precision_config(str(path))
+    else:
+        ConfigContainer.load(path)
+
+
+def commands(kinds: tuple[str, ...]) -> Iterator[str]:
+    for block in blocks(*kinds):
+        for line in block.values[0].splitlines():
+            shown = line.removeprefix("$ ") if line.startswith("$ ") else line if kinds == ("bash",) else ""
+            if shown.strip():
+                yield shown
+
+
+@pytest.mark.parametrize("command", sorted({*commands(("bash",)), *commands(("console", "text"))}))
+def test_every_command_exists_with_its_arguments(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command, comments=True)
+    if "..." in words:
+        words = [word for word in words if word != "..."]
+    for word in words:
+        if re.match(r"(scripts|configs|tests)/\S+\.\w+$", word):
+            assert Path(word).is_file(), word
+    if "scripts/pretrain.py" in words:
+        parser_of("train", verbs()["train"]).parse_intermixed_args(words[words.index("scripts/pretrain.py") + 1 :])
+    elif words[:1] == ["mpbridge"]:
+        parser_of(words[1], verbs()[words[1]]).parse_intermixed_args(words[2:])
+
+
+@pytest.mark.parametrize("block", blocks("console"))
+def test_shown_output_is_what_comes_out(
+    block: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every command of a torch-free verb is run; '...' stands for any text, and at the end of a line for the rest of it."""
+    monkeypatch.chdir(ROOT)
+    runs = 0
+    for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        command, _, shown = part.partition("\n")
+        words = shlex.split(command)
+        if words[0] != "mpbridge" or words[1] not in LIGHT:
+            continue
+        runs += 1
+        main(words[1:])
+        captured = capsys.readouterr()
+        pattern = r"[\s\S]*?".join(re.escape(piece.strip("\n")) for piece in shown.strip("\n").split("..."))
+        assert re.fullmatch(rf"\s*{pattern}\s*", captured.out + captured.err), captured.out + captured.err
+    assert runs or "mpbridge train" in block
