@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.audit.stored import storage
+from mpbridge.megatron.cpu import is_core
 
 REDUCTIONS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter", "_reduce_scatter_base")
 GATHERS = ("all_gather_into_tensor", "all_gather_single", "all_gather", "_all_gather_base")
@@ -113,7 +114,7 @@ def _owners(function: Any, name: str) -> Iterator[tuple[Any, str]]:
     yield dist, name
     yield dist.distributed_c10d, name
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("megatron."):
+        if is_core(module):
             yield from ((module, alias) for alias, value in list(vars(module).items()) if value is function)
 
 

@@ -1,9 +1,7 @@
-"""megatron-core 0.16.1 on a CPU with gloo: one context manager that redirects CUDA calls and takes every redirection back."""
+"""megatron-core on a CPU with gloo: one context manager that redirects CUDA calls and takes every redirection back."""
 
 from __future__ import annotations
 
-import importlib
-import logging
 import sys
 import threading
 import types
@@ -15,22 +13,9 @@ import torch
 
 from mpbridge.devices.redirect import Patch, cuda_patches, get_state, set_state, split_sizes
 from mpbridge.errors import BadValue
+from mpbridge.megatron import cpu as megatron
 
 _MISSING = object()
-
-_CORE = (
-    "models.gpt",
-    "models.gpt.gpt_layer_specs",
-    "optimizer",
-    "optimizer.distrib_optimizer",
-    "distributed",
-    "pipeline_parallel.schedules",
-    "dist_checkpointing",
-    "transformer.moe.moe_utils",
-    "transformer.moe.token_dispatcher",
-    "transformer.multi_latent_attention",
-)
-"""Imported before anything is replaced: a module first imported inside would keep replacements under its own names."""
 
 
 class _Replacement:
@@ -64,76 +49,13 @@ class _Replacement:
                 setattr(owner, name, old)
 
 
-def _core(name: str) -> Any:
-    return importlib.import_module(f"megatron.core.{name}")
-
-
-def _megatron_patches() -> Iterator[Patch]:
-    random = _core("tensor_parallel.random")
-    states = {"_get_cuda_rng_state": get_state, "_set_cuda_rng_state": set_state}
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("megatron."):
-            # other modules took these two with "from ... import"
-            yield from ((module, name, new) for name, new in states.items() if name in vars(module))
-    moe_utils, dispatcher = _core("transformer.moe.moe_utils"), _core("transformer.moe.token_dispatcher")
-    # 0.16.1 names it without importing it where Transformer Engine is missing: NameError in the router; where it is there, it is a CUDA kernel
-    yield moe_utils, "te_general_gemm", None
-    yield from _tensor_list_patches()
-    latent = _core("transformer.multi_latent_attention")
-    if not isinstance(latent.TELinear, type):
-        # 0.16.1 takes the placeholder for Transformer Engine itself: TypeError from isinstance() in every MLA layer
-        yield latent, "HAVE_TE", False
-    for module in (moe_utils, dispatcher):
-        if hasattr(module, "maybe_move_tensor_to_cpu"):
-            yield module, "maybe_move_tensor_to_cpu", split_sizes
-    # a class attribute that megatron-core fills once: written back, or the null stream would outlive the layer
-    alltoall = dispatcher.MoEAlltoAllTokenDispatcher
-    yield alltoall, "cuda_dtoh_stream", getattr(alltoall, "cuda_dtoh_stream", None)
-    # CPU and "CUDA" share one generator here, so its warning about that is always true
-    # ("disabled" and not "level": a logger caches what its level allows, also after the level is back)
-    yield logging.getLogger(random.__name__), "disabled", True
-
-
-def _tensor_list_patches() -> Iterator[Patch]:
-    """megatron-core's own norms and scalings of tensor lists, where an installed Transformer Engine or Apex has put its CUDA kernels."""
-    utils = _core("utils")
-    local = {
-        "multi_tensor_applier": utils.local_multi_tensor_applier,
-        "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
-        "l2_norm_impl": utils.local_multi_tensor_l2_norm,
-    }
-    for module in (
-        _core("optimizer.optimizer"),
-        _core("optimizer.clip_grads"),
-        _core("distributed.fsdp.src.megatron_fsdp.mixed_precision"),
-    ):
-        yield from ((module, name, new) for name, new in local.items() if name in vars(module))
-
-
 class _StandIn:
     """Makes `fused_adam` what megatron-core takes for Transformer Engine's FusedAdam, without pretending that Transformer Engine exists."""
 
-    module = "transformer_engine.pytorch.optimizers"
-
     def __init__(self) -> None:
         self.adam: type | None = None
-        self._replacement = _Replacement(self._patches)
+        self._replacement = _Replacement(lambda: megatron.fused_adam_patches(self.adam))
         self._hidden: Any = _MISSING
-
-    def _patches(self) -> Iterator[Patch]:
-        optimizer, distributed, config = (
-            _core("optimizer"),
-            _core("optimizer.distrib_optimizer"),
-            _core("optimizer.optimizer_config"),
-        )
-        for module in (optimizer, distributed):
-            yield module, "Adam", self.adam
-        yield optimizer, "USING_PYTORCH_OPTIMIZER", False
-        yield distributed, "HAVE_APEX_OR_TE", True
-        yield distributed, "USING_TE_OPTIMIZER", True
-        for module in (optimizer, config):
-            # asked for nothing but "is FusedAdam new enough"; without Transformer Engine it raises TypeError
-            yield module, "is_te_min_version", lambda *args, **kwargs: True
 
     def enter(self, adam: type) -> None:
         if self.adam not in (None, adam):
@@ -143,10 +65,10 @@ class _StandIn:
         self.adam = adam
         if self._replacement.depth == 0:
             # OptimizerConfig imports FusedAdam by this full name, and sys.modules is asked before any package is looked for
-            self._hidden = sys.modules.get(self.module, _MISSING)
-            stub = types.ModuleType(self.module)
+            self._hidden = sys.modules.get(megatron.FUSED_ADAM_MODULE, _MISSING)
+            stub = types.ModuleType(megatron.FUSED_ADAM_MODULE)
             vars(stub)["FusedAdam"] = adam
-            sys.modules[self.module] = stub
+            sys.modules[megatron.FUSED_ADAM_MODULE] = stub
         self._replacement.enter()
 
     def leave(self) -> None:
@@ -154,16 +76,20 @@ class _StandIn:
         if self._replacement.depth == 0:
             self.adam = None
             if self._hidden is _MISSING:
-                sys.modules.pop(self.module, None)
+                sys.modules.pop(megatron.FUSED_ADAM_MODULE, None)
             else:
-                sys.modules[self.module] = self._hidden
+                sys.modules[megatron.FUSED_ADAM_MODULE] = self._hidden
+
+
+def _core_patches() -> Iterable[Patch]:
+    return megatron.patches(get_state=get_state, set_state=set_state, split_sizes=split_sizes)
 
 
 class _Device:
     """The redirections and the process-wide torch state that megatron-core changes and does not give back."""
 
     def __init__(self) -> None:
-        self.replacement = _Replacement(lambda: [*cuda_patches(), *_megatron_patches()])
+        self.replacement = _Replacement(lambda: [*cuda_patches(), *_core_patches()])
         self._flags: tuple[Any, torch.dtype] | None = None
 
     def enter(self) -> None:
@@ -197,8 +123,7 @@ def cpu_device(*, fused_adam: type | None = None) -> Iterator[None]:
     fused_adam: what megatron-core uses as its Adam (FusedAdam's interface, `mpbridge.engines.optimizers.CpuFusedAdam`); without it torch's AdamW serves,
     which megatron-core's distributed optimizer cannot resume. Raises BadValue when another class is in use.
     """
-    for name in _CORE:
-        _core(name)
+    megatron.import_all()
     with ExitStack() as undo:
         with _LOCK:
             if fused_adam is not None:

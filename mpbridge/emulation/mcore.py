@@ -11,20 +11,19 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from mpbridge.emulation.gemm import Plug
 from mpbridge.emulation.linear import apply
 from mpbridge.errors import Refused
+from mpbridge.megatron.inside_model import OwnProduct, Product, experts_in_turn
 
 if TYPE_CHECKING:
     from mpbridge.precision.policy import PrecisionPolicy, Quant
 
 
-class _Emulated:
+class _Emulated(OwnProduct):
     """Mixed into megatron-core's parallel linears: they keep weights, communication and checkpoints; only the local GEMMs are replaced.
 
     Under sequence parallelism the gathered input is quantized. Transformer Engine quantizes the shard and gathers the codes, with amaxes
@@ -40,9 +39,12 @@ class _Emulated:
         """The rule that this linear's GEMMs run under, for the audit; None: high precision."""
         return None if self.plug is None else self.plug.quantizer.quant
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def product(
+        self, plain: Product, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """The quantized product; high precision where nothing is quantized, or while the emulation rests."""
         if self.plug is None or self.plug.emulation.is_paused:
-            return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc,no-any-return]
+            return plain(input, weight, *args, **kwargs)
         if kwargs.get("gradient_accumulation_fusion"):
             raise Refused(
                 "emulated linears have no fused gradient accumulation (set model.gradient_accumulation_fusion=false)"
@@ -86,11 +88,9 @@ class EmulatedBackend:
         """None: there is no fused one."""
         return
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
+    def grouped_mlp_modules(self, *unused: bool, **named: bool) -> Any:
         """Sequential experts made of our linears, whatever is asked: their GEMMs see the same operands one by one."""
-        return SequentialMLP, MLPSubmodules(
-            linear_fc1=EmulatedColumnParallelLinear, linear_fc2=EmulatedRowParallelLinear
-        )
+        return experts_in_turn(EmulatedColumnParallelLinear, EmulatedRowParallelLinear)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._base, name)

@@ -12,6 +12,7 @@ import torch
 
 from mpbridge.engines.base import ShardedEngine
 from mpbridge.engines.contract import Batch, Live, StepResult
+from mpbridge.megatron.inside_optimizer import update_router_biases
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -107,6 +108,4 @@ def _finalize(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
     """What is left of megatron-core's finalize_model_grads where nothing but data is parallel: the routers' load-balancing biases."""
     config = chunks[0].config
     if getattr(config, "moe_router_enable_expert_bias", False):
-        from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
-
-        _update_router_expert_bias(chunks, config)
+        update_router_biases(chunks, config)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mpbridge.formats import DType
+from mpbridge.megatron.inside_optimizer import gradients, gradients_for_norm, parts, set_moment_dtypes
 from mpbridge.precision.policy import PrecisionPolicy
 
 
@@ -18,10 +19,9 @@ def prepare(optimizer: Any, policy: PrecisionPolicy) -> None:
     if not policy.own_main_copy:
         return
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        dtypes = getattr(getattr(part, "optimizer", None), "name_to_dtype_map", None)
-        if dtypes is not None:
-            for role in ("exp_avg", "exp_avg_sq"):
-                dtypes[role] = (getattr(policy, role) or DType.FP32).torch()
+        set_moment_dtypes(
+            part, {role: (getattr(policy, role) or DType.FP32).torch() for role in ("exp_avg", "exp_avg_sq")}
+        )
 
 
 @contextmanager
@@ -35,12 +35,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _gradients(part: Any) -> list[torch.Tensor]:
-    decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-    found = [getattr(p, "decoupled_grad" if decoupled else "grad", None) for p in part.get_parameters()]
-    return [getattr(grad, "_local_tensor", grad) for grad in found if grad is not None]
-
-
 def grad_norm(optimizer: Any) -> float:
     """Global L2 norm of the gradients that megatron-core's optimizers are about to read, accumulated in FP32 whatever their dtype.
 
@@ -48,17 +42,13 @@ def grad_norm(optimizer: Any) -> float:
     """
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 
-    parts = {
-        id(part): part.get_main_grads_for_grad_norm()
-        for part in optimizer.chained_optimizers
-        if not getattr(part, "is_stub_optimizer", False)
-    }
-    if all(grad.dtype is torch.float32 for grads in parts.values() for grad in grads):
+    found = {id(part): gradients_for_norm(part) for part in parts(optimizer)}
+    if all(grad.dtype is torch.float32 for grads in found.values() for grad in grads):
         return float(optimizer.get_grad_norm())
     total = 0.0
     for part in optimizer.chained_optimizers:
         # norms of norms are the norm: one FP32 number a tensor, no FP32 copy of the gradients
-        grads = [torch.linalg.vector_norm(grad, dtype=torch.float32).view(1) for grad in parts.get(id(part), [])]
+        grads = [torch.linalg.vector_norm(grad, dtype=torch.float32).view(1) for grad in found.get(id(part), [])]
         total += get_grad_norm_fp32(grads, grad_stats_parallel_group=part.get_grad_stats_parallel_group()) ** 2
     return math.sqrt(total)
 
@@ -70,5 +60,5 @@ def clip(part: Any, norm: float) -> None:
     """
     factor = part.config.clip_grad / (norm + 1.0e-6)
     if factor < 1.0:
-        for grad in _gradients(part):
+        for grad in gradients(part):
             grad.mul_(factor)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mpbridge.engines.contract import Live
+from mpbridge.megatron.inside_optimizer import main_weights
 from mpbridge.models.gpt import global_names
 
 
@@ -59,29 +60,10 @@ def _padding(chunk: Any) -> Iterator[Live]:
             )
 
 
-def _pairs(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(model parameter, what the inner optimizer updates for it) of one of megatron-core's optimizers."""
-    if hasattr(part, "shard_fp32_groups"):
-        aware = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        sixteen = part.shard_float16_groups if aware else part.shard_fp32_from_float16_groups
-        groups = [(part.model_float16_groups, sixteen), (part.model_fp32_groups, part.shard_fp32_groups)]
-    elif hasattr(part, "fp32_from_float16_groups"):
-        groups = [
-            (part.float16_groups, part.fp32_from_float16_groups),
-            (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups),
-        ]
-    else:
-        own = [group["params"] for group in part.optimizer.param_groups]
-        groups = [(own, own)]
-    for models, mains in groups:
-        for model_group, main_group in zip(models, mains, strict=True):
-            yield from zip(model_group, main_group, strict=True)
-
-
 def _optimizer_tensors(part: Any, names: dict[torch.Tensor, str]) -> Iterable[Live]:
     if getattr(part, "is_stub_optimizer", False):
         return
-    for parameter, updated in _pairs(part):
+    for parameter, updated in main_weights(part):
         name = names[parameter]
         if updated is not parameter and updated.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
             yield Live(role="main_params", parameter=name, tensor=updated.detach())

@@ -10,6 +10,7 @@ import torch
 from mpbridge.engines import full_bf16
 from mpbridge.engines.base import BaseEngine
 from mpbridge.engines.contract import Batch, Live, StepResult
+from mpbridge.megatron.inside_optimizer import gather_mxfp8
 
 if TYPE_CHECKING:
     pass
@@ -76,9 +77,8 @@ class McoreEngine(BaseEngine):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         if self.configs.optimizer.reuse_grad_buf_for_mxfp8_param_ag and self.configs.ddp.overlap_param_gather:
-            # MXFP8 parameters are gathered through the gradient buffer, which has just been zeroed (megatron-core leaves this to the training script)
-            for part in self.optimizer.chained_optimizers:
-                part._copy_main_params_to_param_buffer()
+            # MXFP8 parameters are gathered through the gradient buffer, which has just been zeroed
+            gather_mxfp8(self.optimizer)
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Parameters of this rank by their global name (layers counted over all pipeline stages, experts over all expert-parallel ranks)."""

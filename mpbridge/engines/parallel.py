@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 import random
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from mpbridge.errors import BadValue
 from mpbridge.facts import Parallel
+from mpbridge.megatron import state
 
 _patience = 30.0
 """Minutes that megatron-core's groups wait, as the world does; its own default where somebody else made the world."""
@@ -50,36 +50,9 @@ def stop_process_group() -> None:
         dist.destroy_process_group()
 
 
-State = list[tuple[Any, str, Any]]
-"""(owner, name, value) of process-wide state."""
-
-_LAYOUTS: dict[tuple[Any, Parallel, int], State] = {}
+_LAYOUTS: dict[tuple[Any, Parallel, int], state.State] = {}
 """megatron-core's groups of every layout that this world has had. They are used again and never destroyed one by one: a gloo group that goes while
 its last work is being released ends the process ("terminate called without an active exception"; seen after expert and interleaved pipeline runs)."""
-
-_BUFFERS = ("_GLOBAL_MEMORY_BUFFER", "_GLOBAL_SYMMETRIC_MEMORY_BUFFER")
-"""Belong to an engine, not to its layout: they hold its activations."""
-
-
-def _snapshot(*owners: Any) -> State:
-    """The upper-case names of megatron-core modules and the auxiliary losses' scale: what an engine changes and nobody gives back."""
-    found = []
-    for owner in owners:
-        for name, value in vars(owner).items():
-            if (name.isupper() or name in ("main_loss_backward_scale", "_global_process_group_list")) and not callable(
-                value
-            ):
-                found.append((owner, name, copy.copy(value) if isinstance(value, (list, dict)) else value))
-    return found
-
-
-def _restore(state: State) -> None:
-    for owner, name, value in state:
-        setattr(owner, name, value)
-
-
-_ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""Variables that megatron-core sets for Transformer Engine from model.attention_backend, and leaves behind."""
 
 
 class ModelParallel:
@@ -88,26 +61,22 @@ class ModelParallel:
     def __init__(self, sizes: Parallel, *, seed: int, optimizer_instances: int = 1) -> None:
         """Raises BadValue while another engine, or foreign code, has initialised megatron-core's parallel state: there is one in a process."""
         from megatron.core import parallel_state
-        from megatron.core.tensor_parallel import random as core_random
-        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
         if parallel_state.model_parallel_is_initialized():
             raise BadValue(
                 "megatron-core's parallel state is in use, expected none: close the other engine first (one at a time in a process)"
             )
-        self._before = _snapshot(parallel_state, core_random, MoEAuxLossAutoScaler, MTPLossAutoScaler)
-        self._variables = {name: os.environ.get(name) for name in _ATTENTION}
+        self._before = state.process_wide()
+        self._variables = {name: os.environ.get(name) for name in state.ATTENTION_VARIABLES}
         try:
             layout = (dist.group.WORLD, sizes, optimizer_instances)
             known = _LAYOUTS.get(layout)
             if known is None:
                 _initialize(sizes, optimizer_instances)
-                _LAYOUTS[layout] = [entry for entry in _snapshot(parallel_state) if entry[1] not in _BUFFERS]
+                _LAYOUTS[layout] = state.layout()
             else:
-                _restore(known)
-                parallel_state._set_global_memory_buffer()
-                parallel_state._set_global_symmetric_memory_buffer()
+                state.restore(known)
+                state.fresh_buffers()
             seed_everything(seed)
         except BaseException:
             self.stop()
@@ -115,7 +84,7 @@ class ModelParallel:
 
     def stop(self) -> None:
         """Puts megatron-core's globals back; its process groups wait for the next engine of the same layout."""
-        _restore(self._before)
+        state.restore(self._before)
         for name, value in self._variables.items():
             os.environ.pop(name, None)
             if value is not None:

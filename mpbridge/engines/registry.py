@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 from mpbridge.engines.contract import Engine
 from mpbridge.errors import MpbridgeError, UnknownName, UpstreamRefused
+from mpbridge.megatron.cpu import is_core
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -54,4 +55,4 @@ def _in_megatron(fault: Exception) -> str | None:
     """'megatron.core.optimizer, get_megatron_optimizer': the function that raised, where it is megatron-core's; None where it is not."""
     *_, (frame, _) = traceback.walk_tb(fault.__traceback__)
     module = str(frame.f_globals.get("__name__", ""))
-    return f"{module}, {frame.f_code.co_name}" if module.startswith("megatron.") else None
+    return f"{module}, {frame.f_code.co_name}" if is_core(module) else None

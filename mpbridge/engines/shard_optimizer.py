@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.engines.precision_warnings import foreach_arguments, warn_bf16_adam, without_duplicate
 from mpbridge.errors import Refused
 from mpbridge.formats import DType
+from mpbridge.megatron.inside_optimizer import parameter_groups
 from mpbridge.precision.policy import PrecisionPolicy
 
 
@@ -100,16 +101,6 @@ def placed(name: str, parameter: Any) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1])
 
 
-class _Named:
-    """What megatron-core's grouping asks of a model."""
-
-    def __init__(self, parameters: Mapping[str, Any]) -> None:
-        self._parameters = parameters
-
-    def named_parameters(self) -> Iterable[tuple[str, Any]]:
-        return self._parameters.items()
-
-
 class ShardOptimizer:
     """Optimizers over views of local shards: no DTensor dispatch, no empty shard, states as plain tensors.
 
@@ -130,8 +121,6 @@ class ShardOptimizer:
 
         offset: where a local shard begins in its parameter; None: as DTensor's placements say.
         """
-        from megatron.core.optimizer import _get_param_groups
-
         self.config = config
         self.group = group
         self.grad_scaler = scaler(config)
@@ -146,7 +135,7 @@ class ShardOptimizer:
         """Name -> view of this rank's part, for those that have one."""
         name_of = {id(p): name for name, p in self.names.items()}
         # megatron-core's own rules: no weight decay for biases and norms, multipliers, minimum rates
-        groups = _get_param_groups([_Named(self.names)], config, None)
+        groups = parameter_groups(self.names, config)
         local = [
             {**g, "params": [self.shards[name_of[id(p)]] for p in g["params"] if name_of[id(p)] in self.shards]}
             for g in groups

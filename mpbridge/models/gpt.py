@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,12 +17,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_mlp_module_spec_for_backend,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
@@ -34,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from mpbridge.errors import BadValue
+from mpbridge.megatron.inside_model import latent_attention_takes, multiply_in, router_biases_in_fp32
 from mpbridge.megatron.quant_recipe import enter_chunk
 from mpbridge.models.local_spec import CpuSpecProvider
 from mpbridge.precision.policy import PrecisionPolicy
@@ -85,17 +84,6 @@ def multi_token_spec(config: Any, spec: Any, provider: Any, *, chunk: int | None
     if provider is None:
         return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True, vp_stage=chunk)
     return get_gpt_mtp_block_spec_for_backend(config, spec, provider, vp_stage=chunk)
-
-
-@contextmanager
-def latent_attention_takes(column: type) -> Iterator[None]:
-    """While layers are built: megatron-core's MLA checks its down projections against a list of classes, which knows no subclass (emulated linears)."""
-    listed = multi_latent_attention.ColumnParallelLinear
-    multi_latent_attention.ColumnParallelLinear = column
-    try:
-        yield
-    finally:
-        multi_latent_attention.ColumnParallelLinear = listed
 
 
 def _expert_layers(config: Any) -> list[bool]:
@@ -174,18 +162,8 @@ def gpt_model(
     with nullcontext() if provider is None else latent_attention_takes(provider.column_parallel_linear()):
         model = GPTModel(config=config, transformer_layer_spec=spec, **stage, **arguments)
     if policy.logits is not None and last:
-        _logits_in(model.output_layer, policy.logits.torch())
+        multiply_in(model.output_layer, policy.logits.torch())
     return model
-
-
-def _logits_in(output_layer: Any, dtype: torch.dtype) -> None:
-    """Makes the output layer multiply, and so return, in `dtype`; parameters and gradients keep theirs. megatron-core 0.16.1 has no switch for it."""
-    multiply = output_layer._forward_impl
-
-    def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return multiply(input.to(dtype), weight.to(dtype), *args, **kwargs)
-
-    output_layer._forward_impl = forward
 
 
 def _in_precision(config: Any, model: torch.nn.Module, policy: PrecisionPolicy) -> torch.nn.Module:
@@ -194,9 +172,7 @@ def _in_precision(config: Any, model: torch.nn.Module, policy: PrecisionPolicy) 
         return model
     kept = fp32_modules(model, policy.keep_fp32)
     wrapped: torch.nn.Module = Float16Module(config, model)
-    for router in model.modules():
-        if isinstance(router, TopKRouter):
-            router._maintain_float32_expert_bias()  # megatron-core does it in the first forward pass; a bias is FP32 from the start
+    router_biases_in_fp32(model)
     for module, names in kept.items():
         for name in names:
             parameter = getattr(module, name)

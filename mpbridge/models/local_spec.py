@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 
+from mpbridge.megatron.inside_model import experts_in_turn
 from mpbridge.models.attention import CausalAttention, attends_plainly
 
 
@@ -68,8 +67,6 @@ class CpuSpecProvider(LocalSpecProvider):  # type: ignore[misc]
         """Ours where it computes the same, else megatron-core's own."""
         return CausalAttention if attends_plainly(self.config) else DotProductAttention
 
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
-        """One expert after the other: grouped GEMMs are CUDA kernels."""
-        return SequentialMLP, MLPSubmodules(
-            linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear()
-        )
+    def grouped_mlp_modules(self, *unused: bool, **named: bool) -> Any:
+        """One expert after the other, whatever is asked: grouped GEMMs are CUDA kernels."""
+        return experts_in_turn(self.column_parallel_linear(), self.row_parallel_linear())

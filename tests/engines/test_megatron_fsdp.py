@@ -69,19 +69,19 @@ def test_m1_upstreams_own_wiring_moves_nothing(layered: None) -> None:
     from megatron.core.optimizer import get_megatron_optimizer
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from mpbridge.engines.megatron_fsdp import _do_not_reduce, _indexed_device
     from mpbridge.engines.parallel import ModelParallel
     from mpbridge.engines.steps import forward_step
+    from mpbridge.megatron.inside_fsdp import do_not_reduce, indexed_device
     from mpbridge.megatron.targets import build
     from mpbridge.models.gpt import build_chunks
 
     run = tiny.run("bf16_megatron_fsdp", engine=CORE)
     targets = build(_sections(run, cuda=False), run.plan)
     parallel = ModelParallel(run.facts.parallel, seed=1)
-    with _indexed_device(False):
+    with indexed_device(False):
         (chunk,) = build_chunks(targets.model, targets.gpt, run.policy, cuda=False)
         wrapped = FullyShardedDataParallel(targets.model, targets.ddp, chunk, device=torch.device("cpu"))
-        _do_not_reduce(wrapped)
+        do_not_reduce(wrapped)
         optimizer = get_megatron_optimizer(targets.optimizer, [wrapped])
         targets.model.finalize_model_grads_func = finalize_model_grads
         named = wrapped.param_and_grad_buffer.optimizer_named_parameters
@@ -123,7 +123,7 @@ def test_m3_nobody_waits_for_a_decoupled_gradient(build: Any, scaling: str | Non
     flags = {
         "fused": any(getattr(part, "use_decoupled_grad", False) for part in engine.optimizer.parts),
         "masters": any(getattr(part, "master_weights", False) for part in engine.optimizer.parts),
-        "buffer": getattr(engine._buffer, "use_precision_aware_optimizer", False),
+        "buffer": getattr(engine.model[0].param_and_grad_buffer, "use_precision_aware_optimizer", False),
         "clipping": engine.configs.optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
     }
     assert flags == dict.fromkeys(flags, False)

@@ -1,0 +1,107 @@
+"""What has to be replaced inside megatron-core for a CPU: names that only CUDA or Transformer Engine can serve. `mpbridge.devices` installs and takes back."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Patch = tuple[Any, str, Any]
+"""(owner, attribute, replacement)."""
+
+_IMPORTED = (
+    "models.gpt",
+    "models.gpt.gpt_layer_specs",
+    "optimizer",
+    "optimizer.distrib_optimizer",
+    "distributed",
+    "pipeline_parallel.schedules",
+    "dist_checkpointing",
+    "transformer.moe.moe_utils",
+    "transformer.moe.token_dispatcher",
+    "transformer.multi_latent_attention",
+    "transformer.multi_token_prediction",
+)
+
+FUSED_ADAM_MODULE = "transformer_engine.pytorch.optimizers"
+"""The full name by which OptimizerConfig imports FusedAdam."""
+
+
+def import_all() -> None:
+    """Imports what will be patched before anything is replaced: a module first imported inside would keep replacements under its own names."""
+    for name in _IMPORTED:
+        _core(name)
+
+
+def _core(name: str) -> Any:
+    return importlib.import_module(f"megatron.core.{name}")
+
+
+def patches(*, get_state: Any, set_state: Any, split_sizes: Any) -> Iterator[Patch]:
+    """Replacements for as long as CUDA calls are redirected; the arguments stand for its random states and its copies of split sizes."""
+    random = _core("tensor_parallel.random")
+    yield from aliases({"_get_cuda_rng_state": get_state, "_set_cuda_rng_state": set_state})
+    moe_utils, dispatcher = _core("transformer.moe.moe_utils"), _core("transformer.moe.token_dispatcher")
+    # 0.16.1 names it without importing it where Transformer Engine is missing: NameError in the router; where it is there, it is a CUDA kernel
+    yield moe_utils, "te_general_gemm", None
+    yield from _tensor_list_patches()
+    latent, ahead = _core("transformer.multi_latent_attention"), _core("transformer.multi_token_prediction")
+    if not isinstance(latent.TELinear, type):
+        # 0.16.1 takes the placeholder for Transformer Engine itself: TypeError from isinstance() in every MLA layer
+        yield latent, "HAVE_TE", False
+    if hasattr(ahead, "is_inference_column_parallel_linear"):
+        # since 0.17 it asks isinstance() of a class that is None without Transformer Engine; nothing is an inference layer here
+        yield ahead, "is_inference_column_parallel_linear", lambda module: False
+    for module in (moe_utils, dispatcher):
+        if hasattr(module, "maybe_move_tensor_to_cpu"):
+            yield module, "maybe_move_tensor_to_cpu", split_sizes
+    # a class attribute that megatron-core fills once: written back, or the null stream would outlive the layer
+    alltoall = dispatcher.MoEAlltoAllTokenDispatcher
+    yield alltoall, "cuda_dtoh_stream", getattr(alltoall, "cuda_dtoh_stream", None)
+    # CPU and "CUDA" share one generator here, so its warning about that is always true
+    # ("disabled" and not "level": a logger caches what its level allows, also after the level is back)
+    yield logging.getLogger(random.__name__), "disabled", True
+
+
+def aliases(replacements: Mapping[str, Any]) -> Iterator[Patch]:
+    """The same names in every module of megatron-core that took them with "from ... import"."""
+    for module in list(sys.modules.values()):
+        if is_core(module):
+            yield from ((module, name, new) for name, new in replacements.items() if name in vars(module))
+
+
+def is_core(module: Any) -> bool:
+    """Whether a module, or the name of one, is megatron-core's."""
+    return str(getattr(module, "__name__", module)).startswith("megatron.")
+
+
+def fused_adam_patches(adam: type | None) -> Iterator[Patch]:
+    """Makes `adam` what megatron-core takes for Transformer Engine's FusedAdam, without pretending that Transformer Engine exists."""
+    optimizer, distributed = _core("optimizer"), _core("optimizer.distrib_optimizer")
+    for module in (optimizer, distributed):
+        yield module, "Adam", adam
+    yield optimizer, "USING_PYTORCH_OPTIMIZER", False
+    yield distributed, "HAVE_APEX_OR_TE", True
+    yield distributed, "USING_TE_OPTIMIZER", True
+    for module in (optimizer, _core("optimizer.optimizer_config")):
+        if hasattr(module, "is_te_min_version"):
+            # asked for nothing but "is FusedAdam new enough"; without Transformer Engine it raises TypeError
+            yield module, "is_te_min_version", lambda *args, **kwargs: True
+
+
+def _tensor_list_patches() -> Iterator[Patch]:
+    """megatron-core's own norms and scalings of tensor lists, where an installed Transformer Engine or Apex has put its CUDA kernels."""
+    utils = _core("utils")
+    local = {
+        "multi_tensor_applier": utils.local_multi_tensor_applier,
+        "multi_tensor_scale_impl": utils.local_multi_tensor_scale,
+        "l2_norm_impl": utils.local_multi_tensor_l2_norm,
+    }
+    for module in (
+        _core("optimizer.optimizer"),
+        _core("optimizer.clip_grads"),
+        _core("distributed.fsdp.src.megatron_fsdp.mixed_precision"),
+    ):
+        yield from ((module, name, new) for name, new in local.items() if name in vars(module))

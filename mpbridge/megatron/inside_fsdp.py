@@ -1,0 +1,102 @@
+"""The inside of Megatron-FSDP's wrapper: its buffers, the gathers under way, and what it does not do right."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+
+Role = Literal["params", "main_params", "grads"]
+
+
+def wrap(config: Any, ddp: Any, chunk: Any, device: torch.device) -> Any:
+    """The wrapper around a model chunk. Since 0.17 the name is a function's, which chooses between two implementations; this is the first of them."""
+    from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+
+    kind = getattr(mcore_fsdp_adapter, "FullyShardedDataParallelV1", mcore_fsdp_adapter.FullyShardedDataParallel)
+    return kind(config, ddp, chunk, device=device)
+
+
+def parameters(wrapped: Any) -> dict[str, Any]:
+    """Name in the bare model -> the sharded parameter that an optimizer updates."""
+    return {bare_name(name): parameter for name, parameter in _buffer(wrapped).optimizer_named_parameters}
+
+
+def bare_name(name: str) -> str:
+    """A parameter's name without those of the wrappers around the model."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def install_main_weights(wrapped: Any) -> None:
+    """Main weights into the model's own."""
+    _buffer(wrapped).copy_main_weights_to_model_weights()
+
+
+def settle(wrapped: Any) -> None:
+    """Waits for the gathers under way."""
+    pipeline = wrapped.module.all_gather_pipeline
+    while pipeline.param_gather_event_map:
+        pipeline.wait_bucket_ready(*next(iter(pipeline.param_gather_event_map)))
+
+
+def do_not_reduce(wrapped: Any) -> None:
+    """Takes the reduction out where one process holds everything.
+
+    There the wrapper accumulates into the whole gradient buffer and then adds that buffer's own "reduced" copy to it: gradients come out twice as large
+    after one micro-batch and worse after more (seen on 0.16.1; at two processes they are exact).
+    """
+    wrapped.module.grad_reduce_pipeline.reduce_gradients = lambda *args, **kwargs: None
+
+
+def offset(wrapped: Any, name: str, parameter: Any) -> tuple[int, ...]:
+    """Where this rank's rows of a parameter begin: the wrapper cuts flat buffers, at multiples of a row."""
+    original = parameter.orig_param
+    buffer = _buffer(wrapped)
+    group = buffer.parameter_groups[buffer.param_to_param_group[original]]
+    held = group.main_weight_buffer or group.model_weight_buffer
+    start, _ = held.locate_item_in_global_item(held.param_idx[original])
+    row = math.prod(original.shape[1:])  # its storage may be released, so it is not indexed
+    return (start // row, *([0] * (original.dim() - 1)))
+
+
+def held(wrapped: Any) -> Iterator[tuple[Role, str, torch.Tensor]]:
+    """(role, parameter, local shard) of model weights as they rest between steps, main weights and gradients; shared tensors named once."""
+    buffer = _buffer(wrapped)
+    for group in buffer.parameter_groups:
+        for index, parameter in enumerate(group.params):
+            name = bare_name(buffer.param_to_name[parameter])
+            buffers: tuple[tuple[Role, Any], ...] = (
+                ("params", group.model_weight_buffer),
+                ("main_params", group.main_weight_buffer),
+                ("grads", group.main_grad_buffer),
+            )
+            for role, flat in buffers:
+                if flat is not None:
+                    yield role, name, flat.get_item(index, only_shard=flat.is_data_distributed)
+
+
+@contextmanager
+def indexed_device(cuda: bool) -> Iterator[None]:
+    """The wrapper makes 'cuda:<current device>' of a number; the CPU layer's current device is no number. And it warns that a CPU is no such device."""
+    if cuda:
+        yield
+        return
+    before = torch.cuda.current_device
+    log = logging.getLogger("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
+    silent, log.disabled = log.disabled, True
+    torch.cuda.current_device = lambda: 0
+    try:
+        yield
+    finally:
+        torch.cuda.current_device = before
+        log.disabled = silent
+
+
+def _buffer(wrapped: Any) -> Any:
+    return wrapped.param_and_grad_buffer

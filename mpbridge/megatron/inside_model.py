@@ -1,0 +1,69 @@
+"""The inside of megatron-core's modules: hooks that have no public name, and what differs between its versions when a layer is specified."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.router import TopKRouter
+
+Product = Callable[..., torch.Tensor]
+"""(input, weight, *, bias, tp_group, sequence_parallel ...) -> input Wt: the local matrix product of a parallel linear, without its communication."""
+
+
+class OwnProduct:
+    """Mixed in before one of megatron-core's parallel linears: `product` decides how its local matrix product is computed."""
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        plain: Product = super()._forward_impl  # type: ignore[misc]
+        return self.product(plain, input, weight, *args, **kwargs)
+
+    def product(
+        self, plain: Product, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """The product; `plain` is megatron-core's own, with the same arguments."""
+        return plain(input, weight, *args, **kwargs)
+
+
+def multiply_in(output_layer: Any, dtype: torch.dtype) -> None:
+    """Makes the output layer multiply, and so return, in `dtype`; parameters and gradients keep theirs."""
+    multiply = output_layer._forward_impl
+
+    def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return multiply(input.to(dtype), weight.to(dtype), *args, **kwargs)
+
+    output_layer._forward_impl = forward
+
+
+def experts_in_turn(column: type, row: type) -> Any:
+    """What `grouped_mlp_modules` of a backend returns for experts computed one after the other: since 0.17 a builder, before a pair."""
+    parts = MLPSubmodules(linear_fc1=column, linear_fc2=row)
+    if "moe_use_legacy_grouped_gemm" in inspect.signature(LocalSpecProvider.grouped_mlp_modules).parameters:
+        return SequentialMLP, parts
+    return partial(SequentialMLP, submodules=parts)
+
+
+@contextmanager
+def latent_attention_takes(column: type) -> Iterator[None]:
+    """While layers are built: megatron-core's MLA checks its down projections against a list of classes, which knows no subclass (emulated linears)."""
+    listed = multi_latent_attention.ColumnParallelLinear
+    multi_latent_attention.ColumnParallelLinear = column
+    try:
+        yield
+    finally:
+        multi_latent_attention.ColumnParallelLinear = listed
+
+
+def router_biases_in_fp32(model: torch.nn.Module) -> None:
+    """megatron-core does it in the first forward pass; a load-balancing bias is FP32 from the start."""
+    for router in model.modules():
+        if isinstance(router, TopKRouter):
+            router._maintain_float32_expert_bias()

@@ -1,0 +1,96 @@
+"""The inside of megatron-core's optimizers: which tensors they hold for a parameter, which gradients they read, and how they group parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def parts(optimizer: Any) -> list[Any]:
+    """The optimizers of a ChainedOptimizer that hold anything."""
+    return [part for part in optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
+
+
+def main_weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(model parameter, what the inner optimizer updates for it) of one of megatron-core's optimizers."""
+    if hasattr(part, "shard_fp32_groups"):
+        sixteen = part.shard_float16_groups if reads_decoupled(part) else part.shard_fp32_from_float16_groups
+        groups = [(part.model_float16_groups, sixteen), (part.model_fp32_groups, part.shard_fp32_groups)]
+    elif hasattr(part, "fp32_from_float16_groups"):
+        groups = [
+            (part.float16_groups, part.fp32_from_float16_groups),
+            (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups),
+        ]
+    else:
+        own = [group["params"] for group in part.optimizer.param_groups]
+        groups = [(own, own)]
+    for models, mains in groups:
+        for model_group, main_group in zip(models, mains, strict=True):
+            yield from zip(model_group, main_group, strict=True)
+
+
+def reads_decoupled(part: Any) -> bool:
+    """Whether this optimizer takes its gradients from `.decoupled_grad`."""
+    return bool(part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
+
+
+def never_decoupled(config: Any) -> None:
+    """Tells an OptimizerConfig that gradients are on `.grad`, whatever it derived."""
+    config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
+
+
+def gradients(part: Any) -> list[torch.Tensor]:
+    """The local gradients that this optimizer is about to read."""
+    name = "decoupled_grad" if reads_decoupled(part) else "grad"
+    found = [getattr(parameter, name, None) for parameter in part.get_parameters()]
+    return [getattr(grad, "_local_tensor", grad) for grad in found if grad is not None]
+
+
+def gradients_for_norm(part: Any) -> list[torch.Tensor]:
+    """Those of them that count for the global norm on this rank, each parameter once."""
+    name = "get_grads_for_grad_norm" if hasattr(part, "get_grads_for_grad_norm") else "get_main_grads_for_grad_norm"
+    found: list[torch.Tensor] = getattr(part, name)()
+    return found
+
+
+def set_moment_dtypes(part: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Makes FusedAdam keep its moments in `dtypes`; other optimizers are left alone."""
+    held = getattr(getattr(part, "optimizer", None), "name_to_dtype_map", None)
+    if held is not None:
+        held.update(dtypes)
+
+
+def gather_mxfp8(optimizer: Any) -> None:
+    """Main weights into the gradient buffer that MXFP8 parameters are gathered through; megatron-core leaves this to the training script."""
+    for part in optimizer.chained_optimizers:
+        part._copy_main_params_to_param_buffer()
+
+
+class _Named:
+    """What the grouping asks of a model."""
+
+    def __init__(self, parameters: Mapping[str, Any]) -> None:
+        self._parameters = parameters
+
+    def named_parameters(self) -> Iterable[tuple[str, Any]]:
+        return self._parameters.items()
+
+
+def parameter_groups(parameters: Mapping[str, Any], config: Any) -> list[dict[str, Any]]:
+    """megatron-core's own groups of named parameters: no weight decay for biases and norms, multipliers, minimum rates."""
+    from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides
+
+    # since 0.17 None means no rules at all, and norms would decay
+    groups: list[dict[str, Any]] = _get_param_groups(
+        [_Named(parameters)], config, get_standard_config_overrides(config)
+    )
+    return groups
+
+
+def update_router_biases(chunks: list[Any], config: Any) -> None:
+    """The routers' load-balancing biases, after the tokens of a step were counted."""
+    from megatron.core.distributed.finalize_model_grads import _update_router_expert_bias
+
+    _update_router_expert_bias(chunks, config)

@@ -1,0 +1,61 @@
+"""megatron-core's process-wide state: what an engine changes and nobody gives back."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+State = list[tuple[Any, str, Any]]
+"""(owner, name, value)."""
+
+ATTENTION_VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+"""Environment variables that megatron-core sets for Transformer Engine from model.attention_backend, and leaves behind."""
+
+_BUFFERS = {
+    "_GLOBAL_MEMORY_BUFFER": "_set_global_memory_buffer",
+    "_GLOBAL_SYMMETRIC_MEMORY_BUFFER": "_set_global_symmetric_memory_buffer",  # gone since 0.17
+}
+"""Belong to an engine, not to its layout: they hold its activations. Name -> what makes a new one."""
+
+
+def process_wide() -> State:
+    """Parallel state, random trackers and the scales of auxiliary losses as they are now."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    return _values(parallel_state, random, MoEAuxLossAutoScaler, MTPLossAutoScaler)
+
+
+def layout() -> State:
+    """The process groups of the parallel layout that is set up now, without the buffers of whoever uses it."""
+    from megatron.core import parallel_state
+
+    return [entry for entry in _values(parallel_state) if entry[1] not in _BUFFERS]
+
+
+def fresh_buffers() -> None:
+    """New buffers for the next engine of a layout that is used again."""
+    from megatron.core import parallel_state
+
+    for make in _BUFFERS.values():
+        if hasattr(parallel_state, make):
+            getattr(parallel_state, make)()
+
+
+def restore(state: State) -> None:
+    """Puts the values back."""
+    for owner, name, value in state:
+        setattr(owner, name, value)
+
+
+def _values(*owners: Any) -> State:
+    """The upper-case names of modules, and the two others that hold state."""
+    others = ("main_loss_backward_scale", "_global_process_group_list")
+    return [
+        (owner, name, copy.copy(value) if isinstance(value, (list, dict)) else value)
+        for owner in owners
+        for name, value in vars(owner).items()
+        if (name.isupper() or name in others) and not callable(value)
+    ]
