@@ -7,7 +7,6 @@ called `.partial-...` and what is being removed `.dropped-...`, so whatever is c
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from mpbridge.errors import CheckpointError
+from mpbridge.locks import Locked, lock
 
 MANIFEST = "manifest.json"
 """Name -> size and sha256 of every other file in a checkpoint."""
@@ -66,25 +66,13 @@ def locate(where: Path) -> Path:
 
 
 def claim(folder: Path) -> IO[str]:
-    """Makes this process the one that saves to `folder`, until what comes back is closed. Raises CheckpointError that names who is it already.
-
-    The lock is the kernel's: it ends with the process, however that ends, and a forked child has none. Where the file system knows no locks nothing is held.
-    """
-    import fcntl
-
-    folder.mkdir(parents=True, exist_ok=True)
-    stream = (folder / WRITER).open("a+", encoding="utf-8")
+    """Makes this process the one that saves to `folder`, until what comes back is closed. Raises CheckpointError that names who is it already."""
     try:
-        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            return stream
-        stream.seek(0)
-        with stream:
-            who = stream.read().strip() or "another process"
+        stream = lock(folder / WRITER, wait=False)
+    except Locked as other:
         raise CheckpointError(
-            f"{folder} is where {who} saves its run: wait for it, stop it, or choose another checkpoint.save"
-        ) from error
+            f"{folder} is where {other.holder or 'another process'} saves its run: wait for it, stop it, or choose another checkpoint.save"
+        ) from None
     stream.truncate(0)
     stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     stream.flush()
