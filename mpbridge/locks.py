@@ -7,6 +7,8 @@ import fcntl
 from pathlib import Path
 from typing import IO
 
+from mpbridge.files import opened_to_write
+
 
 class Locked(Exception):
     """Another process holds the lock; `holder` is what it wrote into the file."""
@@ -20,10 +22,10 @@ def lock(path: Path, *, wait: bool) -> IO[str]:
     """`path`, open for writing and held by this process until it is closed; its folder is made. wait: until it is free; else raises Locked.
 
     The lock ends with the process, however that ends, and a forked child does not have it. On a file system without locks nothing is held.
-    Raises OSError when the file cannot be made.
+    Raises OSError when the file cannot be made, CheckpointError where it is a link or no regular file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    stream = path.open("a+", encoding="utf-8")
+    stream = opened_to_write(path, append=True)
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal
 
 from mpbridge.errors import CheckpointError, MpbridgeError
 from mpbridge.facts import RunFacts, optimizer_name
+from mpbridge.files import read_json
 from mpbridge.formats import DType, plain
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -163,11 +163,13 @@ def read_fingerprint(folder: Path) -> Fingerprint:
     """The fingerprint inside one checkpoint's folder; raises CheckpointError that names the file."""
     file = folder / FILE
     try:
-        return Fingerprint.from_data(json.loads(file.read_text(encoding="utf-8")))
+        data = read_json(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error}): every checkpoint of mpbridge has one") from error
+    try:
+        return Fingerprint.from_data(data)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}): every checkpoint of mpbridge has one") from error
 
 
 def verdict(saved: Fingerprint, wanted: Fingerprint) -> Verdict:
