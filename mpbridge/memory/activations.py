@@ -62,6 +62,11 @@ def tokens(run: RunFacts) -> float:
     return run.shape.seq_length * run.micro_batch_size / run.parallel.context
 
 
+def offloaded(policy: PrecisionPolicy, run: RunFacts, layers: int) -> float:
+    """Bytes of one micro-batch's activations that cpu_offloading keeps on the host, of that many layers."""
+    return sum(_selected(run, _layer(policy, run, layer)) for layer in range(layers))
+
+
 def _recomputed(run: RunFacts, kept: list[Kept]) -> float:
     count = int(run.model.get("recompute_num_layers") or 1)
     if run.model.get("recompute_method") == "block":

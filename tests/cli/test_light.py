@@ -19,6 +19,7 @@ VERBS = [
     ["diff", "bf16_mixed", "fp16_mixed"],
     ["plan"],
     ["plan", "--config", "deepseek_v3_671b", "--recipe", "mxfp8", "--explain"],
+    ["estimate", "--config", "llama3_70b", "--world-size", "64", "--target", "h100"],
     ["--help"],
     ["train", "--help"],
 ]

@@ -1,0 +1,122 @@
+"""`mpbridge estimate`: how long a step takes on a machine, with its band, and where the time goes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpbridge.cli._target import add_target_arguments, target
+from mpbridge.cli.options import add_run_arguments, resolved
+from mpbridge.cli.text import print_json, print_table
+from mpbridge.errors import MpbridgeError
+from mpbridge.estimate.predict import Estimate, estimate
+from mpbridge.hardware.capability import refuse_unless_native
+from mpbridge.memory.compare import REFERENCE
+
+if TYPE_CHECKING:
+    from mpbridge.cli._target import Target
+    from mpbridge.config.container import Run
+
+SUMMARY = "time of a step, tokens/s and where the time goes, with a band: a prediction"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    add_run_arguments(parser)
+    add_target_arguments(parser)
+    parser.add_argument("--price", type=float, metavar="X", help="of one GPU hour, in any currency")
+    parser.add_argument("--plot", metavar="FILE", help="a picture: where the time goes, by recipe (needs matplotlib)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the prediction."""
+    where = target(args)
+    made = resolved(args, machine=where.machine, versions=where.versions)
+    if where.machine.gpu:
+        refuse_unless_native(made.policy, where.machine, where.versions)
+    mine = estimate(made.policy, where.facts(made.facts))
+    other = _reference(made, where)
+    if args.plot:
+        _plot(Path(args.plot), made, mine, other)
+    if args.json:
+        print_json(
+            _data(made, mine, args.price) | {"reference": None if other is None else _data(made, other, args.price)}
+        )
+        return 0
+    _print(made, where, mine, other, args.price)
+    return 0
+
+
+def _reference(made: Run, where: Target) -> Estimate | None:
+    """bf16_mixed on the same machine and layout; None where it cannot run there or is what was asked."""
+    if made.recipe == REFERENCE:
+        return None
+    plain = dataclasses.replace(made.container, mixed_precision=REFERENCE, engine=made.engine, emulate=False)
+    try:
+        run = plain.resolved(made.world_size, machine=where.machine, versions=where.versions, training=False)
+        return estimate(run.policy, where.facts(run.facts))
+    except MpbridgeError:
+        return None
+
+
+def _data(made: Run, one: Estimate, price: float | None) -> dict[str, Any]:
+    hours = one.gpu_hours_per_billion_tokens
+    return {
+        "recipe": made.recipe,
+        "predicted": True,
+        "seconds": one.seconds,
+        "band": one.band,
+        "because": one.because,
+        "tokens_per_second_per_gpu": one.tokens_per_second,
+        "model_tflops_per_gpu": one.flops_per_second / 1e12,
+        "share_of_peak": one.share_of_peak,
+        "gpu_hours_per_billion_tokens": hours,
+        "price_per_billion_tokens": None if price is None else price * hours,
+        "parts": dict(one.parts),
+        "left_out": list(one.left_out),
+    }
+
+
+def _print(made: Run, where: Target, mine: Estimate, other: Estimate | None, price: float | None) -> None:
+    sizes = made.facts.parallel
+    print(f"recipe {made.recipe}, engine {made.engine}, {sizes.world_size} x {where.machine.label}: a prediction")
+    print(
+        f"tensor {sizes.tensor}, pipeline {sizes.pipeline}{f' x {sizes.virtual_pipeline}' if sizes.virtual_pipeline else ''}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}\n"
+    )
+    low, high = mine.seconds * (1 - mine.band), mine.seconds * (1 + mine.band)
+    print(f"step          {mine.seconds:.3g} s ({low:.3g} to {high:.3g}; {mine.because})")
+    print(f"tokens/s/GPU  {mine.tokens_per_second:,.0f}")
+    print(
+        f"model TFLOP/s {mine.flops_per_second / 1e12:,.0f} a GPU, {mine.share_of_peak:.0%} of the dense peak of its narrowest products"
+    )
+    hours = mine.gpu_hours_per_billion_tokens
+    cost = f", {price * hours:,.0f} at {price:g} an hour" if price is not None else ""
+    print(f"GPU hours     {hours:,.0f} per billion tokens{cost}")
+    if other is not None:
+        print(
+            f"beside {REFERENCE} in the same layout: {other.seconds / mine.seconds:.2f} times as fast ({other.seconds:.3g} s)"
+        )
+    print()
+    names = dict.fromkeys([*mine.parts, *(other.parts if other is not None else ())])
+    rows = [
+        (
+            name,
+            f"{mine.parts.get(name, 0.0) * 1000:,.1f}",
+            f"{mine.parts.get(name, 0.0) / mine.seconds:.1%}",
+            f"{other.parts.get(name, 0.0) * 1000:,.1f}" if other is not None else "",
+        )
+        for name in names
+    ]
+    print_table(("where the time goes", "ms", "share", f"{REFERENCE} ms"), rows)
+    for line in mine.left_out:
+        print(f"left out: {line}")
+
+
+def _plot(path: Path, made: Run, mine: Estimate, other: Estimate | None) -> None:
+    from mpbridge.report.bars import stacked_bars
+
+    bars = {made.recipe: mine.parts} | ({REFERENCE: other.parts} if other is not None else {})
+    stacked_bars(path, bars, unit="seconds a step", title=f"Predicted, {mine.world} GPUs")

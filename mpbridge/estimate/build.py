@@ -1,0 +1,132 @@
+"""The list of operations of one rank of a run: `work`."""
+
+from __future__ import annotations
+
+from mpbridge.errors import BadValue
+from mpbridge.estimate.collectives import (
+    context_collectives,
+    data_collectives,
+    expert_collectives,
+    pipeline_collectives,
+    tensor_collectives,
+)
+from mpbridge.estimate.gemms import chunk_gemms
+from mpbridge.estimate.traffic import attention, traffic
+from mpbridge.estimate.work import Work
+from mpbridge.facts import RunFacts
+from mpbridge.memory.layers import parameters
+from mpbridge.memory.ranks import Coordinates
+from mpbridge.precision.policy import PrecisionPolicy
+
+
+def work(policy: PrecisionPolicy, run: RunFacts, rank: int) -> Work:
+    """What that rank issues in one step. Raises BadValue for sizes that do not divide."""
+    divisible(run)
+    at = Coordinates.of(rank, run.parallel)
+    chunks = at.chunks(run)
+    gemms = tuple(gemm for chunk in chunks for gemm in chunk_gemms(policy, run, at, chunk))
+    layers, experts = _layers(run, rank)
+    return Work(
+        stage=at.stage,
+        layers=layers,
+        experts=experts,
+        gemms=gemms,
+        attention=tuple(attention(run, chunks)),
+        traffic=traffic(policy, run, at, gemms),
+        collectives=(
+            *tensor_collectives(policy, run, chunks),
+            *context_collectives(policy, run, layers),
+            *expert_collectives(policy, run, experts),
+            *pipeline_collectives(policy, run, at),
+        ),
+        step=tuple(data_collectives(policy, run, at)),
+        optimizer=_update(policy, run, at),
+        offloaded=_offloaded(policy, run, layers),
+        left_out=left_out(run),
+    )
+
+
+def divisible(run: RunFacts) -> None:
+    """Raises BadValue, every size named, where tensors or batches cannot be cut as the layout asks."""
+    shape, parallel = run.shape, run.parallel
+    pairs = [
+        ("hidden_size", shape.hidden_size, "tensor parallel", parallel.tensor),
+        ("num_attention_heads", shape.num_attention_heads, "tensor parallel", parallel.tensor),
+        ("vocab_size", shape.vocab_size, "tensor parallel", parallel.tensor),
+        ("seq_length", shape.seq_length, "context parallel", parallel.context),
+        (
+            "global_batch_size",
+            run.global_batch_size,
+            "micro batch x data parallel",
+            run.micro_batch_size * parallel.data,
+        ),
+    ]
+    if shape.experts:
+        pairs.append(("num_moe_experts", shape.experts, "expert parallel", parallel.expert))
+    if not all(shape.expert_layers):
+        pairs.append(("ffn_hidden_size", shape.ffn_hidden_size, "tensor parallel", parallel.tensor))
+    faults = [f"{name}={value} cannot be divided by {what} {size}" for name, value, what, size in pairs if value % size]
+    if shape.num_query_groups % parallel.tensor and parallel.tensor % shape.num_query_groups:
+        faults.append(
+            f"num_query_groups={shape.num_query_groups} cannot be divided by tensor parallel {parallel.tensor}"
+        )
+    if faults:
+        raise BadValue("; ".join(faults))
+
+
+def left_out(run: RunFacts) -> tuple[str, ...]:
+    """What the list does not hold, with the sign of the error."""
+    found = []
+    machine, parallel = run.machine, run.parallel
+    if machine is not None and parallel.world_size > machine.domain and not machine.network:
+        found.append(
+            f"traffic between hosts: {machine.name} has no network in the table, so the real step is slower (a --machine-file can name it)"
+        )
+    if run.model.get("hybrid_override_pattern") or run.model.get("is_hybrid_model"):
+        found.append("state-space layers (Mamba): not priced, so the real step is slower")
+    if run.model.get("linear_attention_freq") or run.model.get("experimental_attention_variant"):
+        found.append("linear attention: priced as softmax attention, so the real step is faster")
+    if run.optimizer.cpu_offload:
+        found.append("the optimizer's update on the host: priced as on the GPU, so the real step is slower")
+    return tuple(found)
+
+
+def _layers(run: RunFacts, rank: int) -> tuple[int, int]:
+    """(layers, those of experts) of the rank's stage, multi-token prediction's included."""
+    at = Coordinates.of(rank, run.parallel)
+    layers = experts = 0
+    last = run.shape.num_layers - 1
+    for chunk in at.chunks(run):
+        ids = [*chunk.layers, *([last] * run.shape.mtp_layers if chunk.mtp else [])]
+        layers += len(ids)
+        experts += sum(run.shape.is_expert_layer(min(layer, last)) for layer in ids)
+    return layers, experts
+
+
+def _update(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
+    """Bytes that the optimizer reads and writes: gradients read, main weights and moments read and written, parameters written."""
+    settled = policy.settled(dict(run.optimizer.settings))
+    sizes = [settled.main_params, settled.exp_avg, settled.exp_avg_sq]
+    each = (
+        sum(2 * (dtype.bytes if dtype is not None else 4) for dtype in sizes)
+        + 4
+        + policy.params.bytes
+        + policy.reduce.bytes
+    )
+    own = 0.0
+    sharded = run.optimizer.distributed or run.engine != "mcore"
+    for chunk in parameters(run, at):
+        for parameter in chunk:
+            apart = parameter.weight.expert and run.parallel.expert > 1
+            ranks = run.parallel.expert_data if apart else run.parallel.data * run.parallel.context
+            own += parameter.weight.elements / (ranks if sharded else 1)
+    return own * each
+
+
+def _offloaded(policy: PrecisionPolicy, run: RunFacts, layers: int) -> float:
+    """Activations that cpu_offloading moves to the host and back."""
+    if not run.model.get("cpu_offloading"):
+        return 0.0
+    from mpbridge.memory.activations import offloaded
+
+    return 2.0 * offloaded(policy, run, min(layers, int(run.model.get("cpu_offloading_num_layers") or 0)))

@@ -1,0 +1,187 @@
+"""What a rank sends in one step: kind, group, dtype, bytes and count, as megatron-core 0.16 issues them.
+
+Tensor parallelism: tensor_parallel/layers.py (sequence parallelism gathers a column-parallel linear's input again in backward), cross_entropy.py (three
+reductions of FP32 vectors). Data parallelism: distributed/param_and_grad_buffer.py (each bucket once a step). Pipeline: pipeline_parallel/schedules.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from mpbridge.estimate.gemms import full_layers, tokens
+from mpbridge.estimate.work import Collective
+from mpbridge.facts import RunFacts
+from mpbridge.formats import DType
+from mpbridge.memory.buckets import buffers
+from mpbridge.memory.layers import parameters
+from mpbridge.memory.ranks import Chunk, Coordinates
+from mpbridge.memory.roles import dtype_at_rest, grads_dtype
+from mpbridge.precision.policy import PrecisionPolicy
+
+
+def tensor_collectives(policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[Collective]:
+    """Of one micro-batch, over the tensor-parallel group."""
+    ranks = run.parallel.tensor
+    if ranks == 1:
+        return
+    rows, hidden, wide = tokens(run), run.shape.hidden_size, policy.compute
+    whole = rows * hidden * wide.bytes
+    gathers, reductions = _counts(run, chunks)
+    if run.parallel.sequence:
+        for kind, times, size in (("all_gather", gathers, whole // ranks), ("reduce_scatter", reductions, whole)):
+            if times:
+                yield Collective(kind=kind, group="tensor", ranks=ranks, dtype=wide.short, bytes=size, times=times)  # type: ignore[arg-type]
+    elif reductions:
+        yield Collective(
+            kind="all_reduce", group="tensor", ranks=ranks, dtype=wide.short, bytes=whole, times=reductions
+        )
+    heads = _heads(run, chunks)
+    if heads:
+        yield Collective(kind="all_reduce", group="tensor", ranks=ranks, dtype="fp32", bytes=rows * 4, times=3 * heads)
+
+
+def _heads(run: RunFacts, chunks: tuple[Chunk, ...]) -> int:
+    return sum(int(chunk.last) + (run.shape.mtp_layers if chunk.mtp else 0) for chunk in chunks)
+
+
+def _counts(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
+    """(all-gathers, reduce-scatters), or reductions alone without sequence parallelism."""
+    gathers = reductions = 0
+    sequence = run.parallel.sequence
+    for chunk in chunks:
+        again = full_layers(run, len(chunk.layers))
+        plain = sum(not run.shape.is_expert_layer(layer) for layer in chunk.layers)
+        count = len(chunk.layers)
+        # two pairs of linears in a dense layer, one beside experts; gathers: forward, backward, and the input once more for its weight's gradient
+        pairs = count + plain
+        gathers += 3 * pairs + 2 * again
+        reductions += 2 * pairs + 2 * again
+        if chunk.first:
+            gathers += int(sequence)
+            reductions += 1
+        if chunk.last:
+            gathers += 2
+            reductions += 1
+    return gathers, reductions
+
+
+def context_collectives(policy: PrecisionPolicy, run: RunFacts, layers: int) -> Iterator[Collective]:
+    """Keys and values around the context-parallel ring: forward, and with their gradients in backward."""
+    ranks, shape = run.parallel.context, run.shape
+    if ranks == 1 or not layers:
+        return
+    width = 2 * shape.num_query_groups * shape.kv_channels // run.parallel.tensor
+    size = tokens(run) * width * policy.compute.bytes
+    yield Collective(
+        kind="send",
+        group="context",
+        ranks=ranks,
+        dtype=policy.compute.short,
+        bytes=size,
+        times=3 * (ranks - 1) * layers,
+    )
+
+
+def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> Iterator[Collective]:
+    """The tokens' way to their experts and back, forward and backward, in a micro-batch with a balanced router."""
+    parallel, shape = run.parallel, run.shape
+    width = parallel.expert_tensor or parallel.tensor
+    if parallel.expert * width == 1 or not experts:
+        return
+    rows = tokens(run) // parallel.tensor * shape.expert_topk
+    if parallel.expert > 1:
+        size = rows * shape.hidden_size * policy.compute.bytes
+        yield Collective(
+            kind="all_to_all",
+            group="expert",
+            ranks=parallel.expert,
+            dtype=policy.compute.short,
+            bytes=size,
+            times=4 * experts,
+        )
+
+
+def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
+    """Activations and their gradients between stages, in one micro-batch: each model chunk hands on once."""
+    stages = run.parallel.pipeline
+    if stages == 1:
+        return
+    virtual = run.parallel.virtual_pipeline or 1
+    rows = tokens(run) // (run.parallel.tensor if run.parallel.sequence else 1)
+    size = rows * run.shape.hidden_size * policy.pipeline.bytes
+    first, last = at.stage == 0, at.stage == stages - 1
+    onward = virtual - int(last)
+    back = virtual - int(first)
+    for kind, times in (("send", onward + back), ("receive", onward + back)):
+        if times:
+            yield Collective(
+                kind=kind,  # type: ignore[arg-type]
+                group="pipeline",
+                ranks=stages,
+                dtype=policy.pipeline.short,
+                bytes=size,
+                times=times,
+            )
+
+
+def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
+    """Gradients and parameters over data-parallel groups, once a step: of each buffer as a whole, whatever its buckets."""
+    if run.engine != "mcore":
+        yield from _sharded(policy, run, at)
+        return
+    settled = policy.settled(dict(run.optimizer.settings))
+    for index, chunk in enumerate(parameters(run, at)):
+        rows = []
+        for parameter in chunk:
+            at_rest, _ = dtype_at_rest(settled, run, parameter)
+            rows.append((parameter, at_rest, grads_dtype(settled, at_rest)))
+        for buffer in buffers(run, rows, stage=at.stage, index=index):
+            group = "expert_data" if buffer.slots[0].parameter.weight.expert and run.parallel.expert > 1 else "data"
+            if buffer.group == 1 or not buffer.elements:
+                continue
+            size = buffer.elements * buffer.grads.bytes
+            if not buffer.distributed:
+                yield _once("all_reduce", group, buffer.group, buffer.grads, size)
+                continue
+            yield _once("reduce_scatter", group, buffer.group, buffer.grads, size)
+            yield _once(
+                "all_gather", group, buffer.group, buffer.params, buffer.elements * buffer.params.bytes // buffer.group
+            )
+
+
+def _once(kind: str, group: str, ranks: int, dtype: DType, size: int) -> Collective:
+    return Collective(kind=kind, group=group, ranks=ranks, dtype=dtype.short, bytes=size)  # type: ignore[arg-type]
+
+
+def _sharded(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
+    """Full sharding: weights are gathered for forward and again for backward, gradients scattered, in each micro-batch."""
+    ranks = run.parallel.data * run.parallel.context
+    if ranks == 1:
+        return
+    micro = max(1, run.global_batch_size // max(1, run.micro_batch_size * run.parallel.data))
+    sizes: Counter[DType] = Counter()
+    total = 0
+    for chunk in parameters(run, at):
+        for parameter in chunk:
+            at_rest, _ = dtype_at_rest(policy, run, parameter)
+            wire = at_rest if at_rest is DType.UINT8 else policy.gather or policy.params
+            sizes[wire] += parameter.weight.elements
+            total += parameter.weight.elements
+    for dtype, count in sizes.items():
+        yield Collective(
+            kind="all_gather",
+            group="data",
+            ranks=ranks,
+            dtype=dtype.short,
+            bytes=count * dtype.bytes // ranks,
+            times=2 * micro,
+        )
+    yield Collective(
+        kind="reduce_scatter",
+        group="data",
+        ranks=ranks,
+        dtype=policy.reduce.short,
+        bytes=total * policy.reduce.bytes,
+        times=micro,
+    )

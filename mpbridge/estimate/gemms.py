@@ -1,0 +1,152 @@
+"""The matrix products of a rank's layers and of its output layer, in one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from mpbridge.estimate.work import Gemm, Pass
+from mpbridge.facts import RunFacts
+from mpbridge.memory.layers import Weight, layer_weights, te_layers
+from mpbridge.memory.ranks import Chunk, Coordinates
+from mpbridge.precision.policy import PrecisionPolicy, Quant
+
+PASSES: tuple[Pass, ...] = ("forward", "dgrad", "wgrad")
+
+
+def tokens(run: RunFacts) -> int:
+    """Of one micro-batch on one context-parallel rank."""
+    return run.shape.seq_length * run.micro_batch_size // run.parallel.context
+
+
+def routed(run: RunFacts) -> int:
+    """Rows that arrive at a rank's experts in one layer when the router is balanced."""
+    width = run.parallel.expert_tensor or run.parallel.tensor
+    return tokens(run) * run.shape.expert_topk * width // run.parallel.tensor
+
+
+def chunk_gemms(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: Chunk) -> Iterator[Gemm]:
+    """Every product of that model chunk, recomputed ones included."""
+    again = full_layers(run, len(chunk.layers))
+    for place, layer in enumerate(chunk.layers):
+        found = tuple(_layer(policy, run, at, layer))
+        yield from found
+        if place < again:
+            yield from (replace(gemm, step="recompute") for gemm in found if gemm.step == "forward")
+    depth = run.shape.num_layers
+    if chunk.mtp:
+        hidden = run.shape.hidden_size
+        for _ in range(run.shape.mtp_layers):
+            yield from _three(
+                "mtp.eh_proj", tokens(run), hidden // run.parallel.tensor, 2 * hidden, _format(policy, None)
+            )
+            yield from _layer(policy, run, at, depth - 1)
+    heads = int(chunk.last) + (run.shape.mtp_layers if chunk.mtp else 0)
+    for _ in range(heads):
+        rows = run.shape.vocab_size // run.parallel.tensor
+        yield from _three("output_layer", tokens(run), rows, run.shape.hidden_size, _format(policy, None))
+
+
+def recomputed(run: RunFacts, module: str, *, mixture: bool) -> bool:
+    """Whether a layer's linear is computed once more for the backward pass (transformer_config.py recompute_modules)."""
+    if run.model.get("recompute_granularity") != "selective":
+        return False
+    asked = set(run.model.get("recompute_modules") or ())
+    if module.endswith(("linear_q_up_proj", "linear_kv_up_proj")):
+        return "mla_up_proj" in asked
+    if not module.startswith("mlp."):
+        return False
+    if "shared_experts" in module:
+        return bool(asked & {"shared_experts", "moe"})
+    return "moe" in asked if mixture else "mlp" in asked
+
+
+def full_layers(run: RunFacts, chunk_layers: int) -> int:
+    """How many of a chunk's layers full recomputation runs again."""
+    if run.model.get("recompute_granularity") != "full":
+        return 0
+    count = int(run.model.get("recompute_num_layers") or 1)
+    return chunk_layers if run.model.get("recompute_method") != "block" else min(count, chunk_layers)
+
+
+def _layer(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, layer: int) -> Iterator[Gemm]:
+    shape, parallel = run.shape, run.parallel
+    mixture = shape.is_expert_layer(layer)
+    here = (shape.experts or 0) // parallel.expert
+    weights = layer_weights(
+        shape,
+        tensor=parallel.tensor,
+        expert_tensor=parallel.expert_tensor or parallel.tensor,
+        local_experts=here,
+        mixture=mixture,
+        shared_gate=bool(run.model.get("moe_shared_expert_gate")),
+        whole_down=te_layers(run),
+    )
+    seen: set[str] = set()
+    for weight in weights:
+        if weight.path == "mlp.router.weight":
+            router = "fp32" if policy.router is not None or run.model.get("moe_router_dtype") else policy.compute.short
+            rows = tokens(run) // (parallel.tensor if parallel.sequence else 1)
+            yield from _three(weight.module, rows, shape.experts or 0, shape.hidden_size, (router, ""))
+        if not weight.linear:
+            continue
+        # the first expert's products stand for all of the rank's experts
+        name = weight.module
+        if weight.expert:
+            name = f"mlp.experts.{name.rpartition('.')[2]}"
+            if name in seen:
+                continue
+            seen.add(name)
+        yield from _linear(policy, run, weight, name, layer, mixture, here)
+
+
+def _linear(
+    policy: PrecisionPolicy, run: RunFacts, weight: Weight, name: str, layer: int, mixture: bool, experts: int
+) -> Iterator[Gemm]:
+    quant = policy.at(weight.module, layer, run.shape.num_layers)
+    kind = _format(policy, quant)
+    out, inner = weight.shape
+    whole = weight.module.endswith(("linear_q_down_proj", "linear_kv_down_proj")) and te_layers(run)
+    rows = tokens(run)
+    if weight.expert:
+        rows = routed(run) // max(1, experts)
+    elif whole and run.parallel.sequence:
+        rows //= run.parallel.tensor
+    times = experts if weight.expert else 1
+    yield from _three(name, rows, out, inner, kind, times=times, grouped=weight.expert)
+    if recomputed(run, weight.module, mixture=mixture):
+        yield Gemm(
+            where=name,
+            m=rows,
+            n=out,
+            k=inner,
+            format=kind[0],
+            scaling=kind[1],
+            step="recompute",
+            times=times,
+            grouped=weight.expert,
+        )
+
+
+def _three(
+    where: str,
+    rows: int,
+    out: int,
+    inner: int,
+    kind: tuple[str, str],
+    *,
+    times: int = 1,
+    grouped: bool = False,
+) -> Iterator[Gemm]:
+    """Forward, gradient of the input, gradient of the weight of one linear [out, inner]."""
+    shapes = {"forward": (rows, out, inner), "dgrad": (rows, inner, out), "wgrad": (out, inner, rows)}
+    for step in PASSES:
+        m, n, k = shapes[step]
+        yield Gemm(where=where, m=m, n=n, k=k, format=kind[0], scaling=kind[1], step=step, times=times, grouped=grouped)
+
+
+def _format(policy: PrecisionPolicy, quant: Quant | None) -> tuple[str, str]:
+    """(format, scaling) of a linear's operands."""
+    if quant is None:
+        return policy.compute.short, ""
+    return f"fp{quant.bits}", quant.scaling

@@ -1,0 +1,141 @@
+"""Bytes through memory in one micro-batch: norms and residuals, activation functions, routing, casts, weights, the loss.
+
+Counted for one token and layer, every operand read once and written once by each kernel of the forward and of the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from mpbridge.estimate.flops import attended
+from mpbridge.estimate.gemms import full_layers, tokens
+from mpbridge.estimate.work import Attention, Gemm, Traffic
+from mpbridge.facts import RunFacts
+from mpbridge.memory.layers import parameters
+from mpbridge.memory.ranks import Chunk, Coordinates
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.scalings import scaling
+
+
+def attention_kernel(run: RunFacts) -> str:
+    """'fused' (flash too), 'unfused' or 'local': what core attention runs as, 'auto' as Transformer Engine resolves it on a GPU."""
+    asked = str(run.model.get("attention_backend") or "auto").rpartition(".")[2]
+    if asked in ("unfused", "local"):
+        return asked
+    return "fused" if run.model.get("transformer_impl") != "local" else "local"
+
+
+def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[Attention]:
+    """Core attention of those chunks."""
+    shape, rows = run.shape, tokens(run)
+    heads = shape.num_attention_heads / run.parallel.tensor
+    latent = shape.latent_attention
+    width = (
+        2 * shape.kv_channels
+        if latent is None
+        else latent["qk_head_dim"] + latent["qk_pos_emb_head_dim"] + latent["v_head_dim"]
+    )
+    kernel = attention_kernel(run)
+    again = (
+        "core_attn" in (run.model.get("recompute_modules") or ())
+        and run.model.get("recompute_granularity") == "selective"
+    )
+    flops = scores = 0.0
+    layers = 0
+    for chunk in chunks:
+        extra = full_layers(run, len(chunk.layers))
+        ids = [*chunk.layers, *([shape.num_layers - 1] * shape.mtp_layers if chunk.mtp else [])]
+        for place, layer in enumerate(ids):
+            passes = 3.5 + (1 if again or place < extra else 0)
+            keys = attended(shape, run.model, layer)
+            flops += passes * 2 * rows * heads * width * keys
+            scores += 2 * rows * heads * keys
+            layers += 1
+    # unfused: the whole square is computed, written, normalized, read; twice as many positions as a causal kernel visits
+    moved = 0.0 if kernel == "fused" else layers * rows * heads * shape.seq_length * 2 * 8
+    if layers:
+        yield Attention(flops=flops * (1 if kernel == "fused" else 2), scores=scores, kernel=kernel, bytes=moved)
+
+
+def traffic(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, gemms: tuple[Gemm, ...]) -> tuple[Traffic, ...]:
+    """Every kind with bytes above zero."""
+    shape, tensor, rows = run.shape, run.parallel.tensor, tokens(run)
+    wide = policy.compute.bytes / 2
+    found: defaultdict[str, float] = defaultdict(float)
+    chunks = at.chunks(run)
+    fused = bool(run.model.get("use_transformer_engine_op_fuser"))
+    for chunk in chunks:
+        extra = full_layers(run, len(chunk.layers))
+        ids = [*chunk.layers, *([shape.num_layers - 1] * shape.mtp_layers if chunk.mtp else [])]
+        for place, layer in enumerate(ids):
+            share = (4 / 3 if place < extra else 1) * rows / tensor * wide
+            found["norms"] += share * _attention_bytes(run)
+            mixture = shape.is_expert_layer(min(layer, shape.num_layers - 1))
+            width = (
+                shape.expert_topk * shape.expert_ffn_hidden_size + shape.shared_expert_size
+                if mixture
+                else shape.ffn_hidden_size
+            )
+            found["activation"] += share * (16 if shape.gated else 10) * width * (0.75 if fused and mixture else 1)
+            if mixture:
+                found["routing"] += share * (12 * shape.expert_topk * shape.hidden_size + 8 * (shape.experts or 0))
+        heads = int(chunk.last) + (shape.mtp_layers if chunk.mtp else 0)
+        found["loss"] += heads * 12 * shape.vocab_size * rows / tensor
+    found["quantization"] += quantized_bytes(run, gemms) * (0.6 if fused and shape.experts else 1)
+    found["weights"] += _weight_bytes(policy, run, at)
+    return tuple(Traffic(kind=kind, bytes=size) for kind, size in found.items() if size)
+
+
+def _attention_bytes(run: RunFacts) -> float:
+    """Norms, residuals, rotary embedding and layout changes around attention, bytes of a token and layer at 16 bits."""
+    shape = run.shape
+    latent = shape.latent_attention
+    if latent is None:
+        inner = shape.num_attention_heads * shape.kv_channels
+        return 36 * shape.hidden_size + 8 * (inner + shape.num_query_groups * shape.kv_channels) + 6 * inner
+    keys = latent["qk_head_dim"] + 2 * latent["qk_pos_emb_head_dim"] + latent["v_head_dim"]
+    heads = shape.num_attention_heads
+    return 36 * shape.hidden_size + 8 * heads * keys + 6 * heads * latent["v_head_dim"]
+
+
+def quantized_bytes(run: RunFacts, gemms: tuple[Gemm, ...]) -> float:
+    """Read and written by casts of inputs and output gradients: each once, for the products that use it."""
+    total = 0.0
+    arch = run.machine.arch if run.machine is not None else None
+    for gemm in gemms:
+        if not gemm.scaling or gemm.step == "wgrad":
+            continue
+        # forward casts the input [m, k], dgrad the output's gradient [m, k]; the weight gradient reuses both
+        total += gemm.m * gemm.k * gemm.times * cast_bytes(gemm.scaling, bits_of_format(gemm.format), arch)
+    return total
+
+
+def bits_of_format(name: str) -> int:
+    """Bits of an element of 'fp8' or 'fp4'."""
+    return int(name.removeprefix("fp"))
+
+
+def cast_bytes(name: str, bits: int, arch: tuple[int, int] | None) -> float:
+    """Bytes that the cast of one 16-bit element reads and writes under that scaling: the value, once more where the tensor's amax must be known first,
+    its code, a second copy where products want one, and the block's scale."""
+    row = scaling(name)
+    block = row.blocks[0] if row.blocks is not None else None
+    # a scale of the whole tensor from the tensor itself: alone, or above block scales as in NVFP4
+    looked_up = 2 if not row.history and (row.per_tensor or bits < 8 or block is None) else 0
+    scales = row.stored.scale_bytes / block.along if block is not None and block.along else 0.0
+    copies = 2 if row.keeps_transposed(arch) else 1
+    return 2 + looked_up + copies * (bits / 8 + scales)
+
+
+def _weight_bytes(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
+    """Weights read by forward and dgrad, their gradients read and written, in a micro-batch."""
+    total = 0.0
+    for chunk in parameters(run, at):
+        for parameter in chunk:
+            if not parameter.weight.linear or parameter.layer is None:
+                continue
+            quant = policy.at(parameter.weight.module, parameter.layer, run.shape.num_layers)
+            stored = policy.compute.bytes if quant is None else quant.bits / 8
+            total += parameter.weight.elements * (2 * stored + 2 * policy.reduce.bytes)
+    return total

@@ -1,0 +1,105 @@
+"""The operations of one training step on one rank, as megatron-core issues them: matrix products, attention, bytes through memory, collectives.
+
+Sizes are of one rank. `simulate --step` records the real megatron-core's products and collectives and compares them with this list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+Pass = Literal["forward", "dgrad", "wgrad", "recompute"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """A matrix product [m, k] x [k, n]."""
+
+    where: str
+    """Module below its layer ('mlp.linear_fc1'), 'output_layer', 'mlp.router' or 'mtp.eh_proj'."""
+    m: int
+    n: int
+    k: int
+    format: str
+    """'fp32', 'bf16', 'fp16', 'fp8' or 'fp4'."""
+    scaling: str = ""
+    """Of its quantized operands: 'tensorwise', 'mxfp8' ...; empty: none."""
+    step: Pass
+    times: int = 1
+    """In one micro-batch."""
+    grouped: bool = False
+    """One of the experts' products."""
+
+    @property
+    def flops(self) -> float:
+        """Of all `times`."""
+        return 2.0 * self.m * self.n * self.k * self.times
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """The shape regardless of which operand comes first."""
+        return (min(self.m, self.n), max(self.m, self.n), self.k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Softmax(QK)V of some layers in one micro-batch, forward and backward."""
+
+    flops: float
+    """Of both products, forward and backward (3.5 times the forward ones), masked positions left out."""
+    scores: float
+    """Exponentials, forward and again in backward."""
+    kernel: str = "fused"
+    """'fused', 'unfused' or 'local'."""
+    bytes: float = 0.0
+    """Scores written and read through memory; 0 for fused kernels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes read and written by operations that memory bandwidth bounds, in one micro-batch."""
+
+    kind: str
+    """'norms', 'activation', 'routing', 'quantization', 'weights' or 'loss'."""
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """One kind of communication. bytes: what this rank hands in (all-gather: its shard; reduce-scatter and all-to-all: its whole input)."""
+
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "receive"]
+    group: str
+    """'tensor', 'data', 'expert_data', 'expert', 'pipeline', 'context', 'embedding' or 'world'."""
+    ranks: int
+    dtype: str
+    bytes: int
+    times: int = 1
+    """In one micro-batch, or in the step for those of `Work.step`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one rank does: `micro` once for each micro-batch, `step` once a step."""
+
+    stage: int
+    layers: int
+    experts: int
+    """Layers that are mixtures of experts."""
+    gemms: tuple[Gemm, ...]
+    attention: tuple[Attention, ...]
+    traffic: tuple[Traffic, ...]
+    collectives: tuple[Collective, ...]
+    step: tuple[Collective, ...]
+    optimizer: float
+    """Bytes that the update reads and writes."""
+    offloaded: float = 0.0
+    """Bytes over the host link and back in one micro-batch."""
+    left_out: tuple[str, ...] = field(default=())
+    """What is not priced, with the sign of the error."""
+
+
+def flops(gemms: Iterable[Gemm]) -> float:
+    """Sum over all products."""
+    return sum(gemm.flops for gemm in gemms)

@@ -1,0 +1,232 @@
+"""Fits the constants of `mpbridge estimate` to published runs and prints how far predictions are off, each model left out of the fit in turn.
+
+    python scripts/fit_step_time.py            # the table of figures, with the shipped data file's priors
+    python scripts/fit_step_time.py --write    # also writes the constants to mpbridge/estimate/data/step_time.json
+
+Errors are of tokens/s/GPU, predicted over published - 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+from published import UNUSUAL, priced, run_of
+
+from mpbridge.estimate.constants import DATA, Constants, constants
+from mpbridge.estimate.flops import model_flops_per_token
+from mpbridge.estimate.predict import _peak
+from mpbridge.estimate.step import Ideal, ideal, seconds
+
+SPREAD = 0.05
+"""Relative error above which a row counts linearly instead of quadratically."""
+
+
+class Row:
+    """A published run with its ideal times."""
+
+    def __init__(self, row: dict) -> None:
+        run = run_of(row)
+        self.row = row
+        self.made: Ideal = ideal(run.policy, run.facts, run.facts.machine)
+        self.published = 1 / row["tokens"]
+        self.flops = model_flops_per_token(run.facts.shape, run.facts.model)
+        self.peak = _peak(run.policy, run.facts.machine)
+        self.group = (row["model"], row["machine"])
+
+    def predicted(self, using: Constants) -> float:
+        """Seconds a token and GPU."""
+        return sum(seconds(self.made, using).values()) / self.made.tokens
+
+
+class Fit:
+    """Robust least squares of the logarithms, with priors (Gauss-Newton with damping)."""
+
+    def __init__(self, base: Constants, data: dict) -> None:
+        self.base = base
+        self.shared = [name for name, entry in data["shared"].items() if entry["free"]]
+        self.machines = list(data["machines"])
+        entries = [data["shared"][name] for name in self.shared] + [data["machines"][name] for name in self.machines]
+        self.mean = np.log([entry["prior"] for entry in entries])
+        self.sd = np.array([entry["sd"] for entry in entries])
+
+    def constants(self, theta: np.ndarray) -> Constants:
+        values = np.exp(theta)
+        shared = dict(self.base.shared) | {n: float(v) for n, v in zip(self.shared, values, strict=False)}
+        machines = {n: float(v) for n, v in zip(self.machines, values[len(self.shared) :], strict=True)}
+        return replace(self.base, shared=shared, machines=machines)
+
+    def run(self, rows: list[Row]) -> Constants:
+        # a layout that stands in several releases counts less than so many layouts
+        same: dict[tuple, int] = defaultdict(int)
+        for row in rows:
+            same[(*row.group, row.row["precision"])] += 1
+        weight = np.array([same[(*row.group, row.row["precision"])] ** -0.5 for row in rows])
+        published = np.log([row.published for row in rows])
+
+        def residuals(theta: np.ndarray) -> np.ndarray:
+            using = self.constants(theta)
+            off = np.log([row.predicted(using) for row in rows]) - published
+            soft = np.sign(off) * np.sqrt(2 * (np.sqrt(1 + (off / SPREAD) ** 2) - 1))
+            return np.concatenate([weight * soft, (theta - self.mean) / self.sd])
+
+        theta, damping = self.mean.copy(), 1e-2
+        best = residuals(theta)
+        for _ in range(60):
+            slope = np.stack([(residuals(theta + 1e-4 * unit) - best) / 1e-4 for unit in np.eye(len(theta))], axis=1)
+            normal = slope.T @ slope
+            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), -slope.T @ best)
+            there = residuals(theta + step)
+            if there @ there < best @ best:
+                gain = best @ best - there @ there
+                theta, best, damping = theta + step, there, damping / 3
+                if gain < 1e-7:
+                    break
+            else:
+                damping *= 5
+                if damping > 1e6:
+                    break
+        return self.constants(theta)
+
+
+def errors(rows: list[Row], using: Constants) -> dict[int, float]:
+    """Row -> relative error of tokens/s/GPU."""
+    return {row.row["id"]: row.published / row.predicted(using) - 1 for row in rows}
+
+
+def summary(found: dict[int, float]) -> str:
+    size = np.abs(list(found.values()))
+    return f"{len(size):4d} rows   median {np.median(size):6.1%}   p90 {np.quantile(size, 0.9):6.1%}   worst {size.max():6.1%}"
+
+
+def left_out(fit: Fit, rows: list[Row]) -> dict[int, float]:
+    """Errors of each model by constants that were fitted to the others."""
+    found: dict[int, float] = {}
+    for model in sorted({row.row["model"] for row in rows}):
+        using = fit.run([row for row in rows if row.row["model"] != model])
+        found |= errors([row for row in rows if row.row["model"] == model], using)
+    return found
+
+
+def without(fit: Fit, others: list[Row], name: str) -> Constants:
+    """Constants of the other machines, with none for `name`."""
+    using = fit.run(others)
+    return replace(using, machines={other: value for other, value in using.machines.items() if other != name})
+
+
+def one_efficiency(rows: list[Row], inside: bool) -> dict[int, float]:
+    """The share of peak that other models (inside: all) reach in the median on the same machine and in the same precision."""
+    found = {}
+    share = {row.row["id"]: row.flops / row.published / row.peak for row in rows}
+    for row in rows:
+        others = [r for r in rows if inside or r.row["model"] != row.row["model"]]
+        same = [
+            r for r in others if (r.row["machine"], r.row["precision"]) == (row.row["machine"], row.row["precision"])
+        ]
+        same = same or [r for r in others if r.row["machine"] == row.row["machine"]] or others
+        found[row.row["id"]] = float(np.median([share[r.row["id"]] for r in same])) / share[row.row["id"]] - 1
+    return found
+
+
+def order(rows: list[Row], error: dict[int, float], same: tuple[str, ...], differ: tuple[str, ...]) -> str:
+    """How many pairs of rows, alike in `same` and unlike in `differ`, whose speeds differ by more than 5 %, are ordered as published."""
+    right = total = 0
+    for i, a in enumerate(rows):
+        for b in rows[i + 1 :]:
+            alike = all(a.row[key] == b.row[key] for key in same)
+            unlike = any(a.row[key] != b.row[key] for key in differ)
+            if not alike or not unlike or abs(a.published / b.published - 1) <= 0.05:
+                continue
+            total += 1
+            mine = [(1 / row.published) * (1 + error[row.row["id"]]) for row in (a, b)]
+            right += (mine[0] > mine[1]) == (a.published < b.published)
+    return f"{right} of {total}" + (f" ({right / total:.0%})" if total else "")
+
+
+def releases(rows: list[Row]) -> str:
+    """How far one layout's speed spreads over releases."""
+    keys = (
+        "model",
+        "machine",
+        "precision",
+        "gpus",
+        "global_batch",
+        "micro_batch",
+        "tensor",
+        "pipeline",
+        "virtual",
+        "expert",
+    )
+    groups: dict[tuple, list[float]] = defaultdict(list)
+    for row in rows:
+        groups[tuple(row.row[key] for key in keys)].append(row.row["tokens"])
+    spread = [max(v) / min(v) - 1 for v in groups.values() if len(v) > 1]
+    return f"{len(spread)} layouts in more than one release: fastest over slowest median {np.median(spread):.1%}, p90 {np.quantile(spread, 0.9):.1%}, worst {max(spread):.1%}"
+
+
+LAYOUT = ("gpus", "global_batch", "micro_batch", "tensor", "pipeline", "virtual", "expert", "context")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the fitted constants")
+    parser.add_argument("--worst", type=int, default=0, metavar="N", help="list the N worst rows")
+    args = parser.parse_args()
+    data = json.loads(DATA.read_text())
+    fit = Fit(constants(), data)
+    every = [Row(row) for row in priced()]
+    rows = [row for row in every if row.row["model"] not in UNUSUAL]
+    odd = [row for row in every if row.row["model"] in UNUSUAL]
+    fitted = fit.run(rows)
+    roof = {row.row["id"]: row.published * row.peak / row.flops - 1 for row in rows}
+    print(
+        f"free constants: {len(fit.shared)} shared, {len(fit.machines)} machines; {len(rows)} rows, {len(odd)} of unusual kernels apart"
+    )
+    print(f"bare roofline at the recipe's peak     {summary(roof)}")
+    print(f"one efficiency, each model left out    {summary(one_efficiency(rows, False))}")
+    print(f"one efficiency, in sample              {summary(one_efficiency(rows, True))}")
+    print(f"this model, in sample                  {summary(errors(rows, fitted))}")
+    out = left_out(fit, rows)
+    print(f"this model, each model left out        {summary(out)}")
+    for model in sorted({row.row["model"] for row in rows}):
+        mine = {row.row["id"]: out[row.row["id"]] for row in rows if row.row["model"] == model}
+        print(f"    {model:32s}   {summary(mine)}   median signed {np.median(list(mine.values())):+.1%}")
+    for name in fit.machines:
+        others = [row for row in rows if row.row["machine"] != name]
+        alone = errors([row for row in rows if row.row["machine"] == name], without(fit, others, name))
+        print(
+            f"    machine left out: {name:16s}     {summary(alone)}   median signed {np.median(list(alone.values())):+.1%}"
+        )
+    print(
+        f"unusual kernels (GPT-OSS), not fitted  {summary(errors(odd, fitted))}   median signed {np.median(list(errors(odd, fitted).values())):+.1%}"
+    )
+    print(f"order of layouts                       {order(rows, out, ('model', 'machine', 'precision'), LAYOUT)}")
+    print(f"order of machines                      {order(rows, out, ('model', 'release'), ('machine',))}")
+    print(f"order of precisions, same release      {order(rows, out, ('model', 'machine', 'release'), ('precision',))}")
+    print(f"bound: {releases(every)}")
+    print(
+        "constants: "
+        + ", ".join(f"{n} {fitted.shared[n]:.3g}" for n in fit.shared)
+        + "; "
+        + ", ".join(f"{n} {fitted.machines[n]:.3f}" for n in fit.machines)
+    )
+    by = {row.row["id"]: row.row for row in rows}
+    for ident in sorted(out, key=lambda i: -abs(out[i]))[: args.worst]:
+        row = by[ident]
+        print(
+            f"  {out[ident]:+.0%}  {row['release']:9s} {row['model']:18s} {row['machine']:6s} {row['precision']:6s} mbs {row['micro_batch']} tp {row['tensor']} pp {row['pipeline']} vp {row['virtual']} ep {row['expert']} {row['settings']}"
+        )
+    if args.write:
+        for name in fit.shared:
+            data["shared"][name]["value"] = round(fitted.shared[name], 4)
+        for name in fit.machines:
+            data["machines"][name]["value"] = round(fitted.machines[name], 4)
+        data["rows"] = [row.row["id"] for row in rows]
+        DATA.write_text(json.dumps(data, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

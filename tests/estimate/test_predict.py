@@ -1,0 +1,120 @@
+"""Predictions against published runs, and what a prediction says about itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+
+import pytest
+
+from mpbridge.cli.main import main
+from mpbridge.errors import BadValue
+from mpbridge.estimate.constants import DATA, constants
+from mpbridge.estimate.predict import estimate
+from mpbridge.hardware.machines import machine, machines
+from scripts.published import UNUSUAL, priced, run_of
+
+
+@pytest.fixture(scope="module")
+def predicted():
+    return [(row, estimate((run := run_of(row)).policy, run.facts)) for row in priced()]
+
+
+def errors(predicted, usual=True):
+    return [
+        one.tokens_per_second / row["tokens"] - 1 for row, one in predicted if (row["model"] not in UNUSUAL) == usual
+    ]
+
+
+def test_published_speeds_are_met_in_sample(predicted):
+    off = sorted(abs(e) for e in errors(predicted))
+    assert statistics.median(off) <= 0.06
+    assert off[int(0.9 * len(off))] <= 0.16
+
+
+def test_the_band_holds_nine_of_ten(predicted):
+    inside = [abs(row["tokens"] ** -1 * one.tokens_per_second - 1) <= one.band for row, one in predicted]
+    assert sum(inside) >= 0.9 * len(inside)
+    odd = [one for row, one in predicted if row["model"] in UNUSUAL]
+    assert all("attention sinks" in one.because for one in odd)
+    assert min(one.band for one in odd) > 0.5
+
+
+def test_parts_sum_to_the_step(predicted):
+    for _, one in predicted:
+        assert sum(one.parts.values()) == pytest.approx(one.seconds)
+        assert min(one.parts.values()) > 0
+
+
+def test_shipped_constants_say_what_they_were_fitted_to():
+    data = json.loads(DATA.read_text())
+    usual = {row["id"] for row in priced() if row["model"] not in UNUSUAL}
+    assert set(data["rows"]) == usual
+    free = [name for name, entry in data["shared"].items() if entry["free"]]
+    assert len(free) == 7  # more are not identified by the rows
+    assert set(data["machines"]) == {row["machine"] for row in priced()}
+
+
+def test_a_machine_without_rows_has_the_wider_band(predicted):
+    row, one = predicted[6]
+    run = run_of(row)
+    other = estimate(run.policy, run.facts, machine("h200"))
+    assert one.because == "published runs on H100"
+    assert other.band > one.band
+    assert "H200" in other.because
+
+
+def test_what_is_not_priced_is_named():
+    run = run_of(priced()[6])
+    missing = dataclasses.replace(machine("rtx4090"), name="X")
+    one = estimate(run.policy, dataclasses.replace(run.facts, machine=missing))
+    assert any("no network in the table" in line and "slower" in line for line in one.left_out)
+    with pytest.raises(BadValue, match="no rates"):
+        estimate(run.policy, run.facts, machine("cpu"))
+
+
+def test_faster_links_memory_and_products_never_slow_a_step_down():
+    run = run_of(priced()[8])
+    base = machine("gb200")
+    whole = estimate(run.policy, run.facts, base).seconds
+    for change in (
+        {"nvlink": base.nvlink * 2},
+        {"network": base.network * 2},
+        {"bandwidth": base.bandwidth * 2},
+        {"peak": tuple((f, 2 * p) for f, p in base.peak)},
+    ):
+        assert estimate(run.policy, run.facts, dataclasses.replace(base, **change)).seconds <= whole
+
+
+def test_the_verb_prints_a_band_and_json(capsys):
+    assert main(["estimate", "--config", "llama3_70b", "--world-size", "64", "--target", "gb200", "--price", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "a prediction" in text
+    assert "published runs on GB200" in text
+    assert (
+        main(
+            ["estimate", "--config", "llama3_70b", "--world-size", "64", "--target", "gb200", "--price", "2", "--json"]
+        )
+        == 0
+    )
+    data = json.loads(capsys.readouterr().out)
+    assert data["predicted"]
+    assert data["price_per_billion_tokens"] == pytest.approx(2 * data["gpu_hours_per_billion_tokens"])
+    assert data["reference"]["seconds"] > data["seconds"]
+
+
+def test_a_recipe_that_the_machine_cannot_run_is_refused(capsys):
+    assert (
+        main(["estimate", "--config", "llama3_70b", "--recipe", "nvfp4", "--world-size", "64", "--target", "h100"]) == 1
+    )
+    assert "NVFP4" in capsys.readouterr().err
+
+
+def test_every_machine_has_a_price_for_bf16():
+    run = run_of(priced()[6])
+    plain = dataclasses.replace(run.container, mixed_precision="bf16_mixed").resolved(64, training=False)
+    for where in machines.values():
+        if where.gpu and where.flops("bf16"):
+            assert estimate(plain.policy, plain.facts, where).seconds > 0
+    assert constants().machine("no such") == 1.0
