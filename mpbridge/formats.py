@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import importlib
 import math
@@ -85,6 +86,19 @@ def say(value: Any) -> str:
     if isinstance(value, bool):
         return text.lower()
     return getattr(value, "__qualname__", text) if callable(value) else text
+
+
+def plain(value: Any) -> Any:
+    """A value in plain YAML and JSON types: dtypes by their short names, dataclasses as mappings, tuples as lists. Raises BadValue for any other object."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return dtype(value).short
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

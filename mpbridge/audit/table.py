@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mpbridge.audit.findings import Report
+from mpbridge.report.tables import table
 
 
 def _bytes(count: int) -> str:
@@ -21,22 +22,13 @@ def audit_table(report: Report) -> Table:
     """Promise against finding, one row a fact; offenders follow in `fault_lines`."""
     verdict = "as promised" if report.ok else f"{len(report.faults)} not as promised"
     title = f"{report.stage} audit, {report.facts.get('engine', '')}, {report.facts.get('world_size', 1)} process(es): {verdict}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, header_style="dim")
-    for name, justify in (
-        ("what", "left"),
-        ("promised", "left"),
-        ("found", "left"),
-        ("looked at", "right"),
-        ("memory", "right"),
-        ("", "left"),
-    ):
-        table.add_column(name, justify="right" if justify == "right" else "left")
+    made = table(title, ("what", "promised", "found", "looked at", "memory", ""), right=("looked at", "memory"))
     for finding in report.findings:
         mark = Text("ok", style="green") if finding.ok else Text("NO", style="bold red")
-        table.add_row(
+        made.add_row(
             finding.subject, finding.promised, finding.found, str(finding.count or ""), _bytes(finding.bytes), mark
         )
-    return table
+    return made
 
 
 def fault_lines(report: Report) -> list[str]:

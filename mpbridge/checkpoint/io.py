@@ -1,4 +1,4 @@
-"""Saving and loading a run: everything that its next step depends on, in megatron-core's distributed format, with the fingerprint inside."""
+"""Saving and loading a run: everything that its next step depends on, as data (index.py has the format), with the fingerprint inside."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.audit.wire import unobserved
-from mpbridge.checkpoint import inspect as safe_load
-from mpbridge.checkpoint import state, store
+from mpbridge.checkpoint import foreign, state, store
+from mpbridge.checkpoint.index import INDEX, Index, Piece, Stored
+from mpbridge.checkpoint.plain import encoded
+from mpbridge.checkpoint.reader import STATE, Contents
 from mpbridge.checkpoint.verdict import FILE, Fingerprint, Verdict, fingerprint, read_fingerprint, verdict
-from mpbridge.checkpoint.writer import Background, PlainSave
+from mpbridge.checkpoint.writer import Background, attempted, part_file, staged
 from mpbridge.devices.together import agreed, on_first_rank
 from mpbridge.errors import CheckpointError, MpbridgeError, Refused
+from mpbridge.files import read_json
+from mpbridge.megatron import sharded
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -39,8 +43,10 @@ def of_run(run: Run, stored: Mapping[str, str] | None = None) -> Fingerprint:
 class Writing:
     """A checkpoint under way; `finish` seals it."""
 
-    def __init__(self, folder: Path, partial: Path, step: int, background: Background | None) -> None:
-        self.folder, self.partial, self.step, self.background = folder, partial, step, background
+    def __init__(self, folder: Path, partial: Path, step: int, audit: store.Audit, written: Background | str) -> None:
+        self.folder, self.partial, self.step, self.audit = folder, partial, step, audit
+        self.background = written if isinstance(written, Background) else None
+        self._said = "" if isinstance(written, Background) else written
 
     def done(self) -> bool:
         """Whether every rank's files are written; every rank calls it."""
@@ -49,16 +55,17 @@ class Writing:
     def finish(self, *, keep_last: int | None = None, keep_every: int | None = None) -> Path:
         """Waits, seals, removes old ones; returns the checkpoint's folder. Every rank calls it. Raises CheckpointError."""
         if self.background is not None:
-            with _explained(self.folder, self.partial):
-                self.background.finish()
+            self._said = self.background.finish()
             self.background = None
 
         def seal() -> Path:
-            made = store.seal(self.partial, self.step)
+            known = _indexed(self.partial, dist.get_world_size())
+            made = store.seal(self.partial, self.step, known=known, audit=self.audit)
             store.prune(self.folder, keep_last=keep_last, keep_every=keep_every)
             return made
 
         with _explained(self.folder, self.partial):
+            _raise_first(self._said)
             return on_first_rank(seal)
 
     def abort(self) -> None:
@@ -73,19 +80,49 @@ def save(training: Training, folder: Path, *, background: bool = False) -> Writi
 
     Every rank calls it. Raises CheckpointError when it cannot be written; nothing of it then remains.
     """
-    from megatron.core import dist_checkpointing
-
-    step = training.counters.iteration
+    step, rank = training.counters.iteration, dist.get_rank()
     with unobserved():
         partial = on_first_rank(lambda: store.begin(folder, step))
     with _explained(folder, partial):
         contents = gather(training)
         stored = state.stored_dtypes(contents)
-        request = dist_checkpointing.save(
-            contents, str(partial), sharded_strategy=PlainSave(), async_sharded_save=background
-        )
-        on_first_rank(lambda: _describe(partial, training.run, stored, step))
-        return Writing(folder, partial, step, Background(request) if background else None)
+        on_first_rank(lambda: _describe(partial, training.run, stored, step, sharded.common(contents)))
+        load = staged(contents)
+        written = Background(partial, rank, load) if background else attempted(partial, rank, load)
+        return Writing(folder, partial, step, training.audit, written)
+
+
+def _raise_first(said: str) -> None:
+    """Raises CheckpointError on every rank where one of them has something to say."""
+    if agreed(1 if said else 0):
+        everywhere: list[str] = [said]
+        if dist.get_world_size() > 1:
+            everywhere = [""] * dist.get_world_size()
+            dist.all_gather_object(everywhere, said)
+        rank, text = next((rank, text) for rank, text in enumerate(everywhere) if text)
+        raise OSError(text if len(everywhere) == 1 else f"rank {rank}: {text}")
+
+
+def _indexed(partial: Path, ranks: int) -> dict[str, Any]:
+    """Makes the ranks' parts one index (and one for other tools); size and checksum of each data file come back. Raises CheckpointError."""
+    parts = [read_json(partial / part_file(rank)) for rank in range(ranks)]
+    tensors: dict[str, Stored] = {}
+    objects: dict[str, tuple[str, int, int]] = {}
+    for part in parts:
+        file = part["file"]
+        for key, entry in part["tensors"].items():
+            pieces = tuple(Piece(file, at, tuple(offset), tuple(shape)) for at, offset, shape, *_ in entry["pieces"])
+            before = tensors.get(key)
+            tensors[key] = Stored(entry["dtype"], tuple(entry["shape"]), (*(before.pieces if before else ()), *pieces))
+        objects |= {key: (file, at, size) for key, (at, size) in part["objects"].items()}
+    index = Index(tensors, objects)
+    if faults := index.incomplete():
+        raise CheckpointError("the ranks' shards do not make up the whole state: " + "; ".join(faults[:5]))
+    (partial / INDEX).write_text(json.dumps(index.as_data(), separators=(",", ":")), encoding="utf-8")
+    foreign.write_metadata(partial, parts)
+    for rank in range(ranks):
+        (partial / part_file(rank)).unlink()
+    return {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts}
 
 
 def gather(training: Training) -> dict[str, Any]:
@@ -106,28 +143,27 @@ def gather(training: Training) -> dict[str, Any]:
 def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Verdict:
     """Takes the run up where the checkpoint in `path` left it: engine, schedule, counters, random states; returns the verdict it went by.
 
-    Every rank calls it. Checksums, the fingerprint and every file that a loader unpickles are looked at before anything is opened.
+    Every rank calls it. Checksums and the fingerprint are looked at before anything else is opened, and nothing that is read can be code.
     Raises Refused when the verdict is no, CheckpointError for a checkpoint that is damaged or does not fit.
     """
-    found, answer, plain = _opened(training, path, reset=reset_optimizer)
-    with _explained(path, None):
-        _resume_plain(training, plain, same_layout=found.parallel == of_run(training.run).parallel, path=path)
-        return dataclasses.replace(answer, notes=(*answer.notes, *_other_data(training, plain.get("data") or {})))
+    with unobserved():
+        found = on_first_rank(lambda: _look(path))
+    answer = judge(found, training.run, path, reset=reset_optimizer)
+    with _explained(path, None), Contents(path) as contents:
+        plain = _run_state(contents)
+        _take_up(training, contents, weights_only=answer.kind == "weights only")
+        with _together():
+            _resume_plain(training, plain, contents, same_layout=found.parallel == of_run(training.run).parallel)
+        return dataclasses.replace(answer, notes=(*answer.notes, *_other_data(training, plain["data"])))
 
 
 def load_weights(training: Training, path: Path) -> None:
     """Takes the weights alone from the checkpoint in `path`; schedule, counters and random states stay a fresh run's. Raises as `load` does."""
-    _opened(training, path, reset=True)
-
-
-def _opened(training: Training, path: Path, *, reset: bool) -> tuple[Fingerprint, Verdict, dict[str, Any]]:
     with unobserved():
         found = on_first_rank(lambda: _look(path))
-    shelf = state.Shelf.of(safe_load.read_metadata(path))
-    answer = judge(found, training.run, path, reset=reset)
-    with _explained(path, None):
-        plain = _take_up(training, path, shelf, weights_only=answer.kind == "weights only")
-    return found, answer, plain
+    judge(found, training.run, path, reset=True)
+    with _explained(path, None), Contents(path) as contents:
+        _take_up(training, contents, weights_only=True)
 
 
 def _other_data(training: Training, data: Mapping[str, Any]) -> list[str]:
@@ -153,43 +189,96 @@ def judge(saved: Fingerprint, run: Run, path: Path, *, reset: bool) -> Verdict:
 
 def _look(path: Path) -> Fingerprint:
     manifest = store.check(path)
-    unlisted = [name for name in (FILE, safe_load.METADATA) if name not in manifest["files"]]
+    unlisted = [name for name in (FILE, INDEX, STATE) if name not in manifest["files"]]
     if unlisted:
         raise CheckpointError(
             f"{path / store.MANIFEST} does not list {', '.join(unlisted)}. {store.offer_before(path)}"
         )
-    safe_load.inspect(path)
     return read_fingerprint(path)
 
 
-def _take_up(training: Training, path: Path, shelf: state.Shelf, *, weights_only: bool) -> dict[str, Any]:
-    from megatron.core import dist_checkpointing
+MOST_SAMPLES_A_STEP = 1 << 24
+"""No global batch is larger: a count beyond that was not counted."""
 
-    engine = training.engine
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """What each rank does for itself: where one fails all raise, and nobody goes on before all are done."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if agreed(0 if error is None else 1):
+        raise error or CheckpointError("another rank could not read its part: its output says why")
+
+
+def _run_state(contents: Contents) -> Mapping[str, Any]:
+    """Counters, schedule and place in the data of a checkpoint, once they can be what a run counted. Raises CheckpointError that names the file."""
+    file, found = contents.folder / STATE, contents.common().get("run")
+    if not isinstance(found, Mapping) or not all(
+        isinstance(found.get(name), Mapping) for name in ("counters", "scheduler", "data")
+    ):
+        raise CheckpointError(f"{file} holds no counters: it was not written by mpbridge")
+    counters, data = found["counters"], found["data"]
+    names = set(_COUNTERS)
+    if set(counters) != names:
+        raise CheckpointError(f"{file} counts {sorted(map(str, counters))[:8]}, expected {sorted(names)}")
+    numbers = counters | {
+        "data.consumed": data.get("consumed"),
+        "scheduler.num_steps": found["scheduler"].get("num_steps"),
+    }
+    for name, number in numbers.items():
+        if type(number) is not int or not 0 <= number <= store.LAST_STEP * MOST_SAMPLES_A_STEP:
+            raise CheckpointError(f"{file}: {name}={str(number)[:40]}, expected a count")
+    steps, samples = counters["iteration"], counters["consumed"]
+    if (
+        steps != contents.step
+        or not steps <= samples <= max(steps, 1) * MOST_SAMPLES_A_STEP
+        or samples > counters["tokens"]
+    ):
+        raise CheckpointError(
+            f"{file}: iteration={steps}, consumed={samples}, tokens={counters['tokens']} behind step {contents.step}: no run counts so"
+        )
+    if not isinstance(data.get("mark"), str):
+        raise CheckpointError(f"{file}: data.mark is not text")
+    return found
+
+
+_COUNTERS = ("iteration", "consumed", "skipped", "nonfinite", "tokens")
+"""Fields of train.metrics.Counters."""
+
+
+def _take_up(training: Training, contents: Contents, *, weights_only: bool) -> None:
+    engine, shelf = training.engine, state.Shelf.of(contents.index)
     state.prime(engine.optimizer)
-    plain: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(path))
-    if "run" not in plain:
-        raise CheckpointError(f"{path / safe_load.COMMON} holds no counters: it was not written by mpbridge")
     wanted = engine.state(loading=not weights_only)
     pairs = [] if weights_only else state.ask_for_whole(wanted, engine.optimizer)
     fresh = wanted.pop("optimizer", {})
     shelf.point(wanted)
     # what comes beside the model (amax histories) starts anew where the checkpoint has none, or another kind
     have = {name: part for name, part in wanted.items() if name.startswith("model") or shelf.holds(part)}
-    loaded = {name: part for name, part in dist_checkpointing.load(have, str(path)).items() if name in have}
-    if not weights_only:
-        shelf.point(fresh)
-        got = dist_checkpointing.load({"wanted": fresh}, str(path)).get("wanted", {})
-        loaded["optimizer"] = state.optimizer_state(got, fresh, plain.get("optimizer", {}))
-        state.split_remainders(loaded, pairs)
+    with _together():
+        loaded = contents.load(have)
+        if not weights_only:
+            shelf.point(fresh)
+            saved = contents.common().get("optimizer", {})
+            state.check_numbers(saved, str(contents.folder / STATE))
+            loaded["optimizer"] = state.optimizer_state(contents.load(fresh), fresh, saved)
+            state.split_remainders(loaded, pairs)
     engine.load_state(loaded, optimizer=not weights_only)
-    return dict(plain["run"])
 
 
-def _resume_plain(training: Training, plain: Mapping[str, Any], *, same_layout: bool, path: Path) -> None:
+def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Contents, *, same_layout: bool) -> None:
     for name, value in plain["counters"].items():
-        setattr(training.counters, name, int(value))
-    schedule = dict(plain["scheduler"])
+        setattr(training.counters, name, value)
+    schedule, file = dict(plain["scheduler"]), contents.folder / STATE
+    state.check_numbers(schedule, str(file))
+    own = training.scheduler.state_dict()
+    if strange := [name for name in own if isinstance(schedule.get(name), str) != isinstance(own[name], str)]:
+        raise CheckpointError(
+            f"{file}: scheduler.{strange[0]}={schedule.get(strange[0])!r}, expected as in {own[strange[0]]!r}"
+        )
     if schedule.get("wd_incr_style") == training.scheduler.wd_incr_style == "constant":
         # how long a weight decay that stays the same would have grown is no difference: a run may be made longer
         schedule["wd_incr_steps"] = training.scheduler.wd_incr_steps
@@ -197,13 +286,18 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], *, same_layout: 
         training.scheduler.load_state_dict(schedule)
     except AssertionError as error:
         raise CheckpointError(
-            f"{path} was trained on another learning-rate schedule ({error}): keep the schedule's settings, or say which one counts: "
-            "scheduler.override_opt_param_scheduler=true (this run's) or scheduler.use_checkpoint_opt_param_scheduler=true"
+            f"{contents.folder} was trained on another learning-rate schedule ({error}): keep the schedule's settings, or say which one "
+            "counts: scheduler.override_opt_param_scheduler=true (this run's) or scheduler.use_checkpoint_opt_param_scheduler=true"
         ) from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: the schedule cannot be taken up ({type(error).__name__}: {error})") from error
     if same_layout:
-        from megatron.core import dist_checkpointing
-
-        _set_random_states(dist_checkpointing.load({"rng": _random_entry(_random_states())}, str(path))["rng"])
+        try:
+            _set_random_states(contents.object(_random_entry({})))
+        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError) as error:
+            raise CheckpointError(
+                f"{contents.folder}: the random states cannot be taken up ({type(error).__name__}: {str(error)[:200]})"
+            ) from error
 
 
 def _random_states() -> dict[str, Any]:
@@ -238,7 +332,9 @@ def _random_entry(states: dict[str, Any]) -> Any:
     return ShardedObject("rng", states, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
 
 
-def _describe(partial: Path, run: Run, stored: Mapping[str, str], step: int) -> None:
+def _describe(partial: Path, run: Run, stored: Mapping[str, str], step: int, common: Mapping[str, Any]) -> None:
+    (partial / STATE).write_text(json.dumps(encoded(common), separators=(",", ":")), encoding="utf-8")
+    foreign.write_common(partial, common)
     data = of_run(run, stored).as_data() | {"step": step}
     (partial / FILE).write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     try:
@@ -251,15 +347,13 @@ def _describe(partial: Path, run: Run, stored: Mapping[str, str], step: int) -> 
 @contextmanager
 def _explained(folder: Path, partial: Path | None) -> Iterator[None]:
     """Turns what megatron-core and torch raise about files into CheckpointError; `partial` is removed then."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
     try:
         with unobserved():
             yield
     except MpbridgeError:
         _give_up(partial)
         raise
-    except (Exception, CheckpointException) as error:  # torch's CheckpointException is no Exception
+    except Exception as error:
         _give_up(partial)
         raise CheckpointError(_reason(error, folder, saving=partial is not None)) from error
 

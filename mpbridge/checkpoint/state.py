@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from mpbridge.checkpoint.index import Index
 from mpbridge.engines.optimizers import CpuFusedAdam, join, split
+from mpbridge.errors import CheckpointError
 
 Path = tuple[Any, ...]
 """Keys and indices that lead to a place in nested dicts and lists."""
@@ -171,12 +173,11 @@ class Shelf:
     shapes: Mapping[str, tuple[int, ...]]
 
     @classmethod
-    def of(cls, metadata: Any) -> Shelf:
-        """From torch's Metadata."""
-        tensors = {key: entry for key, entry in metadata.state_dict_metadata.items() if hasattr(entry, "properties")}
+    def of(cls, index: Index) -> Shelf:
+        """From a checkpoint's index."""
         return cls(
-            dtypes={key: entry.properties.dtype for key, entry in tensors.items()},
-            shapes={key: tuple(entry.size) for key, entry in tensors.items()},
+            dtypes={key: getattr(torch, stored.dtype) for key, stored in index.tensors.items()},
+            shapes={key: stored.shape for key, stored in index.tensors.items()},
         )
 
     def main(self, model_key: str) -> str | None:
@@ -204,6 +205,27 @@ class Shelf:
 def _dtype_of(leaf: Any) -> torch.dtype | None:
     dtype = getattr(leaf, "dtype", None)
     return dtype if isinstance(dtype, torch.dtype) else getattr(leaf.data, "dtype", None)
+
+
+def check_numbers(saved: Any, file: str, name: str = "") -> None:
+    """Raises CheckpointError that names the place where a schedule, a parameter group or a loss scaler holds a number that none can hold.
+
+    Rates, decays, scales and counts are finite and not negative.
+    """
+    items = (
+        saved.items() if isinstance(saved, Mapping) else enumerate(saved) if isinstance(saved, (list, tuple)) else ()
+    )
+    for key, item in items:
+        check_numbers(item, file, f"{name}.{key}" if name else str(key))
+    numbers = saved.tolist() if isinstance(saved, torch.Tensor) and saved.numel() < 16 else saved
+    least = -LARGEST_NUMBER if name.endswith("hysteresis_tracker") else 0  # megatron-core counts it down without an end
+    for number in numbers if isinstance(numbers, list) and isinstance(saved, torch.Tensor) else [numbers]:
+        if isinstance(number, (int, float)) and not least <= number <= LARGEST_NUMBER:
+            raise CheckpointError(f"{file}: {name}={str(number)[:40]}, expected a number from 0 to {LARGEST_NUMBER:g}")
+
+
+LARGEST_NUMBER = 2.0**127
+"""Beyond any rate, count or loss scale; NaN and infinity are beyond it too."""
 
 
 def optimizer_state(loaded: Mapping[str, Any], fresh: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:

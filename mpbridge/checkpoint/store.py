@@ -2,12 +2,12 @@
 
 A folder of checkpoints holds `step_00000120/` for each one and `latest`, a text file that names the newest. What is still being written is
 called `.partial-...` and what is being removed `.dropped-...`, so whatever is called `step_...` is whole. `.writer` names the run that saves there.
+Whatever lies there may be a stranger's: links are not followed, and only regular files are opened.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -15,18 +15,26 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal, get_args
 
 from mpbridge.errors import CheckpointError
+from mpbridge.files import opened_inside, read_json
+from mpbridge.locks import Locked, lock
 
 MANIFEST = "manifest.json"
 """Name -> size and sha256 of every other file in a checkpoint."""
 LATEST = "latest"
 WRITER = ".writer"
-SCHEMA = 1
+SCHEMA = 2
+CONVERTIBLE = 1
+"""Schema of checkpoints that hold pickles: they are converted before they are loaded."""
+Audit = Literal["good", "suspect", "unaudited"]
+"""What the audit said of the state that a checkpoint holds."""
+LAST_STEP = 1 << 40
+"""No run takes more steps: a larger number was not counted."""
 _NAME = re.compile(r"^step_(\d{8,})$")
 _CHUNK = 1 << 20
 
@@ -55,36 +63,30 @@ def saved(folder: Path) -> list[Saved]:
 
 
 def locate(where: Path) -> Path:
-    """The checkpoint that `where` means: itself, or the newest inside it; raises CheckpointError."""
-    if (where / MANIFEST).is_file() or _NAME.match(where.name):
+    """The checkpoint that `where` means: itself, or the newest inside it that no audit called suspect; raises CheckpointError."""
+    if os.path.lexists(where / MANIFEST) or _NAME.match(where.name):
         return where
     inside = saved(where)
+    for entry in inside:
+        if not _is_suspect(entry.path):
+            return entry.path
     if inside:
-        return inside[0].path
+        raise CheckpointError(
+            f"{where}: an audit found every checkpoint in it suspect (the newest is {inside[0].path.name}); "
+            "name one to go on from it all the same (checkpoint.load=that folder)"
+        )
     found = "a folder without checkpoints" if where.is_dir() else "no such folder"
     raise CheckpointError(f"{where}: {found} (expected {name_of(0)[:-1]}... folders in it, or one of them)")
 
 
 def claim(folder: Path) -> IO[str]:
-    """Makes this process the one that saves to `folder`, until what comes back is closed. Raises CheckpointError that names who is it already.
-
-    The lock is the kernel's: it ends with the process, however that ends, and a forked child has none. Where the file system knows no locks nothing is held.
-    """
-    import fcntl
-
-    folder.mkdir(parents=True, exist_ok=True)
-    stream = (folder / WRITER).open("a+", encoding="utf-8")
+    """Makes this process the one that saves to `folder`, until what comes back is closed. Raises CheckpointError that names who is it already."""
     try:
-        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            return stream
-        stream.seek(0)
-        with stream:
-            who = stream.read().strip() or "another process"
+        stream = lock(folder / WRITER, wait=False)
+    except Locked as other:
         raise CheckpointError(
-            f"{folder} is where {who} saves its run: wait for it, stop it, or choose another checkpoint.save"
-        ) from error
+            f"{folder} is where {other.holder or 'another process'} saves its run: wait for it, stop it, or choose another checkpoint.save"
+        ) from None
     stream.truncate(0)
     stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     stream.flush()
@@ -93,10 +95,43 @@ def claim(folder: Path) -> IO[str]:
 
 def step_of(path: Path) -> int:
     """Steps behind the checkpoint in `path`, whatever the folder is called; raises CheckpointError."""
-    step = _manifest(path).get("step")
-    if not isinstance(step, int):
-        raise CheckpointError(f"{path / MANIFEST} names no step: it was not written by mpbridge")
+    return step_in(read_manifest(path), path)
+
+
+def step_in(manifest: Mapping[str, Any], path: Path) -> int:
+    """Steps behind the checkpoint in `path`, from its manifest; raises CheckpointError for what is no number of steps."""
+    step = manifest.get("step")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LAST_STEP:
+        raise CheckpointError(f"{path / MANIFEST} has step {str(step)[:40]}, expected a number of steps")
     return step
+
+
+def audit_of(path: Path) -> Audit:
+    """What the audit said of a checkpoint: 'good', 'suspect', or 'unaudited'; raises CheckpointError."""
+    found = read_manifest(path).get("audit", "unaudited")
+    if found not in get_args(Audit):
+        raise CheckpointError(f"{path / MANIFEST} has audit {str(found)[:40]!r}, expected good, suspect or unaudited")
+    return found  # type: ignore[no-any-return]
+
+
+def mark(path: Path, audit: Audit) -> None:
+    """Writes what an audit said into a sealed checkpoint; its other files stay as they are. Raises CheckpointError."""
+    write_whole(path / MANIFEST, _text(read_manifest(path) | {"audit": audit}))
+
+
+def last_good(folder: Path) -> Saved | None:
+    """The newest checkpoint in `folder` that an audit found good; None when there is none."""
+    return next((entry for entry in saved(folder) if _has(entry.path, "good")), None)
+
+
+def _is_suspect(path: Path) -> bool:
+    return _has(path, "suspect")
+
+
+def _has(path: Path, audit: Audit) -> bool:
+    with contextlib.suppress(CheckpointError):
+        return audit_of(path) == audit
+    return False
 
 
 def set_aside(folder: Path, *, after: int) -> list[Path]:
@@ -117,16 +152,21 @@ def begin(folder: Path, step: int) -> Path:
     return partial
 
 
-def seal(partial: Path, step: int) -> Path:
-    """Gives a written folder its checksums and its name, and points `latest` to it. Returns the new path; a crash at any point leaves no half."""
+def seal(
+    partial: Path, step: int, *, known: Mapping[str, Mapping[str, Any]] | None = None, audit: Audit = "unaudited"
+) -> Path:
+    """Gives a written folder its checksums and its name, and points `latest` to it. Returns the new path; a crash at any point leaves no half.
+
+    known: size and sha256 of files that their writers have summed and flushed already.
+    """
     files = sorted(file for file in partial.rglob("*") if file.is_file())
-    entries = {file.relative_to(partial).as_posix(): _facts(file) for file in files if file.name != MANIFEST}
-    text = json.dumps({"schema": SCHEMA, "step": step, "files": entries}, indent=1, sort_keys=True)
-    write_whole(partial / MANIFEST, text)
+    names = [file.relative_to(partial).as_posix() for file in files if file.name != MANIFEST]
+    entries = {name: (known or {}).get(name) or _facts(partial / name) for name in names}
+    write_whole(partial / MANIFEST, _text({"schema": SCHEMA, "step": step, "audit": audit, "files": entries}))
     for directory in {partial, *(file.parent for file in files)}:
         _sync(directory)
     folder, final = partial.parent, partial.parent / name_of(step)
-    if final.exists():
+    if os.path.lexists(final):
         _drop(final)  # the same step saved again, behind a rollback
     partial.rename(final)
     _sync(folder)
@@ -140,10 +180,18 @@ def discard(partial: Path) -> None:
 
 
 def prune(folder: Path, *, keep_last: int | None, keep_every: int | None) -> list[Saved]:
-    """Removes all but the newest `keep_last` and those at multiples of `keep_every` steps; returns what went. None or 0 for keep_last: all stay."""
+    """Removes all but the newest `keep_last`, the newest that an audit found good, and those at multiples of `keep_every` steps; returns what went.
+
+    None or 0 for keep_last: all stay.
+    """
     if not keep_last:
         return []
-    gone = [entry for entry in saved(folder)[keep_last:] if not (keep_every and entry.step % keep_every == 0)]
+    good = last_good(folder)
+    gone = [
+        entry
+        for entry in saved(folder)[keep_last:]
+        if entry != good and not (keep_every and entry.step % keep_every == 0)
+    ]
     for entry in gone:
         _drop(entry.path)
     return gone
@@ -154,9 +202,9 @@ def check(path: Path) -> dict[str, Any]:
 
     Raises CheckpointError that names the damaged file and the checkpoint before it.
     """
-    manifest = _manifest(path)
+    manifest = read_manifest(path)
     for name, facts in sorted(manifest["files"].items()):
-        fault = _fault(path / name, facts)
+        fault = _fault(path, name, facts)
         if fault:
             raise CheckpointError(f"{path / name} {fault}. {offer_before(path)}")
     return manifest
@@ -169,10 +217,10 @@ def offer_before(path: Path) -> str:
     for entry in saved(path.parent):
         if step is not None and entry.step < step:
             try:
-                files = _manifest(entry.path)["files"]
+                files = read_manifest(entry.path)["files"]
             except CheckpointError:
                 continue
-            if not any(_fault(entry.path / name, facts) for name, facts in files.items()):
+            if not _is_suspect(entry.path) and not any(_fault(entry.path, *item) for item in files.items()):
                 return f"The one before it is whole: go on with checkpoint.load={entry.path}"
     return "There is no whole checkpoint before it: start anew, or restore the file"
 
@@ -181,7 +229,7 @@ def write_whole(file: Path, text: str) -> None:
     """Writes a small text file so that a reader sees the old or the new one, never a part."""
     partial = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
     try:
-        with partial.open("w", encoding="utf-8") as stream:
+        with partial.open("x", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
@@ -196,22 +244,31 @@ def size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _text(manifest: Mapping[str, Any]) -> str:
+    return json.dumps(manifest, indent=1, sort_keys=True)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, its files not looked at; raises CheckpointError that names it."""
     file = path / MANIFEST
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+        data = read_json(file)
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
             f"{file} is missing: {path} was not written by mpbridge, or not wholly copied. {offer_before(path)}"
         ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}). {offer_before(path)}") from error
-    if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("files"), dict):
-        raise CheckpointError(f"{file}: expected a manifest of schema {SCHEMA}. {offer_before(path)}")
+    except (OSError, CheckpointError) as error:
+        said = str(error) if isinstance(error, CheckpointError) else f"{file} cannot be read ({error})"
+        raise CheckpointError(f"{said}. {offer_before(path)}") from error
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema not in (SCHEMA, CONVERTIBLE) or isinstance(schema, bool) or not isinstance(data.get("files"), dict):
+        raise CheckpointError(
+            f"{file}: expected a manifest of schema {SCHEMA} (or {CONVERTIBLE}). {offer_before(path)}"
+        )
     strange = [name for name in data["files"] if not _plain_name(name)]
     if strange:
         raise CheckpointError(f"{file} names files outside of its folder: {', '.join(strange)}")
-    return data
+    return dict(data)
 
 
 def _plain_name(name: str) -> bool:
@@ -219,32 +276,35 @@ def _plain_name(name: str) -> bool:
     return bool(name) and "\\" not in name and "\0" not in name and not any(part in ("", ".", "..") for part in parts)
 
 
-def _fault(file: Path, facts: Any) -> str | None:
+def _fault(folder: Path, name: str, facts: Any) -> str | None:
     if not isinstance(facts, dict) or not {"bytes", "sha256"} <= set(facts):
         return "has no size and checksum in the manifest"
-    if not file.is_file() or file.is_symlink():
+    try:
+        with opened_inside(folder, name) as stream:
+            found = os.fstat(stream.fileno()).st_size
+            if found != facts["bytes"]:
+                return f"has {found} bytes, expected {str(facts['bytes'])[:40]}: it was cut off or changed"
+            damaged = _sha256(stream) != facts["sha256"]
+    except FileNotFoundError:
         return "is missing"
-    found = file.stat().st_size
-    if found != facts["bytes"]:
-        return f"has {found} bytes, expected {facts['bytes']}: it was cut off or changed"
-    return (
-        None
-        if _sha256(file) == facts["sha256"]
-        else "differs from its checksum: it was damaged or changed behind the save"
-    )
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except CheckpointError as error:
+        return f"cannot be used: {error}"
+    return "differs from its checksum: it was damaged or changed after the save" if damaged else None
 
 
 def _facts(file: Path) -> dict[str, Any]:
-    return {"bytes": file.stat().st_size, "sha256": _sha256(file, sync=True)}
-
-
-def _sha256(file: Path, *, sync: bool = False) -> str:
-    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-        if sync:
-            os.fsync(stream.fileno())
+        return {"bytes": os.fstat(stream.fileno()).st_size, "sha256": _sha256(stream, sync=True)}
+
+
+def _sha256(stream: IO[bytes], *, sync: bool = False) -> str:
+    digest = hashlib.sha256()
+    while chunk := stream.read(_CHUNK):
+        digest.update(chunk)
+    if sync:
+        os.fsync(stream.fileno())
     return digest.hexdigest()
 
 
@@ -268,13 +328,17 @@ def _remove(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink(missing_ok=True)
     else:
-        shutil.rmtree(path, ignore_errors=True)
+        try:
+            shutil.rmtree(path, ignore_errors=True)
+        except RecursionError:
+            raise CheckpointError(f"{path} is nested too deeply to be removed: remove it by hand") from None
 
 
-def newest_whole(folder: Path, entries: Iterable[Saved] | None = None) -> Saved | None:
-    """The newest checkpoint in `folder` that passes `check`; None when there is none."""
-    for entry in entries if entries is not None else saved(folder):
+def newest_whole(folder: Path) -> Saved | None:
+    """The newest checkpoint in `folder` that passes `check` and is not suspect; None when there is none."""
+    for entry in saved(folder):
         with contextlib.suppress(CheckpointError):
             check(entry.path)
-            return entry
+            if not _is_suspect(entry.path):
+                return entry
     return None

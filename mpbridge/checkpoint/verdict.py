@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any, Literal
 
 from mpbridge.errors import CheckpointError, MpbridgeError
 from mpbridge.facts import RunFacts, optimizer_name
-from mpbridge.formats import DType, dtype
+from mpbridge.files import read_json
+from mpbridge.formats import DType, plain
 from mpbridge.precision.policy import PrecisionPolicy
 
 SCHEMA = 1
@@ -141,7 +141,7 @@ def fingerprint(
     """The fingerprint of a run. optimizer: the optimizer's section as its author wrote it; stored: role -> dtype of the checkpoint's tensors."""
     settled = policy.settled(optimizer)
     dropout = any(float(facts.model.get(name, 0.1) or 0.0) > 0 for name in ("hidden_dropout", "attention_dropout"))
-    section = {name: _plain(optimizer[name]) for name in _OPTIMIZER_FIELDS if optimizer.get(name) is not None}
+    section = {name: plain(optimizer[name]) for name in _OPTIMIZER_FIELDS if optimizer.get(name) is not None}
     return Fingerprint(
         recipe=recipe,
         policy=settled,
@@ -150,7 +150,7 @@ def fingerprint(
         optimizer=facts.optimizer.name,
         distributed=facts.optimizer.distributed,
         parallel=dataclasses.asdict(facts.parallel),
-        shape=_plain(dataclasses.asdict(facts.shape)),
+        shape=plain(dataclasses.asdict(facts.shape)),
         versions=dataclasses.asdict(facts.versions),
         optimizer_section=section,
         random=dropout or _stochastic(settled),
@@ -163,11 +163,13 @@ def read_fingerprint(folder: Path) -> Fingerprint:
     """The fingerprint inside one checkpoint's folder; raises CheckpointError that names the file."""
     file = folder / FILE
     try:
-        return Fingerprint.from_data(json.loads(file.read_text(encoding="utf-8")))
+        data = read_json(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error}): every checkpoint of mpbridge has one") from error
+    try:
+        return Fingerprint.from_data(data)
     except CheckpointError as error:
         raise CheckpointError(f"{file}: {error}") from error
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}): every checkpoint of mpbridge has one") from error
 
 
 def verdict(saved: Fingerprint, wanted: Fingerprint) -> Verdict:
@@ -294,15 +296,3 @@ def _stochastic(policy: PrecisionPolicy) -> bool:
 
 def _plain_or_text(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, DType):
-        return value.short
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    return dtype(value).short

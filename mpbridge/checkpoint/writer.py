@@ -1,155 +1,251 @@
-"""megatron-core's save strategy without its helper processes: writes in this process, or in one forked child while training goes on.
+"""One rank's part of a checkpoint on its way to the disk: in this process, or in one forked child while training goes on.
 
-As shipped, the strategy starts a manager in a fresh interpreter (which imports the caller's script again), then one child a file; killed, a run leaves the
-manager behind. What is written, and how, stays megatron-core's.
+Each tensor is a little archive as `torch.save` makes it, so that torch's and megatron-core's own tools can read the file by way of `.metadata`
+(foreign.py). Our index points to the bare elements inside of it, and our loads read nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
+import hashlib
+import io
+import json
+import math
 import multiprocessing
-import queue
+import os
 import signal
+import struct
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
 
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+import torch
 
-from mpbridge.errors import CheckpointError
+from mpbridge.checkpoint.plain import encoded
+from mpbridge.megatron import sharded
 
-Results = Any
-"""What a write comes to: index of a file -> its items, or the exception that ended it."""
-
-
-def require_needs() -> None:
-    """Raises CheckpointError when a package is missing without which a save would fail, or hang, at the first checkpoint."""
-    if importlib.util.find_spec("psutil") is None:
-        raise CheckpointError(
-            "checkpoints need psutil, which megatron-core's writer imports without declaring it: pip install 'psutil>=5.9,<8'"
-        )
+ALIGN = 64
+_LOCAL_HEADER = 30
+"""Bytes of a zip file's local header before the name (APPNOTE 4.3.7); the lengths of name and extra field are its last four."""
 
 
-class PlainSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Saves in megatron-core's format; `save` and `async_save` as there, but the request that `async_save` returns holds one plain function."""
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1, thread_count=1)
-
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        """A request whose async_fn returns the results that `finalize_fns` expect in `take`."""
-        with _plain_queue():
-            return super().async_save(sharded_state_dict, checkpoint_dir)
-
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
-        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
-        if request.async_fn is None:
-            return request
-        write, stage, results = _write, request.preload_fn, writer.results_queue
-        transforms = [writer.transforms] if hasattr(writer, "transforms") else []
-
-        def now(*_: Any) -> None:
-            results.put(write(transforms, stage()))
-
-        return _Request(request._replace(async_fn=now, preload_fn=None), transforms, stage, results)
+def data_file(rank: int) -> str:
+    """Name of a rank's data file, as torch and megatron-core call it."""
+    return f"__{rank}_0.distcp"
 
 
-class _Request(AsyncRequest):  # type: ignore[misc]
-    """An AsyncRequest that can also be run in a forked child."""
+def part_file(rank: int) -> str:
+    """Name of the file with a rank's part of the index, which goes when the checkpoint is sealed."""
+    return f".index-{rank:05d}.json"
 
-    transforms: Any
-    stage: Any
-    results: Any
 
-    def __new__(cls, request: Any, transforms: Any, stage: Any, results: Any) -> _Request:
-        self: _Request = super().__new__(cls, *request)
-        self.transforms, self.stage, self.results = transforms, stage, results
-        return self
+@dataclass(slots=True)
+class Load:
+    """What one rank writes: tensors on the CPU, each with its place; objects as JSON."""
+
+    tensors: list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]] = field(default_factory=list)
+    """(key, global shape, offset, contiguous elements with the global number of axes)."""
+    empty: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Key -> dtype and global shape of tensors without elements."""
+    objects: dict[str, bytes] = field(default_factory=dict)
+    foreign: dict[str, Any] = field(default_factory=dict)
+    """Key -> object that other tools look for in their own form."""
+
+
+def staged(tree: Any) -> Load:
+    """This rank's part of a state, copied off the GPU; what lies on the CPU is not copied. Raises CheckpointError for objects that are not data."""
+    load = Load()
+    for leaf in sharded.entries(tree):
+        if not sharded.is_written_here(leaf):
+            continue
+        if sharded.is_object(leaf):
+            load.objects[leaf.unique_key] = json.dumps(encoded(leaf.data), separators=(",", ":")).encode()
+            continue
+        data = sharded.wide(leaf).detach()
+        data = data.cpu().contiguous().view((1,) * leaf.prepend_axis_num + tuple(leaf.local_shape))
+        if data.numel():
+            load.tensors.append((leaf.key, tuple(leaf.global_shape), tuple(leaf.global_offset), data))
+        elif not math.prod(leaf.global_shape):
+            load.empty[leaf.key] = (_name(data.dtype), tuple(leaf.global_shape))
+    return load
+
+
+def write(folder: Path, rank: int, load: Load) -> None:
+    """Writes a rank's data file, flushed to the disk, and its part of the index. Raises OSError."""
+    part: dict[str, Any] = {"tensors": {}, "objects": {}}
+    with (folder / data_file(rank)).open("x+b") as stream:
+        out = _Summed(stream)
+        for key, shape, offset, data in load.tensors:
+            start = out.aligned()
+            torch.save(_own_storage(data), cast("IO[bytes]", out))
+            at = _payload(stream, start, out.tell(), data.numel() * data.element_size())
+            entry = part["tensors"].setdefault(key, {"dtype": _name(data.dtype), "shape": list(shape), "pieces": []})
+            entry["pieces"].append([at, list(offset), list(data.shape), start, out.tell() - start])
+        for key, raw in load.objects.items():
+            part["objects"][key] = [out.tell(), len(raw)]
+            out.write(raw)
+        stream.flush()
+        os.fsync(stream.fileno())
+    for key, (dtype, shape) in load.empty.items():
+        part["tensors"][key] = {"dtype": dtype, "shape": list(shape), "pieces": []}
+    part |= {"file": data_file(rank), "bytes": out.tell(), "sha256": out.digest.hexdigest()}
+    (folder / part_file(rank)).write_text(json.dumps(part, separators=(",", ":")), encoding="utf-8")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _own_storage(data: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor whose storage ends where it does: torch.save writes whole storages."""
+    if data.untyped_storage().nbytes() == data.numel() * data.element_size():
+        return data
+    raw = data.view(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(raw, dtype=data.dtype).view(data.shape)
+
+
+class _Summed(io.RawIOBase):
+    """Writes through to a file, with its sha256."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream, self.digest, self.at = stream, hashlib.sha256(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.stream.write(data)
+        self.digest.update(data)
+        size = memoryview(data).nbytes
+        self.at += size
+        return size
+
+    def tell(self) -> int:
+        return self.at
+
+    def aligned(self) -> int:
+        """Zeros up to the next multiple of ALIGN, which comes back."""
+        self.write(bytes(-self.at % ALIGN))
+        return self.at
+
+
+class _Slice(io.RawIOBase):
+    """Bytes from `start` to `stop` of a file, as a file."""
+
+    def __init__(self, stream: IO[bytes], start: int, stop: int) -> None:
+        self.stream, self.start, self.size, self.at = stream, start, stop - start, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
+        self.at = base + offset
+        return self.at
+
+    def tell(self) -> int:
+        return self.at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self.size - self.at)
+        self.stream.seek(self.start + self.at)
+        data = self.stream.read(left if size < 0 else min(size, left))
+        self.at += len(data)
+        return data
+
+
+def payload(stream: IO[bytes], start: int, stop: int) -> tuple[zipfile.ZipFile, _Slice]:
+    """The archive between two bytes of a file, and the slice that it is read from. Raises BadZipFile."""
+    part = _Slice(stream, start, stop)
+    return zipfile.ZipFile(part), part
+
+
+def stored_at(part: _Slice, info: zipfile.ZipInfo) -> int:
+    """Byte of the whole file at which an uncompressed member's content begins."""
+    part.seek(info.header_offset)
+    header = part.read(_LOCAL_HEADER)
+    name, extra = struct.unpack("<HH", header[-4:])
+    return part.start + info.header_offset + _LOCAL_HEADER + int(name) + int(extra)
+
+
+def _payload(stream: IO[bytes], start: int, stop: int, size: int) -> int:
+    """Where the elements begin in the archive that torch.save has just written."""
+    archive, part = payload(stream, start, stop)
+    found = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
+    assert found.compress_type == zipfile.ZIP_STORED
+    assert found.file_size == size
+    at = stored_at(part, found)
+    stream.seek(stop)
+    return at
 
 
 class Background:
-    """One request under way in a forked child, which sees the tensors as they were at the fork."""
+    """A rank's `write` under way in a forked child, which sees the tensors as they were at the fork."""
 
-    def __init__(self, request: Any) -> None:
-        self.request = request
-        self._process: Any = None
-        if isinstance(request, _Request):
-            context = multiprocessing.get_context("fork")
-            self._receive, send = context.Pipe(duplex=False)
-            buckets = request.stage()
-            self._process = context.Process(target=_child, args=(request.transforms, buckets, send), daemon=True)
-            self._process.start()
-            send.close()
+    def __init__(self, folder: Path, rank: int, load: Load) -> None:
+        context = multiprocessing.get_context("fork")
+        self._receive, send = context.Pipe(duplex=False)
+        self._process: Any = context.Process(target=_child, args=(folder, rank, load, send), daemon=True)
+        self._process.start()
+        send.close()
 
     def done(self) -> bool:
         """Whether this rank's files are written, or the writer is dead."""
         return self._process is None or self._receive.poll() or not self._process.is_alive()
 
-    def finish(self) -> None:
-        """Waits for the files and writes the tables that make them a checkpoint; every rank calls it. Raises what the writer raised."""
-        if self._process is not None:
-            try:
-                results = self._receive.recv()
-            except EOFError:
-                self._process.join()
-                results = RuntimeError(
-                    f"the process that wrote the checkpoint died (exit code {self._process.exitcode})"
-                )
+    def finish(self) -> str:
+        """Waits; '' when the files are written, else what went wrong."""
+        if self._process is None:
+            return ""
+        try:
+            said: str = self._receive.recv_bytes().decode()
+        except EOFError:
             self._process.join()
-            self._process = None
-            self.request.results.put(results)
-        for finalize in self.request.finalize_fns:
-            finalize()
+            said = f"the process that wrote the checkpoint died (exit code {self._process.exitcode})"
+        self._end()
+        return said
 
     def abort(self) -> None:
-        """Ends the child; its files stay without tables, so nobody takes them for a checkpoint."""
+        """Ends the child; its files have no name yet, so nobody takes them for a checkpoint."""
         if self._process is not None:
             self._process.kill()
-            self._process.join()
-            self._process = None
+            self._end()
+
+    def _end(self) -> None:
+        self._process.join()
+        self._process.close()
+        self._receive.close()
+        self._process = None
 
 
-def _write(transforms: Any, buckets: Any) -> Results:
-    """Writes every bucket to its file, each flushed to the disk."""
-    results: dict[int, Any] = {}
-    for index, bucket in enumerate(buckets):
-        out: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        count: queue.Queue[int] = queue.Queue()
-        count.put(index)
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, out, count, True)
-        _, items = out.get()
-        if isinstance(items, Exception):
-            return items
-        results[index] = items
-    return results
-
-
-def _child(transforms: Any, buckets: Any, send: Any) -> None:
+def _child(folder: Path, rank: int, load: Load, send: Any) -> None:
     # the run's own handlers would save again; and a killed run must not leave a writer behind
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
-    send.send(_write(transforms, buckets))
+    end_with_parent(signal.SIGKILL)
+    torch.set_num_threads(1)  # the parent's pool of threads is not there
+    send.send_bytes(attempted(folder, rank, load).encode())
     send.close()
 
 
-def end_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent ends (Linux; elsewhere nothing happens)."""
+def attempted(folder: Path, rank: int, load: Load) -> str:
+    """`write`; '' when it went well, else what went wrong."""
+    try:
+        write(folder, rank, load)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def end_with_parent(number: int) -> None:
+    """Asks the kernel to send this process a signal when its parent ends (Linux; elsewhere nothing happens)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def _plain_queue() -> Iterator[None]:
-    kept: Callable[[], Any] = filesystem_async._get_write_results_queue
-    filesystem_async._get_write_results_queue = queue.Queue
-    try:
-        yield
-    finally:
-        filesystem_async._get_write_results_queue = kept
+            ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(number))

@@ -6,7 +6,7 @@ import argparse
 
 from mpbridge.cli.show import facts
 from mpbridge.cli.text import print_json, print_table
-from mpbridge.formats import say
+from mpbridge.formats import plain, say
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         if first.get(name) != second.get(name)
     ]
     if args.json:
-        said = {name: [_plain(a), _plain(b)] for name, a, b in fields}
+        said = {name: [plain(a), plain(b)] for name, a, b in fields}
         print_json({"a": args.a, "b": args.b, "fields": said, "meaning": {name: [a, b] for name, a, b in meaning}})
         return 0
     if not fields:
@@ -44,7 +44,3 @@ def run(args: argparse.Namespace) -> int:
     print()
     print_table(("fact", args.a, args.b), meaning, title="meaning") if meaning else print("they mean the same")
     return 0
-
-
-def _plain(value: object) -> object:
-    return value if value is None or isinstance(value, (bool, int, float, str)) else say(value)

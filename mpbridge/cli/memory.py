@@ -54,17 +54,17 @@ def as_data(
         "recipe": made.recipe,
         "world_size": made.world_size,
         "parameters": total_parameters(facts),
-        **_plain(compared.mine),
-        "reference": {"recipe": REFERENCE} | _plain(compared.reference),
+        **_data(compared.mine),
+        "reference": {"recipe": REFERENCE} | _data(compared.reference),
         "difference": compared.difference,
         "reasons": list(compared.reasons),
         "duplicate_main_weights": duplicate_main(facts, rank=compared.mine.rank),
         "fit": None if fits is None else dataclasses.asdict(fits) | {"reserved": RESERVED},
-        "stages": [_plain(stage) for stage in stages],
+        "stages": [_data(stage) for stage in stages],
     }
 
 
-def _plain(one: Memory) -> dict[str, Any]:
+def _data(one: Memory) -> dict[str, Any]:
     return {
         "rank": one.rank,
         "stage": one.stage,

@@ -59,14 +59,12 @@ def _room(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> 
 
 
 def _rich(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str) -> None:
-    from rich import box
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, overflow="fold", no_wrap=i < len(columns) - 1)
+    from mpbridge.report.tables import table
+
+    made = table(title or None, columns, whole=columns[:-1])
     for row in rows:
-        table.add_row(*map(Text, row))
-    Console(highlight=False).print(table)
+        made.add_row(*map(Text, row))
+    Console(highlight=False).print(made)

@@ -8,6 +8,7 @@ from typing import Any
 
 from mpbridge.config.storage import with_storage
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError, UnknownName
+from mpbridge.formats import plain
 from mpbridge.precision.config import MixedPrecisionConfig, twin_clashes
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import describe, get_mixed_precision_config
@@ -70,21 +71,9 @@ def as_plain(value: Any) -> Any:
     if isinstance(value, MixedPrecisionConfig):
         return value.as_data()
     if isinstance(value, Mapping):
-        out = {str(name): _plain(item) for name, item in value.items()}
+        out = {str(name): plain(item) for name, item in value.items()}
         return out["recipe"] if set(out) == {"recipe"} else out
     return [as_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    from mpbridge.formats import dtype
-
-    return dtype(value).short
 
 
 def _split_until(part: Any, place: str, *, needed: bool, allowed: bool, faults: list[str]) -> tuple[Any, Any]:

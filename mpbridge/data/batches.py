@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from mpbridge.config.container import Run
     from mpbridge.engines.contract import Batch
 
-Fetch: TypeAlias = Callable[[int], Mapping[str, torch.Tensor]]
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 

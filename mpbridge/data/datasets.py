@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +13,9 @@ import numpy as np
 from mpbridge.data.prepare import Prepared, cache_folder, prepare
 from mpbridge.data.sources import find
 from mpbridge.data.tokenizer import tokenizer
+from mpbridge.devices.together import on_first_rank
 from mpbridge.errors import DataError
+from mpbridge.locks import lock
 
 SPLITS = ("train", "valid", "test")
 
@@ -102,7 +103,7 @@ def open_corpus(data: Mapping[str, Any], *, seq_length: int, seed: int, vocab_si
     tok = tokenizer(str(data.get("tokenizer") or "byte"))
     if vocab_size is not None and tok.vocab_size > vocab_size:
         raise DataError(f"model.vocab_size={vocab_size} is too small: the tokenizer has {tok.vocab_size} tokens")
-    prefixes, prepared = _first_rank(lambda: _prepared(data))
+    prefixes, prepared = on_first_rank(lambda: _prepared(data))
     return Corpus(
         prefixes=prefixes,
         tokenizer=tok,
@@ -164,31 +165,10 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
         return
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        held = lock(folder / ".lock", wait=True)
     except OSError as error:
         raise DataError(
             f"cannot write the data cache {folder} ({error.strerror}); name another folder with data.cache_dir=..."
         ) from error
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with held:
         yield
-
-
-def _first_rank(work: Any) -> Any:
-    """What `work` returns on rank 0, on every rank; its error too, so that nobody waits for somebody who left."""
-    import torch.distributed as dist
-
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return work()
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [(True, work())]
-        except DataError as error:
-            answer = [(False, str(error))]
-    dist.broadcast_object_list(answer, src=0)
-    good, value = answer[0]
-    if not good:
-        raise DataError(value)
-    return value

@@ -24,7 +24,12 @@ def agreed(value: int) -> int:
 
 
 def on_first_rank(act: Callable[[], T]) -> T:
-    """What `act` returns on rank 0, on every rank; an MpbridgeError that it raises there is raised on every rank, OSError as CheckpointError."""
+    """What `act` returns on rank 0, on every rank; an MpbridgeError that it raises there is raised on every rank, OSError as CheckpointError.
+
+    Without a process group this process is the only one.
+    """
+    if not dist.is_initialized():
+        return act()
     box: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,17 +20,6 @@ def prepare(optimizer: Any, policy: PrecisionPolicy) -> None:
         set_moment_dtypes(
             part, {role: (getattr(policy, role) or DType.FP32).torch() for role in ("exp_avg", "exp_avg_sq")}
         )
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Tensors made inside without a dtype have this one; what was before is back afterwards, also after an exception and when nested."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def grad_norm(optimizer: Any) -> float:

@@ -1,8 +1,7 @@
-"""What an optimizer's states deserve: warnings, and arguments that keep nothing twice."""
+"""Warnings about optimizer states, and FusedAdam's arguments without a second copy of FP32 parameters."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,14 +19,12 @@ def _torch_adam(optimizer: Any) -> bool:
     return any(isinstance(one, (torch.optim.Adam, torch.optim.AdamW)) for one in many)
 
 
-def warn_bf16_adam(
-    optimizer: Any, parameters: Iterable[torch.Tensor], *, peft: bool = False, context: str = "optim"
-) -> bool:
+def warn_bf16_adam(optimizer: Any, parameters: Iterable[torch.Tensor], *, context: str = "optim") -> bool:
     """Warns, once a process and on rank 0 only, when torch's Adam or AdamW trains BF16 parameters in full; says whether it warned.
 
-    Silent for PEFT, for frozen BF16 parameters, for other optimizers: SGD has no such states, FusedAdam keeps them in FP32.
+    Silent for frozen BF16 parameters and for other optimizers: SGD has no such states, FusedAdam keeps them in FP32.
     """
-    if peft or context in _warned or not _torch_adam(optimizer) or (dist.is_initialized() and dist.get_rank() != 0):
+    if context in _warned or not _torch_adam(optimizer) or (dist.is_initialized() and dist.get_rank() != 0):
         return False
     if not any(p.requires_grad and p.dtype is torch.bfloat16 for p in parameters):
         return False
@@ -54,15 +51,3 @@ def without_duplicate(parameters: Iterable[torch.Tensor], arguments: Mapping[str
             )
         return dict(arguments) | {"master_weights": False, "store_param_remainders": False}
     return dict(arguments)
-
-
-def foreach_arguments(factory: Any, *, tensor_parallel: int) -> dict[str, bool]:
-    """{'foreach': False} where tensor parallelism needs it and the optimizer takes the argument; else nothing.
-
-    torch's foreach kernels refuse lists that mix tensors of different meshes; FusedAdam has no such argument and must not get one.
-    """
-    if tensor_parallel <= 1:
-        return {}
-    parameters = inspect.signature(factory).parameters
-    takes = "foreach" in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    return {"foreach": False} if takes else {}

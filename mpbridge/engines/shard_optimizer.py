@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.engines.optimizers import CpuFusedAdam
-from mpbridge.engines.precision_warnings import foreach_arguments, warn_bf16_adam, without_duplicate
+from mpbridge.engines.precision_warnings import warn_bf16_adam, without_duplicate
 from mpbridge.errors import Refused
 from mpbridge.formats import DType
 from mpbridge.megatron.inside_optimizer import parameter_groups
@@ -63,7 +63,7 @@ def _inner(groups: list[dict[str, Any]], policy: PrecisionPolicy, config: Any, *
     }
     if policy.torch_adam_suffices:
         kind: Any = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-        torchs: torch.optim.Optimizer = kind(groups, **adam, **foreach_arguments(kind, tensor_parallel=1))
+        torchs: torch.optim.Optimizer = kind(groups, **adam)
         return torchs
     arguments = without_duplicate([p for group in groups for p in group["params"]], fused_arguments(policy))
     optimizer: torch.optim.Optimizer = fused_adam(cuda)(

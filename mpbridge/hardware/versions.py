@@ -1,31 +1,36 @@
-"""Versions as tuples, and the window of versions in which a statement holds."""
+"""Versions in order, and the window of versions in which a statement holds."""
 
 from __future__ import annotations
 
-import re
+import functools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mpbridge.errors import BadValue
+
+if TYPE_CHECKING:
+    from packaging.version import Version
+
+
+@functools.cache
+def _parsed(text: str) -> Version:
+    """Without its pre-release and local part: a release candidate has the behaviour of its release."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return Version(Version(text).base_version)
+    except InvalidVersion:
+        raise BadValue(f"{text!r} is not a version (expected numbers with dots, such as 2.11.0)") from None
 
 
 def release(text: str) -> tuple[int, ...]:
     """The numbers of a version: '2.13.0+cpu' -> (2, 13, 0), '12.10' -> (12, 10). Raises BadValue."""
-    found = re.fullmatch(
-        r"v?(\d+(?:\.\d+)*)(?:[.\-_]?(?:dev|rc|a|b|alpha|beta|post)\.?\d+)*(?:\+[\w.\-]+)?", text.strip()
-    )
-    if found is None:
-        raise BadValue(f"{text!r} is no version (expected numbers with dots, such as 2.11.0)")
-    return tuple(int(part) for part in found.group(1).split("."))
+    return _parsed(text).release
 
 
 def at_least(have: str | None, wanted: str) -> bool:
     """Whether `have` is `wanted` or later; False when it is not known. Trailing zeros do not count: 2.11 is 2.11.0."""
-    return have is not None and _padded(have) >= _padded(wanted)
-
-
-def _padded(text: str) -> tuple[int, ...]:
-    numbers = release(text)
-    return numbers + (0,) * (6 - len(numbers))
+    return have is not None and _parsed(have) >= _parsed(wanted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

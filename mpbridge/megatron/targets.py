@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mpbridge.config.schema import ACTIVATIONS
+from mpbridge.config.sections import GPT
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError, Refused, StalePlan, UnknownName, UpstreamRefused
 from mpbridge.facts import Versions
 from mpbridge.formats import DType, dtype
@@ -27,21 +28,7 @@ from mpbridge.sync.targets import is_inputs, same
 log = logging.getLogger("mpbridge")
 
 
-GPT_ARGUMENTS = frozenset(
-    [
-        "vocab_size",
-        "max_sequence_length",
-        "position_embedding_type",
-        "rotary_percent",
-        "rotary_base",
-        "rope_scaling",
-        "rope_scaling_factor",
-        "share_embeddings_and_output_weights",
-        "seq_len_interpolation_factor",
-        "fp16_lm_cross_entropy",
-        "parallel_output",
-    ]
-)
+GPT_ARGUMENTS = frozenset({*GPT.__dataclass_fields__, "parallel_output"})
 """Keys of the model section that are GPTModel's own arguments and not fields of TransformerConfig."""
 
 

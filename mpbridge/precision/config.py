@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from mpbridge.errors import BadValue, Contradiction, UnknownName
-from mpbridge.formats import DType, dtype
+from mpbridge.formats import DType, dtype, plain
 
 if TYPE_CHECKING:
     import torch
@@ -164,7 +164,7 @@ class MixedPrecisionConfig:
 
     def as_data(self) -> dict[str, Any]:
         """`given()` in plain YAML types; `MixedPrecisionConfig.from_data` reads it back to an equal config."""
-        return {name: _plain(value) for name, value in self.given().items()}
+        return {name: plain(value) for name, value in self.given().items()}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Self:
@@ -203,13 +203,3 @@ def twin_clashes(said: Mapping[str, Any]) -> list[str]:
         for a, b in TWINS
         if said.get(a) is not None and said.get(b) is not None and said[a] != said[b]
     ]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, DType):
-        return value.short
-    if isinstance(value, tuple):
-        return list(value)
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return value

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mpbridge.errors import BadValue, UnknownName
-from mpbridge.formats import DType, dtype
+from mpbridge.formats import DType, dtype, plain
 from mpbridge.scalings import ELEMENTS, Scaling, bits_of, scaling
 
 Owner = Literal["engine", "optimizer", "params"]
@@ -266,7 +266,7 @@ class PrecisionPolicy:
 
     def as_data(self) -> dict[str, Any]:
         """Every field in JSON types, {"schema": 1, ...}. Defaults are written too: a fingerprint must not change meaning with a default."""
-        return {"schema": SCHEMA, **_plain(self)}
+        return {"schema": SCHEMA, **plain(self)}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> PrecisionPolicy:
@@ -290,9 +290,9 @@ class PrecisionPolicy:
     def layout(self) -> dict[str, Any]:
         """Only what shapes a checkpoint: stored dtypes of parameters, main weights and moments, and who owns the main weights."""
         names = ("params", "main_params", "exp_avg", "exp_avg_sq", "remainders", "precision_aware")
-        stored = {"stored_formats": [_plain(r) for r in self.regions if r.quant is not None and r.quant.stored]}
+        stored = {"stored_formats": [plain(r) for r in self.regions if r.quant is not None and r.quant.stored]}
         return (
-            {name: _plain(getattr(self, name)) for name in names}
+            {name: plain(getattr(self, name)) for name in names}
             | {"main_params_owner": self.main_params_owner}
             | stored
         )
@@ -300,14 +300,6 @@ class PrecisionPolicy:
 
 def _canonical(data: Any) -> bytes:
     return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, DType):
-        return value.short
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _reader(source: Mapping[str, Any] | object | None) -> Any:

@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rich import box
 from rich.table import Table
 from rich.text import Text
+
+from mpbridge.report.tables import table
 
 SCHEMA = 1
 Word = Literal["high precision", "sound", "look closer", "damage", "failed"]
@@ -208,9 +209,8 @@ def place(row: Row) -> tuple[str, str]:
 
 def tables(rehearsal: Rehearsal) -> list[Table]:
     """For the terminal: one row a recipe, then the worst tensors of each."""
-    overview = _table(
-        rehearsal.title, ("recipe", "verdict", "loss", "row error", "flushed", "saturated", "SQNR dB", "s")
-    )
+    columns = ("recipe", "verdict", "loss", "row error", "flushed", "saturated", "SQNR dB", "s")
+    overview = table(rehearsal.title, columns, right=columns[2:])
     for recipe in rehearsal.recipes:
         word, _ = recipe.verdict()
         loss = f"{recipe.losses[-1]:.4f}" if recipe.losses else ""
@@ -256,17 +256,10 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def _worst(recipe: Rehearsed) -> Table:
     word, reasons = recipe.verdict()
-    table = _table(f"{recipe.recipe}: {word}. {reasons[0]}. The worst tensors:", COLUMNS)
+    worst = table(f"{recipe.recipe}: {word}. {reasons[0]}. The worst tensors:", COLUMNS, right=COLUMNS[2:])
     for row in recipe.worst:
-        table.add_row(*map(Text, cells(row)))
-    return table
-
-
-def _table(title: str, columns: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")
-    for i, column in enumerate(columns):
-        table.add_column(column, overflow="fold", justify="left" if i < 2 else "right")
-    return table
+        worst.add_row(*map(Text, cells(row)))
+    return worst
 
 
 def _finite(value: Any) -> Any:

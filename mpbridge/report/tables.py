@@ -20,7 +20,7 @@ OVERRIDDEN = "bold yellow"
 
 def plan_table(plan: Plan, *, title: str = "what the recipe decides") -> Table:
     """Field, before, after, why, who had set it, and the line that would keep it: one row for every write, overridden values marked."""
-    table = _table(
+    made = table(
         title, ("field", "before", "after", "why", "had been set by", "to keep it"), whole=("field", "to keep it")
     )
     for write in plan.writes:
@@ -28,27 +28,29 @@ def plan_table(plan: Plan, *, title: str = "what the recipe decides") -> Table:
         who = write.set_by if write.set_by != "nobody" else ""
         cells = (write.name, show(write.before), show(write.after), write.why, who, keep)
         # Text, not str: a value with brackets in it is no markup
-        table.add_row(*(Text(cell) for cell in cells), style=OVERRIDDEN if write.conflict else None)
+        made.add_row(*(Text(cell) for cell in cells), style=OVERRIDDEN if write.conflict else None)
     for kept in plan.kept:
-        table.add_row(
+        made.add_row(
             *(Text(cell) for cell in (f"{kept.target}.{kept.field}", show(kept.value), "left alone", kept.why, "", "")),
             style="dim",
         )
-    return table
+    return made
 
 
 def summary_table(rows: Iterable[tuple[str, str]], *, title: str = "summary") -> Table:
     """Label and text, one pair a row."""
-    table = _table(title, ("", ""), whole=())
-    table.show_header = False
+    made = table(title, ("", ""))
+    made.show_header = False
     for label, text in rows:
-        table.add_row(Text(label), Text(text))
-    return table
+        made.add_row(Text(label), Text(text))
+    return made
 
 
-def _table(title: str, columns: Sequence[str], whole: Sequence[str] = ()) -> Table:
-    """whole: columns that are never broken over two lines, as people copy or search them."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")
+def table(title: str | None, columns: Sequence[str], *, whole: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
+    """An empty table of the house's look. whole: columns that are never broken over two lines, as people copy or search them; right: numbers."""
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")
     for column in columns:
-        table.add_column(column, no_wrap=column in whole, overflow="fold")
-    return table
+        made.add_column(
+            column, no_wrap=column in whole, overflow="fold", justify="right" if column in right else "left"
+        )
+    return made

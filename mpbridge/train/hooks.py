@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpbridge.checkpoint.store import Audit
     from mpbridge.config.container import Run
     from mpbridge.data.batches import Feed
     from mpbridge.engines.contract import Engine, StepResult
+    from mpbridge.errors import MpbridgeError
     from mpbridge.report.progress import ProgressLine
     from mpbridge.train.metrics import Counters
 
@@ -34,6 +36,16 @@ class Training:
     """Set it to go on in another recipe: the loop rebuilds the engine before the next step."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Facts for the closing summary, by name."""
+    audit: Audit = "unaudited"
+    """What the audit says of the state as it stands; written into each checkpoint. Resuming by itself passes suspect ones over."""
+    failure: MpbridgeError | None = None
+    """What the run ends with once its last checkpoint is written."""
+
+    def fail(self, error: MpbridgeError) -> None:
+        """Ends the run after the step that is under way and its last checkpoint; `pretrain` then raises `error` (the first one counts)."""
+        if self.failure is None:
+            self.failure = error
+            self.stop = self.stop or str(error).partition("\n")[0]
 
     def say(self, text: str) -> None:
         """A line for people, on rank 0."""

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from mpbridge.checkpoint import io as checkpoint
 from mpbridge.checkpoint import store
-from mpbridge.checkpoint.writer import require_needs
 from mpbridge.devices.together import on_first_rank
 from mpbridge.errors import CheckpointError
 from mpbridge.train.hooks import Hook
@@ -50,8 +49,6 @@ class Keeper(Hook):
         self.pending: checkpoint.Writing | None = None
         self._begun, self._said = False, ""
         self._claim: Any = None
-        if self.folder is not None or section.get("load"):
-            require_needs()
 
     def built(self, training: Training) -> None:
         """Loads, the first time."""

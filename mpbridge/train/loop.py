@@ -124,6 +124,8 @@ class _Steps:
                 stream, training.moved = training.feed.batches("train", counters.consumed, self.rank, self.ranks), False
             self._step(stream, log, interval)
         self.hooks.finished(training)
+        if training.failure is not None:
+            raise training.failure
         return self._summary()
 
     def _step(self, stream: Iterator[Batch], log: MetricsLog, interval: int) -> None:

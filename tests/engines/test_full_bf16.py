@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.engines import full_bf16
 from mpbridge.errors import Contradiction, Refused
 from mpbridge.rules.admit import require_here
 from tests.engines import tiny
@@ -137,21 +136,6 @@ def test_t5_bf16_storage_with_fp32_compute_contradicts_itself() -> None:
         resolve(MixedPrecisionConfig(params_dtype="bf16"))
     with pytest.raises(Contradiction, match="compute_dtype=fp32"):
         resolve(MixedPrecisionConfig(bf16=True, compute_dtype="fp32"))
-
-
-def _fail_under(dtype: torch.dtype) -> None:
-    with full_bf16.default_dtype(dtype):
-        assert torch.zeros(1).dtype is dtype
-        raise KeyError
-
-
-def test_t6_default_dtype_is_back_after_an_exception_and_when_nested() -> None:
-    with full_bf16.default_dtype(torch.bfloat16):
-        assert torch.zeros(1).dtype is torch.bfloat16
-        with pytest.raises(KeyError):
-            _fail_under(torch.float64)
-        assert torch.zeros(1).dtype is torch.bfloat16
-    assert torch.zeros(1).dtype is torch.float32
 
 
 def test_t8_low_precision_moments_stay_at_fp32s_loss(build: Any) -> None:

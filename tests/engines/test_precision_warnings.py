@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from mpbridge.config.container import ConfigContainer
-from mpbridge.config.storage import storage_default
+from mpbridge.config.storage import with_storage
 from mpbridge.engines import precision_warnings as warnings
 from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.formats import DType
+from mpbridge.precision.config import MixedPrecisionConfig
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,6 @@ def parameters(dtype: torch.dtype = torch.bfloat16, *, frozen: bool = False) -> 
 CASES = {
     "AdamW on BF16": (torch.optim.AdamW, {}, {}, 1),
     "Adam on BF16": (torch.optim.Adam, {}, {}, 1),
-    "PEFT": (torch.optim.AdamW, {}, {"peft": True}, 0),
     "FP32": (torch.optim.AdamW, {"dtype": torch.float32}, {}, 0),
     "FP16": (torch.optim.AdamW, {"dtype": torch.float16}, {}, 0),
     "frozen": (torch.optim.AdamW, {"frozen": True}, {}, 0),
@@ -57,24 +57,21 @@ def test_a5_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, caplog: Any)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "requested", "peft", "expected"),
+    ("engine", "optimizer", "said", "expected"),
     [
-        ("adamw", None, False, DType.FP32),
-        ("torch_adamw", None, False, DType.FP32),
-        ("adam", None, False, DType.BF16),
-        ("torch.optim.AdamW", "auto", False, DType.FP32),
-        ("sgd", None, False, DType.FP32),
-        ("fused", None, False, DType.BF16),
-        ("transformer_engine.pytorch.optimizers.FusedAdam", "auto", False, DType.BF16),
-        ("adamw", None, True, DType.BF16),
-        ("adamw", "bfloat16", False, DType.BF16),
-        ("fused", torch.float32, False, DType.FP32),
+        ("fsdp2", "torch_adamw", {}, DType.FP32),
+        ("fsdp2", "sgd", {}, DType.FP32),
+        ("fsdp2", "adam", {}, None),
+        ("mcore", "sgd", {}, None),
+        ("fsdp2", "torch_adamw", {"params_dtype": "bf16"}, DType.BF16),
+        ("fsdp2", "torch_adamw", {"bf16": False}, None),
     ],
 )
 def test_a6_unset_storage_follows_the_optimizer_and_what_is_said_wins(
-    optimizer: str, requested: Any, peft: bool, expected: DType
+    engine: str, optimizer: str, said: dict[str, Any], expected: DType | None
 ) -> None:
-    assert storage_default(optimizer, requested, peft=peft) is expected
+    config = with_storage(MixedPrecisionConfig(**{"bf16": True} | said), engine=engine, optimizer=optimizer)
+    assert config.stored()["params_dtype"] is expected
 
 
 @pytest.mark.parametrize(
@@ -130,13 +127,6 @@ def test_a7_what_the_duplicate_costs_is_four_bytes_a_parameter() -> None:
             sum(tensor.numel() * tensor.element_size() for tensor in optimizer.state[held[0]].values()) / 256
         )
     assert cost == {True: 12.0, False: 8.0}
-
-
-def test_a10_foreach_goes_only_where_it_is_taken() -> None:
-    assert warnings.foreach_arguments(torch.optim.AdamW, tensor_parallel=2) == {"foreach": False}
-    assert warnings.foreach_arguments(torch.optim.AdamW, tensor_parallel=1) == {}
-    assert warnings.foreach_arguments(CpuFusedAdam, tensor_parallel=2) == {}
-    assert warnings.foreach_arguments(lambda params, **kwargs: None, tensor_parallel=2) == {"foreach": False}
 
 
 def test_g2_torch_adam_keeps_its_moments_in_the_parameters_dtype() -> None:

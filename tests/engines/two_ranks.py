@@ -116,9 +116,7 @@ def compute_and_wire(folder: Path) -> Any:
 
 def resumed(folder: Path) -> Any:
     """Whether a saved run goes on to the bit, and what the checkpoint holds."""
-    from megatron.core import dist_checkpointing
-
-    from mpbridge.checkpoint.writer import PlainSave
+    from tests.engines.kept import keep, take
 
     found = {}
     for engine, kind in (
@@ -131,14 +129,13 @@ def resumed(folder: Path) -> Any:
         first = _engine(kind, engine, **sections)
         _steps(first, 2)
         place = folder / f"{engine}_{kind}"
-        place.mkdir(exist_ok=True)
         state = first.state()
         dtypes = sorted({str(tensor.dtype) for tensor in state["model"].values()})
-        dist_checkpointing.save(state, str(place), sharded_strategy=PlainSave())
+        place = keep(state, place)
         straight = _steps(first, 2)
         first.close()
         second = _engine(kind, engine, **sections)
-        second.load_state(dist_checkpointing.load(second.state(loading=True), str(place)))
+        second.load_state(take(second.state(loading=True), place))
         again = _steps(second, 2)
         second.close()
         found[kind] = {

@@ -196,8 +196,8 @@ def flip(file):
         pytest.param("__0_0.distcp", lambda file: file.write_bytes(file.read_bytes()[:-100]), id="truncated"),
         pytest.param("__0_0.distcp", flip, id="bit flipped"),
         pytest.param("__0_0.distcp", lambda file: file.unlink(), id="missing shard"),
-        pytest.param(".metadata", flip, id="metadata flipped"),
-        pytest.param("common.pt", flip, id="counters flipped"),
+        pytest.param("index.json", flip, id="index flipped"),
+        pytest.param("state.json", flip, id="counters flipped"),
         pytest.param("precision.json", flip, id="fingerprint flipped"),
     ],
 )

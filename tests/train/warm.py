@@ -7,6 +7,7 @@ import warnings
 warnings.simplefilter("ignore")
 
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402
 
 import mpbridge.checkpoint.io  # noqa: E402
 import mpbridge.train.loop  # noqa: E402, F401

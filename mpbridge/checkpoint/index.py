@@ -1,0 +1,139 @@
+"""The index of a checkpoint: which bytes of which file are which part of which tensor. Ours, JSON, and all that a load goes by. Loads no framework.
+
+    {"schema": 1, "files": ["__0_0.distcp", ...],
+     "tensors": {key: {"dtype": "float32", "shape": [256, 64], "pieces": [[file, at, offset, shape], ...]}},
+     "objects": {key: [file, at, bytes]}}
+
+file: its place in "files"; at: byte at which the elements begin, row-major, little-endian, without a gap; offset and shape: of the piece in the tensor.
+An object is JSON as `plain.encoded` spells it. Sums of the files are in the manifest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpbridge.checkpoint.plain import WIDTHS, elements, sizes
+from mpbridge.errors import CheckpointError
+from mpbridge.files import read_json
+
+INDEX = "index.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of a tensor: `shape` elements from `offset`, at byte `at` of `file`."""
+
+    file: str
+    at: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor: torch's name of its dtype, global shape, pieces."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Everything that a checkpoint's data files hold."""
+
+    tensors: Mapping[str, Stored]
+    objects: Mapping[str, tuple[str, int, int]]
+    """Key -> file, first byte, bytes."""
+
+    def as_data(self) -> dict[str, Any]:
+        """JSON types."""
+        files = sorted(
+            {piece.file for stored in self.tensors.values() for piece in stored.pieces}
+            | {file for file, _, _ in self.objects.values()}
+        )
+        number = {name: place for place, name in enumerate(files)}
+        tensors = {
+            key: {
+                "dtype": stored.dtype,
+                "shape": list(stored.shape),
+                "pieces": [[number[p.file], p.at, list(p.offset), list(p.shape)] for p in stored.pieces],
+            }
+            for key, stored in sorted(self.tensors.items())
+        }
+        objects = {key: [number[file], at, size] for key, (file, at, size) in sorted(self.objects.items())}
+        return {"schema": SCHEMA, "files": files, "tensors": tensors, "objects": objects}
+
+    def incomplete(self) -> list[str]:
+        """A sentence for each tensor whose pieces are not as many elements as it has: a shard was written by nobody, or by two ranks."""
+        found = []
+        for key, stored in self.tensors.items():
+            have, want = sum(math.prod(piece.shape) for piece in stored.pieces), math.prod(stored.shape)
+            if have != want:
+                found.append(f"{key}: its shards have {have} elements, expected {want}")
+        return found
+
+
+def read_index(folder: Path, listed: Mapping[str, Any]) -> Index:
+    """The index of the checkpoint in `folder`. listed: the manifest's files.
+
+    Raises CheckpointError that names the index where a piece is not inside of a listed file or of its tensor.
+    """
+    file = folder / INDEX
+    try:
+        data = read_json(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from error
+    try:
+        return _index(data, {name: facts["bytes"] for name, facts in listed.items()})
+    except CheckpointError as error:
+        raise CheckpointError(f"{file} is refused: {error}") from error
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{file} is refused: {type(error).__name__}: {str(error)[:200]}") from error
+
+
+def _index(data: Any, room: Mapping[str, int]) -> Index:
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise CheckpointError(f"expected an index of schema {SCHEMA}")
+    files = data["files"]
+    if strange := [str(name)[:80] for name in files if name not in room]:
+        raise CheckpointError(f"it points to files that the manifest does not list: {', '.join(strange)}")
+    tensors = {}
+    for key, entry in data["tensors"].items():
+        dtype, shape = entry["dtype"], sizes(entry["shape"])
+        elements(dtype, shape)
+        pieces = tuple(_piece(piece, files, room, dtype, shape, key) for piece in entry["pieces"])
+        tensors[key] = Stored(dtype, tuple(shape), pieces)
+    objects = {}
+    for key, (number, at, size) in data["objects"].items():
+        name = files[_place(number, len(files))]
+        _inside(at, size, room[name], name, key)
+        objects[key] = (name, at, size)
+    return Index(tensors, objects)
+
+
+def _piece(entry: Any, files: list[str], room: Mapping[str, int], dtype: str, whole: list[int], key: str) -> Piece:
+    number, at, offset, shape = entry
+    sizes(offset)
+    name, count = files[_place(number, len(files))], elements(dtype, shape)
+    ends = [begin + side for begin, side in zip(offset, shape, strict=True)]
+    if len(ends) != len(whole) or any(end > side for end, side in zip(ends, whole, strict=True)):
+        raise CheckpointError(f"a piece of {key} lies outside of the tensor")
+    _inside(at, count * WIDTHS[dtype], room[name], name, key)
+    return Piece(name, at, tuple(offset), tuple(shape))
+
+
+def _place(number: Any, count: int) -> int:
+    if type(number) is not int or not 0 <= number < count:
+        raise CheckpointError(f"file number {str(number)[:40]} of {count}")
+    return number
+
+
+def _inside(at: Any, size: Any, room: Any, name: str, key: str) -> None:
+    if type(at) is not int or type(size) is not int or at < 0 or size < 0 or at + size > room:
+        raise CheckpointError(f"{key} lies outside of {name}")

@@ -1,0 +1,114 @@
+"""Plain values as JSON and back, to the bit: counters, schedules, random states, scaling states. What is not plain has no spelling here.
+
+A value that JSON knows stands for itself. The rest is an object with one key: `{"tuple": [...]}`, `{"float": "nan"}`, `{"map": [[key, value], ...]}`
+(a dict, always spelled so) and `{"tensor": {"dtype", "shape", "data"}}` with the elements' bytes, little-endian, in base64.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from mpbridge.errors import CheckpointError
+
+DEEPEST = 64
+"""Containers within one another; a run's own state has fewer than ten."""
+WIDTHS: Mapping[str, int] = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1, "complex64": 8,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "uint16": 2, "uint32": 4, "bool": 1,
+}  # fmt: skip
+"""torch's names of the dtypes that a checkpoint may hold -> bytes an element."""
+LARGEST_SIDE = 1 << 48
+
+
+def encoded(value: Any, depth: int = 0) -> Any:
+    """`value` in JSON's types. Raises CheckpointError for what is no plain value."""
+    if depth > DEEPEST:
+        raise CheckpointError(f"a value nested {DEEPEST} deep cannot be saved")
+    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, list):
+        return [encoded(item, depth + 1) for item in value]
+    if isinstance(value, tuple):
+        return {"tuple": [encoded(item, depth + 1) for item in value]}
+    if isinstance(value, Mapping):
+        return {"map": [[encoded(key, depth + 1), encoded(item, depth + 1)] for key, item in value.items()]}
+    if type(value).__module__ == "torch" and hasattr(value, "untyped_storage"):
+        return {"tensor": _tensor(value)}
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a NumPy scalar
+        return encoded(value.item(), depth)
+    raise CheckpointError(
+        f"a {type(value).__module__}.{type(value).__qualname__} cannot be saved: it is not plain data"
+    )
+
+
+def _tensor(tensor: Any) -> dict[str, Any]:
+    import torch
+
+    plain = tensor.detach().cpu().contiguous()
+    raw = plain.flatten().view(torch.uint8).numpy().tobytes()
+    name = str(plain.dtype).removeprefix("torch.")
+    return {"dtype": name, "shape": list(plain.shape), "data": base64.b64encode(raw).decode("ascii")}
+
+
+def decoded(data: Any, depth: int = 0) -> Any:
+    """The value that `encoded` spelled; raises CheckpointError for anything else. Loads torch for a tensor only."""
+    if depth > DEEPEST:
+        raise CheckpointError("nested too deeply")
+    if isinstance(data, list):
+        return [decoded(item, depth + 1) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if len(data) != 1:
+        raise CheckpointError(f"expected an object with one key, found {len(data)}")
+    ((kind, body),) = data.items()
+    if kind == "float" and body in ("nan", "inf", "-inf"):
+        return float(body)
+    if kind == "tuple" and isinstance(body, list):
+        return tuple(decoded(item, depth + 1) for item in body)
+    if kind == "map" and isinstance(body, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in body):
+        made = [(decoded(key, depth + 1), decoded(item, depth + 1)) for key, item in body]
+        if all(isinstance(key, (str, int, float, bool, tuple, type(None))) for key, _ in made):
+            return dict(made)
+    if kind == "tensor" and isinstance(body, dict) and body.keys() == {"dtype", "shape", "data"}:
+        return _tensor_of(**body)
+    raise CheckpointError(f"found {{{str(kind)[:40]!r}: ...}}, expected a tuple, a float, a map or a tensor")
+
+
+def _tensor_of(dtype: Any, shape: Any, data: Any) -> Any:
+    import torch
+
+    count = elements(dtype, shape)
+    try:
+        raw = base64.b64decode(data, validate=True)
+    except (TypeError, ValueError, binascii.Error) as error:
+        raise CheckpointError(f"a tensor's data is not base64 ({error})") from error
+    if len(raw) != count * WIDTHS[dtype]:
+        raise CheckpointError(f"a tensor of {count} {dtype} has {len(raw)} bytes, expected {count * WIDTHS[dtype]}")
+    if not count:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).reshape(shape)
+
+
+def elements(dtype: Any, shape: Any) -> int:
+    """Elements of a tensor of that dtype and shape; raises CheckpointError where one of them is not what it says."""
+    if not isinstance(dtype, str) or dtype not in WIDTHS:
+        raise CheckpointError(f"dtype {str(dtype)[:40]!r}, expected one of {', '.join(WIDTHS)}")
+    return math.prod(sizes(shape))
+
+
+def sizes(shape: Any) -> list[int]:
+    """`shape` as it is, once it is a short list of whole numbers from 0; raises CheckpointError."""
+    if not isinstance(shape, list) or len(shape) > DEEPEST:
+        raise CheckpointError("expected a list of sizes")
+    for side in shape:
+        if type(side) is not int or not 0 <= side <= LARGEST_SIDE:
+            raise CheckpointError(f"a size of {str(side)[:40]}")
+    if math.prod(shape) > LARGEST_SIDE:
+        raise CheckpointError("a tensor larger than any memory")
+    return shape

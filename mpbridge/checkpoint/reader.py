@@ -1,0 +1,142 @@
+"""What a checkpoint holds, read by its index: elements straight from their bytes, objects as JSON. Nothing here unpickles."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import torch
+
+from mpbridge.checkpoint import store
+from mpbridge.checkpoint.index import Index, Piece, Stored, read_index
+from mpbridge.checkpoint.plain import decoded
+from mpbridge.errors import CheckpointError
+from mpbridge.files import opened, parsed, read_json
+from mpbridge.megatron import sharded
+
+STATE = "state.json"
+"""What is equal on all ranks: counters, schedule, the optimizer's groups, the loss scaler; as `plain.encoded` spells it."""
+
+
+class Contents:
+    """An open checkpoint; a context manager, which closes its files. Raises CheckpointError for an index or a state that is not one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        manifest = store.read_manifest(folder)
+        self.step = store.step_in(manifest, folder)
+        self.index: Index = read_index(folder, manifest["files"])
+        self._open: dict[str, IO[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for stream in self._open.values():
+            stream.close()
+        self._open.clear()
+
+    def common(self) -> Mapping[str, Any]:
+        """What is equal on all ranks."""
+        file = self.folder / STATE
+        try:
+            data = read_json(file)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read ({error.strerror})") from error
+        try:
+            found = decoded(data)
+        except CheckpointError as error:
+            raise CheckpointError(f"{file} is refused: {error}") from error
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{file} is refused: expected a map")
+        return found
+
+    def load(self, tree: Any) -> Any:
+        """A state of sharded parts with their contents: tensors are read into the memory that they name, in its dtype.
+
+        Raises CheckpointError for a part that is not there, or in another shape.
+        """
+        return sharded.filled(tree, self._leaf)
+
+    def _leaf(self, leaf: Any) -> Any:
+        return self.tensor(leaf) if sharded.is_tensor(leaf) else self.object(leaf)
+
+    def object(self, leaf: Any) -> Any:
+        """The object of that key and place."""
+        found = self.index.objects.get(leaf.unique_key)
+        if found is None:
+            raise CheckpointError(f"{self.folder} holds no {leaf.unique_key}")
+        name, at, size = found
+        stream = self._stream(name)
+        stream.seek(at)
+        what = f"{self.folder / name}: {leaf.unique_key}"
+        try:
+            return decoded(parsed(stream.read(size), what))
+        except CheckpointError as error:
+            raise CheckpointError(f"{what} is refused: {error}") from error
+
+    def tensor(self, leaf: Any) -> torch.Tensor:
+        """A ShardedTensor's part of its tensor."""
+        stored = self.index.tensors.get(leaf.key)
+        if stored is None:
+            raise CheckpointError(f"{self.folder} holds no tensor {leaf.key}")
+        data = sharded.wide(leaf)
+        if data is None:
+            data = torch.empty(leaf.local_shape, dtype=leaf.dtype)
+        target: torch.Tensor = data.detach()
+        if stored.shape != tuple(leaf.global_shape):
+            if not leaf.allow_shape_mismatch:
+                raise CheckpointError(f"{leaf.key} is {list(stored.shape)} there, expected {list(leaf.global_shape)}")
+            target.zero_()
+        shape = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
+        whole = target.view(shape) if target.is_contiguous() else target.reshape(shape)
+        read = sum(self._copy(piece, stored, whole, tuple(leaf.global_offset)) for piece in stored.pieces)
+        if read != target.numel() and stored.shape == tuple(leaf.global_shape):
+            raise CheckpointError(f"{leaf.key}: {read} elements are there, expected {target.numel()}")
+        if whole.data_ptr() != target.data_ptr():  # reshape had to copy
+            target.copy_(whole.view(target.shape))
+        return target
+
+    def _copy(self, piece: Piece, stored: Stored, target: torch.Tensor, offset: tuple[int, ...]) -> int:
+        """Reads what a piece and a wanted block (its first element at `offset`) have in common; returns the number of elements."""
+        lows = [max(a, b) for a, b in zip(piece.offset, offset, strict=True)]
+        highs = [
+            min(a + m, b + n)
+            for a, m, b, n in zip(piece.offset, piece.shape, offset, target.shape, strict=True)
+        ]  # fmt: skip
+        common = [high - low for low, high in zip(lows, highs, strict=True)]
+        if any(side <= 0 for side in common):
+            return 0
+        strides = [math.prod(piece.shape[axis + 1 :]) for axis in range(len(common))]
+        first = sum((low - a) * stride for low, a, stride in zip(lows, piece.offset, strides, strict=True))
+        span = 1 + sum((side - 1) * stride for side, stride in zip(common, strides, strict=True))
+        place = tuple(slice(low - b, low - b + side) for low, b, side in zip(lows, offset, common, strict=True))
+        part, dtype = target[place], getattr(torch, stored.dtype)
+        at, count = piece.at + first * dtype.itemsize, math.prod(common)
+        if span == count and part.dtype is dtype and part.device.type == "cpu" and part.is_contiguous():
+            self._read(piece.file, at, part)
+        else:
+            row = torch.empty(span, dtype=dtype)
+            self._read(piece.file, at, row)
+            part.copy_(row.as_strided(common, strides))
+        return count
+
+    def _read(self, name: str, at: int, into: torch.Tensor) -> None:
+        stream, room = self._stream(name), memoryview(into.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        stream.seek(at)
+        if stream.readinto(room) != room.nbytes:  # type: ignore[attr-defined]
+            raise CheckpointError(f"{self.folder / name} was cut off: {room.nbytes} bytes at {at} are not there")
+
+    def _stream(self, name: str) -> IO[bytes]:
+        if name not in self._open:
+            try:
+                self._open[name] = opened(self.folder / name)
+            except OSError as error:
+                raise CheckpointError(f"{self.folder / name}: {os.strerror(error.errno or 0)}") from error
+        return self._open[name]

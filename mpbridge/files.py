@@ -1,0 +1,103 @@
+"""Files that a stranger may have put there: opened only when they are regular files, never through a link; JSON read without surprises."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from mpbridge.errors import CheckpointError
+
+LARGEST_JSON = 1 << 28
+"""Bytes of a JSON file that is read at all: the index of a checkpoint with a million shards has a quarter of that."""
+
+_KINDS = (
+    (stat.S_ISLNK, "a symbolic link"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+# a FIFO must not block the open; systems that lack a flag go without it
+_SAFE = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+
+
+def kind_of(mode: int) -> str:
+    """What a file is that is not a regular one, with its article."""
+    return next((name for holds, name in _KINDS if holds(mode)), "a special file")
+
+
+def opened(file: Path) -> IO[bytes]:
+    """`file` for reading in binary. Raises CheckpointError that names it where it is anything but a regular file, FileNotFoundError without it."""
+    return os.fdopen(_descriptor(file, os.O_RDONLY), "rb")
+
+
+def opened_inside(folder: Path, name: str) -> IO[bytes]:
+    """`folder`/`name` for reading, where no folder on the way below `folder` may be a link either. Raises as `opened` does."""
+    place = folder
+    for part in name.split("/")[:-1]:
+        place = place / part
+        if stat.S_ISLNK(os.lstat(place).st_mode):
+            raise CheckpointError(
+                f"{place} is a symbolic link, expected a folder: links in a checkpoint are not followed"
+            )
+    return opened(folder / name)
+
+
+def opened_to_write(file: Path, *, append: bool = False) -> IO[str]:
+    """`file` for writing text, made where it is missing; emptied unless `append`.
+
+    Raises CheckpointError where it is a link, not a regular file, or a file that has another name elsewhere: somebody else's content.
+    """
+    handle = _descriptor(file, os.O_RDWR | os.O_CREAT | (os.O_APPEND if append else 0), 0o666)
+    if not append:
+        os.ftruncate(handle, 0)
+    return os.fdopen(handle, "a+" if append else "w+", encoding="utf-8", buffering=1)
+
+
+def _descriptor(file: Path, flags: int, mode: int = 0) -> int:
+    try:
+        handle = os.open(file, flags | _SAFE, mode)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EMLINK, errno.EOPNOTSUPP):
+            _refuse(file, os.lstat(file).st_mode)
+        raise
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or (flags & os.O_CREAT and found.st_nlink > 1):
+        os.close(handle)
+        if stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{file} has a second name elsewhere (a hard link): it is not written to; remove it")
+        _refuse(file, found.st_mode)
+    os.set_blocking(handle, True)
+    return handle
+
+
+def _refuse(file: Path, mode: int) -> NoReturn:
+    raise CheckpointError(f"{file} is {kind_of(mode)}, expected a regular file: it is neither followed nor opened")
+
+
+def read_json(file: Path, *, largest: int = LARGEST_JSON) -> Any:
+    """The JSON value in `file`. Raises CheckpointError that names the file for anything else: damage, nesting without end, NaN, another kind of file."""
+    with opened(file) as stream:
+        text = stream.read(largest + 1)
+    return parsed(text, str(file), largest=largest)
+
+
+def parsed(text: bytes, name: str, *, largest: int = LARGEST_JSON) -> Any:
+    """The JSON value in `text`; `name` stands in the error. Raises CheckpointError."""
+    if len(text) > largest:
+        raise CheckpointError(f"{name} cannot be read: larger than {largest} bytes")
+    try:
+        return json.loads(text.decode("utf-8"), parse_constant=_no_constant)
+    except RecursionError:
+        raise CheckpointError(f"{name} cannot be read: nested too deeply") from None
+    except ValueError as error:
+        raise CheckpointError(f"{name} cannot be read ({error})") from error
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")

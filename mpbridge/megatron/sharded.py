@@ -1,0 +1,95 @@
+"""megatron-core's description of a sharded state, read and rebuilt here: which part of which global tensor each leaf is. Nothing is written or opened.
+
+The classes are those of megatron.core.dist_checkpointing.mapping (0.16.1 to 0.20); its strategies, planners and serializers are not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_LEAF = object()
+
+
+def is_tensor(leaf: Any) -> bool:
+    """Whether a leaf is a ShardedTensor."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    return isinstance(leaf, ShardedTensor)
+
+
+def is_object(leaf: Any) -> bool:
+    """Whether a leaf is a ShardedObject."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    return isinstance(leaf, ShardedObject)
+
+
+def _is_factory(leaf: Any) -> bool:
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    return isinstance(leaf, ShardedTensorFactory)
+
+
+def _is_local(leaf: Any) -> bool:
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    return isinstance(leaf, LocalNonpersistentObject)
+
+
+def is_written_here(leaf: Any) -> bool:
+    """Whether this rank's copy of a leaf is the one that is written."""
+    replica = leaf.replica_id
+    return replica == 0 if isinstance(replica, int) else all(part == 0 for part in replica)
+
+
+def wide(leaf: Any) -> Any:
+    """A leaf's tensor, dequantized where it rests in 8 bits with scales: a checkpoint holds values."""
+    from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+
+    return dequantize_fp8_tensor(leaf.data) if is_float8tensor(leaf.data) else leaf.data
+
+
+def entries(tree: Any) -> Iterator[Any]:
+    """Every ShardedTensor and ShardedObject in a state, factories built."""
+    if _is_factory(tree):
+        yield from entries(tree.build())
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from entries(item)
+    elif isinstance(tree, list):
+        for item in tree:
+            yield from entries(item)
+    elif is_tensor(tree) or is_object(tree):
+        yield tree
+
+
+def common(tree: Any) -> Any:
+    """What is in a state besides sharded and local parts: equal on all ranks, plain. Containers that become empty are left out."""
+    found = _kept(tree, lambda leaf: _LEAF if _is_local(leaf) or hasattr(leaf, "replica_id") else leaf)
+    return {} if found is _LEAF else found
+
+
+def filled(tree: Any, read: Callable[[Any], Any]) -> Any:
+    """The state with what `read` returns for each ShardedTensor and ShardedObject; factories merged, local parts unwrapped, the rest left out."""
+
+    def leaf(item: Any) -> Any:
+        if _is_factory(item):
+            return item.merge_fn(_kept(item.build(), leaf))
+        if _is_local(item):
+            return item.unwrap()
+        return read(item) if is_tensor(item) or is_object(item) else _LEAF
+
+    found = _kept(tree, leaf)
+    return {} if found is _LEAF else found
+
+
+def _kept(tree: Any, leaf: Callable[[Any], Any]) -> Any:
+    """`tree` with `leaf` applied to its leaves; those that come back as _LEAF, and containers that lose all they had, are left out."""
+    if isinstance(tree, dict):
+        made = {name: new for name, item in tree.items() if (new := _kept(item, leaf)) is not _LEAF}
+        return made if made or not tree else _LEAF
+    if isinstance(tree, list):
+        items = [new for item in tree if (new := _kept(item, leaf)) is not _LEAF]
+        return items if items or not tree else _LEAF
+    return leaf(tree)
