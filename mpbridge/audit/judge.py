@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from mpbridge.audit.findings import Finding
 from mpbridge.audit.observe import Observed, Tally
 from mpbridge.audit.promise import ABSENT, Promises
-from mpbridge.audit.rules import HIGH
+from mpbridge.precision.words import HIGH
 
 ROLES = ("params", "main_params", "grads", "main_grads", "exp_avg", "exp_avg_sq", "buffers")
 EXPERTS = "*.experts.*"

@@ -11,9 +11,10 @@ import torch
 from mpbridge.audit.flags import different, optimizer_faults
 from mpbridge.audit.motion import Motion, reached, updates
 from mpbridge.audit.promise import ABSENT, Promises
-from mpbridge.audit.rules import rule_of, rule_text
+from mpbridge.audit.rules import rule_of
 from mpbridge.audit.stored import elements, size, storage
 from mpbridge.audit.watch import Watch, linears
+from mpbridge.precision.words import rule_words
 
 UNITS = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12}
 """Relative rounding error of half a unit in the last place."""
@@ -73,7 +74,7 @@ def look(
         # megatron-core's optimizers often read the gradient buffer itself: one tensor in two roles is paid for once
         _add(seen, promises, one, free=one.role == "main_grads" and not grads.isdisjoint(_storage(one.tensor)))
     for path, module in linears(engine.model).items():
-        key = (rule_text(promises.quant(path)), rule_of(module, promises.emulated, ran=watch is not None))
+        key = (rule_words(promises.gemms(path)), rule_of(module, promises.emulated, ran=watch is not None))
         seen.rules.setdefault(key, []).append(path)
     looked, wrong = different(engine)
     more, contradictions = optimizer_faults(engine, promises)

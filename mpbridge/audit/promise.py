@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from dataclasses import dataclass
 
 from mpbridge.formats import DType
-from mpbridge.precision.policy import Owner, PrecisionPolicy, Quant
+from mpbridge.precision.policy import Gemms, Owner, PrecisionPolicy, Quant
 
 ABSENT = "none"
 """The promise that a role has no tensors of its own."""
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.(.+)$")
-
 ALWAYS_FP32 = ("*expert_bias", "*inv_freq")
 """Buffers that megatron-core keeps in FP32 whatever the model's dtype (router.py, rotary_pos_embedding.py)."""
-
-
-def place(name: str) -> tuple[str, int] | None:
-    """(path below the layer, 0-based layer) of a parameter or module name; None outside of the layers."""
-    match = _LAYER.search(name)
-    return None if match is None else (match.group(2), int(match.group(1)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +54,13 @@ class Promises:
             return "fp32" if follows else (getattr(self.policy, role) or DType.FP32).short
         return None
 
+    def gemms(self, module: str) -> Gemms:
+        """The rules promised for the GEMMs of the linear at path `module`."""
+        return self.policy.of_path(module, self.layers)
+
     def quant(self, module: str) -> Quant | None:
-        """The rule promised for the linear at path `module`; None: high precision."""
-        where = place(module)
-        return None if where is None else self.policy.at(where[0], where[1], self.layers)
+        """The rule promised for the linear at path `module`, the first among its GEMMs'; None: high precision."""
+        return next(iter(self.gemms(module).distinct), None)
 
     def kept_fp32(self, parameter: str) -> bool:
         """Whether `keep_fp32` names this parameter."""

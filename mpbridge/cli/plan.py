@@ -8,6 +8,7 @@ from mpbridge.cli.options import add_run_arguments, resolved
 from mpbridge.cli.show import facts
 from mpbridge.cli.text import on_terminal, print_json, print_table
 from mpbridge.config.container import Run
+from mpbridge.memory.names import refuse_dead_regions
 from mpbridge.sync.plan import plain, show
 
 SUMMARY = "what a recipe would write into a configuration, and what it overrides"
@@ -29,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the plan; 1 when values are overridden and --on-conflict is error."""
     made = resolved(args)
+    for stage in made.stages:
+        refuse_dead_regions(stage.policy.module_regions, made.facts.shape)
     if args.json:
         print_json(as_data(made))
     else:

@@ -10,9 +10,11 @@ from mpbridge.cli.list import as_data, needs
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue
 from mpbridge.formats import say
-from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
+from mpbridge.memory.names import any_gpt, refuse_dead_regions
+from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
+from mpbridge.precision.words import region_rule, region_text
 from mpbridge.rules.cards import Card, card
 
 SUMMARY = "one recipe: its papers, its fields, and what they mean"
@@ -35,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
         raise BadValue(f"--layers {args.layers}: at least 1")
     entry, config = describe(args.recipe), get_mixed_precision_config(args.recipe)
     policy = resolve(config, layers=args.layers).settled()
+    refuse_dead_regions(policy.module_regions, any_gpt(args.layers))
     if args.json:
         meaning = {"config": config.as_data(), "policy": policy.as_data(), "fingerprint": policy.fingerprint()}
         print_json(as_data(entry) | meaning | {"card": dataclasses.asdict(card(args.recipe))})
@@ -94,7 +97,7 @@ def facts(policy: PrecisionPolicy, layers: int | None = None) -> list[tuple[str,
         ("loss scale", _scale(policy)),
     ]
     for region in policy.regions:
-        rows.append((_where(region), "not quantized" if region.quant is None else quant_text(region.quant)))
+        rows.append((region_text(region), region_rule(region)))
     if layers is not None and policy.quantized:
         ids = policy.bf16_layers(layers)
         rows.append((f"layers of {layers} in {say(policy.compute)}", ", ".join(map(str, ids)) or "none"))
@@ -106,24 +109,6 @@ def facts(policy: PrecisionPolicy, layers: int | None = None) -> list[tuple[str,
         ("softmax in fp32", policy.softmax_fp32),
     )
     return rows + [(label, say(value)) for label, value in stated if value is not None]
-
-
-def quant_text(quant: Quant) -> str:
-    """One line about a quantization."""
-    parts = [f"{quant.format}, {quant.scaling} scaling"]
-    if quant.row.history:
-        parts.append(f"amax history {quant.amax_history} ({quant.amax_algo}), margin {quant.margin}")
-    parts += ["weights stored so"] if quant.stored else []
-    parts += [f"{quant.attention} attention too"] if quant.attention != "none" else []
-    return ", ".join(parts + ([f"quantizers from {quant.factory}"] if quant.factory else []))
-
-
-def _where(region: Region) -> str:
-    ends = [f"{word} {count}" for word, count in (("first", region.first), ("last", region.last)) if count is not None]
-    modules = "linears" if region.modules == "*" else region.modules
-    return (
-        f"{modules} of the {' and '.join(ends)} layers" if ends else modules if region.modules != "*" else "all linears"
-    )
 
 
 def _scale(policy: PrecisionPolicy) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,10 +13,11 @@ from mpbridge.emulation.kernels import compiler
 from mpbridge.emulation.quantizer import Quantizer, Randomness
 from mpbridge.emulation.scales import DEFAULT_RELEASE, rules_for
 from mpbridge.errors import BadValue, CheckpointError
+from mpbridge.precision.words import region_text
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
-    from mpbridge.precision.policy import PrecisionPolicy, Quant
+    from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant
 
 ALWAYS = (
     "accumulation order: products are exact and summed in fp32, tensor cores sum in their own order (fast accumulation: with fewer bits)",
@@ -31,6 +31,17 @@ def emulation_for(run: Run) -> Emulation | None:
     if not run.emulate or not run.policy.quantized:
         return None
     return Emulation(run.policy, seed=int(run.train.get("seed", 1234)))
+
+
+class _Placed(NamedTuple):
+    """A linear, where it stands, and what it is to run in."""
+
+    linear: Any
+    name: str
+    below: str
+    layer: int | None
+    layers: int
+    gemms: Gemms
 
 
 class Emulation:
@@ -60,7 +71,7 @@ class Emulation:
         self.high: list[str] = []
         """Linears that the policy keeps in high precision, by global name."""
         self.restore: list[torch.nn.Linear] = []
-        self._placed: list[tuple[Any, str, str, Quant | None]] = []
+        self._placed: list[_Placed] = []
         self._hooks: list[Any] = []
         self._depth, self._unopened, self._group = 0, False, None
 
@@ -79,55 +90,61 @@ class Emulation:
 
         chunks = list(chunks)
         for chunk in chunks:
-            for linear, name, below, quant in places(chunk, self.policy):
-                self.add(linear, name, below, quant)
+            for linear, name, below, layer, layers in places(chunk):
+                self.add(linear, name, below, self.policy.gemms_at(below, layer, layers, name), layer, layers)
         self.freeze()
         self._group = amax_group(chunks[0])
         for chunk in chunks:
             for block in blocks(chunk):
                 self.context_of(block)
 
-    def add(self, linear: Any, name: str, below: str, quant: Quant | None) -> None:
-        """Notes a linear; `freeze` makes the quantizers once all are known."""
-        self._placed.append((linear, name, below, quant))
+    def add(self, linear: Any, name: str, below: str, gemms: Gemms, layer: int | None, layers: int) -> None:
+        """Notes a linear (global name, name below its layer, 0-based layer of so many) and its rules; `freeze` makes the quantizers once all are
+        known.
+        """
+        self._placed.append(_Placed(linear, name, below, layer, layers, gemms))
 
     def freeze(self) -> None:
         """Makes one quantizer for each rule and plugs the noted linears in."""
         self._check_regions()
-        rules: dict[Quant, list[tuple[Any, str]]] = {}
-        for linear, name, _, quant in self._placed:
-            if quant is None:
-                self.high.append(name)
-            else:
-                rules.setdefault(quant, []).append((linear, name))
-        for quant, linears in rules.items():
-            self.quantizers[quant] = quantizer = Quantizer(
+        slots: dict[Quant, list[str]] = {}
+        for place in self._placed:
+            for quant in place.gemms.distinct:
+                slots.setdefault(quant, []).append(place.name)
+        for quant, names in slots.items():
+            self.quantizers[quant] = Quantizer(
                 quant,
-                [name for _, name in linears],
+                names,
                 randomness=self.randomness,
                 device=self.device,
                 release=self.release,
                 compiled=self.compiled,
             )
-            for linear, name in linears:
-                linear.plug = self.plugs[name] = Plug(slot=name, quantizer=quantizer, emulation=self)
+        for place in self._placed:
+            if not place.gemms.distinct:
+                self.high.append(place.name)
+                continue
+            fprop, dgrad, wgrad = (None if quant is None else self.quantizers[quant] for quant in place.gemms)
+            place.linear.plug = self.plugs[place.name] = Plug(
+                slot=place.name, gemms=place.gemms, fprop=fprop, dgrad=dgrad, wgrad=wgrad, emulation=self
+            )
 
     def _check_regions(self) -> None:
-        names = {below for _, _, below, _ in self._placed}
+        names = {place.below for place in self._placed}
         idle = [
-            region.modules
-            for region in self.policy.regions
-            if not any(fnmatch.fnmatchcase(name, region.modules) for name in names)
+            region_text(region)
+            for region in self.policy.module_regions
+            if not any(region.covers(place.below, place.layer, place.layers, place.name) for place in self._placed)
         ]
         # a pipeline stage need not hold every module; a model without any linear is not the region's fault
         if idle and names and not _split():
             raise BadValue(
-                f"no linear matches the region pattern {', '.join(map(repr, idle))} (linears of a layer: {', '.join(sorted(names))})"
+                f"no linear of this model is named by {'; '.join(idle)} (linears of a layer: {', '.join(sorted(names))})"
             )
 
     def plugged(self) -> list[Any]:
         """The linears that are quantized."""
-        return [linear for linear, name, _, _ in self._placed if name in self.plugs]
+        return [place.linear for place in self._placed if place.name in self.plugs]
 
     def context_of(self, module: torch.nn.Module) -> None:
         """Hooks `module` as the outermost quantization context."""

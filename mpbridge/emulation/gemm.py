@@ -10,6 +10,7 @@ import torch
 
 from mpbridge.emulation.quantizer import Gemm, Operand, Quantizer, Side
 from mpbridge.errors import BadValue
+from mpbridge.precision.regions import Gemms
 from mpbridge.scalings import Scaling
 
 
@@ -28,14 +29,24 @@ class Plug:
 
     slot: str
     """Global name: 'decoder.layers.3.mlp.linear_fc1'."""
-    quantizer: Quantizer
+    gemms: Gemms
+    """The rules that the linear follows."""
+    fprop: Quantizer | None
+    """What quantizes that GEMM's operands; None: they stay in the compute dtype."""
+    dgrad: Quantizer | None
+    wgrad: Quantizer | None
     emulation: Any
     """Its `Emulation`: contexts of delayed scaling, observer, pause switch."""
+    quantizer: Quantizer = field(init=False)
+    """The first of the three: one of them there is."""
     weight_row: Operand | None = None
     weight_column: Operand | None = None
     first_microbatch: bool = True
     waiting: deque[bool] = field(default_factory=deque)
     """One entry for each forward run that activation recomputation will repeat: whether it opened its context."""
+
+    def __post_init__(self) -> None:
+        self.quantizer = next(one for one in (self.fprop, self.dgrad, self.wgrad) if one is not None)
 
 
 def check_shapes(slot: str, scaling: Scaling, tokens: int, weight: torch.Size) -> None:
@@ -107,11 +118,12 @@ class QuantizedLinear(torch.autograd.Function):
         with torch._C.DisableTorchFunction():  # the CPU device layer's redirections cost time and change nothing here
             flat = x.detach().reshape(-1, x.shape[-1])  # kernels are compiled for tensors without gradients
             row = _seen(plug, "fprop", "x", flat, replay=replay)
-            weights = _weights(plug, weight, column=ctx.needs_input_grad[0])
+            weights = _weights(plug, weight, x.dtype, column=ctx.needs_input_grad[0])
             y = product(row, Operand(weights[0].values.t(), weights[0].alpha), x.dtype, bias)
             column = None
             if ctx.needs_input_grad[1]:
-                column = row if plug.quantizer.shares_copies("x") else _seen(plug, "wgrad", "x", flat, replay=replay)
+                shared = _shared(plug.fprop, plug.wgrad, "x")
+                column = row if shared else _seen(plug, "wgrad", "x", flat, replay=replay)
             _save(ctx, column, weights[1])
             ctx.plug, ctx.first, ctx.shape, ctx.dtypes = plug, first, x.shape, (x.dtype, weight.dtype)
             ctx.has_bias = bias is not None
@@ -129,7 +141,7 @@ class QuantizedLinear(torch.autograd.Function):
                 row = _seen(plug, "dgrad", "dy", flat)
                 dx = product(row, w_column, ctx.dtypes[0]).view(ctx.shape)
             if x_column is not None:
-                shared = row is not None and plug.quantizer.shares_copies("dy")
+                shared = row is not None and _shared(plug.dgrad, plug.wgrad, "dy")
                 column = row if shared and row is not None else _seen(plug, "wgrad", "dy", flat)
                 dw = product(Operand(column.values.t(), column.alpha), x_column, ctx.dtypes[1])
             db = flat.float().sum(0).to(grad.dtype) if ctx.has_bias else None
@@ -138,26 +150,40 @@ class QuantizedLinear(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
+def _shared(first: Quantizer | None, second: Quantizer | None, side: Side) -> bool:
+    """Whether the operand that one GEMM has seen serves another one too: one rule, and both copies equal under it."""
+    return first is second and (first is None or first.shares_copies(side))
+
+
 def _seen(plug: Plug, gemm: Gemm, side: Side, x: torch.Tensor, *, replay: bool = False) -> Operand:
-    operand = plug.quantizer.operand(
+    quantizer: Quantizer | None = getattr(plug, gemm)
+    if quantizer is None:
+        return Operand(x)
+    operand = quantizer.operand(
         x, slot=plug.slot, gemm=gemm, side=side, first_microbatch=plug.first_microbatch, replay=replay
     )
     observer: Observer | None = plug.emulation.observer
     if observer is not None and not replay:
-        observer.see(plug.slot, gemm, side, x, operand, plug.quantizer)
+        observer.see(plug.slot, gemm, side, x, operand, quantizer)
     return operand
 
 
-def _weights(plug: Plug, weight: torch.Tensor, *, column: bool) -> tuple[Operand, Operand | None]:
+def _weights(plug: Plug, weight: torch.Tensor, compute: torch.dtype, *, column: bool) -> tuple[Operand, Operand | None]:
     """The weight's row copy and, where a dgrad follows, its column copy; made on the first micro-batch of a step."""
     if plug.first_microbatch or plug.weight_row is None:
-        plug.weight_row = _seen(plug, "fprop", "w", weight.detach())
+        plug.weight_row = _weight(plug, "fprop", weight, compute)
         plug.weight_column = None
     if column and plug.weight_column is None:
-        shared = plug.quantizer.shares_copies("w")
-        plug.weight_column = plug.weight_row if shared else _seen(plug, "dgrad", "w", weight.detach())
+        shared = _shared(plug.fprop, plug.dgrad, "w")
+        plug.weight_column = plug.weight_row if shared else _weight(plug, "dgrad", weight, compute)
     plug.first_microbatch = False
     return plug.weight_row, plug.weight_column if column else None
+
+
+def _weight(plug: Plug, gemm: Gemm, weight: torch.Tensor, compute: torch.dtype) -> Operand:
+    high = weight.detach()
+    # a GEMM that is not quantized takes the weight as the compute dtype has it
+    return _seen(plug, gemm, "w", high if getattr(plug, gemm) is not None else high.to(compute))
 
 
 def _save(ctx: Any, *operands: Operand | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +40,10 @@ def apply(
     tokens = x.numel() // x.shape[-1]
     filled = x
     if expert:
-        missing = -tokens % plug.quantizer.quant.row.sizes.expert
+        missing = -tokens % math.lcm(*(quant.row.sizes.expert for quant in plug.gemms.distinct))
         filled = F.pad(x.reshape(tokens, -1), (0, 0, 0, missing))
-    check_shapes(plug.slot, plug.quantizer.quant.row, filled.numel() // filled.shape[-1], weight.shape)
+    for quant in plug.gemms.distinct:
+        check_shapes(plug.slot, quant.row, filled.numel() // filled.shape[-1], weight.shape)
     wanted = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     first, replay = _run(plug, recompute, wanted)
     y: torch.Tensor = QuantizedLinear.apply(filled, weight, bias, plug, first, replay)  # type: ignore[no-untyped-call]
@@ -92,7 +94,7 @@ def emulate_linears(module: torch.nn.Module, policy: PrecisionPolicy, **options:
         if type(linear) is torch.nn.Linear
     ]
     for name, linear, below, layer, layers in found:
-        emulation.add(linear, name, below, policy.at(below, layer, layers))
+        emulation.add(linear, name, below, policy.gemms_at(below, layer, layers, name), layer, layers)
     emulation.freeze()
     for linear in emulation.plugged():
         linear.__class__ = EmulatedLinear

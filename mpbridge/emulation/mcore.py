@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -18,9 +19,10 @@ from mpbridge.emulation.gemm import Plug
 from mpbridge.emulation.linear import apply
 from mpbridge.errors import Refused
 from mpbridge.megatron.inside_model import OwnProduct, Product, experts_in_turn
+from mpbridge.precision.globs import MTP_PROJECTION
 
 if TYPE_CHECKING:
-    from mpbridge.precision.policy import PrecisionPolicy, Quant
+    from mpbridge.precision.policy import Quant
 
 
 class _Emulated(OwnProduct):
@@ -96,11 +98,10 @@ class EmulatedBackend:
         return getattr(self._base, name)
 
 
-def places(chunk: torch.nn.Module, policy: PrecisionPolicy) -> Iterator[tuple[_Emulated, str, str, Quant | None]]:
-    """(linear, global name, name below its layer, rule) of every emulated linear of a model chunk, in module order.
+def places(chunk: torch.nn.Module) -> Iterator[tuple[_Emulated, str, str, int | None, int]]:
+    """(linear, global name, name below its layer, 0-based layer, layers) of every emulated linear of a model chunk, in module order.
 
-    Layer numbers are counted over the whole model. Layers of multi-token prediction get the last region's rule: megatron-core opens its
-    quantization context there without a layer number.
+    Layer numbers are counted over the whole model; None for multi-token prediction, where megatron-core opens its quantization context without one.
     """
     for path, layer in chunk.named_modules():
         if not isinstance(layer, TransformerLayer):
@@ -109,9 +110,13 @@ def places(chunk: torch.nn.Module, policy: PrecisionPolicy) -> Iterator[tuple[_E
         stem = _stem(path)
         for below, linear in layer.named_modules():
             if isinstance(linear, _Emulated):
-                extra = stem.startswith("mtp")
-                rule = policy.quant if extra else policy.at(below, number, total)
-                yield linear, f"{stem}.{below}" if extra else f"{stem.rpartition('.')[0]}.{number}.{below}", below, rule
+                ahead = stem.startswith("mtp")
+                name = f"{stem}.{below}" if ahead else f"{stem.rpartition('.')[0]}.{number}.{below}"
+                yield linear, name, below, None if ahead else number, total
+    for path, module in chunk.named_modules():
+        if isinstance(module, MultiTokenPredictionLayer) and isinstance(module.eh_proj, _Emulated):
+            name = f"{_stem(path)}.{MTP_PROJECTION}"
+            yield module.eh_proj, name, MTP_PROJECTION, None, module.config.num_layers
 
 
 def _stem(path: str) -> str:

@@ -57,25 +57,6 @@ def parameters(run: RunFacts, at: Coordinates) -> tuple[tuple[Parameter, ...], .
     return tuple(tuple(_chunk(run, at, chunk)) for chunk in at.chunks(run))
 
 
-def module_paths(shape: ModelShape) -> tuple[str, ...]:
-    """Every linear below a layer that a recipe's `modules` can name. Experts by both of their names: one by one, and grouped on a GPU."""
-    found: list[str] = []
-    for kind in sorted({shape.is_expert_layer(layer) for layer in range(shape.num_layers)}):
-        for grouped in (False, True):
-            every = layer_weights(
-                shape,
-                tensor=1,
-                expert_tensor=1,
-                local_experts=shape.experts or 0,
-                mixture=kind,
-                shared_gate=False,
-                whole_down=True,
-                grouped=grouped,
-            )
-            found += [weight.module for weight in every if weight.linear]
-    return tuple(dict.fromkeys(found))
-
-
 def model_names(run: RunFacts) -> tuple[str, ...]:
     """Global names of every parameter of the whole model, in order."""
     return tuple(

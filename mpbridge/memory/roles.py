@@ -68,7 +68,8 @@ def dtype_at_rest(policy: PrecisionPolicy, run: RunFacts, parameter: Parameter) 
     weight = parameter.weight
     if parameter.layer is None or not weight.linear or not policy.quantized or run.realization != "native":
         return policy.params, None
-    quant = policy.at(weight.module, parameter.layer, run.shape.num_layers)
+    path = parameter.name.removesuffix(weight.path) + weight.module
+    quant = next(iter(policy.of_path(path, run.shape.num_layers).distinct), None)
     return (DType.UINT8 if quant is not None and quant.stored else policy.params), quant
 
 

@@ -110,13 +110,22 @@ class MixedPrecisionConfig:
     keep_fp32: tuple[str, ...] | None = None
     """Globs over parameter names that stay FP32 in storage and compute; one that matches nothing is an error."""
     modules: Mapping[str, Any] | None = None
-    """Glob below the layer ('mlp.linear_fc2') -> "bf16" (high precision), or fields of a quantization: {fp8: hybrid, fp8_recipe: tensorwise}."""
+    """Glob over linears, below their layer ('mlp.linear_fc2') or with their whole path ('decoder.layers.3.*', 'mtp.*') -> a rule, or a list of rules.
+
+    A rule is "bf16" (high precision), a scaling ("mxfp8"), or a mapping: fields of a quantization ({fp8: hybrid, fp8_recipe: tensorwise}), or one rule
+    a GEMM ({fprop: nvfp4, dgrad: mxfp8, wgrad: bf16}); beside either `layers` ("2-29", "first 2", [0, -1]); {layers: last 2, precision: bf16} for
+    high precision. The first rule that covers a linear decides; first_last_layers_bf16 comes before all of them.
+    """
     moe_router_dtype: str | None = None
     """"fp32" or "fp64"."""
     logit_dtype: DTypeField = DTypeField()
     """The output projection's result; built by mpbridge's model builder."""
     fp32_residual_connection: bool | None = None
     attention_softmax_in_fp32: bool | None = None
+    fp8_options: Mapping[str, Any] | None = None
+    """What the scaling leaves open (scalings.Option), where the recipe decides it: {power_of_two: true}. Transformer Engine reads it from a variable."""
+    fp4_options: Mapping[str, Any] | None = None
+    """As fp8_options: {stochastic_rounding: false}."""
     fp8_quantizer_factory: str | None = None
     """Import path; with fp8_recipe="custom" only."""
     fp4_quantizer_factory: str | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import hashlib
 import json
 from collections.abc import Mapping
@@ -11,76 +10,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mpbridge.errors import BadValue, UnknownName
-from mpbridge.formats import DType, dtype, plain
-from mpbridge.scalings import ELEMENTS, Scaling, bits_of, scaling
+from mpbridge.formats import DType, dtype
+from mpbridge.precision.globs import DECODER, place
+from mpbridge.precision.regions import Gemms, Quant, Region, as_plain, region_from, uses_later_fields
+
+__all__ = ["SCHEMA", "Gemms", "LossScale", "PrecisionPolicy", "Quant", "Region"]
 
 Owner = Literal["engine", "optimizer", "params"]
-Attention = Literal["none", "dot_product", "multi_head"]
 
-SCHEMA = 1
-"""Of `as_data`: raise it when a field changes its meaning, so that an old fingerprint is not compared with a new one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Quant:
-    """How the three GEMMs of a linear see their operands."""
-
-    format: str
-    """"hybrid": E4M3 forward, E5M2 for gradients; the others: one format everywhere. A key of scalings.ELEMENTS."""
-    scaling: str
-    """A key of scalings.SCALINGS; any other name is refused."""
-    stored: bool = False
-    """Weights at rest, and gathered, in this format."""
-    margin: int = 0
-    """Delayed scaling: the scale is divided by 2**margin."""
-    amax_history: int = 1
-    """Delayed scaling: how many amax values are remembered."""
-    amax_algo: Literal["most_recent", "max"] = "most_recent"
-    wgrad: bool = True
-    """Delayed scaling; False has no effect under Transformer Engine 2.9 to 2.12, which drop the argument."""
-    attention: Attention = "none"
-    factory: str | None = None
-    """Import path of the quantizer factory; "custom" only."""
-
-    def __post_init__(self) -> None:
-        if self.format not in scaling(self.scaling).formats:
-            raise BadValue(
-                f"{self.scaling} scaling of format {self.format!r}: expected one of {', '.join(self.row.formats)}"
-            )
-
-    @property
-    def row(self) -> Scaling:
-        """What is known of the scaling."""
-        return scaling(self.scaling)
-
-    @property
-    def bits(self) -> int:
-        """Of an operand's element: 8 or 4."""
-        return bits_of(self.format)
-
-    def element(self, *, gradient: bool) -> str:
-        """Name of the element format of an operand, a key of formats.FORMATS."""
-        return ELEMENTS[self.format][gradient]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Region:
-    """Modules of some layers and what their GEMMs run in. The first region that covers a module decides."""
-
-    modules: str = "*"
-    """Glob over the module's path below its layer ('mlp.linear_fc2')."""
-    first: int | None = None
-    """Only the first N layers of the whole model (not of a pipeline stage)."""
-    last: int | None = None
-    quant: Quant | None = None
-    """None: stays in the compute dtype."""
-
-    def covers(self, module: str, layer: int, layers: int) -> bool:
-        """Whether this region is about `module` of 0-based `layer` out of `layers`."""
-        anywhere = self.first is None and self.last is None
-        at_start = self.first is not None and layer < self.first
-        at_end = self.last is not None and layer >= layers - self.last
-        return (anywhere or at_start or at_end) and fnmatch.fnmatchcase(module, self.modules)
+SCHEMA = 2
+"""Of `as_data`: raise it when a field changes its meaning, so that an old fingerprint is not compared with a new one. Schema 2 has layers, one rule a
+GEMM, and options in its regions; a policy that uses none of them is written as schema 1, byte for byte as before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +99,7 @@ class PrecisionPolicy:
     @property
     def quants(self) -> tuple[Quant, ...]:
         """Every distinct rule of any region, in order."""
-        return tuple(dict.fromkeys(region.quant for region in self.regions if region.quant is not None))
+        return tuple(dict.fromkeys(quant for region in self.regions for quant in region.rules.distinct))
 
     @property
     def quantized(self) -> bool:
@@ -180,14 +120,14 @@ class PrecisionPolicy:
     def ends(self) -> tuple[int, int] | None:
         """(first, last): how many layers at each end stay out of quantization; None when there is no such region."""
         for region in self.regions:
-            if region.modules == "*" and region.quant is None and (region.first is not None or region.last is not None):
+            if region.ends:
                 return region.first or 0, region.last or 0
         return None
 
     @property
     def module_regions(self) -> tuple[Region, ...]:
-        """The regions that name modules."""
-        return tuple(region for region in self.regions if region.modules != "*")
+        """The regions that an author wrote under `modules`: all but the edge layers' and the last one."""
+        return tuple(region for region in self.regions[:-1] if not region.ends)
 
     @property
     def main_params_owner(self) -> Owner:
@@ -214,9 +154,30 @@ class PrecisionPolicy:
         states = {self.main_params or DType.FP32, self.exp_avg or DType.FP32, self.exp_avg_sq or DType.FP32}
         return not self.precision_aware and states == {self.params}
 
-    def at(self, module: str, layer: int, layers: int) -> Quant | None:
-        """The rule of `module` ('self_attention.linear_qkv') in 0-based `layer` of `layers`; None: high precision."""
-        return next((region.quant for region in self.regions if region.covers(module, layer, layers)), None)
+    def gemms_at(self, module: str, layer: int | None, layers: int, path: str = "") -> Gemms:
+        """The rules of the three GEMMs of `module` ('self_attention.linear_qkv') in 0-based `layer` of `layers`.
+
+        layer: None in multi-token prediction. path: the module's whole path; None: that of the decoder's layer.
+        """
+        path = path or ("" if layer is None else f"{DECODER.format(layer)}{module}")
+        last = len(self.regions) - 1
+        for index, region in enumerate(self.regions):
+            if region.covers(module, layer, layers, path):
+                # megatron-core opens no FP4 context in multi-token prediction (multi_token_prediction.py, 0.16.1): four bits there only by name
+                ahead = layer is None and index == last and region.quant is not None and region.quant.bits == 4
+                return Gemms(fprop=None, dgrad=None, wgrad=None) if ahead else region.rules
+        return Gemms(fprop=None, dgrad=None, wgrad=None)
+
+    def at(self, module: str, layer: int | None, layers: int, path: str = "") -> Quant | None:
+        """As `gemms_at`, for those who ask whether a linear is quantized at all: the first rule among its GEMMs; None: high precision."""
+        return next(iter(self.gemms_at(module, layer, layers, path).distinct), None)
+
+    def of_path(self, path: str, layers: int) -> Gemms:
+        """The rules of the linear at a whole path ('decoder.layers.3.mlp.linear_fc1'); high precision outside of the layers."""
+        where = place(path)
+        if where is None:
+            return Gemms(fprop=None, dgrad=None, wgrad=None)
+        return self.gemms_at(*where, layers, path)
 
     def bf16_layers(self, layers: int) -> tuple[int, ...]:
         """0-based global ids of the layers that the end switch keeps out of quantization."""
@@ -265,19 +226,17 @@ class PrecisionPolicy:
         )
 
     def as_data(self) -> dict[str, Any]:
-        """Every field in JSON types, {"schema": 1, ...}. Defaults are written too: a fingerprint must not change meaning with a default."""
-        return {"schema": SCHEMA, **plain(self)}
+        """Every field in JSON types, {"schema": ..., ...}. Defaults are written too: a fingerprint must not change meaning with a default."""
+        return {"schema": SCHEMA if uses_later_fields(self.regions) else 1, **as_plain(self)}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> PrecisionPolicy:
         """The policy that `as_data` described. Raises BadValue for another schema."""
-        if data.get("schema") != SCHEMA:
-            raise BadValue(f"policy schema {data.get('schema')!r}: this mpbridge reads schema {SCHEMA}")
+        if data.get("schema") not in (1, SCHEMA):
+            raise BadValue(f"policy schema {data.get('schema')!r}: this mpbridge reads schemas 1 to {SCHEMA}")
         fields = {k: v for k, v in data.items() if k != "schema"}
         dtypes = {k: dtype(v) for k, v in fields.items() if isinstance(v, str)}
-        regions = tuple(
-            Region(**(r | {"quant": Quant(**r["quant"]) if r["quant"] else None})) for r in fields["regions"]
-        )
+        regions = tuple(region_from(region) for region in fields["regions"])
         scale = LossScale(**fields["loss_scale"]) if fields["loss_scale"] else None
         return cls(
             **(fields | dtypes | {"regions": regions, "loss_scale": scale, "keep_fp32": tuple(fields["keep_fp32"])})
@@ -290,9 +249,9 @@ class PrecisionPolicy:
     def layout(self) -> dict[str, Any]:
         """Only what shapes a checkpoint: stored dtypes of parameters, main weights and moments, and who owns the main weights."""
         names = ("params", "main_params", "exp_avg", "exp_avg_sq", "remainders", "precision_aware")
-        stored = {"stored_formats": [plain(r) for r in self.regions if r.quant is not None and r.quant.stored]}
+        stored = {"stored_formats": [as_plain(r) for r in self.regions if r.quant is not None and r.quant.stored]}
         return (
-            {name: plain(getattr(self, name)) for name in names}
+            {name: as_plain(getattr(self, name)) for name in names}
             | {"main_params_owner": self.main_params_owner}
             | stored
         )

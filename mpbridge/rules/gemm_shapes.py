@@ -9,6 +9,7 @@ from typing import Literal
 
 from mpbridge.facts import RunFacts
 from mpbridge.memory.layers import Weight, layer_weights
+from mpbridge.precision.globs import MTP
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.scalings import Sizes, needs_transpose
 
@@ -84,9 +85,14 @@ def gemms(policy: PrecisionPolicy, run: RunFacts) -> tuple[Gemm, ...]:
     grouped: dict[tuple[str, Quant, tuple[int, ...], str | None, bool], list[int]] = {}
     for layer in range(shape.num_layers):
         for weight in _linears(run, layer):
-            quant = policy.at(weight.module, layer, shape.num_layers)
-            if quant is not None:
+            for quant in policy.gemms_at(weight.module, layer, shape.num_layers).distinct:
                 grouped.setdefault((weight.module, quant, weight.shape, weight.split, weight.expert), []).append(layer)
+    for weight in _linears(run, shape.num_layers - 1) if shape.mtp_layers else ():
+        # every depth of multi-token prediction is a layer of the last one's kind; it has no number of its own
+        for quant in policy.gemms_at(
+            weight.module, None, shape.num_layers, f"{MTP[0].format(0)}{weight.module}"
+        ).distinct:
+            grouped.setdefault((f"mtp.{weight.module}", quant, weight.shape, weight.split, weight.expert), [])
     count = shape.seq_length * run.micro_batch_size // parallel.context
     shard = count // parallel.tensor if parallel.sequence else count
     return tuple(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from mpbridge.formats import DType
 from mpbridge.hardware.capability import can_run
 from mpbridge.hardware.versions import Window, at_least
+from mpbridge.memory.names import dead_regions, listed
+from mpbridge.precision.words import region_text, rule_words
 from mpbridge.rules.table import Case, Rule
 
 CORE_016 = Window(package="megatron_core", until="0.17")
@@ -93,16 +95,15 @@ def _module_in_stored(case: Case) -> str | None:
     )
 
 
-def _dead_modules(case: Case) -> str | None:
-    from mpbridge.memory.layers import module_paths
-    from mpbridge.precision.resolve import dead_patterns
+def _mixed_gemms(case: Case) -> str:
+    mixed = [region for region in case.policy.regions if region.gemms is not None]
+    return "; ".join(f"{region_text(region)}: {rule_words(region.rules)}" for region in mixed)
 
-    patterns = tuple(region.modules for region in case.policy.module_regions)
-    dead = dead_patterns(patterns, module_paths(case.run.shape)) if patterns else ()
+
+def _dead_modules(case: Case) -> str | None:
+    dead = dead_regions(case.policy.module_regions, case.run.shape)
     return (
-        f"{', '.join(map(repr, dead))} match no linear of this model ({', '.join(module_paths(case.run.shape))})"
-        if dead
-        else None
+        f"no linear of this model is named by {'; '.join(dead)} (linears: {listed(case.run.shape)})" if dead else None
     )
 
 
@@ -223,10 +224,21 @@ RULES: tuple[Rule, ...] = (
         emulated="warning",
     ),
     Rule(
+        id="gemms-of-one-linear-in-several-formats",
+        about="quantized",
+        found=_mixed_gemms,
+        expected="one rule for all three GEMMs of a linear: Transformer Engine mixes formats in one linear from 2.19 on only, and megatron-core's "
+        "quant_recipe has no word for it",
+        cure="one rule for the linear, or emulate=true",
+        source="Transformer Engine main d0067d0d pytorch/custom_recipes (hybrid quantizers); megatron-core extensions/transformer_engine.py "
+        "TEQuantizationRecipe",
+        emulated="silent",
+    ),
+    Rule(
         id="module-rule-matches-nothing",
         found=_dead_modules,
-        expected="each glob under `modules` names a linear of the model",
-        cure="correct the glob (mpbridge plan --explain lists the names)",
+        expected="each glob under `modules`, with its layers, names a linear of the model",
+        cure="correct the glob or the layers",
         source="Megatron-LM#6745: matchers that were never applied",
     ),
     Rule(

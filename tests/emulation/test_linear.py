@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from mpbridge.emulation.gemm import product
 from mpbridge.emulation.quantizer import COPY_OF, Operand
 from mpbridge.errors import BadValue
 from mpbridge.formats import DType
-from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
+from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant, Region
 
 ALL = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
 
@@ -99,6 +100,37 @@ def test_the_three_gemms_see_the_operands_that_the_table_names(scaling: str) -> 
     assert torch.allclose(dx.float().view(128, -1), dy_row.dequantized() @ w.dequantized(), rtol=1e-2, atol=1e-6)
     assert torch.allclose(w0.float(), dy_col.dequantized().t() @ x_col.dequantized(), rtol=1e-2, atol=1e-5)
     assert out.isfinite().all()
+
+
+def one_gemm_at_a_time(regions: tuple[Region, ...]) -> list[torch.Tensor]:
+    """y, dx and dw of one linear for a given gradient."""
+    torch.manual_seed(0)
+    net = torch.nn.ModuleList([torch.nn.Linear(128, 128, bias=False)]).bfloat16()
+    mixed = dataclasses.replace(policy("mxfp8"), regions=(*regions, Region()))
+    emulation = emulate_linears(net, mixed, compiled=False)
+    x = data().clone().requires_grad_()
+    y = net[0](x)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).bfloat16())
+    emulation.detach()
+    return [y.detach(), x.grad, net[0].weight.grad]  # type: ignore[list-item]
+
+
+def test_a_rule_for_each_gemm_is_that_of_linears_with_one_rule() -> None:
+    rules = {"nvfp4": "e2m1", "mxfp8": "e4m3", "blockwise": "hybrid"}
+    quants: dict[str, Any] = {name: Quant(format=format, scaling=name) for name, format in rules.items()} | {
+        "bf16": None
+    }
+    whole = {name: one_gemm_at_a_time((Region(quant=quant),)) for name, quant in quants.items()}
+    for names in (
+        ("nvfp4", "mxfp8", "bf16"),
+        ("bf16", "blockwise", "nvfp4"),
+        ("mxfp8", "bf16", "mxfp8"),
+        ("bf16", "bf16", "blockwise"),
+    ):
+        gemms = Gemms(**dict(zip(("fprop", "dgrad", "wgrad"), (quants[name] for name in names), strict=True)))
+        found = one_gemm_at_a_time((Region(quant=gemms.distinct[0], gemms=gemms),))
+        for i, name in enumerate(names):
+            assert torch.equal(found[i], whole[name][i]), (names, name)
 
 
 def test_copies_per_gemm_are_those_of_transformer_engine() -> None:
@@ -304,7 +336,7 @@ def test_a_bare_list_of_layers_is_its_own_container() -> None:
 
 
 def test_a_region_that_names_nothing_is_an_error() -> None:
-    with pytest.raises(BadValue, match=r"'mlp\.\*'.*fc1, fc2"):
+    with pytest.raises(BadValue, match=r"named by mlp\.\*.*fc1, fc2"):
         emulate_linears(Layered(), policy("mxfp8", regions=(Region(modules="mlp.*"),)))
 
 

@@ -47,6 +47,33 @@ def build(layer: None, world: None) -> Any:
         engine.close()
 
 
+def test_every_linear_follows_the_rule_of_its_path(build: Any) -> None:
+    fields = {
+        "bf16": True,
+        "fp8": "hybrid",
+        "first_last_layers_bf16": True,
+        "num_layers_at_start_in_bf16": 1,
+        "num_layers_at_end_in_bf16": 0,
+    }
+    modules = {
+        "mlp.experts.linear_fc1": {"layers": "last 1", "fprop": "nvfp4", "dgrad": "mxfp8", "wgrad": "bf16"},
+        "decoder.layers.1.self_attention.*": "bf16",
+        "mtp.*.linear_qkv": "mxfp8",
+        "eh_proj": "bf16",
+    }
+    engine = build(fields | {"modules": modules}, model={"num_layers": 3, "mtp_num_layers": 1} | MOE)
+    policy, plugs, high = engine.run.policy, engine.emulation.plugs, engine.emulation.high
+    for name, plug in plugs.items():
+        assert plug.gemms == policy.of_path(name, 3), name
+    assert {name for name in high if policy.of_path(name, 3).distinct} == set()
+    assert "decoder.layers.0.self_attention.linear_qkv" in high
+    assert "mtp.layers.0.eh_proj" in high
+    assert plugs["mtp.layers.0.transformer_layer.self_attention.linear_qkv"].quantizer.quant.scaling == "mxfp8"
+    mixed = plugs["decoder.layers.2.mlp.experts.local_experts.3.linear_fc1"]
+    assert (mixed.fprop.quant.scaling, mixed.dgrad.quant.scaling, mixed.wgrad) == ("nvfp4", "mxfp8", None)
+    assert all(torch.isfinite(torch.tensor(losses(engine))))
+
+
 def losses(engine: Any, steps: int = 2) -> list[float]:
     batches = tiny.batches()
     return [engine.train_step(batches, microbatches=2).loss for _ in range(steps)]

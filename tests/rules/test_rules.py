@@ -93,6 +93,10 @@ TABLE = {
     "module-rule-matches-nothing": (
         {"recipe": "fp8_sc", "config": {"modules": {"mlp.linear_fc3": "bf16"}}}, {"recipe": "fp8_sc", "config": {"modules": {"mlp.linear_fc*": "bf16"}}},
     ),
+    "gemms-of-one-linear-in-several-formats": (
+        {"config": {"modules": {"mlp.*": {"fprop": "tensorwise", "dgrad": "tensorwise", "wgrad": "bf16"}}}},
+        {"config": {"modules": {"mlp.*": {"fprop": "tensorwise", "dgrad": "tensorwise", "wgrad": "tensorwise"}}}},
+    ),
     "gemm-sizes": ({"recipe": "fp8_ds", "shape": dataclasses.replace(SHAPE, ffn_hidden_size=260)}, {"recipe": "fp8_ds"}),
     "inert-outside-delayed-scaling": ({"recipe": "fp8_cs", "config": {"fp8_amax_history_len": 16}}, {"recipe": "fp8_ds", "config": {"fp8_amax_history_len": 16}}),
     "wgrad-switch-has-no-effect": ({"recipe": "fp8_ds", "config": {"fp8_wgrad": False}}, {"recipe": "fp8_ds"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from mpbridge.errors import BadValue, Refused
 from mpbridge.megatron import quant_recipe
 from mpbridge.megatron_spec.fields import ModuleRules
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
+from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant, Region
 from mpbridge.precision.resolve import resolve
 from mpbridge.sync.apply import commit
 from mpbridge.sync.plan import plan
@@ -35,6 +36,19 @@ SHAPES = {
     ),
     "16 bits around, one module in FP8": (Region(modules="mlp.linear_fc1", quant=MXFP8), Region()),
     "a layer with a rule of its own": (Region(first=1, quant=MXFP8), Region(modules="mlp.*"), Region(quant=BASE)),
+    "some layers by number": (
+        Region(modules="mlp.*", layers=((2, 3), (-2, -1))),
+        Region(modules="*.linear_qkv", layers=((0, 0),), quant=MXFP8),
+        Region(quant=BASE),
+    ),
+    "whole paths": (
+        Region(modules="decoder.layers.[25].mlp.*", quant=MXFP8),
+        Region(modules="*.6.*.linear_qkv"),
+        Region(modules="decoder.*.linear_proj", layers=((1, 4),)),
+        Region(quant=BASE),
+    ),
+    "edge layers, 16 bits around": (Region(first=1, last=1), Region(modules="mlp.*", quant=MXFP8), Region()),
+    "a layer in 16 bits": (Region(layers=((3, 3),)), Region(modules="mlp.*", quant=MXFP8), Region(quant=BASE)),
     "FP4 around": (Region(modules="self_attention.*", quant=BASE), Region(quant=Quant(format="e2m1", scaling="nvfp4"))),
 }
 
@@ -78,6 +92,45 @@ def test_every_module_of_every_stage_gets_the_rule_that_the_policy_gives_it(
                 found = seen(recipe, policy, f"decoder.layers.{local}.{module}", layer, layers)
                 assert found == spell(policy.at(module, layer, layers)), (stage, layer, module)
         assert recipe.match(MatchContext("output_layer", None)) is None
+
+
+@pytest.mark.parametrize("base", [BASE, Quant(format="e2m1", scaling="nvfp4"), None], ids=["fp8", "fp4", "bf16"])
+def test_multi_token_prediction_is_matched_by_the_same_rules(base: Quant | None) -> None:
+    regions = (
+        Region(first=1),
+        Region(modules="mtp.*.linear_fc2"),
+        Region(modules="mlp.*", quant=MXFP8),
+        Region(modules="self_attention.*", layers=((3, 3),), quant=MXFP8),
+        Region(modules="eh_proj"),
+        Region(quant=base),
+    )
+    policy = dataclasses.replace(POLICIES["bf16_mixed"], regions=regions)
+    recipe = RecipeConfig.from_config_dict(quant_recipe.as_dict(ModuleRules(regions=regions), range(4), 4, ahead=2))
+    for depth in range(2):
+        names = [f"mtp.layers.{depth}.transformer_layer.{module}" for module in MODULES] + [
+            f"mtp.layers.{depth}.eh_proj"
+        ]
+        for path in names:
+            # megatron-core opens a context of eight bits there, and none of four
+            around = None if base is None or base.bits == 4 else base
+            found = recipe.match(MatchContext(path, None))
+            own = None if found is None else found.config["training_recipe"]
+            takes_effect = own is not None and (around is not None or own.get("override_nonquantized_autocast", False))
+            said = (
+                (own.get("fp8_quantization_recipe"), own.get("fp8_format"), own.get("fp4_quantization_recipe"))
+                if takes_effect
+                else spell(around)
+            )
+            assert said == spell(policy.of_path(path, 4).fprop), path
+
+
+def test_formats_that_differ_by_gemm_have_no_word_in_megatron_core() -> None:
+    regions = (
+        Region(modules="mlp.*", quant=MXFP8, gemms=Gemms(fprop=MXFP8, dgrad=None, wgrad=None)),
+        Region(quant=BASE),
+    )
+    with pytest.raises(Refused, match=r"Transformer Engine does that from 2\.19 on only"):
+        quant_recipe.as_dict(ModuleRules(regions=regions), range(4), 4)
 
 
 def test_transformer_engine_params_are_what_megatron_core_parses() -> None:

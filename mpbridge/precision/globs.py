@@ -1,0 +1,69 @@
+"""Globs over module paths: which paths they match, and what remains of one below a layer."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import re
+
+_TOKEN = re.compile(r"\*|\?|\[!?\]?[^]]*\]|.", re.DOTALL)
+_EXPERT = re.compile(r"\blocal_experts\.\d+\.")
+DECODER = "decoder.layers.{}."
+MTP = ("mtp.layers.{}.transformer_layer.", "mtp.layers.{}.mtp_model_layer.")
+"""Stem of the linears of a multi-token prediction depth: megatron-core 0.16's name of its layer, and 0.20's."""
+MTP_PROJECTION = "eh_proj"
+"""The one quantized linear of such a depth outside of its layer."""
+
+_DECODER_PATH = re.compile(r"(?:^|\.)(?:decoder\.)?layers\.(\d+)\.(.+)$")
+_MTP_PATH = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer)\.)?(.+)$")
+
+
+def place(path: str) -> tuple[str, int | None] | None:
+    """(path below the layer, 0-based layer) of a global module or parameter name; the layer is None in multi-token prediction, whose layers the
+    model does not count; None outside of the layers.
+    """
+    ahead = _MTP_PATH.search(path)
+    if ahead is not None:
+        return ahead.group(2), None
+    match = _DECODER_PATH.search(path)
+    return None if match is None else (match.group(2), int(match.group(1)))
+
+
+def names(module: str) -> tuple[str, ...]:
+    """The names that a glob may use for a linear: an expert also goes by that of the grouped module that holds all experts on a GPU."""
+    grouped = _EXPERT.sub("", module)
+    return (module,) if grouped == module else (module, grouped)
+
+
+def matches(glob: str, module: str, path: str = "") -> bool:
+    """Whether `glob` names the linear `module` (below its layer) or `path` (the whole way: 'decoder.layers.3.mlp.linear_fc1')."""
+    found = any(fnmatch.fnmatchcase(name, glob) for name in names(module))
+    return found or (bool(path) and any(fnmatch.fnmatchcase(name, glob) for name in names(path)))
+
+
+@functools.lru_cache(maxsize=4096)
+def below(glob: str, stem: str) -> tuple[str, ...]:
+    """The globs that, below `stem`, match what `glob` matches as a whole path: '*.mlp.*' below 'decoder.layers.3.' leaves '*.mlp.*' and 'mlp.*'."""
+    tokens = _TOKEN.findall(glob)
+    states = _through_stars(tokens, {0})
+    for letter in stem:
+        moved = set()
+        for at in states:
+            if at < len(tokens) and tokens[at] == "*":
+                moved.add(at)
+            elif at < len(tokens) and fnmatch.fnmatchcase(letter, tokens[at]):
+                moved.add(at + 1)
+        states = _through_stars(tokens, moved)
+    rest = ["".join(tokens[at:]) for at in sorted(states)]
+    return tuple(dict.fromkeys(text for text in rest if text))
+
+
+def _through_stars(tokens: list[str], states: set[int]) -> set[int]:
+    """The states and those behind stars that match nothing."""
+    found = set(states)
+    for at in sorted(states):
+        behind = at
+        while behind < len(tokens) and tokens[behind] == "*":
+            behind += 1
+            found.add(behind)
+    return found

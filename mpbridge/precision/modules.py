@@ -1,0 +1,139 @@
+"""From an author's `modules` to regions: globs, layers, one rule for a linear or one for each of its GEMMs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mpbridge.errors import BadValue, Contradiction, MpbridgeError
+from mpbridge.formats import DType, dtype
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.field_values import choice_faults, type_faults
+from mpbridge.precision.quants import QUANT_FIELDS, quant_faults, quant_of, row_of
+from mpbridge.precision.regions import GEMMS, Gemms, Quant, Region, Spans
+from mpbridge.scalings import SCALINGS, bits_of
+
+_QUANT_KEYS = (*QUANT_FIELDS, "fp8_param_gather", "fp4_param_gather")
+_RANGE = re.compile(r"(-?\d+)(?:\s*(?:-|to)\s*(-?\d+))?")
+_END = re.compile(r"(first|last)\s+(\d+)")
+
+
+def module_regions(v: Mapping[str, Any], base: DType, faults: list[str]) -> tuple[Region, ...]:
+    """The regions of a config's `modules`, in order; what is wrong is added to `faults`."""
+    regions = []
+    for pattern, said in (v["modules"] or {}).items():
+        rules = said if isinstance(said, (list, tuple)) else [said]
+        for number, rule in enumerate(rules):
+            where = f"modules[{pattern!r}]" + (f"[{number}]" if len(rules) > 1 else "")
+            try:
+                regions.append(_region(pattern, rule, base))
+            except MpbridgeError as error:
+                found = error.faults if isinstance(error, Contradiction) else (str(error),)
+                faults += [f"{where}{'' if fault.startswith('=') else ': '}{fault}" for fault in found]
+    return tuple(regions)
+
+
+def layer_spans(said: Any) -> Spans:
+    """(first, last) pairs of what `layers:` says: 3, "2-29", "-1", "first 2", "last 2", "0-3, -2", or a list of them. Raises BadValue."""
+    parts = [part for item in (said if isinstance(said, (list, tuple)) else [said]) for part in _parts(item)]
+    if not parts:
+        raise BadValue("layers is empty: name at least one layer, or drop it")
+    return tuple(_span(part) for part in parts)
+
+
+def layers_text(spans: Spans) -> str:
+    """As `layers:` would be written: '2-29, -1'."""
+    return ", ".join(str(a) if a == b else f"{a}-{b}" if b >= 0 else f"{a} to {b}" for a, b in spans)
+
+
+def _parts(item: Any) -> Iterator[str]:
+    if isinstance(item, bool) or not isinstance(item, (int, str)):
+        raise BadValue(f"layers={item!r}: {_LEGAL}")
+    yield from (part.strip() for part in str(item).split(",") if part.strip())
+
+
+_LEGAL = "expected layer numbers from 0 (negative: from the end), ranges such as '2-29', 'first 2', 'last 2', or a list of them"
+
+
+def _span(part: str) -> tuple[int, int]:
+    end, found = _END.fullmatch(part), _RANGE.fullmatch(part)
+    if end is not None and int(end.group(2)) > 0:
+        count = int(end.group(2))
+        return (0, count - 1) if end.group(1) == "first" else (-count, -1)
+    if found is None:
+        raise BadValue(f"layers={part!r}: {_LEGAL}")
+    low, high = int(found.group(1)), int(found.group(2) or found.group(1))
+    if low > high and (low < 0) == (high < 0):
+        raise BadValue(f"layers={part!r}: {low} lies after {high}")
+    return low, high
+
+
+def _region(pattern: str, rule: Any, base: DType) -> Region:
+    if not isinstance(rule, Mapping):
+        return Region(modules=pattern, quant=_by_word(rule, base))
+    named = [name for name in GEMMS if name in rule]
+    unknown = [str(name) for name in rule if name not in (*_QUANT_KEYS, *GEMMS, "layers", "precision")]
+    if unknown:
+        possible = ", ".join((*GEMMS, "layers", "precision", *QUANT_FIELDS))
+        raise BadValue(f"{', '.join(unknown)} cannot be set per module (possible: {possible})")
+    fields = {name: value for name, value in rule.items() if name in _QUANT_KEYS}
+    ways = [
+        word
+        for word, said in (("precision", "precision" in rule), (", ".join(named), named), ("fp8 or fp4 fields", fields))
+        if said
+    ]
+    if len(ways) > 1:
+        raise BadValue(f"{' and '.join(ways)} say the same thing twice: keep one of them")
+    layers = layer_spans(rule["layers"]) if "layers" in rule else None
+    if "precision" in rule:
+        return Region(modules=pattern, layers=layers, quant=_by_word(rule["precision"], base))
+    if not named:
+        return Region(modules=pattern, layers=layers, quant=_by_fields(fields))
+    if len(named) < len(GEMMS):
+        missing = ", ".join(name for name in GEMMS if name not in named)
+        raise BadValue(f"names {', '.join(named)} and not {missing}: a rule by GEMM names all three")
+    gemms = Gemms(**{name: _of_gemm(name, rule[name], base) for name in GEMMS})
+    first = next(iter(gemms.distinct), None)
+    return Region(modules=pattern, layers=layers, quant=first, gemms=None if gemms.one else gemms)
+
+
+def _of_gemm(name: str, rule: Any, base: DType) -> Quant | None:
+    quant = _by_fields(rule) if isinstance(rule, Mapping) else _by_word(rule, base)
+    if quant is not None and (quant.stored or quant.attention != "none"):
+        raise BadValue(f"{name}: weights at rest and attention belong to the whole linear, not to one of its GEMMs")
+    return quant
+
+
+def _by_word(word: Any, base: DType) -> Quant | None:
+    """None for the compute dtype's name, the plain rule of a scaling for the scaling's."""
+    row = SCALINGS.get(word) if isinstance(word, str) else None
+    if row is not None and not row.factory:
+        return _by_fields(
+            {f"fp{bits_of(row.formats[0])}": row.formats[0], f"fp{bits_of(row.formats[0])}_recipe": row.name}
+        )
+    try:
+        given = dtype(word)
+    except BadValue:
+        scalings = ", ".join(row.name for row in SCALINGS.values() if not row.factory and not row.history)
+        raise BadValue(
+            f"={word!r}: expected {base.short!r}, a scaling ({scalings}), or a mapping such as {{fp8: hybrid, fp8_recipe: tensorwise}}"
+        ) from None
+    if given is not base:
+        raise BadValue(f"={word!r}: a module that is not quantized stays in {base.short}")
+    return None
+
+
+def _by_fields(rule: Mapping[str, Any]) -> Quant | None:
+    one = MixedPrecisionConfig(bf16=True, **rule)
+    values = one.stored()
+    faults = list(type_faults(values).values()) or choice_faults(values) + quant_faults(values)
+    if not faults and not (one.fp8 or one.fp4):
+        faults = ["names no format: give fp8 or fp4, or write 'bf16'"]
+    row = row_of(values, "fp8" if one.fp8 else "fp4")
+    if not faults and row is not None and row.history:
+        # Transformer Engine updates delayed scales per autocast context and megatron-core opens one around the whole block
+        faults = [f"{row.name} scaling cannot be chosen per module"]
+    if faults:
+        raise Contradiction(faults)
+    return quant_of(values)

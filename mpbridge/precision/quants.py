@@ -1,0 +1,128 @@
+"""From the quantization fields of a config, or of a rule for modules, to a Quant; and what does not fit among them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+from mpbridge.errors import MpbridgeError
+from mpbridge.formats import say
+from mpbridge.precision.config import twin_clashes
+from mpbridge.precision.regions import Attention, Quant
+from mpbridge.scalings import DEFAULTS, SCALINGS, Scaling, formats
+
+BITS: Mapping[str, int] = types.MappingProxyType({"fp8": 8, "fp4": 4})
+QUANT_FIELDS = (
+    "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad", "fp8_dot_product_attention",
+    "fp8_multi_head_attention", "fp8_param", "fp8_quantizer_factory", "fp4", "fp4_recipe", "fp4_param", "fp4_quantizer_factory",
+    "fp8_options", "fp4_options",
+)  # fmt: skip
+
+
+def row_of(v: Mapping[str, Any], low: str) -> Scaling | None:
+    """The scaling that fp8_recipe or fp4_recipe names, or the default one; None for an unknown name, which has a fault of its own."""
+    return SCALINGS.get(v.get(f"{low}_recipe") or DEFAULTS[BITS[low]])
+
+
+def quant_faults(v: Mapping[str, Any]) -> list[str]:
+    """Everything about the quantization fields that does not fit together."""
+    return _format_faults(v) + _attention_faults(v) + _option_faults(v)
+
+
+def _format_faults(v: Mapping[str, Any]) -> list[str]:
+    faults = twin_clashes(v)
+    if v["fp8"] and v["fp4"]:
+        faults.append("fp8 and fp4 are both on: set one of them to null")
+    for low in ("fp8", "fp4"):
+        if v[f"{low}_param"] and not v[low]:
+            faults.append(f"{low}_param=true without {low}: set {low} to a format, or {low}_param=false")
+        row = row_of(v, low)
+        custom, factory = row is not None and row.factory, v[f"{low}_quantizer_factory"]
+        if v[low] and custom and not factory:
+            faults.append(f"{low}_recipe='custom' needs {low}_quantizer_factory (an import path)")
+        if factory and not (v[low] and custom):
+            faults.append(f"{low}_quantizer_factory needs {low} on and {low}_recipe='custom'")
+        if row is not None and v[low] in formats(BITS[low]) and v[low] not in row.formats:
+            faults.append(
+                f"{low}={v[low]!r} with {low}_recipe={row.name!r}: that scaling takes {', '.join(row.formats)}"
+            )
+    if v["fp8_amax_history_len"] < 1:
+        faults.append(f"fp8_amax_history_len={v['fp8_amax_history_len']}: at least 1")
+    row = row_of(v, "fp8")
+    shared = bool(v["fp8"] and v["fp8_param"]) and row is not None and row.stored.through_grads
+    if v["reuse_grad_buf_for_mxfp8_param_ag"] and not shared:
+        faults.append(
+            "reuse_grad_buf_for_mxfp8_param_ag needs fp8 with fp8_recipe='mxfp8' and fp8_param_gather=true: set it to false"
+        )
+    return faults
+
+
+def _attention_faults(v: Mapping[str, Any]) -> list[str]:
+    faults = []
+    attention = [name for name in ("fp8_dot_product_attention", "fp8_multi_head_attention") if v[name]]
+    if attention and not v["fp8"]:
+        faults.append(
+            f"{' and '.join(attention)} without fp8: attention would stay in 16 bits, so set fp8 to a format or leave attention out"
+        )
+    if v["fp8_multi_head_attention"] and not v["fp8_dot_product_attention"]:
+        faults.append("fp8_multi_head_attention needs fp8_dot_product_attention=true")
+    return faults
+
+
+def _option_faults(v: Mapping[str, Any]) -> list[str]:
+    faults = []
+    for low in BITS:
+        given, row = v[f"{low}_options"], row_of(v, low)
+        if given and not v[low]:
+            faults.append(f"{low}_options without {low}: set {low} to a format, or drop them")
+        if not v[low] or row is None:
+            continue
+        for name, value in (given or {}).items():
+            try:
+                option = row.option(name)
+            except MpbridgeError as error:
+                faults.append(f"{low}_options: {error}")
+                continue
+            # true is not 1 here: an option's values are compared with their types
+            if not any(value == choice and type(value) is type(choice) for choice in option.choices):
+                legal = ", ".join(say(choice) for choice in option.choices)
+                faults.append(f"{low}_options.{name}={say(value)}: expected one of {legal} ({option.meaning})")
+    return faults
+
+
+def quant_of(v: Mapping[str, Any]) -> Quant | None:
+    """The Quant of a set of fields (a config's, or a module rule's); fields that are absent have their defaults."""
+
+    def get(name: str, default: Any) -> Any:
+        return default if v.get(name) is None else v[name]
+
+    if v.get("fp4"):
+        return Quant(
+            format=v["fp4"],
+            scaling=get("fp4_recipe", DEFAULTS[4]),
+            stored=bool(get("fp4_param", False)),
+            factory=v.get("fp4_quantizer_factory"),
+            options=tuple(sorted(get("fp4_options", {}).items())),
+        )
+    if not v.get("fp8"):
+        return None
+    attention: Attention = (
+        "multi_head"
+        if get("fp8_multi_head_attention", False)
+        else "dot_product"
+        if get("fp8_dot_product_attention", False)
+        else "none"
+    )
+    return Quant(
+        format=v["fp8"],
+        scaling=get("fp8_recipe", DEFAULTS[8]),
+        stored=bool(get("fp8_param", False)),
+        margin=get("fp8_margin", 0),
+        amax_history=get("fp8_amax_history_len", 1),
+        amax_algo=get("fp8_amax_compute_algo", "most_recent"),
+        wgrad=get("fp8_wgrad", True),
+        attention=attention,
+        factory=v.get("fp8_quantizer_factory"),
+        options=tuple(sorted(get("fp8_options", {}).items())),
+    )

@@ -1,0 +1,179 @@
+"""Regions: which linears of which layers run their GEMMs in what. Frozen data, and its JSON form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mpbridge.errors import BadValue
+from mpbridge.formats import DType
+from mpbridge.precision.globs import matches
+from mpbridge.scalings import ELEMENTS, Scaling, bits_of, scaling
+
+Attention = Literal["none", "dot_product", "multi_head"]
+Gemm = Literal["fprop", "dgrad", "wgrad"]
+GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
+Spans = tuple[tuple[int, int], ...]
+"""Inclusive ranges of 0-based layers; a negative number counts from the end (-1: the last layer)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quant:
+    """How a GEMM of a linear sees its operands."""
+
+    format: str
+    """"hybrid": E4M3 forward, E5M2 for gradients; the others: one format everywhere. A key of scalings.ELEMENTS."""
+    scaling: str
+    """A key of scalings.SCALINGS; any other name is refused."""
+    stored: bool = False
+    """Weights at rest, and gathered, in this format."""
+    margin: int = 0
+    """Delayed scaling: the scale is divided by 2**margin."""
+    amax_history: int = 1
+    """Delayed scaling: how many amax values are remembered."""
+    amax_algo: Literal["most_recent", "max"] = "most_recent"
+    wgrad: bool = True
+    """Delayed scaling; False has no effect under Transformer Engine 2.9 to 2.12, which drop the argument."""
+    attention: Attention = "none"
+    factory: str | None = None
+    """Import path of the quantizer factory; "custom" only."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """(name, value) of the scaling's options that the recipe states, by name; the others follow the environment (scalings.Option)."""
+
+    def __post_init__(self) -> None:
+        if self.format not in scaling(self.scaling).formats:
+            raise BadValue(
+                f"{self.scaling} scaling of format {self.format!r}: expected one of {', '.join(self.row.formats)}"
+            )
+
+    @property
+    def row(self) -> Scaling:
+        """What is known of the scaling."""
+        return scaling(self.scaling)
+
+    @property
+    def bits(self) -> int:
+        """Of an operand's element: 8 or 4."""
+        return bits_of(self.format)
+
+    def element(self, *, gradient: bool) -> str:
+        """Name of the element format of an operand, a key of formats.FORMATS."""
+        return ELEMENTS[self.format][gradient]
+
+    def option(self, name: str, environment: Mapping[str, str] | None = None) -> Any:
+        """The value of an option: as the recipe states it, else as `environment` says, else its default. Raises UnknownName, BadValue."""
+        stated = dict(self.options)
+        return stated[name] if name in stated else self.row.option(name).read(environment or {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemms:
+    """A rule for each of a linear's three GEMMs; None: in the compute dtype."""
+
+    fprop: Quant | None
+    dgrad: Quant | None
+    wgrad: Quant | None
+
+    def __iter__(self) -> Any:
+        return iter((self.fprop, self.dgrad, self.wgrad))
+
+    @property
+    def one(self) -> bool:
+        """Whether all three have the same rule."""
+        return self.fprop == self.dgrad == self.wgrad
+
+    @property
+    def distinct(self) -> tuple[Quant, ...]:
+        """The rules in use, each once."""
+        return tuple(dict.fromkeys(quant for quant in self if quant is not None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """Modules of some layers and what their GEMMs run in. The first region that covers a module decides."""
+
+    modules: str = "*"
+    """Glob over the module's path below its layer ('mlp.linear_fc2'), or over its whole path ('decoder.layers.3.mlp.linear_fc2', 'mtp.*')."""
+    first: int | None = None
+    """Only the first N layers of the whole model (not of a pipeline stage)."""
+    last: int | None = None
+    quant: Quant | None = None
+    """None: stays in the compute dtype. Where `gemms` says more, the first of its rules."""
+    layers: Spans | None = None
+    """Only these layers; None: all. Layers of multi-token prediction have no number and belong to regions without one."""
+    gemms: Gemms | None = None
+    """One rule a GEMM; None: `quant` for all three."""
+
+    @property
+    def rules(self) -> Gemms:
+        """The rule of each GEMM."""
+        return self.gemms or Gemms(fprop=self.quant, dgrad=self.quant, wgrad=self.quant)
+
+    @property
+    def ends(self) -> bool:
+        """Whether this is the region of the edge layers' switch."""
+        return self.modules == "*" and self.quant is None and (self.first is not None or self.last is not None)
+
+    def covers(self, module: str, layer: int | None, layers: int, path: str = "") -> bool:
+        """Whether this region is about `module` of 0-based `layer` out of `layers`; layer None: multi-token prediction. path: the whole one."""
+        return self.about(layer, layers) and matches(self.modules, module, path)
+
+    def about(self, layer: int | None, layers: int) -> bool:
+        """Whether this region is about a layer, whatever the module."""
+        if self.first is None and self.last is None and self.layers is None:
+            return True
+        if layer is None:
+            return False
+        at_start = self.first is not None and layer < self.first
+        at_end = self.last is not None and layer >= layers - self.last
+        return at_start or at_end or any(a <= layer <= b for a, b in counted(self.layers or (), layers))
+
+
+def counted(spans: Spans, layers: int) -> Spans:
+    """`spans` in numbers from 0, for a model of so many layers; what lies outside of it is cut off."""
+    found = [tuple(n + layers if n < 0 else n for n in span) for span in spans]
+    return tuple((max(a, 0), min(b, layers - 1)) for a, b in found if max(a, 0) <= min(b, layers - 1))
+
+
+_LATER: Mapping[str, Any] = {"layers": None, "gemms": None, "options": ()}
+"""Fields that schema 1 did not have: a policy that does not use them is written as it was, so its fingerprint stays."""
+
+
+def as_plain(value: Any) -> Any:
+    """Dataclasses of a policy in JSON types."""
+    if isinstance(value, DType):
+        return value.short
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        own = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        unused = {name for name, default in _LATER.items() if name in own and own[name] == default}
+        return {name: as_plain(item) for name, item in own.items() if name not in unused}
+    return [as_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def uses_later_fields(regions: tuple[Region, ...]) -> bool:
+    """Whether any region says what schema 1 could not."""
+    return any(
+        region.layers is not None or region.gemms is not None or any(quant.options for quant in region.rules.distinct)
+        for region in regions
+    )
+
+
+def region_from(data: Mapping[str, Any]) -> Region:
+    """The region that `as_plain` wrote. Raises BadValue, UnknownName."""
+    gemms, layers = data.get("gemms"), data.get("layers")
+    return Region(
+        modules=data["modules"],
+        first=data["first"],
+        last=data["last"],
+        quant=_quant_from(data["quant"]),
+        layers=None if layers is None else tuple((a, b) for a, b in layers),
+        gemms=None if gemms is None else Gemms(**{name: _quant_from(gemms[name]) for name in GEMMS}),
+    )
+
+
+def _quant_from(data: Mapping[str, Any] | None) -> Quant | None:
+    if not data:
+        return None
+    return Quant(**{**data, "options": tuple((name, value) for name, value in data.get("options", ()))})

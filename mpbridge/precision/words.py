@@ -1,0 +1,43 @@
+"""Rules and regions as people read them: one wording for `show`, `plan`, rules and the audit."""
+
+from __future__ import annotations
+
+from mpbridge.formats import say
+from mpbridge.precision.modules import layers_text
+from mpbridge.precision.regions import GEMMS, Gemms, Quant, Region
+
+HIGH = "high precision"
+
+
+def quant_text(quant: Quant) -> str:
+    """One line about a quantization."""
+    parts = [f"{quant.format}, {quant.scaling} scaling"]
+    if quant.row.history:
+        parts.append(f"amax history {quant.amax_history} ({quant.amax_algo}), margin {quant.margin}")
+    parts += [f"{name} {say(value)}" for name, value in quant.options]
+    parts += ["weights stored so"] if quant.stored else []
+    parts += [f"{quant.attention} attention too"] if quant.attention != "none" else []
+    return ", ".join(parts + ([f"quantizers from {quant.factory}"] if quant.factory else []))
+
+
+def rule_words(gemms: Gemms) -> str:
+    """What two sides of a rule can be compared by: 'hybrid delayed', or one for each GEMM; HIGH without quantization."""
+    words = [HIGH if quant is None else f"{quant.format} {quant.scaling}" for quant in gemms]
+    return words[0] if gemms.one else ", ".join(f"{gemm} {word}" for gemm, word in zip(GEMMS, words, strict=True))
+
+
+def region_text(region: Region) -> str:
+    """Which linears a region is about."""
+    ends = [f"{word} {count}" for word, count in (("first", region.first), ("last", region.last)) if count is not None]
+    modules = "all linears" if region.modules == "*" else region.modules
+    if ends:
+        return f"{'linears' if region.modules == '*' else modules} of the {' and '.join(ends)} layers"
+    return modules if region.layers is None else f"{modules} of layers {layers_text(region.layers)}"
+
+
+def region_rule(region: Region) -> str:
+    """What a region's linears run in."""
+    if region.gemms is not None:
+        texts = [HIGH if quant is None else quant_text(quant) for quant in region.gemms]
+        return "; ".join(f"{gemm}: {text}" for gemm, text in zip(GEMMS, texts, strict=True))
+    return "not quantized" if region.quant is None else quant_text(region.quant)
