@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mpbridge.errors import BadValue
-from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.traits import DEFAULT, EngineTraits, traits
 
 Realization = Literal["native", "emulated"]
 
@@ -108,17 +108,12 @@ class OptimizerFacts:
     """Who updates, and what the optimizer's own section says about its states."""
 
     name: str = "adam"
-    """megatron-core's `optimizer`, or "torch_adamw" for torch's own on FSDP2 (`optimizer_name`)."""
+    """megatron-core's `optimizer`, or "torch_adamw" for torch's own on FSDP2 (`memory.keeps.updater`)."""
     distributed: bool = False
     cpu_offload: bool = False
     overlap_param_gather_with_step: bool = False
     settings: Mapping[str, Any] = field(default_factory=lambda: types.MappingProxyType({}))
     """The optimizer section's other plain settings, the plan's writes applied."""
-
-
-def optimizer_name(asked: str, policy: PrecisionPolicy, engine: str) -> str:
-    """OptimizerFacts.name of a settled policy: on FSDP2 "adam" is torch's own where that keeps the policy's states, FusedAdam otherwise."""
-    return "torch_adamw" if asked == "adam" and engine == "fsdp2" and policy.torch_adam_suffices else asked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +134,7 @@ class RunFacts:
 
     shape: ModelShape
     parallel: Parallel = Parallel()
-    engine: str = "mcore"
+    engine: str = DEFAULT
     realization: Realization = "native"
     optimizer: OptimizerFacts = OptimizerFacts()
     model: Mapping[str, Any] = field(default_factory=lambda: types.MappingProxyType({}))
@@ -153,3 +148,8 @@ class RunFacts:
     """hardware.machines.Machine that will run it; None: not known."""
     environment: Mapping[str, str] = field(default_factory=lambda: types.MappingProxyType({}))
     """NVTE_* and CUDA_* variables that contradict or complete a recipe."""
+
+    @property
+    def traits(self) -> EngineTraits:
+        """The engine's. Raises UnknownName."""
+        return traits(self.engine)

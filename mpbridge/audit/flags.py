@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mpbridge.audit.promise import Promises
-from mpbridge.formats import say
+from mpbridge.formats import DType, say
 
 MISSING = object()
 
@@ -73,12 +73,13 @@ def optimizer_faults(engine: Any, promises: Promises) -> tuple[int, list[str]]:
         kept = bool(promises.policy.keep_fp32) and all(parameter.dtype is torch.float32 for parameter in updated)
         if masters is not None and updated:
             looked += 1
-            if bool(masters) is not (owner == "optimizer" and not kept):
+            held = promises.kept(DType.FP32 if kept else promises.policy.params).get("main_params")
+            if bool(masters) is not (held is not None and held.owner == "optimizer"):
                 wrong.append(
                     f"{type(inner).__name__}.master_weights={bool(masters)}, but the {owner} own(s) the main weights"
                 )
         # megatron-core hands gradients over by this flag, FusedAdam picks them up by its own: apart, nothing trains and nothing complains
-        if decoupled is not None and flag is not None and promises.engine != "fsdp2":
+        if decoupled is not None and flag is not None:
             looked += 1
             if bool(decoupled) is not bool(flag):
                 wrong.append(

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
-from mpbridge.precision.policy import Gemms, Owner, PrecisionPolicy, Quant
+from mpbridge.memory.keeps import Holding, keeps
+from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant
 
+ROLES = ("grads", "main_grads", "main_params", "exp_avg", "exp_avg_sq")
+"""Roles of a parameter besides itself."""
 ABSENT = "none"
 """The promise that a role has no tensors of its own."""
 
@@ -20,19 +25,21 @@ class Promises:
     """The policy, settled, as one engine has to keep it."""
 
     policy: PrecisionPolicy
-    engine: str
+    run: RunFacts
     layers: int
     """Of the whole model."""
     emulated: bool = False
     """Emulation keeps weights in 16 or 32 bits whatever the recipe stores."""
 
     @property
-    def owner(self) -> Owner:
-        """Who holds the main weights on this engine: Megatron-FSDP always itself, FSDP2 never (FusedAdam does)."""
-        owner = self.policy.main_params_owner
-        if owner == "params":
-            return owner
-        return {"megatron_fsdp": "engine", "fsdp2": "optimizer"}.get(self.engine, owner)  # type: ignore[return-value]
+    def owner(self) -> str:
+        """Who holds the main weights on this engine: 'engine', 'optimizer', or 'params', which are their own."""
+        held = self.kept(self.policy.params).get("main_params")
+        return "params" if held is None else held.owner
+
+    def kept(self, at_rest: DType) -> Mapping[str, Holding]:
+        """`memory.keeps` of a parameter that rests in that dtype."""
+        return keeps(self.policy, self.run.traits, self.run.optimizer, at_rest=at_rest, ddp=self.run.ddp)
 
     def of(self, role: str, parameter: str) -> str | None:
         """The storage format promised for a tensor of `role`; ABSENT; or None when the policy says nothing about it."""
@@ -40,19 +47,10 @@ class Promises:
             return "fp32" if any(fnmatch.fnmatchcase(parameter, pattern) for pattern in ALWAYS_FP32) else None
         if role == "params":
             return self._params(parameter)
-        if role in ("grads", "main_grads") and self.kept_fp32(parameter):
-            return "fp32"
-        if role == "grads":
-            return self._params(parameter) if self.engine == "fsdp2" else self.policy.reduce.short
-        if role == "main_grads":
-            return (self.policy.main_grads or DType.FP32).short
-        if role == "main_params":
-            return self._main_params(parameter)
-        if role in ("exp_avg", "exp_avg_sq"):
-            # full 16-bit on FSDP2 is torch's AdamW, whose moments have their parameter's dtype
-            follows = self.engine == "fsdp2" and self.policy.main_params_owner == "params" and self.kept_fp32(parameter)
-            return "fp32" if follows else (getattr(self.policy, role) or DType.FP32).short
-        return None
+        if role not in ROLES:
+            return None
+        held = self.kept(self._rests(parameter)).get(role)
+        return ABSENT if held is None else held.dtype.short
 
     def gemms(self, module: str) -> Gemms:
         """The rules promised for the GEMMs of the linear at path `module`."""
@@ -66,28 +64,15 @@ class Promises:
         """Whether `keep_fp32` names this parameter."""
         return any(fnmatch.fnmatchcase(parameter, pattern) for pattern in self.policy.keep_fp32)
 
-    def _params(self, parameter: str) -> str:
+    def _rests(self, parameter: str) -> DType:
         if self.kept_fp32(parameter):
-            return "fp32"
-        quant = (
-            self.quant(parameter.rpartition(".")[0]) if parameter.endswith(".weight") and not self.emulated else None
-        )
+            return DType.FP32
         # only the weights of linears rest in a low format: norms and routers share the layer, not the rule
-        if quant is not None and quant.stored and "norm" not in parameter and "router" not in parameter:
-            return quant.row.stored.tensor
-        return self.policy.params.short
+        linear = parameter.endswith(".weight") and "norm" not in parameter and "router" not in parameter
+        quant = self.quant(parameter.rpartition(".")[0]) if linear and not self.emulated else None
+        return DType.UINT8 if quant is not None and quant.stored else self.policy.params
 
-    def _main_params(self, parameter: str) -> str:
-        owner = self.owner
-        main = self.policy.main_params or DType.FP32
-        if owner == "params" or (self.kept_fp32(parameter) and self.engine == "fsdp2"):
-            return ABSENT
-        if (
-            owner == "optimizer"
-            and self.policy.precision_aware
-            and self.policy.remainders
-            and main is DType.FP32
-            and self._params(parameter) == "bf16"
-        ):
-            return "int16"
-        return main.short
+    def _params(self, parameter: str) -> str:
+        rests = self._rests(parameter)
+        quant = self.quant(parameter.rpartition(".")[0]) if rests is DType.UINT8 else None
+        return rests.short if quant is None else quant.row.stored.tensor

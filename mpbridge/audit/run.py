@@ -26,7 +26,7 @@ def promises_of(policy: PrecisionPolicy, engine: Engine) -> Promises:
     emulated = bool(getattr(run, "emulate", False)) or getattr(run.facts, "realization", "native") == "emulated"
     return Promises(
         policy=policy.settled(run.inputs.get("optimizer")),
-        engine=engine.name,
+        run=run.facts,
         layers=run.facts.shape.num_layers,
         emulated=emulated,
     )

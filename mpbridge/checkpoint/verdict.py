@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mpbridge.errors import CheckpointError, MpbridgeError
-from mpbridge.facts import RunFacts, optimizer_name
+from mpbridge.facts import OptimizerFacts, RunFacts
 from mpbridge.files import read_json
 from mpbridge.formats import DType, plain
-from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.memory.keeps import Holding, keeps, updater
+from mpbridge.precision.policy import PrecisionPolicy, own_main
+from mpbridge.traits import known, traits
 
 SCHEMA = 1
 FILE = "precision.json"
@@ -41,9 +43,8 @@ _FUNCTION = (
     "rope_scaling", "rope_scaling_factor", "softmax_scale", "window_size", "apply_residual_connection_post_layernorm", "moe_router_score_function",
 )  # fmt: skip
 """Settings of the model that change what it computes from the same tensors."""
-_FAMILY: Mapping[str, str] = {"fsdp2": "fsdp", "megatron_fsdp": "fsdp", "torch_adamw": "adam"}
-"""Engines, and optimizers, whose checkpoints are of one form: both FSDP engines write engines/shard_state.py's; both Adams have the same states.
-megatron-core's own stacks the layers of a model into one tensor for each parameter."""
+_FAMILY: Mapping[str, str] = {"torch_adamw": "adam"}
+"""Optimizers with the same states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +76,7 @@ class Fingerprint:
         return (
             {"schema": SCHEMA}
             | plain
-            | {"policy": self.policy.as_data(), "layout": self.policy.layout(), "sha256": self.policy.fingerprint()}
+            | {"policy": self.policy.as_data(), "layout": self.layout(), "sha256": self.policy.fingerprint()}
         )
 
     @classmethod
@@ -94,10 +95,30 @@ class Fingerprint:
         except (KeyError, TypeError, AttributeError, MpbridgeError) as error:
             raise CheckpointError(f"the fingerprint cannot be read: {type(error).__name__}: {error}") from error
 
+    def kept(self) -> Mapping[str, Holding]:
+        """What a run like this keeps of a parameter (`memory.keeps`). Raises UnknownName for an engine that is not installed here."""
+        # 16-bit parameters that are their own main copy train without the distributed optimizer only (rule full-16-bit-with-distributed-optimizer)
+        alone = own_main(self.policy) and self.policy.params is not DType.FP32
+        optimizer = OptimizerFacts(name=self.optimizer, distributed=self.distributed and not alone)
+        return keeps(self.policy, traits(self.engine), optimizer)
+
+    def layout(self) -> dict[str, Any]:
+        """Only what shapes a checkpoint, for people who read the file: role -> dtype, owner and sharding, and the regions stored in low formats."""
+        roles = {
+            role: {"dtype": held.dtype.short, "owner": held.owner, "sharding": held.sharding}
+            for role, held in self.kept().items()
+            if held.view_of is None
+        }
+        stored = [
+            region for region in self.policy.as_data()["regions"] if region["quant"] and region["quant"]["stored"]
+        ]
+        return {"roles": roles, "stored_formats": stored}
+
     def with_policy(self, policy: PrecisionPolicy, recipe: str, engine: str | None = None) -> Fingerprint:
         """The same run in another recipe (and on another engine): `policy` settled with this run's optimizer section."""
         settled, engine = policy.settled(self.optimizer_section), engine or self.engine
-        optimizer = optimizer_name("adam" if self.optimizer == "torch_adamw" else self.optimizer, settled, engine)
+        asked = _FAMILY.get(self.optimizer, self.optimizer)
+        optimizer = updater(asked, settled, traits(engine))
         random = self.random or _stochastic(settled)
         return dataclasses.replace(
             self, policy=settled, recipe=recipe, engine=engine, optimizer=optimizer, random=random
@@ -197,7 +218,11 @@ def _other_model(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
 
 
 def _other_names(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
-    if _FAMILY.get(saved.engine, saved.engine) == _FAMILY.get(wanted.engine, wanted.engine):
+    forms = [None if (found := known(one.engine)) is None else found.checkpoints for one in (saved, wanted)]
+    if None in forms:
+        name = (saved, wanted)[forms.index(None)].engine
+        return [f"engine {name} is not installed here, so nothing is known about its checkpoints: install its package"]
+    if forms[0] == forms[1]:
         return []
     return [
         f"engine {saved.engine} stores weights under other names and shapes than {wanted.engine} reads: keep engine={saved.engine}"
@@ -215,17 +240,16 @@ def _unusable_states(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
 
 def _lost(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
     a, b = saved.policy, wanted.policy
+    had_all, gets_all = saved.kept(), wanted.kept()
     lost = []
-    if _main(b) not in _KEEPS[_main(a)]:
-        what = (
-            "the 16 remainder bits of the main weights"
-            if a.remainders and a.precision_aware
-            else "bits of the main weights"
-        )
-        lost.append(f"{what}: {_main(a).short} -> {_main(b).short}")
+    had, gets = _weights(had_all), _weights(gets_all)
+    if gets not in _KEEPS[had]:
+        halves = "main_params" in had_all and had_all["main_params"].dtype is DType.INT16
+        what = "the 16 remainder bits of the main weights" if halves else "bits of the main weights"
+        lost.append(f"{what}: {had.short} -> {gets.short}")
     if saved.optimizer != "sgd":  # (of another family nothing would be kept)
         for name, text in (("exp_avg", "first moments"), ("exp_avg_sq", "second moments")):
-            had, gets = getattr(a, name) or DType.FP32, getattr(b, name) or DType.FP32
+            had, gets = had_all[name].dtype, gets_all[name].dtype
             if gets not in _KEEPS[had]:
                 lost.append(f"bits of the {text}: {had.short} -> {gets.short}")
     had_steps, gets_steps = _history(a), _history(b)
@@ -276,9 +300,10 @@ def _facts(policy: PrecisionPolicy) -> dict[str, Any]:
     return {name: value for name, value in policy.as_data().items() if name != "schema"}
 
 
-def _main(policy: PrecisionPolicy) -> DType:
-    """dtype that the weights are remembered in between steps."""
-    return policy.main_params or DType.FP32
+def _weights(kept: Mapping[str, Holding]) -> DType:
+    """dtype that the weights are remembered in between steps: remainders and their parameters together are FP32."""
+    dtype = kept.get("main_params", kept["params"]).dtype
+    return DType.FP32 if dtype is DType.INT16 else dtype
 
 
 def _history(policy: PrecisionPolicy) -> int:

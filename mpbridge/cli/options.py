@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.config.sections import ENGINES
 from mpbridge.errors import BadValue, UnknownName
+from mpbridge.traits import DEFAULT, engine_names
 
 if TYPE_CHECKING:
     from mpbridge.config.container import ConfigContainer, Run
@@ -29,8 +29,8 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) ->
     )
     parser.add_argument(
         "--engine",
-        choices=ENGINES,
-        help="who shards and reduces (default: the recipe's, else mcore)",
+        choices=engine_names(),
+        help=f"who shards and reduces (default: the recipe's, else {DEFAULT})",
     )
     parser.add_argument(
         "--emulate", action="store_true", help="quantized GEMMs in software, with Transformer Engine's numerics"

@@ -11,6 +11,7 @@ from mpbridge.checkpoint.store import locate
 from mpbridge.checkpoint.verdict import Fingerprint, Verdict, read_fingerprint, verdict
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
+from mpbridge.traits import DEFAULT, engine_names
 
 SUMMARY = "say whether and how a run goes on from a checkpoint"
 
@@ -21,9 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "checkpoint", type=Path, metavar="CKPT", help="a checkpoint, or a folder of them (then the newest)"
     )
     parser.add_argument("--recipe", metavar="NAME", help="the recipe to go on in; left out: the checkpoint's own")
-    parser.add_argument(
-        "--engine", choices=("mcore", "fsdp2", "megatron_fsdp"), help="left out: the recipe's, else the checkpoint's"
-    )
+    parser.add_argument("--engine", choices=engine_names(), help="left out: the recipe's, else the checkpoint's")
     parser.add_argument("--reset-optimizer", action="store_true", help="weights alone will do")
     parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         # a run would have to be told: its own default is mcore
-        engine = "" if wanted.engine == "mcore" else f" with engine={wanted.engine}"
+        engine = "" if wanted.engine == DEFAULT else f" with engine={wanted.engine}"
         print(f"{folder}: {saved.recipe} -> {wanted.recipe}{engine}: " + "\n".join(found.lines()))
     return exit_code(found, reset=args.reset_optimizer)
 

@@ -15,7 +15,8 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.words import region_rule, region_text
-from mpbridge.rules.cards import Card, card
+from mpbridge.rules.cards import Card, card, main_weights
+from mpbridge.traits import DEFAULT, traits
 
 SUMMARY = "one recipe: its papers, its fields, and what they mean"
 
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     papers = [
         ("needs", needs(entry)),
         ("status", entry.status),
-        ("engine", entry.engine or "mcore"),
+        ("engine", entry.engine or DEFAULT),
         ("source", entry.source),
     ]
     papers += [("also called", ", ".join(entry.aliases))] if entry.aliases else []
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         title="what its author wrote",
     )
     print()
-    print_table(("fact", "value"), facts(policy, args.layers), title="what it means")
+    print_table(("fact", "value"), facts(policy, args.layers, entry.engine), title="what it means")
     print()
     print_table(("", ""), _costs(card(args.recipe)), title="where it runs and what it costs")
     return 0
@@ -80,16 +81,13 @@ def _costs(known: Card) -> list[tuple[str, str]]:
     ]
 
 
-def facts(policy: PrecisionPolicy, layers: int | None = None) -> list[tuple[str, str]]:
+def facts(policy: PrecisionPolicy, layers: int | None = None, engine: str | None = None) -> list[tuple[str, str]]:
     """The policy's facts as label and text; layers: also which layers stay out of quantization."""
-    owner = {"engine": "megatron-core", "optimizer": "the optimizer", "params": "the parameters themselves"}[
-        policy.main_params_owner
-    ]
     rows = [
         ("compute", say(policy.compute)),
         ("parameters", say(policy.params) + (" (quantized linears: in their low format)" if policy.stored else "")),
         ("gradients on the wire", say(policy.reduce)),
-        ("main weights", f"{say(policy.main_params)}, kept by {owner}"),
+        ("main weights", main_weights(policy, traits(engine or DEFAULT))),
         ("main gradients", say(policy.main_grads)),
         ("Adam moments", f"{say(policy.exp_avg)}, {say(policy.exp_avg_sq)}"),
         ("between pipeline stages", say(policy.pipeline)),

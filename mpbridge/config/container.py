@@ -16,11 +16,12 @@ from mpbridge.config.load import COMMAND_LINE, TOP, dump_yaml, read
 from mpbridge.config.run import Draft, Run, joined
 from mpbridge.config.schema import SECTIONS, checked
 from mpbridge.config.section import Section
-from mpbridge.config.sections import ENGINES, OWN
+from mpbridge.config.sections import OWN
 from mpbridge.config.shape import smallest_world
 from mpbridge.config.stages import Stage, as_plain, read_stages
 from mpbridge.errors import BadValue, Contradiction, UnknownName
 from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.traits import DEFAULT, engine_names, traits
 
 if TYPE_CHECKING:
     from mpbridge.config.typed import (
@@ -65,7 +66,7 @@ class ConfigContainer:
     checkpoint: CheckpointField = _section("checkpoint")
     logger: LoggerField = _section("logger")
     engine: str | None = None
-    """'mcore', 'fsdp2' or 'megatron_fsdp'; None: the one that the recipe is meant for, else 'mcore'."""
+    """A name of `mpbridge.traits.engine_names`; None: the one that the recipe is meant for, else megatron-core's own."""
     emulate: bool = False
     """Quantized GEMMs computed by mpbridge.emulation instead of Transformer Engine."""
     origin: dict[str, str] = field(default_factory=dict, repr=False)
@@ -163,15 +164,20 @@ class ConfigContainer:
 
     def _engine(self, stages: tuple[Stage, ...], ddp: Mapping[str, Any], faults: list[str]) -> str:
         if self.engine is not None:
-            if self.engine not in ENGINES:
-                faults.append(f"engine={self.engine!r}: {UnknownName('engine', str(self.engine), ENGINES)}")
-            return str(self.engine)
+            names = engine_names()
+            if self.engine in names:
+                return str(self.engine)
+            faults.append(f"engine={self.engine!r}: {UnknownName('engine', str(self.engine), names)}")
+            return DEFAULT
         wanted = {stage.engine for stage in stages} - {None}
         if len(wanted) > 1:
             faults.append(
                 f"mixed_precision: the stages are meant for different engines ({', '.join(map(str, wanted))}): give engine="
             )
-        return str(wanted.pop()) if wanted else "megatron_fsdp" if ddp.get("use_megatron_fsdp") else "mcore"
+        if wanted:
+            return str(wanted.pop())
+        switched = (name for name in engine_names() if (switch := traits(name).ddp_switch) and ddp.get(switch))
+        return next(switched, DEFAULT)
 
     def _sources(self, given: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Where each given value came from."""

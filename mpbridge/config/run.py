@@ -10,12 +10,14 @@ from mpbridge.config.schema import defaults
 from mpbridge.config.shape import model_shape, padded_vocabulary, parallel_of, shape_faults
 from mpbridge.config.stages import Stage
 from mpbridge.errors import BadValue, Contradiction
-from mpbridge.facts import OptimizerFacts, Parallel, RunFacts, Versions, optimizer_name
+from mpbridge.facts import OptimizerFacts, Parallel, RunFacts, Versions
 from mpbridge.formats import say
 from mpbridge.hardware.probe import environment, installed
+from mpbridge.memory.keeps import updater
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.schedule import spans
 from mpbridge.sync.plan import Plan, plain, plan
+from mpbridge.traits import DEFAULT, engine_names, known, traits
 
 if TYPE_CHECKING:
     from mpbridge.config.container import ConfigContainer
@@ -62,7 +64,7 @@ class Run:
 
     @property
     def engine(self) -> str:
-        """'mcore', 'fsdp2' or 'megatron_fsdp'."""
+        """A name of `traits.engine_names`."""
         return self.facts.engine
 
     @property
@@ -92,18 +94,7 @@ def joined(
             )
         elif said:
             ddp[name] = optimizer[name] = said.pop()
-    if engine == "megatron_fsdp":
-        if ddp.get("use_megatron_fsdp") is False:
-            faults.append("ddp.use_megatron_fsdp=False and engine=megatron_fsdp: drop one of them")
-        if ddp.get("use_distributed_optimizer") is False:
-            faults.append(
-                "ddp.use_distributed_optimizer=False and engine=megatron_fsdp, which shards the states in any case: drop it"
-            )
-        ddp["use_megatron_fsdp"] = True
-        # megatron-core's own default, no_shard, is the one mode that a rule forbids
-        ddp.setdefault("data_parallel_sharding_strategy", "optim_grads_params")
-    elif ddp.get("use_megatron_fsdp"):
-        faults.append(f"ddp.use_megatron_fsdp=True and engine={engine}: set engine=megatron_fsdp")
+    _join_engine(ddp, engine, faults)
     parallel = dict(sections["parallel"])
     for name in defaults("parallel"):
         if name in model and name in parallel and model[name] != parallel[name]:
@@ -115,6 +106,27 @@ def joined(
         elif name in parallel:
             model[name] = parallel[name]
     return {"model": model, "optimizer": optimizer, "ddp": ddp}, filled("parallel", parallel)
+
+
+def _join_engine(ddp: Section, engine: str | None, faults: list[str]) -> None:
+    """Says in the ddp section too which engine runs, where megatron-core has a switch for it."""
+    own = known(engine or DEFAULT)
+    for other in (traits(name) for name in engine_names()):
+        switch = other.ddp_switch
+        if not switch or own is None:
+            continue
+        if own.name != other.name and ddp.get(switch):
+            faults.append(f"ddp.{switch}=True and engine={engine}: set engine={other.name}")
+        elif own.name == other.name and ddp.get(switch) is False:
+            faults.append(f"ddp.{switch}=False and engine={engine}: drop one of them")
+        elif own.name == other.name:
+            ddp[switch] = True
+    if own is not None and own.distributed_optimizer == "always" and ddp.get("use_distributed_optimizer") is False:
+        faults.append(
+            f"ddp.use_distributed_optimizer=False and engine={engine}, which shards the states in any case: drop it"
+        )
+    for name, value in (own.ddp_defaults if own is not None else {}).items():
+        ddp.setdefault(name, value)
 
 
 def lengths(model: Mapping[str, Any], data: Mapping[str, Any], tensor: int, faults: list[str]) -> tuple[int, int, int]:
@@ -245,7 +257,8 @@ class Draft:
             and bool(self.stages[0].policy.precision_aware)
             and "use_precision_aware_optimizer" not in inputs["optimizer"]
         )
-        if not aware or self.engine != "mcore" or "use_distributed_optimizer" in inputs["ddp"]:
+        optional = traits(self.engine).distributed_optimizer == "optional"
+        if not aware or not optional or "use_distributed_optimizer" in inputs["ddp"]:
             return {}
         # megatron-core 0.16.1 has FusedAdam's own main weights in its distributed optimizer only
         for section in ("optimizer", "ddp"):
@@ -292,7 +305,7 @@ GPT_FILLED = ("position_embedding_type", "rotary_base", "rotary_percent", "share
 
 def _optimizer_facts(optimizer: Section, policy: PrecisionPolicy, engine: str) -> OptimizerFacts:
     return OptimizerFacts(
-        name=optimizer_name(optimizer["optimizer"], policy, engine),
+        name=updater(optimizer["optimizer"], policy, traits(engine)),
         distributed=optimizer["use_distributed_optimizer"],
         cpu_offload=optimizer["optimizer_cpu_offload"],
         overlap_param_gather_with_step=optimizer["overlap_param_gather_with_optimizer_step"],

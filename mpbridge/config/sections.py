@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-ENGINES = ("mcore", "fsdp2", "megatron_fsdp")
-"""Who shards and reduces: megatron-core (DDP, or its distributed optimizer when ddp.use_distributed_optimizer), torch FSDP2, Megatron-FSDP."""
-
 
 @dataclass(kw_only=True)
 class GPT:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpbridge.formats import DType
 from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.traits import DEFAULT, known
 
 TORCHS = ("torch_adamw", "sgd")
 """optimizer.optimizer of the FSDP2 engine that are torch's own; "adam" is FusedAdam where the recipe's states need it."""
@@ -17,6 +18,8 @@ def with_storage(config: MixedPrecisionConfig, *, engine: str | None, optimizer:
     """
     stored = config.stored()
     low = stored["bf16"] or stored["fp16"]
-    if engine != "fsdp2" or optimizer not in TORCHS or not low or stored["params_dtype"] is not None:
+    found = known(engine or DEFAULT)
+    torchs = found is not None and found.main_weights == "optimizer" and optimizer in TORCHS
+    if not torchs or not low or stored["params_dtype"] is not None:
         return config
     return config.derive(params_dtype=DType.FP32, main_params_dtype=stored["main_params_dtype"] or DType.FP32)

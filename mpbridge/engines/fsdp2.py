@@ -12,7 +12,8 @@ import torch
 
 from mpbridge.engines.base import ShardedEngine
 from mpbridge.engines.contract import Batch, Live, StepResult
-from mpbridge.megatron.inside_optimizer import update_router_biases
+from mpbridge.engines.fsdp2_traits import TRAITS
+from mpbridge.megatron.inside_optimizer import never_decoupled, update_router_biases
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 class Fsdp2Engine(ShardedEngine):
     """GPTModel in fully_shard units, stepped by megatron-core's schedule, updated by torch's AdamW or FusedAdam on the local shards."""
 
-    name = "fsdp2"
+    name = TRAITS.name
 
     def __init__(self, run: Run, *, cuda: bool) -> None:
         super().__init__(run, cuda=cuda)
@@ -37,11 +38,10 @@ class Fsdp2Engine(ShardedEngine):
         from mpbridge.models.gpt import fp32_modules, global_names, gpt_model
 
         self.configs = _targets(self.run, cuda=self.cuda)
+        # nobody hands gradients over on `decoupled_grad` here
+        never_decoupled(self.configs.optimizer)
         self._parallel = ModelParallel(self.run.facts.parallel, seed=int(self.run.train.get("seed", 1234)))
         config, policy = self.configs.model, self.run.policy
-        config.gradient_accumulation_fusion = (
-            False  # it writes into megatron-core's own gradient buffers, and there are none
-        )
         model = gpt_model(config, self.configs.gpt, policy, cuda=self.cuda, backend=backend)
         kept = fp32_modules(model, policy.keep_fp32)
         names = global_names(model)
@@ -53,7 +53,7 @@ class Fsdp2Engine(ShardedEngine):
         self.reduced = shard(model, policy, data_mesh(group, cuda=self.cuda), kept)
         self.model = [model]
         self.optimizer = ShardOptimizer(
-            dict(model.named_parameters()), policy, self.configs.optimizer, group, cuda=self.cuda
+            dict(model.named_parameters()), policy, self.run.facts, self.configs.optimizer, group, cuda=self.cuda
         )
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = _finalize

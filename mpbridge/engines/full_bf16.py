@@ -9,12 +9,12 @@ import torch
 
 from mpbridge.formats import DType
 from mpbridge.megatron.inside_optimizer import gradients, gradients_for_norm, parts, set_moment_dtypes
-from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.policy import PrecisionPolicy, own_main
 
 
 def prepare(optimizer: Any, policy: PrecisionPolicy) -> None:
     """Makes FusedAdam keep its moments in the policy's dtypes: megatron-core passes these on only together with its precision-aware optimizer."""
-    if not policy.own_main_copy:
+    if not own_main(policy) or policy.params is DType.FP32:
         return
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         set_moment_dtypes(

@@ -10,6 +10,7 @@ import torch
 from mpbridge.engines import full_bf16
 from mpbridge.engines.base import BaseEngine
 from mpbridge.engines.contract import Batch, Live, StepResult
+from mpbridge.engines.mcore_traits import TRAITS
 from mpbridge.megatron.inside_optimizer import gather_mxfp8
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class McoreEngine(BaseEngine):
     """GPTModel, Float16Module, DistributedDataParallel and megatron-core's optimizer, stepped by its own schedules."""
 
-    name = "mcore"
+    name = TRAITS.name
 
     def _build(self, backend: Any) -> None:
         from megatron.core.distributed import DistributedDataParallel

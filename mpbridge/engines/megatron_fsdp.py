@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,11 +12,10 @@ import torch
 
 from mpbridge.engines.base import ShardedEngine
 from mpbridge.engines.contract import Batch, Live, StepResult
-from mpbridge.formats import DType
+from mpbridge.engines.megatron_fsdp_traits import TRAITS
 from mpbridge.megatron import inside_fsdp as inside
 from mpbridge.megatron.configs import sections
 from mpbridge.megatron.inside_optimizer import never_decoupled
-from mpbridge.precision.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -32,7 +30,7 @@ class MegatronFsdpEngine(ShardedEngine):
     puts gradients on `.grad`, so no weight ever moves; and it lets FusedAdam keep a second main copy. (Megatron-LM PRs 4024, 3746, 4133 and 4427.)
     """
 
-    name = "megatron_fsdp"
+    name = TRAITS.name
 
     @contextmanager
     def _stepping(self) -> Iterator[None]:
@@ -52,7 +50,6 @@ class MegatronFsdpEngine(ShardedEngine):
         self.configs = build_targets(run, cuda=self.cuda, inputs=_sections(run, cuda=self.cuda))
         self._parallel = ModelParallel(run.facts.parallel, seed=int(run.train.get("seed", 1234)))
         config = self.configs.model
-        config.gradient_accumulation_fusion = False  # its kernel writes past the wrapper's buckets
         (chunk,) = build_chunks(config, self.configs.gpt, run.policy, cuda=self.cuda, backend=backend)
         with inside.indexed_device(self.cuda):
             wrapped = inside.wrap(config, self.configs.ddp, chunk, self._device)
@@ -64,7 +61,8 @@ class MegatronFsdpEngine(ShardedEngine):
             inside.do_not_reduce(wrapped)
         self.optimizer = ShardOptimizer(
             inside.parameters(wrapped),
-            _held(run.policy),
+            run.policy,
+            run.facts,
             self.configs.optimizer,
             group,
             cuda=self.cuda,
@@ -138,12 +136,6 @@ def _sections(run: Run, *, cuda: bool) -> dict[str, Any]:
         # the fused multiply is NCCL's PREMUL_SUM
         inputs["ddp"]["gradient_reduce_div_fusion"] = False
     return inputs
-
-
-def _held(policy: PrecisionPolicy) -> PrecisionPolicy:
-    """The policy as the optimizer has to see it: what it updates is the wrapper's main copy, which is its own main weight."""
-    main = policy.params if policy.main_params_owner == "params" else policy.main_params or DType.FP32
-    return dataclasses.replace(policy, params=main, main_params=main, remainders=False)
 
 
 def _copied_gradients(shards: Mapping[str, torch.Tensor], buffers: Iterable[Live]) -> Iterator[Live]:

@@ -1,36 +1,22 @@
-"""Engines by name, imported on demand."""
+"""From an engine's name to its class, imported on demand."""
 
 from __future__ import annotations
 
-import importlib
 import traceback
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 from mpbridge.engines.contract import Engine
-from mpbridge.errors import MpbridgeError, UnknownName, UpstreamRefused
+from mpbridge.errors import MpbridgeError, UpstreamRefused
 from mpbridge.megatron.cpu import is_core
+from mpbridge.traits import attribute, traits
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
 
-ENGINES: Mapping[str, str] = MappingProxyType(
-    {
-        "mcore": "mpbridge.engines.mcore:McoreEngine",
-        "fsdp2": "mpbridge.engines.fsdp2:Fsdp2Engine",
-        "megatron_fsdp": "mpbridge.engines.megatron_fsdp:MegatronFsdpEngine",
-    }
-)
-"""Name -> 'module:class'."""
-
 
 def engine_class(name: str) -> type[Engine]:
     """The class of the engine called `name`; raises UnknownName."""
-    if name not in ENGINES:
-        raise UnknownName("engine", name, ENGINES)
-    module, _, attribute = ENGINES[name].partition(":")
-    return cast("type[Engine]", getattr(importlib.import_module(module), attribute))
+    return cast("type[Engine]", attribute(traits(name).engine))
 
 
 def build_engine(run: Run) -> Engine:

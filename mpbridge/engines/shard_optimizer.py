@@ -12,8 +12,10 @@ import torch.distributed as dist
 from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.engines.precision_warnings import warn_bf16_adam, without_duplicate
 from mpbridge.errors import Refused
+from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
 from mpbridge.megatron.inside_optimizer import parameter_groups
+from mpbridge.memory.keeps import Holding, fused, keeps_of
 from mpbridge.precision.policy import PrecisionPolicy
 
 
@@ -31,27 +33,24 @@ def fused_adam(cuda: bool) -> Any:
     return FusedAdam
 
 
-def fused_arguments(policy: PrecisionPolicy) -> dict[str, Any]:
-    """FusedAdam's arguments about state dtypes for a settled policy (pattern A: masters, remainders, FP32 moments)."""
-    main = policy.main_params or DType.FP32
-    masters = main is not policy.params
-    # remainders are the precision-aware optimizer's; without it "FP32 main weights" means whole ones
-    remainders = (
-        bool(policy.remainders and policy.precision_aware)
-        and masters
-        and main is DType.FP32
-        and policy.params is DType.BF16
-    )
+def fused_arguments(kept: Mapping[str, Holding]) -> dict[str, Any]:
+    """FusedAdam's arguments about state dtypes, for parameters of which `kept` is kept (pattern A: masters, remainders, FP32 moments)."""
+    main = kept.get("main_params")
+    masters = main is not None and main.owner == "optimizer"
+    remainders = masters and main is not None and main.dtype is DType.INT16
+    whole = masters and main is not None and not remainders
     return {
         "master_weights": masters,
-        "master_weight_dtype": main.torch() if masters else torch.float32,
+        "master_weight_dtype": main.dtype.torch() if main is not None and whole else torch.float32,
         "store_param_remainders": remainders,
-        "exp_avg_dtype": (policy.exp_avg or DType.FP32).torch(),
-        "exp_avg_sq_dtype": (policy.exp_avg_sq or DType.FP32).torch(),
+        "exp_avg_dtype": kept["exp_avg"].dtype.torch(),
+        "exp_avg_sq_dtype": kept["exp_avg_sq"].dtype.torch(),
     }
 
 
-def _inner(groups: list[dict[str, Any]], policy: PrecisionPolicy, config: Any, *, cuda: bool) -> torch.optim.Optimizer:
+def _inner(
+    groups: list[dict[str, Any]], policy: PrecisionPolicy, facts: RunFacts, config: Any, *, cuda: bool
+) -> torch.optim.Optimizer:
     """The optimizer of parameter groups whose parameters share a dtype."""
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum)
@@ -61,11 +60,13 @@ def _inner(groups: list[dict[str, Any]], policy: PrecisionPolicy, config: Any, *
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_eps,
     }
-    if policy.torch_adam_suffices:
-        kind: Any = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
-        torchs: torch.optim.Optimizer = kind(groups, **adam)
-        return torchs
-    arguments = without_duplicate([p for group in groups for p in group["params"]], fused_arguments(policy))
+    if not fused(policy, facts.traits):
+        torchs: Any = torch.optim.AdamW if config.decoupled_weight_decay else torch.optim.Adam
+        plain: torch.optim.Optimizer = torchs(groups, **adam)
+        return plain
+    arguments = without_duplicate(
+        [p for group in groups for p in group["params"]], fused_arguments(keeps_of(policy, facts))
+    )
     optimizer: torch.optim.Optimizer = fused_adam(cuda)(
         groups, adam_w_mode=config.decoupled_weight_decay, **adam, **arguments
     )
@@ -111,13 +112,14 @@ class ShardOptimizer:
         self,
         parameters: Mapping[str, Any],
         policy: PrecisionPolicy,
+        facts: RunFacts,
         config: Any,
         group: dist.ProcessGroup,
         *,
         cuda: bool,
         offset: Offset | None = None,
     ) -> None:
-        """parameters: DTensors by global name. policy: settled, `params` being the dtype that these rest in. group: those that share the shards.
+        """parameters: DTensors by global name, those that the optimizer is to update. policy: settled. group: those that share the shards.
 
         offset: where a local shard begins in its parameter; None: as DTensor's placements say.
         """
@@ -142,7 +144,7 @@ class ShardOptimizer:
         ]
         # from the whole model, so that ranks without a shard of some dtype have the same groups
         dtypes = list(dict.fromkeys(p.dtype for p in self.names.values() if p.requires_grad))
-        self.parts = [_inner(_of_dtype(local, kind), policy, config, cuda=cuda) for kind in dtypes]
+        self.parts = [_inner(_of_dtype(local, kind), policy, facts, config, cuda=cuda) for kind in dtypes]
         warn_bf16_adam(self.parts, [p for p in self.names.values() if p.requires_grad])
 
     @property

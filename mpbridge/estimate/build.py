@@ -114,7 +114,7 @@ def _update(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
         + policy.reduce.bytes
     )
     own = 0.0
-    sharded = run.optimizer.distributed or run.engine != "mcore"
+    sharded = run.optimizer.distributed or run.traits.distributed_optimizer != "optional"
     for chunk in parameters(run, at):
         for parameter in chunk:
             apart = parameter.weight.expert and run.parallel.expert > 1

@@ -16,7 +16,7 @@ from mpbridge.formats import DType
 from mpbridge.memory.buckets import buffers
 from mpbridge.memory.layers import parameters
 from mpbridge.memory.ranks import Chunk, Coordinates
-from mpbridge.memory.roles import dtype_at_rest, grads_dtype
+from mpbridge.memory.roles import dtype_at_rest, holdings
 from mpbridge.precision.policy import PrecisionPolicy
 
 
@@ -127,15 +127,16 @@ def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates
 
 def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
     """Gradients and parameters over data-parallel groups, once a step: of each buffer as a whole, whatever its buckets."""
-    if run.engine != "mcore":
+    if "params" in run.traits.shards:
         yield from _sharded(policy, run, at)
         return
     settled = policy.settled(dict(run.optimizer.settings))
+    kept = holdings(settled, run)
     for index, chunk in enumerate(parameters(run, at)):
         rows = []
         for parameter in chunk:
             at_rest, _ = dtype_at_rest(settled, run, parameter)
-            rows.append((parameter, at_rest, grads_dtype(settled, at_rest)))
+            rows.append((parameter, at_rest, kept(at_rest)["grads"].dtype))
         for buffer in buffers(run, rows, stage=at.stage, index=index):
             group = "expert_data" if buffer.slots[0].parameter.weight.expert and run.parallel.expert > 1 else "data"
             if buffer.group == 1 or not buffer.elements:

@@ -14,7 +14,7 @@ from mpbridge.errors import BadValue
 from mpbridge.formats import DType, dtype
 from mpbridge.hardware.versions import Window
 from mpbridge.megatron_spec.versions import BEFORE_017, SINCE_017
-from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
+from mpbridge.precision.policy import PrecisionPolicy, Quant, Region, own_main
 
 Target = Literal["model", "optimizer", "ddp"]
 TARGETS: tuple[Target, ...] = ("model", "optimizer", "ddp")
@@ -183,7 +183,7 @@ def _main_copy(facts: Facts) -> Any:
     policy = facts.policy
     if not facts.megatron_fsdp or policy.main_params not in (DType.FP32, policy.params):
         return KEEP
-    return policy.main_params_owner != "params"
+    return not own_main(policy)
 
 
 def _main_copy_dtype(facts: Facts) -> Any:
@@ -226,7 +226,7 @@ def _with_stored_mxfp8(facts: Facts, value: Any) -> bool:
 
 def _state_turns(facts: Facts, value: Any) -> bool:
     # a narrow state asks for the precision-aware optimizer by itself, unless the parameters are their own main copy
-    return facts.aware or (facts.policy.main_params_owner == "engine" and value != facts.policy.params)
+    return facts.aware or (not own_main(facts.policy) and value != facts.policy.params)
 
 
 def _low_states(facts: Facts) -> bool:
@@ -246,7 +246,7 @@ _HALVES: tuple[Place, ...] = (
     _row(
         "optimizer",
         "bf16",
-        lambda f: f.policy.compute is DType.BF16 and f.policy.main_params_owner != "params",
+        lambda f: f.policy.compute is DType.BF16 and not own_main(f.policy),
         "main weights beside BF16 parameters",
         False,
     ),

@@ -14,7 +14,7 @@ from mpbridge.memory.activations import activations
 from mpbridge.memory.buckets import bucket_size
 from mpbridge.memory.layers import parameters, unsplit
 from mpbridge.memory.ranks import Coordinates
-from mpbridge.memory.roles import exact, roles
+from mpbridge.memory.roles import roles
 from mpbridge.precision.policy import PrecisionPolicy
 
 STATES = (
@@ -122,7 +122,7 @@ def _of(policy: PrecisionPolicy, run: RunFacts, rank: int) -> Memory:
         activations=activations(policy, run, at),
         communication=_communication(policy, run, at),
         elements=sum(p.weight.elements for chunk in parameters(run, at) for p in chunk),
-        exact=exact(run),
+        exact=run.traits.exact_memory,
     )
 
 
@@ -132,7 +132,7 @@ def _communication(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> i
     for chunk in parameters(run, at):
         for parameter in chunk:
             sizes[parameter.layer] += parameter.weight.elements
-    if run.engine != "mcore":
+    if "params" in run.traits.shards:
         # the unit that computes and the one that is gathered next, and the gradients of one on their way
         largest = max(sizes.values(), default=0)
         return 2 * largest * (policy.gather or policy.params).bytes + largest * policy.reduce.bytes
@@ -148,7 +148,7 @@ def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> list[tuple[str, Pre
 
     found: list[tuple[str, PrecisionPolicy, RunFacts]] = []
     parallel, optimizer = run.parallel, run.optimizer
-    if not optimizer.distributed and run.engine == "mcore" and parallel.data > 1:
+    if not optimizer.distributed and run.traits.distributed_optimizer == "optional" and parallel.data > 1:
         found.append(
             (
                 "ddp.use_distributed_optimizer=true",

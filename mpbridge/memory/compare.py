@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
 from mpbridge.memory.budget import Memory, memory
-from mpbridge.memory.roles import fused_keeps_main
+from mpbridge.memory.keeps import keeps_of
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import recipe
 from mpbridge.precision.resolve import resolve
@@ -76,17 +76,19 @@ def _reasons(policy: PrecisionPolicy, run: RunFacts, mine: Memory, other: Memory
             f"{quant.scaling} scales run along the contraction, so rows and columns are two different copies",
         )
     say("weight_scales", "block scales")
-    if policy.precision_aware and fused_keeps_main(policy, run):
+    kept = keeps_of(policy, run)
+    main_weights = kept.get("main_params")
+    if main_weights is None:
+        say("main_params", "parameters are their own main copy")
+    elif main_weights.owner == "optimizer":
         say(
             "main_params",
             "main weights as 16-bit remainders of BF16 parameters"
-            if policy.remainders
-            else f"main weights in {(policy.main_params or DType.FP32).short} by FusedAdam",
+            if main_weights.dtype is DType.INT16
+            else f"main weights in {main_weights.dtype.short} by FusedAdam",
         )
-    elif policy.main_params_owner == "params":
-        say("main_params", "parameters are their own main copy")
-    say("exp_avg", f"first moment in {(policy.exp_avg or DType.FP32).short}")
-    say("exp_avg_sq", f"second moment in {(policy.exp_avg_sq or DType.FP32).short}")
-    say("grads", f"gradient buffers in {policy.reduce.short}")
+    for role, name in (("exp_avg", "first moment"), ("exp_avg_sq", "second moment"), ("grads", "gradient buffers")):
+        if role in kept:
+            say(role, f"{name} in {kept[role].dtype.short}")
     say("main_grads", "16-bit gradients are widened to FP32 for the update")
     return tuple(text for _, text in sorted(found, key=lambda item: -abs(item[0])))

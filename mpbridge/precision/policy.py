@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from mpbridge.errors import BadValue, UnknownName
 from mpbridge.formats import DType, dtype
@@ -16,7 +16,6 @@ from mpbridge.precision.regions import Gemms, Quant, Region, as_plain, region_fr
 
 __all__ = ["SCHEMA", "Gemms", "LossScale", "PrecisionPolicy", "Quant", "Region"]
 
-Owner = Literal["engine", "optimizer", "params"]
 
 SCHEMA = 2
 """Of `as_data`: raise it when a field changes its meaning, so that an old fingerprint is not compared with a new one. Schema 2 has layers, one rule a
@@ -129,31 +128,6 @@ class PrecisionPolicy:
         """The regions that an author wrote under `modules`: all but the edge layers' and the last one."""
         return tuple(region for region in self.regions[:-1] if not region.ends)
 
-    @property
-    def main_params_owner(self) -> Owner:
-        """Who holds what the optimizer updates: the parameters themselves, FusedAdam, or the engine's FP32 shards.
-
-        With a precision-aware optimizer and an FP8 recipe other than delayed scaling megatron-core keeps the copy itself (optimizer_config.py,
-        use_precision_aware_optimizer_no_fp8_or_ds_fp8).
-        """
-        if (self.main_params or DType.FP32) is self.params and not self.stored:
-            return "params"
-        core_keeps = (
-            self.fp8 is not None and not self.fp8.row.history and (self.main_params or DType.FP32) is DType.FP32
-        )
-        return "optimizer" if self.precision_aware and not core_keeps else "engine"
-
-    @property
-    def own_main_copy(self) -> bool:
-        """True when 16-bit parameters are what the optimizer updates ("full BF16"): no FP32 weights anywhere."""
-        return self.main_params_owner == "params" and self.params is not DType.FP32
-
-    @property
-    def torch_adam_suffices(self) -> bool:
-        """True when torch's Adam keeps what is promised of the states: it holds them in the parameters' dtype, and no main weights beside them."""
-        states = {self.main_params or DType.FP32, self.exp_avg or DType.FP32, self.exp_avg_sq or DType.FP32}
-        return not self.precision_aware and states == {self.params}
-
     def gemms_at(self, module: str, layer: int | None, layers: int, path: str = "") -> Gemms:
         """The rules of the three GEMMs of `module` ('self_attention.linear_qkv') in 0-based `layer` of `layers`.
 
@@ -246,15 +220,10 @@ class PrecisionPolicy:
         """sha256 of the canonical JSON of `as_data`."""
         return hashlib.sha256(_canonical(self.as_data())).hexdigest()
 
-    def layout(self) -> dict[str, Any]:
-        """Only what shapes a checkpoint: stored dtypes of parameters, main weights and moments, and who owns the main weights."""
-        names = ("params", "main_params", "exp_avg", "exp_avg_sq", "remainders", "precision_aware")
-        stored = {"stored_formats": [as_plain(r) for r in self.regions if r.quant is not None and r.quant.stored]}
-        return (
-            {name: as_plain(getattr(self, name)) for name in names}
-            | {"main_params_owner": self.main_params_owner}
-            | stored
-        )
+
+def own_main(policy: PrecisionPolicy) -> bool:
+    """Whether the policy wants the parameters themselves updated: main weights in their dtype, nothing beside them."""
+    return (policy.main_params or DType.FP32) is policy.params and not policy.stored
 
 
 def _canonical(data: Any) -> bytes:

@@ -99,6 +99,10 @@ def _state_faults(v: Mapping[str, Any]) -> list[str]:
         faults.append(
             f"main_params_dtype=bf16 with params_dtype={params.short}: a main copy is at least as wide as the parameters"
         )
+    if v["main_params_dtype"] is DType.FP16 and params is DType.FP32:
+        faults.append(
+            "main_params_dtype=fp16 with params_dtype=fp32: a main copy is at least as wide as the parameters, and FP32 parameters are their own"
+        )
     if v["main_grads_dtype"] not in (None, DType.FP32) and v["grad_reduce_in_fp32"]:
         faults.append(
             f"main_grads_dtype={v['main_grads_dtype'].short} but grad_reduce_in_fp32=true keeps FP32 gradient buffers: set grad_reduce_in_fp32=false"

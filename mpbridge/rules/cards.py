@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpbridge.facts import ModelShape, OptimizerFacts, Parallel, RunFacts, optimizer_name
+from mpbridge.facts import ModelShape, OptimizerFacts, Parallel, RunFacts
 from mpbridge.formats import DType
 from mpbridge.hardware.capability import ASSUMED, can_run
 from mpbridge.hardware.machines import machines
 from mpbridge.memory.budget import memory
-from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.memory.keeps import keeps, updater
+from mpbridge.precision.policy import PrecisionPolicy, own_main
 from mpbridge.precision.registry import Recipe, describe
 from mpbridge.precision.resolve import resolve
 from mpbridge.rules.table import rules
+from mpbridge.traits import DEFAULT, EngineTraits
+from mpbridge.traits import traits as traits_of
 
 _SHAPE = ModelShape(
     num_layers=80, hidden_size=8192, num_attention_heads=64, ffn_hidden_size=28672, num_query_groups=8, kv_channels=128, vocab_size=128256, seq_length=8192,
@@ -76,12 +79,16 @@ def traits(policy: PrecisionPolicy, entry: Recipe) -> set[str]:
         "fp16": policy.compute is DType.FP16,
         "sixteen": policy.mixed,
         "aware": bool(policy.precision_aware),
-        "own_copy": policy.own_main_copy,
+        "own_copy": _own_copy(policy),
         "fp32_storage": policy.params is DType.FP32 and policy.mixed,
         "fp32_grads": policy.reduce is DType.FP32 and policy.mixed,
     }
     found |= {name for name, on in switches.items() if on}
     return found | ({entry.engine} if entry.engine else set())
+
+
+def _own_copy(policy: PrecisionPolicy) -> bool:
+    return own_main(policy) and policy.params is not DType.FP32
 
 
 def _compute(policy: PrecisionPolicy) -> str:
@@ -94,29 +101,48 @@ def _compute(policy: PrecisionPolicy) -> str:
 
 
 def _stored(policy: PrecisionPolicy, entry: Recipe) -> str:
-    owner = {"engine": "megatron-core", "optimizer": "FusedAdam", "params": "the parameters themselves"}[
-        policy.main_params_owner
-    ]
-    owner = "Megatron-FSDP" if entry.engine == "megatron_fsdp" else owner
+    main = main_weights(policy, traits_of(entry.engine or DEFAULT))
     low = (
         f"{policy.quant.element(gradient=False)} in quantized linears, {policy.params.short} elsewhere"
         if policy.quant is not None and policy.quant.stored
         else policy.params.short
     )
-    return f"{low}; main weights {(policy.main_params or DType.FP32).short} by {owner}"
+    return f"{low}; main weights {main}"
+
+
+def main_weights(policy: PrecisionPolicy, engine: EngineTraits) -> str:
+    """What is kept as main weights, and by whom, in words."""
+    settled = policy.settled()
+    optimizer = OptimizerFacts(
+        name=updater("adam", settled, engine),
+        distributed=engine.distributed_optimizer != "never" and not _own_copy(settled),
+    )
+    kept = keeps(settled, engine, optimizer)
+    held = kept.get("main_params")
+    if held is None:
+        return f"{kept['params'].dtype.short} by the parameters themselves"
+    halves = held.dtype is DType.INT16
+    keeper = (
+        "FusedAdam"
+        if held.owner == "optimizer"
+        else "megatron-core"
+        if engine.main_weights == "megatron_core"
+        else engine.full_name
+    )
+    return f"fp32 by {keeper}, as 16 more bits of BF16 parameters" if halves else f"{held.dtype.short} by {keeper}"
 
 
 def _bytes(policy: PrecisionPolicy, entry: Recipe, ranks: int, native: list[str]) -> float:
-    engine = entry.engine or "mcore"
+    engine = entry.engine or DEFAULT
     known = {row.name: row for row in machines.values()}
     first = next((known[name] for name in ("H100", "B200") if name in native), None)
     # 16-bit parameters that are their own main copy cannot be sharded by megatron-core's distributed optimizer
-    shared = policy.stored or (ranks > 1 and not policy.own_main_copy)
+    shared = policy.stored or (ranks > 1 and not _own_copy(policy))
     run = RunFacts(
         shape=_SHAPE,
         parallel=Parallel(world_size=ranks),
         engine=engine,
-        optimizer=OptimizerFacts(distributed=shared, name=optimizer_name("adam", policy, engine)),
+        optimizer=OptimizerFacts(distributed=shared, name=updater("adam", policy.settled(), traits_of(engine))),
         ddp={"reuse_grad_buf_for_mxfp8_param_ag": policy.reuse_grad_buffer},
         machine=first,
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from mpbridge.formats import DType, say
-from mpbridge.rules.quant import ARGUMENTS, CORE_016
+from mpbridge.formats import say
+from mpbridge.rules.quant import ARGUMENTS
 from mpbridge.rules.table import Case, Rule
 
-_SHARDED = ("fsdp2", "megatron_fsdp")
 _CUDA_MODEL = (
     "masked_softmax_fusion",
     "gradient_accumulation_fusion",
@@ -37,14 +36,12 @@ _MEGATRON_FSDP = {
 """Settings of the ddp section that no other wrapper reads -> their defaults."""
 
 
-def _only_data(case: Case) -> str | None:
-    if case.run.engine not in _SHARDED:
-        return None
-    sizes = case.run.parallel
+def _not_parallel(case: Case) -> str | None:
+    sizes, able = case.run.parallel, case.traits.parallelisms
     wide = [
         f"{name} {getattr(sizes, name)}"
         for name in ("tensor", "pipeline", "context", "expert")
-        if getattr(sizes, name) > 1
+        if getattr(sizes, name) > 1 and name not in able
     ]
     return f"{', '.join(wide)} parallelism on {case.run.engine}" if wide else None
 
@@ -70,115 +67,56 @@ def _cuda_only(case: Case) -> str | None:
 
 def _fsdp_settings(case: Case) -> str | None:
     found = ["ddp.use_custom_fsdp=true"] if case.ddp("use_custom_fsdp") else []
-    if case.run.engine != "megatron_fsdp":
+    if not case.traits.ddp_switch:
         found += [
             f"ddp.{name}={say(case.ddp(name))}" for name, off in _MEGATRON_FSDP.items() if case.ddp(name, off) != off
         ]
     return f"{', '.join(found)} on engine {case.run.engine}" if found else None
 
 
-def _main_grads(case: Case) -> str | None:
-    policy = case.policy
-    wanted = DType.FP32 if policy.main_params_owner != "params" else policy.reduce
-    wrong = case.run.engine == "megatron_fsdp" and policy.main_grads not in (None, wanted)
-    return (
-        f"main_grads_dtype={say(policy.main_grads)} on Megatron-FSDP, whose optimizer reads {wanted.short}"
-        if wrong
-        else None
-    )
+def _refused(case: Case) -> str | None:
+    found = [
+        f"model.{name}=true on {case.traits.full_name}: {why}"
+        for name, why in case.traits.refuses.items()
+        if case.model(name)
+    ]
+    return "; ".join(found) or None
+
+
+def _other_optimizer(case: Case) -> str | None:
+    asked = case.opt("optimizer") or case.run.optimizer.name
+    return None if asked in case.traits.optimizers else f"optimizer={asked} on {case.traits.full_name}"
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         id="sharded-engines-do-data-parallelism",
-        found=_only_data,
+        found=_not_parallel,
         expected="data parallelism alone on this engine",
         cure="engine=mcore, or parallel sizes of 1",
-        source="mpbridge/engines/fsdp2.py, megatron_fsdp.py",
+        source="EngineTraits.parallelisms",
     ),
     Rule(
-        id="fsdp2-shards-by-itself",
-        about="fsdp2",
-        found=lambda c: (
-            c.run.engine == "fsdp2"
-            and c.run.optimizer.distributed
-            and "ddp.use_distributed_optimizer=true on torch FSDP2"
-        ),
-        expected="no distributed optimizer beside it",
-        cure="ddp.use_distributed_optimizer=false",
-        source="mpbridge/engines/fsdp2.py",
+        id="switch-that-the-engine-cannot-use",
+        found=_refused,
+        expected="false on this engine",
+        cure="drop it, or engine=mcore",
+        source="EngineTraits.refuses",
     ),
     Rule(
-        id="fsdp2-casts-by-itself",
-        about="fsdp2",
-        found=lambda c: (
-            c.run.engine == "fsdp2" and c.policy.autocast is not None and "autocast_enabled=true on torch FSDP2"
-        ),
-        expected="FSDP2's own casts alone",
-        cure="mixed_precision.autocast_enabled=false",
-        source="mpbridge/engines/fsdp2.py",
-    ),
-    Rule(
-        id="fsdp2-storage-under-wider-compute",
-        about="fsdp2",
-        found=lambda c: (
-            c.run.engine == "fsdp2"
-            and c.policy.params.bytes < c.policy.compute.bytes
-            and f"{c.policy.params.short} storage under {c.policy.compute.short} compute"
-        ),
-        expected="storage at least as wide: gradients and states would be narrow while compute costs its full price",
-        cure="mixed_precision.params_dtype=null, or a recipe that computes in 16 bits",
-        source="torchtitan refuses the same; mpbridge/engines/fsdp2_units.py",
+        id="optimizer-that-the-engine-does-not-build",
+        found=_other_optimizer,
+        expected="one of those that the engine builds (muon: none here does, 0.16 makes it apart from its other optimizers)",
+        cure="optimizer.optimizer=adam",
+        source="EngineTraits.optimizers",
     ),
     Rule(
         id="stored-weights-under-sharded-engines",
         about="stored",
-        found=lambda c: c.run.engine in _SHARDED and c.stored and f"fp8_param_gather=true on {c.run.engine}",
+        found=lambda c: not c.traits.stored_weights and c.stored and f"fp8_param_gather=true on {c.run.engine}",
         expected="false: these wrappers shard 16- and 32-bit parameters here",
         cure="mixed_precision.fp8_param_gather=false, or engine=mcore",
         source=f"mpbridge/engines/fsdp2.py, megatron_fsdp.py; {ARGUMENTS} for FSDP2",
-    ),
-    Rule(
-        id="megatron-fsdp-unsharded",
-        about="megatron_fsdp",
-        found=lambda c: (
-            c.run.engine == "megatron_fsdp"
-            and c.ddp("data_parallel_sharding_strategy") == "no_shard"
-            and "ddp.data_parallel_sharding_strategy=no_shard"
-        ),
-        expected="a mode that shards: in this one all_reduce_gradients skips every buffer that exists (an inverted test), so ranks train apart; and where "
-        "gradients are reduced, the norm counts each replica once more",
-        cure="ddp.data_parallel_sharding_strategy=optim_grads_params (what it is without the setting), optim_grads or optim, or engine=mcore",
-        source="megatron-core 0.16.1 megatron_fsdp/param_and_grad_buffer.py, measured on gloo",
-        holds=(CORE_016,),
-    ),
-    Rule(
-        id="megatron-fsdp-instances",
-        about="megatron_fsdp",
-        found=lambda c: (
-            c.run.engine == "megatron_fsdp"
-            and c.ddp("num_distributed_optimizer_instances", 1) > 1
-            and "hybrid sharding (num_distributed_optimizer_instances above 1)"
-        ),
-        expected="one instance",
-        cure="ddp.num_distributed_optimizer_instances=1",
-        source="mpbridge/engines/megatron_fsdp.py",
-    ),
-    Rule(
-        id="megatron-fsdp-keeps-one-dtype",
-        about="megatron_fsdp",
-        found=lambda c: c.run.engine == "megatron_fsdp" and c.policy.keep_fp32 and "keep_fp32 on Megatron-FSDP",
-        expected="one dtype in a parameter group",
-        cure="engine=fsdp2, or drop keep_fp32",
-        source="mpbridge/engines/megatron_fsdp.py",
-    ),
-    Rule(
-        id="megatron-fsdp-main-gradients",
-        about="megatron_fsdp",
-        found=_main_grads,
-        expected="gradients in the dtype of the weights that the optimizer updates",
-        cure="mixed_precision.main_grads_dtype=null",
-        source="mpbridge/engines/megatron_fsdp.py; megatron-core 0.16.1 megatron_fsdp",
     ),
     Rule(
         id="megatron-fsdp-settings-elsewhere",
@@ -216,7 +154,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="per-token-loss-on-sharded-engines",
         found=lambda c: (
-            c.run.engine in _SHARDED
+            not c.traits.per_token_loss
             and c.model("calculate_per_token_loss")
             and f"calculate_per_token_loss on {c.run.engine}"
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mpbridge.hardware.versions import Window
-from mpbridge.rules.quant import ARGUMENTS
 from mpbridge.rules.table import Case, Rule
 
 _TORCH = Window(package="torch", since="2.6", until="2.14")
@@ -135,18 +134,6 @@ RULES: tuple[Rule, ...] = (
         source="Megatron-Bridge#5394",
         severity="warning",
         emulated="silent",
-    ),
-    Rule(
-        id="megatron-fsdp-connections",
-        about="megatron_fsdp",
-        found=lambda c: (
-            c.run.engine == "megatron_fsdp"
-            and c.run.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1"
-            and "CUDA_DEVICE_MAX_CONNECTIONS=1 on Megatron-FSDP"
-        ),
-        expected="more than one: gathers and GEMMs would queue behind each other",
-        cure="unset CUDA_DEVICE_MAX_CONNECTIONS",
-        source=ARGUMENTS,
     ),
     Rule(
         id="user-buffers-with-expandable-segments",

@@ -8,15 +8,7 @@ from mpbridge.rules.quant import ARGUMENTS, CORE_016
 from mpbridge.rules.table import Case, Rule
 
 _CONFIG = "megatron-core 0.16.1 optimizer_config.py __post_init__"
-_STATES = ("main_params", "main_grads", "exp_avg", "exp_avg_sq")
-
-
-def _low_states(case: Case) -> list[str]:
-    return [
-        f"{name}={getattr(case.policy, name).short}"
-        for name in _STATES
-        if getattr(case.policy, name) not in (None, DType.FP32)
-    ]
+_KEPT = ("main_params", "exp_avg", "exp_avg_sq")
 
 
 def _low_moments(case: Case) -> bool:
@@ -24,15 +16,29 @@ def _low_moments(case: Case) -> bool:
 
 
 def _unread_states(case: Case) -> str | None:
-    if case.aware or case.policy.main_params_owner == "params":
-        return None
-    low = _low_states(case)
-    return f"{', '.join(low)} without a precision-aware optimizer" if low else None
+    """States that are stated, and that the engine's optimizer keeps in another dtype."""
+    kept, found = case.kept, []
+    # megatron-core refuses narrow main gradients without a precision-aware optimizer; with one it just reads its own (a warning below)
+    names = _KEPT if case.aware or not case.core or case.own_copy else (*_KEPT, "main_grads")
+    for name in names:
+        stated, held = getattr(case.policy, name), kept.get(name)
+        if stated is None or (held is None and name != "main_params"):
+            continue
+        is_ = case.policy.params if held is None else DType.FP32 if held.dtype is DType.INT16 else held.dtype
+        if is_ is not stated:
+            found.append(f"{name}={stated.short} (kept: {is_.short})")
+    return f"{', '.join(found)} by {case.run.optimizer.name} on {case.traits.full_name}" if found else None
+
+
+def _bf16_main(case: Case) -> str | None:
+    held = case.kept.get("main_params")
+    wrong = held is not None and held.owner == "optimizer" and held.dtype is DType.BF16
+    return "main_params_dtype=bf16 kept by FusedAdam" if wrong else None
 
 
 def _section_states(case: Case) -> str | None:
     """Fields of the optimizer's section that megatron-core insists on being FP32 when the optimizer is not precision-aware."""
-    if case.opt("use_precision_aware_optimizer", False) or case.run.engine == "fsdp2":
+    if case.opt("use_precision_aware_optimizer", False) or not case.core:
         return None
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     low = [
@@ -119,6 +125,14 @@ RULES: tuple[Rule, ...] = (
         source=_CONFIG,
     ),
     Rule(
+        id="fused-adam-keeps-no-bf16-main-weights",
+        about="aware",
+        found=_bf16_main,
+        expected="fp32 or fp16 main weights, or 16-bit parameters that are their own, without a precision-aware optimizer",
+        cure="mixed_precision.main_params_dtype=fp32, or use_precision_aware_optimizer=false",
+        source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py: master_weight_dtype",
+    ),
+    Rule(
         id="optimizer-section-states-need-precision-aware",
         found=_section_states,
         expected="FP32 in all four fields",
@@ -163,11 +177,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="main-gradients-that-nothing-reads",
         found=lambda c: (
-            c.policy.main_grads not in (None, DType.FP32, c.policy.reduce)
-            and c.policy.main_grads is not None
-            and f"main_grads_dtype={c.policy.main_grads.short} with {c.policy.reduce.short} gradient buffers"
+            c.policy.main_grads not in (None, DType.FP32)
+            and "main_grads" in c.kept
+            and c.policy.main_grads is not c.kept["main_grads"].dtype
+            and f"main_grads_dtype={c.policy.main_grads.short}, and the optimizer reads {c.kept['main_grads'].dtype.short}"
         ),
-        expected="the dtype of the gradient buffers: megatron-core only validates the field and reads the buffers",
+        expected="the dtype that the optimizer reads: megatron-core only validates the field, then hands over its buffers, widened to FP32 beside FP32 main weights of its own",
         cure="mixed_precision.grad_reduce_in_fp32=false, or drop main_grads_dtype",
         source="megatron-core 0.16.1: main_grads_dtype is read in optimizer_config.py only",
         severity="warning",
@@ -199,20 +214,6 @@ RULES: tuple[Rule, ...] = (
         expected="one of them: the FP32 branch never reads the copy, four bytes a parameter for nothing",
         cure="mixed_precision.use_precision_aware_optimizer=false, or params_dtype=bf16",
         source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py; NeMo-RL#2865",
-        severity="warning",
-    ),
-    Rule(
-        id="moments-follow-16-bit-parameters",
-        about="fsdp2",
-        found=lambda c: (
-            c.run.engine == "fsdp2"
-            and c.run.optimizer.name == "torch_adamw"
-            and c.policy.params is not DType.FP32
-            and f"torch AdamW over {c.policy.params.short} parameters"
-        ),
-        expected="FP32 storage, or FusedAdam: torch keeps moments in the parameters' dtype and small updates round away",
-        cure="recipe fp32_params_bf16_compute or bf16_params_fp32_states",
-        source="NeMo AutoModel PR 2248; AReaL#1292",
         severity="warning",
     ),
     Rule(
@@ -273,67 +274,6 @@ RULES: tuple[Rule, ...] = (
         cure="optimizer.overlap_param_gather_with_optimizer_step=false",
         source="megatron-core 0.16.1 optimizer.py ChainedOptimizer.step_with_ready_grads (attributes that plain optimizers lack); "
         + ARGUMENTS,
-    ),
-    Rule(
-        id="muon-is-not-built",
-        found=lambda c: c.run.optimizer.name == "muon" and "optimizer.optimizer=muon",
-        expected="adam or sgd: 0.16 makes Muon apart from its other optimizers, and no engine here asks for it",
-        cure="optimizer.optimizer=adam",
-        source="megatron-core 0.16.1 optimizer/muon.py; mpbridge/engines/mcore.py, shard_optimizer.py",
-    ),
-    Rule(
-        id="torch-adamw-cannot-keep-states",
-        about="fsdp2",
-        found=lambda c: (
-            c.run.optimizer.settings.get("optimizer") == "torch_adamw"
-            and (
-                f"optimizer.optimizer=torch_adamw on engine {c.run.engine}"
-                if c.run.engine != "fsdp2"
-                else not c.policy.torch_adam_suffices
-                and f"torch's AdamW under a recipe whose states are not {c.policy.params.short}, as its parameters"
-            )
-        ),
-        expected="engine=fsdp2 and states in the parameters' dtype: that is all torch's AdamW can hold",
-        cure="optimizer.optimizer=adam (FusedAdam where states need it), or recipe fp32_params_bf16_compute on engine=fsdp2",
-        source="torch.optim.AdamW; NeMo AutoModel PR 2248",
-    ),
-    Rule(
-        id="fsdp2-sgd-keeps-no-main-weights",
-        about="fsdp2",
-        found=lambda c: (
-            c.run.engine == "fsdp2"
-            and c.run.optimizer.name == "sgd"
-            and {c.policy.main_params or DType.FP32, c.policy.exp_avg or DType.FP32} != {c.policy.params}
-            and f"optimizer=sgd on {c.policy.params.short} parameters under a recipe whose main weights or momentum are not"
-        ),
-        expected="storage in the dtype of both: torch's SGD updates the parameters themselves, its momentum has their dtype",
-        cure="mixed_precision.params_dtype=fp32 (recipe fp32_params_bf16_compute), optimizer.optimizer=adam, or engine=mcore",
-        source="torch.optim.SGD; mpbridge/engines/shard_optimizer.py",
-    ),
-    Rule(
-        id="megatron-fsdp-optimizers",
-        about="megatron_fsdp",
-        found=lambda c: (
-            c.run.engine == "megatron_fsdp"
-            and c.run.optimizer.name not in ("adam", "sgd")
-            and f"optimizer={c.run.optimizer.name} on Megatron-FSDP"
-        ),
-        expected="adam or sgd",
-        cure="optimizer.optimizer=adam",
-        source=ARGUMENTS,
-    ),
-    Rule(
-        id="megatron-fsdp-main-weights",
-        about="megatron_fsdp",
-        found=lambda c: (
-            c.run.engine == "megatron_fsdp"
-            and c.policy.main_params not in (None, DType.FP32, c.policy.params)
-            and f"main_params_dtype={say(c.policy.main_params)} on Megatron-FSDP"
-        ),
-        expected="fp32, or the parameters' own dtype: 0.16 knows preserve_fp32_weights, a switch",
-        cure="mixed_precision.main_params_dtype=fp32",
-        source="megatron-core 0.16.1 distributed_data_parallel_config.py",
-        holds=(CORE_016,),
     ),
     Rule(
         id="muon-under-mxfp8",

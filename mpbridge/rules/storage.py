@@ -110,19 +110,6 @@ RULES: tuple[Rule, ...] = (
         emulated="warning",
     ),
     Rule(
-        id="reused-buffer-under-megatron-fsdp",
-        about="mxfp8 stored",
-        found=lambda c: (
-            c.run.engine == "megatron_fsdp"
-            and c.policy.reuse_grad_buffer
-            and "reuse_grad_buf_for_mxfp8_param_ag=true on Megatron-FSDP"
-        ),
-        expected="false: its buffers are its own",
-        cure="mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false",
-        source=ARGUMENTS,
-        emulated="warning",
-    ),
-    Rule(
         id="keep-fp32-matches-nothing",
         found=_dead_names,
         expected="globs over names such as 'decoder.layers.0.mlp.router.weight' or 'decoder.final_layernorm.weight'",
@@ -144,7 +131,7 @@ RULES: tuple[Rule, ...] = (
         id="fp32-storage-under-16-bit-compute",
         about="fp32_storage",
         found=lambda c: (
-            c.run.engine != "fsdp2"
+            not c.traits.wide_storage
             and c.policy.params is DType.FP32
             and c.policy.compute is not DType.FP32
             and f"params_dtype=fp32 with {c.policy.compute.short} compute on {c.run.engine}"
@@ -157,7 +144,7 @@ RULES: tuple[Rule, ...] = (
         id="fp16-parameters-alone",
         about="fp16",
         found=lambda c: (
-            c.policy.own_main_copy
+            c.own_copy
             and c.policy.params is DType.FP16
             and "main_params_dtype=fp16 without a precision-aware optimizer: FP16 parameters as their own main copy"
         ),
@@ -170,7 +157,7 @@ RULES: tuple[Rule, ...] = (
         about="own_copy",
         found=lambda c: (
             c.core
-            and c.policy.own_main_copy
+            and c.own_copy
             and c.run.optimizer.distributed
             and f"{c.policy.params.short} parameters as their own main copy, sharded"
         ),
@@ -182,8 +169,8 @@ RULES: tuple[Rule, ...] = (
         id="full-16-bit-with-fp32-reduction",
         about="own_copy",
         found=lambda c: (
-            c.run.engine != "fsdp2"
-            and c.policy.own_main_copy
+            c.traits.main_weights != "optimizer"
+            and c.own_copy
             and c.policy.reduce is DType.FP32
             and f"{c.policy.params.short} parameters as their own main copy with FP32 gradients"
         ),

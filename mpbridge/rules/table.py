@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mpbridge.errors import Refused
 from mpbridge.facts import RunFacts
+from mpbridge.formats import DType
 from mpbridge.hardware.versions import Window, at_least
-from mpbridge.precision.policy import PrecisionPolicy, Quant
+from mpbridge.memory.keeps import Holding, keeps
+from mpbridge.precision.policy import PrecisionPolicy, Quant, own_main
+from mpbridge.traits import EngineTraits, attribute, engine_names, traits
 
 Severity = Literal["error", "warning"]
 Emulated = Literal["same", "warning", "silent"]
@@ -43,7 +46,22 @@ class Case:
     @property
     def core(self) -> bool:
         """Whether megatron-core's own wrapper and optimizer run it."""
-        return self.run.engine == "mcore"
+        return self.traits.main_weights == "megatron_core"
+
+    @property
+    def traits(self) -> EngineTraits:
+        """The engine's."""
+        return self.run.traits
+
+    @property
+    def kept(self) -> Mapping[str, Holding]:
+        """What is kept of a parameter, by role (`memory.keeps`)."""
+        return keeps(self.policy, self.traits, self.run.optimizer, ddp=self.run.ddp)
+
+    @property
+    def own_copy(self) -> bool:
+        """Whether 16-bit parameters are asked to be what the optimizer updates ("full BF16")."""
+        return own_main(self.policy) and self.policy.params is not DType.FP32
 
     @property
     def scalings(self) -> tuple[str, ...]:
@@ -90,12 +108,16 @@ class Rule:
     severity: Severity = "error"
     holds: tuple[Window, ...] = ()
     """The versions in which it is true; outside of any of them the row is silent."""
+    engine: str = ""
+    """The engine whose runs it is asked of; '': all."""
     emulated: Emulated = "same"
     """What becomes of an error when the quantization is emulated: it may be none of the emulation's concern."""
 
     def applies(self, run: RunFacts) -> bool:
-        """Whether the run's versions lie in the rule's windows."""
-        return all(window.holds(getattr(run.versions, window.package)) for window in self.holds)
+        """Whether it speaks of the run's engine, and the run's versions lie in its windows."""
+        return self.engine in ("", run.engine) and all(
+            window.holds(getattr(run.versions, window.package)) for window in self.holds
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +156,14 @@ def rules() -> tuple[Rule, ...]:
         + rules_model.RULES
         + rules_engine.RULES
         + rules_environment.RULES
+        + tuple(rule for name in engine_names() for rule in _engine_rules(name))
     )
+
+
+def _engine_rules(name: str) -> Iterator[Rule]:
+    path = traits(name).rules
+    for rule in attribute(path) if path else ():
+        yield replace(rule, engine=name, about=f"{name} {rule.about}".strip())
 
 
 def broken(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:

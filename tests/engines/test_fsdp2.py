@@ -48,9 +48,10 @@ def bytes_a_parameter(engine: Any) -> float:
 
 def test_a3_pattern_a_gives_fused_adam_masters_remainders_and_fp32_moments(build: Any) -> None:
     from mpbridge.engines.shard_optimizer import fused_arguments
+    from mpbridge.memory.keeps import keeps_of
 
     run = tiny.run("bf16_params_fp32_states", engine="fsdp2")
-    assert fused_arguments(run.policy) == {
+    assert fused_arguments(keeps_of(run.policy, run.facts)) == {
         "master_weights": True,
         "master_weight_dtype": torch.float32,
         "store_param_remainders": True,

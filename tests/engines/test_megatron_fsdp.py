@@ -12,6 +12,7 @@ import torch
 from mpbridge.engines.megatron_fsdp import MegatronFsdpEngine, _sections
 from mpbridge.errors import Contradiction, Refused
 from mpbridge.formats import DType
+from mpbridge.memory.keeps import keeps_of
 from tests.engines import tiny
 
 CORE = "megatron_fsdp"
@@ -148,10 +149,9 @@ def test_m4_the_distributed_optimizer_keeps_its_own_wiring(layered: None, scalin
     changes: dict[str, Any] = {"use_precision_aware_optimizer": aware}
     if scaling:
         changes |= {"fp8": "hybrid", "fp8_recipe": scaling}
-    policy = tiny.run(
-        {"recipe": "bf16_mixed", **changes}, emulate=bool(scaling), ddp={"use_distributed_optimizer": True}
-    ).policy
-    assert policy.main_params_owner == ("optimizer" if aware and scaling in (None, "delayed") else "engine")
+    run = tiny.run({"recipe": "bf16_mixed", **changes}, emulate=bool(scaling), ddp={"use_distributed_optimizer": True})
+    owner = keeps_of(run.policy, run.facts)["main_params"].owner
+    assert owner == ("optimizer" if aware and scaling in (None, "delayed") else "engine")
 
 
 PLAIN = {"use_precision_aware_optimizer": False, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}

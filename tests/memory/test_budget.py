@@ -109,7 +109,7 @@ FULLY = {
     # 16 where the optimizer reads them decoupled, which 0.16.1 cannot; here it reads an FP32 copy
     "22 bf16 gradients, and their copy": ("bf16_megatron_fsdp", {"grad_reduce_in_fp32": False}, "megatron_fsdp", {}, 20),
     "23 bf16 moments": ("bf16_megatron_fsdp", {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, "megatron_fsdp", {}, 14),
-    "24 no main weights": ("bf16_megatron_fsdp", {"grad_reduce_in_fp32": False}, "megatron_fsdp", {"preserve_fp32_weights": False}, 12),
+    "24 no main weights, moments in the parameters' dtype": ("full_bf16", {}, "megatron_fsdp", {}, 8),
 }  # fmt: skip
 
 

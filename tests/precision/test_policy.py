@@ -72,38 +72,6 @@ def test_the_first_region_that_covers_a_module_decides() -> None:
     assert policy.module_regions == regions[:2]
 
 
-@pytest.mark.parametrize(("name", "changes", "owner"), [
-    ("fp32", {}, "params"), ("bf16_mixed", {}, "engine"), ("full_bf16", {}, "params"), ("fp32_params_bf16_compute", {}, "params"),
-    ("bf16_params_fp32_states", {}, "optimizer"), ("bf16_mixed_bf16_moments", {}, "optimizer"), ("bf16_with_mxfp8_mixed", {}, "engine"),
-    ("bf16_with_mxfp8_mixed", {"precision_aware": True}, "engine"), ("bf16_with_fp8_delayed_scaling_mixed", {"precision_aware": True}, "optimizer"),
-    ("bf16_with_mxfp8_mixed", {"precision_aware": True, "main_params": DType.FP16}, "optimizer"),
-])  # fmt: skip
-def test_who_owns_the_main_weights(name: str, changes: dict[str, object], owner: str) -> None:
-    assert dataclasses.replace(POLICIES[name], **changes).main_params_owner == owner
-
-
-def test_full_bf16_is_its_own_main_copy_and_wide_storage_is_not() -> None:
-    assert {name for name, policy in POLICIES.items() if policy.own_main_copy} == {"full_bf16"}
-
-
-def test_torch_adam_suffices_where_no_state_is_wider_or_narrower_than_the_parameters() -> None:
-    assert {name for name, policy in POLICIES.items() if policy.torch_adam_suffices} == {
-        "fp32",
-        "fp32_params_bf16_compute",
-        "full_bf16",
-    }
-    full = POLICIES["full_bf16"]
-    assert not any(
-        dataclasses.replace(full, **change).torch_adam_suffices
-        for change in (
-            {"precision_aware": True},
-            {"exp_avg": DType.FP32},
-            {"exp_avg_sq": DType.FP32},
-            {"main_params": DType.FP32},
-        )
-    )
-
-
 def test_roles() -> None:
     policy = POLICIES["fp16_mixed"]
     assert [policy.role(role) for role in ("params", "grads", "main_grads", "main_params", "exp_avg", "exp_avg_sq", "compute", "pipeline", "output")] == [
@@ -127,17 +95,6 @@ def test_settling_fills_what_is_open_and_changes_nothing_that_is_stated() -> Non
         {"use_precision_aware_optimizer": False, "exp_avg_dtype": "fp16"}
     )
     assert (stated.precision_aware, stated.exp_avg) == (True, DType.BF16)
-
-
-def test_the_layout_is_what_shapes_a_checkpoint_and_nothing_else() -> None:
-    base = POLICIES["bf16_mixed"]
-    same = dataclasses.replace(base, reduce=DType.BF16, autocast=DType.BF16, regions=(Region(quant=FP8),))
-    assert same.layout() == base.layout()
-    assert dataclasses.replace(base, exp_avg=DType.BF16).layout() != base.layout()
-    assert (
-        dataclasses.replace(base, regions=(Region(quant=dataclasses.replace(FP8, stored=True)),)).layout()
-        != base.layout()
-    )
 
 
 def test_element_formats() -> None:

@@ -139,7 +139,13 @@ TABLE = {
         {"optimizer": opt(overlap_param_gather_with_step=True), "ddp": OVERLAP}, {"optimizer": opt(overlap_param_gather_with_step=True), "ddp": OVERLAP, "parallel": VPP},
     ),
     "library-versions-untested": ({"versions": dataclasses.replace(NOW, torch="2.3", megatron_core="0.12.0")}, {}),
-    "muon-is-not-built": ({"optimizer": OptimizerFacts(name="muon")}, {"optimizer": OptimizerFacts(name="sgd")}),
+    "optimizer-that-the-engine-does-not-build": ({"engine": "megatron_fsdp", "optimizer": opt(name="muon")}, {"engine": "megatron_fsdp", "optimizer": opt(name="sgd")}),
+    "switch-that-the-engine-cannot-use": (
+        {"engine": "fsdp2", "model": {"gradient_accumulation_fusion": True}, "optimizer": OptimizerFacts()}, {"model": {"gradient_accumulation_fusion": True}},
+    ),
+    "fused-adam-keeps-no-bf16-main-weights": (
+        {**MX, "config": AWARE | {"main_params_dtype": "bf16"}}, {**MX, "config": AWARE | {"main_params_dtype": "fp16"}},
+    ),
     "emulation-without-fused-accumulation": (
         {"recipe": "fp8_cs", "realization": "emulated", "model": {"gradient_accumulation_fusion": True}}, {"recipe": "fp8_cs", "model": {"gradient_accumulation_fusion": True}},
     ),
@@ -174,7 +180,9 @@ TABLE = {
     "fp8-recipe-leaks-into-the-optimizer": (
         {"config": AWARE, "optimizer": opt(settings={"fp8_recipe": "tensorwise"})}, {"config": AWARE, "optimizer": opt(settings={"fp8_recipe": "delayed"})},
     ),
-    "main-gradients-that-nothing-reads": ({"policy": {"main_grads": DType.BF16, "reduce": DType.FP32}}, {"policy": {"main_grads": DType.BF16, "reduce": DType.BF16}}),
+    "main-gradients-that-nothing-reads": (
+        {"config": AWARE, "policy": {"main_grads": DType.BF16, "reduce": DType.FP32}}, {"config": AWARE, "policy": {"main_grads": DType.BF16, "reduce": DType.BF16}},
+    ),
     "remainders-need-newer-engine": ({"config": AWARE | {"store_param_remainders": True}, "versions": te("2.0")}, {"config": AWARE | {"store_param_remainders": True}}),
     "duplicate-main-weights": ({"recipe": "fp32", "config": AWARE}, {"recipe": "fp32", "config": AWARE, "engine": "fsdp2", "optimizer": OptimizerFacts()}),
     "moments-follow-16-bit-parameters": (
@@ -196,7 +204,6 @@ TABLE = {
         {"ddp": {"overlap_param_gather": True}, "optimizer": OptimizerFacts()},
         {"ddp": {"overlap_param_gather": True}, "optimizer": opt()},
     ),
-    "megatron-fsdp-optimizers": ({"engine": "megatron_fsdp", "optimizer": opt(name="muon")}, {"engine": "megatron_fsdp", "optimizer": opt(name="sgd")}),
     "megatron-fsdp-main-weights": ({"engine": "megatron_fsdp", "policy": {"main_params": DType.FP16}}, {"engine": "megatron_fsdp", "policy": {"main_params": DType.FP32}}),
     "muon-under-mxfp8": ({**MX, "optimizer": OptimizerFacts(name="muon")}, {"optimizer": OptimizerFacts(name="muon")}),
     "moments-with-custom-scale-need-newer-engine": (

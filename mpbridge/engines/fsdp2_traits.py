@@ -1,0 +1,23 @@
+"""What the FSDP2 engine is: `Fsdp2Engine`'s traits."""
+
+from __future__ import annotations
+
+from mpbridge.traits import EngineTraits
+
+TRAITS = EngineTraits(
+    name="fsdp2",
+    engine="mpbridge.engines.fsdp2:Fsdp2Engine",
+    summary="torch's fully_shard around megatron-core's model, updated by torch's AdamW or FusedAdam",
+    label="torch FSDP2",
+    layout="rows",
+    shards=frozenset({"params", "grads", "main_params", "exp_avg", "exp_avg_sq"}),
+    distributed_optimizer="never",
+    main_weights="optimizer",
+    optimizers=("adam", "torch_adamw", "sgd"),
+    wide_storage=True,
+    checkpoints="shards",
+    refuses={
+        "gradient_accumulation_fusion": "it writes into megatron-core's own gradient buffers, and FSDP2 has none",
+    },
+    rules="mpbridge.engines.fsdp2_rules:RULES",
+)

@@ -1,0 +1,85 @@
+"""Rules of the Megatron-FSDP engine, asked of its runs only."""
+
+from __future__ import annotations
+
+from mpbridge.formats import DType, say
+from mpbridge.precision.policy import own_main
+from mpbridge.rules.quant import ARGUMENTS, CORE_016
+from mpbridge.rules.table import Case, Rule
+
+
+def _main_grads(case: Case) -> str | None:
+    policy = case.policy
+    wanted = policy.reduce if own_main(policy) else DType.FP32
+    if policy.main_grads in (None, wanted):
+        return None
+    return f"main_grads_dtype={say(policy.main_grads)} on Megatron-FSDP, whose optimizer reads {wanted.short}"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        id="reused-buffer-under-megatron-fsdp",
+        about="mxfp8 stored",
+        found=lambda c: c.policy.reuse_grad_buffer and "reuse_grad_buf_for_mxfp8_param_ag=true on Megatron-FSDP",
+        expected="false: its buffers are its own",
+        cure="mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false",
+        source=ARGUMENTS,
+        emulated="warning",
+    ),
+    Rule(
+        id="megatron-fsdp-main-weights",
+        found=lambda c: (
+            c.policy.main_params not in (None, DType.FP32, c.policy.params)
+            and f"main_params_dtype={say(c.policy.main_params)} on Megatron-FSDP"
+        ),
+        expected="fp32, or the parameters' own dtype: 0.16 knows preserve_fp32_weights, a switch",
+        cure="mixed_precision.main_params_dtype=fp32",
+        source="megatron-core 0.16.1 distributed_data_parallel_config.py",
+        holds=(CORE_016,),
+    ),
+    Rule(
+        id="megatron-fsdp-unsharded",
+        found=lambda c: (
+            c.ddp("data_parallel_sharding_strategy") == "no_shard" and "ddp.data_parallel_sharding_strategy=no_shard"
+        ),
+        expected="a mode that shards: in this one all_reduce_gradients skips every buffer that exists (an inverted test), so ranks train apart; and where "
+        "gradients are reduced, the norm counts each replica once more",
+        cure="ddp.data_parallel_sharding_strategy=optim_grads_params (what it is without the setting), optim_grads or optim, or engine=mcore",
+        source="megatron-core 0.16.1 megatron_fsdp/param_and_grad_buffer.py, measured on gloo",
+        holds=(CORE_016,),
+    ),
+    Rule(
+        id="megatron-fsdp-instances",
+        found=lambda c: (
+            c.ddp("num_distributed_optimizer_instances", 1) > 1
+            and "hybrid sharding (num_distributed_optimizer_instances above 1)"
+        ),
+        expected="one instance",
+        cure="ddp.num_distributed_optimizer_instances=1",
+        source="mpbridge/engines/megatron_fsdp.py",
+    ),
+    Rule(
+        id="megatron-fsdp-keeps-one-dtype",
+        found=lambda c: c.policy.keep_fp32 and "keep_fp32 on Megatron-FSDP",
+        expected="one dtype in a parameter group",
+        cure="engine=fsdp2, or drop keep_fp32",
+        source="mpbridge/engines/megatron_fsdp.py",
+    ),
+    Rule(
+        id="megatron-fsdp-main-gradients",
+        found=_main_grads,
+        expected="gradients in the dtype of the weights that the optimizer updates",
+        cure="mixed_precision.main_grads_dtype=null",
+        source="mpbridge/engines/megatron_fsdp.py; megatron-core 0.16.1 megatron_fsdp",
+    ),
+    Rule(
+        id="megatron-fsdp-connections",
+        found=lambda c: (
+            c.run.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1"
+            and "CUDA_DEVICE_MAX_CONNECTIONS=1 on Megatron-FSDP"
+        ),
+        expected="more than one: gathers and GEMMs would queue behind each other",
+        cure="unset CUDA_DEVICE_MAX_CONNECTIONS",
+        source=ARGUMENTS,
+    ),
+)
