@@ -1,4 +1,4 @@
-"""Every exception of mpbridge.
+"""The exceptions of mpbridge; train.faults.LostRank is the only one that stands elsewhere.
 
 MpbridgeError                     exit_code 2: the call was wrong
 |- UnknownName                    kind, given, near, known; also an AttributeError and a LookupError
@@ -9,7 +9,7 @@ MpbridgeError                     exit_code 2: the call was wrong
 |- StalePlan                      a target changed between plan and apply
 |- DataError                      a corpus, index or record that cannot be used
 |- CheckpointError                a checkpoint that cannot be read or does not fit
-`- Refused                        exit_code 1: the call was right and the answer is no
+`- Refused                        exit_code 1: the call was valid and the answer is no
    |- Conflict                    the recipe overrides an author's value and on_conflict is "error"
    |- UpstreamRefused             megatron-core's own check said no
    `- AuditFailed                 live tensors are not what the policy promised
@@ -70,7 +70,7 @@ class BadValue(MpbridgeError, ValueError):
 
 
 class Contradiction(MpbridgeError, ValueError):
-    """Everything that does not fit together, one entry a fault; raised once with all of them."""
+    """Everything that does not fit together, one entry per fault; raised once with all of them."""
 
     def __init__(self, faults: Iterable[str], subject: str = "the precision config contradicts itself") -> None:
         self.faults, self.subject = tuple(faults), subject
@@ -101,7 +101,7 @@ class CheckpointError(MpbridgeError):
 
 
 class Refused(MpbridgeError):
-    """The question was right and the answer is no: this machine, these rules or this engine cannot run it."""
+    """The call was valid and the answer is no: this machine, these rules or this engine cannot run it."""
 
     exit_code = 1
 

@@ -1,4 +1,4 @@
-"""RunFacts: what besides the policy decides whether and how a run works. Frozen, and free of any framework."""
+"""RunFacts: what, besides the policy, decides whether and how a run works. Frozen, and free of any framework."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Realization = Literal["native", "emulated"]
 
 
 MOST = 10_000
-"""Of layers or experts: more is a slip of the pen, and would keep a laptop busy."""
+"""Of layers or experts: more is a typo, and would keep a laptop busy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class ModelShape:
     shared_expert_size: int = 0
     """Width of the always-on expert; 0: none."""
     expert_bias: bool = False
-    """moe_router_enable_expert_bias: a buffer of one FP32 value an expert."""
+    """moe_router_enable_expert_bias: a buffer of one FP32 value per expert."""
     grouped_gemm: bool = False
     latent_attention: Mapping[str, int] | None = None
     """MLA: q_lora_rank (0: none), kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim."""
@@ -60,7 +60,7 @@ class ModelShape:
             value = getattr(self, name) or 0
             if not 0 <= value <= MOST:
                 raise BadValue(f"{name}={value}: expected 0 to {MOST}")
-        # each of them has a row in every table: thirty times DeepSeek-V3's is patience enough
+        # each expert has a row in every table: thirty times DeepSeek-V3's number is the cap
         if self.num_layers * (self.experts or 0) > 50 * MOST:
             raise BadValue(
                 f"num_layers={self.num_layers} with {self.experts} experts: expected at most {50 * MOST} experts in all"

@@ -1,4 +1,4 @@
-"""Facts of number formats, the dtype parser, and the one lazy door to torch's dtypes. Imports no framework."""
+"""Number formats, the dtype parser, and the one lazy access to torch's dtypes. Imports no framework."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class DType(enum.Enum):
 
     @property
     def short(self) -> str:
-        """The name people type: 'bf16'."""
+        """The short name: 'bf16'."""
         return {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(self.value, self.value)
 
     @property
     def bytes(self) -> int:
-        """Bytes an element."""
+        """Bytes per element."""
         return {"float64": 8, "float32": 4, "uint8": 1}.get(self.value, 2)
 
     def torch(self) -> torch.dtype:
@@ -63,12 +63,12 @@ def dtype(spelling: object) -> DType:
     name = str(spelling).strip().lower().removeprefix("torch.")
     if name not in _SPELLINGS:
         legal = ", ".join(member.short for member in DType)
-        raise BadValue(f"{spelling!r} is no dtype (expected one of {legal}, or torch's name for it)")
+        raise BadValue(f"{spelling!r} is not a dtype (expected one of {legal}, or torch's name for it)")
     return _SPELLINGS[name]
 
 
 def say(value: Any) -> str:
-    """How a value is shown to people: dtypes by their short name in every spelling, None as 'none', 2**32 as such."""
+    """How a value is displayed: dtypes by their short name in every spelling, None as 'none', 2**32 as such."""
     if isinstance(value, DType):
         return value.short
     text = str(value)

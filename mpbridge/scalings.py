@@ -163,7 +163,7 @@ class Scaling:
     core: str | None
     """megatron-core's word in fp8_recipe, fp4_recipe and quant_recipe; None: megatron-core does not know it."""
     attention: tuple[str, ...] = ()
-    """What of attention it quantizes: 'dot_product', 'multi_head'."""
+    """Which parts of attention it quantizes: 'dot_product', 'multi_head'."""
     computed_as: str = ""
     """What becomes of it on Blackwell; empty: nothing."""
     options: tuple[Option, ...] = ()

@@ -30,7 +30,7 @@ Seconds = dict[str, list[float]]
 
 
 class Turns(Hook):
-    """Lets other arms run between the steps of ours, and keeps CPU seconds a step of each, one value a round.
+    """Lets other arms run between the steps of ours, and keeps CPU seconds per step of each, one value a round.
 
     make: from our Training to the other arms, name -> one step.
     """
@@ -66,7 +66,7 @@ class Turns(Hook):
 
 
 def bench(about: str | None, turns: Turns) -> Seconds:
-    """Parses the command line, trains with `turns` in between, returns CPU seconds a step of every arm and round."""
+    """Parses the command line, trains with `turns` in between, returns CPU seconds per step of every arm and round."""
     parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     parser.add_argument("--config", default=str(Path(__file__).resolve().parent.parent / "configs" / "gpt_tiny.yaml"))
     parser.add_argument("--recipe", default="bf16_mixed")
@@ -104,7 +104,7 @@ def report(title: str, turns: Turns, ratios: Mapping[str, float]) -> None:
     print(title)
     for name, values in seconds.items():
         print(
-            f"  {name:<40} {statistics.median(values) * 1e3:8.1f} ms of CPU a step (median of {len(values)} rounds of {args.steps})"
+            f"  {name:<40} {statistics.median(values) * 1e3:8.1f} ms of CPU per step (median of {len(values)} rounds of {args.steps})"
         )
     for name, value in ratios.items():
         print(f"  {name:<40} {value:8.3f}")

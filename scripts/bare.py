@@ -59,7 +59,7 @@ class BareLoop:
         return losses, mean
 
     def step(self) -> float:
-        """One step; the mean loss in nats a token."""
+        """One step; the mean loss in nats per token."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         losses = self.forward_backward(

@@ -77,7 +77,7 @@ def made(name: str, layers: int, hidden: int, steps: int, **sections: Any) -> An
 
 
 class Sizes(Hook):
-    """Saves `repeats` times behind step 2 and loads once."""
+    """Saves `repeats` times after step 2 and loads once."""
 
     def __init__(self, folder: Path, repeats: int) -> None:
         self.folder, self.repeats, self.figures = folder, repeats, {}

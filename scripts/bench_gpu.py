@@ -158,7 +158,7 @@ def free() -> None:
 
 
 def measure(make: Any, *, warm: int, steps: int, profile: bool) -> dict[str, Any]:
-    """Milliseconds a step, peak bytes, seconds to build and from there to the first step's end, the last loss; with `profile`, milliseconds by kind of kernel."""
+    """Milliseconds per step, peak bytes, seconds to build and from there to the first step's end, the last loss; with `profile`, milliseconds by kind of kernel."""
     free()
     began = time.perf_counter()
     arm = make()

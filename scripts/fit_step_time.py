@@ -38,7 +38,7 @@ class Row:
         self.group = (row["model"], row["machine"])
 
     def predicted(self, using: Constants) -> float:
-        """Seconds a token and GPU."""
+        """Seconds per token and GPU."""
         return sum(seconds(self.made, using).values()) / self.made.tokens
 
 

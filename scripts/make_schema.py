@@ -87,7 +87,7 @@ def schema() -> dict[str, Any]:
 
 
 def text() -> str:
-    """The file's content: one field a line, so that a new megatron-core shows as a readable diff."""
+    """The file's content: one field per line, so that a new megatron-core shows as a readable diff."""
     lines = []
     for name, value in schema().items():
         if isinstance(value, dict):

@@ -67,7 +67,7 @@ class Layer(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    """Tokens and labels [batch, sequence] to the mean loss in nats a token."""
+    """Tokens and labels [batch, sequence] to the mean loss in nats per token."""
 
     def __init__(self, shape: ModelShape, *, rope: bool) -> None:
         super().__init__()

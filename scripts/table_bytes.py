@@ -1,4 +1,4 @@
-"""Bytes a parameter, predicted and live, for every row that a CPU can show, at one and two processes; prints a Markdown table.
+"""Bytes per parameter, predicted and live, for every row that a CPU can show, at one and two processes; prints a Markdown table.
 
 `python scripts/table_bytes.py [--processes 1,2] [--json FILE]`: trains two steps of a small GPT for each row and adds up the engine's live tensors
 (parameters, gradients, main weights and gradients, moments; alignment and buffers apart) beside what `mpbridge memory` predicts.
@@ -23,7 +23,7 @@ EMULATED = SHARDED | {"emulate": True}
 LOW = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 AWARE = {"recipe": "bf16_mixed", "use_precision_aware_optimizer": True}
 ROWS: tuple[tuple[str, str, Any, dict[str, Any], str], ...] = (
-    # what, engine, mixed_precision, sections, bytes a parameter over N data-parallel ranks
+    # what, engine, mixed_precision, sections, bytes per parameter over N data-parallel ranks
     ("fp32, DDP", "mcore", "fp32", {}, "16"),
     ("fp32, distributed optimizer", "mcore", "fp32", SHARDED, "8 + 8/N"),
     ("bf16_mixed, DDP", "mcore", "bf16_mixed", {}, "18"),
@@ -161,7 +161,7 @@ def table(counts: list[int]) -> tuple[str, dict[int, list[dict[str, float]]]]:
     with tempfile.TemporaryDirectory() as folder:
         found = {count: measured(count, Path(folder)) for count in counts}
     lines = [
-        "| what | engine | bytes a parameter | " + " | ".join(f"N={c}: rule, predicted, live" for c in counts) + " |"
+        "| what | engine | bytes per parameter | " + " | ".join(f"N={c}: rule, predicted, live" for c in counts) + " |"
     ]
     lines.append("|---|---|---|" + "---|" * len(counts))
     for index, (what, engine, _, _, rule) in enumerate(ROWS):

@@ -226,13 +226,13 @@ def rule_table() -> str:
 
 @table("bytes")
 def bytes_table() -> str:
-    """Bytes a parameter of each recipe, as `mpbridge memory` predicts them for a 70B model's shape."""
+    """Bytes per parameter of each recipe, as `mpbridge memory` predicts them for a 70B model's shape."""
     from mpbridge.precision.recipes import BUILT_IN
     from mpbridge.rules.cards import card
 
     cards = [card(entry.name) for entry in BUILT_IN]
     rows = [(f"`{c.recipe}`", c.compute, c.stored, f"{c.bytes_alone:.2f}", f"{c.bytes_shared:.2f}") for c in cards]
-    return markdown(("recipe", "compute", "kept", "bytes a parameter, 1 GPU", "8 GPUs"), rows)
+    return markdown(("recipe", "compute", "kept", "bytes per parameter, 1 GPU", "8 GPUs"), rows)
 
 
 def notes(cls: type) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Do all ranks mean the same? Fingerprints compared before anything is built."""
+"""Whether all ranks have the same policy: fingerprints compared before anything is built."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def agree(policy: PrecisionPolicy, *, group: Any = None) -> str:
     dist.all_gather_object(prints, mine, group=group)
     if len(set(prints)) == 1:
         return mine
-    # only now, when something is wrong anyway, whole policies travel
+    # whole policies are sent only now, when ranks differ
     data: list[Any] = [None] * len(prints)
     dist.all_gather_object(data, policy.as_data(), group=group)
     votes = Counter(prints)

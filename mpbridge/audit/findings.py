@@ -1,4 +1,4 @@
-"""What an audit says: one Finding a fact, a Report for the whole run, and its table and JSON forms."""
+"""What an audit says: one Finding per fact, a Report for the whole run, and its table and JSON forms."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Report:
         if self.faults:
             lines = "\n".join(f"  - {fault}" for fault in self.faults)
             raise AuditFailed(
-                f"the {self.stage} audit found what the policy did not promise:\n{lines}\n(train.audit=warn goes on in spite of it)"
+                f"the {self.stage} audit found what the policy did not promise:\n{lines}\n(train.audit=warn continues despite it)"
             )
         return self
 

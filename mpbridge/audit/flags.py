@@ -17,7 +17,7 @@ def configs(engine: Any) -> dict[str, Any]:
     """The live config objects: {'model': TransformerConfig, 'optimizer': OptimizerConfig, 'ddp': DistributedDataParallelConfig}, those that exist."""
     first = engine.model[0] if engine.model else None
     kept = getattr(engine, "configs", None)
-    # those that the live objects hold come first: they are what acts
+    # those that the live objects hold come first: they are in effect
     found = {
         "model": getattr(first, "config", None) or getattr(kept, "model", None),
         "optimizer": getattr(engine.optimizer, "config", None) or getattr(kept, "optimizer", None),
@@ -68,7 +68,7 @@ def optimizer_faults(engine: Any, promises: Promises) -> tuple[int, list[str]]:
     flag = getattr(configs(engine).get("optimizer"), "use_precision_aware_optimizer_no_fp8_or_ds_fp8", None)
     for inner in inner_optimizers(engine.optimizer):
         masters, decoupled = getattr(inner, "master_weights", None), getattr(inner, "use_decoupled_grad", None)
-        # one that holds nothing but parameters kept in FP32 needs no main weights; one without parameters (empty shards) says nothing
+        # an optimizer of parameters kept in FP32 needs no main weights; one without parameters (empty shards) tells nothing
         updated = [parameter for group in inner.param_groups for parameter in group["params"]]
         kept = bool(promises.policy.keep_fp32) and all(parameter.dtype is torch.float32 for parameter in updated)
         if masters is not None and updated:
@@ -78,7 +78,7 @@ def optimizer_faults(engine: Any, promises: Promises) -> tuple[int, list[str]]:
                 wrong.append(
                     f"{type(inner).__name__}.master_weights={bool(masters)}, but the {owner} own(s) the main weights"
                 )
-        # megatron-core hands gradients over by this flag, FusedAdam picks them up by its own: apart, nothing trains and nothing complains
+        # megatron-core hands gradients over by this flag, FusedAdam picks them up by its own: when they differ, nothing trains and nothing is reported
         if decoupled is not None and flag is not None:
             looked += 1
             if bool(decoupled) is not bool(flag):

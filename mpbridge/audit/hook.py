@@ -28,7 +28,7 @@ def write_section(path: Path, report: Report) -> None:
 class AuditHook:
     """Takes part in `mpbridge.train`'s loop (its Hook's methods); a loop of one's own calls `built`, then `stepped` after each step.
 
-    Static audit when the engine stands; from then on light hooks watch the linears and collectives until the first update that was really applied
+    Static audit when the engine is built; from then on light hooks watch the linears and collectives until the first update that was really applied
     (not skipped, learning rate above 0), where the live audit runs and every hook is taken off. Only facts are compared, so warm-up from 0 and
     any number of skipped FP16 steps just defer it.
     """
@@ -62,7 +62,7 @@ class AuditHook:
         self.seconds += time.process_time() - begun
 
     def started(self, training: Any) -> None:
-        """The checksums that the first update is compared with: taken here, behind whatever was loaded."""
+        """The checksums that the first update is compared with: taken here, after anything was loaded."""
         begun = time.process_time()
         if self._watch is not None:
             self._motion = Motion(training.engine.tensors())
@@ -81,7 +81,7 @@ class AuditHook:
         """Nothing."""
 
     def finished(self, training: Any) -> None:
-        """Says so when no update was ever applied, since then nothing was proved."""
+        """Says so when no update was ever applied, because nothing was proved."""
         if self._watch is not None and self.show is not None and _rank() == 0:
             self.show("audit: no update was applied, so main weights and moments were never seen")
 

@@ -21,7 +21,7 @@ _CURES = {
 
 
 def tensor_findings(ranks: Sequence[Observed], promises: Promises, *, live: bool) -> list[Finding]:
-    """One finding a role: promised and found storage, bytes over all ranks."""
+    """One finding per role: promised and found storage, bytes over all ranks."""
     merged: dict[tuple[str, str, str], Tally] = {}
     for seen in ranks:
         for key, tally in seen.tensors.items():
@@ -48,7 +48,7 @@ def _role(role: str, tallies: dict[tuple[str, str], Tally]) -> Finding:
     offenders = tuple(dict.fromkeys(name for tally in tallies.values() for name in tally.offenders))
     cure = _CURES.get(role, "") if offenders else ""
     if offenders and (promised == [ABSENT] or any(kind.endswith(" twice") for kind in found)):
-        cure = "a copy that nobody reads: switch FusedAdam's master_weights off"
+        cure = "an unused copy: switch FusedAdam's master_weights off"
     return Finding(
         subject=role,
         promised="/".join(promised) or "-",
@@ -62,7 +62,7 @@ def _role(role: str, tallies: dict[tuple[str, str], Tally]) -> Finding:
 
 
 def _missing(roles: set[str], promises: Promises) -> list[Finding]:
-    """Roles that must exist after an update and don't. Moments of an optimizer without any (SGD) are nobody's promise."""
+    """Roles that must exist after an update and don't. For an optimizer without moments (SGD) none are expected."""
     owner = promises.owner
     if owner != "params" and "main_params" not in roles:
         wanted = (
@@ -203,7 +203,7 @@ def motion_findings(ranks: Sequence[Observed], grad_norm: float | None, finite: 
     moved = {name for seen in ranks for name, yes in seen.moved.items() if yes}
     got = {name for seen in ranks for name, yes in seen.reached.items() if yes}
     judged = {name for seen in ranks for name, yes in seen.expected.items() if yes}
-    # without moments (SGD) nobody knows whether a gradient arrived
+    # without moments (SGD) it is not known whether a gradient arrived
     known = any(seen.reached for seen in ranks)
     idle = {name for name in names if known and name not in got and fnmatch.fnmatchcase(name, EXPERTS)}
     unreached = [name for name in names if known and name not in got and name not in idle and name not in moved]

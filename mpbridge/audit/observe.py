@@ -71,7 +71,7 @@ def look(
             and promises.of("main_params", one.parameter) == ABSENT
         ):
             continue  # an engine may list the parameter itself where it is its own main copy
-        # megatron-core's optimizers often read the gradient buffer itself: one tensor in two roles is paid for once
+        # megatron-core's optimizers often read the gradient buffer itself: one tensor in two roles is counted once
         _add(seen, promises, one, free=one.role == "main_grads" and not grads.isdisjoint(_storage(one.tensor)))
     for path, module in linears(engine.model).items():
         key = (rule_words(promises.gemms(path)), rule_of(module, promises.emulated, ran=watch is not None))
@@ -110,7 +110,7 @@ def _own_storage(live: list[Any]) -> set[int]:
 def _add(seen: Observed, promises: Promises, one: Any, *, free: bool) -> None:
     promised, found = promises.of(one.role, one.parameter), storage(one.tensor)
     if one.role in ONCE and one.role in seen.layouts.get(one.parameter, ()):
-        # each copy alone would be as promised: FusedAdam's main weights beside an engine's own are four bytes a parameter that nobody reads
+        # each copy alone would be as promised: FusedAdam's main weights beside an engine's own waste four bytes per parameter
         found = f"{found} twice"
     tally = seen.tensors.setdefault((one.role, promised or "", found), Tally())
     tally.count += 1

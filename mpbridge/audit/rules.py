@@ -1,4 +1,4 @@
-"""Which quantization a linear really has: Transformer Engine's recipe and weight class, or the emulation's rule."""
+"""Which quantization a linear actually has: Transformer Engine's recipe and weight class, or the emulation's rule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a live tensor really occupies: the storage format and bytes of plain, sharded and quantized tensors."""
+"""What a live tensor actually occupies: the storage format and bytes of plain, sharded and quantized tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PARTS = (
     "_rowwise_scale_inv",
     "_columnwise_scale_inv",
 )
-"""Inner tensors of Transformer Engine's quantized tensors (tensor/storage/*.py of 2.11); their own .dtype is the one they pretend to have."""
+"""Inner tensors of Transformer Engine's quantized tensors (tensor/storage/*.py of 2.11); their .dtype is only nominal."""
 
 
 def local(tensor: Any) -> Any:

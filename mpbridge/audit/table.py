@@ -1,4 +1,4 @@
-"""The audit as a table for people."""
+"""The audit as a table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _bytes(count: int) -> str:
 
 
 def audit_table(report: Report) -> Table:
-    """Promise against finding, one row a fact; offenders follow in `fault_lines`."""
+    """Promise against finding, one row per fact; offenders follow in `fault_lines`."""
     verdict = "as promised" if report.ok else f"{len(report.faults)} not as promised"
     title = f"{report.stage} audit, {report.facts.get('engine', '')}, {report.facts.get('world_size', 1)} process(es): {verdict}"
     made = table(title, ("what", "promised", "found", "looked at", "memory", ""), right=("looked at", "memory"))
@@ -32,5 +32,5 @@ def audit_table(report: Report) -> Table:
 
 
 def fault_lines(report: Report) -> list[str]:
-    """One line a fault, offenders named."""
+    """One line per fault, offenders named."""
     return [str(fault) for fault in report.faults]

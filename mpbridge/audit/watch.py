@@ -70,7 +70,7 @@ class Watch:
         self._undo: ExitStack | None = None
 
     def start(self, chunks: list[Any]) -> None:
-        """Installs the hooks; a second start is a no-op."""
+        """Installs the hooks; a second start does nothing."""
         if self._undo is not None:
             return
         with ExitStack() as undo:

@@ -94,7 +94,7 @@ def _spy(name: str, original: Callable[..., Any], seen: Seen) -> Callable[..., A
             and _data_parallel(kwargs.get("group", _group(args)))
         ):
             seen[kind, storage(tensor)] += tensor.numel()
-        with unobserved():  # one name of torch's calls another
+        with unobserved():  # one of torch's names calls another
             return original(*args, **kwargs)
 
     return call

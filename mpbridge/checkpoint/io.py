@@ -69,7 +69,7 @@ class Writing:
             return on_first_rank(seal)
 
     def abort(self) -> None:
-        """Gives up a checkpoint that was not finished."""
+        """Discards a checkpoint that was not finished."""
         if self.background is not None:
             self.background.abort()
             self.background = None
@@ -141,10 +141,10 @@ def gather(training: Training) -> dict[str, Any]:
 
 
 def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Verdict:
-    """Takes the run up where the checkpoint in `path` left it: engine, schedule, counters, random states; returns the verdict it went by.
+    """Resumes the run from the checkpoint in `path`: engine, schedule, counters, random states; returns the verdict.
 
     Every rank calls it. Checksums and the fingerprint are looked at before anything else is opened, and nothing that is read can be code.
-    Raises Refused when the verdict is no, CheckpointError for a checkpoint that is damaged or does not fit.
+    Raises Refused when the verdict forbids it, CheckpointError for a checkpoint that is damaged or does not fit.
     """
     with unobserved():
         found = on_first_rank(lambda: _look(path))
@@ -167,7 +167,7 @@ def load_weights(training: Training, path: Path) -> None:
 
 
 def _other_data(training: Training, data: Mapping[str, Any]) -> list[str]:
-    """A note where the samples behind this run are not those that the checkpoint's run read."""
+    """A note where the samples that this run counts as read are not those that the checkpoint's run read."""
     mark = data.get("mark")
     if not mark or training.feed.mark(int(data["consumed"])) in ("", mark):
         return []
@@ -178,7 +178,7 @@ def _other_data(training: Training, data: Mapping[str, Any]) -> list[str]:
 
 
 def judge(saved: Fingerprint, run: Run, path: Path, *, reset: bool) -> Verdict:
-    """The verdict on going on from `saved` as `run`; raises Refused when it is no, or weights only without being asked for."""
+    """The verdict on going on from `saved` as `run`; raises Refused when it forbids resuming, or allows weights only and that was not asked for."""
     answer = verdict(saved, of_run(run))
     if answer.kind == "refused" or (answer.kind == "weights only" and not reset):
         raise Refused(f"{path} cannot be resumed in {run.recipe}: " + "\n".join(answer.lines()))
@@ -280,7 +280,7 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Conten
             f"{file}: scheduler.{strange[0]}={schedule.get(strange[0])!r}, expected as in {own[strange[0]]!r}"
         )
     if schedule.get("wd_incr_style") == training.scheduler.wd_incr_style == "constant":
-        # how long a weight decay that stays the same would have grown is no difference: a run may be made longer
+        # the length of a constant weight decay's ramp is not a difference: a run may be made longer
         schedule["wd_incr_steps"] = training.scheduler.wd_incr_steps
     try:
         training.scheduler.load_state_dict(schedule)
@@ -374,7 +374,7 @@ def _reason(error: BaseException, folder: Path, *, saving: bool) -> str:
         return f"{folder} does not fit this run: {type(error).__name__}: {tail}"
     free = shutil.disk_usage(folder).free / 2**20 if folder.exists() else 0.0
     if any(word in text for word in _NO_ROOM):
-        tail = f"the file system took no more (disk full, a quota, or a limit on the size of files): {tail}"
+        tail = f"the file system is full (disk, quota, or a limit on file sizes): {tail}"
     newest = store.saved(folder)
     before = f"the newest whole one is {newest[0].path}" if newest else "there is none yet"
     return f"a checkpoint could not be written to {folder} ({free:.0f} MiB free there): {tail}; {before}"

@@ -48,7 +48,7 @@ class Saved:
 
 
 def name_of(step: int) -> str:
-    """Folder name of the checkpoint behind `step` steps."""
+    """Folder name of the checkpoint after `step` steps."""
     return f"step_{step:08d}"
 
 
@@ -94,7 +94,7 @@ def claim(folder: Path) -> IO[str]:
 
 
 def step_of(path: Path) -> int:
-    """Steps behind the checkpoint in `path`, whatever the folder is called; raises CheckpointError."""
+    """Steps done at the checkpoint in `path`, whatever the folder is called; raises CheckpointError."""
     return step_in(read_manifest(path), path)
 
 
@@ -141,12 +141,12 @@ def set_aside(folder: Path, *, after: int) -> list[Path]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A new empty folder to write the checkpoint of `step` into; leavings of writers that were killed are removed."""
+    """A new empty folder to write the checkpoint of `step` into; leftovers of killed writers are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in (".partial-*", ".dropped-*", ".switch-*", f".{LATEST}-*"):
         for leaving in folder.glob(pattern):
             _remove(leaving)
-    # a random name: an orphan of a killed run that still writes meets no folder of ours
+    # a random name: a killed run's orphan that still writes cannot reach this folder
     partial = folder / f".partial-{name_of(step)}-{secrets.token_hex(4)}"
     partial.mkdir()
     return partial
@@ -155,7 +155,7 @@ def begin(folder: Path, step: int) -> Path:
 def seal(
     partial: Path, step: int, *, known: Mapping[str, Mapping[str, Any]] | None = None, audit: Audit = "unaudited"
 ) -> Path:
-    """Gives a written folder its checksums and its name, and points `latest` to it. Returns the new path; a crash at any point leaves no half.
+    """Gives a written folder its checksums and its name, and points `latest` to it. Returns the new path; a crash at any point leaves no partial checkpoint.
 
     known: size and sha256 of files that their writers have summed and flushed already.
     """
@@ -167,7 +167,7 @@ def seal(
         _sync(directory)
     folder, final = partial.parent, partial.parent / name_of(step)
     if os.path.lexists(final):
-        _drop(final)  # the same step saved again, behind a rollback
+        _drop(final)  # the same step saved again, after a rollback
     partial.rename(final)
     _sync(folder)
     write_whole(folder / LATEST, final.name + "\n")
@@ -255,7 +255,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         data = read_json(file)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(
-            f"{file} is missing: {path} was not written by mpbridge, or not wholly copied. {offer_before(path)}"
+            f"{file} is missing: {path} was not written by mpbridge, or copied incompletely. {offer_before(path)}"
         ) from error
     except (OSError, CheckpointError) as error:
         said = str(error) if isinstance(error, CheckpointError) else f"{file} cannot be read ({error})"

@@ -49,7 +49,7 @@ _FAMILY: Mapping[str, str] = {"torch_adamw": "adam"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """What a checkpoint's precision is: enough to say without reading a tensor whether and how another run can go on from it."""
+    """What a checkpoint's precision is: enough to decide without reading a tensor whether and how another run can resume from it."""
 
     recipe: str
     policy: PrecisionPolicy
@@ -127,7 +127,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Whether and how a run goes on from a checkpoint."""
+    """Whether and how a run resumes from a checkpoint."""
 
     kind: Kind
     lost: tuple[str, ...] = ()
@@ -143,11 +143,11 @@ class Verdict:
         return self.kind in ("same", "safe", "lossy")
 
     def without_states(self, why: str) -> Verdict:
-        """The same, with the weights alone, for the reason `why`."""
+        """The same with the weights alone, for the reason `why`."""
         return dataclasses.replace(self, kind="weights only", lost=_STATES, why=(why,))
 
     def lines(self) -> list[str]:
-        """The verdict as text for people; the first line is the kind."""
+        """The verdict as text; the first line is the kind."""
         groups = (("lost", self.lost), ("because", self.why), ("note", self.notes))
         return [self.kind, *(f"  {name}: {text}" for name, texts in groups for text in texts)]
 
@@ -194,7 +194,7 @@ def read_fingerprint(folder: Path) -> Fingerprint:
 
 
 def verdict(saved: Fingerprint, wanted: Fingerprint) -> Verdict:
-    """What going on from `saved` as `wanted` means."""
+    """What resuming `saved` as `wanted` means."""
     refusals = _other_model(saved, wanted) + _other_names(saved, wanted)
     if refusals:
         return Verdict(kind="refused", why=tuple(refusals))
@@ -233,8 +233,8 @@ def _unusable_states(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
     if _FAMILY.get(saved.optimizer, saved.optimizer) == _FAMILY.get(wanted.optimizer, wanted.optimizer):
         return []
     return [
-        f"states of {saved.optimizer} mean nothing to {wanted.optimizer}: keep optimizer.optimizer={saved.optimizer}, "
-        "or go on with the weights alone (--reset-optimizer)"
+        f"{wanted.optimizer} cannot use the states of {saved.optimizer}: keep optimizer.optimizer={saved.optimizer}, "
+        "or resume with the weights alone (--reset-optimizer)"
     ]
 
 
@@ -258,7 +258,7 @@ def _lost(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
     if _dynamic(a) and not _dynamic(b):
         lost.append("the dynamic loss scale and its counters")
     if saved.parallel != wanted.parallel and wanted.random:
-        lost.append("random states: the run is divided over its processes in another way")
+        lost.append("random states: the run is distributed over its processes differently")
     return lost
 
 

@@ -225,7 +225,7 @@ class Background:
 
 
 def _child(folder: Path, rank: int, load: Load, send: Any) -> None:
-    # the run's own handlers would save again; and a killed run must not leave a writer behind
+    # the run's own handlers would save again, and a killed run must not leave a writer behind
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""--target and its companions: the machine and the versions that are asked about, here or anywhere."""
+"""--target and its companions: the machine and the versions that are asked about, this one or another."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Target:
     here: bool
     """Whether it is this machine with what is installed on it."""
     assumed: tuple[str, ...] = ()
-    """Versions that nobody gave: 'transformer engine 2.11.0'."""
+    """Versions that were not given: 'transformer engine 2.11.0'."""
 
     def facts(self, facts: RunFacts) -> RunFacts:
-        """The run's facts on this target; variables set here say nothing about a machine elsewhere."""
+        """The run's facts on this target; environment variables of this machine do not count for another one."""
         changes: dict[str, Any] = {"machine": self.machine, "versions": self.versions}
         return dataclasses.replace(facts, **(changes if self.here else changes | {"environment": {}}))
 

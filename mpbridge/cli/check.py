@@ -1,4 +1,4 @@
-"""`mpbridge check`: every rule that a configuration breaks on a machine, and every size that does not suit its recipe."""
+"""`mpbridge check`: every rule that a configuration breaks on a machine, and every size that does not fit its recipe."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     add_run_arguments(parser)
     add_target_arguments(parser)
-    parser.add_argument("--rules", action="store_true", help="list every rule with its source and end")
+    parser.add_argument("--rules", action="store_true", help="list every rule with its source and exit")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what is broken; 1 when any error is among it."""
+    """Prints what is broken; 1 when that includes an error."""
     if args.rules:
         return _list(args.json)
     where = target(args)
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def judge(made: Run, where: Target) -> tuple[Violation, ...]:
-    """What is broken by any recipe of the run; a later stage's rules say which stage they speak of."""
+    """What any recipe of the run breaks; a later stage's violations name the stage."""
     facts = where.facts(made.facts)
     found = list(broken(made.policy, facts))
     for index, stage in enumerate(made.stages[1:], start=2):

@@ -119,4 +119,4 @@ def _plot(path: Path, made: Run, mine: Estimate, other: Estimate | None) -> None
     from mpbridge.report.bars import stacked_bars
 
     bars = {made.recipe: mine.parts} | ({REFERENCE: other.parts} if other is not None else {})
-    stacked_bars(path, bars, unit="seconds a step", title=f"Predicted, {mine.world} GPUs")
+    stacked_bars(path, bars, unit="seconds per step", title=f"Predicted, {mine.world} GPUs")

@@ -37,7 +37,7 @@ def needs(entry: Recipe) -> str:
 
 
 def as_data(entry: Recipe) -> dict[str, object]:
-    """The entry's papers in JSON types."""
+    """The entry's metadata in JSON types."""
     return {
         "name": entry.name,
         "summary": entry.summary,

@@ -1,4 +1,4 @@
-"""The entry: finds the verb, parses, runs it, and turns errors into text and an exit code. Nothing heavy is imported here.
+"""The entry point: finds the verb, parses, runs it, and turns errors into text and an exit code. Nothing heavy is imported here.
 
 Exit codes: 0 done, 1 the answer is no, 2 misuse, 130 interrupted.
 """

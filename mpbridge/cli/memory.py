@@ -1,4 +1,4 @@
-"""`mpbridge memory`: bytes a GPU by role, beside bf16_mixed, and whether it fits."""
+"""`mpbridge memory`: bytes per GPU by role, beside bf16_mixed, and whether it fits."""
 
 from __future__ import annotations
 

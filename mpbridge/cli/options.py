@@ -18,7 +18,7 @@ _PRECISION = ("mixed_precision=", "mixed_precision.recipe=")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) -> None:
-    """--recipe, --config, --engine, --emulate, key=value ...; world: --world-size too, for verbs that only think about a run."""
+    """--recipe, --config, --engine, --emulate, key=value ...; world: --world-size too, for verbs that do not run anything."""
     parser.add_argument(
         "--recipe",
         metavar="NAME",
@@ -45,7 +45,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) ->
 
 
 def container(args: argparse.Namespace) -> ConfigContainer:
-    """The configuration that the shared arguments describe; what is wrong in it is said by `resolved`, all at once."""
+    """The configuration that the shared arguments describe; `resolved` reports everything that is wrong in it, at once."""
     from mpbridge.config.container import ConfigContainer
 
     overrides = list(args.overrides)
@@ -56,7 +56,7 @@ def container(args: argparse.Namespace) -> ConfigContainer:
         overrides.insert(0, f"mixed_precision.recipe={_quoted(args.recipe)}")
     overrides += [f"engine={args.engine}"] if args.engine else []
     overrides += ["emulate=true"] if args.emulate else []
-    # a recipe that is code runs when the command line names it; a file may come from anybody
+    # a recipe that is code runs only when the command line names it; a file may come from anywhere
     trusted = any(text.partition("=")[0] in ("mixed_precision", "mixed_precision.recipe") for text in overrides)
     return ConfigContainer.load(find_config(args.config), overrides, check=False, trusted=trusted)
 

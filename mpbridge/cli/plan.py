@@ -70,7 +70,7 @@ def _print(made: Run, *, explain: bool) -> None:
     else:
         _plain_table(made)
     for setting in made.brought:
-        print(f"the recipe brings along {setting}")
+        print(f"the recipe also sets {setting}")
     print()
     print_table(("fact", "value"), facts(made.policy, made.facts.shape.num_layers), title="what it means")
     if len(made.stages) > 1:

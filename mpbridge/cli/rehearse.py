@@ -12,7 +12,7 @@ from mpbridge.errors import BadValue
 if TYPE_CHECKING:
     from mpbridge.rehearse.report import Rehearsal
 
-SUMMARY = "train a few steps under several recipes, emulated, and see which tensors suffer"
+SUMMARY = "train a few steps under several recipes, emulated, and see which tensors lose precision"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, default=50, metavar="N", help="training steps under each recipe (default: 50)"
     )
     parser.add_argument(
-        "--every", type=int, metavar="K", help="look at the tensors of every K-th step (default: ten looks)"
+        "--every", type=int, metavar="K", help="sample the tensors of every K-th step (default: ten samples)"
     )
     parser.add_argument(
         "--tensors",
@@ -80,7 +80,7 @@ def _rehearsed(args: argparse.Namespace) -> Rehearsal:
         tuple(name.strip() for name in args.recipes.split(",") if name.strip()) if args.recipes else rehearse.RECIPES
     )
     if not recipes:
-        raise BadValue(f"--recipes {args.recipes!r} names none")
+        raise BadValue(f"--recipes {args.recipes!r} names no recipe")
     if args.tensors is not None:
         return rehearse.observe(rehearse.read_tensors(args.tensors), recipes)
     from mpbridge.cli.options import find_config

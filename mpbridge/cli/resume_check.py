@@ -1,4 +1,4 @@
-"""`mpbridge resume-check CKPT --recipe NAME`: whether and how a run in that recipe goes on from a checkpoint. Loads no framework, reads no tensor."""
+"""`mpbridge resume-check CKPT --recipe NAME`: whether and how a run in that recipe resumes from a checkpoint. Loads no framework, reads no tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.traits import DEFAULT, engine_names
 
-SUMMARY = "say whether and how a run goes on from a checkpoint"
+SUMMARY = "say whether and how a run resumes from a checkpoint"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,14 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint", type=Path, metavar="CKPT", help="a checkpoint, or a folder of them (then the newest)"
     )
-    parser.add_argument("--recipe", metavar="NAME", help="the recipe to go on in; left out: the checkpoint's own")
-    parser.add_argument("--engine", choices=engine_names(), help="left out: the recipe's, else the checkpoint's")
+    parser.add_argument("--recipe", metavar="NAME", help="the recipe to resume in (default: the checkpoint's own)")
+    parser.add_argument("--engine", choices=engine_names(), help="default: the recipe's, else the checkpoint's")
     parser.add_argument("--reset-optimizer", action="store_true", help="weights alone will do")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the verdict; 0: the run goes on, 1: it does not, or with the weights alone though that was not asked for."""
+    """Prints the verdict; 0: the run resumes; 1: it does not, or with the weights alone and that was not asked for."""
     folder = locate(args.checkpoint)
     saved = read_fingerprint(folder)
     wanted = wanted_fingerprint(saved, args.recipe, args.engine)
@@ -43,14 +43,14 @@ def run(args: argparse.Namespace) -> int:
             )
         )
     else:
-        # a run would have to be told: its own default is mcore
+        # a run has to say so: its own default is mcore
         engine = "" if wanted.engine == DEFAULT else f" with engine={wanted.engine}"
         print(f"{folder}: {saved.recipe} -> {wanted.recipe}{engine}: " + "\n".join(found.lines()))
     return exit_code(found, reset=args.reset_optimizer)
 
 
 def exit_code(found: Verdict, *, reset: bool) -> int:
-    """0 when the run goes on, 1 when the answer is no."""
+    """0 when the run resumes, 1 when the answer is no."""
     return 0 if found.goes_on or (found.kind == "weights only" and reset) else 1
 
 

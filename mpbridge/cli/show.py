@@ -1,4 +1,4 @@
-"""`mpbridge show NAME`: a recipe's card: its papers, what its author wrote, what it means."""
+"""`mpbridge show NAME`: a recipe's card: its metadata, what its author wrote, what it means."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpbridge.precision.words import region_rule, region_text
 from mpbridge.rules.cards import Card, card, main_weights
 from mpbridge.traits import DEFAULT, traits
 
-SUMMARY = "one recipe: its papers, its fields, and what they mean"
+SUMMARY = "one recipe: its metadata, its fields, and what they mean"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def _costs(known: Card) -> list[tuple[str, str]]:
         ("kept", known.stored),
         ("exported", known.exported),
         (
-            "bytes a parameter",
+            "bytes per parameter",
             f"{known.bytes_alone:.2f} on one GPU, {known.bytes_shared:.2f} on eight (states; mpbridge memory for a model)",
         ),
         ("rules about it", ", ".join(known.rules) or "none"),

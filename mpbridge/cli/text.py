@@ -13,7 +13,7 @@ ROOM = 28
 
 
 def on_terminal() -> bool:
-    """Whether people watch."""
+    """Whether stdout is a TTY."""
     return sys.stdout.isatty()
 
 
@@ -36,7 +36,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title:
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The table's lines, columns two blanks apart, nothing behind the last cell; columns that are empty throughout are left out."""
+    """The table's lines, columns two blanks apart, nothing after the last cell; empty columns are left out."""
     shown = [i for i in range(len(columns)) if any(row[i] for row in rows)]
     table = [[columns[i] for i in shown], *([row[i] for i in shown] for row in rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(shown))]

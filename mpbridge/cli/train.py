@@ -15,7 +15,7 @@ UPSTREAM_CHATTER = (
     "Apex is not installed",
     "full scope is deprecated",
 )
-"""Warnings that megatron-core 0.16.1 gives at every import or construction on a machine without Transformer Engine; `doctor` says it better."""
+"""Warnings that megatron-core 0.16.1 gives at every import or construction on a machine without Transformer Engine; `doctor` reports it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--audit", choices=("stop", "warn"), help="what happens when the live tensors are not what the recipe promised"
     )
     parser.add_argument(
-        "--reset-optimizer", action="store_true", help="load the weights alone: optimizer states start anew"
+        "--reset-optimizer", action="store_true", help="load the weights alone; optimizer states start fresh"
     )
     parser.add_argument(
         "--deterministic", action="store_true", help="the same losses to the bit at every run, at some cost in speed"
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; 0 when the run is complete. What does not fit is said before torch is imported."""
+    """Trains; 0 when the run is complete. Faults are reported before torch is imported."""
     from mpbridge.hardware.probe import this_machine
 
     if args.audit:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         )
     from mpbridge.rules.admit import require_here
 
-    if len(made.stages) == 1:  # of a schedule, only a checkpoint knows which recipe is next
+    if len(made.stages) == 1:  # with a schedule, only a checkpoint knows which recipe is next
         require_here(made.policy, made.facts)
     for text in UPSTREAM_CHATTER:
         warnings.filterwarnings("ignore", message=text)

@@ -77,7 +77,7 @@ class ConfigContainer:
     if not TYPE_CHECKING:  # seen by mypy, these would accept any name
 
         def __new__(cls, **given: Any) -> Self:
-            """Refuses an unknown section with the nearest name, where Python would say a bare TypeError."""
+            """Refuses an unknown section with the nearest name, where Python would raise a bare TypeError."""
             for name in given:
                 if name not in cls.__dataclass_fields__:
                     raise UnknownName("section of ConfigContainer", name, TOP)
@@ -139,7 +139,7 @@ class ConfigContainer:
         return run
 
     def smallest_world(self) -> int:
-        """The fewest processes that the parallel sizes allow; 1 when they are no numbers (`resolved` then says so)."""
+        """The fewest processes that the parallel sizes allow; 1 when they are not numbers (`resolved` then says so)."""
         draft = self._draft()
         return smallest_world(joined(draft.given, draft.engine, [])[1])
 

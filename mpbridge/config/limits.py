@@ -1,4 +1,4 @@
-"""Ranges and words of settings whose type alone lets nonsense through: outside of them nothing downstream has a meaning, or it says so too late."""
+"""Ranges and words of settings whose type alone is too permissive: outside of them nothing downstream is meaningful, or it fails too late."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Range:
 POSITIVE, COUNT, SIZE = Range(above=0), Range(least=0), Range(least=1)
 SHARE, FRACTION = Range(least=0, most=1), Range(least=0, below=1)
 RATE = Range(least=0, below=1000)
-"""A learning rate: far above what any optimizer here takes for a step and not for an explosion."""
+"""A learning rate: far above any useful one."""
 
 LIMITS: dict[str, Range] = {
     **dict.fromkeys(

@@ -1,4 +1,4 @@
-"""Layers of plain data (a file, the command line) -> one tree that knows where each value came from."""
+"""Layers of plain data (a file, the command line) merged into one tree that knows where each value came from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOP = (*SINGLE, *SECTIONS)
 _TWIN = dict(TWINS) | {b: a for a, b in TWINS}
 _MODULES = "mixed_precision.modules."
 MOST_VALUES, DEEPEST = 20_000, 12
-"""Values in a configuration, and levels: both far above what any has."""
+"""Limits on a configuration's values and nesting levels, far above any real one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Layers:
     faults: list[str] = field(default_factory=list)
 
     def add(self, layer: Mapping[str, Any], source: str) -> None:
-        """Lays `layer` over the tree: a mapping into a mapping, everything else replaced."""
+        """Merges `layer` over the tree: a mapping into a mapping, everything else replaced."""
         layer = self._known(layer, source)
         precision = layer.get("mixed_precision")
         if precision is not None:
@@ -60,7 +60,7 @@ class Layers:
         return out
 
     def _make_room(self, precision: Any, source: str) -> None:
-        """Takes out what the weaker layers said and this one revokes: another recipe's additions, the other one of two twin fields."""
+        """Removes what a weaker layer set and this one overrides: another recipe's additions, the other one of two twin fields."""
         below = self.tree.get("mixed_precision")
         if isinstance(precision, (list, tuple)) or (isinstance(precision, Mapping) and _renames(precision, below)):
             self._forget("mixed_precision")
@@ -100,7 +100,7 @@ class Layers:
 def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Layers:
     """The layers of a YAML file (None: nothing) and of 'section.key=value' overrides, the stronger last.
 
-    Faults are collected in the result; BadValue only where there is nothing to go on with: no such file, no YAML, no mapping.
+    Faults are collected in the result; BadValue only where there is nothing to go on with: a missing file, invalid YAML, or not a mapping.
     """
     layers = Layers()
     if path is not None:
@@ -121,7 +121,9 @@ def read_file(path: Path) -> Tree:
     if data is None:
         return {}
     if not _is_tree(data):
-        raise BadValue(f"configuration {path}: it refers to itself, or is larger or deeper than any configuration is")
+        raise BadValue(
+            f"configuration {path}: it refers to itself, or exceeds {MOST_VALUES:,} values or {DEEPEST} levels"
+        )
     if not isinstance(data, dict):
         raise BadValue(
             f"configuration {path}: expected a mapping of sections ({', '.join(TOP)}), got {type(data).__name__}"
@@ -168,14 +170,14 @@ def _value(text: str) -> Any:
     try:
         value = load_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise BadValue(f"no YAML value: {' '.join(str(error).split())}") from None
+        raise BadValue(f"not a YAML value: {' '.join(str(error).split())}") from None
     if not _is_tree(value):
-        raise BadValue("it refers to itself, or is larger or deeper than any value is")
+        raise BadValue(f"it refers to itself, or exceeds {MOST_VALUES:,} values or {DEEPEST} levels")
     return value
 
 
 def _is_tree(data: Any) -> bool:
-    """Whether `data` ends: YAML's aliases can make it refer to itself, or to a part a million times."""
+    """Whether `data` is finite: YAML's aliases can make it refer to itself, or to a part a million times."""
     left, level = MOST_VALUES, [data]
     for _ in range(DEEPEST):
         level = [

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 Section = dict[str, Any]
 _ONE_FACT = ("use_distributed_optimizer", "overlap_param_gather")
-"""Asked for by megatron-core in two configs, ddp and optimizer."""
+"""Fields that megatron-core has in two configs, ddp and optimizer."""
 
 
-BROUGHT = "the recipe, which cannot do without"
-"""Origin of a setting outside of the plan that the recipe fills in where nobody has set it."""
+BROUGHT = "required by the recipe"
+"""Origin of a setting outside the plan that the recipe fills in where it was not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Run:
 
     @property
     def brought(self) -> tuple[str, ...]:
-        """Settings that the recipe brought along, as 'ddp.use_distributed_optimizer=true'."""
+        """Settings that the recipe also sets, as 'ddp.use_distributed_optimizer=true'."""
         names = [name.partition(".") for name, source in self.origin.items() if source == BROUGHT]
         return tuple(f"{section}.{key}={say(self.inputs[section][key])}" for section, _, key in names)
 
@@ -123,7 +123,7 @@ def _join_engine(ddp: Section, engine: str | None, faults: list[str]) -> None:
             ddp[switch] = True
     if own is not None and own.distributed_optimizer == "always" and ddp.get("use_distributed_optimizer") is False:
         faults.append(
-            f"ddp.use_distributed_optimizer=False and engine={engine}, which shards the states in any case: drop it"
+            f"ddp.use_distributed_optimizer=False and engine={engine}, which always shards the states: drop it"
         )
     for name, value in (own.ddp_defaults if own is not None else {}).items():
         ddp.setdefault(name, value)
@@ -251,7 +251,7 @@ class Draft:
         )
 
     def _bring_along(self, inputs: dict[str, Section]) -> dict[str, str]:
-        """Fills in what the recipe cannot do without and nobody has set; setting -> where it came from. Who says otherwise meets a rule."""
+        """Fills in what the recipe requires and the author did not set; setting -> where it came from. An explicit false is rejected by a rule."""
         aware = (
             bool(self.stages)
             and bool(self.stages[0].policy.precision_aware)

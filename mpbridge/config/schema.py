@@ -40,7 +40,7 @@ class Setting:
     choices: tuple[str | int, ...] = ()
 
     def expected(self) -> str:
-        """The legal values, for people."""
+        """The legal values, in words."""
         words = {
             "choice": "one of " + ", ".join(map(str, self.choices)),
             "dtype": "a dtype",
@@ -205,7 +205,7 @@ def _unknown(section: str, name: str, known: Mapping[str, Setting]) -> str:
     if section == "model" and name in upstream_class("model", latent=True):
         return "needs model.multi_latent_attention=true"
     error = UnknownName(f"setting in {section}", name, known)
-    # a hundred names help nobody
+    # a hundred names do not help
     return (
         str(error)
         if error.near or len(known) < 20

@@ -13,8 +13,8 @@ from mpbridge.errors import UnknownName
 class Section(dict[str, Any]):
     """What was given for one section: `section["lr"]` and `section.lr` are the same setting.
 
-    Reading a setting that was not given answers its default and stores nothing. An attribute that is no setting raises UnknownName with the
-    nearest; keys are checked by `ConfigContainer.faults`, all at once.
+    Reading a setting that was not given answers its default and stores nothing. An attribute that is not a setting raises UnknownName with the
+    nearest name; keys are checked by `ConfigContainer.faults`, all at once.
     """
 
     __slots__ = ("_section",)

@@ -41,14 +41,14 @@ class Parallelism:
 
 @dataclass(kw_only=True)
 class Train:
-    """How long, in which portions, and what to do about surprises."""
+    """How long, in which batches, and what to do about failures."""
 
     micro_batch_size: int | None = 4
     """Samples of one forward and backward pass on one data-parallel rank; None: the rank's whole share of global_batch_size."""
     global_batch_size: int = 8
     """Samples of one optimizer step over all ranks."""
     train_iters: int | None = None
-    """Steps of the run; it rules, whatever the length of the data."""
+    """Steps of the run, whatever the length of the data."""
     eval_interval: int | None = 100
     """Steps between two evaluations on held-out data; null: none."""
     eval_iters: int = 8
@@ -64,7 +64,7 @@ class Train:
     """How long ranks wait for each other before the run ends; long, since rank 0 may be preparing a large corpus meanwhile."""
     nonfinite: str = "skip"
     """After a step whose loss or gradients are not finite (it is never applied): "skip" it, "stop", or "rollback N": back to the newest checkpoint
-    and on behind the samples that led there, at most N times."""
+    and on after the samples that led there, at most N times."""
     audit: Literal["stop", "warn"] = "stop"
     """What happens when the live tensors are not what the policy promised."""
 
@@ -81,7 +81,7 @@ class Data:
     split: str = "98,1,1"
     """Weights of train, valid and test."""
     cache_dir: str | None = None
-    """Where preprocessed corpora are kept; None: a cache folder of the user's."""
+    """Where preprocessed corpora are kept; None: the user's cache folder."""
     json_key: str = "text"
 
 
@@ -116,13 +116,13 @@ class Checkpoint:
     save_interval: int | None = None
     """Steps between two checkpoints; None: only at the end, where `save` is given."""
     keep_last: int | None = None
-    """How many of the newest checkpoints stay; None: all."""
+    """How many of the newest checkpoints are kept; None: all."""
     keep_every: int | None = None
-    """Checkpoints of steps that are multiples of this one stay in any case."""
+    """Checkpoints of steps that are multiples of this one are always kept."""
     async_save: bool = False
     """Write checkpoints in the background while training goes on."""
     reset_optimizer: bool = False
-    """Load the weights alone: optimizer states start anew."""
+    """Load the weights alone; optimizer states start fresh."""
 
 
 @dataclass(kw_only=True)

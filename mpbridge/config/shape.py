@@ -64,7 +64,7 @@ def _expert_faults(model: Mapping[str, Any]) -> list[str]:
     layers, pattern, faults = model["num_layers"], model["moe_layer_freq"], []
     if model["moe_router_topk"] > model["num_moe_experts"]:
         faults.append(
-            f"model.moe_router_topk={model['moe_router_topk']} experts a token, but model.num_moe_experts={model['num_moe_experts']}"
+            f"model.moe_router_topk={model['moe_router_topk']} experts per token, but model.num_moe_experts={model['num_moe_experts']}"
         )
     if isinstance(model["moe_aux_loss_coeff"], list) and not isinstance(model["moe_router_load_balancing_type"], list):
         faults.append(

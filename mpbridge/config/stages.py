@@ -16,7 +16,7 @@ from mpbridge.precision.resolve import resolve
 from mpbridge.precision.schedule import Mark
 
 UNNAMED = "custom"
-"""What a policy without a recipe's name is called."""
+"""Name of a policy without a recipe's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +43,10 @@ def read_stages(
     trusted: bool = True,
     engine: str | None = None,
 ) -> tuple[Stage, ...]:
-    """The stages that a mixed_precision setting means, one when it is no list; what cannot be goes to `faults`.
+    """The stages that a mixed_precision setting means, one when it is not a list; what is not valid goes to `faults`.
 
     optimizer: the optimizer section, which settles what the recipe leaves open. engine: the author's choice; None: the recipe's. trusted: False refuses recipes that are code of the
-    configuration's own (a function in a module or file), for configurations that came with somebody's checkpoint.
+    configuration's own (a function in a module or file), for configurations that came with a checkpoint.
     """
     if value is None or value == [] or value == {}:
         faults.append(

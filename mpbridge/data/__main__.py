@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--keys", nargs="+", default=["text"], help="JSON fields that hold text, one output each")
     parser.add_argument("--tokenizer", default="byte", help="'byte' or 'package.module:factory'")
-    parser.add_argument("--workers", type=int, help="processes (default: as it pays)")
+    parser.add_argument("--workers", type=int, help="processes (default: chosen by the size of the input)")
     parser.add_argument("--cache", type=Path, help="cache folder")
     args = parser.parse_args(argv)
     try:

@@ -23,7 +23,7 @@ class Feed:
     """Everything a run reads: opened once, asked for batches of a split from any position.
 
     dataset: an iterable of the user's own for training, in place of the corpus; its samples are mappings with 'tokens'
-    (one longer than a sample when 'labels' is left out). Its length is never asked: `train_iters` rules.
+    (one longer than a sample when 'labels' is left out). Its length is never asked: `train_iters` decides.
     """
 
     def __init__(self, run: Run, dataset: Iterable[Mapping[str, torch.Tensor]] | None = None) -> None:
@@ -38,7 +38,7 @@ class Feed:
         self._opened: dict[str, Any] = {}
 
     def batches(self, split: str, consumed: int = 0, dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:
-        """Endless micro-batches of this data-parallel rank, starting behind `consumed` samples of the whole run.
+        """Endless micro-batches of this data-parallel rank, starting after `consumed` samples of the whole run.
 
         Sample i belongs to global step i // global_batch_size; within it, runs of micro_batch_size go to the ranks in turn.
         """

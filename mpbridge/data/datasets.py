@@ -22,7 +22,7 @@ SPLITS = ("train", "valid", "test")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Pairs that are ready on this machine, and how they are to be read."""
+    """Pairs that are ready on this machine, and how to read them."""
 
     prefixes: tuple[str, ...]
     tokenizer: Any
@@ -33,7 +33,7 @@ class Corpus:
     seed: int
     cache: str
     prepared: Prepared | None
-    """None for prefixes that the user brought."""
+    """None for prefixes that the user gave."""
 
     def dataset(self, split: str, samples: int) -> Any:
         """The GPTDataset of `split` with at least `samples` samples; it repeats the text where there is less. Call it on every rank."""
@@ -49,7 +49,7 @@ class Corpus:
             try:
                 return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[place]
             except (OSError, EOFError, ValueError) as error:
-                # a run that was killed while it wrote leaves half a file, which the library takes for a whole one
+                # a run that was killed while it wrote leaves half a file, which the library takes for a complete one
                 raise DataError(
                     f"the sample index under {config.path_to_cache} cannot be used ({error}); delete that folder"
                 ) from error
@@ -73,7 +73,7 @@ class Corpus:
         )
 
     def _some_text(self, split: str, span: tuple[float, float] | None) -> None:
-        """A split without a single token would send the library into an endless loop."""
+        """A split without a single token would put the library into an endless loop."""
         for prefix in self.prefixes:
             lengths = _lengths(prefix)
             start, end = (round(edge * len(lengths)) for edge in span or (0.0, 0.0))
@@ -98,7 +98,7 @@ def _lengths(prefix: str) -> Any:
 def open_corpus(data: Mapping[str, Any], *, seq_length: int, seed: int, vocab_size: int | None = None) -> Corpus:
     """The corpus that a run's data section names. Collective: rank 0 prepares it while the other ranks wait.
 
-    vocab_size: of the model; a tokenizer with more is refused. Raises DataError, on every rank where rank 0 failed.
+    vocab_size: of the model; a tokenizer with a larger one is refused. Raises DataError, on every rank where rank 0 failed.
     """
     tok = tokenizer(str(data.get("tokenizer") or "byte"))
     if vocab_size is not None and tok.vocab_size > vocab_size:
@@ -145,7 +145,7 @@ def _split(given: str | Sequence[float]) -> str:
 
 @contextmanager
 def _some_group(needed: bool) -> Iterator[None]:
-    """A process group of one where there is none: BlendedDataset of megatron-core 0.16.1 asks for its rank without looking."""
+    """A process group of one where there is none: BlendedDataset of megatron-core 0.16.1 asks for its rank without checking."""
     from mpbridge.engines.parallel import start_process_group, stop_process_group
 
     made = needed and start_process_group(False)
@@ -158,7 +158,7 @@ def _some_group(needed: bool) -> Iterator[None]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Rank 0 of one job at a time: the library writes its indices in place, and two jobs on the same text would read each other's halves."""
+    """Rank 0 of one job at a time: the library writes its indices in place, and two jobs on the same text would read each other's partial files."""
     import torch.distributed as dist
 
     if dist.is_initialized() and dist.get_rank() != 0:

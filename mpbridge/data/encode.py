@@ -30,7 +30,7 @@ class Tally:
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
-    """`text` in pieces of about `size` characters, cut behind line ends where there are any.
+    """`text` in pieces of about `size` characters, cut after line ends where there are any.
 
     GPTDataset splits into train and validation by whole sequences: one long file must not be a single one.
     """
@@ -77,7 +77,7 @@ def encode(work: Sequence[Unit], tok: Any, keys: Sequence[str], folder: Path, pi
 
 
 def merge(shards: Sequence[Path], tok: Any, keys: Sequence[str], folder: Path) -> None:
-    """The shards' pairs, one behind the other, as one pair a key in `folder`."""
+    """The shards' pairs, concatenated into one pair per key in `folder`."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     for key in keys:

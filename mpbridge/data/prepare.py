@@ -1,4 +1,4 @@
-"""Files to .bin/.idx, once: cached under a key made of the content, finished atomically, by as many workers as it pays."""
+"""Files to .bin/.idx, once: cached under a key made of the content, finished atomically, by as many workers as are worth starting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mpbridge.data.tokenizer import identity, tokenizer
 from mpbridge.errors import DataError
 
 FORMAT = "1"
-"""Part of every key: raise it when the same files would be written differently."""
+"""Part of every key: increase it when the same files would be written differently."""
 PIECE = 32 << 10
 """Characters in a sequence at most; see `encode.pieces`."""
 ONE_WORKER = 64 << 20
@@ -79,7 +79,7 @@ def prepare(
 ) -> Prepared:
     """The pairs for `files`, from the cache where the same content was prepared before.
 
-    workers: processes; None: one for little input, else one a core up to 8. The output does not depend on it.
+    workers: processes; None: one for little input, else one per core up to 8. The output does not depend on it.
     Raises DataError when a file cannot be read, a worker fails, or no record is usable; nothing half-written is left behind.
     """
     tok = tokenizer(tokenizer_name)
@@ -148,7 +148,7 @@ def _finished_or_nothing(home: Path) -> Iterator[Path]:
         try:
             folder.rename(home)
         except OSError:
-            # somebody else finished the same content first; theirs is as good
+            # another process finished the same content first; its result is as good
             if not (home / "prepared.json").is_file():
                 raise
     finally:
@@ -193,7 +193,7 @@ def _encode_all(
 
 
 def _shares(work: Sequence[Unit], count: int) -> Iterator[list[Unit]]:
-    """`work` in at most `count` runs of neighbours of about equal size."""
+    """`work` in at most `count` contiguous parts of about equal size."""
     total = sum(unit.end - unit.start for unit in work)
     share: list[Unit] = []
     done = 0

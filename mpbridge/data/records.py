@@ -1,4 +1,4 @@
-"""Texts out of files, record by record; what cannot be used comes out as a reason instead of an exception."""
+"""Texts from files, record by record; an unusable record yields a reason instead of an exception."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from mpbridge.data.sources import JSON_LINES
 
 CHUNK = 16 << 20
-"""Bytes of a JSON-lines file that one worker takes at a time; small enough to spread, large enough to start seldom."""
+"""Bytes of a JSON-lines file that one worker takes at a time; small enough to distribute, large enough to keep overhead low."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def records(unit: Unit, keys: Sequence[str]) -> Iterator[Text | Skip]:
 def _lines(unit: Unit) -> Iterator[bytes]:
     with unit.path.open("rb") as file:
         if unit.start:
-            # the record that the cut went through belongs to the unit before
+            # a record that crosses the boundary belongs to the previous unit
             file.seek(unit.start - 1)
             file.readline()
         while file.tell() < unit.end and (line := file.readline()):
@@ -110,7 +110,7 @@ def _usable(key: str, value: Any) -> Iterator[Text | Skip]:
 
 
 def _encodable(value: str) -> bool:
-    """Half of a surrogate pair is legal in JSON and impossible in UTF-8."""
+    """A lone surrogate is legal in JSON and impossible in UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -34,7 +34,7 @@ def stdlib_files() -> tuple[Path, ...]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for name in sys.stdlib_module_names:
-        # _sysconfigdata and its kind describe the machine that Python was built on
+        # _sysconfigdata and similar files describe the machine that Python was built on
         if name in _NOT_PROSE or name.startswith("_sysconfigdata"):
             continue
         found += [path for path in [root / f"{name}.py"] if path.is_file()]

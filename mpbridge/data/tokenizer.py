@@ -35,7 +35,7 @@ def tokenizer(name: str = "byte") -> Any:
 
 
 def identity(tok: Any) -> str:
-    """A text that differs when `tok` may encode differently; part of the cache's key."""
+    """A text that changes whenever `tok` may encode differently; part of the cache's key."""
     facts = getattr(tok, "unique_identifiers", None) or {"class": type(tok).__qualname__}
     return repr(
         sorted((str(key), str(value)) for key, value in {**facts, "eod": tok.eod, "vocab_size": tok.vocab_size}.items())

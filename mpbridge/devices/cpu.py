@@ -1,4 +1,4 @@
-"""megatron-core on a CPU with gloo: one context manager that redirects CUDA calls and takes every redirection back."""
+"""megatron-core on a CPU with gloo: one context manager that redirects CUDA calls and restores every one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MISSING = object()
 
 
 class _Replacement:
-    """A set of attribute replacements, installed by the first that enters and taken back by the last that leaves, in any thread."""
+    """A set of attribute replacements, installed on the first entry and restored on the last exit, in any thread."""
 
     def __init__(self, patches: Callable[[], Iterable[Patch]]) -> None:
         self._patches = patches
@@ -86,7 +86,7 @@ def _core_patches() -> Iterable[Patch]:
 
 
 class _Device:
-    """The redirections and the process-wide torch state that megatron-core changes and does not give back."""
+    """The redirections and the process-wide torch state that megatron-core changes and does not restore."""
 
     def __init__(self) -> None:
         self.replacement = _Replacement(lambda: [*cuda_patches(), *_core_patches()])

@@ -1,4 +1,4 @@
-"""What stands in for CUDA on a CPU: each replacement of one torch or megatron-core function, none of them installed here.
+"""Substitutes for CUDA on a CPU: each replacement of one torch or megatron-core function, none of them installed here.
 
 Attributes are replaced instead of pushing a TorchFunctionMode: a mode costs about a microsecond on every torch call (1.6 % of a small step),
 is popped while backward runs, and is invisible to other threads.
@@ -58,7 +58,7 @@ def names_cuda(device: Any) -> bool:
 
 
 class NullEvent:
-    """A CUDA event of a device that runs in order: always done, no time between two of them."""
+    """A CUDA event of a device that runs in order: always complete, with no time between two of them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -227,7 +227,7 @@ def cuda_patches() -> Iterator[Patch]:
     yield cuda, "device_count", lambda: 0
     yield cuda, "current_device", lambda: CPU
     for name in ("set_device", "synchronize", "empty_cache"):
-        # a function for each: torch.compile keeps one rule a function, and has different ones for these names
+        # one function each: torch.compile keeps one rule per function, and has different ones for these names
         yield cuda, name, lambda *args, **kwargs: None
     yield cuda, "Stream", NullStream
     yield cuda, "Event", NullEvent

@@ -1,4 +1,4 @@
-"""What all ranks of a job do as one: agree on a number, take over what the first one did."""
+"""What all ranks of a job do together: agree on a number, take the first rank's result."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ recipe quantizes nothing):
 
     emulation = emulation_for(run)                        # Emulation | None
     provider  = emulation.backend(provider)               # before the layer spec is made: its linears are ours, all else is `provider`'s
-    model     = GPTModel(...)                             # as ever; wrap it in Float16Module, DDP ... as ever
+    model     = GPTModel(...)                             # as usual; wrap it in Float16Module, DDP ... as usual
     emulation.attach(chunks)                              # after building (before or after wrapping, before FSDP shards): names, hooks
     ...
     emulation.step_begin()                                # before the first micro-batch of every train_step

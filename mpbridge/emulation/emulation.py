@@ -105,7 +105,7 @@ class Emulation:
         self._placed.append(_Placed(linear, name, below, layer, layers, gemms))
 
     def freeze(self) -> None:
-        """Makes one quantizer for each rule and plugs the noted linears in."""
+        """Makes one quantizer for each rule and attaches the noted linears."""
         self._check_regions()
         slots: dict[Quant, list[str]] = {}
         for place in self._placed:
@@ -153,7 +153,7 @@ class Emulation:
 
     # --- running -------------------------------------------------------------------------------------------------------------------------
     def step_begin(self) -> None:
-        """To be called before the first micro-batch of a training step: weights are quantized anew, once, and random bits drawn anew."""
+        """Call before the first micro-batch of a training step: weights are quantized again, once, and new random bits are drawn."""
         self.randomness.begin(self.randomness.step + 1)
         self.eval_begin()
 
@@ -221,7 +221,7 @@ class Emulation:
         self.randomness.begin(int(plain[STEP]))
 
     def detach(self) -> None:
-        """Takes every hook and plug out again."""
+        """Removes every hook and plug."""
         for hook in self._hooks:
             hook.remove()
         for linear in self.restore:
@@ -233,7 +233,7 @@ class Emulation:
 
     # --- words ---------------------------------------------------------------------------------------------------------------------------
     def notes(self) -> tuple[str, ...]:
-        """What is not as on the GPU, one sentence each; to be shown with every result."""
+        """What differs from the GPU, one sentence each; shown with every result."""
         quants = self.policy.quants
         release = ".".join(map(str, self.release))
         count = f"{len(self.plugs)} linears quantized, {len(self.high)} kept high" + (

@@ -164,7 +164,7 @@ def kernel(
 
 
 class _Guarded:
-    """A compiled kernel that falls back to eager execution, once and with a word, if compiling fails on this machine."""
+    """A compiled kernel that falls back to eager execution, once and with a warning, if compiling fails on this machine."""
 
     def __init__(self, fast: Callable[..., Any], slow: Callable[..., Any]) -> None:
         self._call, self._slow, self._proven = fast, slow, False
@@ -182,7 +182,7 @@ class _Guarded:
                         torch._dynamo.maybe_mark_dynamic(tensor, axis)
             with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
                 result = self._call(*tensors)
-        except Exception as error:  # whatever a tool chain can do wrong: the numbers do not depend on it
+        except Exception as error:  # any tool chain failure: the numbers do not depend on it
             _log.warning(
                 "torch.compile failed (%s): quantize kernels run uncompiled, slower, with the same results",
                 type(error).__name__,

@@ -46,7 +46,7 @@ def round_nearest(y: torch.Tensor, number: NumberFormat) -> torch.Tensor:
 def round_stochastic(y: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """fp32 `y` rounded to E2M1: up in magnitude with the probability of its distance from the grid point below, saturating at 6.
 
-    random: uint8 of y's shape, uniform; eight bits an element, as the hardware instruction takes, so a probability is a multiple of 1/256,
+    random: uint8 of y's shape, uniform; eight bits per element, as the hardware instruction takes, so a probability is a multiple of 1/256,
     rounded down. Only saturation makes the result biased beyond that. NaN becomes +6.
     """
     size = y.abs().clamp_max(E2M1.largest)

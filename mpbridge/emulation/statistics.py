@@ -59,7 +59,7 @@ class Track:
     samples: list[Sample] = field(default_factory=list)
 
     def summary(self, *, warmup: int = 0) -> dict[str, Any]:
-        """Plain data: means over the samples behind the first `warmup` steps (all of them if there are no others), and the series."""
+        """Plain data: means over the samples after the first `warmup` steps (all of them if there are no others), and the series."""
         late = [s for step, s in zip(self.steps, self.samples, strict=True) if step > warmup] or self.samples
         stale = [s.staleness for s in late if s.staleness is not None]
         return {

@@ -1,1 +1,1 @@
-"""Engines: who builds, shards, reduces and updates. `contract` says what each offers, `registry` finds one by name."""
+"""Engines: what builds, shards, reduces and updates. `contract` says what each offers, `registry` finds one by name."""

@@ -47,7 +47,7 @@ class BaseEngine(ABC):
         """The engine of `run`, inside an active device layer and an initialised process group.
 
         backend: from a TransformerConfig to a BackendSpecProvider, where other linears are wanted (emulation); None: the device's own.
-        Raises Refused where machine or rules forbid the run, with every reason, and BadValue for `keep_fp32` globs that cannot be isolated.
+        Raises Refused with every reason where machine or rules forbid the run, and BadValue for `keep_fp32` globs that cannot be isolated.
         """
         require_here(run.policy, run.facts)
         engine = cls(run, cuda=torch.cuda.is_available())
@@ -64,7 +64,7 @@ class BaseEngine(ABC):
         """Sets model, optimizer and configs."""
 
     def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
-        """Mean loss in nats a token over the micro-batches and the data-parallel group; nothing is updated."""
+        """Mean loss in nats per token over the micro-batches and the data-parallel group; nothing is updated."""
         with self._stepping(), torch.no_grad():
             for chunk in self.model:
                 chunk.eval()

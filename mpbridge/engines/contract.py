@@ -1,4 +1,4 @@
-"""What every engine offers: the one interface between the training loop, the audit, the checkpoints and those who shard and reduce."""
+"""What every engine offers: the one interface between training loop, audit, checkpoints and engines."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class StepResult:
     """What one optimizer step did, the same on every rank."""
 
     loss: float
-    """Mean over micro-batches and the data-parallel group, nats a token; also broadcast to pipeline stages that compute none."""
+    """Mean over micro-batches and the data-parallel group, nats per token; also broadcast to pipeline stages that compute none."""
     applied: bool
     """False: gradients overflowed (or were not finite) and the update was skipped."""
     grad_norm: float | None
     """Global norm before clipping; None when the engine computed none (skipped step)."""
     loss_scale: float
-    """The scale that this step's loss was multiplied by (1.0 where there is none)."""
+    """The scale that this step's loss was multiplied by (1.0 without one)."""
     lr: float
 
 
@@ -61,7 +61,7 @@ class Engine(Protocol):
         """Forward, backward and update over `microbatches` micro-batches of this data-parallel rank."""
 
     def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
-        """Mean loss in nats a token over the micro-batches and the data-parallel group; nothing is updated."""
+        """Mean loss in nats per token over the micro-batches and the data-parallel group; nothing is updated."""
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Parameters of this rank by their global name (layer numbers counted over all pipeline stages)."""

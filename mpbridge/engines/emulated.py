@@ -47,7 +47,7 @@ class EmulatedEngine:
         return getattr(self.engine, name)
 
     def train_step(self, batches: Iterator[Batch], *, microbatches: int) -> StepResult:
-        """The engine's step, with weights quantized anew."""
+        """The engine's step, with weights quantized again."""
         self.emulation.step_begin()
         return cast("StepResult", self.engine.train_step(batches, microbatches=microbatches))
 

@@ -90,7 +90,7 @@ def _targets(run: Run, *, cuda: bool) -> Any:
     from mpbridge.megatron.configs import build_targets, sections
 
     inputs = sections(run, cuda=cuda)
-    # megatron-core 0.16.1 accepts state dtypes only beside its distributed optimizer; here nobody else reads the flag
+    # megatron-core 0.16.1 accepts state dtypes only beside its distributed optimizer; nothing else reads the flag here
     inputs["optimizer"]["use_distributed_optimizer"] = bool(run.policy.precision_aware)
     return build_targets(run, cuda=cuda, inputs=inputs)
 

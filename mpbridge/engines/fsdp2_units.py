@@ -45,7 +45,7 @@ def root_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
 
 
 def fp32_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
-    """A module that `keep_fp32` names: parameters, arithmetic and reduction in FP32; what leaves it fits the BF16 modules behind it."""
+    """A module that `keep_fp32` names: parameters, arithmetic and reduction in FP32; its output is cast for the BF16 modules that follow."""
     return MixedPrecisionPolicy(
         param_dtype=torch.float32,
         reduce_dtype=torch.float32,
@@ -102,7 +102,7 @@ def store(model: torch.nn.Module, policy: PrecisionPolicy, kept: Mapping[torch.n
 
 
 def _allow(kind: type[Any]) -> None:
-    """Lets fully_shard take modules of a class with an abstract base (megatron-core's routers).
+    """Lets fully_shard accept modules of a class with an abstract base (megatron-core's routers).
 
     It gives a module a class with FSDPModule in front of its own. CPython then refuses the assignment, since the two keep their attributes in other
     places; behind its own class it fits, and torch looks into its table before it makes one.

@@ -1,4 +1,4 @@
-"""Full BF16 on megatron-core: no FP32 anywhere but in the arithmetic. What its own optimizer asserts away, forgets, or would silently not be."""
+"""Full BF16 on megatron-core: no FP32 anywhere but in the arithmetic. Covers what its own optimizer refuses, forgets, or would silently do differently."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def grad_norm(optimizer: Any) -> float:
         return float(optimizer.get_grad_norm())
     total = 0.0
     for part in optimizer.chained_optimizers:
-        # norms of norms are the norm: one FP32 number a tensor, no FP32 copy of the gradients
+        # norms of norms are the norm: one FP32 number per tensor, no FP32 copy of the gradients
         grads = [torch.linalg.vector_norm(grad, dtype=torch.float32).view(1) for grad in found.get(id(part), [])]
         total += get_grad_norm_fp32(grads, grad_stats_parallel_group=part.get_grad_stats_parallel_group()) ** 2
     return math.sqrt(total)

@@ -1,4 +1,4 @@
-"""The Megatron-FSDP engine: megatron-core's own fully sharded wrapper, with one main copy and one gradient that everybody reads."""
+"""The Megatron-FSDP engine: megatron-core's own fully sharded wrapper, with one main copy and one gradient."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class MegatronFsdpEngine(ShardedEngine):
         with inside.indexed_device(self.cuda):
             wrapped = inside.wrap(config, self.configs.ddp, chunk, self._device)
         self.model = [wrapped]
-        # nobody hands gradients over on `decoupled_grad` here, so nobody may think so
+        # nothing puts gradients on `decoupled_grad` here, so nothing may read them there
         never_decoupled(self.configs.optimizer)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if group.size() == 1:
@@ -97,7 +97,7 @@ class MegatronFsdpEngine(ShardedEngine):
             self._settle()
 
     def _settle(self) -> None:
-        """Waits for the gathers under way: gloo's threads would otherwise write into memory that somebody has freed meanwhile."""
+        """Waits for the gathers under way: gloo's threads would otherwise write into memory that has been freed."""
         inside.settle(self.model[0])
 
     def close(self) -> None:

@@ -136,7 +136,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
     """Adam or AdamW with optional low-precision moments, main weights kept by the optimizer, and gradients in `decoupled_grad`.
 
     State of a parameter: 'exp_avg', 'exp_avg_sq' and, with master_weights, 'master_param'. FP32 and BF16 are stored as they are; FP16 and uint8 (the bits
-    of E4M3) with one FP32 scale a tensor; with store_param_remainders the main weights of BF16 parameters are the int16 lower halves of their bits.
+    of E4M3) with one FP32 scale per tensor; with store_param_remainders the main weights of BF16 parameters are the int16 lower halves of their bits.
     The step count is a group's 'step'. Updates are computed in FP32. Raises BadValue for a dtype that FusedAdam has no state for.
     Source of interface and arithmetic: Transformer Engine 2.11, pytorch/optimizers/fused_adam.py and common/multi_tensor/adam.cu.
     """

@@ -1,4 +1,4 @@
-"""Process groups, megatron-core's parallel state and seeds: set up for one engine, and taken back completely."""
+"""Process groups, megatron-core's parallel state and seeds: set up for one engine, and restored completely."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpbridge.facts import Parallel
 from mpbridge.megatron import state
 
 _patience = 30.0
-"""Minutes that megatron-core's groups wait, as the world does; its own default where somebody else made the world."""
+"""Minutes that megatron-core's groups wait, as the world does; its own default where the world existed already."""
 
 
 def start_process_group(cuda: bool, *, timeout_minutes: float = 30.0) -> bool:

@@ -20,7 +20,7 @@ def _torch_adam(optimizer: Any) -> bool:
 
 
 def warn_bf16_adam(optimizer: Any, parameters: Iterable[torch.Tensor], *, context: str = "optim") -> bool:
-    """Warns, once a process and on rank 0 only, when torch's Adam or AdamW trains BF16 parameters in full; says whether it warned.
+    """Warns, once per process and on rank 0 only, when torch's Adam or AdamW trains BF16 parameters in full; says whether it warned.
 
     Silent for frozen BF16 parameters and for other optimizers: SGD has no such states, FusedAdam keeps them in FP32.
     """
@@ -38,7 +38,7 @@ def warn_bf16_adam(optimizer: Any, parameters: Iterable[torch.Tensor], *, contex
 
 
 def without_duplicate(parameters: Iterable[torch.Tensor], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """FusedAdam's arguments for parameters of one dtype, with main weights switched off where they would be a copy that nobody reads.
+    """FusedAdam's arguments for parameters of one dtype, with main weights switched off where they would be an unused copy.
 
     For FP32 parameters FusedAdam updates the parameter and never looks at its main weights (fused_adam.py, the FP32 branch of step): 4 bytes a
     parameter for nothing.
@@ -47,7 +47,7 @@ def without_duplicate(parameters: Iterable[torch.Tensor], arguments: Mapping[str
         if "duplicate" not in _warned and not (dist.is_initialized() and dist.get_rank() != 0):
             _warned.add("duplicate")
             log.warning(
-                "FusedAdam's main weights are off for FP32 parameters: they are their own main copy (saves 4 bytes a parameter)"
+                "FusedAdam's main weights are off for FP32 parameters: they are their own main copy (saves 4 bytes per parameter)"
             )
         return dict(arguments) | {"master_weights": False, "store_param_remainders": False}
     return dict(arguments)

@@ -117,7 +117,7 @@ def _moment(optimizer: ShardOptimizer, name: str, key: str) -> torch.Tensor:
 
 
 def _step(optimizer: ShardOptimizer) -> int:
-    """Updates applied so far: FusedAdam counts a group's, torch a parameter's."""
+    """Updates applied so far: FusedAdam counts per group, torch per parameter."""
     for group in optimizer.param_groups:
         if "step" in group and group["params"]:
             return int(group["step"])

@@ -14,7 +14,7 @@ from mpbridge.engines.full_bf16 import clip, grad_norm
 
 
 def token_mean(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean loss over the tokens of `mask`, for backward; the same value for the report), from losses a token in nats."""
+    """(mean loss over the tokens of `mask`, for backward; the same value for the report), from losses per token in nats."""
     mask = mask.view(-1).float()
     loss = torch.sum(losses.float().view(-1) * mask) / mask.sum().clamp(min=1.0)
     # the schedule divides what it gets in place, so the report needs memory of its own

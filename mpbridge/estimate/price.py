@@ -121,7 +121,7 @@ def _hidden(run: RunFacts) -> bool:
 
 
 def _link(machine: Machine, reach: int) -> float:
-    """Bytes a second and direction of the slowest link among `reach` neighbouring ranks; a missing network is left out, so priced as the inner link."""
+    """Bytes per second and direction of the slowest link among `reach` neighbouring ranks; a missing network is left out, so priced as the inner link."""
     inner = machine.nvlink or 1e10
     return inner if reach <= machine.domain or not machine.network else machine.network
 

@@ -23,7 +23,7 @@ Quantizer = Literal["transformer_engine", "emulation"]
 ASSUMED = Versions(
     torch="2.11.0", megatron_core="0.16.1", transformer_engine="2.11.0", cuda="13.0", cublaslt=None, python="3.12"
 )
-"""What a target that is not here is taken to have installed, unless told otherwise; shown wherever it was assumed."""
+"""What another machine is assumed to have installed by default; shown wherever it was assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Capability:
     nearest: str | None = None
     """The recipe closest to the wanted one that runs natively; None when this one does, or none does."""
     proven: bool = True
-    """False: the library reports it as supported, and nobody is known to have shown it."""
+    """False: the library reports it as supported, but it is not known to have been shown."""
 
     @property
     def native(self) -> bool:
@@ -58,7 +58,7 @@ def can_run(
 ) -> Capability:
     """Whether `machine` with `versions` runs `policy`.
 
-    quantized_by: "emulation" asks for mpbridge's own rounding; then any machine that runs the 16-bit part will do.
+    quantized_by: "emulation" asks for mpbridge's own rounding; then any machine that runs the 16-bit part is enough.
     """
     base = _base_fault(policy, machine)
     if base:
@@ -100,7 +100,7 @@ def quant_faults(quant: Quant, machine: Machine, versions: Versions) -> list[str
     need, word = quant.row.hardware, quant.row.words
     if machine.arch is None:
         return [
-            f"{word} needs a GPU of compute capability {_dotted(need.low)} or later ({_family(need.low)}), and {machine.name} is none"
+            f"{word} needs a GPU of compute capability {_dotted(need.low)} or later ({_family(need.low)}), and {machine.name} is not a GPU"
         ]
     faults = []
     if machine.arch < need.low:
@@ -122,7 +122,7 @@ def _software_faults(need: Hardware, word: str, machine: Machine, versions: Vers
     faults = []
     if versions.transformer_engine is None:
         faults.append(
-            f"{word} needs Transformer Engine {need.engine} or later, and it is not installed (megatron-core would train in 16 bits without a word)"
+            f"{word} needs Transformer Engine {need.engine} or later, and it is not installed (megatron-core would silently train in 16 bits)"
         )
     elif not at_least(versions.transformer_engine, need.engine):
         faults.append(f"{word} needs Transformer Engine {need.engine} or later, found {versions.transformer_engine}")

@@ -24,17 +24,17 @@ class Machine:
     peak: tuple[tuple[str, float], ...] = ()
     """(format, dense TFLOP/s of the tensor cores); "fp32" is outside of them. FP32 accumulation where the vendor names two rates."""
     bandwidth: float = 0.0
-    """Memory bandwidth, bytes a second; 0: not known."""
+    """Memory bandwidth, bytes per second; 0: not known."""
     multiprocessors: int = 0
     """SMs; 0: not known."""
     clock: float = 0.0
     """Boost clock, Hz; 0: not known."""
     nvlink: float = 0.0
-    """Bytes a second and direction to GPUs of the same domain (NVLink, or PCIe where there is none); 0: not known."""
+    """Bytes per second and direction to GPUs of the same domain (NVLink, or PCIe where there is none); 0: not known."""
     domain: int = 1
     """GPUs that `nvlink` connects: 8 of an HGX board, 72 of an NVL72 rack."""
     network: float = 0.0
-    """Bytes a second, direction and GPU to other domains; 0: no usual one, so the time of such traffic is not predicted."""
+    """Bytes per second, direction and GPU to other domains; 0: no usual one, so the time of such traffic is not predicted."""
     link_source: str = ""
     source: str = ""
     note: str = ""
@@ -51,7 +51,7 @@ class Machine:
 
     @property
     def label(self) -> str:
-        """Name and compute capability: 'H100 (sm_90)'; a CPU's name says all there is."""
+        """Name and compute capability: 'H100 (sm_90)'; a CPU has its name only."""
         return f"{self.name} ({self.sm})" if self.gpu else self.name
 
     def flops(self, number_format: str) -> float | None:
@@ -67,7 +67,7 @@ _RATIO = 79.65 * GIB / 80e9
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """Where a GPU sits: gigabytes a second and direction."""
+    """Where a GPU sits: gigabytes per second and direction."""
 
     nvlink: float
     domain: int
@@ -75,13 +75,13 @@ class _Link:
     source: str
 
 
-_HGX = "HGX board with NVSwitch; one network card a GPU"
-_PCIE = "PCIe x16, eight a host; no usual network"
+_HGX = "HGX board with NVSwitch; one network card per GPU"
+_PCIE = "PCIe x16, eight per host; no usual network"
 _LINKS = {
     "V100": _Link(150, 8, 12.5, _HGX), "A100": _Link(300, 8, 25, _HGX), "H100": _Link(450, 8, 50, _HGX), "H200": _Link(450, 8, 50, _HGX),
-    "GH200": _Link(450, 1, 50, "one GPU a host; one network card a GPU"),
+    "GH200": _Link(450, 1, 50, "one GPU per host; one network card per GPU"),
     "B200": _Link(900, 8, 50, _HGX), "B300": _Link(900, 8, 100, f"{_HGX} (800 Gb/s: an assumption)"),
-    "GB200": _Link(900, 72, 50, "NVL72 rack; one network card a GPU"), "GB300": _Link(900, 72, 100, "NVL72 rack; one network card a GPU (800 Gb/s: an assumption)"),
+    "GB200": _Link(900, 72, 50, "NVL72 rack; one network card per GPU"), "GB300": _Link(900, 72, 100, "NVL72 rack; one network card per GPU (800 Gb/s: an assumption)"),
     "T4": _Link(16, 8, 0, _PCIE), "A10": _Link(32, 8, 0, _PCIE), "L4": _Link(32, 8, 0, _PCIE), "L40S": _Link(32, 8, 0, _PCIE), "RTX 4090": _Link(32, 8, 0, _PCIE),
     "RTX 5090": _Link(64, 8, 0, _PCIE), "RTX PRO 6000": _Link(64, 8, 0, _PCIE),
 }  # fmt: skip
@@ -184,7 +184,7 @@ def like(product: str) -> Machine | None:
     joined = "".join(words)
     for row in sorted(_ROWS, key=lambda r: -len(r.name)):
         wanted = key(row.name)
-        # a single-word name must be a word of its own: an A100 is no A10, a GB200 no B200
+        # a single-word name must be a word of its own: an A100 is not an A10, a GB200 not a B200
         if row.gpu and (wanted in words or (" " in row.name and wanted in joined)):
             return row
     return None

@@ -1,4 +1,4 @@
-"""The one file that asks what is here: installed versions, GPUs, memory. Imports no framework; everything else is told."""
+"""The one file that probes this machine: installed versions, GPUs, memory. Imports no framework."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _gpu(product: str, mebibytes: str, capability: str) -> Machine:
     major, minor = capability.split(".")
     known = like(product)
     base = known if known is not None else Machine(name=product, arch=None)
-    # what the driver says about this very card outranks the table
+    # what the driver reports about this card overrides the table
     memory = int(float(mebibytes)) * 2**20 if re.fullmatch(r"\d+(\.\d+)?", mebibytes) else base.memory_bytes
     return dataclasses.replace(
         base,
@@ -93,7 +93,7 @@ def _visible(seen: list[Machine]) -> list[Machine]:
         return seen
     chosen: list[Machine] = []
     for item in wanted.split(","):
-        # CUDA stops at the first entry that is no index; UUIDs are taken at their word as "some GPU"
+        # CUDA stops at the first entry that is not an index; a UUID counts as some GPU
         if item.strip().isdigit() and int(item) < len(seen):
             chosen.append(seen[int(item)])
         elif item.strip().lower().startswith(("gpu-", "mig-")) and seen:

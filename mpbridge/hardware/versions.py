@@ -43,7 +43,7 @@ class Window:
     until: str | None = None
 
     def holds(self, have: str | None) -> bool:
-        """Whether a version lies within. An unknown version counts as within: better a warning too many than a NaN at step 2."""
+        """Whether a version lies within. An unknown version counts as within: a false warning is better than a NaN at step 2."""
         if have is None:
             return True
         return (self.since is None or at_least(have, self.since)) and (

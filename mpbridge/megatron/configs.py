@@ -44,7 +44,7 @@ def sections(run: Run, *, cuda: bool) -> dict[str, Section]:
 
 
 def _drop_compiled(model: Section) -> None:
-    """Switches fusions off where nothing can compile them. On a CPU they save nothing worth a refusal: 343 against 344 ms a step of gpt_tiny."""
+    """Switches fusions off where nothing can compile them. On a CPU they save nothing worth a refusal: 343 against 344 ms per step of gpt_tiny."""
     wanted = [field for field in COMPILED if model.get(field)]
     if wanted and not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
         log.warning(

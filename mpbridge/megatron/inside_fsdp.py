@@ -83,7 +83,7 @@ def held(wrapped: Any) -> Iterator[tuple[Role, str, torch.Tensor]]:
 
 @contextmanager
 def indexed_device(cuda: bool) -> Iterator[None]:
-    """The wrapper makes 'cuda:<current device>' of a number; the CPU layer's current device is no number. And it warns that a CPU is no such device."""
+    """The wrapper makes 'cuda:<current device>' of a number; the CPU layer's current device is not a number. It also warns that a CPU is not such a device."""
     if cuda:
         yield
         return

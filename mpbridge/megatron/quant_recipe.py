@@ -55,7 +55,7 @@ class StageRecipe(RecipeConfig):  # type: ignore[misc]  # megatron-core is not t
     __hash__ = None  # type: ignore[assignment]
 
     def __deepcopy__(self, memo: Any) -> StageRecipe:
-        # nobody changes it, and megatron-core deep-copies configs
+        # it is never changed, and megatron-core deep-copies configs
         return copy.copy(self)
 
 

@@ -1,4 +1,4 @@
-"""megatron-core's process-wide state: what an engine changes and nobody gives back."""
+"""megatron-core's process-wide state: what an engine changes and megatron-core never restores."""
 
 from __future__ import annotations
 

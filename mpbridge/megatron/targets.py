@@ -1,4 +1,4 @@
-"""megatron-core's configs: made once from inputs and a plan (build), or changed in somebody else's script (apply). Neither runs a recipe as something else."""
+"""megatron-core's configs: made once from inputs and a plan (build), or changed in an existing script (apply). Neither runs a recipe as something else."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Facts:
     """What a row's value is made of."""
 
     policy: PrecisionPolicy
-    """As megatron-core is told: without quantization when that is emulated."""
+    """As written to megatron-core: without quantization when that is emulated."""
     fp8: Quant | None
     """The FP8 that runs, emulated or not."""
     own: Callable[[Target, str, Any], Any]

@@ -1,4 +1,4 @@
-"""The generated schema: each field of megatron-core's four config classes with its types, words and default, one file a version."""
+"""The generated schema: each field of megatron-core's four config classes with its types, words and default, one file per version."""
 
 from __future__ import annotations
 

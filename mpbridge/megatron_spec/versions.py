@@ -9,11 +9,11 @@ from mpbridge.hardware.probe import installed
 from mpbridge.hardware.versions import Window, at_least, release
 
 FOLDER = Path(__file__).with_name("schema")
-"""One file a version: <version>.json, written by scripts/make_schema.py."""
+"""One file per version: <version>.json, written by scripts/make_schema.py."""
 
 BEFORE_017 = Window(package="megatron_core", until="0.17")
 SINCE_017 = Window(package="megatron_core", since="0.17")
-"""0.16.1 is the last release before this border, Megatron-LM d98e8a64 (0.20.0) the version read behind it; what lies between was not looked at."""
+"""0.16.1 is the last release before this border, Megatron-LM d98e8a64 (0.20.0) the version read after it; those between were not looked at."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What a rank keeps of its forward passes until their backward passes: an estimate, and labelled one wherever it is shown.
+"""What a rank keeps of its forward passes until their backward passes: an estimate, and labelled as one wherever it is shown.
 
 Counted as in arXiv 2205.05198 (Reducing Activation Recomputation), with fused attention (no scores kept) and quantized inputs of linears kept in their
 low format. Kernels' workspaces, fragmentation and unbalanced experts are not in it.

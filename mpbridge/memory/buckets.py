@@ -1,4 +1,4 @@
-"""megatron-core's parameter-and-gradient buffers: what lies where, what is padding, and which shard a rank owns.
+"""megatron-core's parameter-and-gradient buffers: layout, padding, and which shard a rank owns.
 
 Read in 0.16.1, distributed/distributed_data_parallel.py and param_and_grad_buffer.py: parameters go in backwards; under the distributed optimizer each
 starts at a multiple of 64 elements and each bucket ends at a multiple of lcm(group, 128), so that it divides into equal shards.

@@ -24,7 +24,7 @@ def weight_copies(parameter: Parameter, quant: Quant, run: RunFacts) -> Iterator
     rows, columns = parameter.weight.shape
     data = size if quant.bits == 8 else -(-size // 2)
     reused = bool(run.ddp.get("reuse_grad_buf_for_mxfp8_param_ag"))
-    # stored weights lie in the parameter buffer themselves, unless that is the gradient buffer in disguise
+    # stored weights lie in the parameter buffer themselves, unless that is the gradient buffer
     if not quant.stored or (quant.row.stored.through_grads and reused):
         yield "weight_copies", name, DType.UINT8, data
     if quant.row.keeps_transposed(run.machine.arch if run.machine is not None else None):

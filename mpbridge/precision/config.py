@@ -38,7 +38,7 @@ class DTypeField:
 
 
 TWINS = (("fp8_param", "fp8_param_gather"), ("fp4_param", "fp4_param_gather"))
-"""One fact under two names: the neighbour syncs them by assignment order; here they must agree, or the last assignment sets both."""
+"""One fact under two names: Megatron Bridge syncs them by assignment order; here they must agree, and a later assignment sets both."""
 _TWIN_OF = dict(TWINS) | {b: a for a, b in TWINS}
 
 
@@ -47,7 +47,7 @@ class MixedPrecisionConfig:
     """The 31 fields that Megatron Bridge users know, then ours. None means "derive it".
 
     The meaning (`precision.policy.resolve`) is a function of the values alone, so a copy, a pickle or a dump means the same.
-    dtypes are given in any spelling and read back as torch dtypes. An unknown attribute is refused with the nearest name.
+    dtypes are given in any spelling and read back as torch dtypes. An unknown attribute raises with the nearest name.
     """
 
     fp32: bool = False
@@ -93,7 +93,7 @@ class MixedPrecisionConfig:
     num_layers_at_end_in_bf16: int | None = None
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
 
-    # What those 31 cannot say. None: derived, or left as the model's or optimizer's own section has it.
+    # What those 31 cannot express. None: derived, or left as the model's or optimizer's own section has it.
     compute_dtype: DTypeField = DTypeField()
     """16/32-bit GEMMs and activations; None: what the flags name. Differs from params_dtype on FSDP engines only."""
     output_dtype: DTypeField = DTypeField()
@@ -142,7 +142,7 @@ class MixedPrecisionConfig:
     if not TYPE_CHECKING:  # seen by mypy, these would accept any name
 
         def __new__(cls, **given: Any) -> Self:
-            """Refuses an unknown field with the nearest name, where Python would say a bare TypeError."""
+            """Refuses an unknown field with the nearest name, where Python would raise a bare TypeError."""
             for name in given:
                 if name not in cls.__dataclass_fields__:
                     raise UnknownName("field of MixedPrecisionConfig", name, cls.__dataclass_fields__)
@@ -153,7 +153,7 @@ class MixedPrecisionConfig:
                 raise UnknownName("field of MixedPrecisionConfig", name, self.__dataclass_fields__)
             object.__setattr__(self, name, value)
             if name in _TWIN_OF and "_made" in self.__dict__:
-                self.__dict__[_TWIN_OF[name]] = value  # the last word is about both
+                self.__dict__[_TWIN_OF[name]] = value  # a later assignment sets both
 
         def __getattr__(self, name: str) -> Any:
             # only reached when normal lookup failed; dunders and private names stay Python's own (copy and pickle probe them)

@@ -18,7 +18,7 @@ __all__ = ["SCHEMA", "Gemms", "LossScale", "PrecisionPolicy", "Quant", "Region"]
 
 
 SCHEMA = 2
-"""Of `as_data`: raise it when a field changes its meaning, so that an old fingerprint is not compared with a new one. Schema 2 has layers, one rule a
+"""Of `as_data`: increase it when a field changes its meaning, so that an old fingerprint is not compared with a new one. Schema 2 has layers, one rule a
 GEMM, and options in its regions; a policy that uses none of them is written as schema 1, byte for byte as before."""
 
 

@@ -96,7 +96,7 @@ BUILT_IN: tuple[Recipe, ...] = (
     ),
     _recipe(
         "bf16_with_fp8_delayed_scaling_mixed",
-        "FP8 GEMMs, one scale a tensor from an amax history of 1024 steps",
+        "FP8 GEMMs, one scale per tensor from an amax history of 1024 steps",
         _BF16, _DELAYED, aliases=("fp8_ds", "fp8_delayed", "fp8_delayed_scaling"), needs=ADA, hints=(_EPS,),
     ),
     _recipe(
@@ -112,7 +112,7 @@ BUILT_IN: tuple[Recipe, ...] = (
     _recipe("fp16_with_mxfp8_mixed", "MXFP8 GEMMs around FP16", _FP16, _MXFP8, needs=BLACKWELL, hints=(_EPS,)),
     _recipe(
         "bf16_with_fp8_current_scaling_mixed",
-        "FP8 GEMMs, one scale a tensor from the tensor itself; first and last layer in BF16",
+        "FP8 GEMMs, one scale per tensor from the tensor itself; first and last layer in BF16",
         _BF16, _CURRENT, _edges(1, 1), aliases=("fp8_cs", "fp8_current", "fp8_current_scaling", "fp8"), needs=ADA, hints=(_EPS, _EDGE),
     ),
     _recipe(
@@ -139,7 +139,7 @@ BUILT_IN: tuple[Recipe, ...] = (
     _recipe("fp16_with_fp8_subchannel_scaling_mixed", "FP8 with blockwise scaling around FP16", _FP16, _BLOCKWISE, needs=HOPPER, hints=(_EPS,)),
     _recipe(
         "bf16_with_nvfp4_mixed",
-        "FP4 GEMMs, 16 neighbours a scale under a tensor scale, Hadamard transform and stochastic rounding",
+        "FP4 GEMMs, one scale for 16 neighbours under a tensor scale, Hadamard transform and stochastic rounding",
         _BF16, _NVFP4, aliases=("nvfp4", "fp4"), needs=BLACKWELL, source=f"{BRIDGE}; arXiv 2509.25149",
         hints=(_EPS, "keep the last layers in BF16: Llama-3-8B needed four (Megatron Bridge issue 1347)"),
     ),
@@ -150,20 +150,20 @@ BUILT_IN: tuple[Recipe, ...] = (
     ),
     _recipe(
         "bf16_params_fp32_states",
-        "BF16 storage, FusedAdam with FP32 states and 16-bit parameter remainders: 14 bytes a parameter, sharded",
+        "BF16 storage, FusedAdam with FP32 states and 16-bit parameter remainders: 14 bytes per parameter, sharded",
         _BF16,
         {"use_precision_aware_optimizer": True, "store_param_remainders": True, "main_params_dtype": "fp32", "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"},
         aliases=("fsdp_fused_adam",), engine="fsdp2", source="NeMo AutoModel mixed-precision guide, pattern A (PR 2248)",
     ),
     _recipe(
         "fp32_params_bf16_compute",
-        "FP32 storage and torch AdamW, BF16 compute and gather, FP32 reduction: 16 bytes a parameter, sharded",
+        "FP32 storage and torch AdamW, BF16 compute and gather, FP32 reduction: 16 bytes per parameter, sharded",
         {"bf16": True, "params_dtype": "fp32", "pipeline_dtype": "bf16", "grad_reduce_in_fp32": True, "main_params_dtype": "fp32"},
         aliases=("fsdp_adamw",), engine="fsdp2", source="NeMo AutoModel mixed-precision guide, pattern B (PR 2248)",
     ),
     _recipe(
         "full_bf16",
-        "parameters, gradients and both moments in BF16, no main weights: 8 bytes a parameter, and it converges worse",
+        "parameters, gradients and both moments in BF16, no main weights: 8 bytes per parameter, and it converges worse",
         _BF16,
         {
             "grad_reduce_in_fp32": False, "main_params_dtype": "bf16", "main_grads_dtype": "bf16", "exp_avg_dtype": "bf16",
@@ -174,7 +174,7 @@ BUILT_IN: tuple[Recipe, ...] = (
     ),
     _recipe(
         "bf16_mixed_bf16_moments",
-        "bf16_mixed with both Adam moments in BF16 and 16-bit parameter remainders: 6 + 6/N bytes a parameter",
+        "bf16_mixed with both Adam moments in BF16 and 16-bit parameter remainders: 6 + 6/N bytes per parameter",
         _BF16,
         {"use_precision_aware_optimizer": True, "main_params_dtype": "fp32", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
         aliases=("bf16_low_precision_moments",), source="DeepSeek-V3, arXiv 2412.19437, section 3.3.3",

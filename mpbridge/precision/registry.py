@@ -25,7 +25,7 @@ ENTRY_POINTS = "mpbridge.recipes"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A named entry with its papers."""
+    """A named entry with its metadata."""
 
     name: str
     make: Factory
@@ -186,7 +186,7 @@ def recipe(name: str) -> Recipe:
 def get_mixed_precision_config(name: str | MixedPrecisionConfig | Path, *, code: bool = True) -> MixedPrecisionConfig:
     """A fresh config for a name, 'package.module:function', 'file.py:function', a YAML file, or a copy of a given config.
 
-    code: False refuses functions, also those that a YAML file extends: for configurations that came with somebody's checkpoint.
+    code: False refuses functions, also those that a YAML file extends: for configurations that came with a checkpoint.
     """
     if isinstance(name, MixedPrecisionConfig):
         return name.derive()
@@ -196,7 +196,7 @@ def get_mixed_precision_config(name: str | MixedPrecisionConfig | Path, *, code:
     if _is_place(text):
         if not code:
             raise RecipeError(
-                f"recipe={text!r} is code that this configuration brings along: name the recipe yourself (--recipe)"
+                f"recipe={text!r} is code that comes with this configuration: name the recipe yourself (--recipe)"
             )
         return _call(_function(text), text)
     entry = recipe(text)
@@ -209,7 +209,7 @@ def _is_place(name: str) -> bool:
 
 
 def describe(name: str) -> Recipe:
-    """The entry behind any accepted spelling, with papers made up for files and functions (which carry none)."""
+    """The entry of any accepted spelling, with metadata made up for files and functions, which carry none."""
     if _is_place(name):
         return Recipe(name=name, make=lambda: get_mixed_precision_config(name), summary=f"from {name}", source=name)
     return recipe(name)
@@ -221,7 +221,7 @@ def _call(factory: Any, name: str) -> MixedPrecisionConfig:
     except MpbridgeError as error:
         raise RecipeError(f"recipe {name!r} failed: {error}") from error
     except Exception as error:
-        # a KeyError in a factory is the factory's fault, never an unknown name
+        # a KeyError in a factory is the factory's fault, not an unknown name
         raise RecipeError(f"recipe {name!r} raised {type(error).__name__}: {error}") from error
     if not isinstance(made, MixedPrecisionConfig):
         raise RecipeError(f"recipe {name!r} returned {type(made).__name__}, expected a MixedPrecisionConfig")

@@ -25,7 +25,7 @@ def resolve(
 
     optimizer: the optimizer's section or config object; optimizer facts that the config leaves open are then read from it.
     layers: depth of the model; more BF16 edge layers than that is a fault.
-    Raises Contradiction naming every fault, BadValue for what is no config.
+    Raises Contradiction naming every fault, BadValue for anything that is not a config.
     """
     if not isinstance(config, MixedPrecisionConfig):
         raise BadValue(
@@ -33,7 +33,7 @@ def resolve(
         )
     values = config.stored()
     wrong = type_faults(values)
-    if wrong:  # values of the wrong type make every question about two of them meaningless
+    if wrong:  # with values of the wrong type every check of two of them is meaningless
         raise Contradiction(
             [*wrong.values(), *choice_faults({name: value for name, value in values.items() if name not in wrong})]
         )

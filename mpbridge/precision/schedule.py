@@ -34,14 +34,14 @@ class Mark:
             return cls.parse(f"{amount} {unit}")
         found = None if isinstance(text, bool) else _MARK.match(str(text).strip())
         if found is None:
-            raise BadValue(f"until: {text!r} is no place in a run (expected {_FORMS})")
+            raise BadValue(f"until: {text!r} is not a valid stage end (expected {_FORMS})")
         unit = (found["unit"] or "steps").lower()
         amount = float(found["number"]) * _MULTIPLE[found["multiple"].lower()]
         kind: Unit = "percent" if unit in ("%", "percent") else "tokens" if unit.startswith("token") else "steps"
         if kind == "percent" and not 0 < amount < 100:
             raise BadValue(f"until: {text!r} is not between 0% and 100%")
         if kind == "steps" and (amount < 1 or amount != int(amount)):
-            raise BadValue(f"until: {text!r} is no whole number of steps, at least 1")
+            raise BadValue(f"until: {text!r} is not a whole number of steps of at least 1")
         return cls(amount=amount, unit=kind)
 
     def step(self, *, steps: int, tokens_per_step: int) -> int:
@@ -89,7 +89,7 @@ class Span(Generic[S]):
 
 
 def spans(stages: Sequence[S], *, steps: int, tokens_per_step: int) -> tuple[Span[S], ...]:
-    """The stages as step ranges that cover a run of `steps`; raises Contradiction for a stage of no step, or one that ends behind the run."""
+    """The stages as step ranges that cover a run of `steps`; raises Contradiction for a stage of no step, or one that ends after the run."""
     found: list[Span[S]] = []
     faults: list[str] = []
     start = 0
@@ -105,11 +105,11 @@ def spans(stages: Sequence[S], *, steps: int, tokens_per_step: int) -> tuple[Spa
             continue
         if stop <= start and steps:
             faults.append(
-                f"stage {index + 1} ({stage.recipe}) ends at step {stop}, but it begins behind step {start}: give it a later `until`"
+                f"stage {index + 1} ({stage.recipe}) ends at step {stop}, but it begins after step {start}: give it a later `until`"
             )
         if stop > steps:
             faults.append(
-                f"stage {index + 1} ({stage.recipe}) ends at step {stop}, behind the run's last step {steps}: end it earlier, or train longer"
+                f"stage {index + 1} ({stage.recipe}) ends at step {stop}, after the run's last step {steps}: end it earlier, or train longer"
             )
         found.append(Span(index=index, start=start, stop=stop, stage=stage))
         start = max(start, stop)

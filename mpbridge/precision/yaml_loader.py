@@ -1,4 +1,4 @@
-"""PyYAML with the floats that people write: YAML 1.1 reads 1e-3 as text."""
+"""PyYAML with floats as they are usually written: YAML 1.1 reads 1e-3 as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Safe loading, plus 1e-3 and friends as numbers; a duplicate key is an error instead of a silent last-one-wins."""
+        """Safe loading, plus 1e-3 and the like as numbers; a duplicate key is an error."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen: set[Any] = set()

@@ -54,7 +54,7 @@ def _losses(plt: Any, rehearsal: Rehearsal) -> Any:
     for recipe in rehearsal.recipes:
         if recipe.losses:
             axes.plot(range(1, len(recipe.losses) + 1), recipe.losses, label=recipe.recipe, linewidth=1.2)
-    axes.set(xlabel="step", ylabel="loss, nats a token", title="loss (differences of this size rank nothing)")
+    axes.set(xlabel="step", ylabel="loss, nats per token", title="loss (differences of this size do not rank recipes)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return figure

@@ -21,7 +21,7 @@ Row = Mapping[str, Any]
 """A tensor's summary: what mpbridge.emulation's Track.summary returns."""
 
 NO_RANKING = (
-    "The verdicts speak of the rounding errors of these tensors. They do not rank recipes: over a rehearsal of this length the loss curves "
+    "The verdicts are about the rounding errors of these tensors. They do not rank recipes: over a rehearsal of this length the loss curves "
     "of all recipes lie within noise of each other, whatever they do to single tensors."
 )
 OWN_ERROR: Mapping[tuple[str, str], float] = {
@@ -39,7 +39,7 @@ of N(0,1); NVFP4's weights share a scale among 16 x 16 elements and its gradient
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """From where on a tensor is worth a look, and from where on it is damaged: (first, second) of each."""
+    """Limits above which a tensor is worth a look, and above which it is damaged: (first, second) of each."""
 
     row_error: tuple[float, float]
     """The first as a multiple of OWN_ERROR, the second as an error."""
@@ -74,14 +74,14 @@ class Rehearsed:
 
     recipe: str
     losses: list[float] = field(default_factory=list)
-    """Of every step, nats a token; empty where only given tensors were looked at."""
+    """Of every step, nats per token; empty where only given tensors were looked at."""
     seconds: float = 0.0
     quantized: int = 0
     """Linears whose GEMMs were quantized."""
     high: int = 0
     """Linears that the recipe keeps in high precision."""
     notes: list[str] = field(default_factory=list)
-    """What is not as on the GPU, a sentence each."""
+    """What differs from the GPU, one sentence each."""
     tensors: Sequence[Row] = ()
     failure: str | None = None
     """Why the recipe could not be rehearsed."""
@@ -145,7 +145,7 @@ class Rehearsal:
 
 
 def complaints(row: Row) -> list[Complaint]:
-    """What is wrong with one tensor, a sentence each, with the number and the limit."""
+    """What is wrong with one tensor, one sentence each, with the number and the limit."""
     limits = LIMITS[4 if row["format"] == "e2m1" else 8]
     own = OWN_ERROR.get((row["format"], row["side"]), 0.0265)
     error = row["row_error"] or 0.0
@@ -208,7 +208,7 @@ def place(row: Row) -> tuple[str, str]:
 
 
 def tables(rehearsal: Rehearsal) -> list[Table]:
-    """For the terminal: one row a recipe, then the worst tensors of each."""
+    """For the terminal: one row per recipe, then the worst tensors of each."""
     columns = ("recipe", "verdict", "loss", "row error", "flushed", "saturated", "SQNR dB", "s")
     overview = table(rehearsal.title, columns, right=columns[2:])
     for recipe in rehearsal.recipes:
@@ -226,9 +226,11 @@ def tables(rehearsal: Rehearsal) -> list[Table]:
 
 
 def caveats(rehearsal: Rehearsal) -> str:
-    """For the terminal: what the verdicts do not say, and what is not as on the GPU under any of the recipes."""
+    """For the terminal: what the verdicts do not say, and what differs from the GPU under any of the recipes."""
     notes = dict.fromkeys(note for recipe in rehearsal.recipes for note in recipe.notes)
-    return "\n".join([NO_RANKING, *(["Not as on the GPU:"] if notes else []), *(f"  - {note}" for note in notes)])
+    return "\n".join(
+        [NO_RANKING, *(["What differs from the GPU:"] if notes else []), *(f"  - {note}" for note in notes)]
+    )
 
 
 def overall(recipe: Rehearsed) -> tuple[str, str, str, str]:

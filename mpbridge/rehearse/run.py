@@ -36,7 +36,7 @@ RECIPES = (
     "bf16_with_mxfp8_mixed",
     "bf16_with_nvfp4_mixed",
 )
-"""What is rehearsed when nobody says otherwise: high precision and each scaling once."""
+"""What is rehearsed by default: high precision and each scaling once."""
 RELEASE = ".".join(map(str, DEFAULT_RELEASE))
 SAMPLES = 10
 """Steps that are looked at in a rehearsal, unless `every` says otherwise."""
@@ -81,7 +81,7 @@ def rehearse(
     say: Callable[[str], None] = print,
 ) -> Rehearsal:
     """Trains `container`'s model under each recipe from the same seed, data and initialisation, emulated, and says what happened to the
-    tensors. checkpoint.load gives the weights that all begin from; optimizer, schedule and data begin anew.
+    tensors. checkpoint.load gives the weights that all begin from; optimizer, schedule and data start fresh.
 
     every: a step in so many is looked at; None: ten steps of the whole. A recipe that cannot run is in the result with the reason.
     Nothing is saved. Raises UnknownName for a recipe and CheckpointError for a checkpoint that does not
@@ -164,7 +164,7 @@ def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Re
 
 
 def _everywhere(mine: Any) -> list[Any]:
-    """What each rank has to say, on every rank."""
+    """Every rank's result, on every rank."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return [mine]
     parts: list[Any] = [None] * torch.distributed.get_world_size()
@@ -275,7 +275,7 @@ def observe(tensors: Mapping[str, torch.Tensor], recipes: Sequence[str] = RECIPE
         found = Rehearsed(recipe=recipe)
         try:
             _observe(tensors, resolve(get_mixed_precision_config(recipe)), found)
-        except Refused as error:  # rules that live in somebody's factory; the other recipes go on
+        except Refused as error:  # its rules live in a user's factory; the other recipes go on
             found.failure = str(error)
         found.seconds = time.perf_counter() - began
         result.recipes.append(found)

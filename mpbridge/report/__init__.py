@@ -1,1 +1,1 @@
-"""What people and programs read: tables, the progress line, metric files."""
+"""Output: tables, the progress line, metric files."""

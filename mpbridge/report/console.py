@@ -1,4 +1,4 @@
-"""Consoles of one look; every rank but the first gets a silent one."""
+"""Consoles; every rank but the first gets a silent one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from rich.console import Console
 
 WIDTH = 150
-"""Columns where there is no terminal to ask: a log file is not 80 columns wide."""
+"""Columns where there is no terminal: a log file is not 80 columns wide."""
 
 
 def console(*, speaks: bool = True) -> Console:

@@ -1,4 +1,4 @@
-"""Metric files: one JSON object a line, and TensorBoard where it is installed."""
+"""Metric files: one JSON object per line, and TensorBoard where it is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TextIO
 class MetricsLog:
     """Writes `folder`/metrics.jsonl, and TensorBoard events when asked; writes nothing on ranks where folder is None.
 
-    after: the last finished step of the run that is continued. Lines behind it belong to steps that will be done again and are
+    after: the last finished step of the run that is continued. Later lines belong to steps that will be done again and are
     dropped; with 0 the file starts anew.
     """
 

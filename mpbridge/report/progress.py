@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 REDRAW = 0.25
-"""Seconds between redraws at most: rich's own refresh thread would compete with the training for the cores."""
+"""Minimum seconds between redraws: rich's own refresh thread would compete with training for the cores."""
 
 
 class ProgressLine:
-    """Shows steps. total, done: steps of the whole run and those behind us; interval: steps between lines where there is no terminal."""
+    """Shows steps. total, done: steps of the whole run and those already done; interval: steps between lines where there is no terminal."""
 
     def __init__(self, console: Console, *, total: int, done: int = 0, interval: int = 10, bar: bool = True) -> None:
         self.console, self.total, self.interval = console, total, max(1, interval)
@@ -32,7 +32,7 @@ class ProgressLine:
             self._task = self._bar.add_task("", total=total, completed=done)
 
     def step(self, iteration: int, text: str) -> None:
-        """Step `iteration` is finished; `text` is what there is to say about it."""
+        """Step `iteration` is finished; `text` describes it."""
         if self._bar is not None:
             now = time.monotonic()
             self._bar.update(self._task, completed=iteration, description=text)

@@ -1,4 +1,4 @@
-"""Tables for people: what a recipe decided and what a run amounted to. Values in, rich renderables out; nothing is printed here."""
+"""Tables: what a recipe decided and what a run amounted to. Values in, rich renderables out; nothing is printed here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpbridge.sync.plan import Plan
 
 OVERRIDDEN = "bold yellow"
-"""Style of rows in which the recipe overrides what somebody had set."""
+"""Style of rows in which the recipe overrides a value that was set."""
 
 
 def plan_table(plan: Plan, *, title: str = "what the recipe decides") -> Table:
@@ -27,7 +27,7 @@ def plan_table(plan: Plan, *, title: str = "what the recipe decides") -> Table:
         keep = (write.keep or "another recipe: mpbridge list") if write.conflict else ""
         who = write.set_by if write.set_by != "nobody" else ""
         cells = (write.name, show(write.before), show(write.after), write.why, who, keep)
-        # Text, not str: a value with brackets in it is no markup
+        # Text, not str: a value with brackets in it is not markup
         made.add_row(*(Text(cell) for cell in cells), style=OVERRIDDEN if write.conflict else None)
     for kept in plan.kept:
         made.add_row(
@@ -38,7 +38,7 @@ def plan_table(plan: Plan, *, title: str = "what the recipe decides") -> Table:
 
 
 def summary_table(rows: Iterable[tuple[str, str]], *, title: str = "summary") -> Table:
-    """Label and text, one pair a row."""
+    """Label and text, one pair per row."""
     made = table(title, ("", ""))
     made.show_header = False
     for label, text in rows:
@@ -47,7 +47,7 @@ def summary_table(rows: Iterable[tuple[str, str]], *, title: str = "summary") ->
 
 
 def table(title: str | None, columns: Sequence[str], *, whole: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
-    """An empty table of the house's look. whole: columns that are never broken over two lines, as people copy or search them; right: numbers."""
+    """An empty table of the house's look. whole: columns that are never broken over two lines, as they are copied or searched; right: numbers."""
     made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")
     for column in columns:
         made.add_column(

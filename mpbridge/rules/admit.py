@@ -1,4 +1,4 @@
-"""The last question before something is built: does this run fit this machine and every rule? Asked by the training script and by each engine."""
+"""The last check before anything is built: does this run fit this machine and every rule? Asked by the training script and by each engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a recipe is advisable for a run on a machine: legal, how fast its GEMMs could be at most, what it costs in memory, what is known of it."""
+"""Advice about recipes for a run on a machine: whether legal, the peak speed of its GEMMs, memory, evidence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpbridge.precision.registry import Recipe
 from mpbridge.rules.table import broken
 
 MEASURED: dict[tuple[str, str], tuple[str, str]] = {}
-"""(recipe, machine) -> (speed beside bf16_mixed, where it was measured). Empty where nobody measured: no speed is guessed."""
+"""(recipe, machine) -> (speed beside bf16_mixed, where it was measured). Empty where nothing was measured: no speed is guessed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Advice:
     peak: float | None = None
     """Dense peak of its GEMMs beside BF16's: a limit from the vendor's table, not a speed."""
     speed: str = ""
-    """Measured, with its source; empty where nobody measured."""
+    """Measured, with its source; empty where it was not measured."""
     taste: int = 0
 
     @property
@@ -77,7 +77,7 @@ def advise(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, *, reference: 
         fits=machine is None or not machine.gpu or not machine.memory_bytes or total + RESERVED <= machine.memory_bytes,
         peak=_peak(policy, run),
         speed=f"{speed} ({source})" if speed else "",
-        # FP16 has five exponent bits and needs its loss scale: behind BF16 wherever BF16 exists
+        # FP16 has five exponent bits and needs its loss scale: ranked after BF16 wherever BF16 exists
         taste=(policy.quant.row.preference if policy.quant is not None else 0)
         + (10 if policy.compute is DType.FP16 else 0),
     )
@@ -89,7 +89,7 @@ def _peak(policy: PrecisionPolicy, run: RunFacts) -> float | None:
         return None
     low = "fp4" if policy.fp4 else "fp8" if policy.fp8 else policy.compute.short
     mine, base = machine.flops(low), machine.flops("bf16") or machine.flops("fp16")
-    if mine is None and low == "fp4":  # a GPU that has no FP4 is refused before; one without a table entry is not known
+    if mine is None and low == "fp4":  # a GPU without FP4 was refused already; one without a table entry is unknown
         return None
     return mine / base if mine and base else None
 

@@ -1,4 +1,4 @@
-"""A recipe's card: what it needs, what it keeps, what it costs, which rules speak of it. Data for `mpbridge show`; nothing is printed here."""
+"""A recipe's card: what it needs, what it keeps, what it costs, which rules apply to it. Data for `mpbridge show`; nothing is printed here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHAPE = ModelShape(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What is known of a recipe besides its fields."""
+    """What is known about a recipe besides its fields."""
 
     recipe: str
     native_on: tuple[str, ...]
@@ -39,11 +39,11 @@ class Card:
     exported: str
     """What a checkpoint's weights are."""
     bytes_alone: float
-    """States, bytes a parameter, on one GPU (a 70B model's shape on the first machine that runs it)."""
+    """States, bytes per parameter, on one GPU (a 70B model's shape on the first machine that runs it)."""
     bytes_shared: float
     """The same with optimizer states, or everything, shared by eight."""
     rules: tuple[str, ...]
-    """Ids of the rules that speak of a recipe of this kind."""
+    """Ids of the rules that apply to a recipe of this kind."""
 
 
 def card(name: str) -> Card:
@@ -69,7 +69,7 @@ def card(name: str) -> Card:
 
 
 def traits(policy: PrecisionPolicy, entry: Recipe) -> set[str]:
-    """The words by which rules name the recipes that they speak of."""
+    """The words by which rules name the recipes that they are about."""
     found: set[str] = {quant.scaling for quant in policy.quants}
     switches = {
         "quantized": policy.quantized,

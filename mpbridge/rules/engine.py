@@ -1,4 +1,4 @@
-"""Rules about engines and devices: what a wrapper, or a CPU, does not do. A laptop says it; an engine asks them again before it builds (rules/admit.py)."""
+"""Rules about engines and devices: what a wrapper, or a CPU, does not do. Checked anywhere; an engine checks them again before it builds (rules/admit.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules about what surrounds a run: library versions, and variables, where half of a recipe can live and contradict the other half."""
+"""Rules about a run's environment: library versions, and variables that complete or contradict a recipe."""
 
 from __future__ import annotations
 

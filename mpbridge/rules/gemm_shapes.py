@@ -1,4 +1,4 @@
-"""Every GEMM that a recipe quantizes, its local sizes against what the recipe needs. Kept apart: required, gatherable, experts' tokens, fast."""
+"""Every GEMM that a recipe quantizes: its local sizes against what the recipe needs. Kept apart: required, gatherable, experts' tokens, fast."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Gemm:
 
 
 def lint(policy: PrecisionPolicy, run: RunFacts) -> tuple[Finding, ...]:
-    """Every finding, required ones first. An empty answer: all sizes suit the recipe."""
+    """Every finding, required ones first. Empty: all sizes fit the recipe."""
     found = [finding for gemm in gemms(policy, run) for finding in _judge(gemm, run)]
     found += _vocabulary(policy, run)
     order = ("required", "gatherable", "experts", "fast")
@@ -80,7 +80,7 @@ def lint(policy: PrecisionPolicy, run: RunFacts) -> tuple[Finding, ...]:
 
 
 def gemms(policy: PrecisionPolicy, run: RunFacts) -> tuple[Gemm, ...]:
-    """The quantized linears, layers of equal sizes and rules together; one expert stands for all."""
+    """The quantized linears, layers of equal sizes and rules together; one expert represents all."""
     shape, parallel = run.shape, run.parallel
     grouped: dict[tuple[str, Quant, tuple[int, ...], str | None, bool], list[int]] = {}
     for layer in range(shape.num_layers):
@@ -250,7 +250,7 @@ def _size_cure(gemm: Gemm, side: str, multiple: int, run: RunFacts) -> str:
 
 
 def _field(module: str, side: str) -> str:
-    """The setting behind a side of a linear."""
+    """The setting that decides a side of a linear."""
     last = module.rpartition(".")[2]
     if (last, side) in (("linear_fc1", "out"), ("linear_fc2", "in")):
         return (

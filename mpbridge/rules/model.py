@@ -113,7 +113,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="other-models-are-not-built",
         found=lambda c: ", ".join(f"model.{name}={say(c.model(name))}" for name in _OTHER_MODELS if c.model(name)),
-        expected="none of them: mpbridge builds one kind of GPT layer, for training; others would be left out in silence",
+        expected="none of them: mpbridge builds one kind of GPT layer, for training; others would be left out silently",
         cure="drop them",
         source="mpbridge/models/gpt.py; megatron-core 0.16.1 gpt_layer_specs.py takes them as arguments",
     ),
@@ -309,7 +309,7 @@ RULES: tuple[Rule, ...] = (
             and c.model("disable_bf16_reduced_precision_matmul")
             and "disable_bf16_reduced_precision_matmul=true"
         ),
-        expected="to know that megatron-core sets torch's process-wide switch and never gives it back",
+        expected="to know that megatron-core sets torch's process-wide switch and never restores it",
         cure="restart the process before another run (mpbridge's device layer restores it)",
         source=_CONFIG,
         severity="warning",

@@ -196,7 +196,7 @@ RULES: tuple[Rule, ...] = (
             and c.te_before("2.1")
             and f"store_param_remainders with Transformer Engine {c.run.versions.transformer_engine}"
         ),
-        expected="2.1 or later: megatron-core switches them off before, two bytes a parameter more",
+        expected="2.1 or later: megatron-core switches them off before, two bytes per parameter more",
         cure="upgrade Transformer Engine, or mixed_precision.store_param_remainders=false",
         source=_CONFIG,
         severity="warning",
@@ -211,7 +211,7 @@ RULES: tuple[Rule, ...] = (
             and c.policy.main_params is DType.FP32
             and "FP32 parameters under a FusedAdam with FP32 main weights"
         ),
-        expected="one of them: the FP32 branch never reads the copy, four bytes a parameter for nothing",
+        expected="one of them: the FP32 branch never reads the copy, four bytes per parameter for nothing",
         cure="mixed_precision.use_precision_aware_optimizer=false, or params_dtype=bf16",
         source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py; NeMo-RL#2865",
         severity="warning",

@@ -45,7 +45,7 @@ def _capability(case: Case) -> str | None:
 
 def _engine_version(case: Case) -> str | None:
     have = case.run.versions.transformer_engine
-    if have is None or case.run.machine is not None:  # the capability row says it with the machine's other needs
+    if have is None or case.run.machine is not None:  # the capability row reports it with the machine's other needs
         return None
     late = [quant.row for quant in case.policy.quants if not at_least(have, quant.row.hardware.engine)]
     return (
@@ -212,7 +212,7 @@ RULES: tuple[Rule, ...] = (
         found=_nothing_left,
         expected="at least one quantized layer",
         cure="fewer edge layers, or a 16-bit recipe under its own name",
-        source="megatron-core 0.16.1 fp4_utils.py get_fp4_context accepts it in silence",
+        source="megatron-core 0.16.1 fp4_utils.py get_fp4_context accepts it silently",
     ),
     Rule(
         id="module-rule-in-stored-layer",
@@ -263,7 +263,7 @@ RULES: tuple[Rule, ...] = (
         id="wgrad-switch-has-no-effect",
         about="delayed",
         found=lambda c: any(q.row.history and not q.wgrad for q in c.policy.quants) and "fp8_wgrad=false",
-        expected="true: the weight gradient's GEMM runs in FP8 all the same",
+        expected="true: the weight gradient's GEMM runs in FP8 regardless",
         cure="mixed_precision.fp8_wgrad=true, or another recipe",
         source="Transformer Engine 2.9 to 2.12 common/recipe/__init__.py DelayedScaling drops override_linear_precision",
         severity="warning",

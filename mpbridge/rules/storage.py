@@ -36,7 +36,7 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="a distributed optimizer, which keeps the high-precision copy",
         cure="ddp.use_distributed_optimizer=true, or mixed_precision.fp8_param_gather=false",
-        source=f"{ARGUMENTS}; megatron-core 0.16.1 accepts it in silence",
+        source=f"{ARGUMENTS}; megatron-core 0.16.1 accepts it silently",
         emulated="warning",
     ),
     Rule(
@@ -90,7 +90,7 @@ RULES: tuple[Rule, ...] = (
         id="mxfp8-without-gather-costs-memory",
         about="mxfp8",
         found=lambda c: "mxfp8" in c.scalings and not _mxfp8_stored(c) and "MXFP8 with 16-bit parameters at rest",
-        expected="fp8_param_gather with reuse_grad_buf_for_mxfp8_param_ag: otherwise both copies are kept, two bytes a parameter more",
+        expected="fp8_param_gather with reuse_grad_buf_for_mxfp8_param_ag: otherwise both copies are kept, two bytes per parameter more",
         cure="both to true, or the memory (mpbridge memory)",
         source="megatron-core 0.16.1 optimizer_config.py __post_init__",
         severity="warning",
@@ -161,7 +161,7 @@ RULES: tuple[Rule, ...] = (
             and c.run.optimizer.distributed
             and f"{c.policy.params.short} parameters as their own main copy, sharded"
         ),
-        expected="plain DDP or FSDP2: the distributed optimizer makes FP32 main weights and moments all the same, silently",
+        expected="plain DDP or FSDP2: the distributed optimizer makes FP32 main weights and moments regardless, silently",
         cure="ddp.use_distributed_optimizer=false, or engine=fsdp2",
         source="megatron-core 0.16.1 distrib_optimizer.py _build_model_and_main_param_groups; torchtitan#1646",
     ),

@@ -104,14 +104,14 @@ class Rule:
     source: str
     """Where the rule comes from: file and function of a version, or the upstream issue."""
     about: str = ""
-    """Traits of a recipe (rules.cards.traits) that bring it up, all of them needed; empty: it speaks of runs, not of recipes."""
+    """Traits of a recipe (rules.cards.traits) that bring it up, all of them needed; empty: the rule is about runs, not recipes."""
     severity: Severity = "error"
     holds: tuple[Window, ...] = ()
     """The versions in which it is true; outside of any of them the row is silent."""
     engine: str = ""
     """The engine whose runs it is asked of; '': all."""
     emulated: Emulated = "same"
-    """What becomes of an error when the quantization is emulated: it may be none of the emulation's concern."""
+    """What becomes of an error when the quantization is emulated, where it may not apply."""
 
     def applies(self, run: RunFacts) -> bool:
         """Whether it speaks of the run's engine, and the run's versions lie in its windows."""
@@ -174,7 +174,7 @@ def broken(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
 
 
 def require(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
-    """The warnings. Raises Refused with every error when there are any: for those who are about to build."""
+    """The warnings. Raises Refused with every error when there are any: for callers about to build."""
     found = broken(policy, run)
     errors = [violation for violation in found if violation.severity == "error"]
     if errors:

@@ -60,7 +60,7 @@ def commit(plan: Plan, *, on_conflict: Literal["warn", "error"] = "warn", spell:
     for name, body in bodies.items():
         twins[name], fault = _check(body)
         if fault is not None and sick[name] is not None and _text(fault) == _text(sick[name]):
-            unchecked.append(f"{name}: {_text(fault)}")  # so before us, and not about us
+            unchecked.append(f"{name}: {_text(fault)}")  # it failed before the plan, so the plan is not the reason
         elif fault is not None:
             _restore(saved)
             raise UpstreamRefused(refusal(name, fault)) from fault
@@ -97,7 +97,7 @@ def _write(plan: Plan, spell: Spell | None) -> list[tuple[Any, str, Any]]:
 
 
 def spelled(value: Any, owner: Any, spell: Spell | None) -> Any:
-    """A planned value as megatron-core takes it. Raises BadValue for module rules when nobody was handed in who spells them."""
+    """A planned value as megatron-core takes it. Raises BadValue for module rules when `spell` is missing."""
     if isinstance(value, DType):
         return value.torch()
     if isinstance(value, ModuleRules):
@@ -159,7 +159,7 @@ def _receipt(plan: Plan, filled: Mapping[str, Mapping[str, tuple[Any, Any]]], un
 
 
 def _found(old: Mapping[tuple[str, str], tuple[Any, Any]], key: tuple[str, str], before: Any) -> Any:
-    """The value before any recipe: an earlier receipt's, unless somebody has changed the field since."""
+    """The value before any recipe: an earlier receipt's, unless the field was changed since."""
     if key in old and same(before, old[key][1]):
         return old[key][0]
     return before
@@ -170,7 +170,7 @@ def _text(fault: Exception | None) -> str:
 
 
 def refusal(name: str, fault: Exception) -> str:
-    """megatron-core's complaint about a config in our words; its bare assertions and TypeErrors say little."""
+    """megatron-core's complaint about a config, explained: its bare assertions and TypeErrors say little."""
     text = str(fault).strip()
     if isinstance(fault, TypeError) and "NoneType" in text and "Version" in text:
         return (

@@ -82,7 +82,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All that would change, and nothing that would not."""
+    """Everything that would change, and nothing else."""
 
     policy: PrecisionPolicy | None
     """None: give everything back."""
@@ -165,7 +165,7 @@ def plan(
 
 
 def _spoken(policy: PrecisionPolicy, realization: Realization) -> PrecisionPolicy:
-    """The policy as megatron-core may hear it."""
+    """The policy as written to megatron-core."""
     if realization == "native":
         return policy
     return dataclasses.replace(policy, regions=(Region(),), reuse_grad_buffer=False)
@@ -181,7 +181,7 @@ class _Reading:
     core: str
 
     def baseline(self, target: str, name: str, now: Any) -> Any:
-        """The value apart from any recipe: what an earlier one found, unless somebody has changed the field since."""
+        """The value apart from any recipe: what an earlier one found, unless the field was changed since."""
         found, written = self.after.fields.get((target, name), (now, now))
         return found if same(now, written) else now
 
@@ -269,7 +269,7 @@ class _Reading:
 
 
 def show(value: Any) -> str:
-    """A value as people read it."""
+    """A value as displayed."""
     if value is UNSET:
         return "not given"
     if isinstance(value, ModuleRules):

@@ -11,7 +11,7 @@ from mpbridge.formats import DType, dtype
 from mpbridge.megatron_spec.fields import UNSET, ModuleRules, Place
 
 CARRIED_AS = ("transformer", "config")
-"""Attributes under which an outer object (a model provider, a training script's bag) carries the config that megatron-core reads."""
+"""Attributes under which an outer object (a model provider, a training script's namespace) carries the config that megatron-core reads."""
 _ABSENT = object()
 
 
@@ -21,7 +21,7 @@ def is_inputs(target: Any) -> bool:
 
 
 def holder(target: Any, field: str) -> Any:
-    """The object that declares `field`: the target itself, or what it carries; None when nobody does."""
+    """The object that declares `field`: the target itself, or what it carries; None when neither does."""
     for owner in (target, *(getattr(target, name, None) for name in CARRIED_AS)):
         if owner is not None and (
             field in getattr(type(owner), "__dataclass_fields__", {}) or field in getattr(owner, "__dict__", {})
@@ -36,7 +36,7 @@ def has(target: Any, field: str) -> bool:
 
 
 def read(target: Any, field: str) -> Any:
-    """The field's value now; UNSET where inputs do not name it, or nobody declares it."""
+    """The field's value now; UNSET where inputs do not name it, or it is not declared."""
     if is_inputs(target):
         return target.get(field, UNSET)
     owner = holder(target, field)
@@ -47,7 +47,7 @@ def class_default(target: Any, field: str) -> Any:
     """What a live object's own class has as the field's default; an attribute without a declaration counts as None."""
     declared = getattr(type(holder(target, field)), "__dataclass_fields__", {}).get(field)
     if declared is None:
-        return None  # in a bag without declarations None must mean "not set"
+        return None  # in a namespace without declarations None must mean "not set"
     if declared.default_factory is not dataclasses.MISSING:
         return declared.default_factory()
     return None if declared.default is dataclasses.MISSING else declared.default
@@ -62,7 +62,7 @@ def same(now: Any, new: Any) -> bool:
 
 
 def _rules(value: Any) -> Any:
-    # engines.quant_recipe leaves the rules that it compiled on megatron-core's object
+    # megatron.quant_recipe leaves the rules that it compiled on megatron-core's object
     return getattr(value, "rules", value)
 
 

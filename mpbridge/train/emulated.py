@@ -1,4 +1,4 @@
-"""Says with every emulated run what the emulation leaves out."""
+"""Prints what the emulation leaves out, with every emulated run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class EmulationNotes(Hook):
-    """Shows the emulation's notes when an engine stands, and keeps them for the summary. show: prints a line; None: silence."""
+    """Shows the emulation's notes when an engine is built, and keeps them for the summary. show: prints a line; None: silence."""
 
     def __init__(self, show: Callable[[Any], None] | None) -> None:
         self.show = show

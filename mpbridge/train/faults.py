@@ -1,4 +1,4 @@
-"""What goes wrong in a run and how it ends then: signals, non-finite numbers, a rank that is gone."""
+"""What can go wrong in a run and how the run then ends: signals, non-finite numbers, a rank that is gone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LostRank(Refused):
 
 
 def record(training: Training, event: str, text: str, **facts: Any) -> None:
-    """Says `text` and adds it to the run's events; non-finite numbers are written as words."""
+    """Prints `text` and adds it to the run's events; non-finite numbers are written as words."""
     training.say(text)
     folder = training.run.logger.get("log_dir")
     if folder and dist.get_rank() == 0:
@@ -48,7 +48,7 @@ def record(training: Training, event: str, text: str, **facts: Any) -> None:
 
 
 class Signals(Hook):
-    """SIGTERM and SIGINT end the run behind the step under way, on all ranks behind the same one; a second signal ends the process at once."""
+    """SIGTERM and SIGINT end the run after the current step, the same one on all ranks; a second signal ends the process at once."""
 
     NUMBERS = (signal.SIGTERM, signal.SIGINT)
 
@@ -82,7 +82,7 @@ class Signals(Hook):
             record(training, "signal", f"{training.stop}: the step is finished, the run stops")
 
     def closed(self) -> None:
-        """Gives the handlers back."""
+        """Restores the handlers."""
         for number, kept in self._kept.items():
             signal.signal(number, kept)
         self._kept = {}
@@ -105,7 +105,7 @@ class Nonfinite(Hook):
         self.before = training.counters.nonfinite
 
     def stepped(self, training: Training, result: StepResult) -> None:
-        """Acts on the step that was just counted; what is not finite is the counters' to say (an overflow that the loss scale is there for is)."""
+        """Acts on the step that was just counted; what is not finite is the counters' to say (an overflow that the loss scale handles is finite)."""
         if training.counters.nonfinite == self.before:
             return
         self.before = training.counters.nonfinite
@@ -133,7 +133,7 @@ class Nonfinite(Hook):
         record(
             training,
             "rollback",
-            f"{text}: back to {place.name}, on behind the samples that led there; {self.left} rollbacks left",
+            f"{text}: back to {place.name}, continuing after the samples that led there; {self.left} rollbacks left",
             **facts,
         )
 
@@ -180,7 +180,7 @@ def explained() -> Iterator[None]:
 
 
 def surviving(run: Run) -> list[Hook]:
-    """The hooks that keep a run alive, in the order in which they act."""
+    """The hooks that handle faults, in the order in which they act."""
     from mpbridge.train.stages import Stages
 
     keeper = Keeper(run)

@@ -17,7 +17,7 @@ def flops_per_token(shape: ModelShape) -> int:
     attended = 0
     for layer in range(shape.num_layers + shape.mtp_layers):
         projections, width = _attention(shape)
-        # a prediction layer behind the last is built like the last
+        # a prediction layer after the last layer is built like the last
         weights += projections + _mlp(shape, shape.is_expert_layer(min(layer, shape.num_layers - 1)))
         attended += width
     weights += shape.mtp_layers * 2 * shape.hidden_size**2

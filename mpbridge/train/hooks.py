@@ -1,4 +1,4 @@
-"""Where others take part in a run: a Hook is told what happened and may act on the Training that it is handed."""
+"""How other code takes part in a run: a Hook is told what happened and may act on the Training that it is given."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Training:
     """Finished, skipped and non-finite steps, consumed samples: what a checkpoint has to keep."""
     progress: ProgressLine | None = None
     stop: str | None = None
-    """Set it to end the run behind the step that is under way; the text says why."""
+    """Set it to end the run after the current step; the text says why."""
     moved: bool = False
     """Set it after changing counters.consumed: the loop then reads on from there."""
     next_run: Run | None = None
@@ -48,16 +48,16 @@ class Training:
             self.stop = self.stop or str(error).partition("\n")[0]
 
     def say(self, text: str) -> None:
-        """A line for people, on rank 0."""
+        """Prints a line, on rank 0."""
         if self.progress is not None:
             self.progress.say(text)
 
 
 class Hook:
-    """Takes part in a run; every method may stay as it is, which is to do nothing. All ranks call the same methods in the same order."""
+    """Takes part in a run; every method does nothing unless overridden. All ranks call the same methods in the same order."""
 
     def built(self, training: Training) -> None:
-        """The engine stands, no step was done: load, or audit what stands. May be called again when a schedule rebuilds the engine."""
+        """The engine is built, no step was done: load, or audit what stands. May be called again when a schedule rebuilds the engine."""
 
     def started(self, training: Training) -> None:
         """The run is about to take its next step for the first time."""
@@ -66,13 +66,13 @@ class Hook:
         """A step is finished and counted; result.applied says whether weights moved."""
 
     def evaluated(self, training: Training, loss: float) -> None:
-        """The held-out loss was measured behind the step counted last."""
+        """The held-out loss was measured after the step counted last."""
 
     def finished(self, training: Training) -> None:
-        """No further step will follow: the run is complete, or somebody stopped it."""
+        """No further step will follow: the run is complete, or was stopped."""
 
     def closed(self) -> None:
-        """The run is over, also by an exception: give back what you hold."""
+        """The run is over, also by an exception: release what you hold."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Keeper: loads what a run starts from, saves it on time, in the background on request, and last of all; and the line that resumes."""
+"""Keeper: loads what a run starts from, saves at intervals (in the background on request) and at the end, and prints the command that resumes."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ class Keeper(Hook):
         self._claim = store.claim(folder)
 
     def started(self, training: Training) -> None:
-        """Says what was loaded, now that somebody listens."""
+        """Says what was loaded, once progress output exists."""
         if self._said:
             training.say(self._said)
             self._said = ""
 
     def stepped(self, training: Training, result: Any) -> None:
-        """Saves when it is time, and seals what was written meanwhile."""
+        """Saves when it is due, and seals what was written meanwhile."""
         at = training.counters.iteration
         if self.pending is not None and self.pending.done():
             self._seal()
@@ -100,10 +100,10 @@ class Keeper(Hook):
             self.save(training, background=False)
         if training.stop is not None:
             training.notes["go on with"] = line = resume_line(self.folder)
-            training.say(f"stopped behind step {training.counters.iteration} ({training.stop}); to go on: {line}")
+            training.say(f"stopped after step {training.counters.iteration} ({training.stop}); to go on: {line}")
 
     def closed(self) -> None:
-        """Gives up what an exception left unfinished, and the folder to the next run."""
+        """Discards what an exception left unfinished, and releases the folder."""
         if self.pending is not None:
             self.pending.abort()
             self.pending = None
@@ -112,14 +112,14 @@ class Keeper(Hook):
             self._claim = None
 
     def save(self, training: Training, *, background: bool) -> None:
-        """A checkpoint of the run as it stands; what the folder holds of a later step is of a way that this run did not go, and is set aside."""
+        """A checkpoint of the run as it stands; newer checkpoints of an abandoned branch are set aside."""
         folder = self.folder
         assert folder is not None
         if self.pending is not None:  # the one before is still being written: wait, so that at most one is under way
             self._seal()
         before = -1 if self.saved_at is None else self.saved_at
         for path in on_first_rank(lambda: store.set_aside(folder, after=before)):
-            training.say(f"this run went on from step {before}: a checkpoint behind a later step is kept as {path}")
+            training.say(f"this run went on from step {before}: a checkpoint of a later step is kept as {path}")
         self.pending = checkpoint.save(training, folder, background=background)
         self.saved_at = training.counters.iteration
         if not background:
@@ -150,7 +150,7 @@ class Keeper(Hook):
 def resume_line(folder: Path) -> str:
     """The command that goes on from the newest checkpoint in `folder`."""
     setting = f"checkpoint.load={folder}"
-    # what was meant for the first start alone would drop the optimizer's states again
+    # meant for the first start only: repeated, it would drop the optimizer's states again
     once = ("checkpoint.load=", "checkpoint.reset_optimizer=", "--reset-optimizer")
     program, *rest = sys.argv
     single = not dist.is_initialized() or dist.get_world_size() == 1

@@ -1,4 +1,4 @@
-"""`pretrain(run)`: from a resolved run to its summary. Thin on purpose: whatever is not a step is a hook."""
+"""`pretrain(run)`: from a resolved run to its summary. Thin on purpose: everything but the step is a hook."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def pretrain(
     """Trains as `run` says and returns the figures; every rank of the job calls it.
 
     dataset: the caller's own iterable of samples in place of data.corpus (`data.batches.Feed`); its length is never asked.
-    hooks: take part behind those that the run's sections ask for. quiet: nothing is printed.
+    hooks: called after those that the run's sections ask for. quiet: nothing is printed.
     Raises Refused before anything is built when the machine or a rule says no, BadValue and Contradiction for settings that do not
     fit, DataError for data that cannot be used.
     """
-    # what can be wrong without a machine is said before one is touched
+    # what can be checked without the machine is checked before it is touched
     train_iters(run)
     scheduler_arguments(run)
     out = console(speaks=rank() == 0 and not quiet)
@@ -72,7 +72,7 @@ def pretrain(
         if feed.corpus is not None and feed.corpus.prepared is not None:
             out.print(f"corpus: {feed.corpus.prepared.line()}", markup=False, soft_wrap=True)
         training = Training(run=run, engine=build_engine(run), scheduler=None, feed=feed, counters=Counters())
-        # whichever engine stands at the end: a schedule may have put another in its place
+        # the engine at the end: a schedule may have replaced the first
         stack.callback(lambda: training.engine.close())
         training.scheduler = scheduler(run, training.engine.optimizer)
         steps = _Steps(training, parts)
@@ -149,7 +149,7 @@ class _Steps:
             self._evaluate(log)
 
     def _evaluate(self, log: MetricsLog) -> None:
-        """The held-out loss on the same samples every time: a curve of the model, not of the samples' luck."""
+        """The held-out loss on the same samples every time: a curve of the model, not sampling noise."""
         training, at = self.training, self.training.counters.iteration
         stream = training.feed.batches("valid", 0, self.rank, self.ranks)
         loss = training.engine.evaluate(stream, microbatches=self.eval_iters * self.microbatches)
@@ -185,6 +185,6 @@ def _microbatches(run: Run, ranks: int) -> int:
     whole, micro = int(run.train["global_batch_size"]), int(run.train["micro_batch_size"])
     if whole % (micro * ranks):
         raise BadValue(
-            f"train.global_batch_size={whole} is no multiple of micro_batch_size={micro} x {ranks} data-parallel ranks = {micro * ranks}"
+            f"train.global_batch_size={whole} is not a multiple of micro_batch_size={micro} x {ranks} data-parallel ranks = {micro * ranks}"
         )
     return whole // (micro * ranks)

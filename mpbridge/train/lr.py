@@ -28,7 +28,7 @@ def scheduler_arguments(run: Run) -> dict[str, Any]:
     plan, optimizer, steps = run.scheduler, run.inputs["optimizer"], train_iters(run)
     batch = int(run.train["global_batch_size"])
     warmup = _warmup(plan, steps)
-    # a run shorter than its warm-up never decays, so where no decay was asked for its end may lie behind the run's
+    # a run shorter than its warm-up never decays, so where no decay was asked for its end may lie after the run's
     decay = int(plan.get("lr_decay_iters") or max(steps, warmup + 1))
     peak, least = float(optimizer.get("lr") or 0.0), float(optimizer.get("min_lr") or 0.0)
     start = float(plan.get("lr_warmup_init") or 0.0)

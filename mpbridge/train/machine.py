@@ -14,7 +14,7 @@ from mpbridge.engines.parallel import start_process_group, stop_process_group
 
 @contextmanager
 def process_group(cuda: bool, *, minutes: float = 60.0) -> Iterator[None]:
-    """The job's process group, for as long as the run lasts; somebody else's is used and left alone. minutes: that ranks wait for each other."""
+    """The job's process group, for as long as the run lasts; an existing one is used and left alone. minutes: how long ranks wait for each other."""
     made = start_process_group(cuda, timeout_minutes=minutes)
     try:
         yield
@@ -25,7 +25,7 @@ def process_group(cuda: bool, *, minutes: float = 60.0) -> Iterator[None]:
 
 @contextmanager
 def process_settings(train: Mapping[str, Any]) -> Iterator[None]:
-    """`train.threads` (torch's threads for one operation) and `train.deterministic`, as long as the run lasts."""
+    """`train.threads` (torch's threads for one operation) and `train.deterministic`, for as long as the run lasts."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     if train.get("threads"):

@@ -17,7 +17,7 @@ RECENT = 10
 
 @dataclass(slots=True)
 class Counters:
-    """What a run has behind it; plain numbers that a checkpoint keeps."""
+    """What a run has done so far; plain numbers that a checkpoint keeps."""
 
     iteration: int = 0
     """Finished steps, skipped ones included."""
@@ -26,7 +26,7 @@ class Counters:
     skipped: int = 0
     """Steps whose update was not applied."""
     nonfinite: int = 0
-    """Steps whose loss or gradient was NaN or infinite, the overflows that a loss scale is there for left out."""
+    """Steps whose loss or gradient was NaN or infinite, overflows that a loss scale handles left out."""
     tokens: int = 0
     """Training tokens read by the whole job."""
 
@@ -45,7 +45,7 @@ class Counters:
 class Meter:
     """Rates of this process's part of the run. Time outside of steps (evaluation, checkpoints) does not count.
 
-    flops: model FLOPs a token; processes: devices that share the job's work, for the rate of one.
+    flops: model FLOPs per token; processes: devices that share the job's work, for the rate of one.
     """
 
     flops: int
@@ -75,13 +75,13 @@ class Meter:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of the whole job, over the last few steps."""
+        """Tokens per second of the whole job, over the last few steps."""
         took = sum(seconds for seconds, _ in self._times)
         return sum(tokens for _, tokens in self._times) / took if took else 0.0
 
     @property
     def mean_rate(self) -> float:
-        """Tokens a second of the whole job, over all steps of this process."""
+        """Tokens per second of the whole job, over all steps of this process."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def flops_rate(self, tokens_a_second: float) -> float:

@@ -1,4 +1,4 @@
-"""What is said and asked before anything is built: capability, rules, the plan."""
+"""What is printed and checked before anything is built: capability, rules, the plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
     )
     out.print(plan_table(run.plan))
     for setting in run.brought:
-        out.print(f"the recipe brings along {setting}", markup=False)
+        out.print(f"the recipe also sets {setting}", markup=False)
     for warning in warnings:
         out.print(str(warning), style="yellow", markup=False)
     return warnings

@@ -1,4 +1,4 @@
-"""A schedule of recipes at work: which stage a run is in, the rules over all of them before step 0, and the switch at a step boundary."""
+"""Schedules of recipes in a run: the current stage, the rules over all stages before step 0, and the switch at a step boundary."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Stages(Hook):
         self.runs = [stage_run(run, span.index) for span in self.spans]
 
     def stepped(self, training: Training, result: Any) -> None:
-        """Sets `training.next_run` behind the last step of a stage (again, where a rollback went back over a switch)."""
+        """Sets `training.next_run` after the last step of a stage (again, where a rollback went back over a switch)."""
         done = training.counters.iteration
         index = next((span.index for span in self.spans if span.holds(done)), None)
         if index is None:
@@ -109,7 +109,7 @@ class Stages(Hook):
 def switch(training: Training) -> None:
     """Closes the engine and goes on in `training.next_run` with main weights, moments and counters exactly as they were.
 
-    By way of a checkpoint: the state is the one that a resume would find. Every rank calls it.
+    It goes through a checkpoint, so the state is the one that a resume would find. Every rank calls it.
     """
     from mpbridge.checkpoint import io as checkpoint
     from mpbridge.engines.registry import build_engine
@@ -136,7 +136,7 @@ def switch(training: Training) -> None:
 
 
 def _waiting_room(run: Run) -> Path:
-    """A new folder for the state on its way from one engine to the next: inside the run's own, where it has one."""
+    """A new folder for the state that passes from one engine to the next; inside the run's own folder where it has one."""
     inside = run.checkpoint.get("save") or run.logger.get("log_dir")
     if inside:
         Path(inside).mkdir(parents=True, exist_ok=True)

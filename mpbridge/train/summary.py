@@ -1,4 +1,4 @@
-"""What a finished run amounts to."""
+"""The summary of a finished run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Summary:
         def shown(loss: float | None) -> str:
             return "-" if loss is None else f"{loss:.4f}"
 
-        speed = f"{self.tokens_per_second:,.0f} tokens/s, {self.model_flops_per_second / 1e9:,.1f} GFLOP/s of model arithmetic a process"
+        speed = f"{self.tokens_per_second:,.0f} tokens/s, {self.model_flops_per_second / 1e9:,.1f} GFLOP/s of model arithmetic per process"
         ends = ", ".join(f"{loss:.4f} at step {step}" for step, loss in self.eval_losses[-3:])
         return [
             ("recipe", self.recipe),

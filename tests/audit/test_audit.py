@@ -117,7 +117,7 @@ def test_bytes_are_those_of_the_live_tensors(build: Any, drive: Any) -> None:
     drive(engine, hook)
     size = sum(parameter.numel() for _, parameter in engine.named_parameters())
     found = {finding.subject: finding.bytes / size for finding in hook.reports["live"].findings if finding.bytes}
-    # row 3 of the memory table: 18 bytes a parameter; the optimizer reads the gradient buffer, which is paid for once
+    # row 3 of the memory table: 18 bytes per parameter; the optimizer reads the gradient buffer, which is paid for once
     assert found == {"params": 2, "main_params": 4, "grads": 4, "exp_avg": 4, "exp_avg_sq": 4}
 
 

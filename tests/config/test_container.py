@@ -146,7 +146,7 @@ def test_the_optimizer_section_settles_what_the_recipe_leaves_open():
         pytest.param(
             {"model": {"num_moe_experts": 2, "moe_router_topk": 4}},
             1,
-            "moe_router_topk=4 experts a token",
+            "moe_router_topk=4 experts per token",
             id="more experts than there are",
         ),
         pytest.param(
@@ -259,8 +259,8 @@ def test_stages_are_accepted_and_the_first_one_begins():
     ("stages", "said"),
     [
         ([{"recipe": "fp8_cs"}, {"recipe": "bf16_mixed"}], "needs `until`"),
-        ([{"recipe": "fp8_cs", "until": "soon"}, {"recipe": "bf16_mixed"}], "no place in a run"),
-        ([{"recipe": "fp8_cs", "until": 99}, {"recipe": "bf16_mixed"}], "behind the run's last step 10"),
+        ([{"recipe": "fp8_cs", "until": "soon"}, {"recipe": "bf16_mixed"}], "not a valid stage end"),
+        ([{"recipe": "fp8_cs", "until": 99}, {"recipe": "bf16_mixed"}], "after the run's last step 10"),
         ([{"recipe": "fp8_cs", "until": 5}, {"recipe": "bf16_mixed", "until": 9}], "runs to the end"),
         ({"recipe": "fp8_cs", "until": 5}, "only the stages of a list end"),
         ([{"recipe": "fp8_cz", "until": 5}, "bf16_mixed"], "mixed_precision[0]: no recipe named 'fp8_cz'"),

@@ -1,4 +1,4 @@
-"""Full BF16 on megatron-core: eight bytes a parameter, clipping that works, refused where it would silently be something else."""
+"""Full BF16 on megatron-core: eight bytes per parameter, clipping that works, refused where it would silently be something else."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_t2_upstreams_own_clipping_still_refuses(build: Any) -> None:
         (
             "full_bf16",
             {"ddp": {"use_distributed_optimizer": True}},
-            "makes FP32 main weights and moments all the same, silently",
+            "makes FP32 main weights and moments regardless, silently",
         ),
         (
             {"recipe": "full_bf16", "grad_reduce_in_fp32": True},

@@ -61,7 +61,7 @@ def test_published_duplicate_of_the_main_weights():
     assert 0 <= 3830.14 - mib < 2
 
 
-# rows of the measured table: (recipe, config changes, distributed) -> bytes a parameter at N-fold sharding
+# rows of the measured table: (recipe, config changes, distributed) -> bytes per parameter at N-fold sharding
 ROWS = {
     "1 fp32 DDP": ("fp32", {}, False, lambda n: 16),
     "2 fp32 sharded": ("fp32", {}, True, lambda n: 8 + 8 / n),
@@ -97,7 +97,7 @@ def test_bytes_a_parameter_of_the_measured_table(row, world):
     assert found.bytes_per_parameter == pytest.approx(formula(world), rel=1e-4)  # the rest is the padding of buckets
 
 
-# rows of the same table for fully sharded engines: (recipe, config changes, engine, ddp section) -> bytes a parameter, times N
+# rows of the same table for fully sharded engines: (recipe, config changes, engine, ddp section) -> bytes per parameter, times N
 FULLY = {
     "13 fp32 storage, torch AdamW": ("fp32_params_bf16_compute", {}, "fsdp2", {}, 16),
     "14 bf16 storage, FusedAdam, remainders": ("bf16_params_fp32_states", {}, "fsdp2", {}, 14),

@@ -86,7 +86,7 @@ def test_every_role_equals_the_live_tensors_on_one_process(tmp_path):
 
 def test_every_role_equals_the_live_tensors_on_two_processes(tmp_path):
     found = _agree(_live().differences(2, TWO, tmp_path))
-    # the shards of two ranks are not the same size: that is where a rule of thumb ends
+    # the shards of two ranks are not the same size: that is where a rule of thumb fails
     assert len({report["bytes"] for report in found["llama/sharded/bf16"]}) == 2
 
 

@@ -57,7 +57,7 @@ def test_a_dtype_goes_in_in_any_spelling_and_comes_out_as_torchs(spelling: Any) 
 
 
 def test_a_word_that_is_no_dtype_names_field_and_legal_words() -> None:
-    with pytest.raises(BadValue, match=r"params_dtype: 'b16' is no dtype .expected one of fp64, fp32, bf16"):
+    with pytest.raises(BadValue, match=r"params_dtype: 'b16' is not a dtype .expected one of fp64, fp32, bf16"):
         MixedPrecisionConfig(params_dtype="b16")
 
 
@@ -80,7 +80,7 @@ def test_twin_fields_are_one_fact(one: str, other: str) -> None:
     with pytest.raises(Contradiction, match="are one fact"):
         MixedPrecisionConfig(**{one: True, other: False})
     config = MixedPrecisionConfig(**{one: True})
-    setattr(config, other, False)  # the last word is about both
+    setattr(config, other, False)  # a later assignment sets both
     assert getattr(config, one) is False
     assert getattr(config.derive(**{one: True}), other) is True
     with pytest.raises(Contradiction):

@@ -1,4 +1,4 @@
-"""Facts of number formats, from the formula; and words for dtypes."""
+"""Number formats, from the formula; and words for dtypes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_words_that_people_use(word: str, member: DType) -> None:
 
 @pytest.mark.parametrize("wrong", ["b16", "", None, 16.5, "torch.float8_e4m3fn", True])
 def test_what_is_no_dtype_is_refused_with_the_legal_words(wrong: object) -> None:
-    with pytest.raises(BadValue, match=r"is no dtype .expected one of fp64, fp32, bf16"):
+    with pytest.raises(BadValue, match=r"is not a dtype .expected one of fp64, fp32, bf16"):
         dtype(wrong)
 
 

@@ -104,7 +104,7 @@ def test_the_recipe_takes_precedence_over_what_was_set_on_the_configs(live: bool
     run = resolved("bf16_mixed", model=model, optimizer=optimizer, data={"seq_length": 32})
     assert run.plan.of("model")["bf16"] is True
     assert run.plan.of("optimizer")["bf16"] is True
-    if not live:  # over there it happens in silence; a live False cannot be told from the default
+    if not live:  # over there it happens silently; a live False cannot be told from the default
         assert {write.name for write in run.plan.conflicts} == {"model.bf16", "optimizer.bf16"}
 
 

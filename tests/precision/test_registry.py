@@ -150,7 +150,7 @@ def test_without_code_no_function_runs_however_it_is_named(tmp_path: Path, named
     (tmp_path / "evil.yaml").write_text(f"extends: {tmp_path / 'evil.py'}:run\n")
     (tmp_path / "more.yaml").write_text("extends: evil.yaml\n")
     (tmp_path / "good.yaml").write_text("extends: bf16_mixed\n")
-    with pytest.raises(RecipeError, match="is code that this configuration brings along"):
+    with pytest.raises(RecipeError, match="is code that comes with this configuration"):
         get_mixed_precision_config(str(tmp_path / named), code=False)
     assert get_mixed_precision_config(tmp_path / "good.yaml", code=False).bf16
 
@@ -237,7 +237,7 @@ def test_yaml_extends_a_name_or_another_file(tmp_path: Path) -> None:
     ("bf16: [\n", "cannot be read"),
     ("extends: self.yaml\n", "extends itself"),
     ("fp8_param: true\nfp8_param_gather: false\n", "are one fact"),
-    ("params_dtype: b16\n", "params_dtype: 'b16' is no dtype"),
+    ("params_dtype: b16\n", "params_dtype: 'b16' is not a dtype"),
     ("extends: gone.yaml\n", "gone.yaml cannot be read"),
 ])  # fmt: skip
 def test_a_yaml_recipe_that_cannot_be_used_names_the_file_and_the_fault(tmp_path: Path, text: str, words: str) -> None:

@@ -53,9 +53,9 @@ def test_spans_cover_the_run_and_hold_each_step_once():
     ("marks", "said"),
     [
         pytest.param([50, 40, None], "later `until`", id="backwards"),
-        pytest.param([101, None], "behind the run's last step", id="behind the end"),
+        pytest.param([101, None], "after the run's last step", id="behind the end"),
         pytest.param([100, None], "later `until`", id="nothing left for the last"),
-        pytest.param(["soon", None], "no place in a run", id="no place"),
+        pytest.param(["soon", None], "not a valid stage end", id="no place"),
     ],
 )
 def test_stages_that_do_not_fit_the_run_are_refused(marks, said):

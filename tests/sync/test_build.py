@@ -34,7 +34,7 @@ def test_dtypes_of_inputs_may_be_spelled_anyhow(spelling: Any) -> None:
 
 
 def test_a_word_that_is_no_dtype_names_its_field() -> None:
-    with pytest.raises(BadValue, match=r"optimizer\.exp_avg_dtype: 'f32' is no dtype"):
+    with pytest.raises(BadValue, match=r"optimizer\.exp_avg_dtype: 'f32' is not a dtype"):
         built({**DENSE, "optimizer": OPTIMIZER | {"exp_avg_dtype": "f32"}}, BF16)
 
 

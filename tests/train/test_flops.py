@@ -17,7 +17,7 @@ TINY = ModelShape(
 
 
 def _counted(shape: ModelShape) -> float:
-    """FLOPs a token of the same shape in plain torch, forward and backward, as torch's own counter sees them."""
+    """FLOPs per token of the same shape in plain torch, forward and backward, as torch's own counter sees them."""
     head, groups = shape.kv_channels, shape.num_query_groups
     widths = [(shape.num_attention_heads + 2 * groups) * head, shape.hidden_size]
     up = shape.ffn_hidden_size * (2 if shape.gated else 1)

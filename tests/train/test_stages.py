@@ -138,7 +138,7 @@ def test_a_later_stage_that_this_machine_cannot_run_is_refused_at_start():
 
 
 def test_stages_that_do_not_fit_the_run_are_refused():
-    with pytest.raises(Contradiction, match="behind the run's last step"):
+    with pytest.raises(Contradiction, match="after the run's last step"):
         go(run([{"recipe": "fp32", "until": 200}, {"recipe": "bf16_mixed"}]))
 
 
