@@ -142,11 +142,14 @@ class Violation:
 @functools.cache
 def rules() -> tuple[Rule, ...]:
     """All rows, in table order; ids are unique."""
+    from mpbridge.rules import configs as rules_configs
     from mpbridge.rules import engine as rules_engine
     from mpbridge.rules import environment as rules_environment
+    from mpbridge.rules import experts as rules_experts
     from mpbridge.rules import model as rules_model
     from mpbridge.rules import optimizer as rules_optimizer
     from mpbridge.rules import quant as rules_quant
+    from mpbridge.rules import recompute as rules_recompute
     from mpbridge.rules import storage as rules_storage
 
     return (
@@ -154,6 +157,9 @@ def rules() -> tuple[Rule, ...]:
         + rules_storage.RULES
         + rules_optimizer.RULES
         + rules_model.RULES
+        + rules_configs.RULES
+        + rules_experts.RULES
+        + rules_recompute.RULES
         + rules_engine.RULES
         + rules_environment.RULES
         + tuple(rule for name in engine_names() for rule in _engine_rules(name))

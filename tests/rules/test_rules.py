@@ -14,6 +14,7 @@ from mpbridge.precision.policy import Region
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.rules.table import broken, require, rules
+from tests.rules.config_cases import CASES
 
 SHAPE = ModelShape(
     num_layers=4,
@@ -273,6 +274,7 @@ TABLE = {
         {"ddp": {"nccl_ub": True}, "environment": {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}}, {"ddp": {"nccl_ub": True}, "environment": {}},
     ),
 }  # fmt: skip
+TABLE |= CASES
 
 
 def ids(found):

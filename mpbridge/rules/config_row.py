@@ -1,0 +1,29 @@
+"""What the rules about megatron-core's config classes share: where they were read, and how a row and its settings are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpbridge.rules.table import Case, Rule
+
+MODEL_CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
+NEWER_MODEL_CONFIG = "Megatron-LM core/transformer/transformer_config.py (d98e8a64)"
+
+
+def row(
+    id: str, found: Callable[[Case], object], expected: str, cure: str, source: str = MODEL_CONFIG, **more: Any
+) -> Rule:
+    """A rule in one line."""
+    return Rule(id=id, found=found, expected=expected, cure=cure, source=source, **more)
+
+
+def listed(case: Case, name: str) -> tuple[str, ...]:
+    """A model setting that is one word or a list of them; () where it is not given."""
+    value = case.model(name, ())
+    return tuple(str(item) for item in value) if isinstance(value, (list, tuple)) else (str(value),)
+
+
+def latent(case: Case) -> bool:
+    """Whether attention is latent."""
+    return bool(case.model("multi_latent_attention"))
