@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.config.schema import defaults
 from mpbridge.config.shape import model_shape, padded_vocabulary, parallel_of, shape_faults
 from mpbridge.config.stages import Stage
+from mpbridge.config.training import batch_faults, training_faults
 from mpbridge.errors import BadValue, Contradiction
 from mpbridge.facts import OptimizerFacts, Parallel, RunFacts, Versions
 from mpbridge.formats import say
@@ -152,34 +153,6 @@ def lengths(model: Mapping[str, Any], data: Mapping[str, Any], tensor: int, faul
     return vocabulary or padded_vocabulary(tensor), seq or most or 1, most or seq or 1
 
 
-def training_faults(sections: Mapping[str, Section], parallel: Parallel | None) -> list[str]:
-    """What a training run lacks or cannot divide."""
-    train, optimizer = sections["train"], sections["optimizer"]
-    faults = []
-    if train["train_iters"] is None:
-        faults.append(
-            "train.train_iters is missing: it says how long to train, whatever the length of the data (train.train_iters=200)"
-        )
-    if not optimizer.get("lr"):
-        faults.append("optimizer.lr is missing (optimizer.lr=1e-3)")
-    elif (optimizer.get("min_lr") or 0.0) > optimizer["lr"]:
-        faults.append(f"optimizer.min_lr={optimizer['min_lr']} is above optimizer.lr={optimizer['lr']}")
-    if parallel is not None:
-        faults += batch_faults(train, parallel)
-    return faults
-
-
-def batch_faults(train: Mapping[str, Any], parallel: Parallel) -> list[str]:
-    """A global batch that the ranks cannot share."""
-    micro, whole, ranks = train["micro_batch_size"] or 1, train["global_batch_size"], parallel.data
-    if whole % (micro * ranks) == 0:
-        return []
-    return [
-        f"train.global_batch_size={whole} cannot be divided into micro batches of {micro} on {ranks} data-parallel "
-        f"rank{'s' if ranks > 1 else ''}: use a multiple of {micro * ranks}, or another train.micro_batch_size"
-    ]
-
-
 @dataclass(slots=True, kw_only=True)
 class Draft:
     """Checked sections on the way to a Run."""
@@ -201,13 +174,7 @@ class Draft:
         self._add(shape_faults(model))
         parallel = self._parallel(sizes, world_size)
         vocabulary, seq, most = lengths(model, full["data"], parallel.tensor if parallel else 1, self.faults)
-        self._add(
-            training_faults(full | inputs, parallel)
-            if training
-            else batch_faults(full["train"], parallel)
-            if parallel
-            else []
-        )
+        self._add(training_faults(full | inputs, parallel) if training else batch_faults(full["train"], parallel))
         if len(self.stages) > 1 and full["train"]["train_iters"]:
             self._fit_schedule(full["train"], seq)
         if self.faults or not self.stages or parallel is None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpbridge.config.training import train_iters
 from mpbridge.data.datasets import Corpus, open_corpus
-from mpbridge.errors import BadValue, DataError
+from mpbridge.errors import DataError
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -65,9 +66,9 @@ class Feed:
 
     def _samples(self, split: str) -> int:
         train = self.run.train
-        if train.get("train_iters") is None:
-            raise BadValue("train.train_iters is missing: it says how long to train, whatever the length of the data")
-        steps = int(train["train_iters"] if split == "train" else train.get("eval_iters") or 1)
+        steps = train_iters(train)
+        if split != "train":
+            steps = int(train.get("eval_iters") or 1)
         return steps * int(train["global_batch_size"])
 
     def _indexed(self, dataset: Any, consumed: int, micro: int, rank: int, size: int) -> Iterator[Batch]:

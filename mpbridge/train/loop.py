@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.audit.agreement import agree
+from mpbridge.config.training import microbatches, train_iters
 from mpbridge.data.batches import Feed
 from mpbridge.devices import device_layer
 from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.engines.registry import build_engine
-from mpbridge.errors import BadValue
 from mpbridge.report.console import console, rank
 from mpbridge.report.metrics import MetricsLog
 from mpbridge.report.progress import ProgressLine
@@ -24,7 +24,7 @@ from mpbridge.report.tables import summary_table
 from mpbridge.train.faults import explained
 from mpbridge.train.flops import flops_per_token
 from mpbridge.train.hooks import Hook, Hooks, Training, default_hooks
-from mpbridge.train.lr import scheduler, scheduler_arguments, train_iters
+from mpbridge.train.lr import scheduler, scheduler_arguments
 from mpbridge.train.machine import data_parallel, process_group, process_settings
 from mpbridge.train.metrics import Counters, Meter, line
 from mpbridge.train.preflight import preflight, write_precision
@@ -51,7 +51,7 @@ def pretrain(
     fit, DataError for data that cannot be used.
     """
     # what can be checked without the machine is checked before it is touched
-    train_iters(run)
+    train_iters(run.train)
     scheduler_arguments(run)
     out = console(speaks=rank() == 0 and not quiet)
     run = at_stage(run)
@@ -88,10 +88,10 @@ class _Steps:
     def __init__(self, training: Training, hooks: Hooks) -> None:
         run = training.run
         self.training, self.hooks = training, hooks
-        self.total = train_iters(run)
+        self.total = train_iters(run.train)
         self.global_batch = int(run.train["global_batch_size"])
         self.rank, self.ranks = data_parallel()
-        self.microbatches = _microbatches(run, self.ranks)
+        self.microbatches = microbatches(run.train, self.ranks)
         self.tokens = self.global_batch * training.feed.seq_length
         self.meter = Meter(flops=flops_per_token(run.facts.shape), processes=dist.get_world_size())
         self.eval_losses: list[tuple[int, float]] = []
@@ -178,13 +178,3 @@ class _Steps:
             log_dir=os.fspath(log_dir) if log_dir else None,
             notes=training.notes,
         )
-
-
-def _microbatches(run: Run, ranks: int) -> int:
-    """Micro-batches of one rank in a step; raises BadValue when the batch cannot be shared out evenly."""
-    whole, micro = int(run.train["global_batch_size"]), int(run.train["micro_batch_size"])
-    if whole % (micro * ranks):
-        raise BadValue(
-            f"train.global_batch_size={whole} is not a multiple of micro_batch_size={micro} x {ranks} data-parallel ranks = {micro * ranks}"
-        )
-    return whole // (micro * ranks)

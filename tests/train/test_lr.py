@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from mpbridge.config.training import train_iters
 from mpbridge.errors import BadValue, Contradiction
-from mpbridge.train.lr import scheduler, scheduler_arguments, train_iters
+from mpbridge.train.lr import scheduler, scheduler_arguments
 
 BATCH = 8
 
@@ -52,7 +53,7 @@ def test_a_run_shorter_than_its_warm_up_is_no_error() -> None:
 @pytest.mark.parametrize("wrong", [None, "200", -1, True])
 def test_missing_or_wrong_train_iters_is_named(wrong: Any) -> None:
     with pytest.raises(BadValue, match=r"train\.train_iters"):
-        train_iters(_run(train_iters=wrong))
+        train_iters(_run(train_iters=wrong).train)
 
 
 def test_every_fault_of_the_schedule_is_named_at_once() -> None:

@@ -1,0 +1,63 @@
+"""What a training run needs of its settings: how many steps, a batch that the ranks can share, a learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpbridge.errors import BadValue
+from mpbridge.facts import Parallel
+
+
+def train_iters(train: Mapping[str, Any]) -> int:
+    """Steps of the run; raises BadValue that names the field when it is missing or not a number of steps."""
+    value = train.get("train_iters")
+    if value is None:
+        raise BadValue(
+            "train.train_iters is missing: it says how long to train, whatever the length of the data (train.train_iters=200)"
+        )
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise BadValue(f"train.train_iters={value!r}: expected a number of steps, 0 or more")
+    return value
+
+
+def microbatches(train: Mapping[str, Any], ranks: int) -> int:
+    """Micro-batches of one data-parallel rank in a step; raises BadValue when the ranks cannot share the batch evenly."""
+    micro, whole = train["micro_batch_size"] or 1, train["global_batch_size"]
+    if whole % (micro * ranks):
+        raise BadValue(
+            f"train.global_batch_size={whole} cannot be divided into micro batches of {micro} on {ranks} data-parallel "
+            f"rank{'s' if ranks > 1 else ''}: use a multiple of {micro * ranks}, or another train.micro_batch_size"
+        )
+    return int(whole) // int(micro * ranks)
+
+
+def rate_faults(optimizer: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the learning rate and its minimum."""
+    peak, least = optimizer.get("lr") or 0.0, optimizer.get("min_lr") or 0.0
+    if not peak:
+        return ["optimizer.lr is missing (optimizer.lr=1e-3)"]
+    if peak < 0:
+        return [f"optimizer.lr={peak}: expected a positive number"]
+    return [f"optimizer.min_lr={least} is above optimizer.lr={peak}"] if least > peak else []
+
+
+def batch_faults(train: Mapping[str, Any], parallel: Parallel | None) -> list[str]:
+    """A global batch that the ranks cannot share; nothing where the ranks are not known."""
+    if parallel is None:
+        return []
+    try:
+        microbatches(train, parallel.data)
+    except BadValue as fault:
+        return [str(fault)]
+    return []
+
+
+def training_faults(sections: Mapping[str, Mapping[str, Any]], parallel: Parallel | None) -> list[str]:
+    """What a training run lacks or cannot divide."""
+    faults = []
+    try:
+        train_iters(sections["train"])
+    except BadValue as fault:
+        faults.append(str(fault))
+    return faults + rate_faults(sections["optimizer"]) + batch_faults(sections["train"], parallel)
