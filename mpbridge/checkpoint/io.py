@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from mpbridge.audit.wire import unobserved
 from mpbridge.checkpoint import foreign, state, store
+from mpbridge.checkpoint.convert import converted, needs_converting
 from mpbridge.checkpoint.index import INDEX, Index, Piece, Stored
 from mpbridge.checkpoint.plain import encoded
 from mpbridge.checkpoint.reader import STATE, Contents
@@ -146,24 +148,64 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Ve
     Every rank calls it. Checksums and the fingerprint are looked at before anything else is opened, and nothing that is read can be code.
     Raises Refused when the verdict forbids it, CheckpointError for a checkpoint that is damaged or does not fit.
     """
-    with unobserved():
-        found = on_first_rank(lambda: _look(path))
-    answer = judge(found, training.run, path, reset=reset_optimizer)
-    with _explained(path, None), Contents(path) as contents:
-        plain = _run_state(contents)
-        _take_up(training, contents, weights_only=answer.kind == "weights only")
-        with _together():
-            _resume_plain(training, plain, contents, same_layout=found.parallel == of_run(training.run).parallel)
-        return dataclasses.replace(answer, notes=(*answer.notes, *_other_data(training, plain["data"])))
+    with unobserved(), readable(training.run, path) as place:
+        found = on_first_rank(lambda: _look(place))
+        if found is None:
+            return _strangers_weights(training, place, path, reset=reset_optimizer)
+        answer = judge(found, training.run, path, reset=reset_optimizer)
+        with _explained(path, None), Contents(place) as contents:
+            plain = _run_state(contents)
+            _take_up(training, contents, weights_only=answer.kind == "weights only")
+            with _together():
+                _resume_plain(training, plain, contents, same_layout=found.parallel == of_run(training.run).parallel)
+            return dataclasses.replace(answer, notes=(*answer.notes, *_other_data(training, plain["data"])))
 
 
 def load_weights(training: Training, path: Path) -> None:
     """Takes the weights alone from the checkpoint in `path`; schedule, counters and random states stay a fresh run's. Raises as `load` does."""
-    with unobserved():
-        found = on_first_rank(lambda: _look(path))
-    judge(found, training.run, path, reset=True)
-    with _explained(path, None), Contents(path) as contents:
+    with unobserved(), readable(training.run, path) as place:
+        found = on_first_rank(lambda: _look(place))
+        if found is not None:
+            judge(found, training.run, path, reset=True)
+        with _explained(path, None), Contents(place) as contents:
+            _take_up(training, contents, weights_only=True)
+
+
+def _strangers_weights(training: Training, place: Path, path: Path, *, reset: bool) -> Verdict:
+    """The weights of a checkpoint that another program wrote; raises Refused where that was not asked for."""
+    if not reset:
+        raise Refused(
+            f"{path} was not written by mpbridge, so nothing says what its optimizer states mean: "
+            "go on with the weights alone (--reset-optimizer), or from a checkpoint of mpbridge"
+        )
+    with _explained(path, None), Contents(place) as contents:
         _take_up(training, contents, weights_only=True)
+    why = "it was asked for (checkpoint.reset_optimizer), and mpbridge did not write the checkpoint"
+    return Verdict(kind="weights only", why=(why,), lost=("optimizer states, schedule, counters and random states",))
+
+
+@contextmanager
+def readable(run: Run, path: Path) -> Iterator[Path]:
+    """A folder with the checkpoint in `path` as data: `path` itself, or what it was converted to, which goes with the block. Every rank calls it.
+
+    Raises CheckpointError that names the file which holds something else than data.
+    """
+    room: Path | None = on_first_rank(lambda: _room(run) if needs_converting(path) else None)
+    if room is None:
+        yield path
+        return
+    try:
+        yield on_first_rank(lambda: converted(path, room))
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(room, ignore_errors=True)
+
+
+def _room(run: Run) -> Path:
+    inside = run.checkpoint.get("save") or run.logger.get("log_dir")
+    if inside:
+        Path(inside).mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=".converted-", dir=inside))
 
 
 def _other_data(training: Training, data: Mapping[str, Any]) -> list[str]:
@@ -187,8 +229,11 @@ def judge(saved: Fingerprint, run: Run, path: Path, *, reset: bool) -> Verdict:
     )
 
 
-def _look(path: Path) -> Fingerprint:
+def _look(path: Path) -> Fingerprint | None:
+    """The fingerprint of a whole checkpoint; None where another program wrote it. Raises CheckpointError."""
     manifest = store.check(path)
+    if manifest.get("foreign") is True:
+        return None
     unlisted = [name for name in (FILE, INDEX, STATE) if name not in manifest["files"]]
     if unlisted:
         raise CheckpointError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpbridge.errors import CheckpointError
@@ -24,8 +24,8 @@ WIDTHS: Mapping[str, int] = {
 LARGEST_SIDE = 1 << 48
 
 
-def encoded(value: Any, depth: int = 0) -> Any:
-    """`value` in JSON's types. Raises CheckpointError for what is no plain value."""
+def encoded(value: Any, depth: int = 0, other: Callable[[Any, int], Any] | None = None) -> Any:
+    """`value` in JSON's types. other: spells what is no plain value (given with its depth). Raises CheckpointError without it."""
     if depth > DEEPEST:
         raise CheckpointError(f"a value nested {DEEPEST} deep cannot be saved")
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
@@ -33,15 +33,19 @@ def encoded(value: Any, depth: int = 0) -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else {"float": str(value)}
     if isinstance(value, list):
-        return [encoded(item, depth + 1) for item in value]
+        return [encoded(item, depth + 1, other) for item in value]
     if isinstance(value, tuple):
-        return {"tuple": [encoded(item, depth + 1) for item in value]}
+        return {"tuple": [encoded(item, depth + 1, other) for item in value]}
     if isinstance(value, Mapping):
-        return {"map": [[encoded(key, depth + 1), encoded(item, depth + 1)] for key, item in value.items()]}
+        return {
+            "map": [[encoded(key, depth + 1, other), encoded(item, depth + 1, other)] for key, item in value.items()]
+        }
     if type(value).__module__ == "torch" and hasattr(value, "untyped_storage"):
         return {"tensor": _tensor(value)}
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a NumPy scalar
         return encoded(value.item(), depth)
+    if other is not None:
+        return other(value, depth)
     raise CheckpointError(
         f"a {type(value).__module__}.{type(value).__qualname__} cannot be saved: it is not plain data"
     )

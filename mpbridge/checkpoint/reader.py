@@ -11,7 +11,7 @@ from typing import IO, Any, Self
 
 import torch
 
-from mpbridge.checkpoint import store
+from mpbridge.checkpoint import extra_state, store
 from mpbridge.checkpoint.index import Index, Piece, Stored, read_index
 from mpbridge.checkpoint.plain import decoded
 from mpbridge.errors import CheckpointError
@@ -69,7 +69,9 @@ class Contents:
 
     def object(self, leaf: Any) -> Any:
         """The object of that key and place."""
-        found = self.index.objects.get(leaf.unique_key)
+        found, extra = self.index.objects.get(leaf.unique_key), extra_state.is_extra(leaf.unique_key)
+        if found is None and extra:
+            return leaf.data  # a run that was not quantized by Transformer Engine: histories start anew
         if found is None:
             raise CheckpointError(f"{self.folder} holds no {leaf.unique_key}")
         name, at, size = found
@@ -77,7 +79,8 @@ class Contents:
         stream.seek(at)
         what = f"{self.folder / name}: {leaf.unique_key}"
         try:
-            return decoded(parsed(stream.read(size), what))
+            value = decoded(parsed(stream.read(size), what))
+            return extra_state.as_module(value, leaf.data) if extra else value
         except CheckpointError as error:
             raise CheckpointError(f"{what} is refused: {error}") from error
 

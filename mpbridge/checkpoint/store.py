@@ -64,7 +64,7 @@ def saved(folder: Path) -> list[Saved]:
 
 def locate(where: Path) -> Path:
     """The checkpoint that `where` means: itself, or the newest inside it that no audit called suspect; raises CheckpointError."""
-    if os.path.lexists(where / MANIFEST) or _NAME.match(where.name):
+    if os.path.lexists(where / MANIFEST) or _NAME.match(where.name) or os.path.lexists(where / ".metadata"):
         return where
     inside = saved(where)
     for entry in inside:
@@ -143,7 +143,7 @@ def set_aside(folder: Path, *, after: int) -> list[Path]:
 def begin(folder: Path, step: int) -> Path:
     """A new empty folder to write the checkpoint of `step` into; leftovers of killed writers are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in (".partial-*", ".dropped-*", ".switch-*", f".{LATEST}-*"):
+    for pattern in (".partial-*", ".dropped-*", ".switch-*", ".converted-*", f".{LATEST}-*"):
         for leaving in folder.glob(pattern):
             _remove(leaving)
     # a random name: a killed run's orphan that still writes cannot reach this folder
@@ -153,16 +153,22 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def seal(
-    partial: Path, step: int, *, known: Mapping[str, Mapping[str, Any]] | None = None, audit: Audit = "unaudited"
+    partial: Path,
+    step: int,
+    *,
+    known: Mapping[str, Mapping[str, Any]] | None = None,
+    audit: Audit = "unaudited",
+    foreign: bool = False,
 ) -> Path:
     """Gives a written folder its checksums and its name, and points `latest` to it. Returns the new path; a crash at any point leaves no partial checkpoint.
 
-    known: size and sha256 of files that their writers have summed and flushed already.
+    known: size and sha256 of files that their writers have summed and flushed already. foreign: another program wrote what this was converted from.
     """
     files = sorted(file for file in partial.rglob("*") if file.is_file())
     names = [file.relative_to(partial).as_posix() for file in files if file.name != MANIFEST]
     entries = {name: (known or {}).get(name) or _facts(partial / name) for name in names}
-    write_whole(partial / MANIFEST, _text({"schema": SCHEMA, "step": step, "audit": audit, "files": entries}))
+    facts = {"schema": SCHEMA, "step": step, "audit": audit, "files": entries} | ({"foreign": True} if foreign else {})
+    write_whole(partial / MANIFEST, _text(facts))
     for directory in {partial, *(file.parent for file in files)}:
         _sync(directory)
     folder, final = partial.parent, partial.parent / name_of(step)

@@ -15,21 +15,19 @@ import math
 import multiprocessing
 import os
 import signal
-import struct
 import sys
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 
+from mpbridge.checkpoint import extra_state
+from mpbridge.checkpoint.archive import members
 from mpbridge.checkpoint.plain import encoded
 from mpbridge.megatron import sharded
 
 ALIGN = 64
-_LOCAL_HEADER = 30
-"""Bytes of a zip file's local header before the name (APPNOTE 4.3.7); the lengths of name and extra field are its last four."""
 
 
 def data_file(rank: int) -> str:
@@ -51,8 +49,6 @@ class Load:
     empty: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
     """Key -> dtype and global shape of tensors without elements."""
     objects: dict[str, bytes] = field(default_factory=dict)
-    foreign: dict[str, Any] = field(default_factory=dict)
-    """Key -> object that other tools look for in their own form."""
 
 
 def staged(tree: Any) -> Load:
@@ -62,7 +58,8 @@ def staged(tree: Any) -> Load:
         if not sharded.is_written_here(leaf):
             continue
         if sharded.is_object(leaf):
-            load.objects[leaf.unique_key] = json.dumps(encoded(leaf.data), separators=(",", ":")).encode()
+            data = extra_state.as_data(leaf.data) if extra_state.is_extra(leaf.unique_key) else leaf.data
+            load.objects[leaf.unique_key] = json.dumps(encoded(data), separators=(",", ":")).encode()
             continue
         data = sharded.wide(leaf).detach()
         data = data.cpu().contiguous().view((1,) * leaf.prepend_axis_num + tuple(leaf.local_shape))
@@ -132,55 +129,10 @@ class _Summed(io.RawIOBase):
         return self.at
 
 
-class _Slice(io.RawIOBase):
-    """Bytes from `start` to `stop` of a file, as a file."""
-
-    def __init__(self, stream: IO[bytes], start: int, stop: int) -> None:
-        self.stream, self.start, self.size, self.at = stream, start, stop - start, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence]
-        self.at = base + offset
-        return self.at
-
-    def tell(self) -> int:
-        return self.at
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self.size - self.at)
-        self.stream.seek(self.start + self.at)
-        data = self.stream.read(left if size < 0 else min(size, left))
-        self.at += len(data)
-        return data
-
-
-def payload(stream: IO[bytes], start: int, stop: int) -> tuple[zipfile.ZipFile, _Slice]:
-    """The archive between two bytes of a file, and the slice that it is read from. Raises BadZipFile."""
-    part = _Slice(stream, start, stop)
-    return zipfile.ZipFile(part), part
-
-
-def stored_at(part: _Slice, info: zipfile.ZipInfo) -> int:
-    """Byte of the whole file at which an uncompressed member's content begins."""
-    part.seek(info.header_offset)
-    header = part.read(_LOCAL_HEADER)
-    name, extra = struct.unpack("<HH", header[-4:])
-    return part.start + info.header_offset + _LOCAL_HEADER + int(name) + int(extra)
-
-
 def _payload(stream: IO[bytes], start: int, stop: int, size: int) -> int:
     """Where the elements begin in the archive that torch.save has just written."""
-    archive, part = payload(stream, start, stop)
-    found = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
-    assert found.compress_type == zipfile.ZIP_STORED
-    assert found.file_size == size
-    at = stored_at(part, found)
+    at, found = members(stream, start, stop)["data/0"]
+    assert found == size
     stream.seek(stop)
     return at
 

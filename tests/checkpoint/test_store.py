@@ -66,7 +66,9 @@ def test_two_writers_are_one_too_many_until_the_first_is_gone(tmp_path):
         assert (tmp_path / store.WRITER).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
 
 
-@pytest.mark.parametrize("name", [".partial-step_00000001-aa", ".dropped-step_00000001-aa", ".switch-aa", ".latest-aa"])
+@pytest.mark.parametrize(
+    "name", [".partial-step_00000001-aa", ".dropped-step_00000001-aa", ".switch-aa", ".converted-aa", ".latest-aa"]
+)
 def test_leavings_of_a_killed_run_go_with_the_next_save(tmp_path, name):
     (tmp_path / name).mkdir()
     make(tmp_path, 2)

@@ -1,0 +1,229 @@
+"""`torch.save`'s archives read as data (opcodes.py): tensors become references to their bytes. Loads no framework."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO, RawIOBase
+from typing import IO, Any
+
+from mpbridge.checkpoint.opcodes import Made, Name, read
+from mpbridge.checkpoint.plain import WIDTHS, elements
+from mpbridge.errors import CheckpointError
+
+LARGEST_PICKLE = 1 << 30
+_LOCAL_HEADER = 30
+"""Bytes of a zip file's local header before the name (APPNOTE 4.3.7); the lengths of name and extra field are its last four."""
+_STORAGES = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "BFloat16Storage": "bfloat16", "HalfStorage": "float16", "LongStorage": "int64",
+    "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64", "UntypedStorage": "uint8",
+}  # fmt: skip
+"""torch's typed storages -> dtype of their elements; an untyped one counts bytes."""
+_LEGACY = 0x1950A86A20F9469CFC6C
+"""First pickle of the form in which torch saved storages before archives (torch.serialization.MAGIC_NUMBER)."""
+DEEPEST = 3
+"""Archives within pickles within archives."""
+
+
+class Slice(RawIOBase):
+    """Bytes from `start` to `stop` of a file, as a file."""
+
+    def __init__(self, stream: IO[bytes], start: int, stop: int) -> None:
+        self.stream, self.start, self.size, self.at = stream, start, stop - start, 0
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """As of a file that has nothing but this slice."""
+        self.at = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence] + offset
+        return self.at
+
+    def tell(self) -> int:
+        """Bytes from the slice's start."""
+        return self.at
+
+    def read(self, size: int = -1) -> bytes:
+        """At most what is left of the slice."""
+        left = max(0, self.size - self.at)
+        self.stream.seek(self.start + self.at)
+        data = self.stream.read(left if size < 0 else min(size, left))
+        self.at += len(data)
+        return data
+
+
+def members(stream: IO[bytes], start: int, stop: int) -> dict[str, tuple[int, int]]:
+    """Name within the archive (its top folder left out) -> first byte in `stream`, and size. Raises CheckpointError for what is no such archive."""
+    part = Slice(stream, start, stop)
+    found = {}
+    try:
+        with zipfile.ZipFile(part) as archive:
+            for info in archive.infolist():
+                if info.compress_type != zipfile.ZIP_STORED:
+                    raise CheckpointError(f"{info.filename[:80]} is compressed")
+                part.seek(info.header_offset)
+                name, extra = struct.unpack("<HH", part.read(_LOCAL_HEADER)[-4:])
+                at = start + info.header_offset + _LOCAL_HEADER + int(name) + int(extra)
+                if not start <= at <= at + info.file_size <= stop:
+                    raise CheckpointError(f"{info.filename[:80]} lies outside of its archive")
+                found[info.filename.partition("/")[2]] = (at, info.file_size)
+    except (zipfile.BadZipFile, struct.error, OSError, ValueError, NotImplementedError) as error:
+        raise CheckpointError(f"not an archive of torch.save ({error})") from error
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A storage: bytes `at` .. `at + size` of `stream`."""
+
+    stream: IO[bytes]
+    at: int
+    size: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor that an archive describes; strides and offset in elements."""
+
+    held: Held
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def contiguous_at(self) -> int | None:
+        """First byte of the elements where they lie row-major without a gap."""
+        expected = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
+        plain = all(side == 1 or a == b for side, a, b in zip(self.shape, self.stride, expected, strict=True))
+        return self.held.at + self.offset * WIDTHS[self.dtype] if plain else None
+
+    def content(self) -> bytes:
+        """The elements, row-major."""
+        count, width = math.prod(self.shape), WIDTHS[self.dtype]
+        if not count:
+            return b""
+        at = self.contiguous_at
+        if at is not None:
+            self.held.stream.seek(at)
+            return self.held.stream.read(count * width)
+        self.held.stream.seek(self.held.at)
+        raw, places = self.held.stream.read(self.held.size), [self.offset]
+        for side, step in zip(self.shape, self.stride, strict=True):
+            places = [place + step * n for place in places for n in range(side)]
+        return b"".join(raw[place * width : (place + 1) * width] for place in places)
+
+
+def tensor(held: Any, offset: Any, size: Any, stride: Any, dtype: str) -> Tensor:
+    """A tensor once it lies inside of its storage; raises CheckpointError."""
+    sides, steps = list(size), list(stride)
+    count = elements(dtype, sides)
+    if type(offset) is not int or offset < 0 or any(type(step) is not int or step < 0 for step in steps):
+        raise CheckpointError("a tensor with an offset or strides that are none")
+    last = offset + sum((side - 1) * step for side, step in zip(sides, steps, strict=True))
+    if not isinstance(held, Held) or (count and (last + 1) * WIDTHS[dtype] > held.size):
+        raise CheckpointError("a tensor that lies outside of its storage")
+    if count * WIDTHS[dtype] > held.size:
+        raise CheckpointError("a tensor of more elements than its storage has")
+    return Tensor(held, dtype, tuple(sides), tuple(steps), offset)
+
+
+def load(stream: IO[bytes], start: int, stop: int, depth: int = 0) -> Any:
+    """What an archive holds: plain values, Tensors, and Made for the records in `plain_call`. Raises CheckpointError."""
+    if depth > DEEPEST:
+        raise CheckpointError("archives nested too deeply")
+    inside = members(stream, start, stop)
+    if "data.pkl" not in inside:
+        raise CheckpointError("not an archive of torch.save (no data.pkl)")
+    at, size = inside["data.pkl"]
+    if size > LARGEST_PICKLE:
+        raise CheckpointError(f"a pickle of {size} bytes")
+    stream.seek(at)
+
+    def storage(key: Any) -> Held:
+        kind, name = key[1], f"data/{key[2]}"
+        if key[0] != "storage" or name not in inside:
+            raise CheckpointError(f"a storage that is not there: {str(name)[:80]}")
+        place, room = inside[name]
+        return Held(stream, place, room, _storage_dtype(kind))
+
+    return read(stream.read(size), plain_call(depth), storage)[0]
+
+
+def _storage_dtype(kind: Any) -> str:
+    if not isinstance(kind, Name) or kind.name not in _STORAGES or kind.module not in ("torch", "torch.storage"):
+        raise CheckpointError(f"a storage of {str(kind)[:80]}")
+    return _STORAGES[kind.name]
+
+
+def dtype_of(name: Any) -> str:
+    """torch's name of the dtype that a global stands for; raises CheckpointError."""
+    if not isinstance(name, Name) or name.module != "torch" or name.name not in WIDTHS:
+        raise CheckpointError(f"{str(name)[:80]} is not a dtype")
+    return name.name
+
+
+def plain_call(
+    depth: int = 0, records: Callable[[Name], bool] = lambda name: False
+) -> Callable[[Name, tuple[Any, ...]], Any]:
+    """What names and arguments make: tensors, sizes and dicts; a Made where `records` knows the name. Raises CheckpointError for any other."""
+
+    def call(name: Name, args: tuple[Any, ...]) -> Any:
+        match (name.module, name.name):
+            case ("torch._utils", "_rebuild_tensor_v2"):
+                held, offset, size, stride = args[:4]
+                return tensor(held, offset, size, stride, held.dtype)
+            case ("torch._utils", "_rebuild_tensor_v3"):
+                held, offset, size, stride, _, _, dtype = args[:7]
+                return tensor(held, offset, size, stride, dtype_of(dtype))
+            case ("torch.storage", "_load_from_bytes"):
+                return _from_bytes(args[0], depth + 1)
+            case ("torch", "Size"):
+                return tuple(args[0])
+            case ("collections", "OrderedDict") if not args:
+                return {}
+            case ("collections", "deque") if not args or args[0] in ([], ()):
+                return []
+        if records(name):
+            return Made(name, args)
+        raise CheckpointError(f"it asks for {name}, which is not plain data")
+
+    return call
+
+
+def _from_bytes(data: Any, depth: int) -> Any:
+    """A storage that was saved into bytes of its own, as an archive or in torch's older form."""
+    if not isinstance(data, (bytes, bytearray)) or depth > DEEPEST:
+        raise CheckpointError("archives nested too deeply")
+    raw = bytes(data)
+    if raw[:2] == b"PK":
+        return load(BytesIO(raw), 0, len(raw), depth)
+    at, kept = 0, {}
+
+    def storage(key: Any) -> Held:
+        if key[0] != "storage" or type(key[4]) is not int:
+            raise CheckpointError("a storage that is not there")
+        kept[key[2]] = _storage_dtype(key[1])
+        return Held(BytesIO(raw), len(raw) - key[4] * WIDTHS[kept[key[2]]], key[4] * WIDTHS[kept[key[2]]], kept[key[2]])
+
+    values = []
+    for _ in range(5):  # magic number, protocol, the writer's machine, the object, its storages' keys
+        value, at = read(raw, plain_call(depth), storage, at)
+        values.append(value)
+    if values[0] != _LEGACY or len(values[4]) != 1 or len(kept) != 1:
+        raise CheckpointError("not a storage that torch saved")
+    found = values[3]
+    if not isinstance(found, Held) or found.at < at:
+        raise CheckpointError("a storage that is cut off")
+    return found

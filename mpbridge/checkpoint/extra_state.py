@@ -1,0 +1,109 @@
+"""Transformer Engine's extra state as data: scales and amax histories of a module. The package itself keeps it as a pickle inside of a byte tensor.
+
+Saving unpickles what the live module has just made, never a file. Loading makes that pickle anew from data: the tensors are the checkpoint's, the
+recipe is an object of one of the classes below, made here.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+from mpbridge.checkpoint.archive import Tensor, plain_call
+from mpbridge.checkpoint.opcodes import Made, Name, read
+from mpbridge.checkpoint.spelling import spelled
+from mpbridge.errors import CheckpointError
+
+SUFFIX = "_extra_state"
+LONGEST = 1 << 20
+"""Steps of amax history, and more than any margin."""
+RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling")
+_MODULE = "transformer_engine.common.recipe"
+_PARTS = ("Format", "_FormatHelper", "MMParams", "QParams")
+_STATE = {"scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", "scale_inv_fwd", "scale_inv_bwd"}
+"""Tensors of a module's state; the rest of it but the recipe is plain."""
+_FIELDS = ("margin", "amax_history_len")
+"""Whole numbers of a recipe that shape a module's state; the run's own recipe decides everything else at the next step."""
+
+
+def is_extra(key: str) -> bool:
+    """Whether an object's key names a module's extra state."""
+    return key.partition("/")[0].endswith(SUFFIX)
+
+
+def as_data(live: Any) -> Any:
+    """The data in what a live module's `get_extra_state` returned (a byte tensor, a BytesIO or None); None where there is none."""
+    raw = _bytes(live)
+    if not raw:
+        return None
+    # made by this process a moment ago: TransformerEngineBaseModule.get_extra_state
+    state = pickle.loads(raw) if not isinstance(live, io.BytesIO) else _loaded(live)
+    recipe = state["recipe"]
+    fields = {field: getattr(recipe, field) for field in _FIELDS if type(getattr(recipe, field, None)) is int}
+    return state | {"recipe": {"class": type(recipe).__name__, "fields": fields}}
+
+
+def as_module(data: Any, live: Any) -> Any:
+    """What `set_extra_state` takes, from `as_data`'s data; `live` (the module's own) where there is none. Raises CheckpointError."""
+    if data is None:
+        return live
+    import torch
+
+    if not isinstance(data, Mapping) or not isinstance(data.get("recipe"), Mapping):
+        raise CheckpointError("no extra state of Transformer Engine")
+    name = data["recipe"].get("class")
+    if name not in RECIPES:
+        raise CheckpointError(f"an extra state under recipe {str(name)[:40]!r}, expected one of {', '.join(RECIPES)}")
+    wrong = [key for key in _STATE & data.keys() if not isinstance(data[key], torch.Tensor)]
+    if wrong:
+        raise CheckpointError(f"an extra state whose {wrong[0]} is not a tensor")
+    import transformer_engine.common.recipe as recipes
+
+    fields = data["recipe"].get("fields")
+    known = {
+        field: fields[field] for field in _FIELDS if isinstance(fields, Mapping) and type(fields.get(field)) is int
+    }
+    if any(not 0 <= value <= LONGEST for value in known.values()):
+        raise CheckpointError(f"an extra state whose recipe has {known}")
+    state = dict(data) | {"recipe": getattr(recipes, name)(**known)}
+    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+
+def converted(value: Any) -> Any:
+    """The spelling of an extra state that an archive holds as a byte tensor with a pickle in it. Raises CheckpointError."""
+    if value is None or (isinstance(value, Tensor) and not value.content()):
+        return spelled(None)
+    if not isinstance(value, Tensor) or value.dtype != "uint8":
+        raise CheckpointError("an extra state that is no byte tensor")
+    state, _ = read(value.content(), plain_call(1, _is_recipe))
+    if (
+        not isinstance(state, dict)
+        or not isinstance(state.get("recipe"), Made)
+        or state["recipe"].name.name not in RECIPES
+    ):
+        raise CheckpointError("no extra state of Transformer Engine")
+    recipe = state["recipe"]
+    had = recipe.state if isinstance(recipe.state, dict) else {}
+    fields = {field: had[field] for field in _FIELDS if type(had.get(field)) is int}
+    return spelled(state | {"recipe": {"class": recipe.name.name, "fields": fields}})
+
+
+def _is_recipe(name: Name) -> bool:
+    return name.module == _MODULE and name.name in (*RECIPES, *_PARTS)
+
+
+def _bytes(live: Any) -> bytes:
+    if live is None:
+        return b""
+    if isinstance(live, io.BytesIO):
+        return live.getvalue()
+    return bytes(live.detach().cpu().numpy().tobytes())
+
+
+def _loaded(live: io.BytesIO) -> Any:
+    import torch
+
+    live.seek(0)
+    return torch.load(live, map_location="cpu", weights_only=False)  # this process made it, see as_data

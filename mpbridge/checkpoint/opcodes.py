@@ -1,0 +1,200 @@
+"""Pickles read as data: a small interpreter that imports nothing, calls nothing and sets no attribute. Loads no framework.
+
+Names stand for themselves. Those on the list may head a call, which makes a `Made`: a record of the name, the arguments and the state, for others to
+look into. So a pickle can describe whatever it likes and do nothing; what is not plain data, or a listed record, is an error.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpbridge.errors import CheckpointError
+
+MOST = 50_000_000
+"""Opcodes of one pickle that are looked at; a checkpoint of a thousand ranks has a tenth of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """A global that a pickle names."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(slots=True, eq=False)
+class Made:
+    """What calling a name would have made: never called."""
+
+    name: Name
+    args: tuple[Any, ...]
+    state: Any = None
+    items: dict[Any, Any] = field(default_factory=dict)
+    """What a mapping of that name was given."""
+
+    def get(self, key: str) -> Any:
+        """A field of the state; raises CheckpointError."""
+        if not isinstance(self.state, dict) or key not in self.state:
+            raise CheckpointError(f"a {self.name} without {key}")
+        return self.state[key]
+
+
+class _Mark:
+    """Where a run of stack items begins."""
+
+
+_MARK = _Mark()
+Call = Callable[[Name, tuple[Any, ...]], Any]
+Storage = Callable[[Any], Any]
+
+
+def read(data: bytes, call: Call, storage: Storage | None = None, start: int = 0) -> tuple[Any, int]:
+    """The value that a pickle in `data` describes, and the byte after its end.
+
+    call: what a name and arguments make (raises CheckpointError for a name that it does not know); storage: what a persistent id stands for.
+    Raises CheckpointError for everything else.
+    """
+    try:
+        return _Reader(call, storage).read(data, start)
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, UnicodeError, OverflowError) as error:
+        raise CheckpointError(f"a damaged pickle ({type(error).__name__}: {str(error)[:120]})") from error
+    except RecursionError:
+        raise CheckpointError("a pickle nested too deeply") from None
+
+
+class _Reader:
+    def __init__(self, call: Call, storage: Storage | None) -> None:
+        self.call, self.storage = call, storage
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def read(self, data: bytes, start: int) -> tuple[Any, int]:
+        for count, (opcode, argument, at) in enumerate(pickletools.genops(data[start:])):
+            if count > MOST:
+                raise CheckpointError(f"a pickle of more than {MOST} opcodes")
+            if opcode.name == "STOP":
+                if self.stack[-1] is _MARK:
+                    raise CheckpointError("a pickle that ends with a mark")
+                return self.stack.pop(), start + int(at or 0) + 1
+            if opcode.name in _VALUES:
+                self.stack.append(argument)
+            elif opcode.name in _CONSTANTS:
+                self.stack.append(_CONSTANTS[opcode.name]())
+            elif opcode.name in _ACTS:
+                _ACTS[opcode.name](self, argument)
+            elif opcode.name not in ("PROTO", "FRAME"):
+                raise CheckpointError(f"a pickle with opcode {opcode.name}, which no writer of checkpoints needs")
+        raise CheckpointError("a pickle without an end")
+
+    def marked(self) -> list[Any]:
+        at = len(self.stack) - 1 - next(n for n, item in enumerate(reversed(self.stack)) if item is _MARK)
+        items = self.stack[at + 1 :]
+        del self.stack[at:]
+        return items
+
+    def put(self, argument: Any) -> None:
+        self.memo[int(argument)] = self.stack[-1]
+
+    def memoize(self, _: Any) -> None:
+        self.memo[len(self.memo)] = self.stack[-1]
+
+    def get(self, argument: Any) -> None:
+        self.stack.append(self.memo[int(argument)])
+
+    def name(self, argument: Any) -> None:
+        module, _, name = str(argument).partition(" ")
+        self.stack.append(Name(module, name))
+
+    def stack_name(self, _: Any) -> None:
+        name, module = self.stack.pop(), self.stack.pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise CheckpointError("a name that is no text")
+        self.stack.append(Name(module, name))
+
+    def reduce(self, _: Any) -> None:
+        args, name = self.stack.pop(), self.stack.pop()
+        if not isinstance(name, Name) or not isinstance(args, tuple):
+            raise CheckpointError("a call of something that is not a name")
+        self.stack.append(self.call(name, args))
+
+    def build(self, _: Any) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        if not isinstance(made, Made) or made.state is not None:
+            what = made if isinstance(made, Name) else type(made).__name__
+            raise CheckpointError(f"it sets attributes of {what}, which only a record has")
+        made.state = state
+
+    def persistent(self, _: Any) -> None:
+        if self.storage is None:
+            raise CheckpointError("a persistent id where there are no storages")
+        self.stack.append(self.storage(self.stack.pop()))
+
+    def append(self, _: Any) -> None:
+        item = self.stack.pop()
+        self._list().append(item)
+
+    def appends(self, _: Any) -> None:
+        items = self.marked()
+        self._list().extend(items)
+
+    def _list(self) -> list[Any]:
+        if type(self.stack[-1]) is not list:
+            raise CheckpointError("items added to something that is not a list")
+        return self.stack[-1]
+
+    def set_item(self, _: Any) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._dict()[key] = value
+
+    def set_items(self, _: Any) -> None:
+        items = self.marked()
+        self._dict().update(zip(items[::2], items[1::2], strict=True))
+
+    def _dict(self) -> dict[Any, Any]:
+        top = self.stack[-1]
+        if isinstance(top, Made):
+            return top.items
+        if type(top) is not dict:
+            raise CheckpointError("items set on something that is not a dict")
+        return top
+
+    def tuple(self, size: int) -> None:
+        items = tuple(self.stack[len(self.stack) - size :])
+        del self.stack[len(self.stack) - size :]
+        self.stack.append(items)
+
+
+_VALUES = frozenset(
+    {
+        "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE",
+        "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8", "STRING", "BINSTRING", "SHORT_BINSTRING",
+    }
+)  # fmt: skip
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None, "NEWTRUE": lambda: True, "NEWFALSE": lambda: False, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple, "EMPTY_DICT": dict,
+    "MARK": lambda: _MARK,
+}  # fmt: skip
+_ACTS: dict[str, Callable[[_Reader, Any], Any]] = {
+    "PUT": _Reader.put, "BINPUT": _Reader.put, "LONG_BINPUT": _Reader.put, "MEMOIZE": _Reader.memoize,
+    "GET": _Reader.get, "BINGET": _Reader.get, "LONG_BINGET": _Reader.get,
+    "GLOBAL": _Reader.name, "STACK_GLOBAL": _Reader.stack_name, "REDUCE": _Reader.reduce, "NEWOBJ": _Reader.reduce, "BUILD": _Reader.build,
+    "BINPERSID": _Reader.persistent, "APPEND": _Reader.append, "APPENDS": _Reader.appends, "SETITEM": _Reader.set_item,
+    "SETITEMS": _Reader.set_items, "POP": lambda self, _: self.stack.pop(), "POP_MARK": lambda self, _: self.marked(),
+    "DUP": lambda self, _: self.stack.append(self.stack[-1]),
+    "TUPLE": lambda self, _: self.stack.append(tuple(self.marked())), "TUPLE1": lambda self, _: self.tuple(1),
+    "TUPLE2": lambda self, _: self.tuple(2), "TUPLE3": lambda self, _: self.tuple(3),
+    "LIST": lambda self, _: self.stack.append(self.marked()),
+    "DICT": lambda self, _: self.stack.append(_paired(self.marked())),
+}  # fmt: skip
+
+
+def _paired(items: list[Any]) -> dict[Any, Any]:
+    return dict(zip(items[::2], items[1::2], strict=True))

@@ -1,0 +1,35 @@
+"""What an archive holds (archive.py) in the spelling of `plain.encoded`. Loads no framework."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+from mpbridge.checkpoint.archive import Tensor
+from mpbridge.checkpoint.plain import encoded
+from mpbridge.errors import CheckpointError
+
+MOST = 5_000_000
+"""Values in one state; references to the same container count each time."""
+
+
+def spelled(value: Any) -> Any:
+    """`value` in JSON's types. Raises CheckpointError for records, and for a few containers that stand for endless many values."""
+    left, waiting = MOST, [(value, 0)]
+    while waiting:
+        item, depth = waiting.pop()
+        left -= 1
+        if left < 0 or depth > 100:
+            raise CheckpointError(f"more than {MOST} values, or values nested without an end")
+        if isinstance(item, dict):
+            waiting += [(part, depth + 1) for pair in item.items() for part in pair]
+        elif isinstance(item, (list, tuple)):
+            waiting += [(part, depth + 1) for part in item]
+    return encoded(value, other=_other)
+
+
+def _other(value: Any, depth: int) -> Any:
+    if isinstance(value, Tensor):
+        data = base64.b64encode(value.content()).decode("ascii")
+        return {"tensor": {"dtype": value.dtype, "shape": list(value.shape), "data": data}}
+    raise CheckpointError(f"a {type(value).__name__} where plain data is expected")
