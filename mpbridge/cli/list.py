@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
 def needs(entry: Recipe) -> str:
     """The hardware need in words."""
-    return "any" if entry.needs is None else f"sm_{entry.needs[0]}{entry.needs[1]}+"
+    return "?" if entry.foreign else "any" if entry.needs is None else f"sm_{entry.needs[0]}{entry.needs[1]}+"
 
 
 def as_data(entry: Recipe) -> dict[str, object]:

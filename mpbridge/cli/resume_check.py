@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mpbridge.checkpoint.store import locate
 from mpbridge.checkpoint.verdict import Fingerprint, Verdict, read_fingerprint, verdict
+from mpbridge.precision.papers import engine_for
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.traits import DEFAULT, engine_names
@@ -59,5 +60,5 @@ def wanted_fingerprint(saved: Fingerprint, recipe: str | None, engine: str | Non
     if recipe is None:
         return saved.with_policy(saved.policy, saved.recipe, engine)
     policy = resolve(get_mixed_precision_config(recipe), layers=int(saved.shape["num_layers"]))
-    meant_for = describe(recipe).engine
+    meant_for = describe(recipe).prefers or engine_for(policy)
     return saved.with_policy(policy, describe(recipe).name, engine or meant_for)

@@ -10,6 +10,7 @@ from mpbridge.config.storage import with_storage
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError, UnknownName
 from mpbridge.formats import plain
 from mpbridge.precision.config import MixedPrecisionConfig, twin_clashes
+from mpbridge.precision.papers import engine_for
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
@@ -119,13 +120,15 @@ def _stage(
                 raise Contradiction([f"recipe={given!r}: expected a recipe's name"])
             if given is not None:
                 config, entry = get_mixed_precision_config(str(given), code=trusted), describe(str(given))
-                name, engine = entry.name, entry.engine
+                name, engine = entry.name, entry.prefers
             config = _added(config or MixedPrecisionConfig(), additions, place, faults)
         else:
             faults.append(
                 f"{place}={part!r}: expected a recipe's name, a mapping with `recipe:`, or a MixedPrecisionConfig"
             )
         if config is not None:
+            # what an author adds may ask for an engine of its own
+            engine = engine or engine_for(resolve(config))
             config = with_storage(config, engine=chosen or engine, optimizer=str(optimizer.get("optimizer", "adam")))
             policy = resolve(config, optimizer=optimizer, layers=layers)
             return (

@@ -15,7 +15,6 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import Recipe
 
 BRIDGE = "Megatron Bridge mixed_precision.py at 067f987d"
-ADA, HOPPER, BLACKWELL = (8, 9), (9, 0), (10, 0)
 
 Fields = Mapping[str, Any]
 _BF16: Fields = {"bf16": True, "params_dtype": "bf16", "pipeline_dtype": "bf16", "grad_reduce_in_fp32": True}
@@ -38,20 +37,14 @@ def _edges(first: int, last: int) -> Fields:
     return {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
 
 
-_EPS = "Adam epsilon matters more under low precision: try 1e-8 against 1e-5 (Megatron Bridge issue 1178)"
-_EDGE = "BF16 edge layers help convergence and cost speed (Megatron Bridge issues 651, 1347)"
-
-
 def _recipe(
     name: str,
     summary: str,
     *fields: Fields,
     aliases: tuple[str, ...] = (),
-    needs: tuple[int, int] | None = None,
     status: Literal["validated", "experimental"] = "experimental",
     source: str = BRIDGE,
-    engine: str | None = None,
-    hints: tuple[str, ...] = (),
+    prefers: str | None = None,
 ) -> Recipe:
     values: dict[str, Any] = {}
     for part in fields:
@@ -61,11 +54,9 @@ def _recipe(
         make=functools.partial(MixedPrecisionConfig, **values),
         summary=summary,
         aliases=aliases,
-        needs=needs,
         status=status,
         source=source,
-        engine=engine,
-        hints=hints,
+        prefers=prefers,
     )
 
 
@@ -97,69 +88,68 @@ BUILT_IN: tuple[Recipe, ...] = (
     _recipe(
         "bf16_with_fp8_delayed_scaling_mixed",
         "FP8 GEMMs, one scale per tensor from an amax history of 1024 steps",
-        _BF16, _DELAYED, aliases=("fp8_ds", "fp8_delayed", "fp8_delayed_scaling"), needs=ADA, hints=(_EPS,),
+        _BF16, _DELAYED, aliases=("fp8_ds", "fp8_delayed", "fp8_delayed_scaling"),
     ),
     _recipe(
         "fp16_with_fp8_delayed_scaling_mixed",
         "FP8 GEMMs from an amax history, around FP16",
-        _FP16, _DELAYED, needs=ADA, hints=(_EPS,),
+        _FP16, _DELAYED,
     ),
     _recipe(
         "bf16_with_mxfp8_mixed",
         "FP8 (E4M3) GEMMs, one power-of-two scale for 32 neighbours",
-        _BF16, _MXFP8, aliases=("fp8_mx", "mxfp8"), needs=BLACKWELL, hints=(_EPS,),
+        _BF16, _MXFP8, aliases=("fp8_mx", "mxfp8"),
     ),
-    _recipe("fp16_with_mxfp8_mixed", "MXFP8 GEMMs around FP16", _FP16, _MXFP8, needs=BLACKWELL, hints=(_EPS,)),
+    _recipe("fp16_with_mxfp8_mixed", "MXFP8 GEMMs around FP16", _FP16, _MXFP8),
     _recipe(
         "bf16_with_fp8_current_scaling_mixed",
         "FP8 GEMMs, one scale per tensor from the tensor itself; first and last layer in BF16",
-        _BF16, _CURRENT, _edges(1, 1), aliases=("fp8_cs", "fp8_current", "fp8_current_scaling", "fp8"), needs=ADA, hints=(_EPS, _EDGE),
+        _BF16, _CURRENT, _edges(1, 1), aliases=("fp8_cs", "fp8_current", "fp8_current_scaling", "fp8"),
     ),
     _recipe(
         "nemotron_h_bf16_with_fp8_current_scaling_mixed",
         "FP8 with current scaling as Nemotron-H was trained; two BF16 layers at each end",
-        _BF16, _CURRENT, _edges(2, 2), needs=ADA, source=f"{BRIDGE}; arXiv 2504.03624", hints=(_EPS, _EDGE),
+        _BF16, _CURRENT, _edges(2, 2), source=f"{BRIDGE}; arXiv 2504.03624",
     ),
     _recipe(
         "nanov2_bf16_with_fp8_current_scaling_mixed",
         "FP8 with blockwise scaling in spite of its name (Nemotron Nano v2); two BF16 layers at each end",
-        _BF16, _BLOCKWISE, {"fp8_param_gather": True}, _edges(2, 2), aliases=("nanov2_bf16_with_fp8_subchannel_scaling_mixed",), needs=HOPPER,
-        source=f"{BRIDGE}; arXiv 2508.14444", hints=(_EPS, _EDGE),
+        _BF16, _BLOCKWISE, {"fp8_param_gather": True}, _edges(2, 2), aliases=("nanov2_bf16_with_fp8_subchannel_scaling_mixed",),
+        source=f"{BRIDGE}; arXiv 2508.14444",
     ),
     _recipe(
         "fp16_with_fp8_current_scaling_mixed",
         "FP8 with current scaling around FP16; first and last layer in FP16",
-        _FP16, _CURRENT, _edges(1, 1), needs=ADA, hints=(_EPS, _EDGE),
+        _FP16, _CURRENT, _edges(1, 1),
     ),
     _recipe(
         "bf16_with_fp8_subchannel_scaling_mixed",
         "FP8 GEMMs, one scale for 128 activations or a 128x128 block of weights",
-        _BF16, _BLOCKWISE, aliases=("fp8_sc", "fp8_blockwise", "fp8_subchannel"), needs=HOPPER, hints=(_EPS,),
+        _BF16, _BLOCKWISE, aliases=("fp8_sc", "fp8_blockwise", "fp8_subchannel"),
     ),
-    _recipe("fp16_with_fp8_subchannel_scaling_mixed", "FP8 with blockwise scaling around FP16", _FP16, _BLOCKWISE, needs=HOPPER, hints=(_EPS,)),
+    _recipe("fp16_with_fp8_subchannel_scaling_mixed", "FP8 with blockwise scaling around FP16", _FP16, _BLOCKWISE),
     _recipe(
         "bf16_with_nvfp4_mixed",
         "FP4 GEMMs, one scale for 16 neighbours under a tensor scale, Hadamard transform and stochastic rounding",
-        _BF16, _NVFP4, aliases=("nvfp4", "fp4"), needs=BLACKWELL, source=f"{BRIDGE}; arXiv 2509.25149",
-        hints=(_EPS, "keep the last layers in BF16: Llama-3-8B needed four (Megatron Bridge issue 1347)"),
+        _BF16, _NVFP4, aliases=("nvfp4", "fp4"), source=f"{BRIDGE}; arXiv 2509.25149",
     ),
     _recipe(
         "nemotron_3_super_bf16_with_nvfp4_mixed",
         "NVFP4 with the last 14 layers in BF16 (Nemotron 3 Super)",
-        _BF16, _NVFP4, _edges(0, 14), needs=BLACKWELL, hints=(_EPS, _EDGE),
+        _BF16, _NVFP4, _edges(0, 14),
     ),
     _recipe(
         "bf16_params_fp32_states",
         "BF16 storage, FusedAdam with FP32 states and 16-bit parameter remainders: 14 bytes per parameter, sharded",
         _BF16,
         {"use_precision_aware_optimizer": True, "store_param_remainders": True, "main_params_dtype": "fp32", "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"},
-        aliases=("fsdp_fused_adam",), engine="fsdp2", source="NeMo AutoModel mixed-precision guide, pattern A (PR 2248)",
+        aliases=("fsdp_fused_adam",), prefers="fsdp2", source="NeMo AutoModel mixed-precision guide, pattern A (PR 2248)",
     ),
     _recipe(
         "fp32_params_bf16_compute",
         "FP32 storage and torch AdamW, BF16 compute and gather, FP32 reduction: 16 bytes per parameter, sharded",
         {"bf16": True, "params_dtype": "fp32", "pipeline_dtype": "bf16", "grad_reduce_in_fp32": True, "main_params_dtype": "fp32"},
-        aliases=("fsdp_adamw",), engine="fsdp2", source="NeMo AutoModel mixed-precision guide, pattern B (PR 2248)",
+        aliases=("fsdp_adamw",), source="NeMo AutoModel mixed-precision guide, pattern B (PR 2248)",
     ),
     _recipe(
         "full_bf16",
@@ -170,7 +160,6 @@ BUILT_IN: tuple[Recipe, ...] = (
             "exp_avg_sq_dtype": "bf16",
         },
         aliases=("bf16_full", "bf16_true"), source="torchtitan PR 1646",
-        hints=("updates below 2**-9 of a weight are lost: raise the learning rate or choose bf16_mixed_bf16_moments instead (scripts/show_bf16_adam.py)",),
     ),
     _recipe(
         "bf16_mixed_bf16_moments",
@@ -184,7 +173,7 @@ BUILT_IN: tuple[Recipe, ...] = (
         "BF16 compute under Megatron-FSDP (ZeRO-3), one FP32 main copy held by the wrapper, FP32 gradients",
         _BF16,
         {"use_precision_aware_optimizer": True, "main_params_dtype": "fp32", "exp_avg_dtype": "fp32", "exp_avg_sq_dtype": "fp32"},
-        aliases=("megatron_fsdp_bf16_mixed",), engine="megatron_fsdp", source="Megatron-LM PR 4133",
+        aliases=("megatron_fsdp_bf16_mixed",), prefers="megatron_fsdp", source="Megatron-LM PR 4133",
     ),
 )  # fmt: skip
 

@@ -15,7 +15,9 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Literal, TypeVar, overload
 
 from mpbridge.errors import BadValue, DuplicateName, MpbridgeError, RecipeError, UnknownName
+from mpbridge.precision import papers
 from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.policy import PrecisionPolicy
 
 Factory = Callable[[], MixedPrecisionConfig]
 F = TypeVar("F", bound=Factory)
@@ -32,16 +34,44 @@ class Recipe:
     """Gives a fresh config at every call."""
     summary: str
     aliases: tuple[str, ...] = ()
-    needs: tuple[int, int] | None = None
-    """Lowest CUDA compute capability that runs it natively; None: any machine, a CPU too."""
     status: Literal["validated", "experimental"] = "experimental"
     """"validated": trained to a published or measured loss; the evidence is in `source`."""
     source: str = ""
     """Where values and evidence come from."""
-    engine: str | None = None
-    """The engine it is meant for; None: megatron-core's."""
-    hints: tuple[str, ...] = ()
-    """Hyper-parameters that it wants, each with its source."""
+    prefers: str | None = None
+    """The engine it is meant for where several could run it; None: what its fields ask for."""
+    advice: tuple[str, ...] = ()
+    """Hyper-parameters that it wants besides those that its fields ask for, each with its source."""
+    foreign: bool = False
+    """It comes from an installed package, which is loaded when the recipe is used and not before."""
+
+    @property
+    def policy(self) -> PrecisionPolicy | None:
+        """What it means; None where a package would have to be loaded to know, or it cannot be resolved."""
+        from mpbridge.precision.resolve import resolve
+
+        try:
+            return None if self.foreign else resolve(self.make())
+        except MpbridgeError:
+            return None
+
+    @property
+    def needs(self) -> tuple[int, int] | None:
+        """Lowest CUDA compute capability that runs it natively; None: any machine, a CPU too (or not known yet: `foreign`)."""
+        policy = self.policy
+        return None if policy is None else papers.needs(policy)
+
+    @property
+    def engine(self) -> str | None:
+        """The engine it is meant for; None: megatron-core's."""
+        policy = self.policy
+        return self.prefers or (None if policy is None else papers.engine_for(policy))
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """Hyper-parameters that it wants, each with its source."""
+        policy = self.policy
+        return (() if policy is None else papers.hints(policy)) + self.advice
 
 
 _by_name: dict[str, Recipe] = {}
@@ -93,7 +123,7 @@ def _fill() -> None:
             raise DuplicateName(f"entry point {point.value!r} offers a recipe named {name!r}, which exists already")
         # the package behind it is loaded when the recipe is used: it may import torch
         made = functools.partial(_from_entry_point, point)
-        _by_name[name] = Recipe(name=name, make=made, summary=f"from {point.value}", source=point.value)
+        _by_name[name] = Recipe(name=name, make=made, summary=f"from {point.value}", source=point.value, foreign=True)
 
 
 def _from_entry_point(point: importlib.metadata.EntryPoint) -> MixedPrecisionConfig:
@@ -121,7 +151,6 @@ def register(
     name: str | None = None,
     aliases: tuple[str, ...] = (),
     summary: str = "",
-    needs: tuple[int, int] | None = None,
     status: Literal["validated", "experimental"] = "experimental",
     source: str = "",
     engine: str | None = None,
@@ -134,11 +163,14 @@ def register(
     name: str | None = None,
     aliases: tuple[str, ...] = (),
     summary: str = "",
-    **papers: Any,
+    engine: str | None = None,
+    hints: tuple[str, ...] = (),
+    **metadata: Any,
 ) -> Any:
     """Decorator, bare or with options: enters a function that returns a MixedPrecisionConfig under its own or a given name.
 
-    Nothing is stored when a name or an alias is taken (DuplicateName) or reads as a file or function (BadValue).
+    What its fields say is not asked for: hardware, engine and hints follow from them (`precision.papers`). engine: where several could run it; hints:
+    beside those. Nothing is stored when a name or an alias is taken (DuplicateName) or reads as a file or function (BadValue).
     """
 
     def enter(made_by: F) -> F:
@@ -158,7 +190,9 @@ def register(
                 make=made_by,
                 aliases=tuple(map(key, aliases)),
                 summary=described,
-                **{"source": source, **papers},
+                prefers=engine,
+                advice=hints,
+                **{"source": source, **metadata},
             )
         )
         return made_by
@@ -209,10 +243,34 @@ def _is_place(name: str) -> bool:
 
 
 def describe(name: str) -> Recipe:
-    """The entry of any accepted spelling, with metadata made up for files and functions, which carry none."""
-    if _is_place(name):
-        return Recipe(name=name, make=lambda: get_mixed_precision_config(name), summary=f"from {name}", source=name)
-    return recipe(name)
+    """The entry behind any accepted spelling. A file's engine and advice are those of the recipe that it extends, where its own fields ask for none."""
+    if not _is_place(name):
+        return recipe(name)
+    base = _extended(Path(name)) if name.endswith((".yaml", ".yml")) else None
+    return Recipe(
+        name=name,
+        make=lambda: get_mixed_precision_config(name),
+        summary=f"from {name}",
+        source=name,
+        prefers=None if base is None else base.prefers,
+        advice=() if base is None else base.advice,
+    )
+
+
+def _extended(path: Path, depth: int = 0) -> Recipe | None:
+    """The named recipe at the end of a file's chain of `extends`; None: there is none, or the file cannot be read (its use says so)."""
+    import yaml
+
+    from mpbridge.precision.yaml_loader import load_yaml
+
+    try:
+        data = load_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError, MpbridgeError):
+        return None
+    base = str(data.get("extends") or "") if isinstance(data, dict) else ""
+    if base.endswith((".yaml", ".yml")):
+        return _extended(path.parent / base, depth + 1) if depth < 20 else None
+    return recipes[base] if base and not _is_place(base) and base in recipes else None
 
 
 def _call(factory: Any, name: str) -> MixedPrecisionConfig:

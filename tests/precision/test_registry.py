@@ -80,7 +80,6 @@ def test_register_bare_and_with_options() -> None:
         name="My-Other",
         aliases=("mine_too",),
         summary="s",
-        needs=(9, 0),
         status="validated",
         source="a paper",
         engine="fsdp2",
@@ -94,8 +93,7 @@ def test_register_bare_and_with_options() -> None:
     assert "test_registry" in recipes["my_bare_recipe"].source
     assert get_mixed_precision_config("MINE-TOO").fp16 is True
     other = recipes["my_other"]
-    assert (other.needs, other.status, other.source, other.engine, other.hints, other.summary) == (
-        (9, 0),
+    assert (other.status, other.source, other.engine, other.hints, other.summary) == (
         "validated",
         "a paper",
         "fsdp2",
