@@ -25,6 +25,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mpbridge import _incomplete
+
+_incomplete.install()
+
 __version__ = "0.1.0"
 
 _HOME = {
@@ -43,6 +47,7 @@ _HOME = {
     "recipes": "precision.registry",
     "register": "precision.registry",
     "resolve": "precision.resolve",
+    "transformer_engine_on_cpu": "te_cpu.context",
 }
 __all__ = [
     "ConfigContainer",
@@ -61,6 +66,7 @@ __all__ = [
     "recipes",
     "register",
     "resolve",
+    "transformer_engine_on_cpu",
 ]
 
 if TYPE_CHECKING:
@@ -73,6 +79,7 @@ if TYPE_CHECKING:
     from mpbridge.precision.registry import get_mixed_precision_config, recipes, register
     from mpbridge.precision.resolve import resolve
     from mpbridge.sync.plan import Plan, Receipt, plan
+    from mpbridge.te_cpu.context import transformer_engine_on_cpu
     from mpbridge.train.loop import pretrain
 
 if not TYPE_CHECKING:  # seen by mypy, this would make every name of the package an Any

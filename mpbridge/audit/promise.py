@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -68,7 +69,7 @@ class Promises:
         if self.kept_fp32(parameter):
             return DType.FP32
         # only the weights of linears rest in a low format: norms and routers share the layer, not the rule
-        linear = parameter.endswith(".weight") and "norm" not in parameter and "router" not in parameter
+        linear = is_weight(parameter) and "norm" not in parameter and "router" not in parameter
         quant = self.quant(parameter.rpartition(".")[0]) if linear and not self.emulated else None
         return DType.UINT8 if quant is not None and quant.stored else self.policy.params
 
@@ -76,3 +77,8 @@ class Promises:
         rests = self._rests(parameter)
         quant = self.quant(parameter.rpartition(".")[0]) if rests is DType.UINT8 else None
         return rests.short if quant is None else quant.row.stored.tensor
+
+
+def is_weight(parameter: str) -> bool:
+    """Whether a parameter is a GEMM's weight by its name: 'weight', or 'weight0' and on in a grouped linear."""
+    return re.fullmatch(r"weight\d*", parameter.rpartition(".")[2]) is not None

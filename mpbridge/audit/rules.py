@@ -23,6 +23,8 @@ def rule_of(module: Any, emulated: bool, *, ran: bool) -> str:
     recipe = meta.get("recipe")
     # Transformer Engine's NVFP4 recipe has both attributes: fp8_format is that of its scales
     format_name = str(getattr(getattr(recipe, "fp4_format", None) or getattr(recipe, "fp8_format", None), "name", ""))
-    made_by = type(recipe).__name__
+    # by its bases too: megatron-core's recipe of delayed scaling is a subclass (TEDelayedScaling)
+    made_by = [base.__name__ for base in type(recipe).__mro__]
+    known = next((scaling for name in made_by if (scaling := scaling_of_recipe(name))), made_by[0])
     # Transformer Engine's Format has our names in capitals (common/recipe/__init__.py)
-    return f"{format_name.lower()} {scaling_of_recipe(made_by) or made_by}"
+    return f"{format_name.lower()} {known}"

@@ -87,7 +87,9 @@ def _dispatch(arguments: list[str]) -> int:
     if verb not in known:
         raise UnknownName("command", verb, known)
     # intermixed: key=value may stand before, between and after options
-    args = parser_of(verb, known[verb]).parse_intermixed_args(rest)
+    parser = parser_of(verb, known[verb])
+    # the arguments of somebody else's script are none of ours
+    args = parser.parse_args(rest) if verb == "on-cpu" else parser.parse_intermixed_args(with_way(rest))
     return int(importlib.import_module(known[verb]).run(args))
 
 
@@ -99,6 +101,17 @@ def parser_of(verb: str, module: str) -> argparse.ArgumentParser:
     )
     found.add_arguments(parser)
     return parser
+
+
+def with_way(arguments: list[str]) -> list[str]:
+    """`--emulate` with its optional word in one piece: alone it means 'fast', and a following key=value is none of its words."""
+    out: list[str] = []
+    for argument in arguments:
+        if out and out[-1] == "--emulate=fast" and argument in ("fast", "te"):
+            out[-1] = f"--emulate={argument}"
+        else:
+            out.append("--emulate=fast" if argument == "--emulate" else argument)
+    return out
 
 
 def _help(known: dict[str, str]) -> str:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from mpbridge.facts import Versions
 
 DEFAULT_CONFIG = "gpt_tiny"
+EMULATION = {"fast": "true", "te": "te"}
+"""--emulate's word -> the setting's value."""
 _PRECISION = ("mixed_precision=", "mixed_precision.recipe=")
 
 
@@ -33,7 +35,10 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) ->
         help=f"who shards and reduces (default: the recipe's, else {DEFAULT})",
     )
     parser.add_argument(
-        "--emulate", action="store_true", help="quantized GEMMs in software, with Transformer Engine's numerics"
+        "--emulate",
+        choices=("fast", "te"),
+        help="a recipe whose hardware is not here: quantized GEMMs in software (alone, or fast), or what --target would build, with "
+        "Transformer Engine's own Python on the CPU (te)",
     )
     if world:
         parser.add_argument(
@@ -55,7 +60,11 @@ def container(args: argparse.Namespace) -> ConfigContainer:
             raise BadValue(f"--recipe {args.recipe} and {twice[0]}: two recipes; give one of them")
         overrides.insert(0, f"mixed_precision.recipe={_quoted(args.recipe)}")
     overrides += [f"engine={args.engine}"] if args.engine else []
-    overrides += ["emulate=true"] if args.emulate else []
+    overrides += [f"emulate={EMULATION[args.emulate]}"] if args.emulate else []
+    if EMULATION.get(args.emulate) == "te" or any(text == "emulate=te" for text in overrides):
+        for name in ("target", "te"):
+            given = getattr(args, name, None)
+            overrides += [f"{name}={_quoted(given)}"] if given else []
     # a recipe that is code runs only when the command line names it; a file may come from anywhere
     trusted = any(text.partition("=")[0] in ("mixed_precision", "mixed_precision.recipe") for text in overrides)
     return ConfigContainer.load(find_config(args.config), overrides, check=False, trusted=trusted)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli.options import add_run_arguments, resolved
 from mpbridge.errors import BadValue, Conflict
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import Run
 
 SUMMARY = "pretrain a GPT with a recipe"
 UPSTREAM_CHATTER = (
@@ -26,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--reset-optimizer", action="store_true", help="load the weights alone; optimizer states start fresh"
+    )
+    parser.add_argument("--target", metavar="GPU", help="with --emulate te: the machine that is played (default: h100)")
+    parser.add_argument(
+        "--te", metavar="X.Y", help="with --emulate: the Transformer Engine release (default: the installed one)"
     )
     parser.add_argument(
         "--deterministic", action="store_true", help="the same losses to the bit at every run, at some cost in speed"
@@ -50,6 +59,20 @@ def run(args: argparse.Namespace) -> int:
     ):
         args.overrides = [*args.overrides, *([setting] if given else [])]
     made = resolved(args, training=True, world_size=_world_size(), machine=this_machine())
+    with _stage(made):
+        return _train(args, made)
+
+
+def _stage(run: Run) -> AbstractContextManager[Any]:
+    """Where Transformer Engine plays a machine: that machine is here from now on."""
+    if run.played is None:
+        return nullcontext()
+    from mpbridge.te_cpu.context import stage_of
+
+    return stage_of(run)
+
+
+def _train(args: argparse.Namespace, made: Run) -> int:
     if args.on_conflict == "error" and made.plan.conflicts:
         raise Conflict(
             "\n".join(["the recipe overrides what was set:", *(f"  - {write}" for write in made.plan.conflicts)])

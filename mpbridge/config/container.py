@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mpbridge.config.live import as_mapping
 from mpbridge.config.load import COMMAND_LINE, TOP, dump_yaml, read
+from mpbridge.config.realized import emulation_faults
 from mpbridge.config.run import Draft, Run, joined
 from mpbridge.config.schema import SECTIONS, checked
 from mpbridge.config.section import Section
@@ -67,8 +68,13 @@ class ConfigContainer:
     logger: LoggerField = _section("logger")
     engine: str | None = None
     """A name of `mpbridge.traits.engine_names`; None: the one that the recipe is meant for, else megatron-core's own."""
-    emulate: bool = False
-    """Quantized GEMMs computed by mpbridge.emulation instead of Transformer Engine."""
+    emulate: bool | str = False
+    """True or 'fast': quantized GEMMs computed by mpbridge.emulation on megatron-core's local modules. 'te': Transformer Engine's own Python over
+    mpbridge's kernels, exactly what `target` would build."""
+    target: str | None = None
+    """The machine that emulate='te' plays; None: h100."""
+    te: str | None = None
+    """The Transformer Engine release of an emulated run, as '2.11'; None: the installed one."""
     origin: dict[str, str] = field(default_factory=dict, repr=False)
     """'optimizer.lr' -> the file or command line that set it; what is not in it was set in Python."""
     trusted: bool = field(default=True, repr=False)
@@ -155,8 +161,7 @@ class ConfigContainer:
             trusted=self.trusted,
             engine=self.engine,
         )
-        if not isinstance(self.emulate, bool):
-            faults.append(f"emulate={self.emulate!r}: expected true or false")
+        faults += emulation_faults(self.emulate, self.target, self.te)
         engine = self._engine(stages, given["ddp"], faults)
         return Draft(
             container=self, given=given, stages=stages, engine=engine, origin=self._sources(given), faults=faults
@@ -199,7 +204,7 @@ class ConfigContainer:
         if self.mixed_precision is not None:
             out["mixed_precision"] = as_plain(self.mixed_precision)
         out |= {"engine": self.engine} if self.engine is not None else {}
-        out |= {"emulate": self.emulate} if self.emulate else {}
+        out |= {name: value for name in ("emulate", "target", "te") if (value := getattr(self, name))}
         for name in SECTIONS:
             values = checked(name, as_mapping(name, getattr(self, name), faults), faults)
             faults += [

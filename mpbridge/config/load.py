@@ -16,7 +16,7 @@ from mpbridge.precision.yaml_loader import load_yaml
 
 Tree = dict[str, Any]
 COMMAND_LINE = "the command line"
-SINGLE = ("mixed_precision", "engine", "emulate")
+SINGLE = ("mixed_precision", "engine", "emulate", "target", "te")
 TOP = (*SINGLE, *SECTIONS)
 """What a configuration file may hold at its top."""
 _TWIN = dict(TWINS) | {b: a for a, b in TWINS}

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mpbridge.config.realized import DEFAULT_TARGET, is_fast, is_played, played
 from mpbridge.config.schema import defaults
 from mpbridge.config.shape import model_shape, padded_vocabulary, parallel_of, shape_faults
 from mpbridge.config.stages import Stage
 from mpbridge.config.training import batch_faults, training_faults
-from mpbridge.errors import BadValue, Contradiction
+from mpbridge.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.facts import OptimizerFacts, Parallel, RunFacts, Versions
 from mpbridge.formats import say
 from mpbridge.hardware.probe import environment, installed
@@ -54,6 +55,11 @@ class Run:
     origin: Mapping[str, str]
     """'optimizer.lr' -> where its value came from, for every value that is not a default."""
     emulate: bool = False
+    """Whether mpbridge.emulation rounds."""
+    played: str | None = None
+    """The machine that Transformer Engine plays on the CPU (emulate='te'); None: nobody plays."""
+    te: str | None = None
+    """The Transformer Engine release that was asked for."""
     stages: tuple[Stage, ...] = field(default=(), repr=False)
     """One for each recipe of the run; policy is the first one's."""
 
@@ -167,6 +173,11 @@ class Draft:
 
     def run(self, world_size: int, machine: Any, versions: Versions | None, training: bool) -> Run | None:
         """The Run, or None when there are faults."""
+        if is_played(self.container.emulate) and not self.faults:
+            try:
+                machine, versions = played(self.container.target, self.container.te)
+            except MpbridgeError as error:
+                self.faults.append(str(error))
         inputs, sizes = joined(self.given, self.engine, self.faults)
         brought = self._bring_along(inputs)
         full = {name: filled(name, self.given[name]) for name in ("train", "data", "scheduler", "checkpoint", "logger")}
@@ -212,7 +223,9 @@ class Draft:
             facts=facts,
             inputs=inputs,
             origin=dict(self.origin) | brought,
-            emulate=bool(self.container.emulate),
+            emulate=is_fast(self.container.emulate),
+            played=(self.container.target or DEFAULT_TARGET) if is_played(self.container.emulate) else None,
+            te=self.container.te,
             stages=self.stages,
             **full,
         )
@@ -240,7 +253,7 @@ class Draft:
             optimizer=inputs["optimizer"],
             ddp=inputs["ddp"],
             origin=self.origin,
-            realization="emulated" if self.container.emulate and policy.quantized else "native",
+            realization="emulated" if is_fast(self.container.emulate) and policy.quantized else "native",
             core=versions.megatron_core,
         )
 

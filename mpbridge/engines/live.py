@@ -65,7 +65,7 @@ def _optimizer_tensors(part: Any, names: dict[torch.Tensor, str]) -> Iterable[Li
         return
     for parameter, updated in main_weights(part):
         name = names[parameter]
-        if updated is not parameter and updated.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+        if updated is not parameter and not _one_storage(updated, parameter):
             yield Live(role="main_params", parameter=name, tensor=updated.detach())
         for attribute in ("decoupled_grad", "grad"):
             grad = getattr(updated, attribute, None)
@@ -80,6 +80,12 @@ def _optimizer_tensors(part: Any, names: dict[torch.Tensor, str]) -> Iterable[Li
         ):
             if isinstance(state.get(key), torch.Tensor):
                 yield Live(role=role, parameter=name, tensor=state[key])
+
+
+def _one_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether one is a view of the other; a quantized weight (a wrapper without storage of its own) shares none with a plain tensor."""
+    plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in (first, second))
+    return plain and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 def forget_main_weights(optimizer: Any) -> None:

@@ -11,8 +11,11 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from mpbridge._incomplete import has_libraries
 from mpbridge.facts import Versions
 from mpbridge.hardware.machines import Machine, like, machine
 from mpbridge.hardware.versions import release
@@ -28,9 +31,31 @@ WATCHED = (
 _TIMEOUT = 5.0  # seconds for nvidia-smi: a hung driver must not hang `mpbridge doctor`
 
 
-@functools.cache
+_played: list[tuple[Machine, Versions]] = []
+
+
+@contextmanager
+def playing(machine: Machine, versions: Versions) -> Iterator[None]:
+    """Inside, that machine with those versions is what is here: Transformer Engine on a CPU plays a GPU."""
+    _played.append((machine, versions))
+    try:
+        yield
+    finally:
+        _played.pop()
+
+
 def installed() -> Versions:
     """Versions of what is installed here; None for what is not. Reads metadata and torch's version file, imports neither."""
+    return _played[-1][1] if _played else _installed()
+
+
+def this_machine() -> Machine:
+    """What training would run on here: the first visible GPU, or the CPU with its memory where there is none or torch is a build without CUDA."""
+    return _played[-1][0] if _played else _this_machine()
+
+
+@functools.cache
+def _installed() -> Versions:
     cuda = _torch_cuda()
     return Versions(
         torch=_version("torch"),
@@ -43,9 +68,8 @@ def installed() -> Versions:
 
 
 @functools.cache
-def this_machine() -> Machine:
-    """What training would run on here: the first visible GPU, or the CPU with its memory where there is none or torch is a build without CUDA."""
-    versions, found = installed(), gpus()
+def _this_machine() -> Machine:
+    versions, found = _installed(), gpus()
     usable = found and (versions.torch is None or versions.cuda is not None)
     return (
         found[0]
@@ -145,7 +169,10 @@ def _transformer_engine() -> str | None:
         return None
     # from wheels it comes as a meta package, a library (_cu12, _cu13) and a torch extension; only a source build has all in one
     library = any(_version(f"transformer-engine-{cuda}") for cuda in ("cu12", "cu13"))
-    return None if library and _version("transformer-engine-torch") is None else found
+    if library:
+        return found if _version("transformer-engine-torch") is not None else None
+    folder = importlib.metadata.distribution("transformer-engine").locate_file("")
+    return found if has_libraries(Path(str(folder))) else None
 
 
 def _torch_cuda() -> str | None:

@@ -21,6 +21,7 @@ from mpbridge.report.console import console, rank
 from mpbridge.report.metrics import MetricsLog
 from mpbridge.report.progress import ProgressLine
 from mpbridge.report.tables import summary_table
+from mpbridge.te_cpu.context import stage_of
 from mpbridge.train.faults import explained
 from mpbridge.train.flops import flops_per_token
 from mpbridge.train.hooks import Hook, Hooks, Training, default_hooks
@@ -53,6 +54,13 @@ def pretrain(
     # what can be checked without the machine is checked before it is touched
     train_iters(run.train)
     scheduler_arguments(run)
+    with stage_of(run):
+        return _pretrain(run, dataset, hooks, quiet)
+
+
+def _pretrain(
+    run: Run, dataset: Iterable[Mapping[str, torch.Tensor]] | None, hooks: Iterable[Hook], quiet: bool
+) -> Summary:
     out = console(speaks=rank() == 0 and not quiet)
     run = at_stage(run)
     preflight(run, out)

@@ -23,8 +23,11 @@ def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
     facts = run.facts
     machine, warnings = require_here(run.policy, facts)
     how = "natively" if facts.realization == "native" else "emulated"
+    if run.played is not None:
+        how = f"by Transformer Engine {facts.versions.transformer_engine}'s own Python on the CPU"
     out.print(
         f"recipe {run.recipe}, {how}, engine {facts.engine}, {facts.parallel.world_size} process(es) on {machine.name}"
+        + (" (played)" if run.played is not None else "")
     )
     out.print(plan_table(run.plan))
     for setting in run.brought:

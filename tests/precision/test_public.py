@@ -29,6 +29,7 @@ NAMES = {
     "recipes",
     "register",
     "resolve",
+    "transformer_engine_on_cpu",
 }
 
 

@@ -1,0 +1,49 @@
+"""`mpbridge on-cpu --target GPU SCRIPT ARGS`: somebody's CUDA-only training script on a CPU, with Transformer Engine's own Python."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+
+from mpbridge.errors import BadValue
+
+SUMMARY = "run a CUDA-only script on the CPU, playing a GPU"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument("--target", metavar="GPU", default="h100", help="the machine that answers (default: h100)")
+    parser.add_argument("--te", metavar="X.Y", help="the Transformer Engine release (default: the installed one)")
+    parser.add_argument(
+        "command", nargs="...", metavar="SCRIPT ARGS", help="the script, or -m MODULE, and its own arguments"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the script to its end; its exit code. Under torchrun: torchrun ... -m mpbridge on-cpu SCRIPT ARGS."""
+    command = list(args.command)
+    by_module = bool(command) and command[0] == "-m"
+    command = command[1:] if by_module else command
+    if not command:
+        raise BadValue("on-cpu: which script? (mpbridge on-cpu --target h100 pretrain_gpt.py ...)")
+    script = command[0]
+    if not by_module and not Path(script).is_file():
+        raise BadValue(f"{script}: no such file (expected a Python script, or -m and a module's name)")
+    from mpbridge.te_cpu.context import transformer_engine_on_cpu
+    from mpbridge.te_cpu.foreign import foreign_code
+
+    before = list(sys.argv), list(sys.path)
+    with transformer_engine_on_cpu(args.target, te=args.te), foreign_code():
+        sys.argv = command
+        try:
+            if by_module:
+                runpy.run_module(script, run_name="__main__", alter_sys=True)
+            else:
+                # the script's folder comes first, as python puts it
+                sys.path.insert(0, str(Path(script).resolve().parent))
+                runpy.run_path(script, run_name="__main__")
+        finally:
+            sys.argv, sys.path[:] = before
+    return 0

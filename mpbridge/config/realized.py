@@ -1,0 +1,56 @@
+"""How a run is realized where its recipe's hardware is not: by the fast emulation, or by Transformer Engine's own Python on a CPU."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from mpbridge.errors import BadValue, MpbridgeError
+from mpbridge.facts import Versions
+from mpbridge.hardware.machines import Machine, machine
+from mpbridge.hardware.probe import installed
+from mpbridge.hardware.transformer_engine import Package, choose, played_versions
+from mpbridge.hardware.versions import release
+
+WAYS = (False, True, "fast", "te")
+DEFAULT_TARGET = "h100"
+
+
+def is_fast(emulate: Any) -> bool:
+    """Whether mpbridge.emulation rounds."""
+    return emulate in (True, "fast")
+
+
+def is_played(emulate: Any) -> bool:
+    """Whether Transformer Engine plays a machine on the CPU."""
+    return bool(emulate == "te")
+
+
+def emulation_faults(emulate: Any, target: Any, te: Any) -> list[str]:
+    """What is wrong with the three top-level settings."""
+    faults = []
+    if not any(emulate is way or (isinstance(way, str) and emulate == way) for way in WAYS):
+        faults.append(f"emulate={emulate!r}: expected true, false, fast or te")
+    if target is not None and not is_played(emulate):
+        faults.append(f"target={target} without emulate=te: only Transformer Engine on a CPU plays a machine")
+    if te is not None and not emulate:
+        faults.append(f"te={te} without emulate: a release is chosen for an emulated run; a GPU runs the installed one")
+    try:
+        if te is not None:
+            release(str(te))
+        if target is not None and machine(str(target)).arch is None:
+            raise BadValue(f"target={target}: expected a GPU, as in h100 or b200")
+    except MpbridgeError as error:
+        faults.append(str(error))
+    return faults
+
+
+@functools.cache
+def package(te: str | None) -> Package:
+    """The Transformer Engine that a run plays with. Raises Refused, UnknownName."""
+    return choose(te)
+
+
+def played(target: str | None, te: str | None) -> tuple[Machine, Versions]:
+    """The machine and the versions that such a run is resolved for."""
+    return machine(target or DEFAULT_TARGET), played_versions(installed(), package(te))

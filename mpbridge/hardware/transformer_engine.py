@@ -1,0 +1,105 @@
+"""Which Transformer Engine: the releases that are known here, and where one is installed."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mpbridge._incomplete import has_libraries
+from mpbridge.errors import Refused, UnknownName
+from mpbridge.facts import Versions
+from mpbridge.hardware.versions import release as numbers
+
+VARIABLE = "MPBRIDGE_TE_PATH"
+"""Folders of `pip install --target`, in which releases stand side by side (separated as in PATH)."""
+CUDA_VERSION = "13.0"
+"""What a played machine answers: new enough for every recipe."""
+INSTALL = "pip install 'mpbridge[te-cpu]'"
+
+RELEASES: Mapping[tuple[int, int], str] = MappingProxyType(
+    {
+        # what each changed for the kernel module; enumerations and argument lists stand in `enums` and `moe`
+        (2, 11): "the release that megatron-core 0.16.1 accepts; blockwise scales compact or ready for a GEMM",
+        (2, 12): "no Float8BlockScaleTensorFormat; swizzled scales (optimize_for_gemm)",
+        (2, 13): "gated sigmoid; the router's gradients are written in place; MXFP8's exponent bytes 0 and 254",
+        (2, 14): "NVFP4 block scale amax * (S/6); NVFP4 weights at rest; grouped tensors",
+        (2, 15): "BHSD attention formats",
+        (2, 16): "empty quantized tensors are made by the extension; no fused attention for 512 tokens",
+        (2, 17): "routing maps in bits; NVFP4 4over6",
+        (2, 18): "dense indices in the router; extra states are not unpickled",
+        (2, 19): "scaled activations",
+        (2, 20): "cross entropy keeps its input and two statistics a token",
+    }
+)
+"""Release (major, minor) -> what it changed. What is not a row is refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """An installed Transformer Engine."""
+
+    version: str
+    folder: Path
+    """Where `transformer_engine` and its metadata lie."""
+    complete: bool
+    """Whether the CUDA parts are there too."""
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """(2, 11, 0)."""
+        return numbers(self.version)
+
+
+def folders() -> list[Path]:
+    """The folders that MPBRIDGE_TE_PATH names."""
+    return [Path(part) for part in os.environ.get(VARIABLE, "").split(os.pathsep) if part]
+
+
+def packages(where: Iterable[os.PathLike[str] | str] = ()) -> list[Package]:
+    """Every Transformer Engine in `where`, in MPBRIDGE_TE_PATH, and on the import path, in that order."""
+    found: list[Package] = []
+    for place in [*map(Path, where), *folders(), None]:
+        path: dict[str, Any] = {"path": [str(place)]} if place is not None else {}
+        for found_here in importlib.metadata.distributions(name="transformer-engine", **path):
+            folder = Path(str(found_here.locate_file("")))
+            if (folder / "transformer_engine").is_dir() and all(known.folder != folder for known in found):
+                found.append(Package(version=found_here.version, folder=folder, complete=has_libraries(folder)))
+    return found
+
+
+def choose(wanted: str | None, where: Iterable[os.PathLike[str] | str] = ()) -> Package:
+    """The package of version `wanted` ('2.14', '2.20.2'; None: the first one).
+
+    Raises Refused where there is none, or its release is not in the table.
+    """
+    there = packages(where)
+    if not there:
+        raise Refused(
+            f"Transformer Engine's Python package is not installed: {INSTALL} (or pip install --target FOLDER --no-deps transformer-engine==2.11.0, and {VARIABLE}=FOLDER)"
+        )
+    if wanted is None:
+        chosen = there[0]
+    else:
+        asked = numbers(wanted)
+        fitting = [package for package in there if package.release[: len(asked)] == asked]
+        if not fitting:
+            raise UnknownName("installed Transformer Engine", wanted, [package.version for package in there])
+        chosen = fitting[0]
+    if chosen.release[:2] not in RELEASES:
+        low, high = min(RELEASES), max(RELEASES)
+        raise Refused(
+            f"Transformer Engine {chosen.version} is not in the table of releases (expected {low[0]}.{low[1]} to {high[0]}.{high[1]}): "
+            "install one of those beside it, in a folder that MPBRIDGE_TE_PATH names"
+        )
+    return chosen
+
+
+def played_versions(here: Versions, package: Package) -> Versions:
+    """What is installed on a machine that `package` plays: its own version, and a CUDA that every recipe runs with."""
+    return dataclasses.replace(here, transformer_engine=package.version, cuda=CUDA_VERSION, cublaslt="13.1.0")

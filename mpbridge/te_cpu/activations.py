@@ -1,0 +1,143 @@
+"""Activations and their gradients: computed in FP32, rounded to the input's dtype, then quantized where a quantizer is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mpbridge.te_cpu.operands import is_quantized, values_of
+from mpbridge.te_cpu.quantize import quantized
+from mpbridge.te_cpu.registry import KERNELS, kernel
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+def gelu_value(x: torch.Tensor) -> torch.Tensor:
+    """The tanh form."""
+    return F.gelu(x, approximate="tanh")
+
+
+def gelu_gradient(x: torch.Tensor) -> torch.Tensor:
+    """Derivative of `gelu_value`."""
+    return _derivative(gelu_value, x)
+
+
+def _derivative(function: Map, x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        (found,) = torch.autograd.grad(function(leaf).sum(), leaf)
+    return found
+
+
+def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _squared_relu(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x).square()
+
+
+def _gated(function: Map) -> Map:
+    def gate(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        return function(first) * second
+
+    return gate
+
+
+_PLAIN: dict[str, Map] = {
+    "gelu": gelu_value,
+    "relu": torch.relu,
+    "silu": F.silu,
+    "srelu": _squared_relu,
+    "qgelu": _quick_gelu,
+}
+_GATED: dict[str, Map] = {
+    "geglu": gelu_value, "reglu": torch.relu, "swiglu": F.silu, "sreglu": _squared_relu, "qgeglu": _quick_gelu, "glu": torch.sigmoid
+}  # fmt: skip
+FUNCTIONS: dict[str, Map] = _PLAIN | {name: _gated(function) for name, function in _GATED.items()}
+"""Kernel name -> function of the whole (gated: doubled) last axis."""
+
+
+def _source(x: Any) -> torch.Tensor:
+    return values_of(x, torch.float32) if is_quantized(x) else x.detach().float()
+
+
+def _backward(function: Map, grad: torch.Tensor, x: Any) -> torch.Tensor:
+    with torch.enable_grad():
+        leaf = _source(x).requires_grad_()
+        (found,) = torch.autograd.grad(function(leaf), leaf, _source(grad).reshape(function(leaf).shape))
+    return found.to(grad.dtype)
+
+
+def _enter(name: str, function: Map) -> None:
+    def forward(input: torch.Tensor, quantizer: Any = None) -> Any:
+        return quantized(function(_source(input)).to(input.dtype), quantizer)
+
+    def backward(grad: torch.Tensor, fwd_input: Any, quantizer: Any = None) -> Any:
+        return quantized(_backward(function, grad, fwd_input), quantizer)
+
+    def with_bias(grad: torch.Tensor, fwd_input: Any, quantizer: Any = None) -> list[Any]:
+        dx = _backward(function, grad, fwd_input)
+        return [dx.reshape(-1, dx.shape[-1]).float().sum(0).to(dx.dtype), quantized(dx, quantizer)]
+
+    KERNELS[name], KERNELS[f"d{name}"] = forward, backward
+    if name in _PLAIN:
+        KERNELS[f"dbias_d{name}"] = with_bias
+
+
+for _name, _function in FUNCTIONS.items():
+    _enter(_name, _function)
+
+
+def _clamped(limit: float, alpha: float, offset: float) -> Map:
+    def gate(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        first, second = first.clamp(max=limit), second.clamp(-limit, limit)
+        return first * torch.sigmoid(alpha * first) * (second + offset)
+
+    return gate
+
+
+@kernel
+def clamped_swiglu(
+    input: torch.Tensor, quantizer: Any = None, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0
+) -> Any:
+    """The clamped SwiGLU of GPT-OSS."""
+    return quantized(_clamped(limit, alpha, glu_linear_offset)(_source(input)).to(input.dtype), quantizer)
+
+
+@kernel
+def clamped_dswiglu(
+    grad: torch.Tensor,
+    fwd_input: Any,
+    quantizer: Any = None,
+    limit: float = 7.0,
+    alpha: float = 1.702,
+    glu_linear_offset: float = 1.0,
+) -> Any:
+    """Gradient of `clamped_swiglu`."""
+    return quantized(_backward(_clamped(limit, alpha, glu_linear_offset), grad, fwd_input), quantizer)
+
+
+def _situ(beta1: float, beta2: float) -> Map:
+    def gate(x: torch.Tensor) -> torch.Tensor:
+        first, second = x.chunk(2, -1)
+        return beta1 * torch.tanh(first / beta1) * torch.sigmoid(first) * beta2 * torch.tanh(second / beta2)
+
+    return gate
+
+
+@kernel
+def situglu(input: torch.Tensor, quantizer: Any = None, beta1: float = 4.0, beta2: float = 25.0) -> Any:
+    """SiTU-GLU: a saturating SwiGLU."""
+    return quantized(_situ(beta1, beta2)(_source(input)).to(input.dtype), quantizer)
+
+
+@kernel
+def dsituglu(grad: torch.Tensor, fwd_input: Any, quantizer: Any = None, beta1: float = 4.0, beta2: float = 25.0) -> Any:
+    """Gradient of `situglu`."""
+    return quantized(_backward(_situ(beta1, beta2), grad, fwd_input), quantizer)

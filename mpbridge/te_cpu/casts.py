@@ -1,0 +1,246 @@
+"""Filling quantized tensors: every rounding rule is `mpbridge.emulation`'s, the layout is `storages`'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpbridge.emulation.codes import encode_e2m1, encode_fp8, pack_e2m1
+from mpbridge.emulation.kernels import amax_of
+from mpbridge.emulation.rounding import random_bytes
+from mpbridge.emulation.scales import (
+    magnitude,
+    mxfp8_exponent,
+    mxfp8_factors,
+    nvfp4_block,
+    nvfp4_global,
+    scale_from_amax,
+)
+from mpbridge.formats import E4M3
+from mpbridge.te_cpu.enums import number_format
+from mpbridge.te_cpu.played import now
+from mpbridge.te_cpu.storages import empty_quantized, is_compact, kind_of, rows_of, swizzles
+from mpbridge.te_cpu.swizzle import swizzled, swizzled_columns
+
+
+def new_quantized(quantizer: Any, x: torch.Tensor) -> Any:
+    """`x` quantized into buffers of its own."""
+    return fill(quantizer, x, empty_quantized(quantizer, x.shape, x.dtype))
+
+
+def fill(quantizer: Any, x: torch.Tensor, out: Any) -> Any:
+    """`x` quantized into `out`, which has the buffers for the quantizer's usages; returns `out`."""
+    if x.numel() == 0:
+        return out
+    kind = kind_of(quantizer)
+    if kind == "delayed":
+        _delayed(quantizer, x, out)
+    elif kind == "current":
+        _current(quantizer, x, out)
+    else:
+        flat = x.reshape(rows_of(x.shape), x.shape[-1])
+        {"mxfp8": _mxfp8, "block": _block, "nvfp4": _nvfp4}[kind](quantizer, flat, out)
+    return out
+
+
+def turned(codes: torch.Tensor) -> torch.Tensor:
+    """Per-tensor FP8's column copy: the last axis first, [features, ...]."""
+    if codes.dim() < 2:
+        return codes.clone()
+    flat = codes.reshape(rows_of(codes.shape), codes.shape[-1])
+    return flat.t().contiguous().view(codes.shape[-1], *codes.shape[:-1])
+
+
+# --- one scale a tensor --------------------------------------------------------------------------------------------------------------------
+def _delayed(quantizer: Any, x: torch.Tensor, out: Any) -> None:
+    seen = quantizer.amax
+    if seen.numel():
+        # an atomic maximum in the kernel: micro-batches of one interval keep the largest
+        seen.copy_(torch.fmax(seen, amax_of(x).reshape(seen.shape)))
+    _store(quantizer, x, quantizer.scale.float().reshape(()), out)
+
+
+def _current(quantizer: Any, x: torch.Tensor, out: Any) -> None:
+    amax = amax_of(x).reshape(1)
+    if quantizer.with_amax_reduction:
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
+    scale = current_scale(quantizer, amax)
+    if getattr(quantizer, "amax", None) is not None:  # buffers of the quantizer until release 2.18
+        quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
+        quantizer.scale.copy_(scale.reshape(quantizer.scale.shape))
+    _store(quantizer, x, scale.reshape(()), out)
+
+
+def current_scale(quantizer: Any, amax: torch.Tensor) -> torch.Tensor:
+    """Scale of current scaling from fp32 amaxes."""
+    largest = number_format(quantizer.dtype).largest
+    return scale_from_amax(_at_least(amax, quantizer.amax_epsilon), largest, power_of_two=quantizer.force_pow_2_scales)
+
+
+def _at_least(amax: torch.Tensor, epsilon: float) -> torch.Tensor:
+    return amax.clamp_min(epsilon) if epsilon else amax
+
+
+def _store(quantizer: Any, x: torch.Tensor, scale: torch.Tensor, out: Any) -> None:
+    codes = encode_fp8(x.float() * scale, number_format(quantizer.dtype))
+    if out._data is not None:
+        out._data.copy_(codes.view(out._data.shape))
+    if out._transpose is not None:
+        out._transpose.copy_(turned(codes).view(out._transpose.shape))
+        out._transpose_invalid = False
+    out._scale_inv.copy_((1.0 / scale).expand(out._scale_inv.shape))
+
+
+# --- MXFP8 ---------------------------------------------------------------------------------------------------------------------------------
+def _mxfp8(quantizer: Any, x: torch.Tensor, out: Any) -> None:
+    rows, columns = x.shape
+    number = number_format(quantizer.dtype)
+    tiles = swizzles(quantizer)
+    if quantizer.rowwise_usage:
+        view = x.reshape(rows, columns // 32, 32)
+        exponent = mxfp8_exponent(magnitude(view).amax(-1).float(), number)
+        multiplier, _ = mxfp8_factors(exponent, now().rules)
+        out._rowwise_data.copy_(
+            encode_fp8(view.float() * multiplier.unsqueeze(-1), number).view(out._rowwise_data.shape)
+        )
+        _put(out._rowwise_scale_inv, exponent, swizzled if tiles else None)
+    if quantizer.columnwise_usage:
+        view = x.reshape(rows // 32, 32, columns)
+        exponent = mxfp8_exponent(magnitude(view).amax(1).float(), number)
+        multiplier, _ = mxfp8_factors(exponent, now().rules)
+        codes = encode_fp8(view.float() * multiplier.unsqueeze(1), number)
+        out._columnwise_data.copy_(codes.view(out._columnwise_data.shape))
+        _put(out._columnwise_scale_inv, exponent, swizzled_columns if tiles else None)
+
+
+def _put(place: torch.Tensor, scales: torch.Tensor, order: Any) -> None:
+    """Writes scales into the upper left of a padded buffer, the padding zero, in tile order where one is asked for."""
+    if order is None:
+        place[: scales.shape[0], : scales.shape[1]].copy_(scales)
+        return
+    padded = torch.zeros_like(place)
+    padded[: scales.shape[0], : scales.shape[1]].copy_(scales)
+    place.copy_(order(padded))
+
+
+# --- blocks of 128 -------------------------------------------------------------------------------------------------------------------------
+def block_scales(amax: torch.Tensor, quantizer: Any, source: torch.dtype) -> torch.Tensor:
+    """Scales of blocks from their fp32 amaxes; a block whose scale overflows gets the largest value of the source's dtype."""
+    return scale_from_amax(
+        _at_least(amax, quantizer.amax_epsilon),
+        number_format(quantizer.dtype).largest,
+        power_of_two=quantizer.force_pow_2_scales,
+        when_infinite=torch.finfo(source).max,
+    )
+
+
+def square_peaks(x: torch.Tensor, side: int) -> torch.Tensor:
+    """fp32 amax of every side x side block of [rows, columns]; blocks over the edge are filled with zeros."""
+    rows, columns = x.shape
+    padded = torch.nn.functional.pad(x, (0, -columns % side, 0, -rows % side))
+    blocks = padded.reshape(-(-rows // side), side, -(-columns // side), side)
+    return magnitude(blocks).amax((1, 3)).float()
+
+
+def spread(scales: torch.Tensor, side: int, shape: Sequence[int]) -> torch.Tensor:
+    """Scales of square blocks, one for each element of `shape`."""
+    return scales.repeat_interleave(side, 0).repeat_interleave(side, 1)[: shape[0], : shape[1]]
+
+
+def _block(quantizer: Any, x: torch.Tensor, out: Any) -> None:
+    if quantizer.force_pow_2_scales is False and now().blocks_become_mxfp8:
+        raise RuntimeError(
+            "On Blackwell and newer, the FP8 block scaling recipe is emulated with MXFP8, which requires using power of two scaling factors."
+        )
+    if quantizer.block_scaling_dim == 2:
+        _square_blocks(quantizer, x, out)
+        return
+    rows, columns = x.shape
+    number, compact = number_format(quantizer.dtype), is_compact(quantizer)
+    if quantizer.rowwise_usage:
+        view = torch.nn.functional.pad(x, (0, -columns % 128)).reshape(rows, -1, 128)
+        scale = block_scales(magnitude(view).amax(-1).float(), quantizer, x.dtype)
+        codes = encode_fp8(x.float() * scale.repeat_interleave(128, 1)[:, :columns], number)
+        out._rowwise_data.copy_(codes.view(out._rowwise_data.shape))
+        inverse = 1.0 / scale
+        _put(out._rowwise_scale_inv, inverse if compact else inverse.t(), None)
+    if quantizer.columnwise_usage:
+        view = torch.nn.functional.pad(x, (0, 0, 0, -rows % 128)).reshape(-1, 128, columns)
+        scale = block_scales(magnitude(view).amax(1).float(), quantizer, x.dtype)
+        codes = encode_fp8(x.float() * scale.repeat_interleave(128, 0)[:rows], number)
+        out._columnwise_data.copy_((codes if compact else codes.t()).reshape(out._columnwise_data.shape))
+        _put(out._columnwise_scale_inv, 1.0 / scale, None)
+
+
+def _square_blocks(quantizer: Any, x: torch.Tensor, out: Any) -> None:
+    scale = block_scales(square_peaks(x, 128), quantizer, x.dtype)
+    codes = encode_fp8(x.float() * spread(scale, 128, x.shape), number_format(quantizer.dtype))
+    if quantizer.rowwise_usage:
+        out._rowwise_data.copy_(codes.view(out._rowwise_data.shape))
+        _put(out._rowwise_scale_inv, 1.0 / scale, None)
+    if quantizer.columnwise_usage:
+        out._columnwise_data.copy_(codes.t().reshape(out._columnwise_data.shape))
+        _put(out._columnwise_scale_inv, (1.0 / scale).t(), None)
+
+
+# --- NVFP4 ---------------------------------------------------------------------------------------------------------------------------------
+def rotated(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """The random Hadamard transform of [tokens, features] along the tokens in groups of 16: [features, tokens] in x's dtype."""
+    groups = x.t().reshape(x.shape[1], x.shape[0] // 16, 16)
+    return (groups.float() @ matrix.float()).to(x.dtype).reshape(x.shape[1], x.shape[0])
+
+
+def _nvfp4(quantizer: Any, x: torch.Tensor, out: Any) -> None:
+    if quantizer.with_rht and x.dtype != torch.bfloat16:
+        raise RuntimeError("RHT is only supported for bfloat16 input")
+    by_row = bool(getattr(quantizer, "row_scaled_nvfp4", False))
+    turned_x = None
+    if quantizer.rowwise_usage:
+        out._amax_rowwise.copy_(magnitude(x).amax(1).float() if by_row else amax_of(x).reshape(1))
+    if quantizer.columnwise_usage:
+        turned_x = rotated(x, quantizer.rht_matrix) if quantizer.with_rht else x.t()
+        out._amax_columnwise.copy_(magnitude(turned_x).amax(1).float() if by_row else amax_of(turned_x).reshape(1))
+    if quantizer.with_amax_reduction:
+        for amax in (out._amax_rowwise, out._amax_columnwise):
+            if amax is not None:
+                dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
+    nvfp4_codes(quantizer, x, turned_x, out)
+
+
+def nvfp4_codes(quantizer: Any, x: torch.Tensor, turned_x: torch.Tensor | None, out: Any) -> None:
+    """Codes and block scales of both copies under the amaxes that `out` holds."""
+    order = swizzled if swizzles(quantizer) else None
+    copies = [(x, "rowwise")] if quantizer.rowwise_usage else []
+    copies += [(turned_x, "columnwise")] if turned_x is not None else []
+    for source, name in copies:
+        packed, scales = nvfp4_rows(
+            source,
+            getattr(out, f"_amax_{name}"),
+            square=quantizer.with_2d_quantization,
+            stochastic=quantizer.stochastic_rounding,
+        )
+        data = getattr(out, f"_{name}_data")
+        data.copy_(packed.view(data.shape))
+        _put(getattr(out, f"_{name}_scale_inv"), scales, order)
+
+
+def nvfp4_rows(
+    x: torch.Tensor, amax: torch.Tensor, *, square: bool = False, stochastic: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(packed codes [rows, columns/2], E4M3 bytes of the block scales [rows, columns/16]) of [rows, columns].
+
+    amax: fp32, of the whole tensor or one a row. square: scales shared by 16 x 16 elements.
+    """
+    rows, columns = x.shape
+    if square:
+        peak = square_peaks(x, 16).repeat_interleave(16, 0)[:rows]
+    else:
+        peak = magnitude(x.reshape(rows, columns // 16, 16)).amax(-1).float()
+    overall = nvfp4_global(amax.float().reshape(-1, 1))
+    multiplier, scale = nvfp4_block(peak, overall, now().rules)
+    scaled = (x.reshape(rows, columns // 16, 16).float() * multiplier.unsqueeze(-1)).view(rows, columns)
+    random = random_bytes(scaled.shape, torch.default_generator) if stochastic else None
+    return pack_e2m1(encode_e2m1(scaled, random)), encode_fp8(scale, E4M3)

@@ -1,0 +1,152 @@
+"""`transformer_engine_on_cpu`: Transformer Engine's own Python on a machine without a GPU."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from os import PathLike
+from typing import TYPE_CHECKING
+
+import torch
+
+from mpbridge.devices.cpu import _Replacement
+from mpbridge.errors import Refused, UnknownName
+from mpbridge.hardware.machines import Machine, machines
+from mpbridge.hardware.machines import machine as machine_of
+from mpbridge.hardware.probe import installed, playing
+from mpbridge.hardware.transformer_engine import choose, played_versions
+from mpbridge.te_cpu import played as stage
+from mpbridge.te_cpu.cuda_names import played_patches
+from mpbridge.te_cpu.loading import environment, loaded
+from mpbridge.te_cpu.played import Played
+
+if TYPE_CHECKING:
+    import types
+
+    from mpbridge.config.container import Run
+
+_UNDER: list[str] = []
+"""The Transformer Engine version under which megatron was first imported here; it decides at import whether there is one."""
+
+
+@contextmanager
+def transformer_engine_on_cpu(
+    machine: str | Machine = "h100",
+    *,
+    te: str | None = None,
+    where: Iterable[PathLike[str] | str] = (),
+    beside_a_gpu: bool = False,
+) -> Iterator[types.ModuleType]:
+    """Inside, `transformer_engine` is importable and computes on the CPU, and torch's CUDA names answer for `machine`.
+
+    machine: a name of the table (`mpbridge doctor --machines`), or a Machine. te: '2.11', '2.20.2'; None: the installed one.
+    where: folders of `pip install --target` to look in first (then MPBRIDGE_TE_PATH, then the import path).
+    beside_a_gpu: play a machine although torch sees a real one.
+    Enter it before megatron is imported; what megatron modules have imported they keep, everything else is given back, also after an
+    exception. Raises Refused, UnknownName.
+    """
+    wanted = _machine(machine)
+    if stage._now:
+        yield _again(wanted, te)
+        return
+    if not beside_a_gpu and torch.cuda.is_available():
+        raise Refused(
+            f"there is a GPU here ({torch.cuda.get_device_name()}): run Transformer Engine itself, or pass beside_a_gpu=True to play {wanted.name} on the CPU"
+        )
+    package = choose(te, where)
+    refuse_after_megatron(package.version)
+    played, versions = Played(machine=wanted, release=package.release), played_versions(installed(), package)
+    with ExitStack() as stack:
+        stage.enter(played)
+        stack.callback(stage.leave)
+        replacement = _Replacement(lambda: played_patches(played))
+        replacement.enter()
+        stack.callback(replacement.leave)
+        stack.enter_context(_compiling_off())
+        stack.enter_context(environment())
+        stack.enter_context(_quiet())
+        stack.enter_context(playing(wanted, versions))
+        found = stack.enter_context(loaded(package))
+        stack.callback(_note_megatron, package.version)
+        yield found
+
+
+def stage_of(run: Run) -> AbstractContextManager[types.ModuleType | None]:
+    """What a run is trained in: `transformer_engine_on_cpu` where it asks for that, else nothing."""
+    if run.played is None:
+        return nullcontext()
+    return transformer_engine_on_cpu(run.played, te=run.te)
+
+
+def _again(wanted: Machine, te: str | None) -> types.ModuleType:
+    """The package that is there already; Refused where another machine or release is asked for."""
+    played = stage.now()
+    asked = None if te is None else tuple(int(part) for part in te.split("."))
+    if played.machine != wanted or (asked is not None and played.release[: len(asked)] != asked):
+        raise Refused(
+            f"Transformer Engine {'.'.join(map(str, played.release))} plays {played.machine.name} already, asked for {wanted.name} with {te or 'any release'}: leave that context first"
+        )
+    return sys.modules["transformer_engine"]
+
+
+def _machine(given: str | Machine) -> Machine:
+    found = machine_of(given) if isinstance(given, str) else given
+    if found.arch is None:
+        raise UnknownName("GPU", found.name, [name for name, row in machines.items() if row.gpu])
+    return found
+
+
+def refuse_after_megatron(version: str) -> None:
+    """Raises Refused where megatron has been imported without this Transformer Engine."""
+    if not any(name.startswith("megatron.core") for name in sys.modules):
+        return
+    if not _UNDER and not stage._now:
+        raise Refused(
+            "megatron is imported already, and it decided then that Transformer Engine is not there: enter mpbridge.transformer_engine_on_cpu() first"
+        )
+    if _UNDER and _UNDER[0] != version:
+        raise Refused(
+            f"megatron was imported under Transformer Engine {_UNDER[0]}: {version} needs a process of its own"
+        )
+
+
+def _note_megatron(version: str) -> None:
+    if not _UNDER and any(name.startswith("megatron.core") for name in sys.modules):
+        _UNDER.append(version)
+
+
+_TALKERS = (
+    # "CPU RNG state changed within GPU RNG context": there is one generator
+    "megatron.core.tensor_parallel.random",
+    # install FlashAttention
+    "DotProductAttention",
+)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Loggers whose warnings are always true here say nothing."""
+    loggers = [logging.getLogger(name) for name in _TALKERS]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, value in zip(loggers, before, strict=True):
+            logger.disabled = value
+
+
+@contextmanager
+def _compiling_off() -> Iterator[None]:
+    """torch.compile compiles nothing: for a CPU it would, at seconds a function."""
+    import torch._dynamo
+
+    before = torch._dynamo.config.disable
+    torch._dynamo.config.disable = True
+    try:
+        yield
+    finally:
+        torch._dynamo.config.disable = before

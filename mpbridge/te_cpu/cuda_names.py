@@ -1,0 +1,165 @@
+"""torch's CUDA names while a machine is played: the device layer's redirections, with a GPU that answers."""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from mpbridge.devices.coalesce import one_by_one
+from mpbridge.devices.redirect import Patch, cuda_patches, names_cuda, nothing, on_cpu
+from mpbridge.hardware.transformer_engine import CUDA_VERSION
+from mpbridge.te_cpu.played import Played
+
+
+class BothAutocast(torch.autocast):
+    """autocast of the CPU's operations where CUDA's are asked for; code that asks whether CUDA's is on gets the same answer."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        self._both = names_cuda(device_type)
+        super().__init__("cpu" if self._both else device_type, *args, **kwargs)
+
+    def __enter__(self) -> Any:
+        entered: Any = super().__enter__()  # type: ignore[no-untyped-call]
+        if self._both:
+            self._before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+            torch.set_autocast_enabled("cuda", self._enabled)
+            torch.set_autocast_dtype("cuda", self.fast_dtype)
+        return entered
+
+    def __exit__(self, *error: Any) -> Any:
+        if self._both:
+            torch.set_autocast_enabled("cuda", self._before[0])
+            torch.set_autocast_dtype("cuda", self._before[1])
+        return super().__exit__(*error)
+
+
+def _properties(played: Played) -> types.SimpleNamespace:
+    major, minor = played.capability
+    return types.SimpleNamespace(
+        major=major,
+        minor=minor,
+        name=played.machine.name,
+        total_memory=played.machine.memory_bytes,
+        multi_processor_count=132,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block_optin=232448,
+        gcnArchName="",
+        uuid="",
+        is_integrated=False,
+    )
+
+
+class _Index:
+    """`torch.cuda.device(...)`: there is one."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def _counters(played: Played) -> dict[str, Any]:
+    """Functions that tell of memory: nothing is allocated on a GPU."""
+    total = played.machine.memory_bytes
+    zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "utilization")
+    out: dict[str, Any] = {name: lambda *args, **kwargs: 0 for name in zero}
+    out |= dict.fromkeys(
+        ("reset_peak_memory_stats", "reset_max_memory_allocated", "ipc_collect", "init", "_lazy_init", "set_stream"),
+        nothing,
+    )
+    out |= {"mem_get_info": lambda *args, **kwargs: (total, total), "memory_stats": lambda *args, **kwargs: {}}
+    return out
+
+
+def _generator(original: Any) -> Any:
+    def generator(device: Any = "cpu") -> Any:
+        return original("cpu" if names_cuda(device) else device)
+
+    return generator
+
+
+def played_patches(played: Played) -> Iterator[Patch]:
+    """Everything that is replaced while `played` answers."""
+    own = {"is_available", "device_count", "current_device"}
+    yield from (
+        patch for patch in cuda_patches() if not (patch[0] is torch.cuda and patch[1] in own) and patch[1] != "autocast"
+    )
+    cuda: Any = torch.cuda
+    properties = _properties(played)
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    yield cuda, "is_available", lambda: True
+    yield cuda, "is_initialized", lambda: True
+    yield cuda, "device_count", lambda: devices
+    yield cuda, "current_device", lambda: 0
+    yield cuda, "device", _Index
+    yield cuda, "get_device_properties", lambda *args, **kwargs: properties
+    yield cuda, "get_device_capability", lambda *args, **kwargs: played.capability
+    yield cuda, "get_device_name", lambda *args, **kwargs: played.machine.name
+    yield cuda, "is_current_stream_capturing", lambda: False
+    yield cuda, "is_bf16_supported", lambda *args, **kwargs: played.capability >= (8, 0)
+    for name, answer in _counters(played).items():
+        if hasattr(cuda, name):
+            yield cuda, name, answer
+    for name in ("range_push", "range_pop", "mark"):
+        yield cuda.nvtx, name, nothing
+    yield cuda.nvtx, "range", lambda *args, **kwargs: nullcontext()
+    yield torch, "autocast", BothAutocast
+    yield torch.amp, "autocast", BothAutocast
+    yield torch, "Generator", _generator(torch.Generator)
+    yield torch.version, "cuda", CUDA_VERSION
+    yield torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type != "meta")
+    yield torch.Tensor, "_make_wrapper_subclass", staticmethod(on_cpu(torch.Tensor._make_wrapper_subclass))
+    yield torch.Tensor, "get_device", lambda tensor: 0
+    for owner in (dist, distributed_c10d):
+        yield owner, "_coalescing_manager", one_by_one
+    yield cuda, "default_generators", (torch.default_generator,)
+    yield torch, "set_default_device", _default_device(torch.set_default_device)
+    for owner in (dist, distributed_c10d):
+        for name in ("init_process_group", "new_group", "new_subgroups_by_enumeration"):
+            yield owner, name, _on_gloo(getattr(owner, name))
+        yield owner, "barrier", _without_devices(owner.barrier)
+
+
+def _on_gloo(original: Any) -> Any:
+    """A function that makes process groups, with gloo where NCCL is asked for."""
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("gloo" if isinstance(arg, str) and "nccl" in arg else arg for arg in args)
+        if "nccl" in str(kwargs.get("backend") or ""):
+            kwargs["backend"] = "gloo"
+        for name in ("device_id", "pg_options"):
+            kwargs.pop(name, None)
+        return original(*args, **kwargs)
+
+    return make
+
+
+def _without_devices(original: Any) -> Any:
+    @functools.wraps(original)
+    def barrier(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("device_ids", None)
+        return original(*args, **kwargs)
+
+    return barrier
+
+
+def _default_device(original: Any) -> Any:
+    def set_default_device(device: Any) -> None:
+        original("cpu" if names_cuda(device) else device)
+
+    return set_default_device

@@ -1,0 +1,180 @@
+"""What somebody else's CUDA-only script or test run needs besides Transformer Engine, when it runs on a CPU.
+
+Repairs of the surroundings, none of which touches a file of theirs: a stand-in for `triton`, which Megatron-LM imports unguarded; the
+compiled index helper of the installed megatron-core, where a source tree would build its own; `typing.override` on Python 3.11.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mpbridge.te_cpu.refusals import caller
+
+_TRITON = (
+    "triton", "triton.language", "triton.language.core", "triton.language.extra", "triton.language.extra.libdevice", "triton.language.math",
+    "triton.language.standard", "triton.runtime", "triton.runtime.driver", "triton.runtime.jit", "triton.testing", "triton.tools",
+    "triton.tools.tensor_descriptor",
+)  # fmt: skip
+
+
+class _Name:
+    """Anything that is taken out of triton while a module is defined: decorators, types, constants. Launching a kernel is refused."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return _Name(f"{self.name}.{attribute}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # a decorator, with or without arguments, gives the function back as a kernel that cannot be launched
+        if len(args) == 1 and not kwargs and isinstance(args[0], types.FunctionType):
+            return _Kernel(args[0])
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        return ()
+
+    def __or__(self, other: Any) -> Any:
+        return self
+
+    __ror__ = __or__
+
+    def __lt__(self, other: Any) -> bool:
+        return False
+
+    def __ge__(self, other: Any) -> bool:
+        return True
+
+
+class _Kernel(_Name):
+    """A Triton kernel."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(getattr(function, "__qualname__", str(function)))
+
+    def __getitem__(self, grid: Any) -> Any:
+        from mpbridge.errors import Refused
+
+        raise Refused(f"the Triton kernel {self.name} runs on a GPU only (launched from {caller()})")
+
+
+class _Triton(types.ModuleType):
+    __version__ = "3.2.0"
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return _Name(f"{self.__name__}.{attribute}")
+
+
+def _stand_in_for_triton() -> list[str]:
+    """Names put into sys.modules; none where triton is installed."""
+    if importlib.util.find_spec("triton") is not None:
+        return []
+    # torch asks once whether triton is there, and remembers: it must remember "no"
+    utilities: Any = importlib.import_module("torch.utils._triton")
+    for question in ("has_triton_package", "has_triton"):
+        with contextlib.suppress(Exception):
+            getattr(utilities, question)()
+    with contextlib.suppress(Exception):
+        importlib.import_module("torch._inductor.runtime.triton_compat")
+    for name in _TRITON:
+        made = _Triton(name)
+        made.__path__ = []
+        made.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        sys.modules[name] = made
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, made)
+    return list(_TRITON)
+
+
+class _HelperFinder:
+    """Finds megatron-core's compiled index helper where the imported tree has not built its own: in an installed megatron-core."""
+
+    name = "megatron.core.datasets.helpers_cpp"
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The helper's spec, or None."""
+        if name != self.name or any(list(Path(place).glob("helpers_cpp*.so")) for place in path or ()):
+            return None
+        for place in sys.path:
+            for found in sorted(Path(place or ".").glob("megatron/core/datasets/helpers_cpp*.so")):
+                if found.name.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES)):
+                    return importlib.util.spec_from_file_location(name, found)
+        return None
+
+
+class _UtilsFinder:
+    """Lets `megatron.core.datasets.utils.compile_helpers` (make) do nothing: the helper above serves."""
+
+    name = "megatron.core.datasets.utils"
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The module's own spec, with a loader that leaves out the compilation."""
+        if name != self.name:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            module.compile_helpers = lambda: None
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+@contextlib.contextmanager
+def foreign_code() -> Iterator[None]:
+    """The surroundings of somebody else's code, taken back afterwards."""
+    made = _stand_in_for_triton()
+    finders: list[Any] = [_HelperFinder(), _UtilsFinder()]
+    sys.meta_path[:0] = finders
+    added = not hasattr(typing, "override")
+    if added:
+        typing.override = lambda method: method  # type: ignore[attr-defined]
+    before = {
+        name: os.environ.get(name)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS")
+    }
+    defaults = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(29000 + os.getpid() % 1000),
+    }
+    for name, value in {**defaults, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():
+        os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            if old is None:
+                os.environ.pop(name, None)
+        for name in made:
+            sys.modules.pop(name, None)
+        for finder in finders:
+            if finder in sys.meta_path:
+                sys.meta_path.remove(finder)
+        if added:
+            del typing.override  # type: ignore[attr-defined]

@@ -1,0 +1,250 @@
+"""GEMMs: exact products of quantized operands, summed in FP32, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpbridge.emulation.gemm import product
+from mpbridge.emulation.quantizer import Operand
+from mpbridge.te_cpu.activations import gelu_gradient, gelu_value
+from mpbridge.te_cpu.casts import fill, new_quantized
+from mpbridge.te_cpu.enums import torch_dtype
+from mpbridge.te_cpu.operands import gemm_operand, rows_and_columns
+from mpbridge.te_cpu.played import now
+from mpbridge.te_cpu.registry import kernel
+from mpbridge.te_cpu.storages import coerced, storage_kind
+
+
+@kernel
+def generic_gemm(
+    A: Any,
+    transA: bool,
+    B: Any,
+    transB: bool,
+    D: Any,
+    quantizer: Any,
+    output_dtype: Any,
+    bias: torch.Tensor | None,
+    bias_type: Any,
+    gelu: bool,
+    gelu_in: torch.Tensor | None,
+    grad: bool,
+    workspace: Any = None,
+    workspace_size: int = 0,
+    accumulate: bool = False,
+    use_split_accumulator: bool = False,
+    comm_overlap: Any = None,
+    comm_type: Any = None,
+    extra_output: Any = None,
+    bulk_overlap: bool = False,
+    alpha: float = 1.0,
+    beta: float | None = None,
+) -> list[Any]:
+    """[D, bias gradient, input of the GELU, extra output] of D = op(B) op(A), which is row-major for op(A) op(B) in column-major order.
+
+    Raises RuntimeError for a copy that is missing or dimensions that the kernel refuses.
+    """
+    del bias_type, workspace, workspace_size, use_split_accumulator, bulk_overlap, comm_type
+    if comm_overlap is not None:
+        raise RuntimeError("Userbuffers overlap of GEMM and communication needs a CUDA device")
+    if not accumulate and beta:
+        raise RuntimeError(
+            "Trying to use non-zero beta while not accumulating into D tensor. Beta has nothing to be applied to."
+        )
+    bias = None if bias is None or (bias.numel() == 0 and not grad) else bias
+    shape_a, shape_b = rows_and_columns(A, column=not transA), rows_and_columns(B, column=transB)
+    shape = _output_shape(shape_a, transA, shape_b, transB)
+    dtype = torch_dtype(output_dtype) if output_dtype is not None else _dtype_of(D, A)
+    left = gemm_operand(B, "B", column=transB)
+    right = gemm_operand(A, "A", column=not transA)
+    _check_dimensions(A, transA, shape_a, B, transB, shape_b)
+    x = _turned(left) if transB else left
+    w = _turned(right) if transA else right
+    bias_gradient = _bias_gradient(left, shape_b, dtype) if grad and bias is not None else None
+    pre_gelu = None
+    if gelu:
+        result = _result(x, w, torch.float32, None if grad else bias, alpha)
+        if grad:
+            assert gelu_in is not None  # the epilogue reads what the forward GEMM stored
+            result = gelu_gradient(gelu_in.reshape(result.shape).float()) * result
+        else:
+            pre_gelu = result.to(dtype).reshape(shape)
+            result = gelu_value(result)
+    else:
+        wide = accumulate or quantizer is not None
+        result = _result(x, w, torch.float32 if wide else dtype, None if grad else bias, alpha)
+    return [
+        _stored(result.reshape(shape), dtype, D, quantizer, accumulate, beta),
+        bias_gradient,
+        pre_gelu,
+        extra_output,
+    ]
+
+
+def _turned(operand: Operand) -> Operand:
+    return Operand(operand.values.t(), operand.alpha)
+
+
+def _dtype_of(D: Any, A: Any) -> torch.dtype:
+    found = D.dtype if isinstance(D, torch.Tensor) else getattr(A, "dtype", torch.bfloat16)
+    return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.bfloat16
+
+
+def _output_shape(a: Sequence[int], transa: bool, b: Sequence[int], transb: bool) -> tuple[int, ...]:
+    outer = a[0] if transa and len(a) == 2 else int(torch.Size(a[:-1]).numel()) if transa else a[-1]
+    if transb:
+        return (b[-1], outer)
+    return (*b[:-1], outer)
+
+
+def _check_dimensions(A: Any, transA: bool, a: Sequence[int], B: Any, transB: bool, b: Sequence[int]) -> None:
+    """The leading dimensions that cuBLAS asks for with FP8 operands."""
+    kind = storage_kind(A)
+    if kind not in ("delayed", "block") or storage_kind(B) != kind:
+        return
+    inner, outer = int(torch.Size(a[:-1]).numel()), a[-1]
+    tokens = int(torch.Size(b[:-1]).numel())
+    m, k = (inner, outer) if transA else (outer, inner)
+    n = b[-1] if transB else tokens
+    if 0 in (m, n, k):
+        return
+    every = kind == "block" or not now().any_layout
+    lda = k if transA or every else m
+    ldb = k if not transB or every else n
+    for name, leading in (("A", lda), ("B", ldb)):
+        if leading % 16:
+            raise RuntimeError(f"Leading dimension requirement on {name} for FP8 GEMM. Caller must pad.")
+    if kind == "block" and (m % 8 or (not B._is_2D_scaled and n % 8)):
+        raise RuntimeError("Outer dimension requirement for NVTE_BLOCK_SCALING GEMM. Caller must pad.")
+
+
+def _result(x: Operand, w: Operand, out: torch.dtype, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
+    if x.values.numel() == 0 or w.values.numel() == 0:
+        return x.values.new_zeros(x.values.shape[0], w.values.shape[1], dtype=out)
+    low = x.values.dtype is torch.bfloat16 and w.values.dtype is torch.bfloat16
+    if low and alpha == 1.0 and x.alpha is None and w.alpha is None and bias is None and out is torch.bfloat16:
+        return torch.mm(x.values, w.values)
+    if low and alpha == 1.0:
+        return product(x, w, out, bias)
+    factor = alpha
+    for operand in (x, w):
+        factor = factor if operand.alpha is None else factor * float(operand.alpha)
+    result = x.values.float() @ w.values.float()
+    result = result if factor == 1.0 else result * factor
+    return (result if bias is None else result + bias.float()).to(out)
+
+
+def _bias_gradient(dy: Operand, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    total = dy.values.float().sum(0)
+    return (total if dy.alpha is None else total * dy.alpha).to(dtype)
+
+
+def _stored(
+    result: torch.Tensor, dtype: torch.dtype, D: Any, quantizer: Any, accumulate: bool, beta: float | None
+) -> Any:
+    if quantizer is not None:
+        # delayed scaling alone casts inside the GEMM's epilogue; the others quantize a rounded output
+        source = (
+            result
+            if storage_kind(D) == "delayed" and type(quantizer).__name__ == "Float8Quantizer"
+            else result.to(dtype)
+        )
+        if D is None:
+            return new_quantized(quantizer, result.to(dtype) if source.dtype != dtype else source)
+        return fill(quantizer, source, coerced(quantizer, D, tuple(result.shape), dtype))
+    if D is None:
+        return result.to(dtype)
+    if accumulate:
+        before = D.reshape(result.shape).float()
+        D.copy_((before * (1.0 if beta is None else beta) + result.float()).reshape(D.shape))
+    else:
+        D.copy_(result.reshape(D.shape))
+    return D
+
+
+@kernel
+def te_general_grouped_gemm(
+    A: Sequence[Any],
+    transa: bool,
+    B: Sequence[Any],
+    transb: bool,
+    D: Sequence[torch.Tensor] | None,
+    D_type: Any,
+    m_splits: Sequence[int],
+    bias: Sequence[torch.Tensor],
+    bias_type: Any,
+    single_output: bool,
+    pre_gelu_out: Sequence[torch.Tensor],
+    grad: bool,
+    workspace: Any = None,
+    workspace_size: int = 0,
+    accumulate: bool = False,
+    use_split_accumulator: bool = False,
+    math_sm_count: int = 0,
+) -> Any:
+    """One GEMM an expert, into its own output or its rows of one output; biases (forward) or bias gradients (backward) come back."""
+    if single_output and D is None:
+        raise RuntimeError("not implemented, D should be allocated for single output case.")
+    made, start = [], 0
+    for i, (a, b) in enumerate(zip(A, B, strict=True)):
+        if single_output:
+            assert D is not None
+            whole = D[0].reshape(-1, D[0].shape[-1])
+            out: Any = whole[start : start + int(m_splits[i])]
+            start += int(m_splits[i])
+        else:
+            out = D[i] if D is not None else None
+        made.append(
+            _one_of_group(
+                a, transa, b, transb, out, D_type, _at(bias, i), bias_type, _at(pre_gelu_out, i), grad, accumulate
+            )
+        )
+    return bias if D is not None or bias else made
+
+
+def _at(tensors: Sequence[torch.Tensor] | None, index: int) -> torch.Tensor | None:
+    return tensors[index] if tensors and tensors[index].numel() else None
+
+
+def _one_of_group(
+    a: Any,
+    transa: bool,
+    b: Any,
+    transb: bool,
+    out: Any,
+    dtype: Any,
+    bias: Any,
+    bias_type: Any,
+    gelu: Any,
+    grad: bool,
+    accumulate: bool,
+) -> Any:
+    if 0 in rows_and_columns(b, column=transb) or (isinstance(out, torch.Tensor) and out.numel() == 0):
+        for tensor in (None if accumulate else out, bias if grad else None, None if grad else gelu):
+            if tensor is not None:
+                tensor.zero_()
+        return out
+    with_gelu = gelu is not None
+    made, bias_gradient, pre_gelu, _ = generic_gemm(
+        a,
+        transa,
+        b,
+        transb,
+        out,
+        None,
+        dtype,
+        bias,
+        bias_type,
+        with_gelu,
+        gelu if grad else None,
+        grad,
+        accumulate=accumulate,
+    )
+    if pre_gelu is not None:
+        gelu.copy_(pre_gelu.reshape(gelu.shape))
+    if bias_gradient is not None and bias is not None:
+        bias.copy_(bias_gradient.reshape(bias.shape))
+    return made

@@ -1,0 +1,168 @@
+"""Importing Transformer Engine's Python over our kernel module, and taking both out of `sys.modules` again."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mpbridge.devices.redirect import CPU, names_cuda
+from mpbridge.errors import Refused
+from mpbridge.hardware.transformer_engine import Package, folders
+from mpbridge.te_cpu.module import NAME, make_module
+from mpbridge.te_cpu.refusals import refusal
+from mpbridge.te_cpu.storages import forget_classes
+from mpbridge.te_cpu.triton_parts import MODULES
+
+_PACKAGE = "transformer_engine"
+_ENVIRONMENT = {
+    # keeps transformer_engine.common from loading CUDA libraries
+    "NVTE_PROJECT_BUILDING": "1",
+    "NVTE_FRAMEWORK": "pytorch",
+    # its fusions by torch.compile cost seconds each on a CPU
+    "NVTE_TORCH_COMPILE": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+_loaded: dict[str, dict[str, types.ModuleType]] = {}
+"""Version -> the modules of a Transformer Engine that this process has imported: classes stay what they are when it is entered again."""
+
+
+def ours(name: str) -> bool:
+    """Whether a module name belongs to what is loaded here."""
+    return name in (NAME, _PACKAGE) or name.startswith(f"{_PACKAGE}.")
+
+
+def refuse_foreign() -> None:
+    """Raises Refused where another Transformer Engine is imported already."""
+    found = sys.modules.get(_PACKAGE)
+    kernels = sys.modules.get(NAME)
+    if (found is not None or kernels is not None) and not getattr(kernels, "mpbridge", False):
+        raise Refused(
+            "Transformer Engine is imported already: enter mpbridge.transformer_engine_on_cpu() before anything imports transformer_engine or megatron"
+        )
+
+
+@contextmanager
+def environment() -> Iterator[None]:
+    """The variables that Transformer Engine reads while it is imported; what somebody has set stays."""
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        for name, old in before.items():
+            if old is None:
+                os.environ.pop(name, None)
+
+
+@contextmanager
+def loaded(package: Package) -> Iterator[types.ModuleType]:
+    """Transformer Engine's package, importable inside; afterwards `sys.modules` and `sys.path` are as they were."""
+    refuse_foreign()
+    hidden = {name: module for name, module in sys.modules.items() if ours(name)}
+    path = list(sys.path)
+    others = [name for name in _loaded if name != package.version]
+    if others:
+        raise Refused(
+            f"Transformer Engine {others[0]} was loaded in this process before, and other modules keep its classes: {package.version} needs a process of its own"
+        )
+    try:
+        sys.path[:0] = [str(package.folder), *(str(folder) for folder in folders() if folder != package.folder)]
+        for name in hidden:
+            del sys.modules[name]
+        if package.version in _loaded:
+            sys.modules.update(_loaded[package.version])
+        else:
+            forget_classes()
+            _import(package)
+        forget_capabilities()
+        yield sys.modules[_PACKAGE]
+    finally:
+        now = {name: module for name, module in sys.modules.items() if ours(name)}
+        if getattr(now.get(NAME), "mpbridge", False) and hasattr(now.get(_PACKAGE), "__version__"):
+            _loaded[package.version] = now
+        for name in now:
+            del sys.modules[name]
+        sys.modules.update(hidden)
+        sys.path[:] = path
+
+
+def _import(package: Package) -> None:
+    place = package.folder / _PACKAGE
+    sys.modules[NAME] = make_module(package.release)
+    for name, functions in {"": (), **MODULES}.items():
+        full = f"{_PACKAGE}.pytorch.triton" + (f".{name}" if name else "")
+        sys.modules[full] = _triton_module(full, functions)
+    # common first, on its own: the package's __init__ imports pytorch, which loads the extension through it
+    bare = types.ModuleType(_PACKAGE)
+    bare.__path__ = [str(place)]
+    sys.modules[_PACKAGE] = bare
+    common: Any = importlib.import_module(f"{_PACKAGE}.common")
+    common.load_framework_extension = lambda framework: None
+    spec = importlib.util.spec_from_file_location(
+        _PACKAGE, place / "__init__.py", submodule_search_locations=[str(place)]
+    )
+    assert spec is not None  # the file is there: `packages` has seen it
+    assert spec.loader is not None
+    whole: Any = importlib.util.module_from_spec(spec)
+    whole.common = common
+    sys.modules[_PACKAGE] = whole
+    spec.loader.exec_module(whole)
+    if f"{_PACKAGE}.pytorch" not in sys.modules:
+        importlib.import_module(f"{_PACKAGE}.pytorch")  # says why: the package's own __init__ hides an ImportError
+    _put_on_cpu()
+
+
+def _put_on_cpu() -> None:
+    """Transformer Engine's own answer to "which device": the CPU, in every module that has taken the function by name."""
+    for name, module in list(sys.modules.items()):
+        if ours(name) and callable(vars(module).get("canonicalize_device")):
+            vars(module)["canonicalize_device"] = _device
+
+
+def _device(device: Any = None) -> torch.device:
+    return CPU if device is None or names_cuda(device) else torch.device(device)
+
+
+def _triton_module(name: str, functions: tuple[Any, ...]) -> types.ModuleType:
+    made = types.ModuleType(name)
+    made.__path__ = []
+    for function in functions:
+        setattr(made, function.__name__, function)
+
+    def missing(attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        full = f"{name}.{attribute}"
+        if full in sys.modules:
+            return sys.modules[full]
+        return refusal(attribute)
+
+    made.__getattr__ = missing  # type: ignore[method-assign]
+    return made
+
+
+def forget_capabilities() -> None:
+    """Empties what Transformer Engine remembers of the machine: another one may be played now."""
+    for name, module in list(sys.modules.items()):
+        if not ours(name):
+            continue
+        for value in list(vars(module).values()):
+            if isinstance(value, functools._lru_cache_wrapper) and value.__module__.startswith(_PACKAGE):
+                value.cache_clear()
+    quantization: Any = sys.modules.get(f"{_PACKAGE}.pytorch.quantization")
+    if quantization is None:
+        return
+    manager = quantization.FP8GlobalStateManager
+    for attribute in list(vars(manager)):
+        if attribute.endswith(("_available", "available")) and not callable(getattr(manager, attribute)):
+            setattr(manager, attribute, None)

@@ -1,0 +1,135 @@
+"""LayerNorm and RMSNorm: statistics and gradients in FP32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpbridge.te_cpu.enums import torch_dtype
+from mpbridge.te_cpu.quantize import quantized
+from mpbridge.te_cpu.registry import kernel
+
+
+def _gain(weight: torch.Tensor, zero_centered: bool) -> torch.Tensor:
+    return weight.detach().float() + 1.0 if zero_centered else weight.detach().float()
+
+
+def _output(y: torch.Tensor, out: Any, quantizer: Any, otype: Any) -> Any:
+    """Delayed scaling casts the FP32 result (its kernel is fully fused); every other recipe quantizes the rounded one."""
+    if type(quantizer).__name__ == "Float8Quantizer":
+        return quantized_like(y, quantizer, out, torch_dtype(otype))
+    return quantized(y.to(torch_dtype(otype)), quantizer, out)
+
+
+def quantized_like(y: torch.Tensor, quantizer: Any, out: Any, dtype: torch.dtype) -> Any:
+    """FP32 `y` quantized into a tensor that says it is of `dtype`."""
+    from mpbridge.te_cpu.casts import fill
+    from mpbridge.te_cpu.storages import coerced, empty_quantized
+
+    made = empty_quantized(quantizer, y.shape, dtype) if out is None else coerced(quantizer, out, y.shape, dtype)
+    return fill(quantizer, y, made)
+
+
+@kernel
+def layernorm_fwd(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    ln_out: Any,
+    quantizer: Any,
+    otype: Any,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> list[Any]:
+    """[output, mean, reciprocal standard deviation] of [rows, columns]."""
+    x = input.detach().float()
+    shift = bias.detach().float() if bias is not None else None
+    y, mean, inverse = torch.native_layer_norm(x, [x.shape[-1]], _gain(weight, zero_centered_gamma), shift, eps)
+    return [_output(y, ln_out, quantizer, otype), mean.reshape(-1), inverse.reshape(-1)]
+
+
+@kernel
+def layernorm_bwd(
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    mu: torch.Tensor,
+    rsigma: torch.Tensor,
+    gamma: torch.Tensor,
+    sm_margin: int = 0,
+    zero_centered_gamma: bool = False,
+) -> list[torch.Tensor]:
+    """[gradient of the input, of the weight, of the bias]."""
+    grad, source = dz.detach().float().reshape(x.shape), x.detach().float()
+    rows = (*x.shape[:-1], 1)
+    gain = _gain(gamma, zero_centered_gamma)
+    dx, dw, db = torch.ops.aten.native_layer_norm_backward(
+        grad,
+        source,
+        [x.shape[-1]],
+        mu.reshape(rows),
+        rsigma.reshape(rows),
+        gain,
+        torch.zeros_like(gain),
+        [True, True, True],
+    )
+    return [dx.to(x.dtype), dw.to(gamma.dtype), db.to(gamma.dtype)]
+
+
+@kernel
+def rmsnorm_fwd(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    ln_out: Any,
+    quantizer: Any,
+    otype: Any,
+    sm_margin: int,
+    zero_centered_gamma: bool,
+) -> list[Any]:
+    """[output, None, reciprocal root mean square]."""
+    x = input.detach().float()
+    inverse = torch.rsqrt(x.square().mean(-1) + eps)
+    y = x * inverse.unsqueeze(-1) * _gain(weight, zero_centered_gamma)
+    return [_output(y, ln_out, quantizer, otype), None, inverse.reshape(-1)]
+
+
+def _rms_gradient(
+    dz: torch.Tensor, x: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, zero_centered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    inverse = rsigma.reshape(*x.shape[:-1], 1)
+    normal = x.detach().float() * inverse
+    grad = dz.detach().float().reshape(x.shape)
+    scaled = grad * _gain(gamma, zero_centered)
+    dx = inverse * (scaled - normal * (scaled * normal).mean(-1, keepdim=True))
+    return dx, (grad * normal).reshape(-1, x.shape[-1]).sum(0)
+
+
+@kernel
+def rmsnorm_bwd(
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    rsigma: torch.Tensor,
+    gamma: torch.Tensor,
+    sm_margin: int = 0,
+    zero_centered_gamma: bool = False,
+) -> list[torch.Tensor]:
+    """[gradient of the input, of the weight]."""
+    dx, dw = _rms_gradient(dz, x, rsigma, gamma, zero_centered_gamma)
+    return [dx.to(x.dtype), dw.to(gamma.dtype)]
+
+
+@kernel
+def rmsnorm_bwd_add(
+    dz: torch.Tensor,
+    x: torch.Tensor,
+    add: torch.Tensor,
+    rsigma: torch.Tensor,
+    gamma: torch.Tensor,
+    sm_margin: int = 0,
+    zero_centered_gamma: bool = False,
+) -> list[torch.Tensor]:
+    """As `rmsnorm_bwd`, with `add` added to the gradient of the input before it is rounded."""
+    dx, dw = _rms_gradient(dz, x, rsigma, gamma, zero_centered_gamma)
+    return [(dx + add.detach().float().reshape(dx.shape)).to(x.dtype), dw.to(gamma.dtype)]

@@ -1,0 +1,174 @@
+"""What a GEMM reads of a quantized tensor: the very copy that the real one would read, so that a missing usage fails here too.
+
+Source: `CanonicalizeGemmInput` in Transformer Engine's common/gemm/cublaslt_gemm.cu.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpbridge.emulation.codes import decode_e2m1, decode_fp8
+from mpbridge.emulation.quantizer import Operand
+from mpbridge.emulation.scales import mxfp8_factors
+from mpbridge.formats import E2M1, E4M3
+from mpbridge.te_cpu.enums import number_format
+from mpbridge.te_cpu.played import now
+from mpbridge.te_cpu.storages import rows_of, storage_kind, up
+from mpbridge.te_cpu.swizzle import unswizzled, unswizzled_columns
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether it is one of Transformer Engine's quantized tensors or storages."""
+    return storage_kind(tensor) is not None
+
+
+def gemm_operand(tensor: Any, name: str, *, column: bool) -> Operand:
+    """One side of a GEMM as [rows, columns] of the logical tensor.
+
+    column: the contraction runs over the rows, so that the real kernel wants the column copy. name: 'A' or 'B', for the error.
+    Raises RuntimeError, in the extension's words, where that copy is missing.
+    """
+    kind = storage_kind(tensor)
+    if kind is None:
+        plain = tensor.detach()
+        return Operand(plain.reshape(rows_of(plain.shape), plain.shape[-1]) if plain.dim() != 2 else plain)
+    if kind == "delayed":
+        return _per_tensor(tensor, name, column)
+    side, data = ("column", tensor._columnwise_data) if column else ("row", tensor._rowwise_data)
+    if data is None:
+        raise RuntimeError(f"Input {name} is missing {side}-wise usage")
+    return {"mxfp8": _mxfp8, "block": _block, "nvfp4": _nvfp4}[kind](tensor, column)
+
+
+def rows_and_columns(tensor: Any, *, column: bool) -> tuple[int, ...]:
+    """Logical shape of an operand."""
+    kind = storage_kind(tensor)
+    if kind is None:
+        return tuple(tensor.shape)
+    if kind == "delayed":
+        if tensor._data is not None:
+            return tuple(tensor._data.shape)
+        return (*tensor._transpose.shape[1:], tensor._transpose.shape[0])
+    data = tensor._columnwise_data if column or tensor._rowwise_data is None else tensor._rowwise_data
+    of_column = column or tensor._rowwise_data is None
+    if kind == "nvfp4":
+        wide = (*data.shape[:-1], data.shape[-1] * 2)
+        return (*wide[1:], wide[0]) if of_column else wide
+    if kind == "block" and of_column and not _compact(tensor):
+        return (*data.shape[1:], data.shape[0])
+    return tuple(data.shape)
+
+
+def values_of(tensor: Any, out: torch.dtype, *, column: bool = False) -> torch.Tensor:
+    """The dequantized value of one copy, in the logical shape."""
+    if storage_kind(tensor) is None:
+        plain: torch.Tensor = tensor.detach()
+        return plain.to(out)
+    operand = gemm_operand(tensor, "tensor", column=column)
+    value = operand.values.float() if operand.alpha is None else operand.values.float() * operand.alpha
+    return value.reshape(rows_and_columns(tensor, column=column)).to(out)
+
+
+# --- one scale a tensor --------------------------------------------------------------------------------------------------------------------
+def _per_tensor(tensor: Any, name: str, column: bool) -> Operand:
+    data = tensor._data
+    transpose: Any = None if getattr(tensor, "_transpose_invalid", True) else tensor._transpose
+    number, factor = number_format(tensor._fp8_dtype), tensor._scale_inv.reshape(-1)[0]
+    if now().any_layout:
+        if data is None and transpose is None:
+            raise RuntimeError(f"Input {name} is missing column-wise usage")
+    elif column:
+        if transpose is None:
+            raise RuntimeError(f"Input {name} is missing column-wise usage")
+        data = None
+    elif data is None:
+        raise RuntimeError(f"Input {name} is missing row-wise usage")
+    if data is None:
+        turned = transpose.reshape(transpose.shape[0], -1) if transpose.dim() else transpose.reshape(1, 1)
+        return Operand(decode_fp8(turned, number, torch.bfloat16).t(), factor)
+    if data.dim() != 2:
+        data = data.reshape(rows_of(data.shape), data.shape[-1] if data.dim() else 1)
+    return Operand(decode_fp8(data, number, torch.bfloat16), factor)
+
+
+# --- blocks --------------------------------------------------------------------------------------------------------------------------------
+def _mxfp8(tensor: Any, column: bool) -> Operand:
+    number = number_format(tensor._fp8_dtype)
+    data = tensor._columnwise_data if column else tensor._rowwise_data
+    data = data.reshape(rows_of(data.shape), data.shape[-1])
+    rows, columns = data.shape
+    scales = tensor._columnwise_scale_inv if column else tensor._rowwise_scale_inv
+    if getattr(tensor, "_with_gemm_swizzled_scales", False):
+        padded = (up(rows // 32, 4), up(columns, 128)) if column else (up(rows, 128), up(columns // 32, 4))
+        scales = (unswizzled_columns if column else unswizzled)(scales.reshape(padded))
+    high, wide = (rows // 32, columns) if column else (rows, columns // 32)
+    _, factor = mxfp8_factors(scales[:high, :wide].to(torch.int32), now().rules)
+    view = (high, 32, columns) if column else (rows, wide, 32)
+    values = decode_fp8(data, number, torch.bfloat16).view(view) * factor.unsqueeze(1 if column else -1).to(
+        torch.bfloat16
+    )
+    return Operand(values.view(rows, columns))
+
+
+def _compact(tensor: Any) -> bool:
+    return "COMPACT" in str(getattr(tensor, "_data_format", ""))
+
+
+def _block(tensor: Any, column: bool) -> Operand:
+    number, compact = number_format(tensor._fp8_dtype), _compact(tensor)
+    data = tensor._columnwise_data if column else tensor._rowwise_data
+    flat = data.reshape(-1, data.shape[-1]) if not column or compact else data.reshape(data.shape[0], -1)
+    scales = tensor._columnwise_scale_inv if column else tensor._rowwise_scale_inv
+    if column and not compact:  # data [columns, rows]: scaled in that shape, seen as its transpose
+        columns, rows = flat.shape
+        if tensor._is_2D_scaled:
+            factor = scales[:, : -(-rows // 128)].repeat_interleave(128, 0)[:columns]
+        else:
+            factor = scales[:, :columns].t()
+        return Operand(_scaled(flat, factor, number).t())
+    rows, columns = flat.shape
+    if column:  # compact: row-major data, blocks down the columns
+        return Operand(_scaled(flat.t().contiguous(), scales[:, :columns].t(), number).t())
+    if tensor._is_2D_scaled:
+        factor = scales[:, : -(-columns // 128)].repeat_interleave(128, 0)[:rows]
+    else:
+        factor = scales if compact else scales[:, :rows].t()
+    return Operand(_scaled(flat, factor, number))
+
+
+def _scaled(codes: torch.Tensor, factor: torch.Tensor, number: Any) -> torch.Tensor:
+    """Codes [rows, columns] times the factors [rows, blocks of 128 columns]: in bf16 where that is exact, in fp32 where it is not."""
+    rows, columns = codes.shape
+    exact = bool(torch.equal(factor, factor.to(torch.bfloat16).float())) and _powers_of_two(factor)
+    work = torch.bfloat16 if exact else torch.float32
+    values = decode_fp8(codes, number, work)
+    if columns % 128 == 0:
+        return (values.view(rows, columns // 128, 128) * factor.to(work).unsqueeze(-1)).view(rows, columns)
+    return values * factor.to(work).repeat_interleave(128, 1)[:, :columns]
+
+
+def _powers_of_two(factor: torch.Tensor) -> bool:
+    bits = factor.contiguous().view(torch.int32)
+    # far enough from bf16's smallest normal number for code times factor to be exact
+    return bool(((bits & 0x7FFFFF) == 0).all()) and bool((factor > 2.0**-110).all())
+
+
+def _nvfp4(tensor: Any, column: bool) -> Operand:
+    data = tensor._columnwise_data if column else tensor._rowwise_data
+    flat = data.reshape(data.shape[0], -1) if column else data.reshape(-1, data.shape[-1])
+    rows, columns = flat.shape[0], flat.shape[1] * 2
+    scales = tensor._columnwise_scale_inv if column else tensor._rowwise_scale_inv
+    amax = tensor._amax_columnwise if column else tensor._amax_rowwise
+    if getattr(tensor, "_with_gemm_swizzled_scales", False):
+        scales = unswizzled(scales.reshape(up(rows, 128), up(columns // 16, 4)))
+    factor = decode_fp8(scales[:rows, : columns // 16].contiguous(), E4M3, torch.bfloat16)
+    values = (decode_e2m1(flat, torch.bfloat16).view(rows, columns // 16, 16) * factor.unsqueeze(-1)).view(
+        rows, columns
+    )
+    largest = E2M1.largest * float(getattr(tensor, "_nvfp4_e4m3_max", 448))
+    if amax.numel() > 1:  # one factor a row
+        values = values.float() * (amax.float().reshape(-1, 1) / largest)
+        return Operand(values.t() if column else values)
+    return Operand(values.t() if column else values, (amax.float() / largest).reshape(()))

@@ -1,0 +1,177 @@
+"""What has no kernel here, by name and with the reason; and the answers about hardware that the extension gives."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpbridge.errors import Refused
+from mpbridge.te_cpu.registry import kernel
+
+_ATTENTION = "fused attention is cuDNN's or FlashAttention's: take the unfused backend (attention_backend=unfused, NVTE_UNFUSED_ATTN=1)"
+_USERBUFFERS = "Userbuffers overlap communication with GEMMs in GPU memory: leave tp_comm_overlap off"
+_NVSHMEM = "NVSHMEM is a library of the GPU"
+_EXPERTS = "expert dispatch by NCCL needs GPUs: take the all-to-all or all-gather dispatcher"
+_CONTEXT = "its attention kernels are fused ones: context parallelism runs without it (megatron-core's local attention)"
+_SOLVER = "cuSolverMp is a library of the GPU"
+_GROUPED = "grouped tensors are the experimental fused grouped MLP's: GroupedLinear runs without them"
+
+REASONS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("fused_attn_fwd", "fused_attn_bwd", "fa_prepare_fwd", "fa_prepare_bwd", "copy_to_kv_cache"), _ATTENTION
+    ),
+    **dict.fromkeys(("multi_tensor_transpose_to_bhsd", "multi_tensor_pad_last_dim"), _ATTENTION),
+    **dict.fromkeys(
+        (
+            "CommOverlap",
+            "CommOverlapP2P",
+            "CommOverlapHelper",
+            "CommOverlapBase",
+            "CommOverlapP2PBase",
+            "CommOverlapCore",
+        ),
+        _USERBUFFERS,
+    ),
+    "bulk_overlap_ag_with_external_gemm": _USERBUFFERS,
+    **dict.fromkeys(
+        (
+            "init_nvshmem_backend",
+            "create_nvshmem_tensor",
+            "nvshmem_send_on_current_stream",
+            "nvshmem_wait_on_current_stream",
+            "nvshmem_finalize",
+        ),
+        _NVSHMEM,
+    ),
+    **dict.fromkeys(
+        (
+            "ep_initialize",
+            "ep_finalize",
+            "ep_get_zero_copy",
+            "ep_handle_mem_size",
+            "ep_prepare",
+            "ep_prepare_and_dispatch",
+            "ep_dispatch",
+            "ep_combine",
+            "ep_dispatch_bwd",
+            "ep_combine_bwd",
+            "ep_zero_copy_supported",
+        ),
+        _EXPERTS,
+    ),
+    **dict.fromkeys(
+        (
+            "thd_second_half_lse_correction",
+            "thd_read_second_half_lse",
+            "thd_out_correction",
+            "thd_grad_correction",
+            "thd_sequence_order_to_cp_rank_order",
+            "thd_cp_rank_order_to_sequence_order",
+            "thd_copy_valid_tokens_from_per_split_to_rank_local",
+        ),
+        _CONTEXT,
+    ),
+    **dict.fromkeys(("cusolvermp_ctx_create", "cusolvermp_ctx_destroy", "newton_schulz"), _SOLVER),
+    **dict.fromkeys(
+        (
+            "group_quantize",
+            "group_dequantize",
+            "bgrad_group_quantize",
+            "group_requantize_inplace",
+            "nvfp4_group_quantize_with_amax",
+            "grouped_swizzle_for_gemm",
+            "te_general_grouped_gemm_for_grouped_tensor",
+            "te_general_grouped_gemm_for_discrete_in",
+            "te_general_grouped_gemm_for_discrete_out",
+        ),
+        _GROUPED,
+    ),
+}
+"""Name in transformer_engine_torch -> why it has no kernel on a CPU."""
+CLASSES = frozenset(name for name, reason in REASONS.items() if reason is _USERBUFFERS and name.startswith("Comm"))
+
+
+def caller() -> str:
+    """'module, line' of the code that asked: the innermost frame that is not ours."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/mpbridge/" not in frame.filename.replace("\\", "/"):
+            return f"{frame.filename}, line {frame.lineno}"
+    return "unknown"
+
+
+def refusal(name: str) -> Callable[..., Any]:
+    """A function that raises Refused with the name, the reason and the place of the call."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        reason = REASONS.get(name)
+        if reason is None:
+            raise Refused(
+                f"transformer_engine_torch.{name} has no kernel in mpbridge (called from {caller()}): this needs a GPU, or an issue with that name"
+            )
+        raise Refused(f"transformer_engine_torch.{name} runs on a GPU only: {reason} (called from {caller()})")
+
+    refuse.__name__ = refuse.__qualname__ = name
+    return refuse
+
+
+def refused_class(name: str) -> type:
+    """A class by that name, for isinstance(); making one raises Refused."""
+    return type(name, (), {"__init__": lambda self, *args, **kwargs: refusal(name)()})
+
+
+@kernel
+def get_fused_attn_backend(*args: Any, **kwargs: Any) -> Any:
+    """None of the fused ones."""
+    import sys
+
+    extension: Any = sys.modules["transformer_engine_torch"]
+    return extension.NVTE_Fused_Attn_Backend.NVTE_No_Backend
+
+
+@kernel
+def get_cublasLt_version() -> int:
+    """13.1.0: new enough for every recipe."""
+    return 130100
+
+
+@kernel
+def get_cudnn_version() -> int:
+    """9.15.0: new enough for every release."""
+    return 91500
+
+
+@kernel
+def get_num_cublas_streams() -> int:
+    """As the library's default."""
+    return 4
+
+
+@kernel
+def get_grouped_gemm_setup_workspace_size(*args: Any) -> int:
+    """No workspace is needed."""
+    return 0
+
+
+@kernel
+def device_supports_multicast(*args: Any) -> bool:
+    """No."""
+    return False
+
+
+@kernel
+def get_stream_priority_range(*args: Any) -> tuple[int, int]:
+    """Every stream is the same one."""
+    return (0, 0)
+
+
+@kernel
+def ubuf_built_with_mpi() -> bool:
+    """No."""
+    return False
+
+
+@kernel
+def ep_zero_copy_supported() -> bool:
+    """No."""
+    return False

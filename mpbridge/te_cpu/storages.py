@@ -1,0 +1,266 @@
+"""Empty quantized tensors as the compiled quantizers make them: which buffers, of which shape, under which names.
+
+Source: `create_tensor`, `convert_and_update_tensor` and `get_scale_shape` of Transformer Engine's pytorch/csrc/quantizer.cpp. Padding of
+scales is zero here; the real buffers are not initialised there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from mpbridge.errors import Refused
+from mpbridge.te_cpu.played import now
+
+Kind = Literal["delayed", "current", "mxfp8", "block", "nvfp4"]
+_QUANTIZERS: Mapping[str, Kind] = {
+    "Float8Quantizer": "delayed",
+    "Float8CurrentScalingQuantizer": "current",
+    "MXFP8Quantizer": "mxfp8",
+    "Float8BlockQuantizer": "block",
+    "NVFP4Quantizer": "nvfp4",
+}
+_STORAGES: Mapping[str, Kind] = {
+    "Float8TensorStorage": "delayed",
+    "MXFP8TensorStorage": "mxfp8",
+    "Float8BlockwiseQTensorStorage": "block",
+    "NVFP4TensorStorage": "nvfp4",
+}
+_CLASSES: Mapping[Kind, tuple[str, str, str]] = {
+    # module under transformer_engine.pytorch.tensor, tensor class, storage class
+    "delayed": ("float8_tensor", "Float8Tensor", "Float8TensorStorage"),
+    "current": ("float8_tensor", "Float8Tensor", "Float8TensorStorage"),
+    "mxfp8": ("mxfp8_tensor", "MXFP8Tensor", "MXFP8TensorStorage"),
+    "block": ("float8_blockwise_tensor", "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage"),
+    "nvfp4": ("nvfp4_tensor", "NVFP4Tensor", "NVFP4TensorStorage"),
+}
+
+
+@functools.cache
+def _kind_of_class(cls: Any, table: str) -> Kind | None:
+    known = _QUANTIZERS if table == "quantizer" else _STORAGES
+    return next((known[base.__name__] for base in cls.__mro__ if base.__name__ in known), None)
+
+
+def _class(thing: Any) -> Any:
+    return type(thing)
+
+
+def kind_of(quantizer: Any) -> Kind:
+    """Which of the compiled quantizers an object is; raises Refused for one that the extension does not know."""
+    kind = _kind_of_class(_class(quantizer), "quantizer")
+    if kind is None:
+        raise Refused(
+            f"transformer_engine_torch has no quantizer for {type(quantizer).__name__} (expected one of {', '.join(_QUANTIZERS)})"
+        )
+    return kind
+
+
+def storage_kind(tensor: Any) -> Kind | None:
+    """Kind of a quantized tensor or storage; None for a plain tensor. Both per-tensor scalings are 'delayed': they share a class."""
+    return _kind_of_class(_class(tensor), "storage")
+
+
+def rows_of(shape: Sequence[int]) -> int:
+    """All dimensions but the last, multiplied."""
+    return math.prod(shape[:-1])
+
+
+def up(number: int, multiple: int) -> int:
+    """`number` rounded up to a multiple."""
+    return -(-number // multiple) * multiple
+
+
+def is_compact(quantizer: Any) -> bool:
+    """Whether a blockwise quantizer makes copies for a gather: row-major data, scales without padding (until release 2.11)."""
+    return bool(getattr(quantizer, "all_gather_usage", False)) and quantizer.block_scaling_dim == 1
+
+
+@functools.cache
+def _classes(kind: Kind) -> tuple[type, type, frozenset[str], frozenset[str]]:
+    """(tensor class, storage class, arguments of each)."""
+    module, tensor, storage = _CLASSES[kind]
+    package = "transformer_engine.pytorch.tensor"
+    full = getattr(importlib.import_module(f"{package}.{module}"), tensor)
+    bare = getattr(importlib.import_module(f"{package}.storage.{module}_storage"), storage)
+    inner = frozenset(inspect.signature(bare.__new__).parameters)
+    return full, bare, inner | frozenset(inspect.signature(full.__new__).parameters), inner
+
+
+def forget_classes() -> None:
+    """To be called when another Transformer Engine is imported."""
+    _classes.cache_clear()
+    _kind_of_class.cache_clear()
+
+
+def _made(
+    kind: Kind, quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, values: dict[str, Any]
+) -> Any:
+    full, bare, outer, inner = _classes(kind)
+    options = {
+        "fake_dtype": dtype,
+        "with_gemm_swizzled_scales": swizzles(quantizer),
+        "row_scaled_nvfp4": getattr(quantizer, "row_scaled_nvfp4", False),
+        "nvfp4_use_4over6": getattr(quantizer, "nvfp4_4over6_mode", None) not in (None, False, 0, "disabled", "none"),
+        "nvfp4_e4m3_max": getattr(quantizer, "nvfp4_e4m3_max", 448),
+    }
+    if quantizer.internal:
+        return bare(quantizer=quantizer, **values, **{name: value for name, value in options.items() if name in inner})
+    del options["fake_dtype"]
+    options["device"] = device
+    given = {name: value for name, value in options.items() if name in outer}
+    return full(quantizer=quantizer, shape=tuple(shape), dtype=dtype, **values, **given)
+
+
+def swizzles(quantizer: Any) -> bool:
+    """Whether that quantizer stores block scales in the order of the tensor cores (from release 2.12, `optimize_for_gemm`)."""
+    return bool(getattr(quantizer, "optimize_for_gemm", False)) and kind_of(quantizer) in ("mxfp8", "nvfp4")
+
+
+def empty_quantized(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> Any:
+    """A tensor of zeros (of a storage class where the quantizer is internal) with the buffers for the quantizer's usages.
+
+    Raises RuntimeError, as the extension does, for a shape that does not fit the format's blocks.
+    """
+    kind = kind_of(quantizer)
+    shape = tuple(int(size) for size in shape)
+    place = torch.device("cpu") if device is None or "cuda" in str(device) else torch.device(device)
+    make = _per_tensor if kind in ("delayed", "current") else _BUFFERS[kind]
+    values = make(quantizer, shape, place)
+    return _made(kind, quantizer, shape, dtype, place, values)
+
+
+def _bytes(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.zeros(tuple(shape), dtype=torch.uint8, device=device)
+
+
+def _per_tensor(quantizer: Any, shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    with_data = quantizer.rowwise_usage or now().any_layout
+    with_transpose = quantizer.columnwise_usage and not now().any_layout
+    turned = (shape[-1], *shape[:-1]) if shape else ()
+    return {
+        "data": _bytes(shape, device) if with_data else None,
+        "data_transpose": _bytes(turned, device) if with_transpose else None,
+        "fp8_scale_inv": torch.ones(1, dtype=torch.float32, device=device),
+        "fp8_dtype": quantizer.dtype,
+    }
+
+
+def _check(name: str, shape: tuple[int, ...], multiple: int) -> None:
+    if rows_of(shape) % multiple or (shape and shape[-1] % multiple):
+        raise RuntimeError(f"{name} requires tensor dims that are divisible by {multiple} (got shape={shape})")
+
+
+def _mxfp8(quantizer: Any, shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    _check("MXFP8", shape, 32)
+    rows, columns = rows_of(shape), shape[-1]
+    row, column = quantizer.rowwise_usage, quantizer.columnwise_usage
+    return {
+        "rowwise_data": _bytes(shape, device) if row else None,
+        "rowwise_scale_inv": _bytes((up(rows, 128), up(columns // 32, 4)), device) if row else None,
+        "columnwise_data": _bytes(shape, device) if column else None,
+        "columnwise_scale_inv": _bytes((up(rows // 32, 4), up(columns, 128)), device) if column else None,
+        "fp8_dtype": quantizer.dtype,
+    }
+
+
+def block_scale_shape(quantizer: Any, shape: Sequence[int], columnwise: bool) -> tuple[int, int]:
+    """Shape of a blockwise copy's FP32 scales: padded to 4 along the data's major axis, or compact."""
+    columns, rows, compact = shape[-1] if shape else 1, rows_of(shape), is_compact(quantizer)
+    high, wide = -(-rows // 128), -(-columns // 128)
+    if quantizer.block_scaling_dim == 2:
+        return (wide, up(high, 4)) if columnwise else (high, up(wide, 4))
+    if columnwise:
+        return (high, columns if compact else up(columns, 4))
+    return (rows, wide) if compact else (wide, up(rows, 4))
+
+
+def _block(quantizer: Any, shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    compact = is_compact(quantizer)
+    row, column = quantizer.rowwise_usage, quantizer.columnwise_usage
+    turned = shape if compact else (shape[-1], *shape[:-1])
+
+    def scales(columnwise: bool) -> torch.Tensor:
+        return torch.zeros(block_scale_shape(quantizer, shape, columnwise), device=device)
+
+    values = {
+        "rowwise_data": _bytes(shape, device) if row else None,
+        "rowwise_scale_inv": scales(False) if row else None,
+        "columnwise_data": _bytes(turned, device) if column else None,
+        "columnwise_scale_inv": scales(True) if column else None,
+        "fp8_dtype": quantizer.dtype,
+        "is_2D_scaled": quantizer.block_scaling_dim == 2,
+    }
+    if "data_format" in _classes("block")[3]:
+        formats = importlib.import_module("transformer_engine_torch").Float8BlockScaleTensorFormat
+        values["data_format"] = formats.COMPACT if getattr(quantizer, "all_gather_usage", False) else formats.GEMM_READY
+    return values
+
+
+def _nvfp4(quantizer: Any, shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
+    _check("NVFP4", shape, 16)
+    rows, columns = rows_of(shape), shape[-1]
+    row, column = quantizer.rowwise_usage, quantizer.columnwise_usage
+    by_row = bool(getattr(quantizer, "row_scaled_nvfp4", False))
+    return {
+        "rowwise_data": _bytes((*shape[:-1], columns // 2), device) if row else None,
+        "rowwise_scale_inv": _bytes((up(rows, 128), up(columns // 16, 4)), device) if row else None,
+        "columnwise_data": _bytes((columns, rows // 2), device) if column else None,
+        "columnwise_scale_inv": _bytes((up(columns, 128), up(rows // 16, 4)), device) if column else None,
+        "amax_rowwise": torch.zeros(rows if by_row else 1, device=device) if row else None,
+        "amax_columnwise": torch.zeros(columns if by_row else 1, device=device) if column else None,
+        "fp4_dtype": quantizer.dtype,
+    }
+
+
+_BUFFERS = {"mxfp8": _mxfp8, "block": _block, "nvfp4": _nvfp4}
+
+
+def coerced(quantizer: Any, tensor: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """`tensor` with buffers for the usages that the quantizer asks for, and no others."""
+    kind = kind_of(quantizer)
+    expected = "delayed" if kind == "current" else kind
+    if storage_kind(tensor) != expected:
+        raise RuntimeError(
+            f"{type(quantizer).__name__} must output to {_CLASSES[kind][1]}, found {type(tensor).__name__}"
+        )
+    if kind in ("delayed", "current"):
+        return _coerced_per_tensor(quantizer, tensor, tuple(shape))
+    parts = ("_data", "_scale_inv") + (("_amax",) if kind == "nvfp4" else ())
+    fresh = None
+    for wanted, prefix in ((quantizer.rowwise_usage, "rowwise"), (quantizer.columnwise_usage, "columnwise")):
+        for part in parts:
+            name = f"_amax_{prefix}" if part == "_amax" else f"_{prefix}{part}"
+            if not wanted:
+                setattr(tensor, name, None)
+            elif getattr(tensor, name) is None:
+                fresh = fresh if fresh is not None else empty_quantized(quantizer, shape, dtype)
+                setattr(tensor, name, getattr(fresh, name))
+    if hasattr(tensor, "_with_gemm_swizzled_scales"):
+        tensor._with_gemm_swizzled_scales = swizzles(quantizer)
+    return tensor
+
+
+def _coerced_per_tensor(quantizer: Any, tensor: Any, shape: tuple[int, ...]) -> Any:
+    with_data = quantizer.rowwise_usage or now().any_layout
+    with_transpose = quantizer.columnwise_usage and not now().any_layout
+    if not (with_data or with_transpose):
+        raise RuntimeError(f"Invalid usages for {type(quantizer).__name__}.")
+    device = next(t.device for t in (tensor._data, tensor._transpose) if t is not None)
+    if not with_data:
+        tensor._data = None
+    elif tensor._data is None:
+        tensor._data = _bytes(shape, device)
+    if not with_transpose:
+        tensor._transpose = None
+    elif tensor._transpose is None:
+        tensor._transpose = _bytes((shape[-1], *shape[:-1]), device)
+    tensor._transpose_invalid = not with_transpose
+    tensor._fp8_dtype = quantizer.dtype
+    return tensor

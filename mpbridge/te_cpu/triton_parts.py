@@ -1,0 +1,295 @@
+"""Transformer Engine's Triton functions: permutation by masks, chunk sorting, cross entropy, padding of scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpbridge.te_cpu.played import now
+from mpbridge.te_cpu.registry import argument_lists
+
+
+# --- permutation ---------------------------------------------------------------------------------------------------------------------------
+def make_row_id_map(routing_map: torch.Tensor, num_tokens: int, num_experts: int) -> torch.Tensor:
+    """[tokens, 2 * experts + 1] int32: each token's rows in descending order, the experts that they belong to, and their number."""
+    mask = routing_map.detach().bool()
+    counts = mask.t().int()
+    rows = counts.reshape(-1).cumsum(0).view(num_experts, num_tokens).t() - 1
+    rows = torch.where(mask, rows, -1)
+    sorted_rows, experts = rows.sort(dim=1, descending=True, stable=True)
+    out = torch.cat([sorted_rows, experts, mask.sum(1, keepdim=True)], 1)
+    return out.to(torch.int32)
+
+
+def _pairs(
+    row_id_map: torch.Tensor, experts: int, pad_offsets: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(token, row, expert) of every routed pair; rows are moved by their expert's padding."""
+    count = row_id_map[:, 2 * experts]
+    there = torch.arange(experts).unsqueeze(0) < count.unsqueeze(1)
+    token, slot = there.nonzero(as_tuple=True)
+    row, expert = row_id_map[token, slot].long(), row_id_map[token, experts + slot].long()
+    return token, row if pad_offsets is None else row + pad_offsets.long()[expert], expert
+
+
+def permute_with_mask_map(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    num_out_tokens: int,
+    hidden_size: int,
+    scale_hidden_dim: int | None = None,
+    pad_offsets: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(rows by expert, their scales, their probabilities)."""
+    token, row, expert = _pairs(row_id_map, num_experts, pad_offsets)
+    out = torch.zeros(num_out_tokens, hidden_size, dtype=inp.dtype)
+    out[row] = inp.detach()[token]
+    permuted_scale = permuted_probs = None
+    if scale is not None:
+        permuted_scale = torch.zeros(num_out_tokens, int(scale_hidden_dim or scale.shape[-1]), dtype=scale.dtype)
+        permuted_scale[row] = scale.detach()[token]
+    if probs is not None:
+        permuted_probs = torch.zeros(num_out_tokens, dtype=probs.dtype)
+        weights = probs.detach()
+        permuted_probs[row] = weights[token, expert] if weights.dim() > 1 else weights[token]
+        # a token with probability 0 is dropped: its row is zero
+        out[row[permuted_probs[row] == 0]] = 0
+    return out, permuted_scale, permuted_probs
+
+
+def unpermute_with_mask_map(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    merging_probs: torch.Tensor | None,
+    permuted_probs: torch.Tensor | None,
+    num_tokens: int,
+    num_experts: int,
+    hidden_size: int,
+    pad_offsets: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(every token's rows summed in FP32 and weighted, probabilities by token and expert)."""
+    token, row, expert = _pairs(row_id_map, num_experts, pad_offsets)
+    part = inp.detach()[row].float()
+    if merging_probs is not None:
+        part = part * merging_probs.detach()[token, expert].float().unsqueeze(1)
+    out = torch.zeros(num_tokens, hidden_size).index_add_(0, token, part).to(inp.dtype)
+    probs = None
+    if permuted_probs is not None:
+        probs = torch.zeros(num_tokens, num_experts, dtype=permuted_probs.dtype)
+        probs[token, expert] = permuted_probs.detach()[row]
+    return out, probs
+
+
+def unpermute_with_mask_map_bwd_with_merging_probs(
+    fwd_output_grad: torch.Tensor,
+    row_id_map: torch.Tensor,
+    fwd_input: torch.Tensor,
+    merging_probs: torch.Tensor,
+    num_tokens: int,
+    num_experts: int,
+    num_out_tokens: int,
+    hidden_size: int,
+    pad_offsets: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of the rows, gradient of the probabilities)."""
+    token, row, expert = _pairs(row_id_map, num_experts, pad_offsets)
+    grad, weight = fwd_output_grad.detach()[token].float(), merging_probs.detach()[token, expert].float()
+    rows = torch.zeros(num_out_tokens, hidden_size, dtype=fwd_output_grad.dtype)
+    rows[row] = (grad * weight.unsqueeze(1)).to(rows.dtype)
+    probs = torch.zeros(num_tokens, num_experts, dtype=merging_probs.dtype)
+    probs[token, expert] = (grad * fwd_input.detach()[row].float()).sum(1).to(probs.dtype)
+    return rows, probs
+
+
+def make_chunk_sort_map(
+    split_sizes: torch.Tensor, sorted_indices: torch.Tensor, num_tokens: int, num_splits: int
+) -> torch.Tensor:
+    """[tokens] int32: where each row goes when chunks of rows are put into the order `sorted_indices`."""
+    sizes, order = split_sizes.long().cpu(), sorted_indices.long().cpu()
+    begin = torch.zeros(num_splits, dtype=torch.long)
+    begin[order] = sizes[order].cumsum(0) - sizes[order]
+    chunk = torch.repeat_interleave(torch.arange(num_splits), sizes)
+    inside = torch.arange(chunk.numel()) - (sizes.cumsum(0) - sizes)[chunk]
+    out = torch.zeros(num_tokens, dtype=torch.int32)
+    out[: chunk.numel()] = (begin[chunk] + inside).to(torch.int32)
+    return out
+
+
+def sort_chunks_by_map(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    num_tokens: int,
+    hidden_size: int,
+    is_forward: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(rows in the new order, or back; their probabilities)."""
+    at = row_id_map.long()
+
+    def moved(source: torch.Tensor) -> torch.Tensor:
+        if not is_forward:
+            return source.detach()[at]
+        out = torch.empty_like(source)
+        out[at] = source.detach()
+        return out
+
+    return moved(inp), None if probs is None else moved(probs)
+
+
+# --- cross entropy -------------------------------------------------------------------------------------------------------------------------
+class _Row:
+    """One call's logits as FP32 rows, and what the gradient needs of them."""
+
+    def __init__(self, logits: torch.Tensor, target: torch.Tensor, rank: int) -> None:
+        self.logits = logits.detach().reshape(-1, logits.shape[-1]).float()
+        vocabulary = self.logits.shape[1]
+        place = target.reshape(-1) - rank * vocabulary
+        self.here = (place >= 0) & (place < vocabulary)
+        self.place = place.clamp(0, vocabulary - 1)
+
+    def own(self) -> torch.Tensor:
+        """Logits of the targets; minus infinity where another rank has them."""
+        return self.logits.gather(1, self.place.unsqueeze(1)).squeeze(1).masked_fill(~self.here, float("-inf"))
+
+    def gradient(
+        self, highest: torch.Tensor, total: torch.Tensor, eps: float, target_share: float, scale: torch.Tensor
+    ) -> torch.Tensor:
+        """(softmax - eps - target_share at the target) times scale, scale one a row."""
+        grad = (self.logits - highest.unsqueeze(1)).exp() / total.unsqueeze(1) - eps
+        grad[self.here, self.place[self.here]] -= target_share
+        return grad * scale.unsqueeze(1)
+
+
+def _softmax_sums(row: _Row, group: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(highest logit, sum of exponentials, the target's logit, sum of logits) of every row, over all ranks."""
+    highest, own, every = row.logits.amax(1), row.own(), row.logits.sum(1)
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(every, group=group)
+    total = (row.logits - highest.unsqueeze(1)).exp().sum(1)
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(total, group=group)
+    return highest, total, own, every
+
+
+def cross_entropy_forward(
+    _input: torch.Tensor,
+    target: torch.Tensor,
+    label_smoothing: float,
+    reduce_loss: bool,
+    dist_process_group: Any,
+    ignore_idx: int,
+    overwrite_input: bool = False,
+) -> tuple[Any, ...]:
+    """(loss [batch, sequence] or its mean, what the backward pass needs ...): until release 2.18 the gradient itself, later the input and
+    two statistics a row.
+    """
+    batch, sequence, vocabulary = _input.shape
+    if target.numel() != batch * sequence:
+        raise AssertionError("Each token needs a target token ID.")
+    release = now().release
+    rank = 0 if dist_process_group is None else dist.get_rank(dist_process_group)
+    ranks = 1 if dist_process_group is None else dist.get_world_size(dist_process_group)
+    row, counted = _Row(_input, target, rank), target.reshape(-1) != ignore_idx
+    highest, total, own, every = _softmax_sums(row, dist_process_group)
+    eps = label_smoothing / (vocabulary * ranks)
+    normalizer = highest + total.log()
+    loss = (normalizer - own) * (1 - label_smoothing) + label_smoothing * normalizer - eps * every
+    loss = torch.where(counted, loss, 0.0)
+    # until 2.11 the mean was over all rows, ignored ones included
+    count = counted.sum().clamp_min(1) if release >= (2, 12) else torch.tensor(batch * sequence)
+    mean = loss.sum() / count if reduce_loss else loss.view(batch, sequence)
+    if release >= (2, 19):
+        kept = _input if overwrite_input else _input.detach().clone()
+        return (
+            mean,
+            kept,
+            torch.stack([highest, total], 1),
+            target.contiguous(),
+            count.reshape(1) if reduce_loss else None,
+            rank,
+            ranks,
+        )
+    grad = row.gradient(highest, total, eps, 1 - label_smoothing, counted / (count if reduce_loss else 1.0))
+    place = _input if release < (2, 18) else torch.empty_like(_input)
+    place.detach().copy_(grad.view(_input.shape))
+    return mean, place
+
+
+def _times(stored: torch.Tensor, grad_output: torch.Tensor, is_cg_capturable: bool = False) -> torch.Tensor:
+    """The stored gradient times the incoming one, in place."""
+    factor = grad_output.detach().float()
+    factor = factor.reshape(*stored.shape[:2], 1) if factor.numel() > 1 else factor.reshape(1, 1, 1)
+    stored.detach().copy_(stored.detach().float() * factor)
+    return stored
+
+
+def _rebuilt(
+    saved_input: torch.Tensor,
+    stats: torch.Tensor,
+    target: torch.Tensor,
+    n_non_ignore: torch.Tensor | None,
+    grad_output: torch.Tensor,
+    label_smoothing: float,
+    reduce_loss: bool,
+    rank: int,
+    world_size: int,
+    ignore_idx: int,
+) -> torch.Tensor:
+    """The gradient from the saved logits, written over them."""
+    eps = label_smoothing / (saved_input.shape[-1] * world_size)
+    row, counted = _Row(saved_input, target, rank), target.reshape(-1) != ignore_idx
+    scale = counted * grad_output.detach().float().reshape(-1)
+    scale = scale / n_non_ignore if reduce_loss and n_non_ignore is not None else scale
+    grad = row.gradient(stats[:, 0], stats[:, 1], eps, 1 - label_smoothing, scale)
+    saved_input.detach().copy_(grad.view(saved_input.shape))
+    return saved_input
+
+
+def cross_entropy_backward(*given: Any, **named: Any) -> torch.Tensor:
+    """Gradient of the logits from what the forward pass of this release has kept."""
+    return _rebuilt(*given, **named) if now().release >= (2, 19) else _times(*given, **named)
+
+
+# --- padding -------------------------------------------------------------------------------------------------------------------------------
+def pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
+    """Scales filled up with zeros to multiples of 128 rows and 4 columns."""
+    return torch.nn.functional.pad(inp, (0, -inp.shape[1] % 4, 0, -inp.shape[0] % 128))
+
+
+_INPUTS = ("inp", "row_id_map", "probs", "scale")
+_SIZES = ("num_tokens", "num_experts", "num_out_tokens", "hidden_size", "scale_hidden_dim")
+_MERGED = ("inp", "row_id_map", "merging_probs", "permuted_probs")
+_BACKWARD = ("fwd_output_grad", "row_id_map", "fwd_input", "merging_probs")
+MODULES: dict[str, tuple[Any, ...]] = {
+    "permutation": (
+        make_row_id_map,
+        argument_lists(
+            permute_with_mask_map, since_2_9=(*_INPUTS, *_SIZES), since_2_12=(*_INPUTS, "pad_offsets", *_SIZES)
+        ),
+        argument_lists(
+            unpermute_with_mask_map,
+            since_2_9=(*_MERGED, "num_tokens", "num_experts", "hidden_size"),
+            since_2_12=(*_MERGED, "pad_offsets", "num_tokens", "num_experts", "hidden_size"),
+        ),
+        argument_lists(
+            unpermute_with_mask_map_bwd_with_merging_probs,
+            since_2_9=(*_BACKWARD, *_SIZES[:4]),
+            since_2_12=(*_BACKWARD, "pad_offsets", *_SIZES[:4]),
+        ),
+        make_chunk_sort_map,
+        sort_chunks_by_map,
+    ),
+    "cross_entropy": (cross_entropy_forward, cross_entropy_backward),
+    "pad": (pad_columnwise_scale_inv,),
+    "mhc": (),
+    "grouped_dbias_dscales": (),
+}
+"""Module under transformer_engine.pytorch.triton -> its functions here."""

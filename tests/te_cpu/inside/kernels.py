@@ -1,0 +1,154 @@
+"""What holds on every machine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from transformer_engine.common import recipe
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
+
+from mpbridge.errors import Refused
+from mpbridge.te_cpu.played import now
+
+BLACKWELL = now().capability >= (10, 0)
+RECIPES = {
+    "delayed": (recipe.DelayedScaling, 0.08),
+    "current": (recipe.Float8CurrentScaling, 0.08),
+    "blockwise": (recipe.Float8BlockScaling, 0.05),
+    **({"mxfp8": (recipe.MXFP8BlockScaling, 0.05), "nvfp4": (recipe.NVFP4BlockScaling, 0.25)} if BLACKWELL else {}),
+}
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_linear_layer_and_its_gradients_are_near_those_in_fp32(name: str) -> None:
+    made, bound = RECIPES[name]
+    torch.manual_seed(0)
+    layer = te.Linear(256, 128, bias=True, params_dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(64, 128, dtype=torch.bfloat16)
+    with te.autocast(enabled=True, recipe=made()):
+        y = layer(x)
+    y.backward(dy)
+    x32 = x.detach().float().requires_grad_()
+    w32, b32 = layer.weight.detach().float().requires_grad_(), layer.bias.detach().float().requires_grad_()
+    y32 = torch.nn.functional.linear(x32, w32, b32)
+    y32.backward(dy.float())
+    for found, expected in ((y, y32), (x.grad, x32.grad), (layer.weight.grad, w32.grad)):
+        # quantized, and so not equal, but no further away than its formats allow (E5M2 gradients: 2 bits of mantissa)
+        assert 1e-4 < relative(found, expected) < bound
+    assert relative(layer.bias.grad, b32.grad) < 0.01
+
+
+def test_bf16_layers_equal_torchs() -> None:
+    torch.manual_seed(0)
+    layer = te.LayerNormMLP(
+        128, 256, activation="swiglu", normalization="RMSNorm", params_dtype=torch.float32, device="cuda"
+    )
+    x = torch.randn(16, 128)
+    normal = torch.nn.functional.rms_norm(x, [128], layer.layer_norm_weight, layer.eps)
+    hidden = torch.nn.functional.linear(normal, layer.fc1_weight, layer.fc1_bias)
+    gate, up = hidden.chunk(2, -1)
+    expected = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, layer.fc2_weight, layer.fc2_bias)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_codes_are_those_of_torchs_own_cast() -> None:
+    x = torch.randn(48, 64, dtype=torch.bfloat16) * 3
+    quantizer = Float8Quantizer(scale=torch.tensor([2.0]), amax=torch.zeros(1), fp8_dtype=tex.DType.kFloat8E4M3)
+    made = quantizer(x)
+    expected = (x.float() * 2.0).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(made._data, expected)
+    assert float(quantizer.amax) == float(x.abs().max())
+    torch.testing.assert_close(
+        made.dequantize(), (expected.view(torch.float8_e4m3fn).float() / 2).bfloat16(), rtol=0, atol=0
+    )
+
+
+def test_transposes_are_stored_where_the_machine_needs_them() -> None:
+    quantizer = Float8CurrentScalingQuantizer(
+        fp8_dtype=tex.DType.kFloat8E4M3, device=torch.device("cuda"), rowwise=True, columnwise=True
+    )
+    made = quantizer(torch.randn(32, 64, dtype=torch.bfloat16))
+    if BLACKWELL:
+        assert made._transpose is None
+    else:
+        assert torch.equal(made._transpose, made._data.t())
+
+
+def test_a_missing_function_names_itself_and_its_caller() -> None:
+    with pytest.raises(Refused, match=r"transformer_engine_torch\.no_such_kernel .*kernels\.py, line \d+"):
+        tex.no_such_kernel(1)
+    with pytest.raises(Refused, match=r"fused_attn_fwd runs on a GPU only: .*unfused"):
+        tex.fused_attn_fwd()
+
+
+def test_userbuffers_are_refused_when_they_are_made() -> None:
+    assert isinstance(tex.CommOverlap, type)
+    with pytest.raises(Refused, match="tp_comm_overlap"):
+        tex.CommOverlap([1], torch.uint8)
+
+
+def test_the_machine_answers() -> None:
+    assert torch.cuda.is_available()
+    assert torch.cuda.get_device_capability() == now().capability
+    assert torch.cuda.get_device_properties(0).total_memory == now().machine.memory_bytes
+    assert torch.zeros(1, device="cuda").is_cuda
+
+
+def test_adam_with_sixteen_bit_remainders_is_adam_in_fp32() -> None:
+    torch.manual_seed(0)
+    start = torch.randn(512)
+    plain = torch.nn.Parameter(start.clone())
+    split = torch.nn.Parameter(start.bfloat16())
+    reference = torch.optim.AdamW([plain], lr=1e-2, weight_decay=0.1)
+    fused = te.optimizers.FusedAdam(
+        [split], lr=1e-2, weight_decay=0.1, master_weights=True, store_param_remainders=True
+    )
+    plain.data.copy_(split.data.float())
+    for _ in range(5):
+        plain.grad = torch.randn(512)
+        split.grad = plain.grad.bfloat16()
+        plain.grad.copy_(split.grad.float())
+        reference.step()
+        fused.step()
+    main = fused.get_unscaled_state(split, "master_param")
+    whole = (
+        ((split.data.view(torch.int16).int() - (main.int() < 0).int()) << 16 | (main.int() & 0xFFFF)).view(
+            torch.float32
+        )
+        if main.dtype == torch.int16
+        else main
+    )
+    torch.testing.assert_close(whole, plain.data, rtol=2e-6, atol=2e-7)
+
+
+def test_cross_entropy_and_its_gradient_are_torchs() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 3, 50, requires_grad=True)
+    target = torch.randint(0, 50, (2, 3))
+    target[0, 0] = -100
+    expected = torch.nn.functional.cross_entropy(
+        logits.view(-1, 50), target.view(-1), reduction="none", ignore_index=-100, label_smoothing=0.1
+    )
+    (wanted,) = torch.autograd.grad(expected.sum(), logits)
+    own = logits.detach().clone().requires_grad_()
+    found = (
+        te.parallel_cross_entropy(own, target, 0.1)
+        if hasattr(te, "parallel_cross_entropy")
+        else _cross_entropy(own, target)
+    )
+    torch.testing.assert_close(found.flatten(), expected, rtol=1e-5, atol=1e-5)
+    (gradient,) = torch.autograd.grad(found.sum(), own)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-5, atol=1e-6)
+
+
+def _cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+
+    return parallel_cross_entropy(logits, target, 0.1)
