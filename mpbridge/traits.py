@@ -80,7 +80,7 @@ class EngineTraits:
     refuses: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
     """Switch of the model section that must stay off -> why."""
     rules: str = ""
-    """'module:attribute' of its own rules, a tuple of rules.table.Rule that are asked on this engine only."""
+    """'module:attribute' of its own rules, a tuple of rules.base.Rule that are asked on this engine only."""
     label: str = ""
     """How people call it; '': the name."""
 

@@ -12,8 +12,9 @@ from mpbridge.cli.text import print_json, print_table
 from mpbridge.config.container import Run
 from mpbridge.hardware.capability import Capability, can_run
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.rules.base import Violation
 from mpbridge.rules.gemm_shapes import Finding, lint, spans, token_multiple
-from mpbridge.rules.table import Violation, broken, rules
+from mpbridge.rules.table import broken, rules
 
 SUMMARY = "whether a configuration is legal on a machine: every broken rule, every unsuitable size"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpbridge.formats import DType
 from mpbridge.memory.keeps import fused
-from mpbridge.rules.table import Rule
+from mpbridge.rules.base import Rule
 
 RULES: tuple[Rule, ...] = (
     Rule(

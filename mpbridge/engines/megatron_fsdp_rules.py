@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mpbridge.formats import DType, say
 from mpbridge.precision.policy import own_main
+from mpbridge.rules.base import Case, Rule
 from mpbridge.rules.quant import ARGUMENTS, CORE_016
-from mpbridge.rules.table import Case, Rule
 
 
 def _main_grads(case: Case) -> str | None:

@@ -10,7 +10,8 @@ from mpbridge.hardware.capability import can_run, refuse_unless_native
 from mpbridge.hardware.machines import Machine
 from mpbridge.hardware.probe import environment, installed, this_machine
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.rules.table import Violation, require
+from mpbridge.rules.base import Violation
+from mpbridge.rules.table import require
 
 
 def require_here(policy: PrecisionPolicy, facts: RunFacts) -> tuple[Machine, tuple[Violation, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mpbridge.rules.table import Case, Rule
+from mpbridge.rules.base import Case, Rule
 
 MODEL_CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
 NEWER_MODEL_CONFIG = "Megatron-LM core/transformer/transformer_config.py (d98e8a64)"

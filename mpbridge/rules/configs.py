@@ -7,8 +7,8 @@ from typing import Any
 from mpbridge.formats import say
 from mpbridge.megatron_spec.schema import records
 from mpbridge.megatron_spec.versions import SINCE_017, described
+from mpbridge.rules.base import Case, Rule
 from mpbridge.rules.config_row import NEWER_MODEL_CONFIG, latent, row
-from mpbridge.rules.table import Case, Rule
 
 _PARALLEL = "megatron-core 0.16.1 model_parallel_config.py __post_init__"
 _FUSIBLE = ("gelu", "silu", "quick_gelu")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mpbridge.formats import say
+from mpbridge.rules.base import Case, Rule
 from mpbridge.rules.quant import ARGUMENTS
-from mpbridge.rules.table import Case, Rule
 
 _CUDA_MODEL = (
     "masked_softmax_fusion",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpbridge.hardware.versions import Window
-from mpbridge.rules.table import Case, Rule
+from mpbridge.rules.base import Case, Rule
 
 _TORCH = Window(package="torch", since="2.6", until="2.14")
 _CORE = Window(package="megatron_core", since="0.16", until="0.17")

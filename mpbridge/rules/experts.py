@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from mpbridge.formats import say
 from mpbridge.megatron_spec.versions import BEFORE_017, SINCE_017
+from mpbridge.rules.base import Case, Rule
 from mpbridge.rules.config_row import MODEL_CONFIG, NEWER_MODEL_CONFIG, listed, row
-from mpbridge.rules.table import Case, Rule
 
 _BALANCED = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 

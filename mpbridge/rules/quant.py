@@ -7,7 +7,7 @@ from mpbridge.hardware.capability import can_run
 from mpbridge.hardware.versions import Window, at_least
 from mpbridge.memory.names import dead_regions, listed
 from mpbridge.precision.words import region_text, rule_words
-from mpbridge.rules.table import Case, Rule
+from mpbridge.rules.base import Case, Rule
 
 CORE_016 = Window(package="megatron_core", until="0.17")
 ARGUMENTS = "Megatron-LM training/arguments.py validate_args (d98e8a64)"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mpbridge.megatron_spec.schema import records
+from mpbridge.rules.base import Case, Rule
 from mpbridge.rules.config_row import latent, listed, row
-from mpbridge.rules.table import Case, Rule
 
 RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 """What model.recompute_modules may name."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from mpbridge.formats import DType
+from mpbridge.rules.base import Case, Rule
 from mpbridge.rules.quant import ARGUMENTS, CORE_016
-from mpbridge.rules.table import Case, Rule
 
 
 def _mxfp8_stored(case: Case) -> bool:

@@ -3,165 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import replace
 
 from mpbridge.errors import Refused
 from mpbridge.facts import RunFacts
-from mpbridge.formats import DType
-from mpbridge.hardware.versions import Window, at_least
-from mpbridge.memory.keeps import Holding, keeps
-from mpbridge.precision.policy import PrecisionPolicy, Quant, own_main
-from mpbridge.traits import EngineTraits, attribute, engine_names, traits
-
-Severity = Literal["error", "warning"]
-Emulated = Literal["same", "warning", "silent"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One policy in one run, with the questions that many rules ask."""
-
-    policy: PrecisionPolicy
-    run: RunFacts
-
-    def model(self, name: str, default: Any = None) -> Any:
-        """A setting of the model section; None counts as not given."""
-        return _get(self.run.model, name, default)
-
-    def ddp(self, name: str, default: Any = None) -> Any:
-        """A setting of the ddp section."""
-        return _get(self.run.ddp, name, default)
-
-    def opt(self, name: str, default: Any = None) -> Any:
-        """A setting of the optimizer section."""
-        return _get(self.run.optimizer.settings, name, default)
-
-    @property
-    def native(self) -> bool:
-        """Whether Transformer Engine does the quantization."""
-        return self.run.realization == "native"
-
-    @property
-    def core(self) -> bool:
-        """Whether megatron-core's own wrapper and optimizer run it."""
-        return self.traits.main_weights == "megatron_core"
-
-    @property
-    def traits(self) -> EngineTraits:
-        """The engine's."""
-        return self.run.traits
-
-    @property
-    def kept(self) -> Mapping[str, Holding]:
-        """What is kept of a parameter, by role (`memory.keeps`)."""
-        return keeps(self.policy, self.traits, self.run.optimizer, ddp=self.run.ddp)
-
-    @property
-    def own_copy(self) -> bool:
-        """Whether 16-bit parameters are asked to be what the optimizer updates ("full BF16")."""
-        return own_main(self.policy) and self.policy.params is not DType.FP32
-
-    @property
-    def scalings(self) -> tuple[str, ...]:
-        """The scalings of all regions."""
-        return tuple(quant.scaling for quant in self.policy.quants)
-
-    @property
-    def history(self) -> bool:
-        """Whether any region's scales come from earlier steps (delayed scaling)."""
-        return any(quant.row.history for quant in self.policy.quants)
-
-    @property
-    def stored(self) -> tuple[Quant, ...]:
-        """The quantizations whose weights rest in the low format."""
-        return tuple(quant for quant in self.policy.quants if quant.stored)
-
-    @property
-    def aware(self) -> bool:
-        """Whether FusedAdam owns the states."""
-        return bool(self.policy.precision_aware)
-
-    def te_before(self, version: str) -> bool:
-        """Whether a Transformer Engine older than `version` is there (an absent one is another rule's subject)."""
-        have = self.run.versions.transformer_engine
-        return have is not None and not at_least(have, version)
-
-    def set_variable(self, name: str) -> bool:
-        """Whether an environment variable is set to something that means yes."""
-        return self.run.environment.get(name, "").strip().lower() not in ("", "0", "false", "off", "no")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
-    """One row. `found` gives the words for what is wrong, or a false value when the rule holds."""
-
-    id: str
-    found: Callable[[Case], object]
-    expected: str
-    cure: str
-    source: str
-    """Where the rule comes from: file and function of a version, or the upstream issue."""
-    about: str = ""
-    """Traits of a recipe (rules.cards.traits) that bring it up, all of them needed; empty: the rule is about runs, not recipes."""
-    severity: Severity = "error"
-    holds: tuple[Window, ...] = ()
-    """The versions in which it is true; outside of any of them the row is silent."""
-    engine: str = ""
-    """The engine whose runs it is asked of; '': all."""
-    emulated: Emulated = "same"
-    """What becomes of an error when the quantization is emulated, where it may not apply."""
-
-    def applies(self, run: RunFacts) -> bool:
-        """Whether it speaks of the run's engine, and the run's versions lie in its windows."""
-        return self.engine in ("", run.engine) and all(
-            window.holds(getattr(run.versions, window.package)) for window in self.holds
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Violation:
-    """One broken rule in words."""
-
-    rule: str
-    severity: Severity
-    found: str
-    expected: str
-    cure: str
-    source: str
-    versions: str = ""
-    """In which versions the rule is true; empty: in all."""
-
-    def __str__(self) -> str:
-        return (
-            f"{self.severity} {self.rule}: {self.found}; expected {self.expected}. Cure: {self.cure}. [{self.source}]"
-        )
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.rules import configs, engine, environment, experts, model, optimizer, quant, recompute, storage
+from mpbridge.rules.base import Case, Rule, Violation
+from mpbridge.traits import attribute, engine_names, traits
 
 
 @functools.cache
 def rules() -> tuple[Rule, ...]:
     """All rows, in table order; ids are unique."""
-    from mpbridge.rules import configs as rules_configs
-    from mpbridge.rules import engine as rules_engine
-    from mpbridge.rules import environment as rules_environment
-    from mpbridge.rules import experts as rules_experts
-    from mpbridge.rules import model as rules_model
-    from mpbridge.rules import optimizer as rules_optimizer
-    from mpbridge.rules import quant as rules_quant
-    from mpbridge.rules import recompute as rules_recompute
-    from mpbridge.rules import storage as rules_storage
-
     return (
-        rules_quant.RULES
-        + rules_storage.RULES
-        + rules_optimizer.RULES
-        + rules_model.RULES
-        + rules_configs.RULES
-        + rules_experts.RULES
-        + rules_recompute.RULES
-        + rules_engine.RULES
-        + rules_environment.RULES
+        quant.RULES
+        + storage.RULES
+        + optimizer.RULES
+        + model.RULES
+        + configs.RULES
+        + experts.RULES
+        + recompute.RULES
+        + engine.RULES
+        + environment.RULES
         + tuple(rule for name in engine_names() for rule in _engine_rules(name))
     )
 
@@ -216,8 +81,3 @@ def _judge(rule: Rule, case: Case) -> Violation | None:
         source=rule.source,
         versions=" and ".join(str(window) for window in rule.holds),
     )
-
-
-def _get(settings: Mapping[str, Any], name: str, default: Any) -> Any:
-    value = settings.get(name)
-    return default if value is None else value

@@ -12,7 +12,7 @@ from rich.console import Console
 from mpbridge.hardware.probe import installed
 from mpbridge.report.tables import plan_table
 from mpbridge.rules.admit import require_here
-from mpbridge.rules.table import Violation
+from mpbridge.rules.base import Violation
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
