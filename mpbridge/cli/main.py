@@ -71,7 +71,8 @@ def verbs() -> dict[str, str]:
         for path in Path(__file__).parent.glob("*.py")
         if path.stem not in NOT_VERBS and not path.stem.startswith("_")
     )
-    found = {name.replace("_", "-"): f"mpbridge.cli.{name}" for name in names}
+    # a module may end in an underscore where its verb is a word of Python: import_.py is `mpbridge import`
+    found = {name.rstrip("_").replace("_", "-"): f"mpbridge.cli.{name}" for name in names}
     return {verb: found[verb] for verb in [*(v for v in ORDER if v in found), *(v for v in found if v not in ORDER)]}
 
 

@@ -1,0 +1,52 @@
+"""`mpbridge export NAME --to STACK`: a recipe in another stack's words, with a line for each fact that does not arrive as meant."""
+
+from __future__ import annotations
+
+import argparse
+
+from mpbridge.cli.text import print_json
+from mpbridge.stacks.base import Export
+from mpbridge.stacks.exporters import STACKS, export
+
+SUMMARY = "a recipe in another stack's words"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a name (mpbridge list), a YAML file, package.module:function or file.py:function")
+    parser.add_argument("--to", required=True, metavar="STACK", help=f"one of {', '.join(STACKS)}")
+    parser.add_argument("--stack-version", metavar="V", help="of the stack (default: the newest that was read)")
+    parser.add_argument("--config", metavar="FILE", help="a run whose engine and precision additions are exported too")
+    parser.add_argument("--engine", metavar="NAME", help="the engine it is meant for (default: the recipe's)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the pieces to paste; 1 where something is impossible there."""
+    made = _made(args)
+    if args.json:
+        pieces = [{"name": piece.name, "text": piece.text} for piece in made.pieces]
+        lines = [{"fidelity": line.fidelity, "fact": line.fact, "text": line.text} for line in made.lines]
+        print_json({"stack": made.stack, "version": made.version, "fidelity": made.fidelity, "pieces": pieces, "lines": lines})
+        return 1 if made.fidelity == "impossible" else 0
+    for piece in made.pieces:
+        print(f"# {made.stack} {made.version}: {piece.name}")
+        print(piece.text)
+        print()
+    words = {"exact": "exact", "layout": "same arithmetic in another layout", "different": "different arithmetic", "impossible": "not all of it can be said there"}
+    print(f"{args.recipe} on {made.stack}: {words[made.fidelity]}")
+    for line in made.lines:
+        print(f"  {line}")
+    return 1 if made.fidelity == "impossible" else 0
+
+
+def _made(args: argparse.Namespace) -> Export:
+    if args.config is None:
+        return export(args.recipe, args.to, version=args.stack_version, engine=args.engine)
+    from mpbridge.cli.options import find_config
+    from mpbridge.config.container import ConfigContainer
+
+    overrides = [f"mixed_precision.recipe='{args.recipe}'", *([f"engine={args.engine}"] if args.engine else [])]
+    container = ConfigContainer.load(find_config(args.config), overrides, check=False, trusted=True)
+    run = container.resolved(container.smallest_world())
+    return export(args.recipe, args.to, version=args.stack_version, engine=run.facts.engine, run=run)

@@ -1,0 +1,105 @@
+"""`mpbridge import FILE`: what another stack's configuration means, as a recipe and its differences. Nothing in the file is executed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mpbridge.cli.text import print_json, print_table
+from mpbridge.errors import BadValue
+from mpbridge.stacks.base import Imported
+from mpbridge.stacks.exporters import STACKS
+from mpbridge.stacks.importers import read_args, read_file
+from mpbridge.stacks.meaning import LABELS, rows
+from mpbridge.stacks.nearest import Answer, answer
+
+SUMMARY = "what another stack's configuration means here"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument("file", nargs="?", metavar="FILE", help="a script, YAML, JSON, TOML, or a Megatron checkpoint's folder or common.pt")
+    parser.add_argument("--args", metavar="TEXT", help="arguments of a command line instead of a file")
+    parser.add_argument("--from", dest="stack", metavar="STACK", help=f"one of {', '.join(STACKS)} (default: recognized)")
+    parser.add_argument("--stack-version", metavar="V", help="of the stack (default: the newest that was read)")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of a launch script; may be repeated")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write a recipe file that says the same")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the recipe, its differences and what is inert or contradictory; 1 where no recipe can say it."""
+    found = _read(args)
+    told = answer(found.fields, engine=found.engine, meaning=found.meaning) if found.fields else Answer(recipe=None, overrides={}, why="; ".join(found.cannot_express))
+    if args.write is not None:
+        _write(args.write, found, told)
+    if args.json:
+        print_json(_data(found, told))
+    else:
+        _print(found, told)
+    return 0 if told.recipe is not None else 1
+
+
+def _read(args: argparse.Namespace) -> Imported:
+    if (args.file is None) == (args.args is None):
+        raise BadValue("give a FILE, or --args TEXT")
+    env = {}
+    for pair in args.env:
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise BadValue(f"--env {pair}: expected NAME=VALUE")
+        env[name] = value
+    if args.args is not None:
+        return read_args(args.args, stack=args.stack or "megatron-lm", version=args.stack_version)
+    return read_file(Path(args.file), stack=args.stack, version=args.stack_version, env=env)
+
+
+_HEADINGS = (
+    ("contradicts", "contradicts itself"),
+    ("inert", "has no effect there"),
+    ("cannot_express", "mpbridge cannot say"),
+    ("unknown", "unknown there"),
+    ("assumed", "assumed"),
+)
+
+
+def _print(found: Imported, told: Answer) -> None:
+    print(f"{found.stack} {found.version}: {told}")
+    print()
+    shown = rows(found.meaning)
+    print_table(("fact", "meaning"), [(LABELS[name], shown[name]) for name in LABELS])
+    for attribute, heading in _HEADINGS:
+        lines = getattr(found, attribute)
+        if lines:
+            print(f"\n{heading}:")
+            for line in lines:
+                print(f"  {line}")
+    if found.other:
+        print(f"\n{len(found.other)} other options are not about precision")
+
+
+def _data(found: Imported, told: Answer) -> dict[str, object]:
+    lists = {attribute: list(getattr(found, attribute)) for attribute, _ in _HEADINGS}
+    return {
+        "stack": found.stack,
+        "version": found.version,
+        "recipe": told.recipe,
+        "overrides": {name: str(value) for name, value in told.overrides.items()},
+        "engine": found.engine,
+        "meaning": rows(found.meaning),
+        **lists,
+    }
+
+
+def _write(path: Path, found: Imported, told: Answer) -> None:
+    """A recipe file: the nearest recipe and what differs from it."""
+    import yaml
+
+    from mpbridge.precision.config import MixedPrecisionConfig
+
+    if told.recipe is None:
+        raise BadValue(f"--write {path}: there is no recipe to write: {told.why}")
+    said = MixedPrecisionConfig.from_data(dict(told.overrides)).as_data() if told.overrides else {}
+    said |= {name: value for name, value in told.overrides.items() if name not in said and isinstance(value, (bool, int, float, str))}
+    text = yaml.safe_dump({"extends": told.recipe, **said}, sort_keys=False)
+    path.write_text(f"# from {found.stack} {found.version}\n{text}", encoding="utf-8")

@@ -1,0 +1,33 @@
+"""`mpbridge words bf16-mixed`: what one word means in every stack."""
+
+from __future__ import annotations
+
+import argparse
+
+from mpbridge.cli.text import print_json, print_table
+from mpbridge.stacks.meaning import rows
+from mpbridge.stacks.words import TABLE, meanings
+
+SUMMARY = "what one word means in every stack"
+_SHOWN = ("storage", "compute", "autocast", "main", "wire", "accumulator", "exp_avg", "bytes")
+_HEADS = ("stored", "forward", "autocast", "main weights", "wire", "accumulator", "moments", "bytes")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument("word", nargs="?", metavar="WORD", help="as some stack spells it; without one: every word that is known")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a row for each stack and circumstance."""
+    if args.word is None:
+        print("\n".join(sorted({word for row in TABLE for word in row.words})))
+        return 0
+    found = meanings(args.word)
+    table = [(row, rows(row.meaning)) for row in found]
+    if args.json:
+        print_json([{"stack": row.stack, "where": row.where, "source": row.source, **shown} for row, shown in table])
+        return 0
+    print_table(("stack", "where", *_HEADS), [(row.stack, row.where, *(shown[name] for name in _SHOWN)) for row, shown in table])
+    return 0

@@ -1,0 +1,89 @@
+"""Hugging Face accelerate's YAML as what it means. Read at 1.15.0; what FSDP upcasts and reduces in changed between versions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mpbridge.errors import DataError
+from mpbridge.formats import DType
+from mpbridge.precision.policy import LossScale, Quant, Region
+from mpbridge.stacks import deepspeed_import
+from mpbridge.stacks.accelerate import NAME
+from mpbridge.stacks.base import Imported
+from mpbridge.stacks.meaning import Meaning
+from mpbridge.stacks.reading import Reader, raise_faults
+from mpbridge.stacks.torch_import import fields_of
+
+_WORDS = {"no": DType.FP32, "fp16": DType.FP16, "bf16": DType.BF16, "fp8": DType.BF16}
+
+
+def read_data(data: Any, *, version: str) -> Imported:
+    """What the file means for a model loaded in FP32. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
+    if not isinstance(data, Mapping):
+        raise DataError(f"an accelerate configuration is a mapping, found {type(data).__name__}")
+    read = Reader(data)
+    word = str(read.at("mixed_precision", "no")).lower()
+    word = "no" if word in ("none", "false") else word  # YAML reads a bare no as false
+    if word not in _WORDS:
+        read.faults.append(f"mixed_precision={word!r}: expected {', '.join(_WORDS)}")
+    raise_faults(read.faults, "this accelerate configuration")
+    kind = str(read.at("distributed_type", "NO")).upper()
+    assumed = ["the model is loaded in FP32", f"accelerate {version}: what FSDP upcasts differs between versions"]
+    if kind == "DEEPSPEED":
+        return _deepspeed(read, word, version, assumed)
+    cannot: list[str] = []
+    base = _WORDS[word]
+    meaning = _fsdp(base) if kind in ("FSDP", "TPU_FSDP") else _ddp(base)
+    quant = _quant(read, cannot) if word == "fp8" else None
+    if quant is not None:
+        meaning = dataclasses.replace(meaning, regions=(Region(quant=quant),))
+    if base is DType.FP16:
+        scale = LossScale(initial=2.0**16, window=2000, hysteresis=1)
+        meaning = dataclasses.replace(meaning, loss_scale=scale)
+    fields = fields_of(meaning, cannot, quant)
+    if base is DType.FP16:
+        fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
+    if meaning.wire is not meaning.accumulator:
+        cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
+    engine = "fsdp2" if kind == "FSDP" else "mcore"
+    return Imported(
+        stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, cannot_express=tuple(cannot), assumed=tuple(assumed)
+    )
+
+
+def _ddp(base: DType) -> Meaning:
+    autocast = None if base is DType.FP32 else base
+    return Meaning(storage=DType.FP32, compute=base, autocast=autocast, wire=DType.FP32, accumulator=DType.FP32)
+
+
+def _fsdp(base: DType) -> Meaning:
+    """FSDP1 and FSDP2: parameters upcast to FP32, gathered and reduced in the 16-bit dtype, autocast on top."""
+    autocast = None if base is DType.FP32 else base
+    return Meaning(storage=DType.FP32, compute=base, autocast=autocast, wire=base, accumulator=DType.FP32, sharded="everything")
+
+
+def _quant(read: Reader, cannot: list[str]) -> Quant | None:
+    backend = str(read.at("fp8_config.backend", "TE")).upper()
+    if backend == "AO":
+        return Quant(format="hybrid", scaling="tensorwise")
+    if backend != "TE":
+        cannot.append(f"fp8_config.backend={backend}")
+        return None
+    if read.flag("fp8_config.use_mxfp8_block_scaling"):
+        return Quant(format="e4m3", scaling="mxfp8")
+    form = str(read.at("fp8_config.fp8_format", "HYBRID")).lower()
+    # values equal to accelerate's own defaults are dropped before Transformer Engine sees them, and its default algorithm is max
+    history = int(read.number("fp8_config.amax_history_length", read.number("fp8_config.amax_history_len", 1024)))
+    return Quant(format="hybrid" if form == "hybrid" else "e4m3", scaling="delayed", amax_history=history, amax_algo="max")
+
+
+def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imported:
+    section = dict(read.section("deepspeed_config"))
+    if "deepspeed_config_file" in section:
+        assumed.append(f"{section['deepspeed_config_file']} decides: give that file (--from deepspeed)")
+    data: dict[str, Any] = {"zero_optimization": {"stage": section.get("zero_stage", 2)}}
+    data |= {word: {"enabled": True}} if word in ("bf16", "fp16") else {}
+    inner = deepspeed_import.read_data(data, version="0.19")
+    return dataclasses.replace(inner, stack=NAME, version=version, assumed=tuple(assumed))

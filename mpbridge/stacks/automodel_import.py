@@ -1,0 +1,137 @@
+"""NeMo AutoModel's YAML as what it means. Read at 36044ad3; `_target_` entries are names here, never imported."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mpbridge.errors import DataError
+from mpbridge.formats import DType
+from mpbridge.precision.policy import Quant, Region
+from mpbridge.stacks.automodel import NAME
+from mpbridge.stacks.base import Imported
+from mpbridge.stacks.meaning import Meaning
+from mpbridge.stacks.reading import Reader, raise_faults
+from mpbridge.stacks.torch_import import fields_of
+
+_TE = {"current": "tensorwise", "block": "blockwise", "mxfp8": "mxfp8"}
+
+
+def read_data(data: Any, *, version: str) -> Imported:
+    """What the sections mean. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
+    if not isinstance(data, Mapping):
+        raise DataError(f"an AutoModel configuration is a mapping, found {type(data).__name__}")
+    read = Reader(data)
+    inert: list[str] = []
+    cannot: list[str] = []
+    contradicts: list[str] = []
+    assumed: list[str] = []
+    strategy = str(read.at("distributed.strategy", "fsdp2")).lower()
+    storage = _storage(read, assumed)
+    quant = _quant(read, inert, cannot)
+    meaning = _MEANINGS.get(strategy, _ddp)(read, storage, contradicts)
+    meaning = _with_optimizer(read, meaning)
+    if quant is not None:
+        meaning = dataclasses.replace(meaning, regions=(Region(quant=quant),))
+    if read.at("distributed.autocast_dtype") is not None:
+        inert.append("distributed.autocast_dtype: no language-model recipe reads it")
+    if "peft" in data:
+        cannot.append("peft: only adapters are trained")
+    raise_faults(read.faults, "this AutoModel configuration")
+    engine = {"megatron_fsdp": "megatron_fsdp", "ddp": "mcore"}.get(strategy, "fsdp2")
+    return Imported(
+        stack=NAME, version=version, fields=fields_of(meaning, cannot, quant), engine=engine, meaning=meaning, inert=tuple(inert),
+        contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
+    )  # fmt: skip
+
+
+def _storage(read: Reader, assumed: list[str]) -> DType:
+    found = read.at("model.torch_dtype", read.at("model.dtype", read.at("model.config.torch_dtype")))
+    if found in (None, "auto"):
+        assumed.append("model.torch_dtype is the checkpoint's own: taken as bfloat16")
+        return DType.BF16
+    # its dtype_from_str takes any value that is no string for bfloat16
+    if not isinstance(found, str):
+        return DType.BF16
+    words = {"bf16": "bf16", "bfloat16": "bf16", "float32": "fp32", "half": "fp16", "float16": "fp16"}
+    word = found.lower().removeprefix("torch.")
+    if word not in words:
+        read.faults.append(f"model.torch_dtype={found!r}: its own reader knows {', '.join(words)}")
+    return {"bf16": DType.BF16, "fp32": DType.FP32, "fp16": DType.FP16}[words.get(word, "bf16")]
+
+
+def _fsdp2(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
+    policy = read.at("distributed.mp_policy")
+    if not isinstance(policy, Mapping):
+        param, reduce = DType.BF16, DType.FP32
+    else:
+        # a policy that names some of the keys replaces the whole default: the others are the gradient's and the parameter's own
+        param = read.dtype("distributed.mp_policy.param_dtype", storage) or storage
+        reduce = read.dtype("distributed.mp_policy.reduce_dtype", param) or param
+    return Meaning(storage=storage, compute=param, wire=reduce, accumulator=storage, exp_avg=storage, exp_avg_sq=storage, sharded="everything")
+
+
+def _megatron_fsdp(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
+    _no_policy(read, contradicts, "megatron_fsdp")
+    keeps = read.flag("distributed.preserve_fp32_weights")
+    reduce = DType.FP32 if read.flag("distributed.grad_reduce_in_fp32") else storage
+    state = DType.FP32 if keeps else storage
+    return Meaning(
+        storage=storage, compute=storage, main=DType.FP32 if keeps and storage is not DType.FP32 else None, wire=reduce,
+        accumulator=reduce, exp_avg=state, exp_avg_sq=state, sharded="everything",
+    )  # fmt: skip
+
+
+def _ddp(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
+    _no_policy(read, contradicts, "ddp")
+    return Meaning(
+        storage=storage, compute=storage, wire=storage, accumulator=storage, exp_avg=storage, exp_avg_sq=storage
+    )
+
+
+_MEANINGS = {"fsdp2": _fsdp2, "megatron_fsdp": _megatron_fsdp, "ddp": _ddp}
+
+
+def _no_policy(read: Reader, contradicts: list[str], strategy: str) -> None:
+    if read.at("distributed.mp_policy") is not None:
+        contradicts.append(f"distributed.mp_policy under strategy {strategy}: AutoModel raises ValueError")
+
+
+def _with_optimizer(read: Reader, meaning: Meaning) -> Meaning:
+    """FusedAdam with master weights keeps FP32 beside 16-bit parameters; without that key its default is none."""
+    name = str(read.at("optimizer._target_", read.at("optimizer.name", ""))).rsplit(".", 1)[-1]
+    if name != "FusedAdam":
+        return meaning
+    states = {
+        "exp_avg": read.dtype("optimizer.exp_avg_dtype", DType.FP32) or DType.FP32,
+        "exp_avg_sq": read.dtype("optimizer.exp_avg_sq_dtype", DType.FP32) or DType.FP32,
+    }
+    if not read.flag("optimizer.master_weights") or meaning.storage is DType.FP32:
+        return dataclasses.replace(meaning, **states)
+    return dataclasses.replace(
+        meaning, main=DType.FP32, remainders=read.flag("optimizer.store_param_remainders"), **states
+    )
+
+
+def _quant(read: Reader, inert: list[str], cannot: list[str]) -> Quant | None:
+    recipe = read.at("model.backend.te_fp8.recipe", "current" if read.at("model.backend.te_fp8") is not None else None)
+    if recipe is not None:
+        if recipe not in _TE:
+            cannot.append(f"model.backend.te_fp8.recipe={recipe!r}: a recipe object of Transformer Engine")
+            return None
+        scaling = _TE[str(recipe)]
+        return Quant(format="e4m3" if scaling == "mxfp8" else "hybrid", scaling=scaling)  # type: ignore[arg-type]
+    if not read.flag("fp8.enabled"):
+        if read.section("fp8"):
+            inert.append("fp8 without enabled: true")
+        return None
+    name = read.at("fp8.recipe_name")
+    ignored = ("emulate", "enable_fsdp_float8_all_gather", "force_recompute_fp8_weight_in_bwd")
+    if name in ("rowwise", "rowwise_with_gw_hp"):
+        inert += [f"fp8.{key}: ignored beside recipe_name {name}" for key in ignored if read.flag(f"fp8.{key}")]
+        cannot.append(f"fp8.recipe_name={name}: torchao's {name}; register or extend bf16_with_fp8_{'rowwise' if name == 'rowwise' else 'rowwise_gw_hp'}")
+        return None
+    if read.flag("fp8.enable_fsdp_float8_all_gather"):
+        cannot.append("fp8.enable_fsdp_float8_all_gather: FP8 on the wire with 16 or 32-bit storage")
+    return Quant(format="hybrid", scaling="tensorwise")

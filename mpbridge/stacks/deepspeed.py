@@ -1,0 +1,100 @@
+"""DeepSpeed: a recipe as its JSON configuration.
+
+Read at 0.19.8: runtime/config.py, runtime/engine.py, runtime/precision_config.py. The wire and the accumulator have a setting each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from mpbridge.formats import DType
+from mpbridge.precision.policy import LossScale, PrecisionPolicy
+from mpbridge.stacks.base import Export, Line, Piece, Request, compared
+from mpbridge.stacks.meaning import Meaning, of_policy
+from mpbridge.stacks.sharded_torch import missing_scalings, without_storage
+
+NAME = "deepspeed"
+VERSIONS = {"0.19": "0.19.8"}
+DEFAULT_VERSION = "0.19"
+
+
+def export(request: Request) -> Export:
+    """The JSON on ZeRO 1, whose accumulator can be FP32."""
+    policy = request.policy.settled()
+    theirs = _meaning(policy)
+    lines = list(missing_scalings(policy, {}, "16-bit GEMMs"))
+    if policy.keep_fp32:
+        text = "data_types.keep_in_fp32_modules keeps buffers of named modules, no parameters"
+        lines.append(Line(fidelity="impossible", fact="keep_fp32", text=text))
+    low = {policy.exp_avg, policy.exp_avg_sq} - {None, DType.FP32}
+    if low and theirs.exp_avg is DType.FP32:
+        text = "bf16_optimizer_states needs bf16_master_weights_and_grads: BF16 moments come with BF16 weights"
+        lines.append(Line(fidelity="different", fact="moments", text=text))
+    if policy.mixed and theirs.main is DType.FP32 and policy.loss_scale is None:
+        text = "check_grad_overflow is on for bf16 too: such a step is skipped, as here; Megatron-LM's own loop ends there"
+        lines.append(Line(fidelity="exact", fact="non-finite gradients", text=text))
+    lines += compared(of_policy(policy, engine=request.engine), theirs)
+    piece = Piece(name="ds_config.json", text=json.dumps(_config(policy, theirs), indent=2))
+    return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
+
+
+def _own(policy: PrecisionPolicy) -> bool:
+    return (policy.main_params or DType.FP32) is policy.params and policy.params is DType.BF16
+
+
+def _meaning(policy: PrecisionPolicy) -> Meaning:
+    base = policy.compute
+    own = _own(policy)
+    return Meaning(
+        storage=base,
+        compute=base,
+        main=None if own or base is DType.FP32 else DType.FP32,
+        wire=policy.reduce,
+        accumulator=policy.reduce,
+        optimizer_reads=DType.FP32 if not own and policy.reduce is not DType.FP32 else None,
+        exp_avg=DType.BF16 if own else DType.FP32,
+        exp_avg_sq=DType.BF16 if own else DType.FP32,
+        sharded="optimizer",
+        loss_scale=_scale(policy.loss_scale),
+        regions=without_storage(policy.regions, ()),
+    )
+
+
+def _scale(scale: LossScale | None) -> LossScale | None:
+    """As its JSON can say one: the first scale is a power of two."""
+    if scale is None or scale.static is not None:
+        return scale
+    return dataclasses.replace(scale, initial=2.0 ** round(math.log2(scale.initial)))
+
+
+def _config(policy: PrecisionPolicy, theirs: Meaning) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    if policy.compute is DType.BF16:
+        config["bf16"] = {"enabled": True}
+        if theirs.main is None:
+            config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    elif policy.compute is DType.FP16:
+        config["fp16"] = _fp16(policy.loss_scale)
+    config["zero_optimization"] = {"stage": 1}
+    if policy.mixed:
+        config["communication_data_type"] = theirs.wire.short
+        config["data_types"] = {"grad_accum_dtype": theirs.accumulator.short}
+    return config
+
+
+def _fp16(scale: LossScale | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"enabled": True}
+    if scale is None:
+        return found
+    if scale.static is not None:
+        return found | {"loss_scale": scale.static}
+    return found | {
+        "loss_scale": 0,
+        "initial_scale_power": round(math.log2(scale.initial)),
+        "loss_scale_window": int(scale.window),
+        "hysteresis": scale.hysteresis,
+        "min_loss_scale": scale.minimum,
+    }

@@ -1,0 +1,78 @@
+"""export(): a recipe in another stack's words, by the stack's name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from mpbridge.errors import BadValue, UnknownName
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+from mpbridge.stacks.base import Export, Request
+
+_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "megatron-lm": "megatron_lm",
+        "megatron-bridge": "megatron_bridge",
+        "automodel": "automodel",
+        "torchtitan": "torchtitan",
+        "fsdp2": "fsdp2",
+        "accelerate": "accelerate",
+        "lightning": "lightning",
+        "deepspeed": "deepspeed",
+        "transformers": "transformers",
+    }
+)
+STACKS: tuple[str, ...] = tuple(_MODULES)
+
+
+def stack_module(name: str) -> ModuleType:
+    """The module of a stack: NAME, VERSIONS, DEFAULT_VERSION, export. Raises UnknownName."""
+    wanted = name.strip().lower().replace("_", "-")
+    if wanted not in _MODULES:
+        raise UnknownName("stack", name, _MODULES)
+    return importlib.import_module(f"mpbridge.stacks.{_MODULES[wanted]}")
+
+
+def version_of(module: ModuleType, asked: str | None) -> str:
+    """The stack's version to write or read for. Raises BadValue for one that was never read."""
+    if asked is None:
+        return str(module.DEFAULT_VERSION)
+    if asked not in module.VERSIONS:
+        known = ", ".join(f"{version} ({what})" for version, what in module.VERSIONS.items())
+        raise BadValue(f"{module.NAME} {asked} was never read for this: its words may differ. Known: {known}")
+    return asked
+
+
+def export(
+    recipe: str | Path | MixedPrecisionConfig,
+    stack: str,
+    *,
+    version: str | None = None,
+    engine: str | None = None,
+    run: Any = None,
+) -> Export:
+    """`recipe` in the words of `stack`, with a line for each fact that does not arrive as meant.
+
+    recipe: a name, a YAML file, or a config. version: of the stack; None: the newest that was read. engine: None: the recipe's own.
+    run: a resolved Run, whose model and layout are written too where the stack has one command line for all.
+    Raises UnknownName for a stack or a recipe, BadValue for a version that was never read.
+    """
+    module = stack_module(stack)
+    config = get_mixed_precision_config(recipe)
+    name = recipe if isinstance(recipe, str) else str(recipe) if isinstance(recipe, Path) else "this config"
+    own = describe(name).engine if isinstance(recipe, str) else None
+    request = Request(
+        name=name,
+        config=config,
+        policy=resolve(config),
+        engine=engine or own or "mcore",
+        version=version_of(module, version),
+        run=run,
+    )
+    made: Export = module.export(request)
+    return made

@@ -1,0 +1,150 @@
+"""Reading other stacks' files: which stack a text belongs to, and what it means. Nothing in a file is executed."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mpbridge.errors import BadValue, DataError
+from mpbridge.stacks.base import Imported
+from mpbridge.stacks.exporters import stack_module, version_of
+from mpbridge.stacks.shell import read_script
+
+MOST = 4_000_000
+"""Bytes of a configuration file."""
+
+
+def read_file(path: Path, *, stack: str | None = None, version: str | None = None, env: Mapping[str, str] = {}) -> Imported:
+    """What a stack's file means. stack: None: recognized from its contents. Raises DataError or BadValue naming the file."""
+    if path.is_dir() and (path / "common.pt").is_file():
+        path = path / "common.pt"
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    if path.suffix in (".pt", ".ckpt", ".pth"):
+        from mpbridge.stacks.checkpoint_args import read_arguments
+
+        return _lm(version).read_values(read_arguments(path), version=_version("megatron-lm", version))  # type: ignore[no-any-return]
+    if path.stat().st_size > MOST:
+        raise DataError(f"{path}: larger than {MOST} bytes, which no configuration is")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return read_text(text, stack=stack, version=version, name=path.name, env=env)
+
+
+def read_args(text: str, *, stack: str = "megatron-lm", version: str | None = None) -> Imported:
+    """What arguments on a command line mean."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BadValue(f"--args cannot be split into words: {error}") from None
+    module = _importer(stack)
+    if not hasattr(module, "read"):
+        raise BadValue(f"{stack} is configured by files, not by arguments: give the file")
+    return module.read(words, version=_version(stack, version))  # type: ignore[no-any-return]
+
+
+def read_text(
+    text: str, *, stack: str | None = None, version: str | None = None, name: str = "", env: Mapping[str, str] = {}
+) -> Imported:
+    """What a file's text means. name: the file's, which helps to recognize the stack."""
+    stack = stack or recognize(text, name)
+    if name.endswith(".py"):
+        raise DataError(f"{name}: a Python configuration would have to be executed; give the file that it writes, or the arguments")
+    if stack == "megatron-lm" and not name.endswith((".yaml", ".yml", ".json")):
+        script = read_script(text, env)
+        assumed = [f"${variable} has no value: taken as empty (--env {variable}=...)" for variable in script.unset if not variable.isdigit()]
+        return _lm(version).read(  # type: ignore[no-any-return]
+            script.words, version=_version(stack, version), assumed=(*script.notes, *assumed)
+        )
+    return _importer(stack).read_data(load(text, name), version=_version(stack, version))  # type: ignore[no-any-return]
+
+
+def load(text: str, name: str) -> Any:
+    """Plain data of a YAML, JSON or TOML text. Raises DataError."""
+    import tomllib
+
+    import yaml
+
+    try:
+        return tomllib.loads(text) if name.endswith(".toml") else yaml.load(text, Loader=_Plain)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"{name or 'the file'}: cannot be read: {first}") from None
+
+
+def recognize(text: str, name: str) -> str:
+    """The stack that a text belongs to. Raises DataError where none is recognized."""
+    if name.endswith(".sh") or text.startswith("#!") or "--micro-batch-size" in text:
+        return "megatron-lm"
+    if name.endswith(".toml"):
+        return "torchtitan"
+    data = load(text, name)
+    if not isinstance(data, Mapping):
+        raise DataError(f"{name or 'the text'}: no stack's configuration: expected a mapping, found {type(data).__name__}")
+    marks: tuple[tuple[str, tuple[str, ...]], ...] = (
+        ("accelerate", ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config")),
+        ("megatron-bridge", ("mixed_precision",)),
+        ("megatron-bridge", ("ddp", "optimizer", "model")),
+        ("automodel", ("recipe", "distributed", "step_scheduler")),
+        ("megatron-lm", ("MODEL_ARGS",)),
+        ("deepspeed", ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "bf16", "fp16")),
+        ("torchtitan", ("job", "training", "parallelism")),
+        ("lightning", ("trainer",)),
+        ("transformers", ("output_dir", "per_device_train_batch_size", "bf16_full_eval")),
+    )
+    scored = [(sum(key in data for key in keys) / len(keys), stack) for stack, keys in marks]
+    best = max(scored, key=lambda pair: pair[0])
+    if best[0] == 0:
+        raise DataError(f"{name or 'the text'}: no stack's configuration is recognized: name it with --from")
+    return best[1]
+
+
+def _importer(stack: str) -> Any:
+    module = stack_module(stack)
+    name = f"{module.__name__}_import"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise BadValue(f"{stack} has no configuration file to read: its settings are Python arguments") from None
+
+
+def _lm(version: str | None) -> Any:
+    return importlib.import_module("mpbridge.stacks.megatron_lm_import")
+
+
+def _version(stack: str, asked: str | None) -> str:
+    return version_of(stack_module(stack), asked)
+
+
+def _plain_loader() -> Any:
+    import yaml
+
+    class Plain(yaml.SafeLoader):
+        """A safe loader that keeps foreign tags as plain values."""
+
+    def plain(loader: Any, _suffix: str, node: Any) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return loader.construct_mapping(node, deep=True)
+        if isinstance(node, yaml.SequenceNode):
+            return loader.construct_sequence(node, deep=True)
+        return loader.construct_scalar(node)
+
+    Plain.add_multi_constructor("!", plain)
+    Plain.add_multi_constructor("tag:", plain)
+    return Plain
+
+
+class _Lazy:
+    """yaml's loader class, made on first use: yaml is not needed for shell scripts."""
+
+    made: Any = None
+
+    def __call__(self, stream: Any) -> Any:
+        if self.made is None:
+            self.made = _plain_loader()
+        return self.made(stream)
+
+
+_Plain: Any = _Lazy()

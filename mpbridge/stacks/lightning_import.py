@@ -1,0 +1,88 @@
+"""Lightning's trainer arguments or the trainer section of its CLI's YAML as what they mean. Read at 2.6.6."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mpbridge.errors import BadValue, DataError
+from mpbridge.formats import DType
+from mpbridge.precision.policy import LossScale
+from mpbridge.stacks.base import Imported
+from mpbridge.stacks.lightning import NAME
+from mpbridge.stacks.meaning import Meaning, Sharded
+from mpbridge.stacks.reading import Reader, raise_faults
+from mpbridge.stacks.torch_import import fields_of
+
+_WORDS: Mapping[str, tuple[DType, bool]] = {
+    # word -> (dtype, whether parameters are cast to it)
+    "32": (DType.FP32, True), "32-true": (DType.FP32, True), "16": (DType.FP16, False), "16-mixed": (DType.FP16, False),
+    "bf16": (DType.BF16, False), "bf16-mixed": (DType.BF16, False), "16-true": (DType.FP16, True), "bf16-true": (DType.BF16, True),
+}  # fmt: skip
+
+
+def read(words: Iterable[str], *, version: str) -> Imported:
+    """What `precision=bf16-mixed strategy=fsdp` means; leading dashes and 'trainer.' may stand before. Raises BadValue."""
+    data: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.lstrip("-").removeprefix("trainer.").partition("=")
+        if not equals:
+            raise BadValue(f"{word!r} is not an argument: expected name=value")
+        data[name] = value.strip("\"'")
+    return read_data({"trainer": data}, version=version)
+
+
+def read_data(data: Any, *, version: str) -> Imported:
+    """What a trainer means for a module in FP32. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
+    if not isinstance(data, Mapping):
+        raise DataError(f"a Lightning configuration is a mapping, found {type(data).__name__}")
+    read_ = Reader(data.get("trainer", data) if isinstance(data.get("trainer", data), Mapping) else {})
+    word = str(read_.at("precision", "32-true")).lower()
+    strategy = read_.at("strategy", "auto")
+    name = str(strategy.get("class_path", "") if isinstance(strategy, Mapping) else strategy).lower().rsplit(".", 1)[-1]
+    if word not in _WORDS:
+        hint = "; transformer-engine needs its plugin's recipe" if "transformer" in word else ""
+        read_.faults.append(f"precision={word!r}: expected one of {', '.join(_WORDS)}{hint}")
+    raise_faults(read_.faults, "this Lightning configuration")
+    base, cast = _WORDS[word]
+    cannot: list[str] = []
+    assumed = ["the module is FP32 before the trainer sees it"]
+    meaning = _meaning(base, cast, name, strategy, assumed)
+    fields = fields_of(meaning, cannot) if meaning.main is None else _megatron_like(meaning)
+    if meaning.wire is not meaning.accumulator:
+        cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
+    return Imported(
+        stack=NAME, version=version, fields=fields, engine="fsdp2" if "fsdp" in name else "mcore", meaning=meaning,
+        cannot_express=tuple(cannot), assumed=tuple(assumed),
+    )  # fmt: skip
+
+
+def _meaning(base: DType, cast: bool, strategy: str, given: Any, assumed: list[str]) -> Meaning:
+    if "deepspeed" in strategy and base is not DType.FP32:
+        assumed.append("under DeepSpeed mixed and true are the same settings")
+        return Meaning(
+            storage=base, compute=base, main=DType.FP32, wire=base, accumulator=base, optimizer_reads=DType.FP32, sharded="gradients"
+        )
+    sharded: Sharded = "everything" if "fsdp" in strategy or "modelparallel" in strategy else "nothing"
+    if cast:
+        return Meaning(storage=base, compute=base, wire=base, accumulator=base, exp_avg=base, exp_avg_sq=base, sharded=sharded)
+    wire = DType.FP32 if sharded == "nothing" else _reduce(base, given, assumed)
+    meaning = Meaning(storage=DType.FP32, compute=base, autocast=base, wire=wire, accumulator=DType.FP32, sharded=sharded)
+    if base is DType.FP16:
+        return dataclasses.replace(meaning, loss_scale=LossScale(initial=2.0**16, window=2000, hysteresis=1))
+    return meaning
+
+
+def _reduce(base: DType, given: Any, assumed: list[str]) -> DType:
+    """FSDPStrategy reduces in the precision's dtype unless it was given a MixedPrecision."""
+    arguments = given.get("init_args", {}) if isinstance(given, Mapping) else {}
+    policy = arguments.get("mixed_precision") if isinstance(arguments, Mapping) else None
+    if not isinstance(policy, Mapping):
+        return base
+    inner = Reader(policy.get("init_args", policy))
+    return inner.dtype("reduce_dtype", base) or base
+
+
+def _megatron_like(meaning: Meaning) -> dict[str, Any]:
+    return {meaning.storage.short: True, "grad_reduce_in_fp32": meaning.wire is DType.FP32}

@@ -1,0 +1,150 @@
+"""Megatron Bridge: a recipe as the part of its run_config.yaml that decides precision.
+
+Read at 067f987d: `MixedPrecisionConfig` (training/mixed_precision.py) is heard over whatever ddp, optimizer and model say of the same fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mpbridge.formats import DType
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.stacks.base import Export, Line, Piece, Request, compared
+from mpbridge.stacks.meaning import Meaning, of_policy
+
+NAME = "megatron-bridge"
+VERSIONS = {"0.6": "main, 067f987d"}
+DEFAULT_VERSION = "0.6"
+TARGET = "megatron.bridge.training.mixed_precision.MixedPrecisionConfig"
+FIELDS: dict[str, Any] = {
+    "fp32": False, "fp16": False, "bf16": False, "params_dtype": None, "pipeline_dtype": None, "autocast_dtype": None,
+    "autocast_enabled": False, "grad_reduce_in_fp32": True, "fp8": None, "fp8_recipe": "tensorwise",
+    "first_last_layers_bf16": False, "fp8_margin": 0, "fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent",
+    "fp8_wgrad": True, "fp8_dot_product_attention": False, "fp8_multi_head_attention": False, "fp8_param": None,
+    "fp8_param_gather": False, "fp4": None, "fp4_recipe": "nvfp4", "fp4_param": None, "fp4_param_gather": False,
+    "loss_scale": None, "initial_loss_scale": 4294967296, "min_loss_scale": 1.0, "loss_scale_window": 1000, "hysteresis": 2,
+    "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0, "reuse_grad_buf_for_mxfp8_param_ag": False,
+}  # fmt: skip
+"""Its fields and their defaults; a script compares them with its source."""
+
+
+def export(request: Request) -> Export:
+    """The mixed_precision section, and what only the model, optimizer and ddp sections can say."""
+    import yaml
+
+    policy, fsdp = request.policy, request.engine == "megatron_fsdp"
+    sections: dict[str, Any] = {"mixed_precision": _section(request.config, policy)}
+    sections["optimizer"] = _optimizer(policy)
+    sections["ddp"] = _ddp(policy, fsdp)
+    sections["model"] = _model(policy)
+    text = yaml.safe_dump({name: values for name, values in sections.items() if values}, sort_keys=False)
+    theirs = meaning(request)
+    lines = [*_unsayable(request), *compared(of_policy(policy, engine=request.engine), theirs)]
+    return Export(
+        stack=NAME,
+        version=request.version,
+        pieces=(Piece(name="run_config.yaml", text=text.rstrip()),),
+        meaning=theirs,
+        lines=tuple(lines),
+    )
+
+
+def meaning(request: Request) -> Meaning:
+    """What the sections amount to on megatron-core's engines."""
+    from mpbridge.stacks.megatron_lm import on_megatron
+
+    if request.engine == "fsdp2":
+        return of_policy(on_megatron(request.policy.settled()))
+    return of_policy(request.policy, engine=request.engine)
+
+
+def torch_dtype(dtype: DType) -> dict[str, Any]:
+    """A torch dtype as its run_config.yaml writes one."""
+    return {"_target_": f"torch.{dtype.value}", "_call_": False}
+
+
+def _section(config: MixedPrecisionConfig, policy: PrecisionPolicy) -> dict[str, Any]:
+    values: dict[str, Any] = {"_target_": TARGET}
+    said = config.stored()
+    for name, default in FIELDS.items():
+        value = said[name]
+        if isinstance(value, DType):
+            value = torch_dtype(value)
+        if name.startswith("num_layers_at") and config.first_last_layers_bf16:
+            value = 1 if value is None else value  # None means one layer here and is no value there
+        if value is not None and value != default:
+            values[name] = value
+    quant = policy.quant
+    if quant is not None:
+        # the default differs between stacks, so it is always written
+        values[f"fp{quant.bits}_recipe"] = quant.scaling
+    values["grad_reduce_in_fp32"] = policy.reduce is DType.FP32
+    values["params_dtype"] = torch_dtype(policy.compute)
+    values["pipeline_dtype"] = torch_dtype(policy.pipeline)
+    values.pop("fp8_param", None)
+    values.pop("fp4_param", None)
+    return values
+
+
+def _optimizer(policy: PrecisionPolicy) -> dict[str, Any]:
+    if not policy.precision_aware:
+        return {}
+    found: dict[str, Any] = {"use_precision_aware_optimizer": True}
+    for name in ("main_params", "main_grads", "exp_avg", "exp_avg_sq"):
+        dtype = getattr(policy, name)
+        if dtype is not None:
+            found[f"{name}_dtype"] = torch_dtype(dtype)
+    if policy.remainders is not None:
+        found["store_param_remainders"] = policy.remainders
+    return found
+
+
+def _ddp(policy: PrecisionPolicy, fsdp: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"use_distributed_optimizer": True}
+    if fsdp:
+        reduce = torch_dtype(policy.reduce)
+        found |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
+        found["megatron_fsdp_main_params_dtype"] = torch_dtype(policy.main_params or DType.FP32)
+        found |= {"megatron_fsdp_main_grads_dtype": reduce, "megatron_fsdp_grad_comm_dtype": reduce}
+    return found
+
+
+def _model(policy: PrecisionPolicy) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if policy.router is not None:
+        found["moe_router_dtype"] = policy.router.short
+    if policy.residual_fp32 is not None:
+        found["fp32_residual_connection"] = policy.residual_fp32
+    if policy.softmax_fp32 is not None:
+        found["attention_softmax_in_fp32"] = policy.softmax_fp32
+    return found
+
+
+def _unsayable(request: Request) -> Iterator[Line]:
+    policy = request.policy
+    if policy.params is policy.settled().main_params and policy.params is not DType.FP32:
+        yield Line(
+            fidelity="impossible",
+            fact="main_params_dtype",
+            text="its optimizers always make FP32 main weights of 16-bit parameters",
+        )
+    if policy.autocast is not None:
+        text = "autocast_enabled reaches no field of megatron-core there (its name is enable_autocast)"
+        yield Line(fidelity="impossible", fact="autocast_enabled", text=text)
+    if policy.keep_fp32:
+        yield Line(fidelity="impossible", fact="keep_fp32", text=f"nothing keeps {', '.join(policy.keep_fp32)} in FP32")
+    if policy.module_regions:
+        text = "model.quant_recipe is a Python object there: use the precision.yaml of --to megatron-lm with load_quantization_recipe"
+        yield Line(fidelity="impossible", fact="modules", text=text)
+    if policy.logits is not None:
+        yield Line(fidelity="impossible", fact="logit_dtype", text="an argument of GPTModel that its providers do not pass")
+    if policy.precision_aware and not policy.quantized:
+        # B1 of the trap list: a tensorwise fp8_recipe leaks into the optimizer although FP8 is off
+        yield Line(
+            fidelity="different",
+            fact="main weights",
+            text="its setup() copies fp8_recipe to the optimizer though FP8 is off, which moves the FP32 main weights from"
+            " FusedAdam (2 bytes as remainders) to megatron-core (4 bytes): set cfg.optimizer.fp8_recipe after setup",
+        )

@@ -1,0 +1,202 @@
+"""Megatron Bridge's run_config.yaml, or overrides on its command line, as what they mean. Read at 067f987d.
+
+What mixed_precision says wins over the same field of model, optimizer and ddp; `_target_` and `_call_` entries are names here, never imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mpbridge.errors import BadValue, DataError, MpbridgeError, UnknownName, nearest
+from mpbridge.formats import DType
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
+from mpbridge.precision.resolve import resolve
+from mpbridge.stacks.base import Imported
+from mpbridge.stacks.meaning import Meaning, of_policy
+from mpbridge.stacks.megatron_bridge import FIELDS, NAME
+from mpbridge.stacks.reading import Reader, raise_faults
+
+_DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
+_OPTIMIZER = ("use_precision_aware_optimizer", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
+_MODEL = ("moe_router_dtype", "fp32_residual_connection", "attention_softmax_in_fp32")
+
+
+def read(words: Iterable[str], *, version: str) -> Imported:
+    """What `section.key=value` overrides mean on their own. Raises BadValue for a word that is none."""
+    import yaml
+
+    tree: dict[str, Any] = {}
+    for word in words:
+        path, equals, value = word.lstrip("+-").partition("=")
+        if not equals:
+            raise BadValue(f"{word!r} is not an override: expected section.key=value")
+        at = tree
+        *sections, last = path.split(".")
+        for section in sections:
+            inner = at.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise BadValue(f"{word!r}: {section} is the text {inner!r} already, which has no keys: Bridge raises OverridesError")
+            at = inner
+        at[last] = yaml.safe_load(value)
+    return read_data(tree, version=version)
+
+
+def read_data(data: Any, *, version: str) -> Imported:
+    """What the sections mean. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
+    if not isinstance(data, Mapping):
+        raise DataError(f"a run_config.yaml is a mapping, found {type(data).__name__}")
+    read_, notes = Reader(data), _Notes()
+    fields = _precision(read_, notes)
+    _optimizer(read_, fields, notes)
+    for name in _MODEL:
+        value = read_.at(f"model.{name}")
+        if value is not None and value is not False:
+            fields[name] = value
+    fsdp = read_.flag("ddp.use_megatron_fsdp") or read_.flag("dist.use_megatron_fsdp")
+    if fsdp:
+        _megatron_fsdp(read_, fields, notes)
+    _overridden(read_, fields, notes)
+    raise_faults(read_.faults, "this run_config.yaml")
+    distributed = read_.at("ddp.use_distributed_optimizer", read_.at("optimizer.use_distributed_optimizer", True))
+    try:
+        policy = resolve(MixedPrecisionConfig.from_data(fields))
+        meaning = of_policy(
+            policy,
+            engine="megatron_fsdp" if fsdp else "mcore",
+            sharded="everything" if fsdp else "optimizer" if distributed else "nothing",
+        )
+    except MpbridgeError as error:
+        notes.contradicts.append(str(error))
+        meaning = _plain(fields)
+    return Imported(
+        stack=NAME, version=version, fields=fields, engine="megatron_fsdp" if fsdp else "mcore", meaning=meaning,
+        inert=tuple(notes.inert), contradicts=tuple(notes.contradicts), cannot_express=tuple(notes.cannot),
+        unknown=tuple(notes.unknown), assumed=tuple(notes.assumed),
+    )  # fmt: skip
+
+
+class _Notes:
+    """What is to be said beside the fields."""
+
+    def __init__(self) -> None:
+        self.inert: list[str] = []
+        self.contradicts: list[str] = []
+        self.cannot: list[str] = []
+        self.unknown: list[str] = []
+        self.assumed: list[str] = []
+
+
+def _precision(read_: Reader, notes: _Notes) -> dict[str, Any]:
+    section = read_.at("mixed_precision")
+    if section is None:
+        notes.assumed.append("no mixed_precision section: model, optimizer and ddp are read as they are")
+        return _without_section(read_)
+    if isinstance(section, str):
+        name = key(section)
+        if name not in recipes:
+            raise UnknownName("recipe", section, recipes)
+        return get_mixed_precision_config(name).as_data()
+    if not isinstance(section, Mapping):
+        read_.faults.append(f"mixed_precision={section!r}: expected a recipe's name or a mapping")
+        return {}
+    values: dict[str, Any] = {}
+    for name, value in section.items():
+        if name in ("_target_", "_call_"):
+            continue
+        if name not in FIELDS:
+            near = nearest(str(name), FIELDS, most=1)
+            notes.unknown.append(f"mixed_precision.{name}" + (f" (nearest: {near[0]})" if near else ""))
+            continue
+        dtype = read_.dtype(f"mixed_precision.{name}") if name in _DTYPES else None
+        values[name] = dtype.short if dtype is not None else None if name in _DTYPES else value
+    return _settled(values, notes)
+
+
+def _settled(values: dict[str, Any], notes: _Notes) -> dict[str, Any]:
+    """Bridge's object as ours: twins by its rule (the gather spelling wins), inert values out, its own defaults written where ours differ."""
+    for low in ("fp8", "fp4"):
+        pair = values.get(f"{low}_param"), values.get(f"{low}_param_gather")
+        if None not in pair and pair[0] != pair[1]:
+            notes.contradicts.append(f"{low}_param={pair[0]} and {low}_param_gather={pair[1]}: the gather spelling wins there, silently")
+        stored = bool(values.pop(f"{low}_param", False) if pair[1] is None else pair[1])
+        values.pop(f"{low}_param", None)
+        values.pop(f"{low}_param_gather", None)
+        if values.get(low):
+            values[f"{low}_param_gather"] = stored
+        elif values.pop(f"{low}_recipe", None) not in (None, FIELDS[f"{low}_recipe"]):
+            notes.inert.append(f"{low}_recipe without {low}")
+    if values.get("fp8") and values.get("fp8_recipe") is None:
+        values["fp8_recipe"] = "tensorwise"
+    edges = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    if values.get("first_last_layers_bf16"):
+        values |= {name: values.get(name, 0) for name in edges}
+    elif any(values.get(name) for name in edges):
+        notes.inert.append("num_layers_at_*_in_bf16 without first_last_layers_bf16")
+        values = {name: value for name, value in values.items() if name not in edges}
+    if values.pop("autocast_enabled", False):
+        notes.inert.append("autocast_enabled: reaches no field of megatron-core there (its name is enable_autocast)")
+    defaults = MixedPrecisionConfig().stored()
+    return {name: value for name, value in values.items() if value is not None and value != defaults[name]} | {
+        "grad_reduce_in_fp32": bool(values.get("grad_reduce_in_fp32", True))
+    }
+
+
+def _without_section(read_: Reader) -> dict[str, Any]:
+    base = "bf16" if read_.flag("model.bf16") else "fp16" if read_.flag("model.fp16") else "fp32"
+    fields: dict[str, Any] = {base: True, "grad_reduce_in_fp32": read_.flag("ddp.grad_reduce_in_fp32")}
+    if read_.at("model.fp8"):
+        fields |= {"fp8": read_.at("model.fp8"), "fp8_recipe": read_.at("model.fp8_recipe", "delayed")}
+    return fields
+
+
+def _optimizer(read_: Reader, fields: dict[str, Any], notes: _Notes) -> None:
+    aware = read_.flag("optimizer.use_precision_aware_optimizer")
+    for name in _OPTIMIZER:
+        path = f"optimizer.{name}"
+        if read_.at(path) is None or not aware:
+            continue
+        if name.endswith("_dtype"):
+            dtype = read_.dtype(path)
+            if dtype is not None:
+                fields[name] = "fp8" if dtype is DType.UINT8 else dtype.short
+        else:
+            fields[name] = read_.flag(path)
+    if fields.get("main_grads_dtype") == "fp32":
+        del fields["main_grads_dtype"]
+    if not aware and any(read_.dtype(f"optimizer.{name}", DType.FP32) is not DType.FP32 for name in _OPTIMIZER if name.endswith("_dtype")):
+        notes.contradicts.append("16-bit optimizer states without use_precision_aware_optimizer: megatron-core refuses them")
+    if aware and not fields.get("fp8"):
+        notes.cannot.append("its setup() copies fp8_recipe to the optimizer though FP8 is off: the FP32 main weights are megatron-core's, not FusedAdam's")
+
+
+def _megatron_fsdp(read_: Reader, fields: dict[str, Any], notes: _Notes) -> None:
+    base = DType.BF16 if fields.get("bf16") else DType.FP16 if fields.get("fp16") else DType.FP32
+    grads = read_.dtype("ddp.megatron_fsdp_main_grads_dtype", base) or base
+    wire = read_.dtype("ddp.megatron_fsdp_grad_comm_dtype", grads) or grads
+    if fields.get("grad_reduce_in_fp32") and wire is not DType.FP32:
+        notes.inert.append("grad_reduce_in_fp32: this engine does not read it; gradients are reduced in " + wire.short)
+    fields["grad_reduce_in_fp32"] = wire is DType.FP32
+    if wire is not grads:
+        notes.cannot.append(f"gradients travel in {wire.short} and accumulate in {grads.short}")
+
+
+def _overridden(read_: Reader, fields: Mapping[str, Any], notes: _Notes) -> None:
+    """Settings of other sections that mixed_precision overrides."""
+    if read_.at("mixed_precision") is None:
+        return
+    asked = read_.at("ddp.grad_reduce_in_fp32")
+    if asked is not None and bool(asked) != bool(fields.get("grad_reduce_in_fp32", True)) and not read_.flag("ddp.use_megatron_fsdp"):
+        notes.inert.append(f"ddp.grad_reduce_in_fp32={asked}: mixed_precision is heard instead")
+    for name in ("fp8", "fp8_param", "fp4", "first_last_layers_bf16"):
+        asked = read_.at(f"model.{name}")
+        if asked and not fields.get(name) and not fields.get(f"{name}_gather"):
+            notes.inert.append(f"model.{name}={asked}: mixed_precision is heard instead")
+
+
+def _plain(fields: Mapping[str, Any]) -> Meaning:
+    base = DType.BF16 if fields.get("bf16") else DType.FP16 if fields.get("fp16") else DType.FP32
+    wire = DType.FP32 if fields.get("grad_reduce_in_fp32", True) else base
+    main = None if base is DType.FP32 else DType.FP32
+    return Meaning(storage=base, compute=base, main=main, wire=wire, accumulator=wire, sharded="optimizer")

@@ -1,0 +1,220 @@
+"""Megatron-LM: a recipe as command-line flags.
+
+Read at d98e8a64 (core 0.20.0) against its own parser: defaults of megatron/training/arguments.py and of TransformerConfig.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from mpbridge.formats import DType
+from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
+from mpbridge.stacks.base import Export, Line, Piece, Request, compared
+from mpbridge.stacks.meaning import Meaning, of_policy
+
+NAME = "megatron-lm"
+VERSIONS = {"0.16": "release core_v0.16", "0.20": "main, d98e8a64"}
+"""What was read of it; the first is what the released megatron-core belongs to."""
+DEFAULT_VERSION = "0.20"
+
+Flags = Iterator[str]
+
+
+def export(request: Request) -> Export:
+    """The precision part of a Megatron-LM command line."""
+    policy, lines = request.policy, list(_unsayable(request))
+    fsdp = request.engine == "megatron_fsdp"
+    words = [*_base(policy), *_gradients(policy, fsdp), *_scale(policy), *_quantization(policy), *_model(policy)]
+    words += [*_optimizer(policy, request), *(_megatron_fsdp(policy) if fsdp else ())]
+    pieces = [Piece(name="arguments", text=_wrapped(words))]
+    if policy.module_regions:
+        pieces.append(Piece(name="precision.yaml", text=modules_file(policy)))
+    theirs = _meaning(request)
+    lines += compared(of_policy(policy, engine=request.engine), theirs, _COSTS)
+    return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
+
+
+_COSTS = {
+    "main": "main weights of Megatron-LM start from the 16-bit rounded parameters",
+    "storage": "checkpoints hold 16-bit parameters and FP32 main weights",
+}
+
+
+def _meaning(request: Request) -> Meaning:
+    """What the flags amount to in Megatron-LM: sharded FP32 main weights wherever parameters have 16 bits."""
+    policy = request.policy.settled()
+    if request.engine != "fsdp2":
+        return of_policy(policy, engine=request.engine)
+    return of_policy(on_megatron(policy))
+
+
+def on_megatron(policy: PrecisionPolicy) -> PrecisionPolicy:
+    """A policy of an FSDP2 recipe in megatron-core's layout: parameters in the compute dtype, main weights beside them."""
+    return dataclasses.replace(policy, params=policy.compute, gather=None, main_params=policy.main_params or DType.FP32)
+
+
+def _base(policy: PrecisionPolicy) -> Flags:
+    if policy.compute is not DType.FP32:
+        yield f"--{policy.compute.short}"
+
+
+def _gradients(policy: PrecisionPolicy, fsdp: bool) -> Flags:
+    if policy.reduce is DType.FP32:
+        yield "--accumulate-allreduce-grads-in-fp32"
+    elif policy.compute is DType.BF16 and not fsdp:
+        yield "--grad-reduce-in-bf16"
+
+
+def _scale(policy: PrecisionPolicy) -> Flags:
+    scale = policy.loss_scale
+    if scale is None:
+        return
+    if scale.static is not None:
+        yield f"--loss-scale {number(scale.static)}"
+        return
+    yield f"--initial-loss-scale {number(scale.initial)}"
+    yield f"--min-loss-scale {number(scale.minimum)}"
+    yield f"--loss-scale-window {number(scale.window)}"
+    yield f"--hysteresis {scale.hysteresis}"
+
+
+def _quantization(policy: PrecisionPolicy) -> Flags:
+    quant = policy.quant
+    if quant is not None:
+        yield from _one(quant)
+        if policy.reuse_grad_buffer:
+            yield "--reuse-grad-buf-for-mxfp8-param-ag"
+        if policy.ends is not None:
+            first, last = policy.ends
+            yield f"--first-last-layers-bf16 --num-layers-at-start-in-bf16 {first} --num-layers-at-end-in-bf16 {last}"
+    if policy.module_regions:
+        yield "--te-precision-config-file precision.yaml"
+
+
+def _one(quant: Quant) -> Flags:
+    low = "fp4" if quant.bits == 4 else "fp8"
+    # the recipe is always written: alone, --fp8-format means delayed scaling here and tensorwise in Megatron Bridge
+    yield f"--{low}-format {quant.format} --{low}-recipe {quant.scaling}"
+    if quant.factory:
+        yield f"--{low}-quantizer-factory {quant.factory}"
+    if quant.scaling == "delayed":
+        yield f"--fp8-amax-history-len {quant.amax_history} --fp8-amax-compute-algo {quant.amax_algo}"
+        if quant.margin:
+            yield f"--fp8-margin {quant.margin}"
+        if not quant.wgrad:
+            yield "--no-fp8-wgrad"
+    if quant.stored:
+        yield f"--{low}-param-gather"
+
+
+def _model(policy: PrecisionPolicy) -> Flags:
+    if policy.residual_fp32:
+        yield "--fp32-residual-connection"
+    if policy.softmax_fp32:
+        yield "--attention-softmax-in-fp32"
+    if policy.router is not None:
+        yield f"--moe-router-dtype {policy.router.short}"
+    if policy.logits is not None:
+        yield f"--output-logit-dtype {policy.logits.short}"
+
+
+def _optimizer(policy: PrecisionPolicy, request: Request) -> Flags:
+    aware = bool(policy.precision_aware)
+    if request.engine == "megatron_fsdp":
+        pass  # its own flags
+    elif aware or policy.stored or request.engine == "fsdp2":
+        yield "--use-distributed-optimizer"
+    if aware:
+        yield "--use-precision-aware-optimizer"
+        yield f"--main-grads-dtype {(policy.main_grads or DType.FP32).short}"
+        yield f"--main-params-dtype {(policy.main_params or DType.FP32).short}"
+        yield f"--exp-avg-dtype {_state(policy.exp_avg)} --exp-avg-sq-dtype {_state(policy.exp_avg_sq)}"
+
+
+def _state(dtype: DType | None) -> str:
+    return "fp8" if dtype is DType.UINT8 else (dtype or DType.FP32).short
+
+
+def _megatron_fsdp(policy: PrecisionPolicy) -> Flags:
+    yield "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
+    yield "--ckpt-format fsdp_dtensor"
+    reduce = policy.reduce.short
+    # --accumulate-allreduce-grads-in-fp32 reaches a field that this engine does not read
+    yield f"--megatron-fsdp-main-params-dtype {(policy.main_params or DType.FP32).short}"
+    yield f"--megatron-fsdp-main-grads-dtype {reduce} --megatron-fsdp-grad-comm-dtype {reduce}"
+
+
+def _unsayable(request: Request) -> Iterator[Line]:
+    """Facts that no flag of Megatron-LM says."""
+    policy, new = request.policy, not request.version.startswith("0.16")
+
+    def line(fact: str, text: str) -> Line:
+        return Line(fidelity="impossible", fact=fact, text=text)
+
+    own = policy.settled().main_params is policy.params
+    if own and policy.params is not DType.FP32:
+        yield line(
+            "main_params_dtype",
+            f"--{policy.compute.short} always makes FP32 main weights, and --main-params-dtype has no {policy.params.short};"
+            " nearest: --use-precision-aware-optimizer with BF16 moments, 6 bytes per parameter more than asked for (unsharded)",
+        )
+    if policy.autocast is not None:
+        yield line("autocast_enabled", "no flag; weights and activations are cast by the model instead")
+    if policy.remainders is False and policy.precision_aware:
+        yield line("store_param_remainders", "no flag, it is on: the same FP32 value in 2 bytes less per parameter")
+    if policy.keep_fp32:
+        yield line("keep_fp32", f"no flag keeps {', '.join(policy.keep_fp32)} in FP32")
+    for name, value in (("pipeline_dtype", policy.pipeline), ("output_dtype", policy.output)):
+        if value is not policy.compute and not (name == "pipeline_dtype" and policy.residual_fp32):
+            yield line(name, f"no flag; {policy.compute.short} there")
+    if policy.softmax_fp32 is False:
+        yield Line(fidelity="exact", fact="attention_softmax_in_fp32", text="off is the flag's default there")
+    for quant in policy.quants:
+        if quant.attention != "none":
+            yield line("fp8_dot_product_attention", "no flag; attention stays in 16 bits")
+        if quant.bits == 4 and quant.stored and not new:
+            yield line("fp4_param_gather", "the flag exists from core 0.20 on; weights are gathered in 16 bits")
+    if policy.logits is not None and not new:
+        yield line("logit_dtype", "the flag exists from core 0.20 on")
+    if request.engine == "megatron_fsdp" and not new:
+        yield line("grad_reduce_in_fp32", "the three --megatron-fsdp-*-dtype flags exist from core 0.20 on")
+
+
+def modules_file(policy: PrecisionPolicy) -> str:
+    """The file of --te-precision-config-file for the policy's regions that name modules."""
+    import yaml
+
+    configs: dict[str, object] = {}
+    matchers: dict[str, object] = {}
+    for index, region in enumerate(policy.module_regions):
+        name = f"rule_{index}"
+        configs[name] = _rule(region)
+        matchers[name] = {"type": "glob", "enabled": True, "pattern": _pattern(region), "config": name}
+    return yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
+
+
+def _rule(region: Region) -> dict[str, object]:
+    quant = region.quant
+    if quant is None:
+        return {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
+    low = "fp4" if quant.bits == 4 else "fp8"
+    recipe: dict[str, object] = {f"{low}_quantization_recipe": quant.scaling}
+    if low == "fp8":
+        recipe["fp8_format"] = quant.format
+    return {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": recipe}
+
+
+def _pattern(region: Region) -> str:
+    return region.modules if region.modules.startswith("*") else f"*{region.modules}"
+
+
+def number(value: float) -> str:
+    """A number in full: 4294967296, 0.5."""
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def _wrapped(words: list[str]) -> str:
+    return " \\\n".join(words)
+
+

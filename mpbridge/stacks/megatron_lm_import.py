@@ -1,0 +1,374 @@
+"""Megatron-LM's arguments, from a command line, a launch script or a checkpoint, as what they mean. Nothing is executed or unpickled.
+
+Read at d98e8a64 (core 0.20.0): validate_args, get_megatron_optimizer_config and get_megatron_ddp_config decide what reaches a run.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mpbridge.errors import BadValue, DataError, MpbridgeError, nearest
+from mpbridge.formats import DType, dtype
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.resolve import resolve
+from mpbridge.stacks.base import Imported
+from mpbridge.stacks.meaning import Meaning, Sharded, of_policy
+from mpbridge.stacks.megatron_lm import NAME
+
+_VALUES: Mapping[str, tuple[str, Any]] = MappingProxyType(
+    {
+        # option -> (name, its default)
+        "--loss-scale": ("loss_scale", None),
+        "--initial-loss-scale": ("initial_loss_scale", 2.0**32),
+        "--min-loss-scale": ("min_loss_scale", 1.0),
+        "--loss-scale-window": ("loss_scale_window", 1000.0),
+        "--hysteresis": ("hysteresis", 2),
+        "--fp8-format": ("fp8", None),
+        "--fp8-recipe": ("fp8_recipe", "delayed"),
+        "--fp8-margin": ("fp8_margin", 0),
+        "--fp8-interval": ("fp8_interval", 1),
+        "--fp8-amax-history-len": ("fp8_amax_history_len", 1),
+        "--fp8-amax-compute-algo": ("fp8_amax_compute_algo", "most_recent"),
+        "--fp8-quantizer-factory": ("fp8_quantizer_factory", None),
+        "--fp4-format": ("fp4", None),
+        "--fp4-recipe": ("fp4_recipe", "nvfp4"),
+        "--fp4-quantizer-factory": ("fp4_quantizer_factory", None),
+        "--num-layers-at-start-in-bf16": ("first", 1),
+        "--num-layers-at-end-in-bf16": ("last", 1),
+        "--te-precision-config-file": ("modules_file", None),
+        "--main-grads-dtype": ("main_grads", "fp32"),
+        "--main-params-dtype": ("main_params", "fp32"),
+        "--exp-avg-dtype": ("exp_avg", "fp32"),
+        "--exp-avg-sq-dtype": ("exp_avg_sq", "fp32"),
+        "--megatron-fsdp-main-params-dtype": ("fsdp_main_params", "fp32"),
+        "--megatron-fsdp-main-grads-dtype": ("fsdp_main_grads", "auto"),
+        "--megatron-fsdp-grad-comm-dtype": ("fsdp_grad_comm", "auto"),
+        "--moe-router-dtype": ("router", None),
+        "--output-logit-dtype": ("logits", None),
+        "--transformer-impl": ("transformer_impl", "transformer_engine"),
+    }
+)
+_SWITCHES: Mapping[str, str] = MappingProxyType(
+    {
+        "--bf16": "bf16",
+        "--fp16": "fp16",
+        "--accumulate-allreduce-grads-in-fp32": "accumulate",
+        "--grad-reduce-in-bf16": "reduce_bf16",
+        "--no-fp8-wgrad": "no_wgrad",
+        "--disable-fp8-wgrad": "no_wgrad",
+        "--fp8-param-gather": "fp8_stored",
+        "--fp4-param-gather": "fp4_stored",
+        "--first-last-layers-bf16": "edges",
+        "--use-precision-aware-optimizer": "aware",
+        "--use-distributed-optimizer": "distributed",
+        "--use-megatron-fsdp": "megatron_fsdp",
+        "--use-torch-fsdp2": "fsdp2",
+        "--use-custom-fsdp": "megatron_fsdp",
+        "--fp32-residual-connection": "residual",
+        "--attention-softmax-in-fp32": "softmax",
+        "--reuse-grad-buf-for-mxfp8-param-ag": "reuse",
+        "--fp8-output-proj": "fp8_output_proj",
+        "--fp16-lm-cross-entropy": "fp16_loss",
+    }
+)
+_INTEGERS = ("hysteresis", "fp8_margin", "fp8_interval", "fp8_amax_history_len", "first", "last")
+_FLOATS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window")
+
+
+@dataclass
+class _Read:
+    """A command line taken apart."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    said: set[str] = field(default_factory=set)
+    unknown: list[str] = field(default_factory=list)
+    other: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def on(self, name: str) -> bool:
+        """Whether a switch was given."""
+        return bool(self.values.get(name))
+
+
+@functools.cache
+def options() -> Mapping[str, Any]:
+    """option -> how many values it takes (an int, '+' or '*'), of Megatron-LM's own parser."""
+    text = (Path(__file__).parent / "data" / "megatron_lm.json").read_text(encoding="utf-8")
+    found: Mapping[str, Any] = json.loads(text)["options"]
+    return MappingProxyType({**found, "--use-custom-fsdp": 0})
+
+
+def read(words: Iterable[str], *, version: str, assumed: tuple[str, ...] = ()) -> Imported:
+    """What a command line means. Raises BadValue naming every option whose value cannot be read."""
+    parsed = _parse(list(words))
+    if parsed.faults:
+        raise BadValue("\n".join(["these arguments cannot be read:", *(f"  - {fault}" for fault in parsed.faults)]))
+    return _meaning(parsed, version=version, assumed=assumed)
+
+
+def read_data(data: Any, *, version: str) -> Imported:
+    """What the MODEL_ARGS of one of its test cases mean: option -> value. Raises DataError for what is no mapping."""
+    options_ = data.get("MODEL_ARGS", data) if isinstance(data, Mapping) else None
+    if not isinstance(options_, Mapping):
+        raise DataError(f"expected a mapping with MODEL_ARGS, found {type(data).__name__}")
+    words: list[str] = []
+    for name, value in options_.items():
+        if value is not False and value is not None:
+            words += [str(name)] if value is True else [str(name), str(value)]
+    return read(words, version=version)
+
+
+def read_values(given: Mapping[str, Any], *, version: str, assumed: tuple[str, ...] = ()) -> Imported:
+    """What the namespace of a checkpoint means: Megatron-LM's `args`, by its own names, as validate_args had left them."""
+    by_dest = _by_dest()
+    words: list[str] = []
+    for name, value in given.items():
+        option = by_dest.get(name)
+        if option is None or value is None or value is False:
+            continue
+        text = _spelled(value)
+        if value is True or text != str(_VALUES[option][1]):
+            words += [option] if value is True else [option, text]
+    return read(words, version=version, assumed=assumed)
+
+
+def _spelled(value: Any) -> str:
+    """A value as its option spells it: dtypes are fp32, bf16, fp16 and, for moments, fp8."""
+    text = str(value)
+    if not text.startswith("torch."):
+        return text
+    found = dtype(text)
+    return "fp8" if found is DType.UINT8 else found.short
+
+
+def _by_dest() -> Mapping[str, str]:
+    """args' attribute -> the option that sets it."""
+    known = {option: option[2:].replace("-", "_") for option in (*_VALUES, *_SWITCHES)}
+    special = {"--fp8-format": "fp8", "--fp4-format": "fp4", "--output-logit-dtype": "logit_dtype"}
+    dropped = ("--disable-fp8-wgrad", "--no-fp8-wgrad", "--use-custom-fsdp")
+    return {name: option for option, name in (known | special).items() if option not in dropped}
+
+
+def _parse(words: list[str]) -> _Read:
+    read, known = _Read(), options()
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        if not word.startswith("--"):
+            continue
+        name, equals, attached = word.partition("=")
+        values: list[str] = [attached] if equals else []
+        if name not in known:
+            near = nearest(name, known, most=1)
+            read.unknown.append(name + (f" (nearest: {near[0]})" if near else ""))
+            continue
+        arity = known[name]
+        while not equals and position < len(words) and not _is_option(words[position]):
+            if arity == 0 or (isinstance(arity, int) and len(values) >= arity):
+                break
+            values.append(words[position])
+            position += 1
+        _store(read, name, values)
+    return read
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("--") or (word.startswith("-") and not word[1:2].isdigit() and len(word) > 1 and word[1] != ".")
+
+
+def _store(read: _Read, option: str, values: list[str]) -> None:
+    if option in _SWITCHES:
+        read.values[_SWITCHES[option]] = True
+        read.said.add(_SWITCHES[option])
+    elif option in _VALUES:
+        name = _VALUES[option][0]
+        if not values or values[0] == "":
+            read.faults.append(f"{option} has no value: give the script's variables with --env NAME=VALUE")
+            return
+        try:
+            convert = int if name in _INTEGERS else float if name in _FLOATS else str
+            read.values[name] = convert(values[0])
+        except ValueError:
+            read.faults.append(f"{option} {values[0]}: expected a {'whole ' if name in _INTEGERS else ''}number")
+        read.said.add(name)
+    else:
+        read.other.append(option)
+
+
+def _meaning(read: _Read, *, version: str, assumed: tuple[str, ...]) -> Imported:
+    values = {name: default for name, default in _VALUES.values()} | read.values
+    inert, contradicts, cannot, more = _inert(read, values), _contradictions(read, values), _cannot(read, values), []
+    fields = _fields(read, values)
+    engine = "megatron_fsdp" if read.on("megatron_fsdp") else "fsdp2" if read.on("fsdp2") else "mcore"
+    sharded: Sharded = (
+        "everything" if engine != "mcore" else "optimizer" if read.on("distributed") else "nothing"
+    )
+    try:
+        policy = resolve(MixedPrecisionConfig.from_data(fields))
+        meaning = of_policy(policy, engine="mcore", sharded=sharded)
+    except MpbridgeError as error:
+        contradicts.append(str(error))
+        meaning = _plain_meaning(fields, sharded)
+    if not (read.on("bf16") or read.on("fp16")):
+        more.append("neither --bf16 nor --fp16: everything in FP32")
+    return Imported(
+        stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, inert=tuple(inert),
+        contradicts=tuple(contradicts), cannot_express=tuple(cannot), unknown=tuple(read.unknown),
+        other=tuple(read.other), assumed=(*assumed, *more),
+    )  # fmt: skip
+
+
+def _plain_meaning(fields: Mapping[str, Any], sharded: Sharded) -> Meaning:
+    """Storage and communication alone, for settings that resolve refuses."""
+    base = DType.BF16 if fields.get("bf16") else DType.FP16 if fields.get("fp16") else DType.FP32
+    wire = DType.FP32 if fields.get("grad_reduce_in_fp32") else base
+    main = None if base is DType.FP32 else DType.FP32
+    return Meaning(storage=base, compute=base, main=main, wire=wire, accumulator=wire, sharded=sharded)
+
+
+def _fields(read: _Read, values: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    base = "bf16" if read.on("bf16") else "fp16" if read.on("fp16") else "fp32"
+    fields[base] = True
+    fields["grad_reduce_in_fp32"] = _reduces_in_fp32(read, values)
+    fields |= _quantized(read, values)
+    if read.on("fp16") or values["loss_scale"] is not None:
+        for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
+            if values[name] != MixedPrecisionConfig.__dataclass_fields__[name].default:
+                fields[name] = values[name]
+    if read.on("aware"):
+        fields["use_precision_aware_optimizer"] = True
+        for name in ("main_params", "exp_avg", "exp_avg_sq"):
+            fields[f"{name}_dtype"] = values[name]
+        if values["main_grads"] != "fp32":
+            fields["main_grads_dtype"] = values["main_grads"]
+    elif read.on("megatron_fsdp") and base != "fp32" and values["fsdp_main_params"] == "fp32":
+        fields["main_params_dtype"] = "fp32"
+    if read.on("residual"):
+        fields["fp32_residual_connection"] = True
+    # Transformer Engine's attention does not read it: only the local implementation's does
+    if read.on("softmax") and values["transformer_impl"] == "local":
+        fields["attention_softmax_in_fp32"] = True
+    if values["router"] is not None:
+        fields["moe_router_dtype"] = values["router"]
+    if values["logits"] is not None:
+        fields["logit_dtype"] = values["logits"]
+    return fields
+
+
+def _reduces_in_fp32(read: _Read, values: Mapping[str, Any]) -> bool:
+    """ddp.grad_reduce_in_fp32 as validate_args leaves it, or what the sharding engine does instead."""
+    if read.on("megatron_fsdp"):
+        main = values["fsdp_main_grads"]
+        wire = values["fsdp_grad_comm"] if values["fsdp_grad_comm"] != "auto" else main
+        return bool(wire == "fp32") or not (read.on("bf16") or read.on("fp16"))
+    if read.on("fsdp2"):
+        return not (read.on("bf16") or read.on("fp16"))
+    if read.on("bf16"):
+        if read.on("reduce_bf16"):
+            return False
+        return read.on("accumulate") or values["main_grads"] == "fp32"
+    return read.on("accumulate")
+
+
+def _quantized(read: _Read, values: Mapping[str, Any]) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if values["fp8"] is not None:
+        fields |= {"fp8": values["fp8"], "fp8_recipe": values["fp8_recipe"], "fp8_param": read.on("fp8_stored")}
+        if values["fp8_quantizer_factory"]:
+            fields["fp8_quantizer_factory"] = values["fp8_quantizer_factory"]
+        if values["fp8_recipe"] == "delayed":
+            fields |= {name: values[name] for name in ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")}
+            fields["fp8_wgrad"] = not read.on("no_wgrad")
+        if read.on("reuse"):
+            fields["reuse_grad_buf_for_mxfp8_param_ag"] = not read.on("megatron_fsdp")
+    if values["fp4"] is not None:
+        fields |= {"fp4": values["fp4"], "fp4_recipe": values["fp4_recipe"], "fp4_param": read.on("fp4_stored")}
+        if values["fp4_quantizer_factory"]:
+            fields["fp4_quantizer_factory"] = values["fp4_quantizer_factory"]
+    if (values["fp8"] or values["fp4"]) and read.on("edges"):
+        fields["first_last_layers_bf16"] = True
+        fields["num_layers_at_start_in_bf16"] = values["first"]
+        fields["num_layers_at_end_in_bf16"] = values["last"]
+    return fields
+
+
+def _inert(read: _Read, values: Mapping[str, Any]) -> list[str]:
+    """Settings that its parser takes and nothing reads, or reads elsewhere than a user would think."""
+    said, off, found = read.said, values["fp8"] is None, []
+
+    def note(condition: bool, text: str) -> None:
+        if condition:
+            found.append(text)
+
+    aware = read.on("aware")
+    note("fp8_recipe" in said and off and not (aware and values["fp8_recipe"] != "delayed"), "--fp8-recipe without --fp8-format: nothing is quantized")
+    note(
+        "fp8_recipe" in said and off and aware and values["fp8_recipe"] != "delayed",
+        f"--fp8-recipe {values['fp8_recipe']} without --fp8-format quantizes nothing, yet moves the main weights from FusedAdam to megatron-core",
+    )
+    amax = {"fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"} & said
+    note(bool(amax) and (off or values["fp8_recipe"] != "delayed"), "--fp8-amax-* and --fp8-margin act under delayed scaling only")
+    note("fp8_interval" in said, "--fp8-interval: Transformer Engine no longer reads it")
+    note(bool({"first", "last"} & said) and not read.on("edges"), "--num-layers-at-*-in-bf16 without --first-last-layers-bf16")
+    note(read.on("edges") and off and values["fp4"] is None, "--first-last-layers-bf16 without a quantization")
+    note(values["fp8_recipe"] == "mxfp8" and values["fp8"] == "hybrid", "--fp8-format hybrid under mxfp8: all operands are E4M3")
+    note(read.on("softmax") and values["transformer_impl"] != "local", "--attention-softmax-in-fp32: Transformer Engine's attention does not read it")
+    note(read.on("accumulate") and read.on("reduce_bf16"), "--accumulate-allreduce-grads-in-fp32 beside --grad-reduce-in-bf16: BF16 wins")
+    note(read.on("accumulate") and (read.on("fsdp2") or read.on("megatron_fsdp")), "--accumulate-allreduce-grads-in-fp32: the sharding engine does not read it")
+    note(read.on("reduce_bf16") and read.on("fp16"), "--grad-reduce-in-bf16 under --fp16: gradients are reduced in FP16")
+    states = {"main_params", "main_grads", "exp_avg", "exp_avg_sq"} & said
+    note(bool(states) and not aware and all(values[name] == "fp32" for name in states), "--main-*-dtype and --exp-avg-*-dtype act under --use-precision-aware-optimizer only")
+    scale = {"initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"} & said
+    note(bool(scale) and not read.on("fp16"), "details of dynamic loss scaling without --fp16")
+    fsdp = {"fsdp_main_params", "fsdp_main_grads", "fsdp_grad_comm"} & said
+    note(bool(fsdp) and not read.on("megatron_fsdp"), "--megatron-fsdp-*-dtype without --use-megatron-fsdp")
+    return found
+
+
+def _contradictions(read: _Read, values: Mapping[str, Any]) -> list[str]:
+    """What its parser asserts away, or would train as something that no reader expects."""
+    found = []
+    if read.on("bf16") and read.on("fp16"):
+        found.append("--bf16 and --fp16: the parser refuses both together")
+    if values["fp8"] and values["fp4"]:
+        found.append("--fp8-format and --fp4-format: megatron-core refuses both together")
+    low = [name for name in ("main_params", "exp_avg", "exp_avg_sq", "main_grads") if values[name] != "fp32"]
+    if low and not read.on("aware"):
+        found.append("16-bit optimizer states without --use-precision-aware-optimizer: the parser refuses them")
+    if read.on("edges") and values["fp8"] and values["fp8_recipe"] == "delayed":
+        found.append("--first-last-layers-bf16 with delayed scaling: megatron-core refuses it")
+    if read.on("accumulate") and values["main_grads"] == "bf16":
+        found.append("--main-grads-dtype bf16 with --accumulate-allreduce-grads-in-fp32: the parser refuses it")
+    if read.on("fp8_stored") and values["fp8"] is None:
+        found.append("--fp8-param-gather without --fp8-format")
+    if read.on("fp8_stored") and not (read.on("distributed") or read.on("megatron_fsdp") or read.on("fsdp2")):
+        found.append("--fp8-param-gather needs --use-distributed-optimizer or an FSDP engine")
+    if values["transformer_impl"] == "local" and (values["fp8"] or values["fp4"]):
+        found.append("--transformer-impl local with FP8: accepted, and nothing is quantized")
+    return found
+
+
+def _cannot(read: _Read, values: Mapping[str, Any]) -> list[str]:
+    """What it says and mpbridge has no setting for."""
+    found = []
+    if values["modules_file"] is not None:
+        found.append(f"--te-precision-config-file {values['modules_file']}: rules by module are in that file")
+    if read.on("fp8_output_proj"):
+        found.append("--fp8-output-proj: the output layer in MXFP8")
+    if read.on("fp16_loss"):
+        found.append("--fp16-lm-cross-entropy: model.fp16_lm_cross_entropy, not a precision field of a recipe")
+    if read.on("megatron_fsdp"):
+        main, wire = values["fsdp_main_grads"], values["fsdp_grad_comm"]
+        if wire not in ("auto", main):
+            found.append(f"gradients accumulate in {main} and travel in {wire}")
+        if values["fsdp_main_params"] not in ("fp32", "auto"):
+            found.append(f"main weights in {dtype(values['fsdp_main_params']).short} under Megatron-FSDP")
+    return found

@@ -1,0 +1,103 @@
+"""From settings to the registered recipe that says them with the fewest additions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from mpbridge.errors import MpbridgeError
+from mpbridge.formats import say
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.registry import get_mixed_precision_config, recipes
+from mpbridge.precision.resolve import resolve
+from mpbridge.stacks.meaning import Meaning, differences, of_policy
+
+_KIND: Mapping[str, int] = MappingProxyType({"fp8": 4, "fp8_recipe": 4, "fp4": 4, "bf16": 4, "fp16": 4, "fp32": 4})
+"""Settings that name a recipe's kind: an answer such as 'blockwise, but delayed' says less than the delayed recipe with three changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A recipe and what has to be changed in it."""
+
+    recipe: str | None
+    """None: no recipe of ours can be made to say it; `why` tells."""
+    overrides: Mapping[str, Any]
+    engine: str | None = None
+    """Wanted beside the recipe, where its own differs."""
+    why: str = ""
+    distance: int = 0
+    """Facts of the policy that differ between the recipe as it is and what was asked for."""
+
+    @property
+    def weight(self) -> int:
+        """How far the recipe is: one for each changed setting, more where the change makes another kind of recipe of it."""
+        return sum(_KIND.get(name, 1) for name in self.overrides) + (self.engine is not None)
+
+    def __str__(self) -> str:
+        if self.recipe is None:
+            return f"no recipe says this: {self.why}"
+        changes = [f"{name}={say(value)}" for name, value in self.overrides.items()]
+        return ", ".join([self.recipe, *changes, *([f"engine={self.engine}"] if self.engine else [])])
+
+
+def answer(fields: Mapping[str, Any], *, engine: str = "mcore", meaning: Meaning | None = None) -> Answer:
+    """The recipe nearest to a config of these fields: fewest changed settings, then fewest facts of the policy, then the registry's order.
+
+    meaning: what the source says; a recipe for the same engine that means just that is the answer, whatever its settings are.
+    """
+    try:
+        config = MixedPrecisionConfig.from_data(fields)
+        wanted = resolve(config)
+    except MpbridgeError as error:
+        return Answer(recipe=None, overrides={}, why=str(error))
+    if meaning is not None:
+        for name in recipes:
+            own = recipes[name].engine or "mcore"
+            if own == engine and _policy_free(wanted) and _means(name, own, meaning):
+                return Answer(recipe=name, overrides={})
+    found = [_from(name, config, wanted, engine) for name in recipes]
+    candidates = [one for one in found if one is not None]
+    return min(candidates, key=lambda one: (one.weight, one.distance))
+
+
+def _policy_free(policy: PrecisionPolicy) -> bool:
+    """Whether a policy says nothing that a Meaning does not hold."""
+    facts = (policy.keep_fp32, policy.logits, policy.router, policy.residual_fp32, policy.softmax_fp32)
+    return not any(facts)
+
+
+def _means(name: str, engine: str, meaning: Meaning) -> bool:
+    try:
+        mine = of_policy(resolve(get_mixed_precision_config(name)), engine=engine, sharded=meaning.sharded)
+    except MpbridgeError:  # a recipe of somebody's package that does not load
+        return False
+    return not differences(mine, meaning)
+
+
+def _from(name: str, config: MixedPrecisionConfig, wanted: PrecisionPolicy, engine: str) -> Answer | None:
+    entry = recipes[name]
+    try:
+        base = get_mixed_precision_config(name)
+        before = resolve(base)
+    except MpbridgeError:  # a recipe of somebody's package that does not load is none of this question's business
+        return None
+    stored, mine = config.stored(), base.stored()
+    changes = {field: value for field, value in stored.items() if value != mine[field]}
+    for field in tuple(changes):
+        fewer = {key: value for key, value in changes.items() if key != field}
+        if _same(base, fewer, wanted):
+            changes = fewer
+    own = entry.engine or "mcore"
+    distance = sum(getattr(before, fact) != getattr(wanted, fact) for fact in PrecisionPolicy.__dataclass_fields__)
+    return Answer(recipe=name, overrides=changes, engine=None if own == engine else engine, distance=distance)
+
+
+def _same(base: MixedPrecisionConfig, changes: Mapping[str, Any], wanted: PrecisionPolicy) -> bool:
+    try:
+        return resolve(base.derive(**changes)) == wanted
+    except MpbridgeError:
+        return False

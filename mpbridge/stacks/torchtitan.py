@@ -1,0 +1,75 @@
+"""torchtitan: a recipe as arguments, and as the function of a config_registry where linears are quantized.
+
+Read at b5bcd76c: config/configs.py, components/quantization/{float8,mx,nvfp4}.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from mpbridge.formats import DType
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.stacks.base import Export, Line, Piece, Request, compared
+from mpbridge.stacks.meaning import Meaning, of_policy
+from mpbridge.stacks.sharded_torch import SPELL, missing_scalings, torch_meaning
+
+NAME = "torchtitan"
+VERSIONS = {"main": "b5bcd76c"}
+DEFAULT_VERSION = "main"
+SCALINGS = {"mxfp8": "MXFP8LinearConverter", "nvfp4": "NVFP4LinearConverter", "rowwise": "Float8LinearConverter"}
+_IMPORTS = "from torchtitan.components.quantization import {converter}"
+
+
+def export(request: Request) -> Export:
+    """Arguments, and Python for converters: quantization is not on its command line."""
+    policy = request.policy
+    lines = list(missing_scalings(policy, SCALINGS, "Float8LinearConverter with recipe_name='rowwise'"))
+    if policy.compute is DType.FP16:
+        text = "training.dtype and mixed_precision_param know bfloat16 and float32 only"
+        lines.append(Line(fidelity="impossible", fact="fp16", text=text))
+    theirs = _meaning(policy)
+    moments = policy.settled()
+    low = DType.BF16 in (moments.exp_avg, moments.exp_avg_sq) and theirs.storage is DType.FP32
+    if low:
+        theirs = dataclasses.replace(theirs, exp_avg=DType.BF16, exp_avg_sq=DType.BF16)
+    words = [f"--training.dtype {SPELL[theirs.storage]}", f"--training.mixed_precision_param {SPELL[theirs.compute]}"]
+    words += ["--training.mixed_precision_reduce float32"]
+    words += ["--optimizer.implementation fused_opt_states_bf16"] if low else []
+    pieces = [Piece(name="arguments", text=" \\\n".join(words))]
+    quant = policy.quant
+    if quant is not None and quant.scaling in SCALINGS:
+        pieces.append(Piece(name="config_registry.py", text=_python(policy)))
+    if policy.keep_fp32:
+        lines.append(Line(fidelity="impossible", fact="keep_fp32", text="one dtype for every parameter"))
+    lines += compared(of_policy(policy, engine=request.engine), theirs, ignore=("loss_scale",))
+    return Export(
+        stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines)
+    )
+
+
+def _meaning(policy: PrecisionPolicy) -> Meaning:
+    # mixed_precision_reduce takes float32 only
+    return torch_meaning(policy, wire=DType.FP32, scalings=tuple(SCALINGS))
+
+
+def _python(policy: PrecisionPolicy) -> str:
+    """A function for a model's config_registry; layers are substrings there, so each ends with a dot."""
+    quant = policy.quant
+    assert quant is not None  # asked for quantized recipes only
+    converter = SCALINGS[quant.scaling]
+    first, last = policy.ends or (0, 0)
+    layers = f'[f"layers.{{i}}." for i in range({first}, len(config.model_spec.model.layers) - {last})]'
+    chosen = f"fqns={layers}" if policy.ends else 'fqns=["layers"]'
+    if converter == "Float8LinearConverter":
+        chosen = 'recipe_name="rowwise", filter_fqns=["lm_head"]'
+    return "\n".join(
+        [
+            _IMPORTS.format(converter=converter),
+            "",
+            "",
+            "def quantized(config, registry, flavor):",
+            f"    converters = [{converter}.Config({chosen}, model_compile_enabled=config.compile.enable)]",
+            "    config.model_spec = registry(flavor, converters=converters)",
+            "    return config",
+        ]
+    )

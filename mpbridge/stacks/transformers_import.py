@@ -1,0 +1,79 @@
+"""Hugging Face TrainingArguments, from a command line or a saved JSON, as what they mean. Read at 5.23.0."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mpbridge.errors import DataError
+from mpbridge.formats import DType
+from mpbridge.precision.policy import LossScale
+from mpbridge.stacks.base import Imported
+from mpbridge.stacks.meaning import Meaning
+from mpbridge.stacks.reading import Reader, raise_faults
+from mpbridge.stacks.torch_import import fields_of
+from mpbridge.stacks.transformers import NAME
+
+_EVALUATION = ("bf16_full_eval", "fp16_full_eval")
+
+
+def read(words: Iterable[str], *, version: str) -> Imported:
+    """What `--bf16 --fsdp full_shard ...` means; `--torch_dtype`/`--dtype` of the example scripts is the loaded dtype."""
+    data: dict[str, Any] = {}
+    items = list(words)
+    for at, word in enumerate(items):
+        if not word.startswith("--"):
+            continue
+        name, equals, value = word[2:].replace("-", "_").partition("=")
+        following = items[at + 1] if at + 1 < len(items) and not items[at + 1].startswith("--") else True
+        data[name] = value if equals else following
+    return read_data(data, version=version)
+
+
+def read_data(data: Any, *, version: str) -> Imported:
+    """What the arguments mean. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
+    if not isinstance(data, Mapping):
+        raise DataError(f"TrainingArguments are a mapping, found {type(data).__name__}")
+    read_ = Reader(data)
+    contradicts, cannot, inert, assumed = [], [], [], []
+    bf16, fp16 = read_.flag("bf16"), read_.flag("fp16")
+    if bf16 and fp16:
+        contradicts.append("bf16 and fp16: TrainingArguments refuses both together")
+    storage = read_.dtype("dtype", read_.dtype("torch_dtype"))
+    if storage is None:
+        assumed.append("the loaded dtype is the checkpoint's own since version 5 ('auto'): taken as float32 (dtype=...)")
+        storage = DType.FP32
+    base = DType.BF16 if bf16 else DType.FP16 if fp16 else None
+    sharded = bool(read_.at("fsdp")) and read_.at("fsdp") is not False
+    raise_faults(read_.faults, "these TrainingArguments")
+    meaning = _meaning(storage, base, sharded)
+    if fp16:
+        meaning = dataclasses.replace(meaning, loss_scale=LossScale(initial=2.0**16, window=2000, hysteresis=1))
+    inert += [f"{name}: evaluation only" for name in _EVALUATION if read_.flag(name)]
+    if read_.at("deepspeed"):
+        assumed.append(f"deepspeed={read_.at('deepspeed')} decides: give that file (--from deepspeed)")
+    fields = fields_of(meaning, cannot)
+    if fp16 and fields:
+        fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
+    if meaning.wire is not meaning.accumulator:
+        cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
+    return Imported(
+        stack=NAME, version=version, fields=fields, engine="fsdp2" if sharded else "mcore", meaning=meaning, inert=tuple(inert),
+        contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
+    )  # fmt: skip
+
+
+def _meaning(storage: DType, base: DType | None, sharded: bool) -> Meaning:
+    if base is None:
+        return Meaning(
+            storage=storage, compute=storage, wire=storage, accumulator=storage, exp_avg=storage, exp_avg_sq=storage,
+            sharded="everything" if sharded else "nothing",
+        )  # fmt: skip
+    if sharded:  # accelerate upcasts the stored parameters and reduces in the 16-bit dtype
+        return Meaning(
+            storage=DType.FP32, compute=base, autocast=base, wire=base, accumulator=DType.FP32, sharded="everything"
+        )
+    return Meaning(
+        storage=storage, compute=base, autocast=base, wire=storage, accumulator=storage, exp_avg=storage, exp_avg_sq=storage
+    )

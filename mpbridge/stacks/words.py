@@ -1,0 +1,119 @@
+"""What one word means in each stack: the same spelling, other tensors. Each row was read or run at the version that its stack's module names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mpbridge.errors import UnknownName
+from mpbridge.formats import DType
+from mpbridge.stacks.meaning import Meaning, Sharded
+
+_F, _B, _H = DType.FP32, DType.BF16, DType.FP16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """One word in one stack."""
+
+    words: tuple[str, ...]
+    """The spellings, as that stack takes them."""
+    stack: str
+    where: str
+    """Under which circumstances: a strategy, a wrapper, a default."""
+    meaning: Meaning
+    source: str
+
+
+def _row(
+    words: str, stack: str, where: str, source: str, *, storage: DType, compute: DType, wire: DType, accumulator: DType,
+    main: DType | None = None, autocast: DType | None = None, reads: DType | None = None, moments: DType = _F,
+    sharded: Sharded = "nothing", remainders: bool = False,
+) -> Word:  # fmt: skip
+    meaning = Meaning(
+        storage=storage, compute=compute, autocast=autocast, main=main, remainders=remainders, wire=wire, accumulator=accumulator,
+        optimizer_reads=reads, exp_avg=moments, exp_avg_sq=moments, sharded=sharded,
+    )  # fmt: skip
+    return Word(words=tuple(words.split(" | ")), stack=stack, where=where, meaning=meaning, source=source)
+
+
+TABLE: tuple[Word, ...] = (
+    _row("bf16_mixed | bf16-mixed | bf16", "mpbridge", "megatron-core, distributed optimizer", "precision/recipes.py",
+         storage=_B, compute=_B, main=_F, wire=_F, accumulator=_F, sharded="optimizer"),
+    _row("--bf16 | bf16", "megatron-lm", "DDP", "training/arguments.py, validate_args",
+         storage=_B, compute=_B, main=_F, wire=_F, accumulator=_F),
+    _row("--bf16 | bf16", "megatron-lm", "--use-distributed-optimizer", "training/arguments.py, validate_args",
+         storage=_B, compute=_B, main=_F, wire=_F, accumulator=_F, sharded="optimizer"),
+    _row("--bf16 | bf16", "megatron-lm", "--use-torch-fsdp2", "training/training.py, get_megatron_ddp_config: the reduction flag is not passed on",
+         storage=_B, compute=_B, main=_F, wire=_B, accumulator=_B, reads=_F, sharded="everything"),
+    _row("--bf16 | bf16", "megatron-lm", "--use-megatron-fsdp", "training/arguments.py: --megatron-fsdp-main-grads-dtype auto",
+         storage=_B, compute=_B, main=_F, wire=_B, accumulator=_B, sharded="everything"),
+    _row("bf16_mixed | bf16-mixed", "megatron-bridge", "its recipes", "training/mixed_precision.py",
+         storage=_B, compute=_B, main=_F, wire=_F, accumulator=_F, sharded="optimizer"),
+    _row("bf16", "megatron-bridge", "its performance recipes", "perf_recipes/_common.py",
+         storage=_B, compute=_B, main=_F, wire=_B, accumulator=_B, reads=_F, sharded="optimizer"),
+    _row("defaults | bf16", "torchtitan", "nothing said", "config/configs.py",
+         storage=_F, compute=_B, wire=_F, accumulator=_F, sharded="everything"),
+    _row("bfloat16 | bf16", "torchtitan", "training.dtype=bfloat16", "config/configs.py",
+         storage=_B, compute=_B, wire=_F, accumulator=_B, moments=_B, sharded="everything"),
+    _row("bfloat16 | bf16", "automodel", "torch_dtype with torch's AdamW, fsdp2", "components/distributed/config.py",
+         storage=_B, compute=_B, wire=_F, accumulator=_B, moments=_B, sharded="everything"),
+    _row("bfloat16 | bf16", "automodel", "torch_dtype with FusedAdam(master_weights, remainders)", "components/distributed/config.py",
+         storage=_B, compute=_B, main=_F, remainders=True, wire=_F, accumulator=_B, sharded="everything"),
+    _row("bfloat16 | bf16", "automodel", "strategy megatron_fsdp, its defaults", "components/distributed/config.py",
+         storage=_B, compute=_B, wire=_B, accumulator=_B, moments=_B, sharded="everything"),
+    _row("param_dtype=bf16 | bf16", "fsdp2", "MixedPrecisionPolicy with nothing else said, module in FP32", "torch fsdp/_fully_shard/_fsdp_collectives.py",
+         storage=_F, compute=_B, wire=_B, accumulator=_F, sharded="everything"),
+    _row("bf16", "accelerate", "one GPU or DDP, module in FP32", "accelerator.py",
+         storage=_F, compute=_B, autocast=_B, wire=_F, accumulator=_F),
+    _row("bf16", "accelerate", "one GPU or DDP, module loaded in BF16", "accelerator.py",
+         storage=_B, compute=_B, autocast=_B, wire=_B, accumulator=_B, moments=_B),
+    _row("bf16", "accelerate", "FSDP1 and FSDP2", "utils/dataclasses.py, utils/fsdp_utils.py",
+         storage=_F, compute=_B, autocast=_B, wire=_B, accumulator=_F, sharded="everything"),
+    _row("bf16", "accelerate", "DeepSpeed, ZeRO 1", "utils/dataclasses.py",
+         storage=_B, compute=_B, main=_F, wire=_B, accumulator=_B, reads=_F, sharded="optimizer"),
+    _row("bf16=True | bf16", "transformers", "DDP, checkpoint in FP32", "training_args.py, modeling_utils.py",
+         storage=_F, compute=_B, autocast=_B, wire=_F, accumulator=_F),
+    _row("bf16=True | bf16", "transformers", "DDP, checkpoint in BF16 (its dtype is kept)", "modeling_utils.py",
+         storage=_B, compute=_B, autocast=_B, wire=_B, accumulator=_B, moments=_B),
+    _row("bf16-mixed | bf16 | bf16_mixed", "lightning", "one GPU or DDP", "plugins/precision/amp.py",
+         storage=_F, compute=_B, autocast=_B, wire=_F, accumulator=_F),
+    _row("bf16-mixed | bf16_mixed", "lightning", "FSDP", "plugins/precision/fsdp.py",
+         storage=_F, compute=_B, autocast=_B, wire=_B, accumulator=_F, sharded="everything"),
+    _row("bf16-mixed | bf16-true | bf16_mixed | bf16_true", "lightning", "DeepSpeed: both words alike", "strategies/deepspeed.py",
+         storage=_B, compute=_B, main=_F, wire=_B, accumulator=_B, reads=_F, sharded="optimizer"),
+    _row("bf16-true | bf16_true", "lightning", "one GPU or DDP", "plugins/precision/half.py",
+         storage=_B, compute=_B, wire=_B, accumulator=_B, moments=_B),
+    _row("bf16-true | bf16_true", "lightning", "FSDP", "plugins/precision/fsdp.py",
+         storage=_B, compute=_B, wire=_B, accumulator=_B, moments=_B, sharded="everything"),
+    _row("bf16_true | full_bf16 | bf16-true", "mpbridge", "megatron-core, distributed optimizer", "precision/recipes.py",
+         storage=_B, compute=_B, wire=_B, accumulator=_B, moments=_B, sharded="optimizer"),
+    _row("bf16.enabled | bf16", "deepspeed", "ZeRO 1", "runtime/engine.py",
+         storage=_B, compute=_B, main=_F, wire=_B, accumulator=_B, reads=_F, sharded="optimizer"),
+    _row("bf16.enabled | bf16", "deepspeed", "ZeRO 3", "runtime/engine.py",
+         storage=_B, compute=_B, main=_F, wire=_B, accumulator=_B, reads=_F, sharded="everything"),
+    _row("bf16.enabled | bf16", "deepspeed", "ZeRO 1, data_types.grad_accum_dtype fp32", "runtime/engine.py",
+         storage=_B, compute=_B, main=_F, wire=_B, accumulator=_F, sharded="optimizer"),
+    _row("torch_autocast | autocast", "deepspeed", "torch_autocast.enabled", "runtime/torch_autocast.py",
+         storage=_F, compute=_B, autocast=_B, wire=_B, accumulator=_F, sharded="everything"),
+    _row("fp16_mixed | fp16 | 16-mixed", "mpbridge", "megatron-core, distributed optimizer", "precision/recipes.py",
+         storage=_H, compute=_H, main=_F, wire=_H, accumulator=_H, reads=_F, sharded="optimizer"),
+    _row("--fp16 | fp16", "megatron-lm", "DDP", "training/arguments.py, validate_args",
+         storage=_H, compute=_H, main=_F, wire=_H, accumulator=_H, reads=_F),
+    _row("16-mixed | 16 | fp16", "lightning", "one GPU or DDP", "plugins/precision/amp.py",
+         storage=_F, compute=_H, autocast=_H, wire=_F, accumulator=_F),
+    _row("fp16.enabled | fp16", "deepspeed", "ZeRO 1", "runtime/engine.py",
+         storage=_H, compute=_H, main=_F, wire=_H, accumulator=_H, reads=_F, sharded="optimizer"),
+)  # fmt: skip
+
+
+def meanings(word: str) -> tuple[Word, ...]:
+    """Every row whose spelling `word` is, letter case and hyphens apart. Raises UnknownName with the nearest spellings."""
+    wanted = _key(word)
+    found = tuple(row for row in TABLE if any(_key(spelling) == wanted for spelling in row.words))
+    if not found:
+        raise UnknownName("word", word, [spelling for row in TABLE for spelling in row.words])
+    return found
+
+
+def _key(word: str) -> str:
+    return word.strip().lower().lstrip("-").replace("-", "_")

@@ -1,0 +1,201 @@
+"""Megatron-LM's own parser as the judge of `export --to megatron-lm` and `import --from megatron-lm`.
+
+    python scripts/stacks/megatron_lm.py CHECKOUT            every recipe's flags parsed there, compared with the plan; every example script imported
+    python scripts/stacks/megatron_lm.py CHECKOUT --words    rewrites mpbridge/stacks/data/megatron_lm.json from that parser
+
+CHECKOUT: a clone of Megatron-LM. Needs torch, and triton (any build: it is imported, not used). No GPU, no Transformer Engine: the
+two places where its parser asks for them are answered. Exit code 0 when every compared fact is equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.machinery
+import io
+import json
+import os
+import shlex
+import sys
+import types
+import typing
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+MODEL = shlex.split(
+    "--num-layers 48 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    " --micro-batch-size 1 --train-iters 1 --lr 1e-4 --tokenizer-type NullTokenizer --vocab-size 128 --mock-data"
+)
+WIDE = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
+
+
+def prepare(checkout: Path) -> Any:
+    """Megatron-LM's modules (arguments, training) with what only a GPU could answer answered."""
+    sys.path.insert(0, str(checkout))
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    if not hasattr(typing, "override"):
+        from typing_extensions import override
+
+        typing.override = override
+    import megatron.core.utils as utils
+    import torch
+    from packaging.version import Version
+
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=10, minor=0, name="B200")
+
+    class FusedAdam:
+        """What megatron-core inspects: the names of its arguments."""
+
+        def __init__(
+            self, params: Any, lr: float = 1e-3, master_weights: bool = False, master_weight_dtype: Any = None,
+            exp_avg_dtype: Any = None, exp_avg_sq_dtype: Any = None, use_decoupled_grad: bool = False,
+            store_param_remainders: bool = False,
+        ) -> None: ...  # fmt: skip
+
+    for name in WIDE:
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        sys.modules[name] = module
+    sys.modules[WIDE[-1]].FusedAdam = FusedAdam  # type: ignore[attr-defined]
+    utils._te_version = Version("2.11.0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.training import arguments, training
+    return types.SimpleNamespace(arguments=arguments, training=training)
+
+
+def parsed(modules: Any, flags: list[str]) -> dict[str, Any]:
+    """{'model': config, 'optimizer': config, 'ddp': config} that these flags give, or {'error': text}."""
+    log, before = io.StringIO(), sys.argv
+    sys.argv = ["pretrain", *MODEL, *flags]
+    try:
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            args = modules.arguments.validate_args(modules.arguments.parse_args())
+            model = modules.arguments.core_transformer_config_from_args(args)
+            optimizer, _ = modules.training.get_megatron_optimizer_config(args)
+            return {"model": model, "optimizer": optimizer, "ddp": modules.training.get_megatron_ddp_config(args)}
+    except (Exception, SystemExit) as error:
+        return {"error": f"{type(error).__name__}: {error} {log.getvalue()[-300:]}"}
+    finally:
+        sys.argv = before
+
+
+def recipes_agree(modules: Any) -> tuple[int, int]:
+    """Facts compared and facts equal, over every recipe that can be said; prints each difference."""
+    from mpbridge import get_mixed_precision_config, plan, recipes, resolve
+    from mpbridge.formats import say
+    from mpbridge.stacks.exporters import export
+
+    compared = equal = said = 0
+    for name in recipes:
+        exported = export(name, "megatron-lm")
+        if exported.fidelity == "impossible" or recipes[name].engine == "fsdp2":
+            print(f"{name}: {exported.fidelity}: not compared")
+            continue
+        got = parsed(modules, shlex.split(exported.pieces[0].text.replace("\\\n", " ")))
+        if "error" in got:
+            print(f"{name}: REFUSED {got['error']}")
+            compared += 1
+            continue
+        said += 1
+        policy = resolve(get_mixed_precision_config(name))
+        ddp = {"use_megatron_fsdp": True} if recipes[name].engine == "megatron_fsdp" else {}
+        for write in plan(policy, model={}, optimizer={}, ddp=ddp).writes:
+            there = getattr(got[write.target], write.field, None)
+            if not hasattr(got[write.target], write.field):
+                print(f"{name}: {write.name}: not in this megatron-core")
+                continue
+            compared += 1
+            same = say(there) == say(write.after)
+            equal += same
+            if not same:
+                print(f"{name}: {write.name}: planned {say(write.after)}, parsed {say(there)}")
+    print(f"recipes said: {said}; planned facts compared: {compared}, equal: {equal}")
+    return compared, equal
+
+
+READ = {
+    "model": ("bf16", "fp16", "fp8", "fp4", "fp32_residual_connection", "first_last_layers_bf16"),
+    "optimizer": ("use_precision_aware_optimizer",),
+    "ddp": ("grad_reduce_in_fp32", "fp8_param_gather"),
+}
+
+
+def examples_agree(modules: Any, checkout: Path) -> tuple[int, int, int]:
+    """Scripts imported, compared with the parser (their precision options alone), and equal."""
+    from mpbridge.stacks.importers import read_text
+    from mpbridge.stacks.megatron_lm_import import _SWITCHES, _VALUES, _is_option
+    from mpbridge.stacks.shell import read_script
+
+    imported = compared = equal = 0
+    for path in sorted((checkout / "examples").rglob("*.sh")):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        ours = read_text(text, stack="megatron-lm", name=str(path), env={})
+        imported += 1
+        words, keep = read_script(text, {}).words, []
+        for at, word in enumerate(words):
+            name = word.partition("=")[0]
+            if name in _SWITCHES:
+                keep.append(word)
+            elif name in _VALUES and name != "--te-precision-config-file":
+                keep.append(word)
+                if "=" not in word and at + 1 < len(words) and not _is_option(words[at + 1]):
+                    keep.append(words[at + 1])
+        keep += ["--ckpt-format", "fsdp_dtensor"] if "--use-megatron-fsdp" in keep else []
+        got = parsed(modules, keep)
+        if "error" in got:
+            print(f"{path.name}: its own parser refuses the precision options alone: {got['error'][:120]}")
+            continue
+        compared += 1
+        fields = ours.fields
+        said = {
+            "bf16": bool(fields.get("bf16")), "fp16": bool(fields.get("fp16")), "fp8": fields.get("fp8"), "fp4": fields.get("fp4"),
+            "fp32_residual_connection": bool(fields.get("fp32_residual_connection")),
+            "first_last_layers_bf16": bool(fields.get("first_last_layers_bf16")),
+            "use_precision_aware_optimizer": bool(fields.get("use_precision_aware_optimizer")),
+            "grad_reduce_in_fp32": fields.get("grad_reduce_in_fp32"), "fp8_param_gather": bool(fields.get("fp8_param")),
+        }  # fmt: skip
+        there = {field: getattr(got[target], field) for target, names in READ.items() for field in names if hasattr(got[target], field)}
+        wrong = {name: (said[name], value) for name, value in there.items() if said[name] != value}
+        equal += not wrong
+        if wrong:
+            print(f"{path.name}: read as {wrong}")
+    print(f"example scripts imported: {imported}; compared with the parser: {compared}; read alike: {equal}")
+    return imported, compared, equal
+
+
+def write_words(modules: Any) -> None:
+    """The options of that parser and how many values each takes."""
+    parser = modules.arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    found = {
+        option: 0 if action.nargs == 0 else 1 if action.nargs is None else action.nargs
+        for action in parser._actions
+        for option in action.option_strings
+    }
+    path = ROOT / "mpbridge/stacks/data/megatron_lm.json"
+    data = json.loads(path.read_text()) | {"options": found}
+    path.write_text(json.dumps(data, indent=0, sort_keys=True))
+    print(f"{len(found)} options written")
+
+
+def main() -> int:
+    """The command line of this script."""
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    arguments.add_argument("checkout", type=Path)
+    arguments.add_argument("--words", action="store_true", help="rewrite the list of options")
+    args = arguments.parse_args()
+    modules = prepare(args.checkout)
+    if args.words:
+        write_words(modules)
+        return 0
+    compared, equal = recipes_agree(modules)
+    _, told, alike = examples_agree(modules, args.checkout)
+    return 0 if compared == equal and told == alike else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
