@@ -17,39 +17,59 @@ SUMMARY = "two recipes or files of any stack, side by side in what they mean"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     for name in ("a", "b"):
-        parser.add_argument(name, metavar=name.upper(), help="a recipe's name or file, or a configuration of another stack")
+        parser.add_argument(
+            name, metavar=name.upper(), help="a recipe's name or file, or a configuration of another stack"
+        )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the differences first; 0 whether there are any or not."""
-    first, second = _meaning(args.a), _meaning(args.b)
+    (first, one), (second, other) = _meaning(args.a), _meaning(args.b)
     apart = differences(first, second)
     left, right = rows(first), rows(second)
     verdict = _verdict(first, second, bool(apart))
+    if one and other and one != other:
+        verdict += f"; checkpoints of the engines {one} and {other} do not read each other here"
     if args.json:
-        print_json({"a": args.a, "b": args.b, "differences": {name: list(pair) for name, pair in apart.items()}, "same": [name for name in LABELS if name not in apart], "verdict": verdict})
+        print_json(
+            {
+                "a": args.a,
+                "b": args.b,
+                "differences": {name: list(pair) for name, pair in apart.items()},
+                "same": [name for name in LABELS if name not in apart],
+                "verdict": verdict,
+            }
+        )
         return 0
     labels = {**LABELS, "stored": "quantized weights at rest"}
     if apart:
         print_table(("differs", args.a, args.b), [(labels[name], *pair) for name, pair in apart.items()])
         print()
-    print_table(("alike", "both"), [(LABELS[name], left[name]) for name in LABELS if name not in apart and left[name] == right[name]])
+    print_table(
+        ("alike", "both"),
+        [(LABELS[name], left[name]) for name in LABELS if name not in apart and left[name] == right[name]],
+    )
     print(f"\n{verdict}")
     return 0
 
 
-def _meaning(name: str) -> Meaning:
+def _meaning(name: str) -> tuple[Meaning, str | None]:
+    """What a name or file means, and for a recipe of ours its engine."""
     known = key(name) in recipes
     path = Path(name)
-    if not known and ":" not in name and (path.is_dir() or path.suffix not in (".yaml", ".yml") or not _is_recipe(path)):
-        return read_file(path).meaning if path.exists() else _recipe(name)
+    if (
+        not known
+        and ":" not in name
+        and (path.is_dir() or path.suffix not in (".yaml", ".yml") or not _is_recipe(path))
+    ):
+        return (read_file(path).meaning, None) if path.exists() else _recipe(name)
     return _recipe(name)
 
 
-def _recipe(name: str) -> Meaning:
-    policy = resolve(get_mixed_precision_config(name))
-    return of_policy(policy, engine=describe(name).engine or "mcore")
+def _recipe(name: str) -> tuple[Meaning, str | None]:
+    engine = describe(name).engine or "mcore"
+    return of_policy(resolve(get_mixed_precision_config(name)), engine=engine), engine
 
 
 def _is_recipe(path: Path) -> bool:

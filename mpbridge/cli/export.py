@@ -13,7 +13,11 @@ SUMMARY = "a recipe in another stack's words"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.add_argument("recipe", metavar="RECIPE", help="a name (mpbridge list), a YAML file, package.module:function or file.py:function")
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help="a name (mpbridge list), a YAML file, package.module:function or file.py:function",
+    )
     parser.add_argument("--to", required=True, metavar="STACK", help=f"one of {', '.join(STACKS)}")
     parser.add_argument("--stack-version", metavar="V", help="of the stack (default: the newest that was read)")
     parser.add_argument("--config", metavar="FILE", help="a run whose engine and precision additions are exported too")
@@ -27,13 +31,20 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         pieces = [{"name": piece.name, "text": piece.text} for piece in made.pieces]
         lines = [{"fidelity": line.fidelity, "fact": line.fact, "text": line.text} for line in made.lines]
-        print_json({"stack": made.stack, "version": made.version, "fidelity": made.fidelity, "pieces": pieces, "lines": lines})
+        print_json(
+            {"stack": made.stack, "version": made.version, "fidelity": made.fidelity, "pieces": pieces, "lines": lines}
+        )
         return 1 if made.fidelity == "impossible" else 0
     for piece in made.pieces:
         print(f"# {made.stack} {made.version}: {piece.name}")
         print(piece.text)
         print()
-    words = {"exact": "exact", "layout": "same arithmetic in another layout", "different": "different arithmetic", "impossible": "not all of it can be said there"}
+    words = {
+        "exact": "exact",
+        "layout": "same arithmetic in another layout",
+        "different": "different arithmetic",
+        "impossible": "not all of it can be said there",
+    }
     print(f"{args.recipe} on {made.stack}: {words[made.fidelity]}")
     for line in made.lines:
         print(f"  {line}")

@@ -18,11 +18,24 @@ SUMMARY = "what another stack's configuration means here"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.add_argument("file", nargs="?", metavar="FILE", help="a script, YAML, JSON, TOML, or a Megatron checkpoint's folder or common.pt")
+    parser.add_argument(
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="a script, YAML, JSON, TOML, or a Megatron checkpoint's folder or common.pt",
+    )
     parser.add_argument("--args", metavar="TEXT", help="arguments of a command line instead of a file")
-    parser.add_argument("--from", dest="stack", metavar="STACK", help=f"one of {', '.join(STACKS)} (default: recognized)")
+    parser.add_argument(
+        "--from", dest="stack", metavar="STACK", help=f"one of {', '.join(STACKS)} (default: recognized)"
+    )
     parser.add_argument("--stack-version", metavar="V", help="of the stack (default: the newest that was read)")
-    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable of a launch script; may be repeated")
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable of a launch script; may be repeated",
+    )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write a recipe file that says the same")
     parser.add_argument("--json", action="store_true", help="for programs")
 
@@ -30,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the recipe, its differences and what is inert or contradictory; 1 where no recipe can say it."""
     found = _read(args)
-    told = answer(found.fields, engine=found.engine, meaning=found.meaning) if found.fields else Answer(recipe=None, overrides={}, why="; ".join(found.cannot_express))
+    told = (
+        answer(found.fields, engine=found.engine, meaning=found.meaning)
+        if found.fields
+        else Answer(recipe=None, overrides={}, why="; ".join(found.cannot_express))
+    )
     if args.write is not None:
         _write(args.write, found, told)
     if args.json:
@@ -100,6 +117,10 @@ def _write(path: Path, found: Imported, told: Answer) -> None:
     if told.recipe is None:
         raise BadValue(f"--write {path}: there is no recipe to write: {told.why}")
     said = MixedPrecisionConfig.from_data(dict(told.overrides)).as_data() if told.overrides else {}
-    said |= {name: value for name, value in told.overrides.items() if name not in said and isinstance(value, (bool, int, float, str))}
+    said |= {
+        name: value
+        for name, value in told.overrides.items()
+        if name not in said and isinstance(value, (bool, int, float, str))
+    }
     text = yaml.safe_dump({"extends": told.recipe, **said}, sort_keys=False)
     path.write_text(f"# from {found.stack} {found.version}\n{text}", encoding="utf-8")

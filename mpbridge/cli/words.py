@@ -15,7 +15,9 @@ _HEADS = ("stored", "forward", "autocast", "main weights", "wire", "accumulator"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
-    parser.add_argument("word", nargs="?", metavar="WORD", help="as some stack spells it; without one: every word that is known")
+    parser.add_argument(
+        "word", nargs="?", metavar="WORD", help="as some stack spells it; without one: every word that is known"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -29,5 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json([{"stack": row.stack, "where": row.where, "source": row.source, **shown} for row, shown in table])
         return 0
-    print_table(("stack", "where", *_HEADS), [(row.stack, row.where, *(shown[name] for name in _SHOWN)) for row, shown in table])
+    print_table(
+        ("stack", "where", *_HEADS), [(row.stack, row.where, *(shown[name] for name in _SHOWN)) for row, shown in table]
+    )
     return 0

@@ -29,7 +29,9 @@ def export(request: Request) -> Export:
         text = "its GradScaler starts at 2**16, grows every 2000 steps and has no hysteresis"
         lines.append(Line(fidelity="different", fact="loss scale", text=text))
     if policy.keep_fp32:
-        lines.append(Line(fidelity="different", fact="keep_fp32", text="pass them as ignored_params: neither cast nor sharded"))
+        lines.append(
+            Line(fidelity="different", fact="keep_fp32", text="pass them as ignored_params: neither cast nor sharded")
+        )
     costs = {"autocast": "norms, softmax and loss run in FP32, in more memory"}
     lines += compared(of_policy(policy, engine=request.engine), theirs, costs, ignore=("loss_scale",))
     piece = Piece(name="python", text=_python(request, theirs))
@@ -40,7 +42,9 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
     theirs = torch_meaning(policy, autocast=True, scalings=tuple(SCALINGS))
     if theirs.storage is not DType.FP32:  # a 16-bit module under mixed_precision="no"
         return dataclasses.replace(theirs, autocast=None)
-    return dataclasses.replace(theirs, regions=tuple(as_run(region) for region in theirs.regions if region.first is None))
+    return dataclasses.replace(
+        theirs, regions=tuple(as_run(region) for region in theirs.regions if region.first is None)
+    )
 
 
 def as_run(region: Region) -> Region:

@@ -49,7 +49,13 @@ def read_data(data: Any, *, version: str) -> Imported:
         cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     engine = "fsdp2" if kind == "FSDP" else "mcore"
     return Imported(
-        stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, cannot_express=tuple(cannot), assumed=tuple(assumed)
+        stack=NAME,
+        version=version,
+        fields=fields,
+        engine=engine,
+        meaning=meaning,
+        cannot_express=tuple(cannot),
+        assumed=tuple(assumed),
     )
 
 
@@ -61,7 +67,9 @@ def _ddp(base: DType) -> Meaning:
 def _fsdp(base: DType) -> Meaning:
     """FSDP1 and FSDP2: parameters upcast to FP32, gathered and reduced in the 16-bit dtype, autocast on top."""
     autocast = None if base is DType.FP32 else base
-    return Meaning(storage=DType.FP32, compute=base, autocast=autocast, wire=base, accumulator=DType.FP32, sharded="everything")
+    return Meaning(
+        storage=DType.FP32, compute=base, autocast=autocast, wire=base, accumulator=DType.FP32, sharded="everything"
+    )
 
 
 def _quant(read: Reader, cannot: list[str]) -> Quant | None:
@@ -76,7 +84,9 @@ def _quant(read: Reader, cannot: list[str]) -> Quant | None:
     form = str(read.at("fp8_config.fp8_format", "HYBRID")).lower()
     # values equal to accelerate's own defaults are dropped before Transformer Engine sees them, and its default algorithm is max
     history = int(read.number("fp8_config.amax_history_length", read.number("fp8_config.amax_history_len", 1024)))
-    return Quant(format="hybrid" if form == "hybrid" else "e4m3", scaling="delayed", amax_history=history, amax_algo="max")
+    return Quant(
+        format="hybrid" if form == "hybrid" else "e4m3", scaling="delayed", amax_history=history, amax_algo="max"
+    )
 
 
 def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imported:

@@ -31,7 +31,9 @@ def export(request: Request) -> Export:
     sections = _sections(request, theirs)
     lines = list(missing_scalings(policy, SCALINGS, "te_fp8.recipe: mxfp8, or BF16"))
     if policy.loss_scale is not None:
-        lines.append(Line(fidelity="different", fact="loss scale", text="it has no loss scaler: small FP16 gradients vanish"))
+        lines.append(
+            Line(fidelity="different", fact="loss scale", text="it has no loss scaler: small FP16 gradients vanish")
+        )
     if policy.ends is not None and policy.quantized:
         text = f"name {ends_text(policy)} in fp8.filter_fqns as substrings ('layers.0.', 'layers.31.')"
         lines.append(Line(fidelity="exact", fact="edge layers", text=text))

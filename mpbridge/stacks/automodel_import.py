@@ -69,7 +69,15 @@ def _fsdp2(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
         # a policy that names some of the keys replaces the whole default: the others are the gradient's and the parameter's own
         param = read.dtype("distributed.mp_policy.param_dtype", storage) or storage
         reduce = read.dtype("distributed.mp_policy.reduce_dtype", param) or param
-    return Meaning(storage=storage, compute=param, wire=reduce, accumulator=storage, exp_avg=storage, exp_avg_sq=storage, sharded="everything")
+    return Meaning(
+        storage=storage,
+        compute=param,
+        wire=reduce,
+        accumulator=storage,
+        exp_avg=storage,
+        exp_avg_sq=storage,
+        sharded="everything",
+    )
 
 
 def _megatron_fsdp(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
@@ -103,15 +111,12 @@ def _with_optimizer(read: Reader, meaning: Meaning) -> Meaning:
     name = str(read.at("optimizer._target_", read.at("optimizer.name", ""))).rsplit(".", 1)[-1]
     if name != "FusedAdam":
         return meaning
-    states = {
-        "exp_avg": read.dtype("optimizer.exp_avg_dtype", DType.FP32) or DType.FP32,
-        "exp_avg_sq": read.dtype("optimizer.exp_avg_sq_dtype", DType.FP32) or DType.FP32,
-    }
+    first = read.dtype("optimizer.exp_avg_dtype", DType.FP32) or DType.FP32
+    second = read.dtype("optimizer.exp_avg_sq_dtype", DType.FP32) or DType.FP32
+    kept = dataclasses.replace(meaning, exp_avg=first, exp_avg_sq=second)
     if not read.flag("optimizer.master_weights") or meaning.storage is DType.FP32:
-        return dataclasses.replace(meaning, **states)
-    return dataclasses.replace(
-        meaning, main=DType.FP32, remainders=read.flag("optimizer.store_param_remainders"), **states
-    )
+        return kept
+    return dataclasses.replace(kept, main=DType.FP32, remainders=read.flag("optimizer.store_param_remainders"))
 
 
 def _quant(read: Reader, inert: list[str], cannot: list[str]) -> Quant | None:
@@ -121,7 +126,7 @@ def _quant(read: Reader, inert: list[str], cannot: list[str]) -> Quant | None:
             cannot.append(f"model.backend.te_fp8.recipe={recipe!r}: a recipe object of Transformer Engine")
             return None
         scaling = _TE[str(recipe)]
-        return Quant(format="e4m3" if scaling == "mxfp8" else "hybrid", scaling=scaling)  # type: ignore[arg-type]
+        return Quant(format="e4m3" if scaling == "mxfp8" else "hybrid", scaling=scaling)
     if not read.flag("fp8.enabled"):
         if read.section("fp8"):
             inert.append("fp8 without enabled: true")
@@ -130,7 +135,9 @@ def _quant(read: Reader, inert: list[str], cannot: list[str]) -> Quant | None:
     ignored = ("emulate", "enable_fsdp_float8_all_gather", "force_recompute_fp8_weight_in_bwd")
     if name in ("rowwise", "rowwise_with_gw_hp"):
         inert += [f"fp8.{key}: ignored beside recipe_name {name}" for key in ignored if read.flag(f"fp8.{key}")]
-        cannot.append(f"fp8.recipe_name={name}: torchao's {name}; register or extend bf16_with_fp8_{'rowwise' if name == 'rowwise' else 'rowwise_gw_hp'}")
+        cannot.append(
+            f"fp8.recipe_name={name}: torchao's {name}; register or extend bf16_with_fp8_{'rowwise' if name == 'rowwise' else 'rowwise_gw_hp'}"
+        )
         return None
     if read.flag("fp8.enable_fsdp_float8_all_gather"):
         cannot.append("fp8.enable_fsdp_float8_all_gather: FP8 on the wire with 16 or 32-bit storage")

@@ -123,7 +123,5 @@ def compared(
     if found and ours.bytes != theirs.bytes and "bytes" not in ignore:
         worst = max((line.fidelity for line in found), key=ORDER.index)
         text = f"{ours.bytes_text} here, {theirs.bytes_text} there"
-        found.append(
-            Line(fidelity="exact" if worst == "exact" else "layout", fact="bytes per parameter", text=text)
-        )
+        found.append(Line(fidelity="exact" if worst == "exact" else "layout", fact="bytes per parameter", text=text))
     return tuple(found)

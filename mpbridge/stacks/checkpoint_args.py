@@ -62,7 +62,11 @@ def _stream(path: Path) -> bytes:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Named):
-        if value.name == "torch.dtype" or value.name.startswith("torch ") or "." not in value.name.removeprefix("torch."):
+        if (
+            value.name == "torch.dtype"
+            or value.name.startswith("torch ")
+            or "." not in value.name.removeprefix("torch.")
+        ):
             return value.name
         arguments = value.arguments if isinstance(value.arguments, tuple) else (value.arguments,)
         return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], (str, int, float)) else value.name
@@ -151,13 +155,38 @@ def _tuple(size: int) -> Callable[[_Machine, Any], None]:
     return make
 
 
+def _dict(machine: _Machine, _: Any) -> None:
+    items = machine.group()
+    machine.stack.append({})
+    machine.set_items(items)
+
+
 def _push(value: Callable[[], Any]) -> Callable[[_Machine, Any], None]:
     return lambda machine, _: machine.stack.append(value())
 
 
 _PUSHES = frozenset(
-    "BININT BININT1 BININT2 INT LONG LONG1 LONG4 BINFLOAT FLOAT BINUNICODE BINUNICODE8 SHORT_BINUNICODE UNICODE "
-    "BINSTRING SHORT_BINSTRING STRING BINBYTES SHORT_BINBYTES BINBYTES8".split()
+    [
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "INT",
+        "LONG",
+        "LONG1",
+        "LONG4",
+        "BINFLOAT",
+        "FLOAT",
+        "BINUNICODE",
+        "BINUNICODE8",
+        "SHORT_BINUNICODE",
+        "UNICODE",
+        "BINSTRING",
+        "SHORT_BINSTRING",
+        "STRING",
+        "BINBYTES",
+        "SHORT_BINBYTES",
+        "BINBYTES8",
+    ]
 )
 _NOTHING = frozenset({"PROTO", "FRAME"})
 _ACTIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
@@ -174,7 +203,7 @@ _ACTIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
     "TUPLE3": _tuple(3),
     "TUPLE": lambda m, _: m.stack.append(tuple(m.group())),
     "LIST": lambda m, _: m.stack.append(m.group()),
-    "DICT": lambda m, _: (m.stack.append({}), m.set_items(m.group())) and None,
+    "DICT": _dict,
     "APPEND": lambda m, _: m.extend([m.stack.pop()]),
     "APPENDS": lambda m, _: m.extend(m.group()),
     "ADDITEMS": lambda m, _: m.extend(m.group()),
@@ -193,5 +222,5 @@ _ACTIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
     "BINGET": lambda m, argument: m.stack.append(m.memo[int(argument)]),
     "LONG_BINGET": lambda m, argument: m.stack.append(m.memo[int(argument)]),
     "GET": lambda m, argument: m.stack.append(m.memo[int(argument)]),
-    "POP": lambda m, _: m.stack.pop() and None,
+    "POP": lambda m, _: m.stack.__delitem__(-1),
 }

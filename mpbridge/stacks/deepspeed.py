@@ -34,7 +34,9 @@ def export(request: Request) -> Export:
         text = "bf16_optimizer_states needs bf16_master_weights_and_grads: BF16 moments come with BF16 weights"
         lines.append(Line(fidelity="different", fact="moments", text=text))
     if policy.mixed and theirs.main is DType.FP32 and policy.loss_scale is None:
-        text = "check_grad_overflow is on for bf16 too: such a step is skipped, as here; Megatron-LM's own loop ends there"
+        text = (
+            "check_grad_overflow is on for bf16 too: such a step is skipped, as here; Megatron-LM's own loop ends there"
+        )
         lines.append(Line(fidelity="exact", fact="non-finite gradients", text=text))
     lines += compared(of_policy(policy, engine=request.engine), theirs)
     piece = Piece(name="ds_config.json", text=json.dumps(_config(policy, theirs), indent=2))

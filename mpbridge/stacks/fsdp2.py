@@ -26,7 +26,9 @@ def export(request: Request) -> Export:
         text = "pass those parameters to fully_shard(ignored_params=...): they are neither cast nor sharded"
         lines.append(Line(fidelity="different", fact="keep_fp32", text=text))
     if theirs.main is not None:
-        lines.append(Line(fidelity="exact", fact="main weights", text="Transformer Engine's FusedAdam holds them, on CUDA only"))
+        lines.append(
+            Line(fidelity="exact", fact="main weights", text="Transformer Engine's FusedAdam holds them, on CUDA only")
+        )
     lines += compared(of_policy(policy, engine=request.engine), theirs, ignore=("loss_scale",))
     piece = Piece(name="python", text=_python(request, theirs))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))

@@ -17,7 +17,9 @@ MOST = 4_000_000
 """Bytes of a configuration file."""
 
 
-def read_file(path: Path, *, stack: str | None = None, version: str | None = None, env: Mapping[str, str] = {}) -> Imported:
+def read_file(
+    path: Path, *, stack: str | None = None, version: str | None = None, env: Mapping[str, str] = {}
+) -> Imported:
     """What a stack's file means. stack: None: recognized from its contents. Raises DataError or BadValue naming the file."""
     if path.is_dir() and (path / "common.pt").is_file():
         path = path / "common.pt"
@@ -49,12 +51,18 @@ def read_text(
     text: str, *, stack: str | None = None, version: str | None = None, name: str = "", env: Mapping[str, str] = {}
 ) -> Imported:
     """What a file's text means. name: the file's, which helps to recognize the stack."""
-    stack = stack or recognize(text, name)
     if name.endswith(".py"):
-        raise DataError(f"{name}: a Python configuration would have to be executed; give the file that it writes, or the arguments")
+        raise DataError(
+            f"{name}: a Python configuration would have to be executed; give the file that it writes, or the arguments"
+        )
+    stack = stack or recognize(text, name)
     if stack == "megatron-lm" and not name.endswith((".yaml", ".yml", ".json")):
         script = read_script(text, env)
-        assumed = [f"${variable} has no value: taken as empty (--env {variable}=...)" for variable in script.unset if not variable.isdigit()]
+        assumed = [
+            f"${variable} has no value: taken as empty (--env {variable}=...)"
+            for variable in script.unset
+            if not variable.isdigit()
+        ]
         return _lm(version).read(  # type: ignore[no-any-return]
             script.words, version=_version(stack, version), assumed=(*script.notes, *assumed)
         )
@@ -82,23 +90,27 @@ def recognize(text: str, name: str) -> str:
         return "torchtitan"
     data = load(text, name)
     if not isinstance(data, Mapping):
-        raise DataError(f"{name or 'the text'}: no stack's configuration: expected a mapping, found {type(data).__name__}")
-    marks: tuple[tuple[str, tuple[str, ...]], ...] = (
-        ("accelerate", ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config")),
-        ("megatron-bridge", ("mixed_precision",)),
-        ("megatron-bridge", ("ddp", "optimizer", "model")),
-        ("automodel", ("recipe", "distributed", "step_scheduler")),
-        ("megatron-lm", ("MODEL_ARGS",)),
-        ("deepspeed", ("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "bf16", "fp16")),
-        ("torchtitan", ("job", "training", "parallelism")),
-        ("lightning", ("trainer",)),
-        ("transformers", ("output_dir", "per_device_train_batch_size", "bf16_full_eval")),
-    )
-    scored = [(sum(key in data for key in keys) / len(keys), stack) for stack, keys in marks]
-    best = max(scored, key=lambda pair: pair[0])
-    if best[0] == 0:
-        raise DataError(f"{name or 'the text'}: no stack's configuration is recognized: name it with --from")
-    return best[1]
+        raise DataError(
+            f"{name or 'the text'}: no stack's configuration: expected a mapping, found {type(data).__name__}"
+        )
+    for stack, keys in _MARKS:
+        if any(key in data for key in keys):
+            return stack
+    raise DataError(f"{name or 'the text'}: no stack's configuration is recognized: name it with --from")
+
+
+_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    # keys that only this stack writes, the most telling stacks first: several share 'optimizer' or 'model'
+    ("accelerate", ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config")),
+    ("megatron-lm", ("MODEL_ARGS",)),
+    ("megatron-bridge", ("mixed_precision", "ddp")),
+    ("deepspeed", ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "torch_autocast")),
+    ("automodel", ("step_scheduler", "distributed", "fp8")),
+    ("lightning", ("trainer",)),
+    ("transformers", ("per_device_train_batch_size", "output_dir", "bf16_full_eval")),
+    ("torchtitan", ("training", "job", "parallelism")),
+    ("deepspeed", ("bf16", "fp16")),
+)
 
 
 def _importer(stack: str) -> Any:

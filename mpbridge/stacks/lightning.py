@@ -63,7 +63,11 @@ def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
     if theirs.compute is DType.FP32:
         return 'from lightning.pytorch import Trainer\n\ntrainer = Trainer(precision="32-true")'
     base = "16" if theirs.compute is DType.FP16 else "bf16"
-    lines = ["import torch", "from lightning.pytorch import Trainer", "from lightning.pytorch.strategies import FSDPStrategy"]
+    lines = [
+        "import torch",
+        "from lightning.pytorch import Trainer",
+        "from lightning.pytorch.strategies import FSDPStrategy",
+    ]
     if theirs.storage is not DType.FP32:
         return "\n".join([*lines, "", f'trainer = Trainer(strategy=FSDPStrategy(), precision="{base}-true")'])
     return "\n".join(

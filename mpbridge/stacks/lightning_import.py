@@ -62,13 +62,23 @@ def _meaning(base: DType, cast: bool, strategy: str, given: Any, assumed: list[s
     if "deepspeed" in strategy and base is not DType.FP32:
         assumed.append("under DeepSpeed mixed and true are the same settings")
         return Meaning(
-            storage=base, compute=base, main=DType.FP32, wire=base, accumulator=base, optimizer_reads=DType.FP32, sharded="gradients"
+            storage=base,
+            compute=base,
+            main=DType.FP32,
+            wire=base,
+            accumulator=base,
+            optimizer_reads=DType.FP32,
+            sharded="gradients",
         )
     sharded: Sharded = "everything" if "fsdp" in strategy or "modelparallel" in strategy else "nothing"
     if cast:
-        return Meaning(storage=base, compute=base, wire=base, accumulator=base, exp_avg=base, exp_avg_sq=base, sharded=sharded)
+        return Meaning(
+            storage=base, compute=base, wire=base, accumulator=base, exp_avg=base, exp_avg_sq=base, sharded=sharded
+        )
     wire = DType.FP32 if sharded == "nothing" else _reduce(base, given, assumed)
-    meaning = Meaning(storage=DType.FP32, compute=base, autocast=base, wire=wire, accumulator=DType.FP32, sharded=sharded)
+    meaning = Meaning(
+        storage=DType.FP32, compute=base, autocast=base, wire=wire, accumulator=DType.FP32, sharded=sharded
+    )
     if base is DType.FP16:
         return dataclasses.replace(meaning, loss_scale=LossScale(initial=2.0**16, window=2000, hysteresis=1))
     return meaning

@@ -139,7 +139,9 @@ def _unsayable(request: Request) -> Iterator[Line]:
         text = "model.quant_recipe is a Python object there: use the precision.yaml of --to megatron-lm with load_quantization_recipe"
         yield Line(fidelity="impossible", fact="modules", text=text)
     if policy.logits is not None:
-        yield Line(fidelity="impossible", fact="logit_dtype", text="an argument of GPTModel that its providers do not pass")
+        yield Line(
+            fidelity="impossible", fact="logit_dtype", text="an argument of GPTModel that its providers do not pass"
+        )
     if policy.precision_aware and not policy.quantized:
         # B1 of the trap list: a tensorwise fp8_recipe leaks into the optimizer although FP8 is off
         yield Line(

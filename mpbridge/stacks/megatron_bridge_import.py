@@ -19,7 +19,14 @@ from mpbridge.stacks.megatron_bridge import FIELDS, NAME
 from mpbridge.stacks.reading import Reader, raise_faults
 
 _DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
-_OPTIMIZER = ("use_precision_aware_optimizer", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
+_OPTIMIZER = (
+    "use_precision_aware_optimizer",
+    "main_params_dtype",
+    "main_grads_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "store_param_remainders",
+)
 _MODEL = ("moe_router_dtype", "fp32_residual_connection", "attention_softmax_in_fp32")
 
 
@@ -37,7 +44,9 @@ def read(words: Iterable[str], *, version: str) -> Imported:
         for section in sections:
             inner = at.setdefault(section, {})
             if not isinstance(inner, dict):
-                raise BadValue(f"{word!r}: {section} is the text {inner!r} already, which has no keys: Bridge raises OverridesError")
+                raise BadValue(
+                    f"{word!r}: {section} is the text {inner!r} already, which has no keys: Bridge raises OverridesError"
+                )
             at = inner
         at[last] = yaml.safe_load(value)
     return read_data(tree, version=version)
@@ -119,7 +128,9 @@ def _settled(values: dict[str, Any], notes: _Notes) -> dict[str, Any]:
     for low in ("fp8", "fp4"):
         pair = values.get(f"{low}_param"), values.get(f"{low}_param_gather")
         if None not in pair and pair[0] != pair[1]:
-            notes.contradicts.append(f"{low}_param={pair[0]} and {low}_param_gather={pair[1]}: the gather spelling wins there, silently")
+            notes.contradicts.append(
+                f"{low}_param={pair[0]} and {low}_param_gather={pair[1]}: the gather spelling wins there, silently"
+            )
         stored = bool(values.pop(f"{low}_param", False) if pair[1] is None else pair[1])
         values.pop(f"{low}_param", None)
         values.pop(f"{low}_param_gather", None)
@@ -165,10 +176,16 @@ def _optimizer(read_: Reader, fields: dict[str, Any], notes: _Notes) -> None:
             fields[name] = read_.flag(path)
     if fields.get("main_grads_dtype") == "fp32":
         del fields["main_grads_dtype"]
-    if not aware and any(read_.dtype(f"optimizer.{name}", DType.FP32) is not DType.FP32 for name in _OPTIMIZER if name.endswith("_dtype")):
-        notes.contradicts.append("16-bit optimizer states without use_precision_aware_optimizer: megatron-core refuses them")
+    if not aware and any(
+        read_.dtype(f"optimizer.{name}", DType.FP32) is not DType.FP32 for name in _OPTIMIZER if name.endswith("_dtype")
+    ):
+        notes.contradicts.append(
+            "16-bit optimizer states without use_precision_aware_optimizer: megatron-core refuses them"
+        )
     if aware and not fields.get("fp8"):
-        notes.cannot.append("its setup() copies fp8_recipe to the optimizer though FP8 is off: the FP32 main weights are megatron-core's, not FusedAdam's")
+        notes.cannot.append(
+            "its setup() copies fp8_recipe to the optimizer though FP8 is off: the FP32 main weights are megatron-core's, not FusedAdam's"
+        )
 
 
 def _megatron_fsdp(read_: Reader, fields: dict[str, Any], notes: _Notes) -> None:
@@ -187,7 +204,11 @@ def _overridden(read_: Reader, fields: Mapping[str, Any], notes: _Notes) -> None
     if read_.at("mixed_precision") is None:
         return
     asked = read_.at("ddp.grad_reduce_in_fp32")
-    if asked is not None and bool(asked) != bool(fields.get("grad_reduce_in_fp32", True)) and not read_.flag("ddp.use_megatron_fsdp"):
+    if (
+        asked is not None
+        and bool(asked) != bool(fields.get("grad_reduce_in_fp32", True))
+        and not read_.flag("ddp.use_megatron_fsdp")
+    ):
         notes.inert.append(f"ddp.grad_reduce_in_fp32={asked}: mixed_precision is heard instead")
     for name in ("fp8", "fp8_param", "fp4", "first_last_layers_bf16"):
         asked = read_.at(f"model.{name}")

@@ -216,5 +216,3 @@ def number(value: float) -> str:
 
 def _wrapped(words: list[str]) -> str:
     return " \\\n".join(words)
-
-

@@ -180,7 +180,9 @@ def _parse(words: list[str]) -> _Read:
 
 
 def _is_option(word: str) -> bool:
-    return word.startswith("--") or (word.startswith("-") and not word[1:2].isdigit() and len(word) > 1 and word[1] != ".")
+    return word.startswith("--") or (
+        word.startswith("-") and not word[1:2].isdigit() and len(word) > 1 and word[1] != "."
+    )
 
 
 def _store(read: _Read, option: str, values: list[str]) -> None:
@@ -203,13 +205,11 @@ def _store(read: _Read, option: str, values: list[str]) -> None:
 
 
 def _meaning(read: _Read, *, version: str, assumed: tuple[str, ...]) -> Imported:
-    values = {name: default for name, default in _VALUES.values()} | read.values
+    values = dict(_VALUES.values()) | read.values
     inert, contradicts, cannot, more = _inert(read, values), _contradictions(read, values), _cannot(read, values), []
     fields = _fields(read, values)
     engine = "megatron_fsdp" if read.on("megatron_fsdp") else "fsdp2" if read.on("fsdp2") else "mcore"
-    sharded: Sharded = (
-        "everything" if engine != "mcore" else "optimizer" if read.on("distributed") else "nothing"
-    )
+    sharded: Sharded = "everything" if engine != "mcore" else "optimizer" if read.on("distributed") else "nothing"
     try:
         policy = resolve(MixedPrecisionConfig.from_data(fields))
         meaning = of_policy(policy, engine="mcore", sharded=sharded)
@@ -309,23 +309,49 @@ def _inert(read: _Read, values: Mapping[str, Any]) -> list[str]:
             found.append(text)
 
     aware = read.on("aware")
-    note("fp8_recipe" in said and off and not (aware and values["fp8_recipe"] != "delayed"), "--fp8-recipe without --fp8-format: nothing is quantized")
+    note(
+        "fp8_recipe" in said and off and not (aware and values["fp8_recipe"] != "delayed"),
+        "--fp8-recipe without --fp8-format: nothing is quantized",
+    )
     note(
         "fp8_recipe" in said and off and aware and values["fp8_recipe"] != "delayed",
         f"--fp8-recipe {values['fp8_recipe']} without --fp8-format quantizes nothing, yet moves the main weights from FusedAdam to megatron-core",
     )
     amax = {"fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"} & said
-    note(bool(amax) and (off or values["fp8_recipe"] != "delayed"), "--fp8-amax-* and --fp8-margin act under delayed scaling only")
+    note(
+        bool(amax) and (off or values["fp8_recipe"] != "delayed"),
+        "--fp8-amax-* and --fp8-margin act under delayed scaling only",
+    )
     note("fp8_interval" in said, "--fp8-interval: Transformer Engine no longer reads it")
-    note(bool({"first", "last"} & said) and not read.on("edges"), "--num-layers-at-*-in-bf16 without --first-last-layers-bf16")
+    note(
+        bool({"first", "last"} & said) and not read.on("edges"),
+        "--num-layers-at-*-in-bf16 without --first-last-layers-bf16",
+    )
     note(read.on("edges") and off and values["fp4"] is None, "--first-last-layers-bf16 without a quantization")
-    note(values["fp8_recipe"] == "mxfp8" and values["fp8"] == "hybrid", "--fp8-format hybrid under mxfp8: all operands are E4M3")
-    note(read.on("softmax") and values["transformer_impl"] != "local", "--attention-softmax-in-fp32: Transformer Engine's attention does not read it")
-    note(read.on("accumulate") and read.on("reduce_bf16"), "--accumulate-allreduce-grads-in-fp32 beside --grad-reduce-in-bf16: BF16 wins")
-    note(read.on("accumulate") and (read.on("fsdp2") or read.on("megatron_fsdp")), "--accumulate-allreduce-grads-in-fp32: the sharding engine does not read it")
-    note(read.on("reduce_bf16") and read.on("fp16"), "--grad-reduce-in-bf16 under --fp16: gradients are reduced in FP16")
+    note(
+        values["fp8_recipe"] == "mxfp8" and values["fp8"] == "hybrid",
+        "--fp8-format hybrid under mxfp8: all operands are E4M3",
+    )
+    note(
+        read.on("softmax") and values["transformer_impl"] != "local",
+        "--attention-softmax-in-fp32: Transformer Engine's attention does not read it",
+    )
+    note(
+        read.on("accumulate") and read.on("reduce_bf16"),
+        "--accumulate-allreduce-grads-in-fp32 beside --grad-reduce-in-bf16: BF16 wins",
+    )
+    note(
+        read.on("accumulate") and (read.on("fsdp2") or read.on("megatron_fsdp")),
+        "--accumulate-allreduce-grads-in-fp32: the sharding engine does not read it",
+    )
+    note(
+        read.on("reduce_bf16") and read.on("fp16"), "--grad-reduce-in-bf16 under --fp16: gradients are reduced in FP16"
+    )
     states = {"main_params", "main_grads", "exp_avg", "exp_avg_sq"} & said
-    note(bool(states) and not aware and all(values[name] == "fp32" for name in states), "--main-*-dtype and --exp-avg-*-dtype act under --use-precision-aware-optimizer only")
+    note(
+        bool(states) and not aware and all(values[name] == "fp32" for name in states),
+        "--main-*-dtype and --exp-avg-*-dtype act under --use-precision-aware-optimizer only",
+    )
     scale = {"initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"} & said
     note(bool(scale) and not read.on("fp16"), "details of dynamic loss scaling without --fp16")
     fsdp = {"fsdp_main_params", "fsdp_main_grads", "fsdp_grad_comm"} & said

@@ -141,7 +141,7 @@ class _Reader:
 
 def _again(value: str) -> list[str]:
     """The words of an unquoted expansion, which the shell splits once more."""
-    return _split(value) if " --" in f" {value}" or " " in value.strip() and value.startswith("-") else [value]
+    return _split(value) if " --" in f" {value}" or (" " in value.strip() and value.startswith("-")) else [value]
 
 
 def _split(text: str) -> list[str]:
@@ -164,7 +164,10 @@ def _truth(words: list[str]) -> bool | None:
     for glue, join in (("||", any), ("&&", all), ("-o", any), ("-a", all)):
         if glue in words:
             at = words.index(glue)
-            parts = [_truth([w for w in words[:at] if w not in ("[[", "]]", "[", "]")]), _truth([w for w in words[at + 1 :] if w not in ("[[", "]]", "[", "]")])]
+            parts = [
+                _truth([w for w in words[:at] if w not in ("[[", "]]", "[", "]")]),
+                _truth([w for w in words[at + 1 :] if w not in ("[[", "]]", "[", "]")]),
+            ]
             return None if None in parts else join(bool(part) for part in parts)
     if len(words) == 2 and words[0] in ("-z", "-n"):
         return (words[1] == "") == (words[0] == "-z")

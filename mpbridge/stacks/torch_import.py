@@ -13,7 +13,9 @@ from mpbridge.stacks.reading import base_field
 def fields_of(meaning: Meaning, cannot: list[str], quant: Quant | None = None) -> dict[str, Any]:
     """MixedPrecisionConfig fields that say `meaning` on an FSDP engine of ours; what they cannot say is added to `cannot`."""
     if meaning.storage.bytes < meaning.compute.bytes:
-        cannot.append(f"storage in {meaning.storage.short} with compute in {meaning.compute.short}: narrower than the arithmetic")
+        cannot.append(
+            f"storage in {meaning.storage.short} with compute in {meaning.compute.short}: narrower than the arithmetic"
+        )
         return {}
     fields: dict[str, Any] = {
         **base_field(meaning.compute),

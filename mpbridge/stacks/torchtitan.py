@@ -42,9 +42,7 @@ def export(request: Request) -> Export:
     if policy.keep_fp32:
         lines.append(Line(fidelity="impossible", fact="keep_fp32", text="one dtype for every parameter"))
     lines += compared(of_policy(policy, engine=request.engine), theirs, ignore=("loss_scale",))
-    return Export(
-        stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines)
-    )
+    return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
 
 
 def _meaning(policy: PrecisionPolicy) -> Meaning:

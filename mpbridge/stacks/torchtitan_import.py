@@ -56,7 +56,13 @@ def read_data(data: Any, *, version: str) -> Imported:
     if read_.at("optimizer.implementation") == "fused_opt_states_bf16":
         states = DType.BF16
     meaning = Meaning(
-        storage=storage, compute=compute, wire=reduce, accumulator=storage, exp_avg=states, exp_avg_sq=states, sharded="everything"
+        storage=storage,
+        compute=compute,
+        wire=reduce,
+        accumulator=storage,
+        exp_avg=states,
+        exp_avg_sq=states,
+        sharded="everything",
     )
     if quant is not None:
         meaning = dataclasses.replace(meaning, regions=(Region(quant=quant),))
@@ -77,11 +83,17 @@ def _quant(read_: Reader, cannot: list[str], inert: list[str], assumed: list[str
     word = next((word for word in ("nvfp4", "mxfp8", "float8") if word in name), "")
     word = word or next((found for mark, found in (("mx", "mxfp8"), ("float8", "float8")) if mark in listed), "")
     if not word:
-        inert.extend(f"{section}: without a converter in model.converters nothing reads it" for section in _OLD[:3] if read_.section(section))
+        inert.extend(
+            f"{section}: without a converter in model.converters nothing reads it"
+            for section in _OLD[:3]
+            if read_.section(section)
+        )
         return None
     assumed.append(f"quantized linears are what {name or 'model.converters'} names: {word}")
     if "pct_layers" in name:
-        cannot.append(f"{name}: a share of the last layers stays in BF16; give the model's depth and num_layers_at_end_in_bf16")
+        cannot.append(
+            f"{name}: a share of the last layers stays in BF16; give the model's depth and num_layers_at_end_in_bf16"
+        )
     if word == "nvfp4":
         return Quant(format="e2m1", scaling="nvfp4")
     if word == "mxfp8":

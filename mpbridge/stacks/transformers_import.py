@@ -36,13 +36,18 @@ def read_data(data: Any, *, version: str) -> Imported:
     if not isinstance(data, Mapping):
         raise DataError(f"TrainingArguments are a mapping, found {type(data).__name__}")
     read_ = Reader(data)
-    contradicts, cannot, inert, assumed = [], [], [], []
+    contradicts: list[str] = []
+    cannot: list[str] = []
+    inert: list[str] = []
+    assumed: list[str] = []
     bf16, fp16 = read_.flag("bf16"), read_.flag("fp16")
     if bf16 and fp16:
         contradicts.append("bf16 and fp16: TrainingArguments refuses both together")
     storage = read_.dtype("dtype", read_.dtype("torch_dtype"))
     if storage is None:
-        assumed.append("the loaded dtype is the checkpoint's own since version 5 ('auto'): taken as float32 (dtype=...)")
+        assumed.append(
+            "the loaded dtype is the checkpoint's own since version 5 ('auto'): taken as float32 (dtype=...)"
+        )
         storage = DType.FP32
     base = DType.BF16 if bf16 else DType.FP16 if fp16 else None
     sharded = bool(read_.at("fsdp")) and read_.at("fsdp") is not False
@@ -75,5 +80,11 @@ def _meaning(storage: DType, base: DType | None, sharded: bool) -> Meaning:
             storage=DType.FP32, compute=base, autocast=base, wire=base, accumulator=DType.FP32, sharded="everything"
         )
     return Meaning(
-        storage=storage, compute=base, autocast=base, wire=storage, accumulator=storage, exp_avg=storage, exp_avg_sq=storage
+        storage=storage,
+        compute=base,
+        autocast=base,
+        wire=storage,
+        accumulator=storage,
+        exp_avg=storage,
+        exp_avg_sq=storage,
     )

@@ -159,7 +159,12 @@ def examples_agree(modules: Any, checkout: Path) -> tuple[int, int, int]:
             "use_precision_aware_optimizer": bool(fields.get("use_precision_aware_optimizer")),
             "grad_reduce_in_fp32": fields.get("grad_reduce_in_fp32"), "fp8_param_gather": bool(fields.get("fp8_param")),
         }  # fmt: skip
-        there = {field: getattr(got[target], field) for target, names in READ.items() for field in names if hasattr(got[target], field)}
+        there = {
+            field: getattr(got[target], field)
+            for target, names in READ.items()
+            for field in names
+            if hasattr(got[target], field)
+        }
         wrong = {name: (said[name], value) for name, value in there.items() if said[name] != value}
         equal += not wrong
         if wrong:

@@ -1,0 +1,169 @@
+"""Exports: goldens of every recipe and stack, the class of each, and what a stack cannot say."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mpbridge import MixedPrecisionConfig, recipes
+from mpbridge.errors import BadValue, UnknownName
+from mpbridge.stacks.exporters import STACKS, export
+from mpbridge.stacks.importers import read_args, read_text
+from mpbridge.stacks.nearest import answer
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "exports"
+
+
+def as_text(stack: str) -> str:
+    """Every recipe of one stack, as the golden file holds it."""
+    parts = []
+    for name in recipes:
+        made = export(name, stack)
+        pieces = "\n".join(f"-- {piece.name}\n{piece.text}" for piece in made.pieces)
+        lines = "\n".join(f"   {line}" for line in made.lines)
+        parts.append(f"## {name}: {made.fidelity}\n{pieces}\n{lines}".rstrip())
+    return "\n\n".join(parts) + "\n"
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_export_is_as_the_golden_file_says(stack: str) -> None:
+    path = GOLDEN / f"{stack}.txt"
+    if os.environ.get("MPBRIDGE_WRITE_GOLDENS"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(as_text(stack))
+    assert as_text(stack) == path.read_text(), "MPBRIDGE_WRITE_GOLDENS=1 writes it anew"
+
+
+@pytest.mark.parametrize("stack", ["megatron-lm", "megatron-bridge", "automodel", "torchtitan", "deepspeed"])
+def test_importing_an_exact_export_gives_the_recipe_back(stack: str) -> None:
+    exact = [name for name in recipes if export(name, stack).fidelity == "exact"]
+    assert exact, "a stack that says no recipe exactly would make this test say nothing"
+    for name in exact:
+        piece = export(name, stack).pieces[0]
+        found = (
+            read_args(piece.text.replace("\\\n", " "), stack=stack)
+            if piece.name == "arguments"
+            else read_text(piece.text, stack=stack, name=piece.name)
+        )
+        told = answer(found.fields, engine=found.engine, meaning=found.meaning)
+        same = {name, "bf16_mixed"} if name == "bf16_megatron_fsdp" and stack == "deepspeed" else {name}
+        assert told.recipe in same, f"{name} came back from {stack} as {told}"
+        assert dict(told.overrides) == {}
+        assert not found.contradicts
+
+
+# the published comparison of stacks, recipe by recipe: E exact, A approximate, - not at all; rows that differ are explained below
+COVERAGE = {
+    "fp32": "E E E E E . . E",
+    "bf16_mixed": "E E A A A A A E",
+    "fp16_mixed": "E E A - A A A E",
+    "bf16_with_fp8_delayed_scaling_mixed": "E E - - - A A -",
+    "bf16_with_mxfp8_mixed": "E E A A A A - -",
+    "bf16_with_fp8_current_scaling_mixed": "E E A - A A - -",
+    "bf16_with_fp8_subchannel_scaling_mixed": "E E A - - - - -",
+    "bf16_with_nvfp4_mixed": "E . - A - - - -",
+    "bf16_params_fp32_states": "A A E A E A A .",
+    "fp32_params_bf16_compute": "A A E E E A A A",
+    "full_bf16": "- - E A E . E E",
+    "bf16_mixed_bf16_moments": "E A A A A A A .",
+}
+
+
+@pytest.mark.parametrize(("recipe", "row"), COVERAGE.items(), ids=COVERAGE)
+def test_the_class_of_an_export_is_the_published_one(recipe: str, row: str) -> None:
+    letters = {"exact": "E", "layout": "A", "different": "A", "impossible": "-"}
+    for stack, expected in zip(STACKS, row.split(), strict=False):
+        if expected != ".":
+            assert (stack, letters[export(recipe, stack).fidelity]) == (stack, expected)
+
+
+def test_the_scaling_recipe_is_always_written_for_megatron_lm() -> None:
+    for name in recipes:
+        text = export(name, "megatron-lm").pieces[0].text
+        assert ("--fp8-format" in text) == ("--fp8-recipe" in text)
+        assert ("--fp4-format" in text) == ("--fp4-recipe" in text)
+
+
+def test_flags_that_megatron_lm_lacks_are_named_and_not_invented() -> None:
+    config = MixedPrecisionConfig(
+        bf16=True, fp8="hybrid", fp8_recipe="tensorwise", fp8_dot_product_attention=True, autocast_enabled=True,
+        keep_fp32=("*norm*",), output_dtype="fp32",
+    )  # fmt: skip
+    made = export(config, "megatron-lm")
+    assert made.fidelity == "impossible"
+    facts = {line.fact for line in made.lines if line.fidelity == "impossible"}
+    assert facts == {"fp8_dot_product_attention", "autocast_enabled", "keep_fp32", "output_dtype", "pipeline_dtype"}
+    assert "attention" not in made.pieces[0].text
+
+
+def test_fp4_gather_exists_from_core_0_20_on() -> None:
+    config = MixedPrecisionConfig(bf16=True, fp4="e2m1", fp4_recipe="nvfp4", fp4_param=True)
+    assert "--fp4-param-gather" in export(config, "megatron-lm", version="0.20").pieces[0].text
+    assert any(line.fact == "fp4_param_gather" for line in export(config, "megatron-lm", version="0.16").lines)
+
+
+def test_megatron_fsdp_gets_the_three_dtype_flags_it_reads() -> None:
+    words = shlex.split(export("bf16_megatron_fsdp", "megatron-lm").pieces[0].text.replace("\\\n", " "))
+    for flag in ("main-params", "main-grads"):
+        assert words[words.index(f"--megatron-fsdp-{flag}-dtype") + 1] == "fp32"
+    assert words[words.index("--megatron-fsdp-grad-comm-dtype") + 1] == "fp32"
+
+
+def test_automodel_gets_all_four_keys_of_a_policy() -> None:
+    policy = yaml.safe_load(export("bf16_mixed", "automodel").pieces[0].text)["distributed"]["mp_policy"]
+    assert set(policy) == {"_target_", "param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"}
+
+
+def test_a_torchtitan_quantization_is_python_and_leaves_the_output_layer() -> None:
+    arguments, python = export("bf16_with_nvfp4_mixed", "torchtitan").pieces
+    assert "nvfp4" not in arguments.text.lower()
+    assert 'fqns=["layers"]' in python.text
+    compile(python.text, "config_registry.py", "exec")
+
+
+@pytest.mark.parametrize("stack", ["fsdp2", "accelerate", "lightning", "transformers"])
+def test_python_that_is_exported_compiles(stack: str) -> None:
+    for name in recipes:
+        for piece in export(name, stack).pieces:
+            compile(piece.text, f"{stack}-{name}", "exec")
+
+
+def test_lightning_under_fsdp_is_given_the_reduction_dtype() -> None:
+    assert "reduce_dtype=torch.float32" in export("bf16_mixed", "lightning").pieces[0].text
+
+
+def test_deepspeed_says_wire_and_accumulator_apart_and_the_first_loss_scale() -> None:
+    config = json.loads(export("fp16_mixed", "deepspeed").pieces[0].text)
+    assert config["fp16"]["initial_scale_power"] == 32
+    assert json.loads(export("bf16_mixed", "deepspeed").pieces[0].text)["communication_data_type"] == "fp32"
+
+
+def test_delayed_scaling_under_accelerate_runs_as_hybrid_with_the_maximum() -> None:
+    config = MixedPrecisionConfig(
+        bf16=True, fp8="e4m3", fp8_recipe="delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="most_recent"
+    )
+    made = export(config, "accelerate")
+    assert "hybrid delayed (history 1024, max)" in made.meaning.quantization
+    assert any(line.fact == "quantization" and line.fidelity == "different" for line in made.lines)
+
+
+def test_an_unknown_stack_or_version_is_named_with_the_known_ones() -> None:
+    with pytest.raises(UnknownName, match="nearest: torchtitan"):
+        export("bf16_mixed", "torchtitn")
+    with pytest.raises(BadValue, match=r"0\.12 was never read.*0\.19"):
+        export("bf16_mixed", "deepspeed", version="0.12")
+
+
+def test_rules_by_module_become_a_file_of_megatron_lm() -> None:
+    config = MixedPrecisionConfig(bf16=True, modules={"mlp.*": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}})
+    arguments, rules = export(config, "megatron-lm").pieces
+    assert "--te-precision-config-file precision.yaml" in arguments.text
+    data = yaml.safe_load(rules.text)
+    matcher = next(iter(data["matchers"].values()))
+    assert matcher["pattern"].endswith("mlp.*")
+    assert data["configs"][matcher["config"]]["training_recipe"]["fp8_quantization_recipe"] == "mxfp8"
