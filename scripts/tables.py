@@ -328,6 +328,41 @@ def command_table() -> str:
     return "\n".join(parts).rstrip()
 
 
+@table("stack-coverage")
+def stack_coverage_table() -> str:
+    """Recipe x stack: how faithful an export is."""
+    from mpbridge.precision.recipes import BUILT_IN
+    from mpbridge.stacks.exporters import STACKS, export
+
+    rows = [(f"`{r.name}`", *(export(r.name, stack).fidelity for stack in STACKS)) for r in BUILT_IN]
+    return markdown(("recipe", *STACKS), rows)
+
+
+@table("stack-words")
+def stack_word_table() -> str:
+    """One word in many stacks."""
+    from mpbridge.stacks.meaning import rows
+    from mpbridge.stacks.words import TABLE
+
+    shown = ("storage", "compute", "autocast", "main", "wire", "accumulator", "exp_avg", "bytes")
+    heads = (
+        "word",
+        "stack",
+        "where",
+        "stored",
+        "forward",
+        "autocast",
+        "main weights",
+        "wire",
+        "accumulator",
+        "moments",
+    )
+    return markdown(
+        (*heads, "bytes per parameter"),
+        [(f"`{row.words[0]}`", row.stack, row.where, *(rows(row.meaning)[name] for name in shown)) for row in TABLE],
+    )
+
+
 @table("rooms")
 def room_table() -> str:
     """The contract of pyproject.toml, with the first sentence of each room."""

@@ -165,6 +165,8 @@ def examples_agree(modules: Any, checkout: Path) -> tuple[int, int, int]:
             for field in names
             if hasattr(got[target], field)
         }
+        if ours.engine == "megatron_fsdp":  # which reads the three dtype flags instead of that field
+            there["grad_reduce_in_fp32"] = str(got["ddp"].megatron_fsdp_main_grads_dtype) == "torch.float32"
         wrong = {name: (said[name], value) for name, value in there.items() if said[name] != value}
         equal += not wrong
         if wrong:
