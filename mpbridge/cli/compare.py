@@ -10,6 +10,7 @@ from mpbridge.precision.registry import describe, get_mixed_precision_config, ke
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.importers import read_file
 from mpbridge.stacks.meaning import LABELS, Meaning, arithmetic_differs, differences, of_policy, rows
+from mpbridge.traits import DEFAULT
 
 SUMMARY = "two recipes or files of any stack, side by side in what they mean"
 
@@ -68,7 +69,7 @@ def _meaning(name: str) -> tuple[Meaning, str | None]:
 
 
 def _recipe(name: str) -> tuple[Meaning, str | None]:
-    engine = describe(name).engine or "mcore"
+    engine = describe(name).engine or DEFAULT
     return of_policy(resolve(get_mixed_precision_config(name)), engine=engine), engine
 
 

@@ -216,15 +216,14 @@ def _theirs(ours: OurConfig, name: str) -> MixedPrecisionConfig:
     """Our config in Bridge's fields. Raises UnknownRecipe where its fields cannot say it."""
     beyond = [field for field in ours.given() if field not in FIELDS]
     if beyond:
-        raise UnknownRecipe("recipe in Megatron Bridge's fields", name, [known for known in MIXED_PRECISION_RECIPES])
+        raise UnknownRecipe("recipe in Megatron Bridge's fields", name, list(MIXED_PRECISION_RECIPES))
     said = ours.stored()
-    values = {field: said[field] for field, default in FIELDS.items() if said[field] is not None}
+    values: dict[str, Any] = {field: said[field] for field in FIELDS if said[field] is not None}
     if ours.first_last_layers_bf16:
         for field in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
             values.setdefault(field, 1)  # None means one layer here and zero is Bridge's default
-    return MixedPrecisionConfig(
-        **{field: value.torch() if isinstance(value, DType) else value for field, value in values.items()}
-    )
+    values = {field: value.torch() if isinstance(value, DType) else value for field, value in values.items()}
+    return MixedPrecisionConfig(**values)
 
 
 @functools.cache

@@ -103,6 +103,18 @@ aliases: Mapping[str, str] = MappingProxyType(_alias_of)
 """Every other accepted name -> the canonical one."""
 
 
+ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "no": "accelerate's word for FP32 arithmetic: fp32",
+        "16_true": "FP16 weights without main weights, which no recipe here keeps; fp16_mixed has FP32 main weights",
+        "float8": "says no scaling: bf16_with_fp8_current_scaling_mixed is tensorwise, bf16_with_mxfp8_mixed has blocks of 32",
+        "rowwise": "torchao's scaling, one scale a row: bf16_with_fp8_rowwise on engine fsdp2",
+        "transformer_engine": "a library, not a recipe: mpbridge list shows the recipes that need it",
+    }
+)
+"""Words of other stacks that stand for no one recipe -> what to choose. Hints, never aliases."""
+
+
 def key(name: str) -> str:
     """The canonical spelling: lower case, underscores."""
     return name.strip().lower().replace("-", "_")
@@ -134,6 +146,9 @@ def _store(entry: Recipe) -> None:
     for name in (entry.name, *entry.aliases):
         if not name or _is_place(name):
             raise BadValue(f"{name!r} cannot name a recipe: it would be read as a file or a function")
+    before = _by_name.get(entry.name)
+    if before is not None and before.source == entry.source and _in_notebook(entry):
+        unregister(entry.name)  # the cell of a notebook ran again: it replaces what it had made
     taken = [name for name in (entry.name, *entry.aliases) if name in _by_name or name in _alias_of]
     if taken:
         raise DuplicateName(
@@ -141,6 +156,11 @@ def _store(entry: Recipe) -> None:
         )
     _by_name[entry.name] = entry
     _alias_of.update(dict.fromkeys(entry.aliases, entry.name))
+
+
+def _in_notebook(entry: Recipe) -> bool:
+    """Whether a recipe was made where the same lines run twice: an interactive session, or a notebook's cell."""
+    return getattr(entry.make, "__module__", None) == "__main__"
 
 
 @overload
@@ -213,7 +233,11 @@ def recipe(name: str) -> Recipe:
     _fill()
     found = _alias_of.get(key(name), key(name))
     if found not in _by_name:
-        raise UnknownName("recipe", name, [*_by_name, *_alias_of])
+        unknown = UnknownName("recipe", name, [*_by_name, *_alias_of])
+        hint = ELSEWHERE.get(key(name))
+        if hint is not None:
+            unknown.args = (f"no recipe named {name!r}: {hint}",)
+        raise unknown
     return _by_name[found]
 
 

@@ -11,10 +11,11 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale, Quant, Region
 from mpbridge.stacks import deepspeed_import
 from mpbridge.stacks.accelerate import NAME
-from mpbridge.stacks.base import Imported
+from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.stacks.torch_import import fields_of
+from mpbridge.traits import DEFAULT
 
 _WORDS = {"no": DType.FP32, "fp16": DType.FP16, "bf16": DType.BF16, "fp8": DType.BF16}
 
@@ -47,7 +48,7 @@ def read_data(data: Any, *, version: str) -> Imported:
         fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
     if meaning.wire is not meaning.accumulator:
         cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
-    engine = "fsdp2" if kind == "FSDP" else "mcore"
+    engine = engine_with("optimizer") if kind == "FSDP" else DEFAULT
     return Imported(
         stack=NAME,
         version=version,

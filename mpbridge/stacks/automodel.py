@@ -26,7 +26,7 @@ def export(request: Request) -> Export:
 
     policy = request.policy
     theirs = torch_meaning(policy, fused_adam=True, scalings=tuple(SCALINGS))
-    if request.engine == "megatron_fsdp":
+    if request.main_weights == "wrapper":
         theirs = _megatron_fsdp_meaning(policy)
     sections = _sections(request, theirs)
     lines = list(missing_scalings(policy, SCALINGS, "te_fp8.recipe: mxfp8, or BF16"))
@@ -54,7 +54,7 @@ def export(request: Request) -> Export:
 def _sections(request: Request, theirs: Meaning) -> dict[str, Any]:
     policy = request.policy
     sections: dict[str, Any] = {"model": {"torch_dtype": SPELL[theirs.storage]}, "optimizer": _optimizer(theirs)}
-    if request.engine == "megatron_fsdp":
+    if request.main_weights == "wrapper":
         sections["distributed"] = {"strategy": "megatron_fsdp", "grad_reduce_in_fp32": policy.reduce is DType.FP32}
         sections["distributed"]["preserve_fp32_weights"] = True
     else:

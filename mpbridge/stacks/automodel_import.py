@@ -10,10 +10,11 @@ from mpbridge.errors import DataError
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks.automodel import NAME
-from mpbridge.stacks.base import Imported
+from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.stacks.torch_import import fields_of
+from mpbridge.traits import DEFAULT
 
 _TE = {"current": "tensorwise", "block": "blockwise", "mxfp8": "mxfp8"}
 
@@ -39,7 +40,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     if "peft" in data:
         cannot.append("peft: only adapters are trained")
     raise_faults(read.faults, "this AutoModel configuration")
-    engine = {"megatron_fsdp": "megatron_fsdp", "ddp": "mcore"}.get(strategy, "fsdp2")
+    engine = DEFAULT if strategy == "ddp" else engine_with("wrapper" if "megatron" in strategy else "optimizer")
     return Imported(
         stack=NAME, version=version, fields=fields_of(meaning, cannot, quant), engine=engine, meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),

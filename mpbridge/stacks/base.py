@@ -11,6 +11,7 @@ from mpbridge.errors import Refused
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.stacks.meaning import Meaning, arithmetic_differs, differences
+from mpbridge.traits import DEFAULT, MainWeights, engine_names, traits
 
 Fidelity = Literal["exact", "layout", "different", "impossible"]
 """exact: the same facts; layout: the same arithmetic with tensors kept elsewhere or in another dtype; different: a step computes something
@@ -61,6 +62,11 @@ class Request:
     run: Any = None
     """config.container.Run with a model to describe; None: precision alone."""
 
+    @property
+    def main_weights(self) -> MainWeights:
+        """Who holds main weights on the engine: megatron-core, the wrapper (Megatron-FSDP), or the optimizer (torch FSDP2)."""
+        return traits(self.engine).main_weights
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
@@ -88,7 +94,7 @@ class Imported:
     version: str
     fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Values of MixedPrecisionConfig that say it; empty where ours has no words for it."""
-    engine: str = "mcore"
+    engine: str = DEFAULT
     meaning: Meaning
     inert: tuple[str, ...] = ()
     """Settings that are accepted there and have no effect."""
@@ -100,6 +106,11 @@ class Imported:
     """Known settings that are not about precision."""
     assumed: tuple[str, ...] = ()
     """What was taken for granted: a version, a default, a variable."""
+
+
+def engine_with(main_weights: MainWeights) -> str:
+    """The engine of ours whose main weights are held so."""
+    return next(name for name in engine_names() if traits(name).main_weights == main_weights)
 
 
 def compared(

@@ -12,6 +12,7 @@ from mpbridge.stacks.base import Imported
 from mpbridge.stacks.deepspeed import NAME
 from mpbridge.stacks.meaning import Meaning, Sharded
 from mpbridge.stacks.reading import Reader, base_field, raise_faults
+from mpbridge.traits import DEFAULT
 
 _SHARDED: Mapping[int, Sharded] = {0: "nothing", 1: "optimizer", 2: "gradients", 3: "everything"}
 _INERT = ("grad_accum_dtype", "fp8", "mixed_precision", "precision", "dtype")
@@ -70,7 +71,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     if scale is not None:
         fields |= _scale_fields(scale)
     return Imported(
-        stack=NAME, version=version, fields=fields, engine="mcore", meaning=meaning, inert=tuple(inert),
+        stack=NAME, version=version, fields=fields, engine=DEFAULT, meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=(f"DeepSpeed {version}: the wire's default differs between versions",),
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Export, Request
+from mpbridge.traits import DEFAULT
 
 _MODULES: Mapping[str, str] = MappingProxyType(
     {
@@ -70,7 +71,7 @@ def export(
         name=name,
         config=config,
         policy=resolve(config),
-        engine=engine or own or "mcore",
+        engine=engine or own or DEFAULT,
         version=version_of(module, version),
         run=run,
     )

@@ -9,11 +9,12 @@ from typing import Any
 from mpbridge.errors import BadValue, DataError
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale
-from mpbridge.stacks.base import Imported
+from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.lightning import NAME
 from mpbridge.stacks.meaning import Meaning, Sharded
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.stacks.torch_import import fields_of
+from mpbridge.traits import DEFAULT
 
 _WORDS: Mapping[str, tuple[DType, bool]] = {
     # word -> (dtype, whether parameters are cast to it)
@@ -53,7 +54,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     if meaning.wire is not meaning.accumulator:
         cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     return Imported(
-        stack=NAME, version=version, fields=fields, engine="fsdp2" if "fsdp" in name else "mcore", meaning=meaning,
+        stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if "fsdp" in name else DEFAULT, meaning=meaning,
         cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
 

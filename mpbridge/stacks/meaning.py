@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from mpbridge.facts import OptimizerFacts
 from mpbridge.formats import DType, say
-from mpbridge.precision.policy import LossScale, PrecisionPolicy, Quant, Region
+from mpbridge.memory.keeps import keeps, updater, wires
+from mpbridge.precision.policy import LossScale, PrecisionPolicy, own_main
+from mpbridge.precision.regions import Gemms, Quant, Region
+from mpbridge.precision.words import region_rule, region_text
+from mpbridge.traits import DEFAULT, traits
 
 Sharded = Literal["nothing", "optimizer", "gradients", "everything"]
 """What data parallelism divides: nothing (DDP), optimizer states (ZeRO 1), gradients too (ZeRO 2), parameters too (ZeRO 3, FSDP)."""
@@ -101,29 +106,33 @@ LAYOUT = ("storage", "main", "optimizer_reads", "sharded", "bytes")
 """Rows that may differ while the arithmetic of a step stays the same, provided that `master` agrees."""
 
 
-def of_policy(policy: PrecisionPolicy, *, engine: str = "mcore", sharded: Sharded | None = None) -> Meaning:
-    """What a policy means on an engine of ours. sharded: None: what the engine divides by default (mcore: the distributed optimizer)."""
-    settled = policy.settled()
-    wide = settled.main_params or DType.FP32
-    own = wide is settled.params and not settled.stored
-    # torch FSDP2 reduces in one dtype and keeps the sum in the parameter's own (_fsdp_collectives.py, foreach_reduce)
-    accumulator = settled.params if engine == "fsdp2" else settled.reduce
-    aware = bool(settled.precision_aware)
-    # a precision-aware optimizer reads the buckets as they are; otherwise main weights get a gradient of their own dtype
-    reads = accumulator if aware or own else (settled.main_grads or DType.FP32)
-    fused = aware and engine != "megatron_fsdp"
+def of_policy(policy: PrecisionPolicy, *, engine: str = DEFAULT, sharded: Sharded | None = None) -> Meaning:
+    """What a policy means on an engine of ours, for a parameter that rests in 16 or 32 bits.
+
+    sharded: None: what the engine divides by default; megatron-core's own with the distributed optimizer.
+    """
+    settled, kind = policy.settled(), traits(engine)
+    optional = kind.distributed_optimizer == "optional"
+    # megatron-core's distributed optimizer always holds FP32 shards: parameters that are their own main weights go without it
+    whole = own_main(settled) and settled.params is not DType.FP32
+    divided: Sharded = sharded or ("everything" if not optional else "nothing" if whole else "optimizer")
+    name = updater("adam", settled, kind)
+    optimizer = OptimizerFacts(name=name, distributed=optional and divided != "nothing")
+    kept = keeps(settled, kind, optimizer)
+    grads, main = kept["grads"].dtype, kept.get("main_params")
+    read = kept["main_grads"].dtype if "main_grads" in kept else grads
     return Meaning(
         storage=settled.params,
         compute=settled.compute,
         autocast=settled.autocast,
-        main=None if own else wide,
-        remainders=fused and bool(settled.remainders) and settled.params is DType.BF16 and wide is DType.FP32,
-        wire=settled.reduce,
-        accumulator=accumulator,
-        optimizer_reads=None if reads is accumulator else reads,
-        exp_avg=settled.exp_avg or DType.FP32,
-        exp_avg_sq=settled.exp_avg_sq or DType.FP32,
-        sharded=sharded or ("optimizer" if engine == "mcore" else "everything"),
+        main=None if main is None else DType.FP32 if main.dtype is DType.INT16 else main.dtype,
+        remainders=main is not None and main.dtype is DType.INT16,
+        wire=wires(settled)["gradients"],
+        accumulator=grads,
+        optimizer_reads=None if read is grads else read,
+        exp_avg=kept["exp_avg"].dtype,
+        exp_avg_sq=kept["exp_avg_sq"].dtype,
+        sharded=divided,
         loss_scale=settled.loss_scale,
         regions=settled.regions,
     )
@@ -131,9 +140,9 @@ def of_policy(policy: PrecisionPolicy, *, engine: str = "mcore", sharded: Sharde
 
 def quantization_text(regions: tuple[Region, ...]) -> str:
     """Regions as one line, first match first."""
-    if all(region.quant is None for region in regions):
+    if all(not region.rules.distinct for region in regions):
         return "none"
-    return "; ".join(f"{_where(region)}: {_quant(region.quant)}" for region in regions)
+    return "; ".join(f"{region_text(region)}: {region_rule(region)}" for region in regions)
 
 
 def rows(meaning: Meaning) -> dict[str, str]:
@@ -168,42 +177,33 @@ def arithmetic_differs(ours: Meaning, theirs: Meaning) -> bool:
 
 def arithmetic_regions(regions: tuple[Region, ...]) -> tuple[Region, ...]:
     """The regions without what decides storage only."""
-    return tuple(
-        region if region.quant is None else dataclasses.replace(region, quant=_computed(region.quant))
-        for region in regions
+    return tuple(changed(region, _computed) for region in regions)
+
+
+def changed(region: Region, change: Callable[[Quant], Quant | None]) -> Region:
+    """A region with every rule of its GEMMs changed."""
+
+    def of(quant: Quant | None) -> Quant | None:
+        return None if quant is None else change(quant)
+
+    gemms = region.gemms and Gemms(
+        fprop=of(region.gemms.fprop), dgrad=of(region.gemms.dgrad), wgrad=of(region.gemms.wgrad)
     )
+    return dataclasses.replace(region, quant=of(region.quant), gemms=gemms)
 
 
 def stored(regions: tuple[Region, ...]) -> str:
     """Whether quantized weights rest in their format: 'low format' or '16 bit'."""
-    return "low format" if any(region.quant is not None and region.quant.stored for region in regions) else "16 bit"
+    low = any(quant.stored for region in regions for quant in region.rules.distinct)
+    return "low format" if low else "16 bit"
 
 
 def _computed(quant: Quant) -> Quant:
     """A Quant without storage, and without the settings that its scaling never reads."""
     plain = dataclasses.replace(quant, stored=False)
-    if quant.scaling != "delayed":
-        plain = dataclasses.replace(plain, margin=0, amax_history=1, amax_algo="most_recent", wgrad=True)
-    return plain
-
-
-def _where(region: Region) -> str:
-    ends = [f"first {region.first}" if region.first else "", f"last {region.last}" if region.last else ""]
-    layers = " and ".join(part for part in ends if part)
-    modules = "" if region.modules == "*" else region.modules
-    text = " of ".join(part for part in (modules, f"{layers} layers" if layers else "") if part)
-    return text or "all linears"
-
-
-def _quant(quant: Quant | None) -> str:
-    if quant is None:
-        return "16 bit"
-    extra = (
-        f" (history {quant.amax_history}, {quant.amax_algo}{f', margin {quant.margin}' if quant.margin else ''})"
-        if quant.scaling == "delayed"
-        else ""
-    )
-    return f"{quant.format} {quant.scaling}{extra}" + (", stored so" if quant.stored else "")
+    if quant.row.history:
+        return plain
+    return dataclasses.replace(plain, margin=0, amax_history=1, amax_algo="most_recent", wgrad=True)
 
 
 def _scale(scale: LossScale | None) -> str:

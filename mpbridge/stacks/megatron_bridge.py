@@ -34,7 +34,7 @@ def export(request: Request) -> Export:
     """The mixed_precision section, and what only the model, optimizer and ddp sections can say."""
     import yaml
 
-    policy, fsdp = request.policy, request.engine == "megatron_fsdp"
+    policy, fsdp = request.policy, request.main_weights == "wrapper"
     sections: dict[str, Any] = {"mixed_precision": _section(request.config, policy)}
     sections["optimizer"] = _optimizer(policy)
     sections["ddp"] = _ddp(policy, fsdp)
@@ -55,7 +55,7 @@ def meaning(request: Request) -> Meaning:
     """What the sections amount to on megatron-core's engines."""
     from mpbridge.stacks.megatron_lm import on_megatron
 
-    if request.engine == "fsdp2":
+    if request.main_weights == "optimizer":
         return of_policy(on_megatron(request.policy.settled()))
     return of_policy(request.policy, engine=request.engine)
 

@@ -13,10 +13,11 @@ from mpbridge.formats import DType
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
-from mpbridge.stacks.base import Imported
+from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.meaning import Meaning, of_policy
 from mpbridge.stacks.megatron_bridge import FIELDS, NAME
 from mpbridge.stacks.reading import Reader, raise_faults
+from mpbridge.traits import DEFAULT
 
 _DTYPES = ("params_dtype", "pipeline_dtype", "autocast_dtype")
 _OPTIMIZER = (
@@ -68,19 +69,20 @@ def read_data(data: Any, *, version: str) -> Imported:
         _megatron_fsdp(read_, fields, notes)
     _overridden(read_, fields, notes)
     raise_faults(read_.faults, "this run_config.yaml")
+    engine = engine_with("wrapper") if fsdp else DEFAULT
     distributed = read_.at("ddp.use_distributed_optimizer", read_.at("optimizer.use_distributed_optimizer", True))
     try:
         policy = resolve(MixedPrecisionConfig.from_data(fields))
         meaning = of_policy(
             policy,
-            engine="megatron_fsdp" if fsdp else "mcore",
+            engine=engine,
             sharded="everything" if fsdp else "optimizer" if distributed else "nothing",
         )
     except MpbridgeError as error:
         notes.contradicts.append(str(error))
         meaning = _plain(fields)
     return Imported(
-        stack=NAME, version=version, fields=fields, engine="megatron_fsdp" if fsdp else "mcore", meaning=meaning,
+        stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning,
         inert=tuple(notes.inert), contradicts=tuple(notes.contradicts), cannot_express=tuple(notes.cannot),
         unknown=tuple(notes.unknown), assumed=tuple(notes.assumed),
     )  # fmt: skip

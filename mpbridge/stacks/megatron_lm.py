@@ -24,7 +24,7 @@ Flags = Iterator[str]
 def export(request: Request) -> Export:
     """The precision part of a Megatron-LM command line."""
     policy, lines = request.policy, list(_unsayable(request))
-    fsdp = request.engine == "megatron_fsdp"
+    fsdp = request.main_weights == "wrapper"
     words = [*_base(policy), *_gradients(policy, fsdp), *_scale(policy), *_quantization(policy), *_model(policy)]
     words += [*_optimizer(policy, request), *(_megatron_fsdp(policy) if fsdp else ())]
     pieces = [Piece(name="arguments", text=_wrapped(words))]
@@ -44,7 +44,7 @@ _COSTS = {
 def _meaning(request: Request) -> Meaning:
     """What the flags amount to in Megatron-LM: sharded FP32 main weights wherever parameters have 16 bits."""
     policy = request.policy.settled()
-    if request.engine != "fsdp2":
+    if request.main_weights != "optimizer":
         return of_policy(policy, engine=request.engine)
     return of_policy(on_megatron(policy))
 
@@ -121,9 +121,9 @@ def _model(policy: PrecisionPolicy) -> Flags:
 
 def _optimizer(policy: PrecisionPolicy, request: Request) -> Flags:
     aware = bool(policy.precision_aware)
-    if request.engine == "megatron_fsdp":
+    if request.main_weights == "wrapper":
         pass  # its own flags
-    elif aware or policy.stored or request.engine == "fsdp2":
+    elif aware or policy.stored or request.main_weights == "optimizer":
         yield "--use-distributed-optimizer"
     if aware:
         yield "--use-precision-aware-optimizer"
@@ -177,7 +177,7 @@ def _unsayable(request: Request) -> Iterator[Line]:
             yield line("fp4_param_gather", "the flag exists from core 0.20 on; weights are gathered in 16 bits")
     if policy.logits is not None and not new:
         yield line("logit_dtype", "the flag exists from core 0.20 on")
-    if request.engine == "megatron_fsdp" and not new:
+    if request.main_weights == "wrapper" and not new:
         yield line("grad_reduce_in_fp32", "the three --megatron-fsdp-*-dtype flags exist from core 0.20 on")
 
 

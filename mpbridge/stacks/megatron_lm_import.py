@@ -17,9 +17,10 @@ from mpbridge.errors import BadValue, DataError, MpbridgeError, nearest
 from mpbridge.formats import DType, dtype
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.resolve import resolve
-from mpbridge.stacks.base import Imported
+from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.meaning import Meaning, Sharded, of_policy
 from mpbridge.stacks.megatron_lm import NAME
+from mpbridge.traits import DEFAULT
 
 _VALUES: Mapping[str, tuple[str, Any]] = MappingProxyType(
     {
@@ -208,11 +209,13 @@ def _meaning(read: _Read, *, version: str, assumed: tuple[str, ...]) -> Imported
     values = dict(_VALUES.values()) | read.values
     inert, contradicts, cannot, more = _inert(read, values), _contradictions(read, values), _cannot(read, values), []
     fields = _fields(read, values)
-    engine = "megatron_fsdp" if read.on("megatron_fsdp") else "fsdp2" if read.on("fsdp2") else "mcore"
-    sharded: Sharded = "everything" if engine != "mcore" else "optimizer" if read.on("distributed") else "nothing"
+    engine = DEFAULT
+    if read.on("megatron_fsdp") or read.on("fsdp2"):
+        engine = engine_with("wrapper" if read.on("megatron_fsdp") else "optimizer")
+    sharded: Sharded = "everything" if engine != DEFAULT else "optimizer" if read.on("distributed") else "nothing"
     try:
         policy = resolve(MixedPrecisionConfig.from_data(fields))
-        meaning = of_policy(policy, engine="mcore", sharded=sharded)
+        meaning = of_policy(policy, sharded=sharded)
     except MpbridgeError as error:
         contradicts.append(str(error))
         meaning = _plain_meaning(fields, sharded)

@@ -14,6 +14,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.meaning import Meaning, differences, of_policy
+from mpbridge.traits import DEFAULT
 
 _KIND: Mapping[str, int] = MappingProxyType({"fp8": 4, "fp8_recipe": 4, "fp4": 4, "bf16": 4, "fp16": 4, "fp32": 4})
 """Settings that name a recipe's kind: an answer such as 'blockwise, but delayed' says less than the delayed recipe with three changes."""
@@ -44,7 +45,7 @@ class Answer:
         return ", ".join([self.recipe, *changes, *([f"engine={self.engine}"] if self.engine else [])])
 
 
-def answer(fields: Mapping[str, Any], *, engine: str = "mcore", meaning: Meaning | None = None) -> Answer:
+def answer(fields: Mapping[str, Any], *, engine: str = DEFAULT, meaning: Meaning | None = None) -> Answer:
     """The recipe nearest to a config of these fields: fewest changed settings, then fewest facts of the policy, then the registry's order.
 
     meaning: what the source says; a recipe for the same engine that means just that is the answer, whatever its settings are.
@@ -56,7 +57,7 @@ def answer(fields: Mapping[str, Any], *, engine: str = "mcore", meaning: Meaning
         return Answer(recipe=None, overrides={}, why=str(error))
     if meaning is not None:
         for name in recipes:
-            own = recipes[name].engine or "mcore"
+            own = recipes[name].engine or DEFAULT
             if own == engine and _policy_free(wanted) and _means(name, own, meaning):
                 return Answer(recipe=name, overrides={})
     found = [_from(name, config, wanted, engine) for name in recipes]
@@ -91,7 +92,7 @@ def _from(name: str, config: MixedPrecisionConfig, wanted: PrecisionPolicy, engi
         fewer = {key: value for key, value in changes.items() if key != field}
         if _same(base, fewer, wanted):
             changes = fewer
-    own = entry.engine or "mcore"
+    own = entry.engine or DEFAULT
     distance = sum(getattr(before, fact) != getattr(wanted, fact) for fact in PrecisionPolicy.__dataclass_fields__)
     return Answer(recipe=name, overrides=changes, engine=None if own == engine else engine, distance=distance)
 

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from mpbridge.formats import DType
-from mpbridge.precision.policy import PrecisionPolicy, Region
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.regions import Quant, Region
 from mpbridge.stacks.base import Line
-from mpbridge.stacks.meaning import Meaning
+from mpbridge.stacks.meaning import Meaning, changed
 
 
 def torch_meaning(
@@ -49,14 +50,11 @@ def torch_meaning(
 
 def without_storage(regions: tuple[Region, ...], scalings: tuple[str, ...]) -> tuple[Region, ...]:
     """Regions whose weights rest in 16 bits, and which lose a scaling that the stack lacks."""
-    return tuple(
-        region
-        if region.quant is None
-        else dataclasses.replace(
-            region, quant=dataclasses.replace(region.quant, stored=False) if region.quant.scaling in scalings else None
-        )
-        for region in regions
-    )
+
+    def there(quant: Quant) -> Quant | None:
+        return dataclasses.replace(quant, stored=False) if quant.scaling in scalings else None
+
+    return tuple(changed(region, there) for region in regions)
 
 
 def missing_scalings(policy: PrecisionPolicy, scalings: Mapping[str, str], nearest: str) -> tuple[Line, ...]:

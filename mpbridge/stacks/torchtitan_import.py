@@ -12,7 +12,7 @@ from typing import Any
 from mpbridge.errors import BadValue, DataError
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
-from mpbridge.stacks.base import Imported
+from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.stacks.torch_import import fields_of
@@ -71,7 +71,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     if states is not storage:
         cannot.append("both moments in BF16 beside FP32 parameters: its own optimizer, on CUDA")
     return Imported(
-        stack=NAME, version=version, fields=fields, engine="fsdp2", meaning=meaning, inert=tuple(inert),
+        stack=NAME, version=version, fields=fields, engine=engine_with("optimizer"), meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
 

@@ -9,11 +9,12 @@ from typing import Any
 from mpbridge.errors import DataError
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale
-from mpbridge.stacks.base import Imported
+from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.stacks.torch_import import fields_of
 from mpbridge.stacks.transformers import NAME
+from mpbridge.traits import DEFAULT
 
 _EVALUATION = ("bf16_full_eval", "fp16_full_eval")
 
@@ -64,7 +65,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     if meaning.wire is not meaning.accumulator:
         cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     return Imported(
-        stack=NAME, version=version, fields=fields, engine="fsdp2" if sharded else "mcore", meaning=meaning, inert=tuple(inert),
+        stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if sharded else DEFAULT, meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
 

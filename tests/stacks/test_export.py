@@ -148,7 +148,7 @@ def test_delayed_scaling_under_accelerate_runs_as_hybrid_with_the_maximum() -> N
         bf16=True, fp8="e4m3", fp8_recipe="delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="most_recent"
     )
     made = export(config, "accelerate")
-    assert "hybrid delayed (history 1024, max)" in made.meaning.quantization
+    assert "hybrid, delayed scaling, amax history 1024 (max)" in made.meaning.quantization
     assert any(line.fact == "quantization" and line.fidelity == "different" for line in made.lines)
 
 

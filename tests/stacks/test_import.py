@@ -328,7 +328,7 @@ def test_accelerate_reduces_in_bf16_on_fsdp_and_in_fp32_on_ddp() -> None:
 
 def test_accelerate_fp8_runs_as_delayed_with_the_maximum() -> None:
     text = "{compute_environment: X, mixed_precision: fp8, fp8_config: {backend: TE, amax_compute_algo: most_recent}}"
-    assert "history 1024, max" in read_text(text, name="a.yaml").meaning.quantization
+    assert "amax history 1024 (max)" in read_text(text, name="a.yaml").meaning.quantization
     block = "{compute_environment: X, mixed_precision: fp8, fp8_config: {backend: TE, use_mxfp8_block_scaling: true}}"
     assert "mxfp8" in read_text(block, name="a.yaml").meaning.quantization
 
