@@ -2,10 +2,11 @@
 
 from mpbridge.audit.agreement import agree
 from mpbridge.audit.findings import Finding, Report
-from mpbridge.audit.hook import AuditHook, write_section
-from mpbridge.audit.motion import Motion
+from mpbridge.audit.hook import AuditHook
+from mpbridge.audit.record import write_section
 from mpbridge.audit.run import audit
 from mpbridge.audit.table import audit_table
 from mpbridge.audit.watch import Watch
+from mpbridge.audit.weights import Before
 
-__all__ = ["AuditHook", "Finding", "Motion", "Report", "Watch", "agree", "audit", "audit_table", "write_section"]
+__all__ = ["AuditHook", "Before", "Finding", "Report", "Watch", "agree", "audit", "audit_table", "write_section"]

@@ -30,6 +30,13 @@ class Finding:
     """Parameters, modules, flags or ranks that are not as promised."""
     cure: str = ""
     """What would mend it."""
+    unseen: str = ""
+    """Why nothing could be observed of it here; such a finding is neither as promised nor a fault, and it is counted."""
+
+    @property
+    def state(self) -> str:
+        """'ok', 'NO' or 'not observed'."""
+        return "not observed" if self.unseen else "ok" if self.ok else "NO"
 
     def __str__(self) -> str:
         who = ", ".join(self.offenders[:SHOWN]) + (
@@ -45,6 +52,7 @@ class Finding:
             data
             | ({"offenders": list(self.offenders)} if self.offenders else {})
             | ({"cure": self.cure} if self.cure else {})
+            | ({"not_observed": self.unseen} if self.unseen else {})
         )
 
 
@@ -64,7 +72,27 @@ class Report:
     @property
     def faults(self) -> tuple[Finding, ...]:
         """The findings that are not as promised."""
-        return tuple(finding for finding in self.findings if not finding.ok)
+        return tuple(finding for finding in self.findings if not finding.ok and not finding.unseen)
+
+    @property
+    def unseen(self) -> tuple[Finding, ...]:
+        """What could not be observed."""
+        return tuple(finding for finding in self.findings if finding.unseen)
+
+    @property
+    def line(self) -> str:
+        """The whole report in one line."""
+        step = self.facts.get("step")
+        when = f"{self.stage} audit" + (f" of step {step}" if step else "") + f", {self.facts.get('engine', '')}"
+        good = len(self.findings) - len(self.faults) - len(self.unseen)
+        parts = [f"{good} facts as promised"]
+        parts += [f"{len(self.unseen)} not observed"] if self.unseen else []
+        parts += (
+            [f"{len(self.faults)} NOT as promised ({', '.join(fault.subject for fault in self.faults)})"]
+            if self.faults
+            else []
+        )
+        return f"{when}: {', '.join(parts)}"
 
     @property
     def ok(self) -> bool:

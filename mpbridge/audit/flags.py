@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from mpbridge.audit.promise import Promises
-from mpbridge.formats import DType, say
-
-MISSING = object()
+from mpbridge.formats import DType
+from mpbridge.megatron_spec.fields import TABLE
+from mpbridge.sync.plan import plan, show
 
 
 def configs(engine: Any) -> dict[str, Any]:
@@ -35,31 +34,15 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     return inner_optimizers(inner) if inner is not None else [optimizer] if optimizer is not None else []
 
 
-def _written(engine: Any) -> Iterator[tuple[str, Any]]:
-    """'model.bf16' -> value, for every write of the run's plan."""
-    for write in getattr(getattr(engine.run, "plan", None), "writes", ()) or ():
-        yield f"{write.target}.{write.field}", write.after
-
-
-def _value(objects: Mapping[str, Any], path: str) -> Any:
-    target, _, name = path.partition(".")
-    owner = objects.get(target)
-    if owner is None:
-        return MISSING
-    return owner.get(name, MISSING) if isinstance(owner, Mapping) else getattr(owner, name, MISSING)
-
-
 def different(engine: Any) -> tuple[int, list[str]]:
-    """(how many written fields were read, those whose live value is another, as 'model.bf16: promised true, found false')."""
-    objects, looked, wrong = configs(engine), 0, []
-    for path, after in _written(engine):
-        found = _value(objects, path)
-        if found is MISSING:
-            continue
-        looked += 1
-        if say(found) != say(after):
-            wrong.append(f"{path}: promised {say(after)}, found {say(found)}")
-    return looked, wrong
+    """(how many fields the policy decides on the live configs, those whose value is another, as 'model.bf16: promised true, found false').
+
+    What the policy would still have to write is what differs: after a build that is nothing.
+    """
+    objects, run = configs(engine), engine.run
+    made = plan(run.policy, realization="emulated" if getattr(run, "emulate", False) else "native", **objects)
+    looked = sum(1 for row in TABLE if row.target in objects and hasattr(objects[row.target], row.field))
+    return looked, [f"{one.name}: promised {show(one.after)}, found {show(one.before)}" for one in made.writes]
 
 
 def optimizer_faults(engine: Any, promises: Promises) -> tuple[int, list[str]]:

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 
-from mpbridge.audit.findings import Report
-from mpbridge.audit.motion import Motion
-from mpbridge.audit.run import audit
+from mpbridge.audit.cadence import Cadence
+from mpbridge.audit.findings import Finding, Report
+from mpbridge.audit.invariants import Shape, broken, fingerprint
+from mpbridge.audit.ranks import offenders
+from mpbridge.audit.record import PRECISION, entry, write_section
+from mpbridge.audit.replicas import copies, replica_findings
+from mpbridge.audit.run import audit, promises_of
+from mpbridge.audit.scaler import ScaleRule, scaler_of
 from mpbridge.audit.table import audit_table, fault_lines
 from mpbridge.audit.watch import Watch
+from mpbridge.audit.weights import Before
+from mpbridge.devices.together import agreed
+from mpbridge.errors import AuditFailed
 
-
-def write_section(path: Path, report: Report) -> None:
-    """Puts the report under 'audit' / its stage into precision.json, leaving what else is there."""
-    data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    data.setdefault("audit", {})[report.stage] = report.as_data()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=2) + "\n")
+PATIENCE = 100
+"""Steps in a row whose update is applied with a gradient of exactly zero, after which that is the fault: no batch is masked for so long."""
 
 
 class AuditHook:
-    """Takes part in `mpbridge.train`'s loop (its Hook's methods); a loop of one's own calls `built`, then `stepped` after each step.
+    """Takes part in `mpbridge.train`'s loop (its Hook's methods); a loop of one's own calls `built`, `started`, then `stepping` before and `stepped`
+    after each step.
 
-    Static audit when the engine is built; from then on light hooks watch the linears and collectives until the first update that was really applied
-    (not skipped, learning rate above 0), where the live audit runs and every hook is taken off. Only facts are compared, so warm-up from 0 and
-    any number of skipped FP16 steps just defer it.
+    Static audit when the engine stands. The next step that applies an update (not skipped, learning rate above 0, a gradient) is observed and audited:
+    the first one, then every so many, and again after a resume, a rollback and a change of recipe. Between audits invariants are asked for each time
+    metrics are written. every: steps between audits; None: so many that they cost less than half a percent; 0: none after the first.
     """
 
     def __init__(
@@ -39,74 +41,267 @@ class AuditHook:
         mode: Literal["stop", "warn"] = "stop",
         folder: Path | str | None = None,
         show: Callable[[Any], None] | None = None,
+        every: int | None = None,
+        invariants: int = 10,
     ) -> None:
         self.mode = mode
         self.folder = None if folder is None else Path(folder)
         self.show = show
         """Prints a table or a line; called on rank 0 only. None: nothing is printed."""
+        self.invariants = invariants
+        """Steps between two checks of the invariants."""
         self.reports: dict[str, Report] = {}
-        """Stage -> report."""
+        """Stage -> its newest report."""
+        self.history: list[dict[str, Any]] = []
+        """Every audit in short, oldest first."""
         self.seconds = 0.0
-        """Wall time of this rank's looking, so far."""
+        """Time that all audits took on this rank, the observation of their steps included."""
+        self.good_at: int | None = None
+        """The last step whose audit found everything as promised."""
+        self.cadence = Cadence(every)
+        self.step = 0
         self._watch: Watch | None = None
-        self._motion: Motion | None = None
+        self._before: Before | None = None
+        self._rule: ScaleRule | None = None
+        self._wiring: Shape | None = None
+        self._zeros = 0
+        self._proved = False
 
+    # --- moments -------------------------------------------------------------------------------------------------------------------------
     def built(self, training: Any) -> None:
-        """Static audit, and the watch begins. Raises AuditFailed unless mode is 'warn'."""
+        """Static audit. Raises AuditFailed unless mode is 'warn'."""
         engine = training.engine
-        self.closed()
-        self._conclude(audit(engine.run.policy, engine, stage="static"))
-        begun = time.process_time()
-        self._watch = Watch()
-        self._watch.start(engine.model)
-        self.seconds += time.process_time() - begun
+        self._let_go()
+        self.step = _iteration(training, self.step)
+        if self.history:
+            self.cadence.ask(f"recipe {getattr(engine.run, 'recipe', '')}")
+        self._wiring = None
+        self._conclude(training, audit(engine.run.policy, engine, stage="static"), "before the first step")
 
     def started(self, training: Any) -> None:
-        """The checksums that the first update is compared with: taken here, after anything was loaded."""
-        begun = time.process_time()
-        if self._watch is not None:
-            self._motion = Motion(training.engine.tensors())
-        self.seconds += time.process_time() - begun
+        """Behind whatever was loaded: replicas must be equal before they train."""
+        engine, step = training.engine, _iteration(training, self.step)
+        if step and not self._proved:
+            self.cadence.ask("resumed")
+        self.step = step
+        self._follow_scale(engine)
+        found = replica_findings(_from_all(copies(engine)))
+        if found and not all(one.ok for one in found):
+            self._conclude(training, self._small_report(engine, found), "before the first step")
         self._write()  # the loop may have written a fresh precision.json since the static audit
 
+    def stepping(self, training: Any) -> None:
+        """Observation begins, where the step to come is due."""
+        before, self.step = self.step, _iteration(training, self.step)
+        if self.step < before:
+            self.cadence.ask("rolled back")
+            self._follow_scale(training.engine)
+        self.cadence.begin()
+        if self.cadence.due(self.step + 1):
+            engine = training.engine
+            self._before = Before(engine)
+            promises = promises_of(engine.run.policy, engine)
+            self._watch = Watch(promises.gemms if promises.emulated else lambda path: None)
+            self._watch.start(engine.model)
+
     def stepped(self, training: Any, result: Any) -> None:
-        """Live audit after the first applied update with a learning rate above 0; before and after that, nothing."""
-        if self._watch is None or not result.applied or not result.lr > 0.0:
+        """The audit, where the step was observed and proved anything; invariants each time metrics are written."""
+        self.step = (
+            max(_iteration(training, self.step + 1), self.step + 1)
+            if not _counts(training)
+            else _iteration(training, 0)
+        )
+        watch, before = self._watch, self._before
+        if watch is not None:
+            watch.stop()
+        extra = self.cadence.end(watched=watch is not None)
+        self._scale_goes_on(training, result)
+        if watch is None or before is None:
+            if self.invariants and self.step % self.invariants == 0:
+                self._invariants(training)
+            _mark(training, "unaudited")
             return
-        engine, watch, motion = training.engine, self._watch, self._motion
-        self.closed()
-        self._conclude(audit(engine.run.policy, engine, stage="live", watch=watch, motion=motion, result=result))
+        self._let_go()
+        if not self._proves(result):
+            self.seconds += extra
+            return
+        engine = training.engine
+        report = audit(
+            engine.run.policy,
+            engine,
+            stage="live",
+            watch=watch,
+            before=before,
+            result=result,
+            microbatches=_microbatches(training, engine),
+            step=self.step,
+        )
+        if self._wiring is None:
+            self._wiring = fingerprint(engine)
+        spent = extra + report.seconds
+        self.seconds += extra
+        self.cadence_done(spent)
+        self._conclude(training, report, self._reason)
+
+    def cadence_done(self, spent: float) -> None:
+        """The audit cost so much: when the next one falls is agreed between ranks."""
+        self._reason = self.cadence.reason
+        self.cadence.done(_largest(self.cadence.next_by_time(self.step, spent)))
+
+    _reason = "first update"
 
     def evaluated(self, training: Any, loss: float) -> None:
         """Nothing."""
 
     def finished(self, training: Any) -> None:
-        """Says so when no update was ever applied, because nothing was proved."""
-        if self._watch is not None and self.show is not None and _rank() == 0:
+        """Says so when no update was ever applied, since then nothing was proved."""
+        if not self._proved and self.show is not None and _rank() == 0:
             self.show("audit: no update was applied, so main weights and moments were never seen")
 
     def closed(self) -> None:
         """Takes every hook off."""
-        if self._watch is not None:
-            self._watch.stop()
-        self._watch = self._motion = None
+        self._let_go()
 
-    def _conclude(self, report: Report) -> None:
+    # --- between audits ------------------------------------------------------------------------------------------------------------------
+    def _proves(self, result: Any) -> bool:
+        """Whether an update was applied that has to show. A batch without a single token to learn from has no gradient, and no loss either."""
+        if not result.applied or not result.lr > 0.0:
+            return False
+        if result.grad_norm == 0.0 and result.loss == 0.0:
+            self._zeros += 1
+            return self._zeros > PATIENCE
+        self._zeros = 0
+        return True
+
+    def _follow_scale(self, engine: Any) -> None:
+        promised = engine.run.policy.loss_scale
+        self._rule = (
+            ScaleRule(engine, promised)
+            if promised is not None and promised.dynamic and scaler_of(engine) is not None
+            else None
+        )
+
+    def _scale_goes_on(self, training: Any, result: Any) -> None:
+        if self._rule is None:
+            return
+        fault = self._rule.next(training.engine, applied=result.applied, used=result.loss_scale)
+        if fault:
+            self._follow_scale(training.engine)
+            found = Finding(subject="loss scale adapts", promised="by its rule", found=fault, ok=False)
+            # every rank has the same scale and the same steps, so every rank comes here
+            self._conclude(training, self._small_report(training.engine, [found]), "loss scale")
+
+    def _invariants(self, training: Any) -> None:
+        engine = training.engine
+        faults = broken(engine, promises_of(engine.run.policy, engine), self._wiring)
+        if not _largest(len(faults)):
+            return
+        everyone = offenders(_from_all(faults))
+        found = Finding(
+            subject="invariants", promised="hold", found=f"{len(everyone)} broken", ok=False, offenders=everyone
+        )
+        self._conclude(training, self._small_report(engine, [found]), "invariants")
+
+    def _small_report(self, engine: Any, findings: list[Finding]) -> Report:
+        facts = {
+            "engine": engine.name,
+            "world_size": _size(),
+            "recipe": getattr(engine.run, "recipe", ""),
+            "step": self.step,
+        }
+        return Report(stage="live", findings=tuple(findings), facts=facts)
+
+    # --- conclusions ---------------------------------------------------------------------------------------------------------------------
+    def _conclude(self, training: Any, report: Report, reason: str) -> None:
+        first = report.stage not in self.reports
         self.reports[report.stage] = report
+        self.history.append(entry(report, reason=reason, step=self.step))
         self.seconds += report.seconds
+        if report.stage == "live" and len(report.findings) > 2:
+            self._proved = True
+            if report.ok:
+                self.good_at = self.step
         self._write()
         if _rank() == 0 and self.show is not None:
-            self.show(audit_table(report))
+            if first and report.stage == "live":
+                self.show(audit_table(report))
+            self.show(f"{report.line} ({reason})")
             for line in fault_lines(report):
                 self.show(f"audit: {line}")
-        if self.mode == "stop":
+        _mark(training, "good" if report.ok and report.stage == "live" else "suspect" if not report.ok else "unaudited")
+        if not report.ok and self.mode == "stop":
+            self._stop(training, report)
+
+    def _stop(self, training: Any, report: Report) -> None:
+        """Before anything was trained the run just ends; in the middle of a run it ends behind a whole checkpoint that says what is known of it."""
+        try:
             report.require()
+        except AuditFailed as error:
+            fail = getattr(training, "fail", None)
+            if report.stage == "static" or fail is None or self.step <= 1:
+                raise
+            good = (
+                "no audit before it was good"
+                if self.good_at is None
+                else f"the last good audit was after step {self.good_at}"
+            )
+            fail(AuditFailed(f"step {self.step}: {error}\n{good}{_good_checkpoint(training)}"))
+
+    def _let_go(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+        self._watch = self._before = None
 
     def _write(self) -> None:
         if _rank() == 0 and self.folder is not None:
             for report in self.reports.values():
-                write_section(self.folder / "precision.json", report)
+                write_section(self.folder / PRECISION, report, history=self.history)
+
+
+def _iteration(training: Any, otherwise: int) -> int:
+    counters = getattr(training, "counters", None)
+    return otherwise if counters is None else int(counters.iteration)
+
+
+def _counts(training: Any) -> bool:
+    return getattr(training, "counters", None) is not None
+
+
+def _microbatches(training: Any, engine: Any) -> int:
+    train = engine.run.train
+    share = int(train["global_batch_size"]) // int(engine.run.facts.parallel.data)
+    return max(1, share // int(train["micro_batch_size"] or share))
+
+
+def _mark(training: Any, state: str) -> None:
+    if hasattr(training, "audit"):
+        training.audit = state
+
+
+def _good_checkpoint(training: Any) -> str:
+    """What to go back to, where checkpoints are kept."""
+    from mpbridge.audit.record import last_good
+
+    folder = getattr(getattr(training, "run", None), "checkpoint", {}).get("save")
+    found = last_good(Path(folder)) if folder else None
+    return f"; the newest checkpoint that was audited good is {found}" if found else ""
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _largest(value: int) -> int:
+    return int(agreed(value)) if dist.is_initialized() else value
+
+
+def _from_all(mine: Any) -> list[Any]:
+    if _size() == 1:
+        return [mine]
+    found: list[Any] = [None] * _size()
+    dist.all_gather_object(found, mine)
+    return found

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpbridge.audit.compute import Computed, computed
 from mpbridge.audit.flags import different, optimizer_faults
-from mpbridge.audit.motion import Motion, reached, updates
+from mpbridge.audit.gradients import Followed, followed
+from mpbridge.audit.places import linears
 from mpbridge.audit.promise import ABSENT, Promises
+from mpbridge.audit.quantization import Quantizations, quantizations
+from mpbridge.audit.replicas import Copies, copies
 from mpbridge.audit.rules import rule_of
 from mpbridge.audit.stored import elements, size, storage
-from mpbridge.audit.watch import Watch, linears
-from mpbridge.precision.words import rule_words
+from mpbridge.audit.traffic import Traffic, traffic
+from mpbridge.audit.watch import Watch
+from mpbridge.audit.weights import Before, Weights, moved, standing
+from mpbridge.precision.regions import GEMMS
+from mpbridge.precision.words import HIGH, quant_text, rule_words
 
-UNITS = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12}
-"""Relative rounding error of half a unit in the last place."""
+if TYPE_CHECKING:
+    from mpbridge.engines.contract import StepResult
 
 ONCE = ("main_params", "exp_avg", "exp_avg_sq")
 """Roles of which a parameter has one tensor on a rank."""
@@ -43,26 +50,69 @@ class Observed:
     """Parameter -> role -> storage."""
     rules: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     """(promised, found) rule -> linears."""
-    outputs: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    """(promised, found) dtype that linears returned -> linears."""
-    autocast: Counter[str] = field(default_factory=Counter)
-    wire: Counter[tuple[str, str]] = field(default_factory=Counter)
     flags: tuple[int, list[str]] = (0, [])
-    moved: dict[str, bool] = field(default_factory=dict)
-    expected: dict[str, bool] = field(default_factory=dict)
-    """Parameter -> whether an update of this size cannot have been lost in rounding."""
-    reached: dict[str, bool] = field(default_factory=dict)
-    trainable: list[str] = field(default_factory=list)
+    weights: Weights = field(default_factory=Weights)
+    copies: Copies = field(default_factory=Copies)
+    computed: Computed | None = None
+    quantized: Quantizations | None = None
+    followed: Followed | None = None
+    traffic: Traffic | None = None
 
 
 def look(
-    engine: Any, promises: Promises, watch: Watch | None = None, motion: Motion | None = None, lr: float = 0.0
+    engine: Any,
+    promises: Promises,
+    watch: Watch | None = None,
+    before: Before | None = None,
+    result: StepResult | None = None,
+    microbatches: int = 1,
 ) -> Observed:
-    """Everything this rank can see now; with `watch` what steps did, with `motion` what the last update moved. Reads only."""
-    seen = Observed()
-    live = list(engine.tensors())
-    owned = _own_storage(live)
-    grads = _storages(live, "grads")
+    """Everything this rank can see now; with `watch` what the last step did, with `before` what its update changed. Reads only."""
+    seen = Observed(flags=_flags(engine, promises))
+    roles_into(seen, promises, list(engine.tensors()))
+    for path, module in linears(engine.model).items():
+        key = _rule(promises, path, module, ran=watch is not None)
+        seen.rules.setdefault(key, []).append(path)
+    lr = 0.0 if result is None else result.lr
+    seen.weights = standing(engine) if before is None else moved(engine, before, lr)
+    seen.copies = copies(engine, None if watch is None else watch.read)
+    if watch is not None:
+        seen.computed = computed(engine, promises, watch)
+        # a stage without a loss does not see where backward begins
+        seen.traffic = traffic(engine, promises, watch, len(watch.roots) or microbatches)
+        if promises.policy.quantized:
+            seen.quantized = quantizations(engine, promises, watch)
+        if result is not None and before is not None:
+            seen.followed = followed(engine, watch, result.loss)
+    return seen
+
+
+def _rule(promises: Promises, path: str, module: Any, *, ran: bool) -> tuple[str, str]:
+    """(promised, found) rule of a linear, in words; to the last detail where the short ones agree and the rules do not."""
+    promised = promises.gemms(path)
+    words = rule_words(promised), rule_of(module, promises.emulated, ran=ran)
+    plug = getattr(module, "plug", None)
+    if plug is None or words[0] != words[1]:
+        return words
+    for gemm in GEMMS:
+        wanted, quantizer = getattr(promised, gemm), getattr(plug, gemm, None)
+        found = None if quantizer is None else quantizer.quant
+        if wanted != found:
+            texts = [HIGH if quant is None else quant_text(quant) for quant in (wanted, found)]
+            return f"{gemm} {texts[0]}", f"{gemm} {texts[1]}"
+    return words
+
+
+def _flags(engine: Any, promises: Promises) -> tuple[int, list[str]]:
+    looked, wrong = different(engine)
+    more, contradictions = optimizer_faults(engine, promises)
+    return looked + more, wrong + contradictions
+
+
+def roles_into(seen: Observed, promises: Promises, live: list[Any]) -> None:
+    """Tallies of live tensors by role, promise and storage."""
+    owned = {_pointer(one.tensor) for one in live if one.role == "params"} - {0}
+    grads = {pointer for one in live if one.role == "grads" for pointer in _storage(one.tensor)}
     for one in live:
         if (
             one.role == "main_params"
@@ -73,20 +123,6 @@ def look(
             continue  # an engine may list the parameter itself where it is its own main copy
         # megatron-core's optimizers often read the gradient buffer itself: one tensor in two roles is counted once
         _add(seen, promises, one, free=one.role == "main_grads" and not grads.isdisjoint(_storage(one.tensor)))
-    for path, module in linears(engine.model).items():
-        key = (rule_words(promises.gemms(path)), rule_of(module, promises.emulated, ran=watch is not None))
-        seen.rules.setdefault(key, []).append(path)
-    looked, wrong = different(engine)
-    more, contradictions = optimizer_faults(engine, promises)
-    seen.flags = (looked + more, wrong + contradictions)
-    seen.trainable = [name for name, parameter in engine.named_parameters() if parameter.requires_grad]
-    if watch is not None:
-        _add_steps(seen, promises, watch)
-    if motion is not None:
-        seen.moved, seen.reached = motion.moved(live), reached(live)
-        update = updates(live, lr, sgd=engine.run.facts.optimizer.name == "sgd")
-        seen.expected = {name: motion.should_move(name, update(name), _unit(promises, name)) for name in seen.trainable}
-    return seen
 
 
 def _pointer(tensor: Any) -> int:
@@ -97,14 +133,6 @@ def _pointer(tensor: Any) -> int:
 def _storage(tensor: Any) -> set[int]:
     inner = getattr(tensor, "_local_tensor", tensor)
     return {inner.untyped_storage().data_ptr()} - {0} if type(inner) in (torch.Tensor, torch.nn.Parameter) else set()
-
-
-def _storages(live: list[Any], role: str) -> set[int]:
-    return {pointer for one in live if one.role == role for pointer in _storage(one.tensor)}
-
-
-def _own_storage(live: list[Any]) -> set[int]:
-    return {_pointer(one.tensor) for one in live if one.role == "params"} - {0}
 
 
 def _add(seen: Observed, promises: Promises, one: Any, *, free: bool) -> None:
@@ -122,19 +150,15 @@ def _add(seen: Observed, promises: Promises, one: Any, *, free: bool) -> None:
         seen.layouts.setdefault(one.parameter, {})[one.role] = found
 
 
-def _add_steps(seen: Observed, promises: Promises, watch: Watch) -> None:
-    for path, counts in watch.outputs.items():
-        kept = promises.kept_fp32(f"{path}.weight")
-        wanted = "fp32" if kept else promises.policy.compute.short
-        found = [watch.weights.get(path, "fp32")] if kept else list(counts)
-        if path.endswith("output_layer") and promises.policy.logits is not None:
-            continue  # the model builder widens what this linear returns
-        for dtype in found:
-            seen.outputs.setdefault((wanted, dtype), []).append(path)
-    seen.autocast, seen.wire = Counter(watch.autocast), Counter(watch.wire)
-
-
-def _unit(promises: Promises, parameter: str) -> float:
-    main = promises.of("main_params", parameter)
-    stored = promises.of("params", parameter) if main == ABSENT else main
-    return UNITS.get(stored or "fp32", UNITS["fp32"])
+def merged(ranks: list[Observed]) -> Mapping[tuple[str, str, str], Tally]:
+    """The tallies of all ranks together."""
+    found: dict[tuple[str, str, str], Tally] = {}
+    for seen in ranks:
+        for key, tally in seen.tensors.items():
+            into = found.setdefault(key, Tally())
+            into.count, into.elements, into.bytes = (
+                into.count + tally.count,
+                into.elements + tally.elements,
+                into.bytes + tally.bytes,
+            )
+    return found

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from mpbridge.audit.findings import Report, Stage
-from mpbridge.audit.judge import flag_finding, motion_findings, rule_findings, step_findings, tensor_findings
-from mpbridge.audit.motion import Motion
+from mpbridge.audit.compute import compute_findings
+from mpbridge.audit.findings import Finding, Report, Stage
+from mpbridge.audit.gradients import gradient_findings, scale_finding
+from mpbridge.audit.judge import flag_finding, rule_findings, tensor_findings
 from mpbridge.audit.observe import Observed, look
-from mpbridge.audit.promise import Promises
+from mpbridge.audit.places import is_attention, is_layer, is_norm, is_rotary, is_router, module_paths
+from mpbridge.audit.promise import ABSENT, Promises
+from mpbridge.audit.quantization import quantization_findings
+from mpbridge.audit.replicas import replica_findings
+from mpbridge.audit.traffic import traffic_findings
+from mpbridge.audit.unseen import why_unseen
 from mpbridge.audit.watch import Watch
+from mpbridge.audit.weights import Before, weight_findings
 from mpbridge.precision.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -38,34 +46,110 @@ def audit(
     *,
     stage: Stage = "static",
     watch: Watch | None = None,
-    motion: Motion | None = None,
+    before: Before | None = None,
     result: StepResult | None = None,
+    microbatches: int = 1,
+    step: int | None = None,
 ) -> Report:
     """What the live tensors of every rank are, beside what `policy` promises. Reads only; every rank must call it.
 
-    stage: 'static' looks at parameters, buffers, modules and flags; 'live', after an update that was applied, also at main weights and moments.
-    watch: observed the steps so far: compute dtype, autocast and the wire are judged as well. motion: taken before the update, with `result` of it:
-    weights must have moved, the gradient norm must be finite and above zero.
+    stage: 'static' looks at parameters, buffers, modules, flags, replicas; 'live', after an update that was applied, also at main weights and moments.
+    watch: observed the last step: what it computed in, what it sent, and what quantized GEMMs received are judged as well. before: taken before its
+    update, with `result` of it: weights must have moved, and gradients have come from the GEMMs to the optimizer unchanged. microbatches: of the step.
     The report is the same on every rank; `Report.require` raises AuditFailed.
     """
     promises = promises_of(policy, engine)
     begun = time.process_time()
-    seen = look(engine, promises, watch, motion, lr=0.0 if result is None else result.lr)
+    seen = look(engine, promises, watch, before, result, microbatches)
     seconds = time.process_time() - begun
     ranks = _everywhere(seen)
-    ran = watch is not None
-    findings = tensor_findings(ranks, promises, live=stage == "live") + rule_findings(ranks, promises, ran=ran)
-    findings += (step_findings(ranks, promises) if ran else []) + flag_finding(ranks)
-    if motion is not None:
-        norm = None if result is None else result.grad_norm
-        findings += motion_findings(ranks, norm, norm is None or math.isfinite(norm))
-    facts = {
+    findings = tensor_findings(ranks, promises, live=stage == "live")
+    findings += rule_findings(ranks, promises, ran=watch is not None) + flag_finding(ranks)
+    findings += weight_findings([rank.weights for rank in ranks], stepped=before is not None)
+    findings += replica_findings([rank.copies for rank in ranks])
+    if watch is not None:
+        findings += _step_findings(engine, promises, ranks, microbatches)
+    if result is not None and before is not None:
+        findings += _result_findings(engine, promises, ranks, result)
+    facts: dict[str, Any] = {
         "engine": engine.name,
         "world_size": len(ranks),
         "fingerprint": policy.fingerprint(),
         "recipe": getattr(engine.run, "recipe", ""),
     }
+    if step is not None:
+        facts["step"] = step
     return Report(stage=stage, findings=tuple(findings), layouts=_layouts(ranks[0]), seconds=seconds, facts=facts)
+
+
+def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], microbatches: int) -> list[Finding]:
+    present = {
+        subject for subject, found in _PARTS.items() if any(found(module) for module in module_paths(engine.model))
+    }
+    # another stage of the pipeline may hold what this one lacks, so only what every rank could have seen is asked for
+    alone = engine.run.facts.parallel.pipeline == 1
+    present |= {"compute", *(["loss"] if alone else [])}
+    found = compute_findings(
+        [rank.computed for rank in ranks if rank.computed is not None],
+        promises,
+        wanted=lambda subject: alone and subject in present,
+        why=lambda subject: why_unseen(engine, promises, subject),
+    )
+    found += traffic_findings([rank.traffic for rank in ranks if rank.traffic is not None], promises)
+    quantized = [rank.quantized for rank in ranks if rank.quantized is not None]
+    return found + quantization_findings(
+        quantized, promises, steps=microbatches, why=why_unseen(engine, promises, "quantized GEMMs")
+    )
+
+
+_PARTS = {
+    "attention": is_attention,
+    "softmax": is_attention,
+    "router": is_router,
+    "residual stream": is_layer,
+    "norms": is_norm,
+    "rotary angles": is_rotary,
+}
+"""Facts of the computation -> the modules that have them."""
+
+
+def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], result: StepResult) -> list[Finding]:
+    followed = [rank.followed for rank in ranks if rank.followed is not None]
+    norm = result.grad_norm
+    parallel, config = engine.run.facts.parallel, engine.configs
+    # a sum over tokens, or over chunks of a sequence, is scaled by what only the schedule knows
+    known = not getattr(config.model, "calculate_per_token_loss", False) and parallel.context == 1
+    why = why_unseen(engine, promises, "gradients")
+    findings = []
+    if why:
+        findings.append(
+            Finding(
+                subject="gradients", promised="reduced once, unscaled once", found="not observed", ok=False, unseen=why
+            )
+        )
+    else:
+        findings += gradient_findings(
+            followed,
+            promises,
+            scale=result.loss_scale,
+            norm=0.0 if norm is None else norm,
+            clip=float(config.optimizer.clip_grad or 0.0),
+            known=known,
+            widths=_widths(promises),
+        )
+    findings += scale_finding(followed, scale=result.loss_scale, promised=f"{result.loss_scale:g}", known=known)
+    if norm is not None:
+        good = math.isfinite(norm) and norm > 0.0
+        findings.append(Finding(subject="gradient norm", promised="finite and above 0", found=f"{norm:.4g}", ok=good))
+    return findings
+
+
+def _widths(promises: Promises) -> dict[str, str]:
+    """The dtypes that a gradient passes on its way from the GEMM to the optimizer."""
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    widths = {role: promises.of(role, name) for role in ("grads", "main_grads")}
+    widths["wire"] = promises.policy.reduce.short
+    return {role: width for role, width in widths.items() if width and width != ABSENT}
 
 
 def _everywhere(seen: Observed) -> list[Observed]:

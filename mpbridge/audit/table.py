@@ -8,6 +8,8 @@ from rich.text import Text
 from mpbridge.audit.findings import Report
 from mpbridge.report.tables import table
 
+_STYLES = {"ok": "green", "NO": "bold red", "not observed": "yellow"}
+
 
 def _bytes(count: int) -> str:
     value, unit = float(count), "B"
@@ -21,10 +23,11 @@ def _bytes(count: int) -> str:
 def audit_table(report: Report) -> Table:
     """Promise against finding, one row per fact; offenders follow in `fault_lines`."""
     verdict = "as promised" if report.ok else f"{len(report.faults)} not as promised"
+    verdict += f", {len(report.unseen)} not observed" if report.unseen else ""
     title = f"{report.stage} audit, {report.facts.get('engine', '')}, {report.facts.get('world_size', 1)} process(es): {verdict}"
     made = table(title, ("what", "promised", "found", "looked at", "memory", ""), right=("looked at", "memory"))
     for finding in report.findings:
-        mark = Text("ok", style="green") if finding.ok else Text("NO", style="bold red")
+        mark = Text(finding.state, style=_STYLES[finding.state])
         made.add_row(
             finding.subject, finding.promised, finding.found, str(finding.count or ""), _bytes(finding.bytes), mark
         )
@@ -32,5 +35,7 @@ def audit_table(report: Report) -> Table:
 
 
 def fault_lines(report: Report) -> list[str]:
-    """One line per fault, offenders named."""
-    return [str(fault) for fault in report.faults]
+    """One line a fault, offenders named."""
+    return [str(fault) for fault in report.faults] + [
+        f"{one.subject}: not observed: {one.unseen}" for one in report.unseen
+    ]

@@ -1,54 +1,33 @@
-"""What linears, autocast and collectives did while steps ran: light hooks that are taken off after the live audit."""
+"""One observation of a step: a dispatch mode sees every operation and its dtypes, module hooks say whose it is. It changes no bit."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpbridge.audit.collectives import KINDS, Sent, sent
+from mpbridge.audit.graph import Graph, tensors_in
+from mpbridge.audit.places import is_attention, is_layer, is_linear, is_norm, is_rotary, linears, module_paths
+from mpbridge.audit.products import Products
 from mpbridge.audit.stored import storage
-from mpbridge.audit.wire import Seen, observed
+from mpbridge.audit.values import digest, fits_bf16
+from mpbridge.audit.wire import aside
+from mpbridge.precision.policy import Gemms
 
-_LINEARS = frozenset(
-    {"ColumnParallelLinear", "RowParallelLinear", "Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP"}
-)
-"""Class names of matrix products: megatron-core's, torch's and Transformer Engine's."""
+__all__ = ["Watch", "linears"]
 
-
-def is_linear(module: Any) -> bool:
-    """Whether the module is a matrix product with weights (by the names in its class tree; Transformer Engine need not be there)."""
-    return any(base.__name__ in _LINEARS for base in type(module).__mro__)
-
-
-def linears(chunks: list[Any]) -> dict[str, Any]:
-    """Global path -> linear, over this rank's model chunks; layer numbers are counted over the whole model."""
-    found: dict[str, Any] = {}
-    for chunk in chunks:
-        numbers: dict[str, int] = {}
-        for path, module in chunk.named_modules():
-            number = getattr(module, "layer_number", None)
-            head, _, last = path.rpartition(".")
-            if isinstance(number, int) and head.endswith("layers") and last.isdigit():
-                numbers[path] = number - 1  # megatron-core counts from 1, over all pipeline stages
-            if is_linear(module):
-                found[_global(path, numbers)] = module
-    return found
-
-
-def _global(path: str, numbers: dict[str, int]) -> str:
-    short = path
-    while short.startswith("module."):  # Float16Module, DistributedDataParallel ... each add one
-        short = short.removeprefix("module.")
-    for layer, number in numbers.items():
-        if path.startswith(f"{layer}."):
-            head = layer.rpartition(".")[0]
-            tail = path.removeprefix(f"{layer}.")
-            while head.startswith("module."):
-                head = head.removeprefix("module.")
-            return f"{head}.{number}.{tail}"
-    return short
+_GEMMS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_scaled_mm": (0, 1), "linear": (0, 1)}
+"""aten operation -> positions of the two factors."""
+_SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
+_FUSED_ATTENTION = "_scaled_dot_product"
+_LOSS = frozenset({"exp", "exp_", "log", "_log_softmax", "logsumexp", "nll_loss_forward"})
+_NORMS = frozenset({"native_layer_norm", "_fused_rms_norm", "rsqrt"})
 
 
 def _autocast(device: str) -> str:
@@ -57,44 +36,182 @@ def _autocast(device: str) -> str:
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 
 
-class Watch:
-    """Observes an engine's steps between `start` and `stop`; the counters stay readable after."""
+def _floating(value: Any) -> torch.Tensor | None:
+    return next((tensor for tensor in tensors_in(value) if tensor.is_floating_point()), None)
 
-    def __init__(self) -> None:
-        self.outputs: dict[str, Counter[str]] = {}
+
+def _begins_backward(tensor: torch.Tensor) -> bool:
+    """Whether ones like this are the gradient that a backward pass starts with: made outside of any node, for a single number."""
+    single = tensor.numel() == 1 and tensor.is_floating_point()
+    return single and torch._C._current_autograd_node() is None
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Observes what runs between `start` and `stop`; what it saw stays readable after."""
+
+    def __init__(self, gemms_of: Callable[[str], Gemms | None] = lambda path: None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.outputs: dict[str, Counter[str]] = defaultdict(Counter)
         """Linear -> dtype of what it returned -> calls."""
         self.weights: dict[str, str] = {}
         """Linear -> storage of the weight that its last forward read."""
         self.autocast: Counter[str] = Counter()
-        self.wire: Seen = Counter()
+        self.attention: dict[str, Counter[str]] = defaultdict(Counter)
+        """Core attention -> dtype of the factors of its products -> how many."""
+        self.softmax: dict[str, Counter[str]] = defaultdict(Counter)
+        """Module -> dtype that its softmax read -> how often."""
+        self.norms: dict[str, Counter[str]] = defaultdict(Counter)
+        """Norm -> dtype that it computed on."""
+        self.loss: Counter[str] = Counter()
+        """dtype of the operations of the cross entropy."""
+        self.angles: dict[str, str] = {}
+        self.stream: dict[str, Counter[str]] = defaultdict(Counter)
+        """Layer -> dtype of the residual stream behind it."""
+        self.rounded: Counter[str] = Counter()
+        """Place -> FP32 activations there that were BF16 numbers, every one."""
+        self.read: dict[str, int] = {}
+        """Parameter -> digest of what the first forward pass of the step read."""
+        self.read_tensors: dict[str, Callable[[], str]] = {}
+        self.sent: list[Sent] = []
+        self.roots: list[float] = []
+        """What backward started from: the scaled losses of the micro-batches."""
+        self.calls: Counter[str] = Counter()
+        """Linear -> forward passes with something in them, those with gradients."""
+        self.products = Products(gemms_of)
+        self.check_read: Callable[[str, torch.Tensor], None] | None = None
+        """Told every parameter that a forward pass reads, once: (name, tensor)."""
+        self._stack: list[tuple[Any, str]] = []
+        self._paths: dict[Any, str] = {}
+        self._graph = Graph()
         self._undo: ExitStack | None = None
+        self._inputs: deque[Any] = deque()
+        self._names: dict[Any, tuple[str, str]] = {}
 
+    # --- begin and end -------------------------------------------------------------------------------------------------------------------
     def start(self, chunks: list[Any]) -> None:
-        """Installs the hooks; a second start does nothing."""
+        """Begins to observe these model chunks; a second start is a no-op."""
         if self._undo is not None:
             return
+        self._paths = module_paths(chunks)
+        self.products.modules = {path: module for module, path in self._paths.items() if is_linear(module)}
         with ExitStack() as undo:
-            for path, module in linears(chunks).items():
-                undo.callback(module.register_forward_hook(self._hook(path)).remove)
-            undo.enter_context(observed(self.wire))
+            undo.callback(register_module_forward_pre_hook(self._enter).remove)
+            undo.callback(register_module_forward_hook(self._leave).remove)
+            undo.enter_context(self)
             self._undo = undo.pop_all()
 
     def stop(self) -> None:
-        """Takes every hook off."""
+        """Takes every hook off and lets the graph go."""
         if self._undo is not None:
             self._undo.close()
             self._undo = None
+        self._graph.forget()
+        self._stack.clear()
+        self.products.forget()
 
-    def _hook(self, path: str) -> Any:
-        counts = self.outputs.setdefault(path, Counter())
+    # --- modules -------------------------------------------------------------------------------------------------------------------------
+    def _enter(self, module: Any, args: Any) -> None:
+        path = self._paths.get(module)
+        if path is None:
+            return
+        self._stack.append((module, path))
+        self._inputs.append(list(tensors_in(args)))
+        if is_norm(module) and args:
+            self._note_rounding(path, args[0])
+        if is_linear(module):
+            source = _floating(args)
+            if source is not None:
+                self.products.enters(path, source)
+                self._note_rounding(path, source)
 
-        def look(module: Any, inputs: Any, output: Any) -> None:
-            result = output[0] if isinstance(output, tuple) else output
-            if isinstance(result, torch.Tensor):
-                counts[storage(result)] += 1
-                self.autocast[_autocast(result.device.type)] += 1
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, torch.Tensor):
-                self.weights[path] = storage(weight)
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        path = self._paths.get(module)
+        if path is None or not self._stack or self._stack[-1][0] is not module:
+            return
+        self._stack.pop()
+        inputs = self._inputs.pop()
+        nodes = self._graph.add(path, inputs, tensors_in(output))
+        self._note_weights(module, path)
+        result = _floating(output)
+        if result is None:
+            return
+        if is_linear(module):
+            self._note_linear(module, path, result, nodes)
+        elif is_layer(module):
+            self.stream[path][storage(result)] += 1
+            self._note_rounding(path, result)
+        elif is_rotary(module):
+            self.angles[path] = storage(result)
 
-        return look
+    def _note_linear(self, module: Any, path: str, result: torch.Tensor, nodes: list[Any]) -> None:
+        self.outputs[path][storage(result)] += 1
+        self.autocast[_autocast(result.device.type)] += 1
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor):
+            self.weights[path] = storage(weight)
+        if result.numel() and result.requires_grad:
+            self.calls[path] += 1
+        self.products.leaves(path, nodes)
+
+    def _note_rounding(self, path: str, tensor: Any) -> None:
+        if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float32 and fits_bf16(tensor):
+            self.rounded[path] += 1
+
+    def _note_weights(self, module: Any, path: str) -> None:
+        """What this module's own parameters are while its forward is still on the stack: fully sharded ones are whole here."""
+        for name, parameter in module._parameters.items():
+            full = f"{path}.{name}" if path else name
+            if parameter is None or full in self.read or hasattr(parameter, "_local_tensor"):
+                continue
+            self.read[full] = digest(parameter)
+            if self.check_read is not None:
+                self.check_read(full, parameter.detach())
+
+    # --- operations ----------------------------------------------------------------------------------------------------------------------
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs the operation and notes it."""
+        space, _, name = func._schema.name.partition("::")
+        if space == "c10d" and name in KINDS and not aside():
+            self.sent += sent(name, args)  # before it runs: reductions work in place
+        out = func(*args, **(kwargs or {}))
+        if space == "aten":
+            self._operation(name, args, out)
+        return out
+
+    def _operation(self, name: str, args: Any, out: Any) -> None:
+        if name in _GEMMS:
+            self._gemm(name, args, out)
+        elif name in _SOFTMAX or name.startswith(_FUSED_ATTENTION):
+            module, path = self._here()
+            if module is not None and path:
+                self.softmax[path][storage(args[0])] += 1
+                if name.startswith(_FUSED_ATTENTION):
+                    self.attention[path][storage(args[0])] += 1
+        elif name in _NORMS:
+            module, path = self._here()
+            if module is not None and is_norm(module):
+                self.norms[path][storage(args[0])] += 1
+        if name in _LOSS and self._stack and self._at_root() and args[0].is_floating_point():
+            self.loss[storage(args[0])] += 1
+        if name == "ones_like" and not self._stack and _begins_backward(args[0]):
+            self.roots.append(float(args[0]))
+
+    def _gemm(self, name: str, args: Any, out: Any) -> None:
+        left, right = (args[index] for index in _GEMMS[name])
+        module, path = self._here()
+        if module is not None:  # forward, or a forward that is repeated for backward
+            if is_attention(module):
+                self.attention[path][f"{storage(left)}" if left.dtype is right.dtype else "mixed"] += 1
+            elif left.dim() == 2:
+                self.products.forward(path, left, right, out)
+            return
+        owner = self._graph.owner()
+        if owner is not None and left.dim() == 2:
+            self.products.backward(owner, left, right, out)
+
+    def _here(self) -> tuple[Any, str]:
+        return self._stack[-1] if self._stack else (None, "")
+
+    def _at_root(self) -> bool:
+        """Whether the operation is the model's own, in none of its submodules."""
+        return self._stack[-1][1] == ""

@@ -96,6 +96,12 @@ class McoreEngine(BaseEngine):
             self._gather_parameters()
             return live(self.model, self.optimizer)
 
+    def tensors_at_rest(self) -> Iterable[Live]:
+        """As `tensors`, without a gather: with overlap_param_gather parameters may be one update behind."""
+        from mpbridge.engines.live import live
+
+        return live(self.model, self.optimizer)
+
     def _gather_parameters(self) -> None:
         """Brings the parameters up to date: with overlap_param_gather they are otherwise gathered in the next forward pass."""
         if self.configs.ddp.overlap_param_gather:

@@ -31,6 +31,14 @@ def main_weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             yield from zip(model_group, main_group, strict=True)
 
 
+def shard_of(part: Any, parameter: Any) -> tuple[int, int] | None:
+    """First element and end of what a distributed optimizer updates on this rank of a flat model parameter; None: all of it."""
+    if not hasattr(part, "shard_fp32_groups"):
+        return None
+    where = part._get_model_param_range_map(parameter)["param"]
+    return int(where.start), int(where.end)
+
+
 def reads_decoupled(part: Any) -> bool:
     """Whether this optimizer takes its gradients from `.decoupled_grad`."""
     return bool(part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)

@@ -62,6 +62,9 @@ class Hook:
     def started(self, training: Training) -> None:
         """The run is about to take its next step for the first time."""
 
+    def stepping(self, training: Training) -> None:
+        """A step is about to be taken."""
+
     def stepped(self, training: Training, result: StepResult) -> None:
         """A step is finished and counted; result.applied says whether weights moved."""
 
@@ -95,6 +98,11 @@ class Hooks(Hook):
         """See Hook."""
         for part in self.parts:
             part.started(training)
+
+    def stepping(self, training: Training) -> None:
+        """See Hook."""
+        for part in self.parts:
+            part.stepping(training)
 
     def stepped(self, training: Training, result: StepResult) -> None:
         """See Hook."""

@@ -138,6 +138,7 @@ class _Steps:
 
     def _step(self, stream: Iterator[Batch], log: MetricsLog, interval: int) -> None:
         training, counters, meter = self.training, self.training.counters, self.meter
+        self.hooks.stepping(training)
         meter.begin()
         result = training.engine.train_step(stream, microbatches=self.microbatches)
         if result.applied:

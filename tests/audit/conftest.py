@@ -49,6 +49,7 @@ def drive() -> Callable[..., list[Any]]:
         hook.started(training)
         for step in range(steps):
             before(step)
+            hook.stepping(training)
             results.append(engine.train_step(batches, microbatches=2))
             hook.stepped(training, results[-1])
         hook.finished(training)

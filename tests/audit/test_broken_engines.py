@@ -101,5 +101,5 @@ def test_a_linear_left_out_of_quantization_is_named(build: Any, drive: Any, engi
     module.plug = None
     drive(engine, hook)
     for report in hook.reports.values():
-        assert [fault.subject for fault in report.faults] == ["linears"]
+        assert {fault.subject for fault in report.faults} <= {"linears", "quantized GEMMs"}
         assert report.find("linears").offenders == ("decoder.layers.1.self_attention.linear_proj",)

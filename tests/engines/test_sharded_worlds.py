@@ -90,7 +90,8 @@ def test_fault_on_one_rank_stops_all_of_them(two: Any) -> None:
 
 def test_audit_sees_the_dtype_that_a_reduce_scatter_really_carries(two: Any) -> None:
     for rank in two["wire_audited"]:
-        assert rank["narrow"] == ["fp32", "bf16", ["wire: gradients"]]
+        # and the gradients that the optimizer reads are BF16 numbers where FP32 was promised
+        assert rank["narrow"] == ["fp32", "bf16", ["wire: gradients", "gradients"]]
 
 
 def test_activations_that_experts_reduce_are_not_taken_for_gradients(two: Any) -> None:

@@ -212,6 +212,7 @@ def _wire(built: Any) -> Any:
     hook, training = AuditHook(mode="warn"), SimpleNamespace(engine=built)
     hook.built(training)
     hook.started(training)
+    hook.stepping(training)
     hook.stepped(training, _steps(built, 1)[0])
     built.close()
     finding = hook.reports["live"].find("wire: gradients")

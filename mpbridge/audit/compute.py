@@ -1,0 +1,180 @@
+"""What the step computed in, by kind of operation, against the policy: GEMMs, attention, softmax, router, residual, norms, rotary angles, logits, loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mpbridge.audit.findings import Finding
+from mpbridge.audit.places import is_rotary, is_router
+from mpbridge.audit.promise import Promises
+from mpbridge.audit.ranks import joined, offenders
+from mpbridge.audit.values import fits_bf16
+from mpbridge.audit.watch import Watch
+
+Seen = dict[str, dict[str, list[str]]]
+"""Kind -> dtypes that would be as promised, joined by '/' -> 'place: dtype' of what was seen."""
+
+
+@dataclass
+class Computed:
+    """One rank's observation."""
+
+    kinds: dict[str, list[tuple[str, tuple[str, ...], tuple[str, ...]]]] = field(default_factory=dict)
+    """Kind -> (place, dtypes that are as promised, dtypes seen)."""
+    wrong: dict[str, list[str]] = field(default_factory=dict)
+    """Kind -> places whose values are not as promised though their dtype is."""
+    autocast: list[str] = field(default_factory=list)
+
+
+def computed(engine: Any, promises: Promises, watch: Watch) -> Computed:
+    """What `watch` saw, beside what is promised of each place."""
+    seen = Computed(autocast=sorted(watch.autocast))
+    policy = promises.policy
+    compute, wide = policy.compute.short, "fp32"
+    on_cpu = next(engine.model[0].parameters()).device.type == "cpu"
+    # a CPU has no FP16 GEMM worth its name: the device layer multiplies FP16 factors in FP32 and rounds once, as tensor cores do
+    gemm = (compute, wide) if compute == "fp16" and on_cpu else (compute,)
+
+    def add(kind: str, place: str, promised: Iterable[str], dtypes: Iterable[str]) -> None:
+        seen.kinds.setdefault(kind, []).append((place, tuple(promised), tuple(dtypes)))
+
+    routers = {path for module, path in watch._paths.items() if is_router(module)}
+    for path, dtypes in watch.products.dtypes.items():
+        add(*_product(path, promises, gemm, routers), dtypes)
+    for path, dtypes in watch.outputs.items():
+        if not path.endswith("output_layer") or policy.logits is None:
+            kept = promises.kept_fp32(f"{path}.weight")
+            add("outputs of linears", path, (compute, wide) if kept else (compute,), dtypes)
+        else:
+            add("logits", path, (policy.logits.short,), dtypes)
+    for path, dtypes in watch.attention.items():
+        add("attention", path, gemm, dtypes)
+    fused = (compute,) if policy.softmax_fp32 is False else (compute, wide)
+    for path, dtypes in watch.softmax.items():
+        add("softmax", path, fused, dtypes)
+    for path, dtypes in watch.norms.items():
+        add("norms", path, (wide,) if promises.kept_fp32(f"{path}.weight") else (compute, wide), dtypes)
+    stream = wide if policy.residual_fp32 else compute
+    for path, dtypes in watch.stream.items():
+        add("residual stream", path, (stream,), dtypes)
+    for path, dtype in watch.angles.items():
+        add("rotary angles", path, (wide,), (dtype,))
+    if watch.loss:
+        add("loss", "cross entropy", (wide,), watch.loss)
+    _values(engine, promises, watch, seen)
+    return seen
+
+
+def _product(
+    path: str, promises: Promises, gemm: tuple[str, ...], routers: set[str]
+) -> tuple[str, str, tuple[str, ...]]:
+    policy = promises.policy
+    if path in routers:
+        return "router", path, (policy.router.short,) if policy.router is not None else gemm
+    if path.endswith("output_layer") and policy.logits is not None:
+        return "logits", path, (policy.logits.short,)
+    if promises.kept_fp32(f"{path}.weight"):
+        return "GEMMs", path, ("fp32",)
+    if promises.gemms(path).distinct and promises.emulated:
+        return (
+            "GEMMs",
+            path,
+            ("bf16", "fp32"),
+        )  # values on a narrow grid, held in a dtype that holds them; `quantization` judges them
+    return "GEMMs", path, gemm
+
+
+def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> None:
+    """Numbers that have the promised dtype and were rounded on their way."""
+    seen.wrong["GEMMs"] = [f"{path} reads {what}" for path, what in watch.products.other.items()]
+    policy = promises.policy
+    if policy.compute.short == "fp32":
+        # the first layer may well read BF16 numbers: embeddings that came from a 16-bit checkpoint
+        seen.wrong["residual stream"] = [
+            f"{path} reads or gives BF16 numbers" for path in watch.rounded if ".0." not in path
+        ]
+    elif policy.residual_fp32:
+        layers = {path for path in watch.rounded if path in watch.stream}
+        norms = {p for p in watch.rounded if p.endswith("norm") and ".layers.0." not in p}
+        seen.wrong["residual stream"] = [f"{path}: BF16 numbers in FP32" for path in sorted(layers | norms)]
+    seen.wrong["rotary angles"] = list(_frequencies(engine))
+
+
+def _frequencies(engine: Any) -> Iterable[str]:
+    for chunk in engine.model:
+        for path, module in chunk.named_modules():
+            table = getattr(module, "inv_freq", None)
+            if not is_rotary(module) or not isinstance(table, torch.Tensor):
+                continue
+            if table.dtype is not torch.float32:
+                yield f"{path}.inv_freq is {str(table.dtype).removeprefix('torch.')}"
+            elif fits_bf16(table) or (table.numel() > 2 and not bool((table.view(torch.int32) & 0xFFFF).any())):
+                yield f"{path}.inv_freq holds BF16 numbers"
+
+
+ORDER = (
+    "GEMMs",
+    "outputs of linears",
+    "attention",
+    "softmax",
+    "router",
+    "residual stream",
+    "norms",
+    "rotary angles",
+    "logits",
+    "loss",
+)
+SUBJECTS = {"GEMMs": "compute", "outputs of linears": "compute"}
+"""Kinds that are one row of the report."""
+
+
+def compute_findings(
+    ranks: Sequence[Computed], promises: Promises, wanted: Callable[[str], bool], why: Callable[[str], str]
+) -> list[Finding]:
+    """A finding for each kind. wanted: whether this model computes such a thing, so that nothing seen of it is a fault; why: reason for what cannot be
+    observed, '' where it can."""
+    findings = []
+    for subject in dict.fromkeys(SUBJECTS.get(kind, kind) for kind in ORDER):
+        kinds = [kind for kind in ORDER if SUBJECTS.get(kind, kind) == subject]
+        rows = [[row for kind in kinds for row in rank.kinds.get(kind, ())] for rank in ranks]
+        values = [[text for kind in kinds for text in rank.wrong.get(kind, ())] for rank in ranks]
+        if not any(rows):
+            if wanted(subject):
+                findings.append(_nothing(subject, why(subject)))
+            if not any(values):
+                continue
+        wrong = [
+            [place for place, promised, found in own if not set(found) <= set(promised)] + bad
+            for own, bad in zip(rows, values, strict=True)
+        ]
+        promised = joined(promised[0] for own in rows for _, promised, _ in own)
+        findings.append(
+            Finding(
+                subject=subject,
+                promised=promised,
+                found=joined(dtype for own in rows for _, _, found in own for dtype in found),
+                ok=not any(wrong),
+                count=sum(map(len, rows)),
+                offenders=offenders(wrong),
+            )
+        )
+    promised = "off" if promises.policy.autocast is None else promises.policy.autocast.value
+    states = joined(state for rank in ranks for state in rank.autocast)
+    if any(rank.autocast for rank in ranks):
+        findings.append(Finding(subject="autocast", promised=promised, found=states, ok=states == promised))
+    return findings
+
+
+def _nothing(subject: str, why: str) -> Finding:
+    return Finding(
+        subject=subject,
+        promised="as the policy says",
+        found="not observed" if why else "nothing was seen",
+        ok=False,
+        unseen=why,
+        cure="" if why else "a promise without evidence counts as broken",
+    )

@@ -1,0 +1,182 @@
+"""The way of a gradient, followed by value: what weight-gradient GEMMs gave, summed over micro-batches and averaged over data-parallel ranks, is what
+the optimizer reads, but for the loss scale and clipping. So it was reduced once, over the right ranks, unscaled once, and rounded nowhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpbridge.audit.findings import Finding
+from mpbridge.audit.holdings import holdings
+from mpbridge.audit.promise import Promises
+from mpbridge.audit.ranks import offenders
+from mpbridge.audit.values import sample
+from mpbridge.audit.watch import Watch
+from mpbridge.audit.weights import _gradient
+
+_EXACT = 3e-5
+"""Error relative to the sampled gradient's norm where everything on its way is FP32: sums of a few numbers in another order."""
+_ROUNDED = {"bf16": 0.06, "fp16": 0.15, "fp32": _EXACT}
+"""The same where it is rounded on its way: BF16 a few times; FP16 also loses what is below its smallest number."""
+
+
+@dataclass
+class Followed:
+    """One rank's samples."""
+
+    produced: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Parameter -> position -> sum over this rank's micro-batches of what GEMMs gave."""
+    read: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Parameter -> position -> what this rank's optimizer read."""
+    group: tuple[int, ...] = ()
+    """Ranks that average dense gradients with this one."""
+    roots: float | None = None
+    """Sum of the scaled losses that backward started from; None on pipeline stages without a loss."""
+    loss: float = 0.0
+
+
+def followed(engine: Any, watch: Watch, loss: float) -> Followed:
+    """Samples of every linear weight whose gradient this rank's GEMMs gave."""
+    seen = Followed(group=data_parallel(engine), roots=sum(watch.roots) if watch.roots else None, loss=loss)
+    for held in holdings(engine):
+        path, _, last = held.name.rpartition(".")
+        # a tied matrix gets gradients from two places, and an expert's factor is its own
+        if last != "weight" or ".experts." in held.name or _tied(held.parameter, path, engine):
+            continue
+        produced = watch.products.gradients.get(path)
+        if produced is None:
+            continue
+        seen.produced[held.name] = produced
+        grad = _gradient(held) if held.updated is not None else None
+        if grad is not None:
+            seen.read[held.name] = sample(grad, held.begin, held.parameter.numel())
+    return seen
+
+
+def _tied(parameter: Any, path: str, engine: Any) -> bool:
+    shared = getattr(parameter, "shared_embedding", False) or getattr(
+        parameter, "is_embedding_or_output_parameter", False
+    )
+    return path.endswith(("output_layer", "word_embeddings")) and (bool(shared) or bool(engine.run.facts.shape.tied))
+
+
+def data_parallel(engine: Any) -> tuple[int, ...]:
+    """Global ranks that average gradients with this one; just this one where there is no process group."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return (0,)
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return tuple(range(dist.get_world_size()))
+    return tuple(dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True)))
+
+
+def gradient_findings(
+    ranks: Sequence[Followed],
+    promises: Promises,
+    *,
+    scale: float,
+    norm: float,
+    clip: float,
+    known: bool,
+    widths: Mapping[str, str],
+) -> list[Finding]:
+    """Whether each sampled gradient is what GEMMs gave times the one factor that it should be.
+
+    known: False where the factor depends on token counts (calculate_per_token_loss): then all must share one. widths: the dtypes on a gradient's way.
+    """
+    factor = (min(1.0, clip / (norm + 1.0e-6)) if clip > 0 else 1.0) / scale
+    tolerance = max(_ROUNDED.get(width, 0.15) for width in widths.values()) if widths else _EXACT
+    wrong: list[list[str]] = []
+    checked, ratios = 0, []
+    for rank in ranks:
+        bad = []
+        for name, values in rank.read.items():
+            expected = _mean(name, values, [ranks[other] for other in rank.group])
+            told = _compare(values, expected)
+            if told is None:
+                continue
+            ratio, rest = told
+            checked += 1
+            ratios.append(ratio)
+            if rest > tolerance:
+                bad.append(f"{name}: other numbers than its GEMMs gave")
+            elif known and abs(ratio / factor - 1) > tolerance:
+                bad.append(f"{name}: {_words(ratio / factor, scale, len(rank.group))}")
+        bad += [
+            f"{name}: no gradient for the optimizer"
+            for name in rank.produced
+            if name not in rank.read and _own(rank, name, ranks)
+        ]
+        wrong.append(bad)
+    if not known and ratios and max(ratios) / min(ratios) - 1 > 2 * tolerance:
+        wrong[0].append("gradients of different parameters were scaled differently")
+    widest = "/".join(sorted(set(widths.values()))) or "fp32"
+    return [
+        Finding(
+            subject="gradients",
+            promised=f"reduced once, unscaled once, {widest}",
+            found="others" if any(wrong) else f"reduced once, unscaled once, {widest}",
+            ok=not any(wrong),
+            count=checked,
+            offenders=offenders(wrong),
+            cure="something between the backward pass and the optimizer changes them" if any(wrong) else "",
+        )
+    ]
+
+
+def _own(rank: Followed, name: str, ranks: Sequence[Followed]) -> bool:
+    """Whether no rank of the group says what its optimizer read: shards of other ranks are theirs to show."""
+    return not any(name in ranks[other].read for other in rank.group)
+
+
+def _mean(name: str, values: Mapping[int, float], group: Sequence[Followed]) -> dict[int, float]:
+    return {where: sum(rank.produced.get(name, {}).get(where, 0.0) for rank in group) / len(group) for where in values}
+
+
+def _compare(found: Mapping[int, float], expected: Mapping[int, float]) -> tuple[float, float] | None:
+    """(best factor from expected to found, what is left relative to found); None where one of them is zero throughout or there are few of them."""
+    size = math.sqrt(sum(v * v for v in expected.values()))
+    length = math.sqrt(sum(v * v for v in found.values()))
+    if len(found) < 4 or (size == 0.0 and length == 0.0):
+        return None
+    if size == 0.0 or length == 0.0:
+        return 0.0, 1.0
+    ratio = sum(found[k] * expected[k] for k in found) / (size * size)
+    rest = math.sqrt(sum((found[k] - ratio * expected[k]) ** 2 for k in found)) / length
+    return ratio, rest
+
+
+def _words(ratio: float, scale: float, ranks: int) -> str:
+    if scale != 1.0 and abs(ratio * scale - 1) < 0.2:
+        return "unscaled twice"
+    if scale != 1.0 and abs(ratio / scale - 1) < 0.2:
+        return "never unscaled"
+    if ranks > 1 and abs(ratio - ranks) < 0.2:
+        return f"{ranks} times too large: summed, not averaged, or reduced twice"
+    return f"{ratio:.6g} times what it should be"
+
+
+def scale_finding(ranks: Sequence[Followed], *, scale: float, promised: str, known: bool) -> list[Finding]:
+    """Whether backward started from the loss times the scale."""
+    with_loss = [(i, rank) for i, rank in enumerate(ranks) if rank.roots is not None]
+    if not with_loss or not known:
+        return []
+    loss = with_loss[0][1].loss
+    mean = sum(rank.roots for _, rank in with_loss if rank.roots is not None) / len(with_loss)
+    found = mean / loss if loss else 0.0
+    ok = abs(found / scale - 1) < 1e-3 if loss else True
+    return [
+        Finding(
+            subject="loss scale",
+            promised=f"{promised}, applied" if promised != "1" else "none",
+            found=f"{found:.6g} times the loss" if loss else "no loss",
+            ok=ok,
+            count=len(with_loss),
+            cure="" if ok else "the loss was not multiplied by what its gradients are divided by",
+        )
+    ]

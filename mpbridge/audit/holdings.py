@@ -1,0 +1,165 @@
+"""Who updates what: every model parameter with the tensor, the states and the group of the optimizer that updates this rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mpbridge.audit.stored import local
+from mpbridge.megatron.inside_optimizer import shard_of
+
+ADAMS = frozenset({"Adam", "AdamW", "FusedAdam", "CpuFusedAdam"})
+"""Optimizers whose update follows from their moments: lr x m / (sqrt(v) + eps), bias-corrected."""
+
+
+@dataclass(slots=True)
+class Held:
+    """One parameter of this rank."""
+
+    name: str
+    parameter: Any
+    """As the model holds it (a DTensor where it is sharded)."""
+    part: torch.Tensor | None = None
+    """What the forward pass's parameter holds of the elements that are updated here, flat; None where that cannot be asked for."""
+    updated: Any = None
+    """What the inner optimizer was given for it; None: nobody updates it."""
+    begin: int = 0
+    """First element of `updated` in the whole parameter, flat."""
+    inner: Any = None
+    """The torch optimizer."""
+    group: dict[str, Any] | None = None
+    """The group that holds `updated` now; None: it is in no group."""
+    state: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def main(self) -> torch.Tensor | None:
+        """The main weights in FP32, flat; None where the parameter is its own."""
+        stored = self.state.get("master_param")
+        if stored is not None and local(self.updated).dtype is not torch.float32:
+            if stored.dtype is torch.int16:
+                from mpbridge.engines.optimizers import join
+
+                return join(local(self.updated).detach(), stored).reshape(-1)
+            if hasattr(self.inner, "get_unscaled_state"):
+                wide: torch.Tensor = self.inner.get_unscaled_state(self.updated, "master_param")
+                return wide.reshape(-1)
+        own = self.updated is None or self.part is None
+        if own or local(self.updated).data_ptr() == self.part.data_ptr():  # type: ignore[union-attr]
+            return None
+        return local(self.updated).detach().reshape(-1)  # type: ignore[no-any-return]
+
+    @property
+    def trained(self) -> torch.Tensor | None:
+        """What an update changes, flat: the main weights, or the parameter where it is its own."""
+        if self.updated is None:
+            return None
+        main = self.main
+        return local(self.updated).detach().reshape(-1) if main is None else main
+
+    def moment(self, name: str) -> torch.Tensor | None:
+        """A moment in FP32, flat; None where there is none yet."""
+        stored = self.state.get(name)
+        if not isinstance(stored, torch.Tensor):
+            return None
+        if hasattr(self.inner, "get_unscaled_state"):
+            stored = self.inner.get_unscaled_state(self.updated, name)
+        return local(stored).detach().float().reshape(-1)  # type: ignore[no-any-return]
+
+
+def holdings(engine: Any) -> list[Held]:
+    """Every parameter of this rank, updated or not, by global name."""
+    if hasattr(engine.optimizer, "shards"):
+        return list(_sharded(engine))
+    return list(_megatron(engine))
+
+
+def _groups(inner: Any) -> dict[int, dict[str, Any]]:
+    return {id(parameter): group for group in inner.param_groups for parameter in group["params"]}
+
+
+def _megatron(engine: Any) -> Iterator[Held]:
+    from mpbridge.megatron.inside_optimizer import main_weights
+
+    found: dict[int, Held] = {}
+    for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        if part is None or getattr(part, "is_stub_optimizer", False):
+            continue
+        groups = _groups(part.optimizer)
+        for parameter, updated in main_weights(part):
+            begin, own = _range(part, parameter, updated)
+            found[id(parameter)] = Held(
+                name="",
+                parameter=parameter,
+                part=own,
+                updated=updated,
+                begin=begin,
+                inner=part.optimizer,
+                group=groups.get(id(updated)),
+                state=part.optimizer.state.get(updated, {}),
+            )
+    for name, parameter in engine.named_parameters():
+        held = found.get(id(parameter), Held(name=name, parameter=parameter))
+        held.name = name
+        yield held
+
+
+def _range(part: Any, parameter: Any, updated: Any) -> tuple[int, torch.Tensor | None]:
+    """(first element, the parameter's own elements) of what `updated` stands for; the elements are None for weights in a quantized format."""
+    plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
+    flat = parameter.detach().view(-1) if plain else None
+    where = shard_of(part, parameter)
+    if where is None:
+        return 0, flat
+    return where[0], None if flat is None else flat[where[0] : where[1]]
+
+
+def _sharded(engine: Any) -> Iterator[Held]:
+    optimizer = engine.optimizer
+    held_by: dict[int, tuple[Any, dict[str, Any]]] = {}
+    for inner in optimizer.parts:
+        held_by |= {key: (inner, group) for key, group in _groups(inner).items()}
+    resting = _resting(engine)
+    for name, parameter in optimizer.names.items():
+        shard = optimizer.shards.get(name)
+        if shard is None:
+            yield Held(name=name, parameter=parameter)
+            continue
+        inner, group = held_by.get(id(shard), (optimizer.parts[0], None))
+        begin = optimizer.offset(name, parameter)[0] * _row(parameter)
+        own = resting[name] if name in resting else shard.detach()
+        yield Held(
+            name=name,
+            parameter=parameter,
+            part=own.reshape(-1),
+            updated=shard,
+            begin=begin,
+            inner=inner,
+            group=group,
+            state=dict(optimizer.state_of(name)) if group is not None else dict(inner.state.get(shard, {})),
+        )
+
+
+def _row(parameter: Any) -> int:
+    count = 1
+    for size in parameter.shape[1:]:
+        count *= size
+    return count
+
+
+def _resting(engine: Any) -> dict[str, torch.Tensor]:
+    """Megatron-FSDP: the model weights of this rank, which are not what the optimizer updates."""
+    buffer: Any = getattr(engine.model[0], "param_and_grad_buffer", None) if engine.name == "megatron_fsdp" else None
+    found: dict[str, torch.Tensor] = {}
+    for group in getattr(buffer, "parameter_groups", ()):
+        weights, mains = group.model_weight_buffer, group.main_weight_buffer
+        if weights is None or mains is None:
+            continue
+        for index, parameter in enumerate(group.params):
+            name = buffer.param_to_name[parameter]
+            while name.startswith("module."):
+                name = name.removeprefix("module.")
+            found[name] = weights.get_item(index, only_shard=mains.is_data_distributed)
+    return found

@@ -1,0 +1,125 @@
+"""What the operands of a quantized GEMM are, read from their values alone: the grid they lie on, rotation, the kind of rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mpbridge.formats import E4M3, E5M2, NumberFormat
+
+_FP32_MANTISSA = 23
+_ENOUGH = 64
+"""Nonzero elements below which the absence of odd codes proves nothing."""
+_DISTINCT = 24
+"""Different values below which it proves nothing either: a tensor of ones has one code."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The grids that an operand's values fit."""
+
+    nonzero: int
+    codes: tuple[str, ...]
+    """Formats of which every value is a code as it stands: one factor serves the whole tensor."""
+    scaled: tuple[str, ...]
+    """Formats of which every value is a code times a power of two."""
+    fours: bool
+    """Whether every 16 neighbours along the contraction are E2M1 codes times one number."""
+    needed: str
+    """The narrowest 8-bit format whose significant bits hold every value; 'more' where none does, '' where there are too few values to tell."""
+    largest: float
+
+    def fits(self, number: str, *, per_tensor: bool) -> bool:
+        """Whether this is an operand of element format `number`; per_tensor: one scale serves all of it, and is not in the values."""
+        if not self.nonzero:
+            return True
+        if number == "e2m1":
+            return self.fours
+        if number not in (self.codes if per_tensor else self.scaled):
+            return False
+        # a format with fewer bits would fit as well: then those bits were never used
+        return not self.needed or self.needed == number
+
+    def text(self) -> str:
+        """For people: what the values are."""
+        if self.fours and not self.codes and not self.scaled:
+            return "E2M1"
+        return {"e4m3": "E4M3", "e5m2": "E5M2", "": "too few values to tell"}.get(self.needed, "not quantized")
+
+
+def _holds(bits: torch.Tensor, number: NumberFormat) -> bool:
+    mask = (1 << (_FP32_MANTISSA - number.mantissa)) - 1
+    return not bool((bits & mask).any())
+
+
+def _codes(values: torch.Tensor, largest: float, number: NumberFormat) -> bool:
+    step = 2.0 ** (1 - number.bias - number.mantissa)  # the smallest subnormal
+    return largest <= number.largest and bool(torch.equal(torch.round(values / step) * step, values))
+
+
+@torch.no_grad()
+def grid_of(operand: torch.Tensor, *, side: int) -> Grid:
+    """The grid of a two-dimensional operand; side: 0 left, 1 right of the product (the contraction runs along its columns, or its rows)."""
+    values = operand.detach().float().contiguous()
+    nonzero = int(torch.count_nonzero(values))
+    if not nonzero:
+        return Grid(0, ("e4m3", "e5m2"), ("e4m3", "e5m2"), True, "", 0.0)
+    bits, largest = values.view(torch.int32), float(values.abs().amax())
+    scaled = tuple(number.name for number in (E4M3, E5M2) if _holds(bits, number))
+    codes = tuple(n.name for n in (E4M3, E5M2) if n.name in scaled and _codes(values, largest, n))
+    enough = nonzero >= _ENOUGH and torch.unique(values.reshape(-1)[:8192]).numel() >= _DISTINCT
+    needed = "" if not enough else "e5m2" if "e5m2" in scaled else "e4m3" if scaled else "more"
+    return Grid(nonzero, codes, scaled, _fours(values if side == 0 else values.t()), needed, largest)
+
+
+def _fours(lines: torch.Tensor) -> bool:
+    """Whether every 16 neighbours in a line are E2M1 codes times a number of their own: the largest of them is one of the codes."""
+    if lines.shape[1] % 16:
+        return False
+    blocks = lines.reshape(-1, 16).abs()
+    peak = blocks.amax(1, keepdim=True)
+    grid = torch.tensor(_E2M1, device=lines.device)
+    fits = peak.squeeze(1) == 0
+    for top in _E2M1[:0:-1]:
+        ratio = blocks / (peak / top).clamp_min(1e-38)
+        near = grid[torch.bucketize(ratio * 0.999, grid).clamp_max(len(_E2M1) - 1)]
+        fits = fits | ((ratio - near).abs() <= 1e-5 * top).all(1)
+        if bool(fits.all()):
+            return True
+    return False
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Of two tensors as vectors; 0 where one of them is zero."""
+    x, y = a.double().reshape(-1), b.double().reshape(-1)
+    size = float(x.norm() * y.norm())
+    return float(x @ y) / size if size else 0.0
+
+
+@torch.no_grad()
+def strays(values: torch.Tensor, source: torch.Tensor) -> float | None:
+    """Share of NVFP4 elements that were not rounded to the nearest code: 0 under rounding to nearest, about a quarter under stochastic rounding.
+
+    values: codes times block scales, [tokens, features]; source: the tensor that they were made from. None where there is too little to tell.
+    The block scale is E4M3 of (block amax / 6) x (2688 / amax), as the format defines it.
+    """
+    wide, amax = source.float(), float(source.abs().amax())
+    if not amax or wide.shape[1] % 16:
+        return None
+    scaled = (wide * (2688.0 / amax)).reshape(-1, 16)
+    scale = (scaled.abs().amax(1, keepdim=True) / 6.0).to(torch.float8_e4m3fn).float()
+    usable = scale.squeeze(1) > 0
+    if not bool(usable.any()):
+        return None
+    wanted = (scaled[usable] / scale[usable]).abs()
+    found = (values.float().reshape(-1, 16)[usable] / scale[usable]).abs()
+    grid = torch.tensor(_E2M1, device=source.device)
+    middle = (grid[1:] + grid[:-1]) / 2
+    nearest = grid[torch.bucketize(wanted, middle)]
+    # saturation and exact codes say nothing about the rounding
+    told = (wanted < 5.9) & ((wanted - nearest).abs() > 0.02)
+    if int(told.sum()) < _ENOUGH:
+        return None
+    return float(((found - nearest).abs()[told] > 0.1).double().mean())

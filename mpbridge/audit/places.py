@@ -1,0 +1,80 @@
+"""Names for the modules of a rank's model: paths as in the unwrapped model, layers counted over the whole of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LINEARS = frozenset(
+    {"ColumnParallelLinear", "RowParallelLinear", "Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP"}
+)
+"""Class names of matrix products: megatron-core's, torch's and Transformer Engine's."""
+
+
+def _is(module: Any, names: frozenset[str]) -> bool:
+    return any(base.__name__ in names for base in type(module).__mro__)
+
+
+def is_linear(module: Any) -> bool:
+    """Whether the module is a matrix product with weights (by the names in its class tree; Transformer Engine need not be there)."""
+    return _is(module, _LINEARS)
+
+
+def is_layer(module: Any) -> bool:
+    """Whether the module is a whole transformer layer."""
+    return _is(module, frozenset({"BaseTransformerLayer", "TransformerLayer"}))
+
+
+def is_norm(module: Any) -> bool:
+    """Whether the module normalises, and does nothing else."""
+    name = type(module).__name__
+    return ("LayerNorm" in name or "RMSNorm" in name or "L2Norm" in name) and not is_linear(module)
+
+
+def is_router(module: Any) -> bool:
+    """Whether the module chooses experts."""
+    return type(module).__name__.endswith("Router")
+
+
+def is_attention(module: Any) -> bool:
+    """Whether the module is scores, softmax and their product with the values."""
+    return type(module).__name__.endswith(("DotProductAttention", "CausalAttention"))
+
+
+def is_rotary(module: Any) -> bool:
+    """Whether the module makes rotary angles."""
+    return "RotaryEmbedding" in type(module).__name__
+
+
+def module_paths(chunks: list[Any]) -> dict[Any, str]:
+    """Module -> global path, over this rank's model chunks, in module order; wrappers' 'module.' left out."""
+    found: dict[Any, str] = {}
+    for chunk in chunks:
+        numbers: dict[str, int] = {}
+        for path, module in chunk.named_modules():
+            number = getattr(module, "layer_number", None)
+            head, _, last = path.rpartition(".")
+            if isinstance(number, int) and head.endswith("layers") and last.isdigit():
+                numbers[path] = number - 1  # megatron-core counts from 1, over all pipeline stages
+            found[module] = _global(path, numbers)
+    return found
+
+
+def linears(chunks: list[Any]) -> dict[str, Any]:
+    """Global path -> linear, over this rank's model chunks."""
+    return {path: module for module, path in module_paths(chunks).items() if is_linear(module)}
+
+
+def _bare(path: str) -> str:
+    while path == "module" or path.startswith("module."):
+        path = path.removeprefix("module").removeprefix(".")
+    return path
+
+
+def _global(path: str, numbers: dict[str, int]) -> str:
+    # the outermost layer that the path lies in has its number from the whole model
+    parts = path.split(".")
+    for end in range(1, len(parts) + 1):
+        layer = ".".join(parts[:end])
+        if layer in numbers:
+            return ".".join(filter(None, [_bare(".".join(parts[: end - 1])), str(numbers[layer]), *parts[end:]]))
+    return _bare(path)

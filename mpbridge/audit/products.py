@@ -1,0 +1,210 @@
+"""The GEMMs of linear layers on an observed step: their dtypes, whether they read the weight itself, what quantized operands are, and the gradients
+that come out of them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mpbridge.audit.operands import cosine, grid_of, strays
+from mpbridge.audit.stored import storage
+from mpbridge.audit.values import sample
+from mpbridge.precision.policy import Gemms, Quant
+
+_ROWS = 64
+"""Tokens of which quantized copies are kept until backward, to see whether the other copy was rotated."""
+
+
+@dataclass
+class Quantized:
+    """What was seen of one quantized linear."""
+
+    gemms: Counter[str] = field(default_factory=Counter)
+    """'fprop', 'dgrad', 'wgrad' -> how many."""
+    bad: dict[str, str] = field(default_factory=dict)
+    """'wgrad dy' -> what that operand was, where it was not as promised."""
+    rotated: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """'x', 'dy' -> cosine of the two copies as they are, and with the transform undone."""
+    strays: float | None = None
+    """Share of gradient elements that were not rounded to the nearest code."""
+    amax: dict[str, float] = field(default_factory=dict)
+    """'x', 'dy' -> absolute maximum in the last micro-batch."""
+
+
+class Products:
+    """Observes GEMMs; `Watch` says whose they are."""
+
+    def __init__(self, gemms_of: Callable[[str], Gemms | None]) -> None:
+        self.gemms_of = gemms_of
+        """The rules promised for a linear whose operands can be looked at; None, or no rule in them: it is not quantized."""
+        self.modules: dict[str, Any] = {}
+        self.dtypes: dict[str, Counter[str]] = defaultdict(Counter)
+        """Module -> dtype of both factors (forward and backward) -> how many."""
+        self.other: dict[str, str] = {}
+        """Linear -> what its GEMM read in place of its weight."""
+        self.quantized: dict[str, Quantized] = {}
+        self.gradients: dict[str, dict[int, float]] = {}
+        """Linear -> position in its weight -> sum over micro-batches of what the weight-gradient GEMM gave."""
+        self._wanted: dict[str, bool] = {}
+        self._tokens: dict[str, int] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._kept: dict[tuple[str, str], deque[torch.Tensor]] = defaultdict(deque)
+        self._dy: dict[str, torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """Drops what was kept from forward for backward."""
+        self._kept.clear()
+        self._dy.clear()
+
+    # --- forward -------------------------------------------------------------------------------------------------------------------------
+    def enters(self, path: str, source: torch.Tensor) -> None:
+        """A linear begins with this input."""
+        self._wanted[path] = torch.is_grad_enabled()  # inside of an autograd function nobody could tell
+        quants = self._quants(path)
+        if quants and source.numel():
+            seen = self.quantized.setdefault(path, Quantized())
+            if any(quant.row.history for quant in quants):
+                seen.amax["x"] = float(source.detach().abs().amax())
+
+    def leaves(self, path: str, nodes: list[Any]) -> None:
+        """A linear is done; `nodes` of the graph are its own."""
+        if not self._quants(path):
+            return
+        for node in nodes:
+            if node.name() == "QuantizedLinearBackward":
+                node.register_prehook(self._gradient(path))
+
+    def _gradient(self, path: str) -> Callable[[Any], None]:
+        def look(grads: Any) -> None:
+            if grads[0] is not None:
+                self._dy[path] = grads[0].detach().reshape(-1, grads[0].shape[-1])
+                if path in self.quantized and self._dy[path].numel():
+                    self.quantized[path].amax["dy"] = float(self._dy[path].abs().amax())
+
+        return look
+
+    def forward(self, path: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        """A two-dimensional product inside the forward pass of `path`."""
+        self.dtypes[path][_both(left, right)] += 1
+        module = self.modules.get(path)
+        if module is None:
+            return
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor):
+            if right.shape != weight.shape[::-1]:
+                return  # a product on the way to the linear's own: a rotation
+            self._shapes[path] = weight.shape
+        self._tokens[path] = left.shape[0]
+        quant = self._quant(path, "fprop")
+        if quant is None:
+            self._compare(path, weight, right)
+            return
+        self._operands(path, "fprop", quant, left, right)
+        if quant.bits == 4 and self._wanted.get(path):
+            self._kept[path, "x"].append(left[:_ROWS].detach().clone())
+
+    def _compare(self, path: str, weight: Any, right: torch.Tensor) -> None:
+        """Whether the right factor is the weight, in the dtype that the product runs in."""
+        if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.dim() != 2 or path in self.other:
+            return
+        turned = weight.detach().t()
+        if right.shape != turned.shape or right.data_ptr() == weight.data_ptr():
+            return
+        if not torch.equal(right, turned.to(right.dtype)):
+            self.other[path] = f"{storage(right)} values that are not its weight's"
+
+    # --- backward ------------------------------------------------------------------------------------------------------------------------
+    def backward(self, path: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+        """A two-dimensional product of the backward pass of `path`."""
+        self.dtypes[path][_both(left, right)] += 1
+        shape = self._shapes.get(path)
+        if path not in self.modules or shape is None:
+            return
+        if right.shape != shape and out.shape not in (shape, shape[::-1]):
+            return
+        role = self._role(path, shape, left, right, out)
+        quant = self._quant(path, role)
+        if quant is not None and backward_is_quantized(quant):
+            self._operands(path, role, quant, left, right)
+            if quant.bits == 4:
+                self._four_bits(path, role, left, right)
+        if role == "wgrad":
+            self._follow(path, shape, out)
+
+    def _role(self, path: str, shape: torch.Size, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> str:
+        tokens = self._tokens.get(path, 0)
+        if tokens in shape:  # shapes cannot tell
+            seen = self.quantized.get(path)
+            if seen is not None:
+                return "dgrad" if seen.gemms["dgrad"] <= seen.gemms["wgrad"] else "wgrad"
+            return "dgrad" if any(_is(factor, self.modules[path].weight) for factor in (left, right)) else "wgrad"
+        return "wgrad" if out.shape in (shape, shape[::-1]) else "dgrad"
+
+    def _follow(self, path: str, shape: torch.Size, out: torch.Tensor) -> None:
+        whole = out if out.shape == shape else out.t()
+        found = self.gradients.setdefault(path, {})
+        for where, value in sample(whole, 0, shape.numel()).items():
+            found[where] = found.get(where, 0.0) + value
+
+    def _quants(self, path: str) -> tuple[Quant, ...]:
+        gemms = self.gemms_of(path)
+        return () if gemms is None else gemms.distinct
+
+    def _quant(self, path: str, role: str) -> Quant | None:
+        gemms = self.gemms_of(path)
+        return None if gemms is None else getattr(gemms, role)
+
+    # --- quantization --------------------------------------------------------------------------------------------------------------------
+    def _operands(self, path: str, role: str, quant: Quant, left: torch.Tensor, right: torch.Tensor) -> None:
+        seen = self.quantized.setdefault(path, Quantized())
+        seen.gemms[role] += 1
+        names = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}[role]
+        for side, (name, operand) in enumerate(zip(names, (left, right), strict=True)):
+            wanted = quant.element(gradient=name == "dy")
+            grid = grid_of(operand, side=side)
+            if not grid.fits(wanted, per_tensor=quant.row.per_tensor):
+                seen.bad.setdefault(f"{role} {name}", f"{grid.text()}, promised {wanted.upper()} ({quant.scaling})")
+
+    def _four_bits(self, path: str, role: str, left: torch.Tensor, right: torch.Tensor) -> None:
+        """Rotation and stochastic rounding, which NVFP4 promises of what a weight gradient is made of, and of gradients."""
+        from mpbridge.emulation.kernels import rotate
+
+        seen = self.quantized[path]
+        if role == "dgrad":
+            self._kept[path, "dy"].append(left[:_ROWS].detach().clone())
+            source = self._dy.get(path)
+            if source is not None and source.shape == left.shape:
+                found = strays(left, source)
+                seen.strays = found if seen.strays is None else seen.strays
+            return
+        for name, column in (("dy", left.t()), ("x", right)):
+            kept = self._kept[path, name]
+            if not kept:
+                continue
+            row = kept.popleft()
+            count = row.shape[0] // 16 * 16
+            if count:
+                turned = rotate(row[:count].to(torch.bfloat16))
+                seen.rotated.setdefault(name, (cosine(row[:count], column[:count]), cosine(turned, column[:count])))
+
+
+def backward_is_quantized(quant: Quant) -> bool:
+    """Whether dgrad and wgrad read quantized operands: an option of some scalings says otherwise."""
+    return not quant.row.has("backward") or quant.option("backward", os.environ) == "quantized"
+
+
+def _is(factor: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether a factor is the weight, perhaps widened: a gradient of it sums over tokens and reads activations alone."""
+    if factor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr():
+        return True
+    return factor.shape == weight.shape and torch.equal(factor, weight.detach().to(factor.dtype))
+
+
+def _both(left: torch.Tensor, right: torch.Tensor) -> str:
+    a, b = storage(left), storage(right)
+    return a if a == b else f"{a} x {b}"

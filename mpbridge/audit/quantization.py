@@ -1,0 +1,178 @@
+"""Quantized linears, judged by the operands that their GEMMs received: grid, format of the role, rotation, rounding, how many GEMMs, delayed scales."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpbridge.audit.findings import Finding
+from mpbridge.audit.places import linears
+from mpbridge.audit.products import backward_is_quantized
+from mpbridge.audit.promise import Promises
+from mpbridge.audit.ranks import offenders
+from mpbridge.audit.watch import Watch
+from mpbridge.formats import FORMATS
+from mpbridge.precision.regions import GEMMS, Gemms, Quant
+
+_TURNED, _PLAIN = 0.8, 0.5
+"""Cosine of a rotated copy with the other copy: above the first with the transform undone, below the second without."""
+_STRAYS = 0.05
+"""Share of elements off their nearest code above which rounding was stochastic; it is 0 or about a quarter."""
+
+
+@dataclass
+class Quantizations:
+    """One rank's observation."""
+
+    promised: int = 0
+    """GEMMs that should have been quantized in this step."""
+    seen: int = 0
+    wrong: list[str] = field(default_factory=list)
+    extra: list[str] = field(default_factory=list)
+    """Quantized without a promise."""
+    scales: int = 0
+    stale: list[str] = field(default_factory=list)
+    amaxes: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Tensor -> (newest entry of its history, absolute maximum that this rank saw in the last micro-batch)."""
+
+
+def quantizations(engine: Any, promises: Promises, watch: Watch) -> Quantizations:
+    """Every linear that is promised quantized beside what its GEMMs read."""
+    seen = Quantizations()
+    for path, module in linears(engine.model).items():
+        gemms = promises.gemms(path)
+        if not gemms.distinct:
+            continue
+        calls = watch.calls[path]
+        found = watch.products.quantized.get(path)
+        trained = bool(getattr(module.weight, "requires_grad", True))
+        expected: dict[str, int] = {
+            gemm: calls for gemm in GEMMS if _reads_codes(gemms, gemm) and (trained or gemm != "wgrad")
+        }
+        seen.promised += sum(expected.values())
+        if found is None:
+            if calls:
+                seen.wrong.append(f"{path}: no GEMM was seen")
+            continue
+        seen.seen += sum(found.gemms.values())
+        seen.wrong += [f"{path} {operand}: {what}" for operand, what in found.bad.items()]
+        seen.wrong += _count(path, expected, found.gemms, recomputed=_recomputed(engine))
+        for quant in gemms.distinct:
+            seen.wrong += _four_bits(path, quant, found)
+            if quant.row.history:
+                _scales(seen, path, quant, module, found.amax)
+    return seen
+
+
+def _reads_codes(gemms: Gemms, gemm: str) -> bool:
+    quant: Quant | None = getattr(gemms, gemm)
+    return quant is not None and (gemm == "fprop" or backward_is_quantized(quant))
+
+
+def _recomputed(engine: Any) -> bool:
+    return getattr(engine.configs.model, "recompute_granularity", None) is not None
+
+
+def _count(path: str, expected: dict[str, int], found: Any, *, recomputed: bool) -> list[str]:
+    faults = []
+    for gemm, wanted in expected.items():
+        got = found[gemm]
+        # the first layer that trains needs no gradient of its input
+        fine = got == wanted or (gemm == "dgrad" and got == 0) or (gemm == "fprop" and recomputed and got >= wanted)
+        if not fine:
+            faults.append(f"{path}: {got} of {wanted} {gemm} GEMMs")
+    return faults
+
+
+def _four_bits(path: str, quant: Quant, found: Any) -> list[str]:
+    if quant.bits != 4:
+        return []
+    faults = [
+        f"{path} wgrad {name}: no Hadamard transform"
+        for name, (plain, turned) in found.rotated.items()
+        if turned < _TURNED and plain > _PLAIN and _asked(quant, "hadamard")
+    ]
+    if found.strays is not None and found.strays < _STRAYS and _asked(quant, "stochastic_rounding"):
+        faults.append(f"{path} dy: rounded to nearest, promised stochastic rounding")
+    return faults
+
+
+def _asked(quant: Quant, option: str) -> bool:
+    return quant.row.has(option) and bool(quant.option(option, os.environ))
+
+
+def _scales(seen: Quantizations, path: str, quant: Quant, module: Any, amax: dict[str, float]) -> None:
+    """Delayed scaling: the state of both tensors that are seen anew in each micro-batch."""
+    plug = getattr(module, "plug", None)
+    quantizer: Any = getattr(plug, "quantizer", None)
+    if plug is None or getattr(quantizer, "forward_table", None) is None:
+        return
+    for name in ("x", "dy"):
+        table = quantizer.backward_table if name == "dy" else quantizer.forward_table
+        index = table.names.index(f"{plug.slot}.{name}")
+        history, scale = table.history[:, index], float(table.scale[index])
+        where = f"{path} {name}"
+        seen.scales += 1
+        if history.numel() != quant.amax_history:
+            seen.stale.append(f"{where}: a history of {history.numel()}, promised {quant.amax_history}")
+            continue
+        if history.numel() == 1:
+            continue  # one entry, cleared when the scale is made
+        newest = float(history[-1])
+        basis = newest if quant.amax_algo == "most_recent" else float(history.max())
+        largest = FORMATS[quant.element(gradient=name == "dy")].largest
+        wanted = largest * 2.0**-quant.margin / basis if basis > 0 else scale
+        if not math.isclose(scale, wanted, rel_tol=1e-5):
+            seen.stale.append(f"{where}: scale {scale:.6g}, its history asks for {wanted:.6g}")
+        if name in amax:
+            seen.amaxes[where] = (newest, amax[name])
+
+
+def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *, steps: int, why: str) -> list[Finding]:
+    """Operands and counts; scales where they are delayed. steps: micro-batches; why: reason for what cannot be observed here, '' where it can."""
+    if not promises.policy.quantized:
+        return []
+    promised, seen = sum(rank.promised for rank in ranks), sum(rank.seen for rank in ranks)
+    text = " and ".join(f"{quant.format} {quant.scaling}" for quant in promises.policy.quants)
+    if why:
+        return [Finding(subject="quantized GEMMs", promised=text, found="not observed", ok=False, unseen=why)]
+    wrong = [rank.wrong for rank in ranks]
+    nothing = promised > 0 and seen == 0
+    findings = [
+        Finding(
+            subject="quantized GEMMs",
+            promised=f"{promised} a step, {text}",
+            found=f"{seen} a step" + (", some not as promised" if any(wrong) else ""),
+            ok=not any(wrong) and not nothing,
+            count=seen,
+            offenders=offenders(wrong),
+            cure="operands are not what the recipe says" if any(wrong) or nothing else "",
+        )
+    ]
+    if any(quant.row.history for quant in promises.policy.quants):
+        stale = [[*rank.stale, *_unseen(rank, ranks)] for rank in ranks]
+        findings.append(
+            Finding(
+                subject="delayed scales",
+                promised="follow their amax history",
+                found="do not" if any(stale) else "follow their amax history",
+                ok=not any(stale),
+                count=sum(rank.scales for rank in ranks),
+                offenders=offenders(stale),
+            )
+        )
+    return findings
+
+
+def _unseen(rank: Quantizations, ranks: Sequence[Quantizations]) -> list[str]:
+    faults = []
+    for where, (newest, _) in rank.amaxes.items():
+        # the largest over the ranks that reduce their amaxes together; a history can hold no more than the largest of all
+        seen = [other.amaxes[where][1] for other in ranks if where in other.amaxes]
+        own = rank.amaxes[where][1]
+        if own and not (own * (1 - 1e-6) <= newest <= max(seen) * (1 + 1e-6)):
+            faults.append(f"{where}: newest amax {newest:.6g}, the tensor's is {own:.6g}")
+    return faults

@@ -1,0 +1,86 @@
+"""Loss scaling by its rule: what the scaler is against the policy, and how its scale goes on from step to step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpbridge.precision.policy import LossScale
+
+
+def scaler_of(engine: Any) -> Any:
+    """The scaler that the optimizer multiplies losses by; None where there is none."""
+    optimizer = engine.optimizer
+    parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    for one in (optimizer, *parts):
+        scaler = getattr(one, "grad_scaler", None)
+        if scaler is not None:
+            return scaler
+    return None
+
+
+def scaler_faults(engine: Any, promised: LossScale | None) -> list[str]:
+    """What of the scaler is not as promised."""
+    scaler, scale = scaler_of(engine), float(engine.optimizer.get_loss_scale())
+    if promised is None:
+        return [] if scale == 1.0 else [f"loss scale: promised none, found {scale:g}"]
+    faults = []
+    if not getattr(engine.configs.model, "grad_scale_func", None):
+        faults.append("loss scale: nothing multiplies the loss by it (model.grad_scale_func is empty)")
+    if not promised.dynamic:
+        return faults + (
+            [] if scale == promised.static else [f"loss scale: promised {promised.static:g}, found {scale:g}"]
+        )
+    if scaler is None:
+        return [*faults, "loss scale: promised dynamic, found none"]
+    for name, wanted in (
+        ("growth_interval", promised.window),
+        ("hysteresis", promised.hysteresis),
+        ("min_scale", promised.minimum),
+    ):
+        found = getattr(scaler, name, None)
+        if found is not None and float(found) != float(wanted):
+            faults.append(f"loss scale: promised {name} {wanted:g}, found {float(found):g}")
+    if scale < promised.minimum:
+        faults.append(f"loss scale: {scale:g} is below its minimum {promised.minimum:g}")
+    return faults
+
+
+class ScaleRule:
+    """The rule of dynamic loss scaling, stepped beside the run's own scaler: halved when the overflows use up the hysteresis, doubled after a window of
+    good steps (megatron-core's grad_scaler.py)."""
+
+    def __init__(self, engine: Any, promised: LossScale) -> None:
+        scaler = scaler_of(engine)
+        self.rule = promised
+        self.scale = float(engine.optimizer.get_loss_scale())
+        self.good = int(getattr(scaler, "_growth_tracker", 0))
+        self.patience = int(getattr(scaler, "_hysteresis_tracker", promised.hysteresis))
+
+    def next(self, engine: Any, *, applied: bool, used: float) -> str:
+        """What is wrong with the scale that a step used, or that it left; '' when nothing is."""
+        if used != self.scale:
+            return f"the step's scale was {used:g}, by its rule it is {self.scale:g}"
+        after = float(engine.optimizer.get_loss_scale())
+        if applied:
+            self._went_well()
+        elif self._overflowed(after):
+            pass
+        if after != self.scale:
+            return f"the scale went from {used:g} to {after:g}, by its rule to {self.scale:g}"
+        return ""
+
+    def _went_well(self) -> None:
+        self.good += 1
+        if self.good == self.rule.window:
+            self.good, self.patience, self.scale = 0, self.rule.hysteresis, self.scale * 2.0
+
+    def _overflowed(self, after: float) -> bool:
+        good, patience, scale = 0, self.patience - 1, self.scale
+        if patience <= 0:
+            scale = max(scale * 0.5, self.rule.minimum)
+        # an update that was skipped for its norm alone, with every gradient finite, is no overflow to the scaler
+        if after != scale and after == self.scale:
+            self._went_well()
+            return False
+        self.good, self.patience, self.scale = good, patience, scale
+        return True

@@ -1,0 +1,193 @@
+"""The wire: every gradient element that should be reduced was reduced once, in the promised dtype, over the right ranks; the same for gathers and sends."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpbridge.audit.collectives import Sent
+from mpbridge.audit.findings import Finding
+from mpbridge.audit.gradients import data_parallel
+from mpbridge.audit.promise import Promises
+from mpbridge.audit.ranks import joined, offenders
+from mpbridge.audit.watch import Watch
+
+
+@dataclass
+class Traffic:
+    """One rank's observation."""
+
+    reduced: Counter[str] = field(default_factory=Counter)
+    """dtype -> elements of gradients."""
+    gathered: Counter[str] = field(default_factory=Counter)
+    passed: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    """Gradients that were not reduced once."""
+    gather_faults: list[str] = field(default_factory=list)
+    ranks: int = 1
+    """Of the data-parallel group."""
+    stages: int = 1
+    promised: dict[str, set[str]] = field(default_factory=dict)
+
+
+def traffic(engine: Any, promises: Promises, watch: Watch, microbatches: int) -> Traffic:
+    """What this rank sent in the step, by what it was."""
+    group = data_parallel(engine)
+    seen = Traffic(ranks=len(group), stages=engine.run.facts.parallel.pipeline, promised=_promised(promises))
+    for one in watch.sent:
+        if one.kind == "passed" and one.floating:
+            seen.passed[one.dtype] += one.elements
+    if hasattr(engine.optimizer, "shards"):
+        _sharded(engine, watch, group, seen, microbatches)
+    else:
+        _buffers(engine, watch, seen)
+    return seen
+
+
+def _promised(promises: Promises) -> dict[str, set[str]]:
+    policy = promises.policy
+    gather = policy.gather or policy.params
+    kept = {"fp32"} if policy.keep_fp32 else set()
+    stored = {"uint8"} if policy.stored and not promises.emulated else set()
+    return {"gradients": {policy.reduce.short} | kept, "parameters": {gather.short} | kept | stored}
+
+
+# --- megatron-core's buffers: every element has an address --------------------------------------------------------------------------------
+def _buffers(engine: Any, watch: Watch, seen: Traffic) -> None:
+    import torch.distributed as dist
+    from megatron.core import parallel_state as state
+
+    if not dist.is_initialized() or not hasattr(engine.model[0], "buffers"):
+        return
+    whole = tuple(dist.get_process_group_ranks(state.get_data_parallel_group(with_context_parallel=True)))
+    experts = tuple(dist.get_process_group_ranks(state.get_expert_data_parallel_group()))
+    names = {id(parameter): name for name, parameter in engine.named_parameters()}
+    for chunk in engine.model:
+        for buffers, group in ((chunk.buffers, whole), (chunk.expert_parallel_buffers, experts)):
+            for buffer in buffers:
+                _buffer(buffer, names, group, watch.sent, seen)
+
+
+def _buffer(buffer: Any, names: Mapping[int, str], group: tuple[int, ...], sent: Iterable[Sent], seen: Traffic) -> None:
+    address = buffer.grad_data.untyped_storage().data_ptr()
+    here = [one for one in sent if one.kind == "reduced" and one.storage == address]
+    within = [one for one in here if set(one.group) <= set(group)]
+    for one in within:
+        seen.reduced[one.dtype] += one.elements
+    size, base = buffer.grad_data.element_size(), buffer.grad_data.storage_offset()
+    instances = int(getattr(buffer.ddp_config, "num_distributed_optimizer_instances", 1) or 1)
+    expected = len(group) // instances
+    if len(group) > 1:
+        for parameter, (start, end, *_) in buffer.param_index_map.items():
+            times = _covered(within, (base + start) * size, (base + end) * size, expected)
+            if times != 1:
+                seen.faults.append(f"{names[id(parameter)]}: reduced {times} times over its {expected} ranks")
+    if buffer.param_data is not None:
+        weights = buffer.param_data.untyped_storage().data_ptr()
+        for one in sent:
+            if one.kind == "gathered" and one.storage == weights:
+                seen.gathered[one.dtype] += one.elements
+
+
+def _covered(sent: Sequence[Sent], begin: int, end: int, ranks: int) -> float | int:
+    """How often bytes begin:end were reduced over that many ranks; a fraction where only some of them were."""
+    total = sum(max(0, min(one.end, end) - max(one.begin, begin)) for one in sent if len(one.group) == ranks)
+    times = total / (end - begin)
+    return int(times) if times == int(times) else round(times, 3)
+
+
+# --- sharded engines copy gradients together before they send them: elements are counted ---------------------------------------------------
+def _sharded(engine: Any, watch: Watch, group: tuple[int, ...], seen: Traffic, microbatches: int) -> None:
+    # sums of norms, losses and flags are single numbers; a unit's gradients are not
+    smallest = min((int(p.numel()) for p in engine.optimizer.names.values()), default=0)
+    here = [one for one in watch.sent if one.floating or one.dtype == "uint8"]
+    for one in here:
+        if len(one.group) == len(group) and one.elements * max(1, len(group)) >= smallest:
+            if one.kind == "reduced" and one.floating:
+                seen.reduced[one.dtype] += one.elements
+            elif one.kind == "gathered":
+                seen.gathered[one.dtype] += one.elements
+    if len(group) == 1:
+        return
+    trained = [p for p in engine.optimizer.names.values() if p.requires_grad]
+    needed = sum(int(p.numel()) for p in trained)
+    sent, unsynced = sum(seen.reduced.values()), getattr(engine.configs.model, "no_sync_func", None) is not None
+    times = 1 if unsynced or engine.name == "megatron_fsdp" else microbatches
+    padding = 1.0 + _padding(trained, len(group))
+    if needed and not 0.999 * times <= sent / needed <= padding * times * 1.02:
+        seen.faults.append(f"{sent} gradient elements were reduced, {needed * times} were to be")
+    gathered = sum(seen.gathered.values()) * len(group)
+    total = sum(int(p.numel()) for p in engine.optimizer.names.values())
+    if gathered < 0.999 * total:
+        seen.gather_faults.append(f"{gathered} parameter elements were gathered, {total} are needed in each pass")
+
+
+def _padding(parameters: Sequence[Any], ranks: int) -> float:
+    """The largest share that rows add which make every rank's part of a parameter equally long."""
+    whole = sum(int(p.numel()) for p in parameters)
+    filled = sum(-(-p.shape[0] // ranks) * ranks * (int(p.numel()) // max(1, p.shape[0])) for p in parameters)
+    # a unit is padded as a whole as well; megatron-core aligns buckets to lines of memory
+    return (filled - whole) / whole + 0.5 if whole else 0.0
+
+
+# --- findings ------------------------------------------------------------------------------------------------------------------------------
+def traffic_findings(ranks: Sequence[Traffic], promises: Promises) -> list[Finding]:
+    """Gradients, parameters and activations between stages."""
+    findings = []
+    for kind, role in (("gradients", "reduced"), ("parameters", "gathered")):
+        promised = set().union(*(rank.promised[kind] for rank in ranks))
+        faults = [rank.faults if kind == "gradients" else rank.gather_faults for rank in ranks]
+        found = [_kept(getattr(rank, role)) for rank in ranks]
+        odd = [
+            [f"{count} elements in {dtype}" for dtype, count in own.items() if dtype not in promised] + bad
+            for own, bad in zip(found, faults, strict=True)
+        ]
+        if any(found) or any(faults):
+            findings.append(
+                Finding(
+                    subject=f"wire: {kind}",
+                    promised="/".join(sorted(promised)),
+                    found=joined(dtype for own in found for dtype in own),
+                    ok=not any(odd),
+                    count=sum(sum(own.values()) for own in found),
+                    offenders=offenders(odd),
+                )
+            )
+        elif kind == "gradients" and max(rank.ranks for rank in ranks) > 1:
+            findings.append(
+                Finding(
+                    subject="wire: gradients",
+                    promised="/".join(sorted(promised)),
+                    found="nothing was seen",
+                    ok=False,
+                    cure="gradients are not reduced",
+                )
+            )
+    if max(rank.stages for rank in ranks) > 1:
+        findings.append(_between_stages(ranks, promises))
+    return findings
+
+
+def _kept(seen: Counter[str]) -> dict[str, int]:
+    # a router's statistics share the data-parallel group; gradients of another dtype also show in their own role
+    small = sum(seen.values()) / 1000
+    return {dtype: count for dtype, count in seen.items() if count > small}
+
+
+def _between_stages(ranks: Sequence[Traffic], promises: Promises) -> Finding:
+    promised = promises.policy.pipeline.short
+    wrong = [
+        [f"{count} elements in {dtype}" for dtype, count in rank.passed.items() if dtype != promised] for rank in ranks
+    ]
+    count = sum(sum(rank.passed.values()) for rank in ranks)
+    return Finding(
+        subject="wire: stages",
+        promised=promised,
+        found=joined(dtype for rank in ranks for dtype in rank.passed),
+        ok=not any(wrong) and count > 0,
+        count=count,
+        offenders=offenders(wrong),
+        cure="" if count else "no activation was sent from stage to stage",
+    )

@@ -1,0 +1,52 @@
+"""What cannot be observed, and why: a table of situation and fact. What is not in it and was not seen is a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mpbridge.audit.promise import Promises
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unseen:
+    """One fact that leaves no evidence in some runs."""
+
+    subject: str
+    when: Callable[[Any, Promises], bool]
+    why: str
+
+
+def _library(engine: Any, promises: Promises) -> bool:
+    """Whether Transformer Engine's modules compute: their GEMMs, norms and attention are calls into its own library."""
+    return any(
+        type(module).__module__.startswith("transformer_engine") for chunk in engine.model for module in chunk.modules()
+    )
+
+
+def _fused_accumulation(engine: Any, promises: Promises) -> bool:
+    return bool(getattr(engine.configs.model, "gradient_accumulation_fusion", False))
+
+
+_TE = "Transformer Engine computes it inside its own library, past torch's dispatcher; what its modules take, return and hold is checked"
+
+UNSEEN = (
+    Unseen(subject="compute", when=_library, why=_TE),
+    Unseen(subject="attention", when=_library, why=_TE),
+    Unseen(subject="softmax", when=_library, why=_TE),
+    Unseen(subject="norms", when=_library, why=_TE),
+    Unseen(subject="quantized GEMMs", when=_library, why=_TE),
+    Unseen(subject="gradients", when=_library, why=_TE),
+    Unseen(subject="loss", when=_library, why="a fused cross entropy is one kernel"),
+    Unseen(
+        subject="gradients",
+        when=_fused_accumulation,
+        why="gradient_accumulation_fusion adds weight gradients to their buffer inside one kernel",
+    ),
+)
+
+
+def why_unseen(engine: Any, promises: Promises, subject: str) -> str:
+    """The reason; '' where the fact can be observed."""
+    return next((row.why for row in UNSEEN if row.subject == subject and row.when(engine, promises)), "")

@@ -1,0 +1,79 @@
+"""What tensors hold, in few bytes: digests that any changed bit changes, low bits that a narrower dtype would have lost, and samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpbridge.audit.stored import local
+
+_COLUMNS = 4096
+"""Elements that share a row of the digest's weights."""
+_SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
+"""The golden ratio in 64 bits, as a signed number: Knuth's multiplicative hashing."""
+_PORTION = 1 << 20
+"""Elements that are widened to 64 bits at a time."""
+SAMPLES = 48
+"""Elements of a weight whose gradient is followed from the GEMM to the optimizer."""
+_ENOUGH = 32
+"""Nonzero elements below which low bits prove nothing: 32 FP32 numbers that all happen to be BF16 numbers are a matter of design, fewer can be luck."""
+
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def plain(tensor: Any) -> torch.Tensor:
+    """The values of this rank's part as an ordinary tensor; quantized weights are dequantized."""
+    inner: Any = local(tensor).detach()
+    quantized = hasattr(inner, "_scale_inv") or hasattr(inner, "_rowwise_scale_inv")
+    values: torch.Tensor = inner.dequantize() if quantized else inner
+    return values
+
+
+def _weights(device: torch.device) -> torch.Tensor:
+    # odd numbers: multiplication by them loses no bit, modulo 2**64
+    steps = torch.arange(1, _COLUMNS + 1, dtype=torch.int64, device=device)
+    return steps.mul_(_SPREAD).bitwise_or_(1)
+
+
+@torch.no_grad()
+def digest(tensor: Any) -> int:
+    """64 bits that depend on every bit of this rank's part and on its position; equal tensors of one dtype have equal digests on every rank."""
+    flat = plain(tensor).contiguous().view(-1)
+    if not flat.numel():
+        return 0
+    bits = flat.view(_WHOLE[flat.element_size()])
+    column, total = _weights(bits.device), 0
+    for start in range(0, bits.numel(), _PORTION):
+        part = bits[start : start + _PORTION].to(torch.int64)
+        whole = part.numel() // _COLUMNS * _COLUMNS
+        rows = (part[:whole].view(-1, _COLUMNS) * column).sum(1)
+        row_weights = torch.arange(1, rows.numel() + 1, dtype=torch.int64, device=bits.device).mul_(2).add_(1)
+        rest = (part[whole:] * column[: part.numel() - whole]).sum()
+        here = int((rows * row_weights).sum() + rest)
+        total = (total * 1099511628211 + here) & 0xFFFFFFFFFFFFFFFF
+    return total
+
+
+def fits_bf16(values: torch.Tensor) -> bool | None:
+    """Whether FP32 `values` are all BF16 numbers: what a tensor that was rounded somewhere is. None where that proves nothing (few nonzero values)."""
+    if values.dtype is not torch.float32 or not values.numel():
+        return None
+    bits = values.detach().contiguous().view(torch.int32)
+    if int(torch.count_nonzero(bits)) < _ENOUGH:
+        return None
+    return not bool((bits & 0xFFFF).any())
+
+
+def positions(count: int) -> torch.Tensor:
+    """The positions that are sampled of `count` elements: spread evenly, each once."""
+    number = min(count, SAMPLES)
+    return (torch.arange(number, dtype=torch.int64) * count + count // 2) // max(number, 1)
+
+
+def sample(flat: torch.Tensor, start: int, count: int) -> dict[int, float]:
+    """Position in the whole tensor -> value, of the sampled positions that this part (from `start` on) of a tensor of `count` elements holds."""
+    where = positions(count)
+    mine = where[(where >= start) & (where < start + flat.numel())]
+    values = flat.detach().reshape(-1)[(mine - start).to(flat.device)].double().tolist()
+    return dict(zip(mine.tolist(), values, strict=True))

@@ -1,0 +1,313 @@
+"""Do updates arrive where the forward pass reads? Main weights moved, parameters equal to them bit for bit, every trainable tensor in the optimizer."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mpbridge.audit.findings import Finding
+from mpbridge.audit.holdings import ADAMS, Held, holdings
+from mpbridge.audit.ranks import offenders
+from mpbridge.audit.stored import local
+from mpbridge.audit.values import digest, fits_bf16
+
+EXPERTS = "*.experts.*"
+_SAFETY = 1.25
+"""How far above half a unit in the last place an update must lie before its element has to move."""
+
+
+class Before:
+    """What an update is compared with: a digest of everything that it changes, a few bytes a tensor."""
+
+    def __init__(self, engine: Any) -> None:
+        self.digests: dict[str, int] = {}
+        self.steps: dict[str, float] = {}
+        for held in holdings(engine):
+            trained = held.trained
+            if trained is not None:
+                self.digests[held.name] = digest(trained)
+
+
+@dataclass
+class Weights:
+    """One rank's observation; names of parameters."""
+
+    trainable: list[str] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
+    stuck: list[str] = field(default_factory=list)
+    """Updates larger than rounding were due, and nothing changed."""
+    small: list[str] = field(default_factory=list)
+    """Unchanged, and no update was larger than rounding."""
+    idle: list[str] = field(default_factory=list)
+    """Experts that got no token."""
+    unreached: list[str] = field(default_factory=list)
+    """No gradient arrived."""
+    elsewhere: list[str] = field(default_factory=list)
+    """Owned by another rank's optimizer."""
+    flipped: list[str] = field(default_factory=list)
+    outside: list[str] = field(default_factory=list)
+    """Trainable, and in no group of the optimizer."""
+    frozen_rate: list[str] = field(default_factory=list)
+    compared: int = 0
+    unequal: list[str] = field(default_factory=list)
+    """Parameter is not its main weight, rounded."""
+    coarse: list[str] = field(default_factory=list)
+    """FP32 main weights, or moments, that hold nothing below BF16."""
+    quantized: int = 0
+    """Weights at rest in a quantized format: their own library rounds them."""
+
+
+def standing(engine: Any) -> Weights:
+    """What can be said without an update: who is in the optimizer, and which parameters are their main weights."""
+    seen = Weights()
+    for held in holdings(engine):
+        _membership(seen, held)
+        _equality(seen, held)
+    return seen
+
+
+def _membership(seen: Weights, held: Held) -> None:
+    trainable = bool(held.parameter.requires_grad)
+    if trainable:
+        seen.trainable.append(held.name)
+    if held.updated is not None and held.group is not None and not trainable and not _proxied(held):
+        seen.flipped.append(held.name)
+    if trainable and held.updated is not None and held.group is None:
+        seen.outside.append(held.name)
+
+
+def _proxied(held: Held) -> bool:
+    """Whether the model's parameter never asks for gradients itself: Megatron-FSDP trains a parameter of its own in its place."""
+    return held.parameter.grad_fn is not None
+
+
+def _equality(seen: Weights, held: Held) -> None:
+    if held.updated is None:
+        return
+    main = held.main
+    if main is None:
+        return
+    if held.part is None or not held.part.is_floating_point():
+        seen.quantized += 1
+        return
+    seen.compared += 1
+    if main.numel() != held.part.numel() or not torch.equal(main.to(held.part.dtype), held.part):
+        seen.unequal.append(held.name)
+
+
+def moved(engine: Any, before: Before, lr: float) -> Weights:
+    """`standing`, and what the update that was just applied did to every parameter."""
+    seen = Weights()
+    whole = {held.name: held for held in holdings(engine)}
+    for name, held in whole.items():
+        _membership(seen, held)
+        _equality(seen, held)
+        if not held.parameter.requires_grad or name in seen.outside:
+            continue
+        trained = held.trained
+        if trained is None:
+            seen.elsewhere.append(name)
+            continue
+        _motion(seen, held, trained, before.digests.get(name), lr)
+        _width(seen, held, name in seen.moved)
+    return seen
+
+
+def _motion(seen: Weights, held: Held, trained: torch.Tensor, earlier: int | None, lr: float) -> None:
+    name = held.name
+    size, known = _update(held, trained, lr)
+    without = known and not bool(size.any())
+    if without and fnmatch.fnmatchcase(name, EXPERTS):
+        seen.idle.append(name)  # weight decay may have moved it
+    elif earlier is None or digest(trained) != earlier:
+        seen.moved.append(name)
+    elif held.group is not None and lr > 0 and not held.group.get("lr", lr) and held.group.get("lr_mult", 1.0):
+        seen.frozen_rate.append(name)
+    elif without:
+        seen.unreached.append(name)
+    elif bool((size > _SAFETY * _half_ulp(trained, held)).any()):
+        seen.stuck.append(name)
+    else:
+        seen.small.append(name)
+
+
+def _half_ulp(values: torch.Tensor, held: Held) -> torch.Tensor:
+    """Half a unit in the last place of each element, in the dtype that the trained weights are kept in."""
+    stored = held.state.get("master_param")
+    kept = local(held.updated).dtype if stored is None or stored.dtype in (torch.int16, torch.uint8) else stored.dtype
+    if stored is not None and stored.dtype is torch.int16:
+        kept = torch.float32
+    wide = values.float()
+    if not kept.is_floating_point:
+        kept = torch.bfloat16
+    info = torch.finfo(kept)
+    _, exponent = torch.frexp(wide)
+    return torch.ldexp(torch.full_like(wide, info.eps / 4), exponent).clamp_min(info.tiny * info.eps / 2)
+
+
+def _update(held: Held, trained: torch.Tensor, lr: float) -> tuple[torch.Tensor, bool]:
+    """(size of the update of each element, whether a zero there means that no gradient arrived)."""
+    rate = float((held.group or {}).get("lr", lr) or lr)
+    gradient = _gradient(held)
+    if type(held.inner).__name__ in ADAMS:
+        first, second = held.moment("exp_avg"), held.moment("exp_avg_sq")
+        if first is not None and second is not None and first.numel() == trained.numel():
+            return _adam(held, first, second, rate), True
+        if gradient is not None:
+            # the first update is the gradient's sign
+            return torch.where(gradient != 0, rate, 0.0).to(torch.float32), True
+        return torch.full_like(trained, rate, dtype=torch.float32), False
+    if gradient is None:
+        return torch.zeros_like(trained, dtype=torch.float32), False
+    return gradient.float().abs() * rate, type(held.inner).__name__ == "SGD"
+
+
+def _gradient(held: Held) -> torch.Tensor | None:
+    for attribute in ("decoupled_grad", "grad"):
+        grad = getattr(held.updated, attribute, None)
+        if grad is not None:
+            return local(grad).detach().reshape(-1)  # type: ignore[no-any-return]
+    whole = getattr(held.parameter, "main_grad", None)
+    if whole is None or held.part is None:
+        return None
+    flat = local(whole).detach().reshape(-1)
+    mine: torch.Tensor = flat[held.begin : held.begin + held.part.numel()]
+    return mine if mine.numel() == held.part.numel() else None
+
+
+def _adam(held: Held, first: torch.Tensor, second: torch.Tensor, rate: float) -> torch.Tensor:
+    group = held.group or held.inner.param_groups[0]
+    beta1, beta2 = group["betas"]
+    step = float(held.state.get("step", group.get("step", 1)) or 1)
+    low, high = (1 - beta1**step, 1 - beta2**step) if group.get("bias_correction", True) else (1.0, 1.0)
+    size: torch.Tensor = (first / low).abs() / ((second / high).sqrt() + group["eps"]) * rate
+    return size
+
+
+def _width(seen: Weights, held: Held, has_moved: bool) -> None:
+    """FP32 states that hold nothing but BF16 numbers: they were rounded outside of every dtype."""
+    main = held.main
+    if has_moved and main is not None and held.part is not None and held.part.dtype is torch.bfloat16:
+        stored = held.state.get("master_param")
+        wide = (
+            local(held.updated).dtype is torch.float32
+            if stored is None
+            else stored.dtype in (torch.float32, torch.int16)
+        )
+        if wide and fits_bf16(main):
+            seen.coarse.append(f"{held.name} (main weights)")
+    betas = (held.group or {}).get("betas", ())
+    for role, beta in zip(("exp_avg", "exp_avg_sq"), betas, strict=False):
+        stored = held.state.get(role)
+        # (1 - beta) x gradient has bits below BF16, unless 1 - beta is a power of two
+        if stored is None or local(stored).dtype is not torch.float32 or not _uneven(1.0 - beta):
+            continue
+        if fits_bf16(local(stored)):
+            seen.coarse.append(f"{held.name} ({role})")
+
+
+def _uneven(number: float) -> bool:
+    """Whether FP32 `number` has bits that BF16 lacks."""
+    return bool(int(torch.tensor([number], dtype=torch.float32).view(torch.int32)) & 0xFFFF)
+
+
+def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]:
+    """Membership and equality; with `stepped`, motion and width too."""
+    owned = sum(len(rank.trainable) for rank in ranks)
+    wrong = [
+        [f"{n}: requires_grad was switched off" for n in r.flipped] + [f"{n}: in no group" for n in r.outside]
+        for r in ranks
+    ]
+    findings = [
+        Finding(
+            subject="optimizer holds",
+            promised="every trainable parameter",
+            found="not all" if any(wrong) else "every trainable parameter",
+            ok=not any(wrong),
+            count=owned,
+            offenders=offenders(wrong),
+            cure="it would never be updated" if any(wrong) else "",
+        )
+    ]
+    compared, quantized = sum(rank.compared for rank in ranks), sum(rank.quantized for rank in ranks)
+    if compared:
+        bad = [rank.unequal for rank in ranks]
+        findings.append(
+            Finding(
+                subject="weights as read",
+                promised="main weights, rounded",
+                found="others" if any(bad) else "main weights, rounded",
+                ok=not any(bad),
+                count=compared,
+                offenders=offenders(bad),
+                cure="main weights do not reach what the forward pass reads" if any(bad) else "",
+            )
+        )
+    if quantized:
+        why = "Transformer Engine quantizes them itself; their format and scale are checked, not every code"
+        findings.append(
+            Finding(
+                subject="quantized weights as read",
+                promised="main weights, quantized",
+                found="not observed",
+                ok=False,
+                count=quantized,
+                unseen=why,
+            )
+        )
+    return findings + (_motion_findings(ranks) if stepped else [])
+
+
+def _motion_findings(ranks: Sequence[Weights]) -> list[Finding]:
+    names = {name for rank in ranks for name in rank.trainable}
+    moved_anywhere = {name for rank in ranks for name in rank.moved}
+
+    def count(rows: Iterable[Iterable[str]]) -> set[str]:
+        return {name for row in rows for name in row}
+
+    # a shard of rows that no token touched says nothing: somewhere else its parameter was reached
+    reached = moved_anywhere | count(rank.small for rank in ranks)
+    unreached = [[name for name in rank.unreached if name not in reached] for rank in ranks]
+    stuck = [[*rank.stuck, *rank.frozen_rate] for rank in ranks]
+    lost = count(rank.small for rank in ranks) - moved_anywhere
+    idle = count(rank.idle for rank in ranks) - moved_anywhere
+    # nobody's optimizer says that it owns it
+    orphans = names - count(
+        [*r.moved, *r.stuck, *r.small, *r.idle, *r.unreached, *r.outside, *r.frozen_rate] for r in ranks
+    )
+    notes = [f"{len(moved_anywhere & names)} of {len(names)}"]
+    notes += [f"{len(idle)} of experts without tokens"] if idle else []
+    notes += [f"{len(lost)} below rounding at this learning rate"] if lost else []
+    wrong = [[*a, *b, *sorted(orphans)] for a, b in zip(stuck, unreached, strict=True)]
+    cure = (
+        "the optimizer reads other gradients, or holds other parameters, than the model"
+        if any(stuck) or orphans
+        else "no gradient arrived"
+        if any(unreached)
+        else ""
+    )
+    coarse = [rank.coarse for rank in ranks]
+    return [
+        Finding(
+            subject="weights moved",
+            promised="all that have gradients",
+            found=", ".join(notes),
+            ok=not any(wrong),
+            count=len(names),
+            offenders=offenders(wrong),
+            cure=cure,
+        ),
+        Finding(
+            subject="bits of states",
+            promised="as wide as their dtype",
+            found="BF16 numbers in FP32" if any(coarse) else "as wide as their dtype",
+            ok=not any(coarse),
+            count=sum(len(rank.moved) for rank in ranks),
+            offenders=offenders(coarse),
+            cure="something rounds them between updates" if any(coarse) else "",
+        ),
+    ]
