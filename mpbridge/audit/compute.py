@@ -52,7 +52,9 @@ def computed(engine: Any, promises: Promises, watch: Watch) -> Computed:
         else:
             add("logits", path, (policy.logits.short,), dtypes)
     for path, dtypes in watch.attention.items():
-        add("attention", path, gemm, dtypes)
+        add("attention", path, (compute, wide) if path in watch.widened else gemm, dtypes)
+    for path, dtypes in watch.passed.items():
+        add("attention", path, (compute,), dtypes)
     fused = (compute,) if policy.softmax_fp32 is False else (compute, wide)
     for path, dtypes in watch.softmax.items():
         add("softmax", path, fused, dtypes)

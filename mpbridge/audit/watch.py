@@ -58,6 +58,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.autocast: Counter[str] = Counter()
         self.attention: dict[str, Counter[str]] = defaultdict(Counter)
         """Core attention -> dtype of the factors of its products -> how many."""
+        self.passed: dict[str, Counter[str]] = defaultdict(Counter)
+        """Core attention -> dtype of what it was given and gave."""
+        self.widened: set[str] = set()
+        """Core attention that torch's own scaled_dot_product_attention computed step by step: it does so in FP32 whatever it is given."""
         self.softmax: dict[str, Counter[str]] = defaultdict(Counter)
         """Module -> dtype that its softmax read -> how often."""
         self.norms: dict[str, Counter[str]] = defaultdict(Counter)
@@ -140,6 +144,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif is_layer(module):
             self.stream[path][storage(result)] += 1
             self._note_rounding(path, result)
+        elif is_attention(module):
+            for tensor in (result, _floating(inputs)):
+                if tensor is not None:
+                    self.passed[path][storage(tensor)] += 1
         elif is_rotary(module):
             self.angles[path] = storage(result)
 
@@ -185,6 +193,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             module, path = self._here()
             if module is not None and path:
                 self.softmax[path][storage(args[0])] += 1
+                if name == "_safe_softmax":
+                    self.widened.add(path)
                 if name.startswith(_FUSED_ATTENTION):
                     self.attention[path][storage(args[0])] += 1
         elif name in _NORMS:
