@@ -204,7 +204,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _LOSS and self._stack and self._at_root() and args[0].is_floating_point():
             self.loss[storage(args[0])] += 1
         if name == "ones_like" and not self._stack and _begins_backward(args[0]):
-            self.roots.append(float(args[0]))
+            self.roots.append(float(args[0].detach()))
 
     def _gemm(self, name: str, args: Any, out: Any) -> None:
         left, right = (args[index] for index in _GEMMS[name])
