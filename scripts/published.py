@@ -67,6 +67,8 @@ def run_of(row: dict[str, Any]) -> Run:
         f"train.global_batch_size={row['global_batch']}",
         f"train.micro_batch_size={row['micro_batch']}",
         f"data.seq_length={row['sequence']}",
+        "model.cross_entropy_loss_fusion=true",
+        "model.cross_entropy_fusion_impl=te",
         "model.recompute_granularity=null",
         "model.recompute_modules=null",
         "model.num_layers_in_first_pipeline_stage=null",

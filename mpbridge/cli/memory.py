@@ -11,7 +11,7 @@ from mpbridge.cli.options import add_run_arguments, resolved
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.config.container import Run
 from mpbridge.facts import RunFacts
-from mpbridge.memory.budget import RESERVED, STATES, Fit, Memory, duplicate_main, fit, memory, total_parameters
+from mpbridge.memory.budget import STATES, Fit, Memory, duplicate_main, fit, fullest, memory, total_parameters
 from mpbridge.memory.compare import REFERENCE, Comparison, against_bf16
 
 SUMMARY = "bytes on each GPU by role, beside bf16_mixed, and whether they fit"
@@ -58,8 +58,9 @@ def as_data(
         "reference": {"recipe": REFERENCE} | _data(compared.reference),
         "difference": compared.difference,
         "reasons": list(compared.reasons),
+        "fullest_rank": fullest(made.policy, facts, compared.mine),
         "duplicate_main_weights": duplicate_main(facts, rank=compared.mine.rank),
-        "fit": None if fits is None else dataclasses.asdict(fits) | {"reserved": RESERVED},
+        "fit": None if fits is None else dataclasses.asdict(fits) | {"ok": fits.ok},
         "stages": [_data(stage) for stage in stages],
     }
 
@@ -74,7 +75,11 @@ def _data(one: Memory) -> dict[str, Any]:
         "bytes_per_parameter": one.bytes_per_parameter,
         "parameters_on_rank": one.elements,
         "estimates": {"activations": one.activations, "communication": one.communication},
+        "beside": [dataclasses.asdict(part) for part in (*one.beside, *one.outside)],
+        "activations_uncertainty": one.uncertainty,
         "total": one.total,
+        "needed": one.needed,
+        "band": one.band,
     }
 
 
@@ -91,7 +96,7 @@ def _print(
         f"recipe {made.recipe}, engine {made.engine}: {total_parameters(facts) / 1e9:.2f}e9 parameters on {made.world_size} GPU{'s' if made.world_size > 1 else ''}"
     )
     print(
-        f"tensor {sizes.tensor}, pipeline {sizes.pipeline}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}; rank {mine.rank} (stage {mine.stage}) holds most\n"
+        f"tensor {sizes.tensor}, pipeline {sizes.pipeline}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}; {_which(made, facts, mine)}\n"
     )
     rows = [
         (name, _mib(mine.roles.get(name, 0)), _mib(other.roles.get(name, 0)), _each(mine, name), "")
@@ -104,16 +109,23 @@ def _print(
             _mib(mine.states),
             _mib(other.states),
             f"{mine.bytes_per_parameter:.2f}",
-            "" if mine.exact else "without its engine's alignment",
+            "exact" if mine.exact else "without its engine's alignment",
         )
     )
-    rows += [
-        (name, _mib(getattr(mine, name)), _mib(getattr(other, name)), "", "estimate")
-        for name in ("communication", "activations")
-        if getattr(mine, name) or getattr(other, name)
-    ]
-    rows.append(("total", _mib(mine.total), _mib(other.total), "", ""))
-    print_table(("role", "MiB", f"{REFERENCE} MiB", "bytes/parameter", ""), rows)
+    rows += _beside(mine, other)
+    rows.append(
+        (
+            "activations",
+            _mib(mine.activations),
+            _mib(other.activations),
+            "",
+            f"measured on Megatron-LM's test cases, +-{mine.uncertainty:.0%}",
+        )
+    )
+    rows.append(("peak as torch counts it", _mib(mine.total), _mib(other.total), "", ""))
+    rows += _beside(mine, other, counted=False)
+    rows.append(("needed of the device", _mib(mine.needed), _mib(other.needed), "", f"+-{_mib(mine.band)} MiB"))
+    print_table(("role", "MiB", f"{REFERENCE} MiB", "bytes/parameter", "how it is known"), rows)
     if stages:
         print()
         print_table(
@@ -128,11 +140,32 @@ def _print(
         _say_fit(fits, where)
 
 
+def _which(made: Run, facts: RunFacts, mine: Memory) -> str:
+    full = fullest(made.policy, facts, mine)
+    here = f"rank {mine.rank} (stage {mine.stage})"
+    return f"{here} holds most" if mine.rank == full else f"{here}; rank {full} holds most"
+
+
+def _beside(mine: Memory, other: Memory, *, counted: bool = True) -> list[tuple[str, str, str, str, str]]:
+    """Rows of what is neither a state nor an activation; counted: by torch."""
+    parts = {part.name: part for part in (mine.beside if counted else mine.outside)}
+    theirs = {part.name: part for part in (other.beside if counted else other.outside)}
+    return [
+        (
+            name,
+            _mib(parts[name].bytes if name in parts else 0),
+            _mib(theirs[name].bytes if name in theirs else 0),
+            "",
+            f"{(part := parts.get(name) or theirs[name]).known}, +-{part.band:.0%}: {part.because}",
+        )
+        for name in dict.fromkeys([*parts, *theirs])
+    ]
+
+
 def _say_fit(fits: Fit, where: Target) -> None:
-    need, have = fits.needed / 2**30, fits.available / 2**30
-    verdict = "fits" if fits.ok else "does not fit"
+    need, off, have = fits.needed / 2**30, fits.band / 2**30, fits.available / 2**30
     print(
-        f"\n{verdict} on {where.machine.name}: {need:.1f} GiB of {have:.1f} ({RESERVED / 2**30:.0f} GiB kept free for CUDA and NCCL, an assumption)"
+        f"\n{fits.answer} on {where.machine.name}: {need:.1f} +- {off:.1f} GiB of {have:.1f} ({where.machine.memory_source})"
     )
     for way in fits.ways:
         print(f"  {way}")

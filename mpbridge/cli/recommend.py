@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             box = dataclasses.replace(base, mixed_precision=name, engine=args.engine or entry.engine)
             run = box.resolved(world, machine=where.machine, versions=where.versions, training=False)
             facts = where.facts(run.facts)
-            reference = memory(run.policy, facts).total if name == REFERENCE else reference
+            reference = memory(run.policy, facts).needed if name == REFERENCE else reference
             made.append(advise(entry, run.policy, facts, reference=reference))
         except MpbridgeError as error:
             made.append(Advice(recipe=name, status=entry.status, legal=False, reason=str(error).replace("\n", " ")))
@@ -77,4 +77,4 @@ def _memory(advice: Advice) -> str:
     if advice.bytes is None:
         return ""
     share = f"{advice.relative - 1:+.0%}" if advice.relative else ""
-    return f"{advice.bytes / 2**30:.1f} GiB ({share}){'' if advice.fits else ', does not fit'}"
+    return f"{advice.bytes / 2**30:.1f} GiB ({share}){'' if advice.fit == 'fits' else f', {advice.fit}'}"

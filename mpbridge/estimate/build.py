@@ -24,7 +24,7 @@ def work(policy: PrecisionPolicy, run: RunFacts, rank: int) -> Work:
     divisible(run)
     at = Coordinates.of(rank, run.parallel)
     chunks = at.chunks(run)
-    gemms = tuple(gemm for chunk in chunks for gemm in chunk_gemms(policy, run, at, chunk))
+    gemms = tuple(gemm for chunk in chunks for gemm in chunk_gemms(policy, run, chunk))
     layers, experts = _layers(run, rank)
     return Work(
         stage=at.stage,

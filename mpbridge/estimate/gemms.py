@@ -8,7 +8,7 @@ from dataclasses import replace
 from mpbridge.estimate.work import Gemm, Pass
 from mpbridge.facts import RunFacts
 from mpbridge.memory.layers import Weight, layer_weights, te_layers
-from mpbridge.memory.ranks import Chunk, Coordinates
+from mpbridge.memory.ranks import Chunk
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 
 PASSES: tuple[Pass, ...] = ("forward", "dgrad", "wgrad")
@@ -25,26 +25,26 @@ def routed(run: RunFacts) -> int:
     return tokens(run) * run.shape.expert_topk * width // run.parallel.tensor
 
 
-def chunk_gemms(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: Chunk) -> Iterator[Gemm]:
+def chunk_gemms(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iterator[Gemm]:
     """Every product of that model chunk, recomputed ones included."""
     again = full_layers(run, len(chunk.layers))
     for place, layer in enumerate(chunk.layers):
-        found = tuple(_layer(policy, run, at, layer))
+        found = tuple(_layer(policy, run, layer, f"decoder.layers.{layer}"))
         yield from found
         if place < again:
             yield from (replace(gemm, step="recompute") for gemm in found if gemm.step == "forward")
     depth = run.shape.num_layers
     if chunk.mtp:
         hidden = run.shape.hidden_size
-        for _ in range(run.shape.mtp_layers):
+        for index in range(run.shape.mtp_layers):
             yield from _three(
-                "mtp.eh_proj", tokens(run), hidden // run.parallel.tensor, 2 * hidden, _format(policy, None)
+                "mtp.eh_proj", tokens(run), hidden // run.parallel.tensor, 2 * hidden, (policy.compute.short, "")
             )
-            yield from _layer(policy, run, at, depth - 1)
+            yield from _layer(policy, run, depth - 1, f"mtp.layers.{index}.transformer_layer")
     heads = int(chunk.last) + (run.shape.mtp_layers if chunk.mtp else 0)
     for _ in range(heads):
         rows = run.shape.vocab_size // run.parallel.tensor
-        yield from _three("output_layer", tokens(run), rows, run.shape.hidden_size, _format(policy, None))
+        yield from _three("output_layer", tokens(run), rows, run.shape.hidden_size, (policy.compute.short, ""))
 
 
 def recomputed(run: RunFacts, module: str, *, mixture: bool) -> bool:
@@ -69,7 +69,7 @@ def full_layers(run: RunFacts, chunk_layers: int) -> int:
     return chunk_layers if run.model.get("recompute_method") != "block" else min(count, chunk_layers)
 
 
-def _layer(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, layer: int) -> Iterator[Gemm]:
+def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int, prefix: str) -> Iterator[Gemm]:
     shape, parallel = run.shape, run.parallel
     mixture = shape.is_expert_layer(layer)
     here = (shape.experts or 0) // parallel.expert
@@ -97,14 +97,13 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, layer: int) 
             if name in seen:
                 continue
             seen.add(name)
-        yield from _linear(policy, run, weight, name, layer, mixture, here)
+        yield from _linear(policy, run, weight, name, prefix, mixture, here)
 
 
 def _linear(
-    policy: PrecisionPolicy, run: RunFacts, weight: Weight, name: str, layer: int, mixture: bool, experts: int
+    policy: PrecisionPolicy, run: RunFacts, weight: Weight, name: str, prefix: str, mixture: bool, experts: int
 ) -> Iterator[Gemm]:
-    quant = policy.at(weight.module, layer, run.shape.num_layers)
-    kind = _format(policy, quant)
+    rules = dict(zip(PASSES, policy.of_path(f"{prefix}.{weight.module}", run.shape.num_layers), strict=True))
     out, inner = weight.shape
     whole = weight.module.endswith(("linear_q_down_proj", "linear_kv_down_proj")) and te_layers(run)
     rows = tokens(run)
@@ -113,19 +112,20 @@ def _linear(
     elif whole and run.parallel.sequence:
         rows //= run.parallel.tensor
     times = experts if weight.expert else 1
-    yield from _three(name, rows, out, inner, kind, times=times, grouped=weight.expert)
+    for gemm in _three(name, rows, out, inner, (policy.compute.short, ""), times=times, grouped=weight.expert):
+        yield _quantized(gemm, rules[gemm.step])
     if recomputed(run, weight.module, mixture=mixture):
-        yield Gemm(
+        again = Gemm(
             where=name,
             m=rows,
             n=out,
             k=inner,
-            format=kind[0],
-            scaling=kind[1],
+            format=policy.compute.short,
             step="recompute",
             times=times,
             grouped=weight.expert,
         )
+        yield _quantized(again, rules["forward"])
 
 
 def _three(
@@ -145,8 +145,6 @@ def _three(
         yield Gemm(where=where, m=m, n=n, k=k, format=kind[0], scaling=kind[1], step=step, times=times, grouped=grouped)
 
 
-def _format(policy: PrecisionPolicy, quant: Quant | None) -> tuple[str, str]:
-    """(format, scaling) of a linear's operands."""
-    if quant is None:
-        return policy.compute.short, ""
-    return f"fp{quant.bits}", quant.scaling
+def _quantized(gemm: Gemm, quant: Quant | None) -> Gemm:
+    """The product with operands under that rule."""
+    return gemm if quant is None else replace(gemm, format=f"fp{quant.bits}", scaling=quant.scaling)

@@ -12,18 +12,11 @@ from mpbridge.estimate.flops import attended
 from mpbridge.estimate.gemms import full_layers, tokens
 from mpbridge.estimate.work import Attention, Gemm, Traffic
 from mpbridge.facts import RunFacts
+from mpbridge.memory.activations import attention_kernel
 from mpbridge.memory.layers import parameters
 from mpbridge.memory.ranks import Chunk, Coordinates
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.scalings import scaling
-
-
-def attention_kernel(run: RunFacts) -> str:
-    """'fused' (flash too), 'unfused' or 'local': what core attention runs as, 'auto' as Transformer Engine resolves it on a GPU."""
-    asked = str(run.model.get("attention_backend") or "auto").rpartition(".")[2]
-    if asked in ("unfused", "local"):
-        return asked
-    return "fused" if run.model.get("transformer_impl") != "local" else "local"
 
 
 def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[Attention]:

@@ -1,7 +1,7 @@
 """What a rank keeps of its forward passes until their backward passes: an estimate, and labelled as one wherever it is shown.
 
-Counted as in arXiv 2205.05198 (Reducing Activation Recomputation), with fused attention (no scores kept) and quantized inputs of linears kept in their
-low format. Kernels' workspaces, fragmentation and unbalanced experts are not in it.
+Counted as in arXiv 2205.05198 (Reducing Activation Recomputation), with quantized inputs of linears kept in their low format; scores are kept where
+attention is not fused. Fragmentation and unbalanced experts are not in it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class Kept:
     """The layer's own input: kept in every mode."""
     norms: float
     attention: float
+    scores: float
+    """Probabilities, and dropout's mask and result, of attention that is not fused."""
     up_projections: float
     """Latent attention's: dropped by recompute_modules mla_up_proj."""
     mlp: float
@@ -38,6 +40,7 @@ class Kept:
             self.entry
             + self.norms
             + self.attention
+            + self.scores
             + self.up_projections
             + self.mlp
             + self.activation
@@ -48,13 +51,46 @@ class Kept:
 
 def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
     """Estimated bytes at the fullest moment on that rank."""
-    layers = [layer for chunk in at.chunks(run) for layer in chunk.layers]
+    chunks = at.chunks(run)
+    last = run.shape.num_layers - 1
+    layers = [
+        layer for chunk in chunks for layer in (*chunk.layers, *([last] * run.shape.mtp_layers if chunk.mtp else ()))
+    ]
     kept = [_layer(policy, run, layer) for layer in layers]
     full = run.model.get("recompute_granularity") == "full"
-    stage = _recomputed(run, kept) if full else sum(_selected(run, layer) for layer in kept)
+    each = [layer.entry for layer in kept] if full else [_selected(run, layer) for layer in kept]
+    away = _away(run, len(kept))
+    stage = _recomputed(run, kept) if full else sum(each[away:])
+    flying = in_flight(run, at.stage)
     # with full recomputation one more layer lives while it is being recomputed
     extra = max((layer.whole for layer in kept), default=0.0) if full else 0.0
-    return int(stage * in_flight(run, at.stage) + extra + _head(policy, run, at))
+    # the scores' gradient beside them, in the layer that computes
+    extra += max((layer.scores for layer in kept), default=0.0)
+    # offloaded layers pass through two buffers
+    extra += 2 * max(each[:away], default=0.0)
+    return int(stage * flying + extra + _head(policy, run, at))
+
+
+def uncertainty(run: RunFacts) -> float:
+    """Relative error that nine of ten measured cases keep: `scripts/check_memory_rows.py` prints it."""
+    if run.shape.experts:
+        return 0.15
+    return 0.1 if attention_kernel(run) == "fused" else 0.15
+
+
+def attention_kernel(run: RunFacts) -> str:
+    """'fused' (flash too), 'unfused' or 'local': what core attention runs as, 'auto' as Transformer Engine resolves it on a GPU."""
+    if run.model.get("transformer_impl") == "local":
+        return "local"
+    asked = str(run.model.get("attention_backend") or "auto").rpartition(".")[2]
+    return asked if asked in ("unfused", "local") else "fused"
+
+
+def _away(run: RunFacts, layers: int) -> int:
+    """How many of a stage's layers keep their activations on the host (cpu_offloading)."""
+    if not run.model.get("cpu_offloading") or run.model.get("cpu_offloading_activations") is False:
+        return 0
+    return min(layers, int(run.model.get("cpu_offloading_num_layers") or 0))
 
 
 def tokens(run: RunFacts) -> float:
@@ -81,6 +117,8 @@ def _selected(run: RunFacts, kept: Kept) -> float:
         else set()
     )
     total = kept.whole
+    # megatron-core's default, core_attn, computes the scores again
+    total -= kept.scores if "core_attn" in dropped else 0
     total -= kept.norms if "layernorm" in dropped else 0
     total -= kept.up_projections if "mla_up_proj" in dropped else 0
     total -= kept.mlp if "mlp" in dropped else 0
@@ -121,6 +159,7 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> Kept:
         entry=entry,
         norms=norms,
         attention=attention,
+        scores=_scores(policy, run, count),
         up_projections=ups,
         mlp=mlp,
         activation=activation,
@@ -144,9 +183,26 @@ def _attention(run: RunFacts, count: float, low: float, wide: int) -> tuple[floa
     return count * values / tensor * (wide + low) + sums + down, count * (2 * keys + values) / tensor * wide
 
 
+def _scores(policy: PrecisionPolicy, run: RunFacts, count: float) -> float:
+    """Kept by attention that is not fused: probabilities, and under dropout its mask (a byte) and its result."""
+    if attention_kernel(run) == "fused":
+        return 0.0
+    each = policy.compute.bytes + (1 + policy.compute.bytes if run.model.get("attention_dropout", 0.1) else 0)
+    return count * run.shape.seq_length * run.shape.num_attention_heads / run.parallel.tensor * each
+
+
 def _head(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
-    """Logits with their FP32 softmax on the last stage, one micro-batch."""
+    """Logits with their FP32 softmax on the last stage, one micro-batch; more of them where the loss is fused or the embedding's gradient deferred."""
     if not any(chunk.last for chunk in at.chunks(run)):
         return 0.0
+    model = run.model
     rows = tokens(run) * run.shape.vocab_size / run.parallel.tensor
-    return rows * ((policy.logits or policy.compute).bytes + 4) * (1 + run.shape.mtp_layers)
+    narrow = (policy.logits or policy.compute).bytes
+    each = narrow + 4
+    if model.get("cross_entropy_loss_fusion"):
+        # native: torch.compile keeps one more FP32 copy; Transformer Engine's writes gradients over the logits
+        each = 2 * narrow if model.get("cross_entropy_fusion_impl") == "te" else narrow + 8
+    if model.get("defer_embedding_wgrad_compute"):
+        batches = max(1, run.global_batch_size // max(1, run.micro_batch_size * run.parallel.data))
+        each += narrow * min(batches, int(model.get("wgrad_deferral_limit") or batches))
+    return rows * each * (1 + run.shape.mtp_layers)

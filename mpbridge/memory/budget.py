@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 from mpbridge.facts import Parallel, RunFacts
 from mpbridge.hardware.machines import Machine
-from mpbridge.memory.activations import activations
-from mpbridge.memory.buckets import bucket_size
+from mpbridge.memory.activations import activations, uncertainty
+from mpbridge.memory.beside import Beside, beside, outside
 from mpbridge.memory.layers import parameters, unsplit
 from mpbridge.memory.ranks import Coordinates
 from mpbridge.memory.roles import roles
@@ -21,8 +23,6 @@ STATES = (
     "params", "grads", "main_params", "main_grads", "exp_avg", "exp_avg_sq", "weight_copies", "weight_transposes", "weight_scales", "buffers", "padding",
 )  # fmt: skip
 """Roles in the order in which tables show them."""
-RESERVED = 2 * 2**30
-"""Kept free for the CUDA context, NCCL and cuBLAS workspaces: an assumption, not a measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,22 +35,45 @@ class Memory:
     """Bytes by role, roles that are absent left out."""
     activations: int
     """Estimate."""
-    communication: int
-    """Estimate: buffers beside those of the gradients."""
+    beside: tuple[Beside, ...]
+    """Workspaces and buffers that torch counts."""
+    outside: tuple[Beside, ...]
+    """What the device holds and torch does not count."""
+    uncertainty: float
+    """Relative error of `activations` that nine of ten measured cases keep."""
     elements: int
     """Parameters on this rank before sharding."""
     exact: bool
-    """Whether `roles` is exact."""
+    """Whether `roles` holds every state to the byte."""
 
     @property
     def states(self) -> int:
-        """All but activations and communication."""
+        """Parameters, gradients, optimizer states and buffers."""
         return sum(self.roles.values())
 
     @property
+    def communication(self) -> int:
+        """Everything of `beside`."""
+        return sum(part.bytes for part in self.beside)
+
+    @property
     def total(self) -> int:
-        """States, communication and activations."""
+        """The peak as torch counts it: states, what is beside them, activations."""
         return self.states + self.communication + self.activations
+
+    @property
+    def needed(self) -> int:
+        """Of the device: `total` and what torch does not count."""
+        return self.total + sum(part.bytes for part in self.outside)
+
+    @property
+    def band(self) -> int:
+        """Bytes that `needed` may be off: the parts' errors, independent of each other."""
+        parts = [
+            self.activations * self.uncertainty,
+            *(part.bytes * part.band for part in (*self.beside, *self.outside)),
+        ]
+        return int(math.sqrt(sum(part**2 for part in parts)))
 
     @property
     def bytes_per_parameter(self) -> float:
@@ -62,12 +85,20 @@ class Memory:
 class Fit:
     """Whether it fits, and what would help."""
 
-    ok: bool
+    answer: Literal["fits", "tight", "does not fit"]
+    """"fits" and "does not fit": also at the far end of the band."""
     needed: int
-    """Bytes, RESERVED included."""
+    """Bytes of the device."""
+    band: int
+    """Bytes that `needed` may be off."""
     available: int
     ways: tuple[str, ...] = ()
     """Changes, each of which alone makes it fit, or else the ones that save most."""
+
+    @property
+    def ok(self) -> bool:
+        """False only for "does not fit"."""
+        return self.answer != "does not fit"
 
 
 def memory(policy: PrecisionPolicy, run: RunFacts, *, rank: int | None = None) -> Memory:
@@ -78,19 +109,39 @@ def memory(policy: PrecisionPolicy, run: RunFacts, *, rank: int | None = None) -
     return max((_of(policy, run, stage * step) for stage in range(run.parallel.pipeline)), key=lambda one: one.total)
 
 
+def fullest(policy: PrecisionPolicy, run: RunFacts, mine: Memory) -> int:
+    """A rank that holds most: `mine`'s own where none holds more, else the first of the fullest pipeline stage. Raises BadValue when layers cannot be
+    divided as asked."""
+    most = memory(policy, run)
+    return mine.rank if mine.total >= most.total else most.rank
+
+
 def fit(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> Fit:
     """Whether the fullest rank fits into that machine, with what would make it fit when not."""
-    needed, available = memory(policy, run).total + RESERVED, machine.memory_bytes
-    if needed <= available or not available:
-        return Fit(ok=True, needed=needed, available=available)
+    mine, available = memory(policy, run), machine.memory_bytes
+    said = verdict(mine, available)
+    if said == "fits":
+        return Fit(answer=said, needed=mine.needed, band=mine.band, available=available)
     tried = []
     for words, other_policy, other_run in _alternatives(policy, run):
-        total = memory(other_policy, other_run).total + RESERVED
-        if total < needed:
-            tried.append((total, words))
-    enough = [f"{words} ({_gib(total)})" for total, words in sorted(tried) if total <= available]
-    most = [f"{words} ({_gib(total)}, not enough alone)" for total, words in sorted(tried)[:3]]
-    return Fit(ok=False, needed=needed, available=available, ways=tuple(enough or most))
+        other = memory(other_policy, other_run)
+        if other.needed < mine.needed:
+            tried.append((other.needed, words, verdict(other, available)))
+    enough = [f"{words} ({_gib(size)})" for size, words, answer in sorted(tried) if answer == "fits"]
+    most = [
+        f"{words} ({_gib(size)}, {'tight' if answer == 'tight' else 'not enough alone'})"
+        for size, words, answer in sorted(tried)[:3]
+    ]
+    return Fit(answer=said, needed=mine.needed, band=mine.band, available=available, ways=tuple(enough or most))
+
+
+def verdict(one: Memory, available: int) -> Literal["fits", "tight", "does not fit"]:
+    """Whether a rank fits into that many bytes (0: not known, so "fits"). States alone above them are refused whatever the band."""
+    if not available or one.needed + one.band <= available:
+        return "fits"
+    if one.states > available or one.needed - one.band > available:
+        return "does not fit"
+    return "tight"
 
 
 def total_parameters(run: RunFacts) -> int:
@@ -119,27 +170,13 @@ def _of(policy: PrecisionPolicy, run: RunFacts, rank: int) -> Memory:
         rank=rank,
         stage=at.stage,
         roles=MappingProxyType({name: found[name] for name in STATES if found[name]}),
-        activations=activations(policy, run, at),
-        communication=_communication(policy, run, at),
+        activations=(kept := activations(policy, run, at)),
+        beside=beside(policy, run, at),
+        outside=outside(run, kept),
+        uncertainty=uncertainty(run),
         elements=sum(p.weight.elements for chunk in parameters(run, at) for p in chunk),
         exact=run.traits.exact_memory,
     )
-
-
-def _communication(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
-    """Buffers beside the gradients': gathered layers under full sharding, the receiving side of an all-to-all reduce-scatter."""
-    sizes: Counter[int | None] = Counter()
-    for chunk in parameters(run, at):
-        for parameter in chunk:
-            sizes[parameter.layer] += parameter.weight.elements
-    if "params" in run.traits.shards:
-        # the unit that computes and the one that is gathered next, and the gradients of one on their way
-        largest = max(sizes.values(), default=0)
-        return 2 * largest * (policy.gather or policy.params).bytes + largest * policy.reduce.bytes
-    if run.ddp.get("reduce_scatter_with_fp32_accumulation") and run.optimizer.distributed:
-        whole = sum(sizes.values())
-        return min(whole, bucket_size(run) or whole) * policy.reduce.bytes
-    return 0
 
 
 def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> list[tuple[str, PrecisionPolicy, RunFacts]]:

@@ -8,7 +8,7 @@ from mpbridge.errors import MpbridgeError
 from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
 from mpbridge.hardware.capability import can_run
-from mpbridge.memory.budget import RESERVED, memory
+from mpbridge.memory.budget import memory, verdict
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import Recipe
 from mpbridge.rules.table import broken
@@ -29,7 +29,8 @@ class Advice:
     """Of the fullest GPU, activations (an estimate) included."""
     relative: float | None = None
     """Of bf16_mixed's bytes."""
-    fits: bool = True
+    fit: str = "fits"
+    """"fits", "tight" or "does not fit" (memory.budget.verdict)."""
     peak: float | None = None
     """Dense peak of its GEMMs beside BF16's: a limit from the vendor's table, not a speed."""
     speed: str = ""
@@ -37,12 +38,17 @@ class Advice:
     taste: int = 0
 
     @property
+    def fits(self) -> bool:
+        """False only where even the band's near end is above the memory."""
+        return self.fit != "does not fit"
+
+    @property
     def rank(self) -> tuple[object, ...]:
         """Sort key: legal, fitting, less than 32 bits, validated, faster than 16 bits by the table, then the finer scale and the smaller memory."""
         faster = (self.peak or 0.0) > 1.0
         return (
             not self.legal,
-            not self.fits,
+            self.fit == "does not fit",
             self.recipe == "fp32",
             self.status != "validated",
             not faster,
@@ -60,7 +66,7 @@ def advise(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, *, reference: 
         words = "; ".join(f"{v.rule}: {v.found}" for v in errors)
         return Advice(recipe=entry.name, status=entry.status, legal=False, reason=f"{words} (cure: {errors[0].cure})")
     try:
-        total = memory(policy, run).total
+        mine = memory(policy, run)
     except MpbridgeError as error:
         return Advice(recipe=entry.name, status=entry.status, legal=False, reason=str(error))
     answer = can_run(policy, machine, run.versions) if machine is not None else None
@@ -72,9 +78,9 @@ def advise(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, *, reference: 
         reason=_reason(
             entry, policy, run, answer.reason if answer is not None and (policy.quantized or not answer.proven) else ""
         ),
-        bytes=total,
-        relative=total / reference if reference else None,
-        fits=machine is None or not machine.gpu or not machine.memory_bytes or total + RESERVED <= machine.memory_bytes,
+        bytes=mine.needed,
+        relative=mine.needed / reference if reference else None,
+        fit=verdict(mine, machine.memory_bytes if machine is not None and machine.gpu else 0),
         peak=_peak(policy, run),
         speed=f"{speed} ({source})" if speed else "",
         # FP16 has five exponent bits and needs its loss scale: ranked after BF16 wherever BF16 exists

@@ -1,0 +1,116 @@
+"""Holds `mpbridge memory` against what GPUs measured, and against runs that are known to have fitted.
+
+python scripts/check_memory_rows.py            # the figures
+python scripts/check_memory_rows.py --misses   # and every row outside of its goal
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable
+
+import measured
+import published
+
+from mpbridge.memory.activations import attention_kernel
+from mpbridge.memory.budget import memory, verdict
+
+MIB, GIB = 2**20, 2**30
+
+
+class Compared:
+    """One measured row beside the prediction."""
+
+    def __init__(self, row: dict) -> None:
+        run = measured.run_of(row)
+        found = memory(run.policy, run.facts, rank=run.facts.parallel.world_size - 1)
+        self.row = row
+        self.kernel = attention_kernel(run.facts)
+        self.live, self.peak = found.states + found.communication, found.total
+        self.big = row["peak"] > 2 * GIB
+
+    @property
+    def live_error(self) -> float:
+        return self.live / self.row["allocated"] - 1
+
+    @property
+    def peak_error(self) -> float:
+        return self.peak / self.row["peak"] - 1
+
+
+def share(inside: Iterable[bool]) -> str:
+    found = list(inside)
+    return f"{sum(found):3d} of {len(found):3d} ({sum(found) / max(1, len(found)):.0%})"
+
+
+def measured_rows(misses: bool) -> None:
+    rows, apart = [], Counter()
+    for row in measured.rows():
+        why = measured.apart(row)
+        if why:
+            apart[why] += 1
+            continue
+        rows.append(Compared(row))
+    fused = [one for one in rows if one.kernel == "fused"]
+    other = [one for one in rows if one.kernel != "fused"]
+    groups = {
+        "peak within 10 %, fused attention, above 2 GiB (goal 90 %)": [
+            (one, abs(one.peak_error) <= 0.10) for one in fused if one.big
+        ],
+        "peak within 150 MiB, fused attention, toys (goal 90 %)": [
+            (one, abs(one.peak - one.row["peak"]) <= 150 * MIB) for one in fused if not one.big
+        ],
+        "peak within 15 %, unfused or local attention (goal 90 %)": [
+            (one, abs(one.peak_error) <= 0.15) for one in other
+        ],
+        "live bytes within 2 %, above 2 GiB (goal 90 %)": [
+            (one, abs(one.live_error) <= 0.02) for one in rows if one.row["allocated"] > 2 * GIB
+        ],
+        "live bytes within 150 MiB, toys": [
+            (one, abs(one.live - one.row["allocated"]) <= 150 * MIB) for one in rows if one.row["allocated"] <= 2 * GIB
+        ],
+    }
+    print(f"{len(rows)} measured rows compared; apart: " + ", ".join(f"{n} {why}" for why, n in apart.most_common()))
+    for words, found in groups.items():
+        print(f"  {words:62s} {share(ok for _, ok in found)}")
+        for one, ok in found:
+            if misses and not ok:
+                print(
+                    f"      {one.row['case']:100s} {one.row['machine']:6s} live {one.live / MIB:8.0f} / {one.row['allocated'] / MIB:8.0f}  peak {one.peak / MIB:8.0f} / {one.row['peak'] / MIB:8.0f}  {one.peak_error:+.0%}"
+                )
+
+
+def published_runs(misses: bool) -> None:
+    said: Counter[str] = Counter()
+    wrong = []
+    for row in published.priced():
+        run = published.run_of(row)
+        found = memory(run.policy, run.facts)
+        answer = verdict(found, run.facts.machine.memory_bytes)
+        said[answer] += 1
+        if answer == "does not fit" or (misses and answer == "tight"):
+            wrong.append((answer, row, found, run.facts.machine.memory_bytes))
+    total = sum(said.values())
+    print(
+        f"{total} published runs, which all fitted (goals: none refused but two that the table has wrong; fits at least 60 %)"
+    )
+    for answer in ("fits", "tight", "does not fit"):
+        print(f"  {answer:14s} {said[answer]:3d} ({said[answer] / total:.0%})")
+    for answer, row, found, available in wrong:
+        note = " (wrong in the table)" if (row["id"], row["release"]) in published.WRONG else ""
+        print(
+            f"    {answer}: {row['release']} {row['model']} {row['machine']} {row['precision']} tp {row['tensor']} pp {row['pipeline']} ep {row['expert']} mbs {row['micro_batch']}: states {found.states / GIB:.1f}, needed {found.needed / GIB:.1f} +- {found.band / GIB:.1f} of {available / GIB:.1f} GiB{note}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--misses", action="store_true", help="list the rows outside of their goal")
+    args = parser.parse_args()
+    measured_rows(args.misses)
+    published_runs(args.misses)
+
+
+if __name__ == "__main__":
+    main()
