@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mpbridge.config.container import ConfigContainer
 from mpbridge.engines.contract import StepResult
-from mpbridge.train.hooks import Hook, Training
+from mpbridge.train.base import Hook, Training
 from mpbridge.train.loop import pretrain
 
 Seconds = dict[str, list[float]]

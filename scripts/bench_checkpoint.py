@@ -24,7 +24,7 @@ import torch
 from mpbridge.checkpoint import io as checkpoint
 from mpbridge.checkpoint import store
 from mpbridge.config.container import ConfigContainer
-from mpbridge.train.hooks import Hook
+from mpbridge.train.base import Hook
 from mpbridge.train.loop import pretrain
 
 SEQ, VOCAB = 128, 320

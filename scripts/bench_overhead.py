@@ -14,7 +14,7 @@ import torch
 from arms import Turns, bench, ratio, report
 from bare import BareLoop
 
-from mpbridge.train.hooks import Training
+from mpbridge.train.base import Training
 
 
 def text(training: Training) -> Iterator[dict[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from arms import Turns, bench, ratio, report
 from plain_gpt import PlainGPT, PlainTrainer
 
 from mpbridge.engines.optimizers import CpuFusedAdam
-from mpbridge.train.hooks import Training
+from mpbridge.train.base import Training
 
 
 class Plain:

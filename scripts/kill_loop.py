@@ -28,7 +28,7 @@ from mpbridge.checkpoint import io as checkpoint
 from mpbridge.checkpoint import store
 from mpbridge.config.container import ConfigContainer
 from mpbridge.rules.table import rules
-from mpbridge.train.hooks import Hook
+from mpbridge.train.base import Hook
 from mpbridge.train.loop import pretrain
 
 SEQ, VOCAB = 32, 64

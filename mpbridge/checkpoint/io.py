@@ -31,7 +31,7 @@ from mpbridge.megatron import sharded
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
-    from mpbridge.train.hooks import Training
+    from mpbridge.train.base import Training
 
 CONFIG = "config.yaml"
 """The resolved configuration's file inside a checkpoint."""

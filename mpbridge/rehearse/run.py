@@ -22,11 +22,11 @@ from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.rehearse.report import Rehearsal, Rehearsed
 from mpbridge.report.console import rank
-from mpbridge.train.hooks import Hook
+from mpbridge.train.base import Hook
 
 if TYPE_CHECKING:
     from mpbridge.config.container import ConfigContainer, Run
-    from mpbridge.train.hooks import Training
+    from mpbridge.train.base import Training
 
 RECIPES = (
     "bf16_mixed",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.train.hooks import Hook
+from mpbridge.train.base import Hook
 
 if TYPE_CHECKING:
-    from mpbridge.train.hooks import Training
+    from mpbridge.train.base import Training
 
 
 class EmulationNotes(Hook):

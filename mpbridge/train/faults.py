@@ -16,13 +16,12 @@ import torch.distributed as dist
 
 from mpbridge.devices.together import agreed
 from mpbridge.errors import BadValue, MpbridgeError, Refused
-from mpbridge.train.hooks import Hook
-from mpbridge.train.keeper import Keeper
+from mpbridge.train.base import Hook
 
 if TYPE_CHECKING:
-    from mpbridge.config.container import Run
     from mpbridge.engines.contract import StepResult
-    from mpbridge.train.hooks import Training
+    from mpbridge.train.base import Training
+    from mpbridge.train.keeper import Keeper
 
 EVENTS = "events.jsonl"
 """In the run's folder: one JSON object for everything that happened to the run besides steps."""
@@ -177,11 +176,3 @@ def explained() -> Iterator[None]:
                 "Start the job again from its newest checkpoint (checkpoint.load=...); the reason is in that rank's output"
             ) from error
         raise
-
-
-def surviving(run: Run) -> list[Hook]:
-    """The hooks that handle faults, in the order in which they act."""
-    from mpbridge.train.stages import Stages
-
-    keeper = Keeper(run)
-    return [Signals(), Nonfinite(str(run.train.get("nonfinite") or "skip"), keeper), keeper, Stages(run)]

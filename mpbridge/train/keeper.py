@@ -14,11 +14,11 @@ from mpbridge.checkpoint import io as checkpoint
 from mpbridge.checkpoint import store
 from mpbridge.devices.together import on_first_rank
 from mpbridge.errors import CheckpointError
-from mpbridge.train.hooks import Hook
+from mpbridge.train.base import Hook
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
-    from mpbridge.train.hooks import Training
+    from mpbridge.train.base import Training
 
 
 def resume_point(run: Run) -> Path | None:

@@ -22,9 +22,10 @@ from mpbridge.report.metrics import MetricsLog
 from mpbridge.report.progress import ProgressLine
 from mpbridge.report.tables import summary_table
 from mpbridge.te_cpu.context import stage_of
+from mpbridge.train.base import Hook, Hooks, Training
 from mpbridge.train.faults import explained
 from mpbridge.train.flops import flops_per_token
-from mpbridge.train.hooks import Hook, Hooks, Training, default_hooks
+from mpbridge.train.hooks import default_hooks
 from mpbridge.train.lr import scheduler, scheduler_arguments
 from mpbridge.train.machine import data_parallel, process_group, process_settings
 from mpbridge.train.metrics import Counters, Meter, line

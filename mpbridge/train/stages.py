@@ -15,12 +15,13 @@ from mpbridge.checkpoint.verdict import Verdict, verdict
 from mpbridge.devices.together import on_first_rank
 from mpbridge.errors import Contradiction, MpbridgeError, Refused
 from mpbridge.precision.schedule import Span, spans
-from mpbridge.train.hooks import Hook
+from mpbridge.train.base import Hook
+from mpbridge.train.faults import record
 from mpbridge.train.keeper import resume_point
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
-    from mpbridge.train.hooks import Training
+    from mpbridge.train.base import Training
 
 
 def spans_of(run: Run) -> tuple[Span[Any], ...]:
@@ -113,7 +114,6 @@ def switch(training: Training) -> None:
     """
     from mpbridge.checkpoint import io as checkpoint
     from mpbridge.engines.registry import build_engine
-    from mpbridge.train.faults import record
     from mpbridge.train.lr import scheduler
 
     before, after = training.run, training.next_run

@@ -208,7 +208,7 @@ def test_m7_the_distributed_optimizer_is_switched_on_and_nonsense_refused(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert build().configs.ddp.use_distributed_optimizer is True
-    with pytest.raises(Contradiction, match="shards the states in any case"):
+    with pytest.raises(Contradiction, match="always shards the states"):
         build(ddp={"use_distributed_optimizer": False})
     with pytest.raises(Refused, match="adam or sgd"):
         build(optimizer={"optimizer": "muon"})

@@ -95,7 +95,7 @@ def test_audit_names_a_moment_that_was_cast(on_gpu, gpu_run):
     import torch
 
     from mpbridge.errors import AuditFailed
-    from mpbridge.train.hooks import Hook
+    from mpbridge.train.base import Hook
 
     on_gpu()
 

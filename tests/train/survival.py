@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mpbridge.config.container import ConfigContainer, Run
-from mpbridge.train.hooks import Hook
+from mpbridge.train.base import Hook
 
 SEQ, VOCAB = 32, 64
 MODEL = {

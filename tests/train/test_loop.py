@@ -14,7 +14,7 @@ from mpbridge.engines.contract import StepResult
 from mpbridge.errors import BadValue, Refused
 from mpbridge.report.metrics import read
 from mpbridge.train import loop
-from mpbridge.train.hooks import Hook, Training
+from mpbridge.train.base import Hook, Training
 from mpbridge.train.loop import pretrain
 from tests.train.tiny import tiny, tiny_run
 

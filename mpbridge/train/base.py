@@ -1,0 +1,128 @@
+"""How other code takes part in a run: a Hook is told what happened and may act on the Training that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mpbridge.checkpoint.store import Audit
+    from mpbridge.config.container import Run
+    from mpbridge.data.batches import Feed
+    from mpbridge.engines.contract import Engine, StepResult
+    from mpbridge.errors import MpbridgeError
+    from mpbridge.report.progress import ProgressLine
+    from mpbridge.train.metrics import Counters
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """A run as it stands between two steps. Hooks may change it: a loaded checkpoint sets the counters, a schedule the engine."""
+
+    run: Run
+    engine: Engine
+    scheduler: Any
+    """megatron-core's OptimizerParamScheduler."""
+    feed: Feed
+    counters: Counters
+    """Finished, skipped and non-finite steps, consumed samples: what a checkpoint has to keep."""
+    progress: ProgressLine | None = None
+    stop: str | None = None
+    """Set it to end the run after the current step; the text says why."""
+    moved: bool = False
+    """Set it after changing counters.consumed: the loop then reads on from there."""
+    next_run: Run | None = None
+    """Set it to go on in another recipe: the loop rebuilds the engine before the next step."""
+    notes: dict[str, Any] = field(default_factory=dict)
+    """Facts for the closing summary, by name."""
+    audit: Audit = "unaudited"
+    """What the audit says of the state as it stands; written into each checkpoint. Resuming by itself passes suspect ones over."""
+    failure: MpbridgeError | None = None
+    """What the run ends with once its last checkpoint is written."""
+
+    def fail(self, error: MpbridgeError) -> None:
+        """Ends the run after the step that is under way and its last checkpoint; `pretrain` then raises `error` (the first one counts)."""
+        if self.failure is None:
+            self.failure = error
+            self.stop = self.stop or str(error).partition("\n")[0]
+
+    def say(self, text: str) -> None:
+        """Prints a line, on rank 0."""
+        if self.progress is not None:
+            self.progress.say(text)
+
+
+class Hook:
+    """Takes part in a run; every method does nothing unless overridden. All ranks call the same methods in the same order."""
+
+    def built(self, training: Training) -> None:
+        """The engine is built, no step was done: load, or audit what stands. May be called again when a schedule rebuilds the engine."""
+
+    def started(self, training: Training) -> None:
+        """The run is about to take its next step for the first time."""
+
+    def stepping(self, training: Training) -> None:
+        """A step is about to be taken."""
+
+    def stepped(self, training: Training, result: StepResult) -> None:
+        """A step is finished and counted; result.applied says whether weights moved."""
+
+    def evaluated(self, training: Training, loss: float) -> None:
+        """The held-out loss was measured after the step counted last."""
+
+    def finished(self, training: Training) -> None:
+        """No further step will follow: the run is complete, or was stopped."""
+
+    def closed(self) -> None:
+        """The run is over, also by an exception: release what you hold."""
+
+
+@dataclass(slots=True)
+class Hooks(Hook):
+    """Several hooks as one, called in the order given; all are closed, whatever the others do."""
+
+    parts: tuple[Hook, ...] = ()
+
+    @classmethod
+    def of(cls, parts: Iterable[Hook]) -> Hooks:
+        """The hooks in `parts`."""
+        return cls(tuple(parts))
+
+    def built(self, training: Training) -> None:
+        """See Hook."""
+        for part in self.parts:
+            part.built(training)
+
+    def started(self, training: Training) -> None:
+        """See Hook."""
+        for part in self.parts:
+            part.started(training)
+
+    def stepping(self, training: Training) -> None:
+        """See Hook."""
+        for part in self.parts:
+            part.stepping(training)
+
+    def stepped(self, training: Training, result: StepResult) -> None:
+        """See Hook."""
+        for part in self.parts:
+            part.stepped(training, result)
+
+    def evaluated(self, training: Training, loss: float) -> None:
+        """See Hook."""
+        for part in self.parts:
+            part.evaluated(training, loss)
+
+    def finished(self, training: Training) -> None:
+        """See Hook."""
+        for part in self.parts:
+            part.finished(training)
+
+    def closed(self) -> None:
+        """See Hook."""
+        from contextlib import ExitStack
+
+        with ExitStack() as stack:
+            for part in reversed(self.parts):
+                stack.callback(part.closed)
