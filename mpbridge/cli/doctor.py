@@ -9,6 +9,7 @@ from mpbridge.cli._target import Target, add_target_arguments, target
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.hardware.capability import Capability, can_run
 from mpbridge.hardware.probe import environment, gpus
+from mpbridge.megatron_spec.versions import missing
 from mpbridge.precision.registry import recipe, recipes
 from mpbridge.precision.resolve import resolve
 
@@ -66,6 +67,10 @@ def _print(where: Target, answers: dict[str, Capability]) -> None:
         )
         for name, value in environment().items():
             print(f"{name}={value}")
+        for package in missing(where.versions.megatron_core):
+            print(
+                f"missing             {package}, which megatron-core {where.versions.megatron_core} imports: pip install {package}"
+            )
     print()
     rows = [
         (name, answer.how + ("" if answer.proven else ", unproven"), answer.nearest or "", answer.reason)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mpbridge.formats import DType, say
+from mpbridge.megatron_spec.versions import BEFORE_017
 from mpbridge.precision.policy import own_main
 from mpbridge.rules.base import Case, Rule
-from mpbridge.rules.quant import ARGUMENTS, CORE_016
+from mpbridge.rules.quant import ARGUMENTS
 
 
 def _main_grads(case: Case) -> str | None:
@@ -32,10 +33,9 @@ RULES: tuple[Rule, ...] = (
             c.policy.main_params not in (None, DType.FP32, c.policy.params)
             and f"main_params_dtype={say(c.policy.main_params)} on Megatron-FSDP"
         ),
-        expected="fp32, or the parameters' own dtype: 0.16 knows preserve_fp32_weights, a switch",
+        expected="fp32, or the parameters' own dtype: the engine hands over one of these two",
         cure="mixed_precision.main_params_dtype=fp32",
-        source="megatron-core 0.16.1 distributed_data_parallel_config.py",
-        holds=(CORE_016,),
+        source="megatron-core 0.16.1 distributed_data_parallel_config.py (preserve_fp32_weights, a switch); mpbridge/engines/megatron_fsdp.py",
     ),
     Rule(
         id="megatron-fsdp-unsharded",
@@ -46,7 +46,7 @@ RULES: tuple[Rule, ...] = (
         "gradients are reduced, the norm counts each replica once more",
         cure="ddp.data_parallel_sharding_strategy=optim_grads_params (what it is without the setting), optim_grads or optim, or engine=mcore",
         source="megatron-core 0.16.1 megatron_fsdp/param_and_grad_buffer.py, measured on gloo",
-        holds=(CORE_016,),
+        holds=(BEFORE_017,),
     ),
     Rule(
         id="megatron-fsdp-instances",

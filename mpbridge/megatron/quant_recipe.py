@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from mpbridge.errors import Refused
 from mpbridge.megatron_spec.fields import ModuleRules
+from mpbridge.megatron_spec.versions import SINCE_017, current
 from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, below, matches
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.precision.words import rule_words
@@ -156,6 +157,9 @@ def _params(quant: Quant | None, *, outside: bool) -> dict[str, Any]:
             recipe["fp8_format"] = quant.format
         if quant.row.factory:
             recipe["custom_recipe_factory"] = quant.factory
+        if quant.stored and SINCE_017.holds(current()):
+            # since then a module's own rule also decides how its weight rests
+            recipe[f"fp{quant.bits}_param"] = True
         if outside:
             # the block around it opens no autocast, so the module must open its own
             recipe["override_nonquantized_autocast"] = True

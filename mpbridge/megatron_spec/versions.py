@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from pathlib import Path
 
 from mpbridge.hardware.probe import installed
@@ -14,6 +15,16 @@ FOLDER = Path(__file__).with_name("schema")
 BEFORE_017 = Window(package="megatron_core", until="0.17")
 SINCE_017 = Window(package="megatron_core", since="0.17")
 """0.16.1 is the last release before this border, Megatron-LM d98e8a64 (0.20.0) the version read after it; those between were not looked at."""
+
+
+_IMPORTED = ((SINCE_017, "triton"),)
+"""Packages that `import megatron.core` needs and does not declare for a CPU."""
+
+
+def missing(version: str | None) -> tuple[str, ...]:
+    """The packages without which that version cannot even be imported, and that are not here."""
+    wanted = [package for window, package in _IMPORTED if version is not None and window.holds(version)]
+    return tuple(package for package in wanted if importlib.util.find_spec(package) is None)
 
 
 @functools.cache

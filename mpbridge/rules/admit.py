@@ -9,6 +9,7 @@ from mpbridge.facts import RunFacts
 from mpbridge.hardware.capability import can_run, refuse_unless_native
 from mpbridge.hardware.machines import Machine
 from mpbridge.hardware.probe import environment, installed, this_machine
+from mpbridge.megatron_spec.versions import missing
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.rules.base import Violation
 from mpbridge.rules.table import require
@@ -20,6 +21,11 @@ def require_here(policy: PrecisionPolicy, facts: RunFacts) -> tuple[Machine, tup
     `facts` may have been resolved for another machine; what counts is this one, its versions and its environment variables.
     """
     machine, versions = this_machine(), installed()
+    lacking = missing(versions.megatron_core)
+    if lacking:
+        raise Refused(
+            f"megatron-core {versions.megatron_core} cannot be imported without {', '.join(lacking)}: pip install {' '.join(lacking)}"
+        )
     if facts.realization == "native":
         refuse_unless_native(policy, machine, versions)
     else:

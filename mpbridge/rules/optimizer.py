@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpbridge.formats import DType, say
 from mpbridge.hardware.versions import Window
 from mpbridge.rules.base import Case, Rule
-from mpbridge.rules.quant import ARGUMENTS, CORE_016
+from mpbridge.rules.quant import ARGUMENTS
 
 _CONFIG = "megatron-core 0.16.1 optimizer_config.py __post_init__"
 _KEPT = ("main_params", "exp_avg", "exp_avg_sq")
@@ -101,8 +101,7 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="a distributed optimizer",
         cure="ddp.use_distributed_optimizer=true",
-        source=_CONFIG,
-        holds=(CORE_016,),
+        source=f"{_CONFIG}; Megatron-LM core/optimizer/__init__.py get_megatron_optimizer (d98e8a64)",
     ),
     Rule(
         id="precision-aware-needs-fused-adam",
@@ -147,7 +146,6 @@ RULES: tuple[Rule, ...] = (
         cure="mixed_precision.use_precision_aware_optimizer=false",
         source="Megatron-Bridge#1707, ms-swift#8001, NVIDIA/cloudai#593",
         severity="warning",
-        holds=(CORE_016,),
     ),
     Rule(
         id="precision-aware-does-nothing",

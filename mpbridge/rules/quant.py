@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mpbridge.formats import DType
 from mpbridge.hardware.capability import can_run
 from mpbridge.hardware.versions import Window, at_least
+from mpbridge.megatron_spec.versions import BEFORE_017, SINCE_017
 from mpbridge.memory.names import dead_regions, listed
+from mpbridge.precision.policy import Quant
 from mpbridge.precision.words import region_text, rule_words
 from mpbridge.rules.base import Case, Rule
 
-CORE_016 = Window(package="megatron_core", until="0.17")
 ARGUMENTS = "Megatron-LM training/arguments.py validate_args (d98e8a64)"
 _CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
 
@@ -130,11 +133,17 @@ def _inert(case: Case) -> str | None:
     return f"{', '.join(dict.fromkeys(names))} with {case.scalings[0]} scaling" if names else None
 
 
-def _attention(case: Case) -> str | None:
-    for quant in case.policy.quants:
+def _attention_of(quants: Sequence[Quant]) -> str | None:
+    for quant in quants:
         if quant.attention != "none" and quant.attention not in quant.row.attention:
             return f"fp8_{quant.attention}_attention with {quant.scaling} scaling"
     return None
+
+
+def _attention_since_017(case: Case) -> str | None:
+    """MXFP8 takes the switch for dot product attention since then."""
+    quants = [quant for quant in case.policy.quants if (quant.scaling, quant.attention) != ("mxfp8", "dot_product")]
+    return _attention_of(quants)
 
 
 def _recompute(case: Case) -> tuple[str, ...]:
@@ -183,11 +192,10 @@ RULES: tuple[Rule, ...] = (
         id="transformer-engine-untested",
         about="quantized",
         found=_untested,
-        expected="2.9 to 2.11, the range that megatron-core 0.16 declares",
+        expected="2.9 to 2.11, the range that megatron-core 0.16 declares and that mpbridge was read against",
         cure="install a version of that range",
         source="megatron-core 0.16.1 package metadata, extra dev",
         severity="warning",
-        holds=(CORE_016,),
         emulated="silent",
     ),
     Rule(
@@ -272,12 +280,22 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="attention-switch-has-no-effect",
         about="fp8",
-        found=_attention,
+        found=lambda c: _attention_of(c.policy.quants),
         expected="FP8 dot product attention with delayed or tensorwise scaling, multi-head with delayed only; elsewhere it stays in 16 bits",
         cure="drop the switch",
         source="megatron-core 0.16.1 fp8_utils.py get_fp8_recipe, extensions/transformer_engine.py TEDelayedScaling",
         severity="warning",
-        holds=(CORE_016,),
+        holds=(BEFORE_017,),
+    ),
+    Rule(
+        id="attention-switch-has-no-effect-since-017",
+        about="fp8",
+        found=_attention_since_017,
+        expected="FP8 dot product attention with delayed, tensorwise or MXFP8 scaling, multi-head with delayed only; elsewhere it stays in 16 bits",
+        cure="drop the switch",
+        source="Megatron-LM core/fp8_utils.py get_fp8_recipe (d98e8a64)",
+        severity="warning",
+        holds=(SINCE_017,),
     ),
     Rule(
         id="mxfp8-with-e5m2-gradients",
@@ -310,8 +328,19 @@ RULES: tuple[Rule, ...] = (
         expected="false: 0.16 has no FP4 field in its DDP config and sizes the parameter buffer wrongly",
         cure="mixed_precision.fp4_param_gather=false",
         source="megatron-core 0.16.1 distributed_data_parallel_config.py, param_and_grad_buffer.py",
-        holds=(CORE_016,),
+        holds=(BEFORE_017,),
         emulated="warning",
+    ),
+    Rule(
+        id="fp4-weights-unproven",
+        about="nvfp4",
+        found=lambda c: any(q.bits == 4 for q in c.stored) and "fp4_param_gather=true",
+        expected="false, or a short run that you look at: megatron-core has the field since 0.17, and nobody has tried it under mpbridge",
+        cure="mixed_precision.fp4_param_gather=false",
+        source="Megatron-LM core/distributed/distributed_data_parallel_config.py (d98e8a64)",
+        severity="warning",
+        holds=(SINCE_017,),
+        emulated="silent",
     ),
     Rule(
         id="delayed-scaling-with-selective-recompute",

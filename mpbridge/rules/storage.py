@@ -5,8 +5,9 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from mpbridge.formats import DType
+from mpbridge.megatron_spec.versions import BEFORE_017
 from mpbridge.rules.base import Case, Rule
-from mpbridge.rules.quant import ARGUMENTS, CORE_016
+from mpbridge.rules.quant import ARGUMENTS
 
 
 def _mxfp8_stored(case: Case) -> bool:
@@ -66,7 +67,7 @@ RULES: tuple[Rule, ...] = (
         expected="both overlaps: without them the loss was NaN from the second step",
         cure="ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true, or mixed_precision.fp8_param_gather=false",
         source="Megatron-LM#2272, fixed by #4769",
-        holds=(CORE_016,),
+        holds=(BEFORE_017,),
         emulated="silent",
     ),
     Rule(
@@ -83,7 +84,6 @@ RULES: tuple[Rule, ...] = (
         cure="train.eval_interval=null, or mixed_precision.fp8_param_gather=false",
         source="Megatron-Bridge#3727, Megatron-LM#4562",
         severity="warning",
-        holds=(CORE_016,),
         emulated="silent",
     ),
     Rule(

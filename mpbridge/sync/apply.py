@@ -26,7 +26,12 @@ _BODY: Mapping[str, str] = MappingProxyType(
 """A field whose holder is megatron-core's config itself."""
 _FILLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "model": ("autocast_dtype", "attention_softmax_in_fp32", "moe_router_padding_for_quantization"),
+        "model": (
+            "pipeline_dtype",
+            "autocast_dtype",
+            "attention_softmax_in_fp32",
+            "moe_router_padding_for_quantization",
+        ),
         "optimizer": ("store_param_remainders", "use_precision_aware_optimizer_no_fp8_or_ds_fp8"),
         "ddp": (),
     }

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from mpbridge.facts import ModelShape, OptimizerFacts, Parallel, Versions
+from mpbridge.hardware.machines import machine
 
 SHAPE = ModelShape(
     num_layers=4,
@@ -83,5 +84,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "graph-with-expert-overlap": pair({"overlap_moe_expert_parallel_comm": True, "cuda_graph_impl": "local", **ALLTOALL},
                                       {"overlap_moe_expert_parallel_comm": True, "cuda_graph_impl": "transformer_engine", **ALLTOALL, "cuda_graph_scope": "attn"},
                                       shape=MOE, parallel=EP2),
+    "attention-switch-has-no-effect-since-017": (
+        {"recipe": "fp8_cs", "config": {"fp8_multi_head_attention": True, "fp8_dot_product_attention": True}, "versions": NEWER},
+        {"recipe": "mxfp8", "config": {"fp8_dot_product_attention": True}, "versions": NEWER, "machine": machine("b200")},
+    ),
+    "fp4-weights-unproven": (
+        {"recipe": "nvfp4", "config": {"fp4_param": True}, "versions": NEWER, "machine": machine("b200")}, {"recipe": "nvfp4", "versions": NEWER, "machine": machine("b200")},
+    ),
     "settings-not-known-here": pair({"mtp_hsm": True}, {}, versions=NEWER, optimizer=OptimizerFacts(distributed=True)),
 }  # fmt: skip
