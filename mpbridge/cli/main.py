@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. argv: without the program's name; None: sys.argv's."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        if sys.stdout is None:  # closed by the caller: Python would print into nothing, and say nothing
+            _complain("standard output is closed: nothing could be printed (redirect it to /dev/null if that is meant)")
+            return 2
         code = _dispatch(arguments)
         sys.stdout.flush()
     except MpbridgeError as error:
@@ -54,14 +57,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = error.exit_code
     except BrokenPipeError:
         # `mpbridge list | head`: the reader has seen enough; nothing may be written at exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _stop_printing()
         code = 0
+    except OSError as error:
+        # what is written as it is read: a full disk, a file in the place of a folder
+        _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
+        _stop_printing()
+        code = 2
     except KeyboardInterrupt:
         _complain("interrupted")
         code = 130
     except SystemExit as stop:  # argparse's own
         code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
     return code
+
+
+def _stop_printing() -> None:
+    """Drops what is still buffered: the interpreter would try, and complain, once more at its end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def verbs() -> dict[str, str]:

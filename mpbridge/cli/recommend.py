@@ -8,10 +8,10 @@ import dataclasses
 from mpbridge.cli._target import add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, container
 from mpbridge.cli.text import print_json, print_table
-from mpbridge.errors import MpbridgeError
+from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.memory.budget import memory
 from mpbridge.memory.compare import REFERENCE
-from mpbridge.precision.registry import recipes
+from mpbridge.precision.registry import recipe, recipes
 from mpbridge.rules.advice import Advice, advise
 
 SUMMARY = "legal recipes for a model on a machine, in order, with the reason"
@@ -25,9 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the order; 1 when no recipe is legal."""
+    """Prints the order; 1 when no recipe is legal and fits."""
     where = target(args)
-    args.recipe = None
+    if args.recipe:
+        raise BadValue(
+            f"--recipe {recipe(args.recipe).name}: recommend compares all recipes, leave it out (mpbridge check looks at one)"
+        )
     base = container(args)
     world = args.world_size or base.smallest_world()
     reference = None
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"target {where.line()}\n")
         _print(order)
-    return 0 if any(advice.legal for advice in order) else 1
+    return 0 if any(advice.legal and advice.fits for advice in order) else 1
 
 
 def _print(order: list[Advice]) -> None:

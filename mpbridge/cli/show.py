@@ -9,6 +9,7 @@ from typing import Any
 from mpbridge.cli.list import as_data, needs
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue
+from mpbridge.facts import MOST
 from mpbridge.formats import say
 from mpbridge.memory.names import any_gpt, refuse_dead_regions
 from mpbridge.precision.policy import PrecisionPolicy
@@ -36,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the card."""
     if args.layers is not None and args.layers < 1:
         raise BadValue(f"--layers {args.layers}: at least 1")
+    if args.layers is not None and args.layers > MOST:
+        raise BadValue(f"--layers {args.layers}: at most {MOST}")
     entry, config = describe(args.recipe), get_mixed_precision_config(args.recipe)
     policy = resolve(config, layers=args.layers).settled()
     refuse_dead_regions(policy.module_regions, any_gpt(args.layers))

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; 0 when the run is complete. Faults are reported before torch is imported."""
+    """Trains; 0 when the run is complete or ends where it was told to, 130 when it was interrupted. Faults are reported before torch is imported."""
     from mpbridge.hardware.probe import this_machine
 
     if args.audit:
@@ -85,8 +85,8 @@ def _train(args: argparse.Namespace, made: Run) -> int:
         warnings.filterwarnings("ignore", message=text)
     from mpbridge.train.loop import pretrain
 
-    pretrain(made)
-    return 0
+    done = pretrain(made)
+    return 130 if done.stopped == "SIGINT" else 0
 
 
 def _world_size() -> int:

@@ -146,7 +146,9 @@ def _as(name: str, setting: Setting, value: Any) -> tuple[bool, Any]:
     if name == "bool":
         return isinstance(value, bool), value
     if name == "int":
-        return isinstance(value, int) and not isinstance(value, bool), value
+        # YAML reads 1e6 as a fraction, and 2.0 is two
+        whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+        return whole or (isinstance(value, int) and not isinstance(value, bool)), int(value) if whole else value
     if name == "float":
         ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         return ok, float(value) if ok else value

@@ -151,6 +151,12 @@ class MixedPrecisionConfig:
         def __setattr__(self, name: str, value: Any) -> None:
             if name not in self.__dataclass_fields__:
                 raise UnknownName("field of MixedPrecisionConfig", name, self.__dataclass_fields__)
+            if (
+                isinstance(value, float)
+                and value.is_integer()
+                and str(self.__dataclass_fields__[name].type).startswith("int")
+            ):
+                value = int(value)  # YAML reads 1e3 as a fraction, and 2.0 is two
             object.__setattr__(self, name, value)
             if name in _TWIN_OF and "_made" in self.__dict__:
                 self.__dict__[_TWIN_OF[name]] = value  # a later assignment sets both

@@ -6,6 +6,9 @@ import functools
 import re
 from typing import Any
 
+MOST_CHARACTERS = 200_000
+"""Of a file; PyYAML reads about 350,000 a second, and a configuration has a few thousand."""
+
 
 @functools.cache
 def _loader() -> Any:
@@ -35,7 +38,12 @@ def _loader() -> Any:
 
 
 def load_yaml(text: str) -> Any:
-    """The plain data in `text`. Raises yaml.YAMLError."""
+    """The plain data in `text`. Raises yaml.YAMLError, also for a text that is longer or nested more deeply than any configuration is."""
     import yaml
 
-    return yaml.load(text, Loader=_loader())
+    if len(text) > MOST_CHARACTERS:
+        raise yaml.YAMLError(f"{len(text):,} characters, expected at most {MOST_CHARACTERS:,}")
+    try:
+        return yaml.load(text, Loader=_loader())
+    except RecursionError:
+        raise yaml.YAMLError("nested too deeply to be a configuration") from None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from mpbridge.errors import BadValue
 from mpbridge.hardware.probe import installed
 from mpbridge.report.tables import plan_table
 from mpbridge.rules.admit import require_here
@@ -37,6 +38,15 @@ def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
     return warnings
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadValue(
+            f"logger.log_dir={folder}: {error.strerror or error} (expected a folder, or a place for one)"
+        ) from None
+
+
 def write_precision(run: Run, folder: Path | None) -> None:
     """Writes `folder`/precision.json: what was wanted, decided and overridden, for programs; nothing where folder is None."""
     if folder is None:
@@ -49,5 +59,5 @@ def write_precision(run: Run, folder: Path | None) -> None:
         "parallel": dataclasses.asdict(facts.parallel),
         "versions": dataclasses.asdict(installed()),
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     (folder / "precision.json").write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")

@@ -92,6 +92,8 @@ class Backend(enum.Enum):
         pytest.param("model", "moe_layer_freq", [0, 1], [0, 1], id="a list where a number would do"),
         pytest.param("model", "rotary_base", 500000, 500000.0, id="a whole number where a fraction would do"),
         pytest.param("optimizer", "lr", None, None, id="null"),
+        pytest.param("optimizer", "hysteresis", 2.0, 2, id="a whole number written as a fraction"),
+        pytest.param("ddp", "bucket_size", 1e6, 1000000, id="a whole number in powers of ten"),
         pytest.param("data", "corpus", ["a.txt", "b.txt"], ["a.txt", "b.txt"], id="a list of files"),
     ],
 )
@@ -111,7 +113,7 @@ def test_values_come_back_in_one_plain_form(section, name, value, plain):
         pytest.param("model", "zzzzzzz", 1, "none that looks like it", id="nothing near"),
         pytest.param("model", "num_layers", "4", "expected a whole number", id="text for a number"),
         pytest.param("model", "num_layers", True, "expected a whole number", id="a truth value is no number"),
-        pytest.param("model", "num_layers", 2.0, "expected a whole number", id="a fraction for a whole number"),
+        pytest.param("model", "num_layers", 2.5, "expected a whole number", id="a fraction for a whole number"),
         pytest.param("model", "num_layers", 0, "at least 1", id="too small"),
         pytest.param("model", "fp8", "e5m2", "one of e4m3, hybrid or null", id="no such word"),
         pytest.param("model", "params_dtype", "bf17", "expected a dtype", id="no dtype"),
