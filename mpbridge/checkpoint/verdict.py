@@ -263,37 +263,48 @@ def _lost(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
 
 
 def _notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
+    pairs = (("parallel", saved.parallel, wanted.parallel), ("versions", saved.versions, wanted.versions))
+    function = [name for name in _changed(saved.function, wanted.function) if name in wanted.function]
+    return [
+        *_policy_notes(saved, wanted),
+        *(
+            f"{name}: {getattr(saved, name)} -> {getattr(wanted, name)}"
+            for name in ("engine", "optimizer", "realization", "distributed")
+            if getattr(saved, name) != getattr(wanted, name)
+        ),
+        *(
+            f"{name}: " + ", ".join(f"{key} {had[key]} -> {gets.get(key)}" for key in sorted(_changed(had, gets)))
+            for name, had, gets in pairs
+            if _changed(had, gets)
+        ),
+        *(
+            f"the same weights in another model: {name} {saved.function[name]} -> {wanted.function[name]}"
+            for name in function
+        ),
+        *(
+            f"sequence length {had} -> {gets}"
+            for had, gets in [(saved.shape.get("seq_length"), wanted.shape.get("seq_length"))]
+            if had != gets
+        ),
+    ]
+
+
+def _policy_notes(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
     a, b = saved.policy, wanted.policy
     notes = []
-    if saved.recipe != wanted.recipe or a.fingerprint() != b.fingerprint():
-        changed = [name for name in _facts(a) if _facts(a)[name] != _facts(b)[name]]
-        if changed:
-            notes.append(f"recipe {saved.recipe} -> {wanted.recipe}: {', '.join(changed)} differ")
+    changed = _changed(_facts(a), _facts(b))
+    if changed:
+        notes.append(f"recipe {saved.recipe} -> {wanted.recipe}: {', '.join(changed)} differ")
     if _history(b) and _history(a) != _history(b):
         notes.append("the amax history of delayed scaling starts empty")
     if _dynamic(b) and not _dynamic(a):
         scale = b.loss_scale.initial if b.loss_scale is not None else 0.0
         notes.append(f"the loss scale starts at {scale:g}")
-    for name in ("engine", "optimizer", "realization", "distributed"):
-        if getattr(saved, name) != getattr(wanted, name):
-            notes.append(f"{name}: {getattr(saved, name)} -> {getattr(wanted, name)}")
-    for name, texts in (
-        ("parallel", (saved.parallel, wanted.parallel)),
-        ("versions", (saved.versions, wanted.versions)),
-    ):
-        changed = sorted(key for key in texts[0] if texts[0][key] != texts[1].get(key))
-        if changed:
-            notes.append(f"{name}: " + ", ".join(f"{key} {texts[0][key]} -> {texts[1].get(key)}" for key in changed))
-    changed = [
-        name for name in saved.function if name in wanted.function and saved.function[name] != wanted.function[name]
-    ]
-    notes += [
-        f"the same weights in another model: {name} {saved.function[name]} -> {wanted.function[name]}"
-        for name in changed
-    ]
-    if saved.shape.get("seq_length") != wanted.shape.get("seq_length"):
-        notes.append(f"sequence length {saved.shape.get('seq_length')} -> {wanted.shape.get('seq_length')}")
     return notes
+
+
+def _changed(had: Mapping[str, Any], gets: Mapping[str, Any]) -> list[str]:
+    return [name for name in had if had[name] != gets.get(name)]
 
 
 def _facts(policy: PrecisionPolicy) -> dict[str, Any]:

@@ -35,18 +35,7 @@ def _format_faults(v: Mapping[str, Any]) -> list[str]:
     if v["fp8"] and v["fp4"]:
         faults.append("fp8 and fp4 are both on: set one of them to null")
     for low in ("fp8", "fp4"):
-        if v[f"{low}_param"] and not v[low]:
-            faults.append(f"{low}_param=true without {low}: set {low} to a format, or {low}_param=false")
-        row = row_of(v, low)
-        custom, factory = row is not None and row.factory, v[f"{low}_quantizer_factory"]
-        if v[low] and custom and not factory:
-            faults.append(f"{low}_recipe='custom' needs {low}_quantizer_factory (an import path)")
-        if factory and not (v[low] and custom):
-            faults.append(f"{low}_quantizer_factory needs {low} on and {low}_recipe='custom'")
-        if row is not None and v[low] in formats(BITS[low]) and v[low] not in row.formats:
-            faults.append(
-                f"{low}={v[low]!r} with {low}_recipe={row.name!r}: that scaling takes {', '.join(row.formats)}"
-            )
+        faults += _width_faults(v, low, row_of(v, low))
     if v["fp8_amax_history_len"] < 1:
         faults.append(f"fp8_amax_history_len={v['fp8_amax_history_len']}: at least 1")
     row = row_of(v, "fp8")
@@ -55,6 +44,21 @@ def _format_faults(v: Mapping[str, Any]) -> list[str]:
         faults.append(
             "reuse_grad_buf_for_mxfp8_param_ag needs fp8 with fp8_recipe='mxfp8' and fp8_param_gather=true: set it to false"
         )
+    return faults
+
+
+def _width_faults(v: Mapping[str, Any], low: str, row: Scaling | None) -> list[str]:
+    """What does not fit among the fields of fp8, or of fp4."""
+    custom, factory = row is not None and row.factory, v[f"{low}_quantizer_factory"]
+    faults = []
+    if v[f"{low}_param"] and not v[low]:
+        faults.append(f"{low}_param=true without {low}: set {low} to a format, or {low}_param=false")
+    if v[low] and custom and not factory:
+        faults.append(f"{low}_recipe='custom' needs {low}_quantizer_factory (an import path)")
+    if factory and not (v[low] and custom):
+        faults.append(f"{low}_quantizer_factory needs {low} on and {low}_recipe='custom'")
+    if row is not None and v[low] in formats(BITS[low]) and v[low] not in row.formats:
+        faults.append(f"{low}={v[low]!r} with {low}_recipe={row.name!r}: that scaling takes {', '.join(row.formats)}")
     return faults
 
 

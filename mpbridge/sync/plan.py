@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from mpbridge.errors import BadValue, UnknownName
 from mpbridge.formats import DType, dtype, say
+from mpbridge.formats import plain as plain_data
 from mpbridge.megatron_spec.classes import PROCESS_WIDE, USERS_OWN
 from mpbridge.megatron_spec.fields import ALWAYS, KEEP, TABLE, TARGETS, UNSET, Facts, ModuleRules, Place, Target
 from mpbridge.megatron_spec.versions import current, nearest
@@ -194,18 +195,8 @@ class _Reading:
 
     def writes(self, row: Place, facts: Facts | None) -> Iterator[Write]:
         target = self.targets[row.target]
-        told = row.required and facts is not None and not same(row.value(facts), row.default)
-        if is_inputs(target) and not row.holds.holds(self.core) and not told:
+        if not self._asked(row, facts):
             return
-        if not has(target, row.field):
-            if (
-                (row.holds is not ALWAYS and not told)
-                or row.kind == "cleared"
-                or facts is None
-                or row.value(facts) is KEEP
-            ):
-                return
-            raise UnknownName(f"field of {type(target).__name__}", row.field, getattr(target, "__dict__", {}))
         now = normal(row, read(target, row.field))
         wanted = KEEP if facts is None else row.value(facts)
         new = self.baseline(row.target, row.field, now) if wanted is KEEP else wanted
@@ -219,8 +210,6 @@ class _Reading:
                 False,
                 f"megatron-core compares with the strings 'fp32' and 'fp64': {now} there does nothing",
             )
-        turns = conflict and row.knob is not None and facts is not None and row.turns(facts, now)
-        keep = f"mixed_precision.{row.knob}={_yaml(now)}" if turns else None
         yield Write(
             target=row.target,
             field=row.field,
@@ -229,8 +218,21 @@ class _Reading:
             why=why,
             set_by=set_by,
             conflict=conflict,
-            keep=keep,
+            keep=_keep(row, facts, now) if conflict else None,
         )
+
+    def _asked(self, row: Place, facts: Facts | None) -> bool:
+        """Whether the row's field is there to be read. Raises UnknownName where the policy needs a field that is not."""
+        target = self.targets[row.target]
+        told = row.required and facts is not None and not same(row.value(facts), row.default)
+        if is_inputs(target) and not row.holds.holds(self.core) and not told:
+            return False
+        if has(target, row.field):
+            return True
+        elsewhere = (row.holds is not ALWAYS and not told) or row.kind == "cleared"
+        if elsewhere or facts is None or row.value(facts) is KEEP:
+            return False
+        raise UnknownName(f"field of {type(target).__name__}", row.field, getattr(target, "__dict__", {}))
 
     def _set_by(self, row: Place, now: Any) -> tuple[str, bool]:
         target, name = self.targets[row.target], f"{row.target}.{row.field}"
@@ -268,6 +270,12 @@ class _Reading:
                 yield Kept(target=name, field=field_name, value=value, why=why)
 
 
+def _keep(row: Place, facts: Facts | None, now: Any) -> str | None:
+    """The line that keeps the author's value; None where only another recipe does."""
+    turns = row.knob is not None and facts is not None and row.turns(facts, now)
+    return f"mixed_precision.{row.knob}={_yaml(now)}" if turns else None
+
+
 def show(value: Any) -> str:
     """A value as displayed."""
     if value is UNSET:
@@ -284,7 +292,7 @@ def plain(value: Any) -> Any:
     if value is UNSET:
         return None
     if isinstance(value, ModuleRules):
-        return [dataclasses.asdict(region) for region in value.regions]
+        return [plain_data(region) for region in value.regions]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return say(value)

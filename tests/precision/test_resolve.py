@@ -56,7 +56,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a module rule about something else": ({"bf16": True, "modules": {"mlp.*": {"loss_scale": 1}}}, ("loss_scale cannot be set per module",)),
     "a module in another half": ({"bf16": True, "fp8": "hybrid", "modules": {"mlp.*": "fp16"}}, ("a module that is not quantized stays in bf16",)),
-    "a module rule of no kind": ({"bf16": True, "modules": {"mlp.*": "low"}}, ("expected 'bf16' or a mapping",)),
+    "a module rule of no kind": ({"bf16": True, "modules": {"mlp.*": "low"}}, ("expected 'bf16', a scaling",)),
     "all at once": (
         {"bf16": True, "fp16": True, "fp8": "foo", "fp4": "e2m1", "fp8_recipe": "x", "loss_scale": -1, "hysteresis": 0},
         ("fp16 and bf16", "fp8='foo'", "fp8_recipe='x'", "fp8 and fp4 are both on", "loss_scale=-1", "hysteresis=0"),
