@@ -9,6 +9,7 @@ kernels reduce with fmaxf, which prefers the number.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -58,6 +59,23 @@ def rules_for(release: tuple[int, int] = DEFAULT_RELEASE) -> Rules:
 def magnitude(x: torch.Tensor) -> torch.Tensor:
     """|x| with NaN counted as zero, so that a maximum over it is Transformer Engine's amax."""
     return torch.fmax(x.abs(), torch.zeros_like(x))
+
+
+_BF16_INFINITY = 0x7F80
+
+
+def peaks_over(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Tensor:
+    """fp32 maximum of `magnitude` over `dim` (None: over everything). In bf16 by comparing bits, which order magnitudes as values do."""
+    axes: Any = () if dim is None else dim
+    if x.dtype is torch.bfloat16:
+        bits = torch.amax(x.view(torch.int16) & 0x7FFF, axes)
+        if int(bits.amax()) <= _BF16_INFINITY:
+            return bits.view(torch.bfloat16).float()
+    else:
+        found = torch.amax(x.abs(), axes)
+        if not bool(found.isnan().any()):
+            return found.float()
+    return torch.amax(magnitude(x), axes).float()
 
 
 def _quotient(numerator: float, amax: torch.Tensor) -> torch.Tensor:

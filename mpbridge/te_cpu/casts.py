@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.emulation.codes import encode_e2m1, encode_fp8, pack_e2m1
-from mpbridge.emulation.kernels import amax_of
 from mpbridge.emulation.rounding import random_bytes
 from mpbridge.emulation.scales import (
-    magnitude,
     mxfp8_exponent,
     mxfp8_factors,
     nvfp4_block,
     nvfp4_global,
+    peaks_over,
     scale_from_amax,
 )
 from mpbridge.formats import E4M3
@@ -59,12 +58,12 @@ def _delayed(quantizer: Any, x: torch.Tensor, out: Any) -> None:
     seen = quantizer.amax
     if seen.numel():
         # an atomic maximum in the kernel: micro-batches of one interval keep the largest
-        seen.copy_(torch.fmax(seen, amax_of(x).reshape(seen.shape)))
+        seen.copy_(torch.fmax(seen, peaks_over(x).reshape(seen.shape)))
     _store(quantizer, x, quantizer.scale.float().reshape(()), out)
 
 
 def _current(quantizer: Any, x: torch.Tensor, out: Any) -> None:
-    amax = amax_of(x).reshape(1)
+    amax = peaks_over(x).reshape(1)
     if quantizer.with_amax_reduction:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
     scale = current_scale(quantizer, amax)
@@ -101,7 +100,7 @@ def _mxfp8(quantizer: Any, x: torch.Tensor, out: Any) -> None:
     tiles = swizzles(quantizer)
     if quantizer.rowwise_usage:
         view = x.reshape(rows, columns // 32, 32)
-        exponent = mxfp8_exponent(magnitude(view).amax(-1).float(), number)
+        exponent = mxfp8_exponent(peaks_over(view, -1), number)
         multiplier, _ = mxfp8_factors(exponent, now().rules)
         out._rowwise_data.copy_(
             encode_fp8(view.float() * multiplier.unsqueeze(-1), number).view(out._rowwise_data.shape)
@@ -109,7 +108,7 @@ def _mxfp8(quantizer: Any, x: torch.Tensor, out: Any) -> None:
         _put(out._rowwise_scale_inv, exponent, swizzled if tiles else None)
     if quantizer.columnwise_usage:
         view = x.reshape(rows // 32, 32, columns)
-        exponent = mxfp8_exponent(magnitude(view).amax(1).float(), number)
+        exponent = mxfp8_exponent(peaks_over(view, 1), number)
         multiplier, _ = mxfp8_factors(exponent, now().rules)
         codes = encode_fp8(view.float() * multiplier.unsqueeze(1), number)
         out._columnwise_data.copy_(codes.view(out._columnwise_data.shape))
@@ -142,7 +141,7 @@ def square_peaks(x: torch.Tensor, side: int) -> torch.Tensor:
     rows, columns = x.shape
     padded = torch.nn.functional.pad(x, (0, -columns % side, 0, -rows % side))
     blocks = padded.reshape(-(-rows // side), side, -(-columns // side), side)
-    return magnitude(blocks).amax((1, 3)).float()
+    return peaks_over(blocks, (1, 3))
 
 
 def spread(scales: torch.Tensor, side: int, shape: Sequence[int]) -> torch.Tensor:
@@ -162,17 +161,26 @@ def _block(quantizer: Any, x: torch.Tensor, out: Any) -> None:
     number, compact = number_format(quantizer.dtype), is_compact(quantizer)
     if quantizer.rowwise_usage:
         view = torch.nn.functional.pad(x, (0, -columns % 128)).reshape(rows, -1, 128)
-        scale = block_scales(magnitude(view).amax(-1).float(), quantizer, x.dtype)
-        codes = encode_fp8(x.float() * scale.repeat_interleave(128, 1)[:, :columns], number)
+        scale = block_scales(peaks_over(view, -1), quantizer, x.dtype)
+        codes = encode_fp8(_times_blocks(x, scale), number)
         out._rowwise_data.copy_(codes.view(out._rowwise_data.shape))
         inverse = 1.0 / scale
         _put(out._rowwise_scale_inv, inverse if compact else inverse.t(), None)
     if quantizer.columnwise_usage:
         view = torch.nn.functional.pad(x, (0, 0, 0, -rows % 128)).reshape(-1, 128, columns)
-        scale = block_scales(magnitude(view).amax(1).float(), quantizer, x.dtype)
-        codes = encode_fp8(x.float() * scale.repeat_interleave(128, 0)[:rows], number)
+        scale = block_scales(peaks_over(view, 1), quantizer, x.dtype)
+        scaled = view.float() * scale.unsqueeze(1)
+        codes = encode_fp8(scaled.view(-1, columns)[:rows], number)
         out._columnwise_data.copy_((codes if compact else codes.t()).reshape(out._columnwise_data.shape))
         _put(out._columnwise_scale_inv, 1.0 / scale, None)
+
+
+def _times_blocks(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """fp32 [rows, columns] times a scale for every 128 columns."""
+    rows, columns = x.shape
+    if columns % 128:
+        return x.float() * scale.repeat_interleave(128, 1)[:, :columns]
+    return (x.view(rows, -1, 128).float() * scale.unsqueeze(-1)).view(rows, columns)
 
 
 def _square_blocks(quantizer: Any, x: torch.Tensor, out: Any) -> None:
@@ -189,8 +197,8 @@ def _square_blocks(quantizer: Any, x: torch.Tensor, out: Any) -> None:
 # --- NVFP4 ---------------------------------------------------------------------------------------------------------------------------------
 def rotated(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """The random Hadamard transform of [tokens, features] along the tokens in groups of 16: [features, tokens] in x's dtype."""
-    groups = x.t().reshape(x.shape[1], x.shape[0] // 16, 16)
-    return (groups.float() @ matrix.float()).to(x.dtype).reshape(x.shape[1], x.shape[0])
+    groups = x.t().reshape(-1, 16)
+    return (groups.float() @ matrix.float()).to(x.dtype).view(x.shape[1], x.shape[0])
 
 
 def _nvfp4(quantizer: Any, x: torch.Tensor, out: Any) -> None:
@@ -199,10 +207,10 @@ def _nvfp4(quantizer: Any, x: torch.Tensor, out: Any) -> None:
     by_row = bool(getattr(quantizer, "row_scaled_nvfp4", False))
     turned_x = None
     if quantizer.rowwise_usage:
-        out._amax_rowwise.copy_(magnitude(x).amax(1).float() if by_row else amax_of(x).reshape(1))
+        out._amax_rowwise.copy_(peaks_over(x, 1) if by_row else peaks_over(x).reshape(1))
     if quantizer.columnwise_usage:
         turned_x = rotated(x, quantizer.rht_matrix) if quantizer.with_rht else x.t()
-        out._amax_columnwise.copy_(magnitude(turned_x).amax(1).float() if by_row else amax_of(turned_x).reshape(1))
+        out._amax_columnwise.copy_(peaks_over(turned_x.contiguous(), 1) if by_row else peaks_over(turned_x).reshape(1))
     if quantizer.with_amax_reduction:
         for amax in (out._amax_rowwise, out._amax_columnwise):
             if amax is not None:
@@ -238,7 +246,7 @@ def nvfp4_rows(
     if square:
         peak = square_peaks(x, 16).repeat_interleave(16, 0)[:rows]
     else:
-        peak = magnitude(x.reshape(rows, columns // 16, 16)).amax(-1).float()
+        peak = peaks_over(x.reshape(rows, columns // 16, 16), -1)
     overall = nvfp4_global(amax.float().reshape(-1, 1))
     multiplier, scale = nvfp4_block(peak, overall, now().rules)
     scaled = (x.reshape(rows, columns // 16, 16).float() * multiplier.unsqueeze(-1)).view(rows, columns)
