@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -65,11 +66,12 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         help="the machine that will run it: h100, b200, rtx4090, sm_90 ... (default: this one)",
     )
     for option, field in _OPTIONS.items():
-        parser.add_argument(
-            f"--{option}",
-            metavar="X.Y",
-            help=f"version of {field.replace('_', ' ')} there (default: as installed; for a --target 'none' means absent)",
-        )
+        with contextlib.suppress(argparse.ArgumentError):  # --te is the one that --emulate knows too
+            parser.add_argument(
+                f"--{option}",
+                metavar="X.Y",
+                help=f"version of {field.replace('_', ' ')} there (default: as installed; for a --target 'none' means absent)",
+            )
 
 
 def target(args: argparse.Namespace) -> Target:

@@ -40,6 +40,11 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) ->
         help="a recipe whose hardware is not here: quantized GEMMs in software (alone, or fast), or what --target would build, with "
         "Transformer Engine's own Python on the CPU (te)",
     )
+    parser.add_argument(
+        "--te",
+        metavar="X.Y",
+        help="with --emulate: the Transformer Engine release whose rules to follow (default: as installed, else 2.11)",
+    )
     if world:
         parser.add_argument(
             "--world-size", type=int, metavar="N", help="processes (default: as few as the parallel sizes allow)"
@@ -61,8 +66,9 @@ def container(args: argparse.Namespace) -> ConfigContainer:
         overrides.insert(0, f"mixed_precision.recipe={_quoted(args.recipe)}")
     overrides += [f"engine={args.engine}"] if args.engine else []
     overrides += [f"emulate={EMULATION[args.emulate]}"] if args.emulate else []
-    if EMULATION.get(args.emulate) == "te" or any(text == "emulate=te" for text in overrides):
-        for name in ("target", "te"):
+    played = EMULATION.get(args.emulate) == "te" or any(text == "emulate=te" for text in overrides)
+    if args.emulate or played:
+        for name in ("target", "te") if played else ("te",):
             given = getattr(args, name, None)
             overrides += [f"{name}={_quoted(given)}"] if given else []
     # a recipe that is code runs only when the command line names it; a file may come from anywhere

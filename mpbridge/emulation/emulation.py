@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,8 +12,8 @@ import torch
 from mpbridge.emulation.gemm import Observer, Plug
 from mpbridge.emulation.kernels import compiler
 from mpbridge.emulation.quantizer import Quantizer, Randomness
-from mpbridge.emulation.scales import DEFAULT_RELEASE, rules_for
-from mpbridge.errors import BadValue, CheckpointError
+from mpbridge.emulation.rules import Release, options_of, release_of, rules_for
+from mpbridge.errors import BadValue, CheckpointError, Refused
 from mpbridge.precision.words import region_text
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 ALWAYS = (
     "accumulation order: products are exact and summed in fp32, tensor cores sum in their own order (fast accumulation: with fewer bits)",
     "casts fused with a norm or an activation see its fp32 result on the GPU and its rounded one here",
+    "each micro-batch's weight gradient is rounded to its parameter's dtype before it is added; accumulation fused into the GEMM keeps fp32 on the GPU",
 )
 STEP = "step"
 
@@ -30,7 +32,12 @@ def emulation_for(run: Run) -> Emulation | None:
     """The emulation that a run asks for; None when it is not emulated or its recipe quantizes nothing."""
     if not run.emulate or not run.policy.quantized:
         return None
-    return Emulation(run.policy, seed=int(run.train.get("seed", 1234)))
+    return Emulation(
+        run.policy,
+        seed=int(run.train.get("seed", 1234)),
+        release=run.te or run.facts.versions.transformer_engine,
+        environment=run.facts.environment,
+    )
 
 
 class _Placed(NamedTuple):
@@ -47,9 +54,10 @@ class _Placed(NamedTuple):
 class Emulation:
     """Quantizers, contexts and hooks of one model.
 
-    policy: what to emulate. seed: of stochastic rounding. release: the Transformer Engine release whose rules apply. compiled: False keeps
-    the quantize kernels out of torch.compile. device: where the state lives. Raises BadValue for a release without rules, Refused for
-    'custom'.
+    policy: what to emulate. seed: of stochastic rounding. release: the Transformer Engine release whose rules apply ('2.14' or a pair). compiled:
+    False keeps the quantize kernels out of torch.compile. device: where the state lives. environment: the variables by which Transformer Engine is
+    told what a recipe leaves open; None: this process's. Raises BadValue for a release without rules, Refused for 'custom', for options that exclude
+    each other or that the release does not have, and for FP16 around a scaling that takes none.
     """
 
     def __init__(
@@ -57,12 +65,13 @@ class Emulation:
         policy: PrecisionPolicy,
         *,
         seed: int = 1234,
-        release: tuple[int, int] = DEFAULT_RELEASE,
+        release: str | Release | None = None,
         compiled: bool = True,
         device: torch.device | str = "cpu",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        rules_for(release)
-        self.policy, self.release, self.compiled, self.device = policy, release, compiled, torch.device(device)
+        self.seed, self.compiled, self.device = seed, compiled, torch.device(device)
+        self._rule(policy, release, environment)
         self.randomness = Randomness(seed, self.device)
         self.observer: Observer | None = None
         self.is_paused = False
@@ -70,10 +79,71 @@ class Emulation:
         self.plugs: dict[str, Plug] = {}
         self.high: list[str] = []
         """Linears that the policy keeps in high precision, by global name."""
-        self.restore: list[torch.nn.Linear] = []
         self._placed: list[_Placed] = []
         self._hooks: list[Any] = []
         self._depth, self._unopened, self._group = 0, False, None
+
+    def _rule(
+        self, policy: PrecisionPolicy, release: str | Release | None, environment: Mapping[str, str] | None
+    ) -> None:
+        """Takes up a policy, once nothing speaks against it."""
+        number = release_of(release)
+        rules_for(number)
+        read = dict(os.environ if environment is None else environment)
+        options = {quant: options_of(quant, number, read) for quant in policy.quants if quant.row.emulation}
+        _refuse_compute(policy)
+        self.policy, self.release, self.environment, self.options = policy, number, read, options
+
+    def switch(
+        self,
+        policy: PrecisionPolicy,
+        *,
+        release: str | Release | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Goes on under another policy on the same, built model, as if it had been built under it: scales, histories and random bits start anew.
+
+        Weights, optimizer and hooks stay. release: None: the present one. environment: None: the present one. To be called between steps. Raises what
+        the constructor and `attach` raise, and Refused for another compute dtype; after an error the present policy is still in force.
+        """
+        if policy.compute is not self.policy.compute:
+            raise Refused(
+                f"the model computes in {self.policy.compute.short}; a policy for {policy.compute.short} needs another one"
+            )
+        before = (self.policy, self.release, self.environment)
+        self._rule(
+            policy,
+            self.release if release is None else release,
+            self.environment if environment is None else environment,
+        )
+        placed = self._placed
+        self._placed = [
+            place._replace(gemms=policy.gemms_at(place.below, place.layer, place.layers, place.name))
+            for place in placed
+        ]
+        try:
+            self._check_regions()
+        except BadValue:
+            self._placed = placed
+            self._rule(*before)
+            raise
+        for place in placed:
+            if place.name in self.plugs:
+                del place.linear.plug
+        self.plugs.clear()
+        self.quantizers.clear()
+        self.high.clear()
+        self.randomness = Randomness(self.seed, self.device)
+        self.freeze()
+        self.dress()
+
+    def dress(self) -> None:
+        """Gives plain linears the class that goes with their plug; megatron-core's have theirs from the start."""
+        from mpbridge.emulation.linear import EmulatedLinear
+
+        for place in self._placed:
+            if type(place.linear) in (torch.nn.Linear, EmulatedLinear):
+                place.linear.__class__ = EmulatedLinear if place.name in self.plugs else torch.nn.Linear
 
     # --- building ------------------------------------------------------------------------------------------------------------------------
     def backend(self, base: Any) -> Any:
@@ -119,6 +189,7 @@ class Emulation:
                 device=self.device,
                 release=self.release,
                 compiled=self.compiled,
+                environment=self.environment,
             )
         for place in self._placed:
             if not place.gemms.distinct:
@@ -224,12 +295,11 @@ class Emulation:
         """Removes every hook and plug."""
         for hook in self._hooks:
             hook.remove()
-        for linear in self.restore:
-            linear.__class__ = torch.nn.Linear
         for linear in self.plugged():
             del linear.plug
-        self._hooks, self.restore, self._placed = [], [], []
         self.plugs.clear()
+        self.dress()
+        self._hooks, self._placed = [], []
 
     # --- words ---------------------------------------------------------------------------------------------------------------------------
     def notes(self) -> tuple[str, ...]:
@@ -239,23 +309,33 @@ class Emulation:
         count = f"{len(self.plugs)} linears quantized, {len(self.high)} kept high" + (
             " on this rank" if _split() else ""
         )
-        notes = [
-            f"emulated with the rules of Transformer Engine {release}: {count}",
-            *ALWAYS,
-        ]
+        notes = [f"emulated with the rules of Transformer Engine {release}: {count}"]
+        notes += dict.fromkeys(note for options in self.options.values() for note in options.notes)
+        notes += ALWAYS
         if any(quant.attention != "none" for quant in quants):
             notes.append("FP8 attention: attention runs in the compute dtype")
         if any(quant.stored for quant in quants):
             notes.append(
                 "low-precision parameters at rest: weights rest in the parameters' dtype and are quantized from it each step"
             )
-        if any(quant.row.has("stochastic_rounding") for quant in quants):
+        if any(options.get("fast_math") for options in self.options.values()):
+            notes.append("fast math: reciprocals are exact here and approximate on the GPU")
+        if any(options.get("stochastic_rounding") for options in self.options.values()):
             notes.append("the GPU's random stream: stochastic rounding has the same distribution, other bits")
         if any(not quant.wgrad for quant in quants):
             notes.append("fp8_wgrad=False: Transformer Engine 2.9 to 2.12 ignore it, so wgrad is quantized here too")
         if self.compiled and (why := compiler()) is not None:
             notes.append(why)
         return tuple(notes)
+
+
+def _refuse_compute(policy: PrecisionPolicy) -> None:
+    odd = [quant.row.words for quant in policy.quants if policy.compute not in quant.row.compute]
+    if odd:
+        raise Refused(
+            f"{', '.join(odd)} around {policy.compute.short}: Transformer Engine takes bf16 only (Hadamard transform, stochastic rounding, no FP16 "
+            "output of the GEMM)"
+        )
 
 
 def _split() -> bool:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from mpbridge.emulation.quantizer import Gemm, Operand, Quantizer, Side
+from mpbridge.emulation.operands import Gemm, Operand, Side
+from mpbridge.emulation.quantizer import Quantizer
 from mpbridge.errors import BadValue
 from mpbridge.precision.regions import Gemms
 from mpbridge.scalings import Scaling
@@ -39,6 +40,8 @@ class Plug:
     """Its `Emulation`: contexts of delayed scaling, observer, pause switch."""
     quantizer: Quantizer = field(init=False)
     """The first of the three: one of them there is."""
+    dequantized: bool = field(init=False)
+    """The backward pass computes with what the forward's copies dequantize to."""
     weight_row: Operand | None = None
     weight_column: Operand | None = None
     first_microbatch: bool = True
@@ -47,6 +50,10 @@ class Plug:
 
     def __post_init__(self) -> None:
         self.quantizer = next(one for one in (self.fprop, self.dgrad, self.wgrad) if one is not None)
+        backward = self.fprop.backward if self.fprop is not None and self.gemms.one else "quantized"
+        self.dequantized = backward == "dequantized"
+        if backward != "quantized":
+            self.dgrad = self.wgrad = None
 
 
 def check_shapes(slot: str, scaling: Scaling, tokens: int, weight: torch.Size) -> None:
@@ -70,20 +77,23 @@ def product(a: Operand, b: Operand, out: torch.dtype, bias: torch.Tensor | None 
     left, right = a.values, b.values
     if left.device.type != "cpu":
         return _product_on_gpu(a, b, out, bias)
-    alpha = _alpha(a, b)
-    if out is not torch.bfloat16:
-        # no mixed-precision output on the CPU: the same exact operands, widened, and the epilogue by hand (MKL scales an operand
-        # beforehand)
-        result = (left.float() @ right.float()) * alpha
+    factor = _factor(a, b)
+    narrow = torch.bfloat16
+    if (
+        out is not narrow
+        or left.dtype is not narrow
+        or right.dtype is not narrow
+        or (factor is not None and factor.dim())
+    ):
+        # no mixed-precision output and no factor by lines on the CPU: the same exact operands, widened, and the epilogue by hand (MKL scales an
+        # operand beforehand)
+        result = left.float() @ right.float()
+        result = result if factor is None else result * factor
         return (result if bias is None else result + bias.float()).to(out)
     # mkldnn scales and adds in fp32 before it rounds; beta=0 ignores the addend's content
     addend = left.new_zeros(1, 1) if bias is None else bias.to(left.dtype).unsqueeze(0)
+    alpha = 1.0 if factor is None else float(factor)
     return torch.addmm(addend, left, right, beta=0.0 if bias is None else 1.0, alpha=alpha)
-
-
-def _alpha(a: Operand, b: Operand) -> float:
-    factor = _factor(a, b)
-    return 1.0 if factor is None else float(factor)
 
 
 def _factor(a: Operand, b: Operand) -> torch.Tensor | None:
@@ -122,8 +132,7 @@ class QuantizedLinear(torch.autograd.Function):
             y = product(row, Operand(weights[0].values.t(), weights[0].alpha), x.dtype, bias)
             column = None
             if ctx.needs_input_grad[1]:
-                shared = _shared(plug.fprop, plug.wgrad, "x")
-                column = row if shared else _seen(plug, "wgrad", "x", flat, replay=replay)
+                column = _for_wgrad(plug, row, flat, replay=replay)
             _save(ctx, column, weights[1])
             ctx.plug, ctx.first, ctx.shape, ctx.dtypes = plug, first, x.shape, (x.dtype, weight.dtype)
             ctx.has_bias = bias is not None
@@ -150,17 +159,31 @@ class QuantizedLinear(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
+def _for_wgrad(plug: Plug, row: Operand, x: torch.Tensor, *, replay: bool) -> Operand:
+    """x as wgrad sees it: what fprop saw where that serves, or what it dequantizes to, or a copy of its own."""
+    if plug.dequantized:
+        return _dequantized(row, x.dtype)
+    return row if _shared(plug.fprop, plug.wgrad, "x") else _seen(plug, "wgrad", "x", x, replay=replay)
+
+
+def _dequantized(operand: Operand, compute: torch.dtype) -> Operand:
+    """The operand as an ordinary tensor of the compute dtype (NVTE_BACKWARD_OVERRIDE=dequantized: pytorch/module/linear.py)."""
+    return Operand(operand.dequantized().to(compute))
+
+
 def _shared(first: Quantizer | None, second: Quantizer | None, side: Side) -> bool:
     """Whether the operand that one GEMM has seen serves another one too: one rule, and both copies equal under it."""
     return first is second and (first is None or first.shares_copies(side))
 
 
-def _seen(plug: Plug, gemm: Gemm, side: Side, x: torch.Tensor, *, replay: bool = False) -> Operand:
+def _seen(
+    plug: Plug, gemm: Gemm, side: Side, x: torch.Tensor, *, replay: bool = False, wide: bool | None = None
+) -> Operand:
     quantizer: Quantizer | None = getattr(plug, gemm)
     if quantizer is None:
         return Operand(x)
     operand = quantizer.operand(
-        x, slot=plug.slot, gemm=gemm, side=side, first_microbatch=plug.first_microbatch, replay=replay
+        x, slot=plug.slot, gemm=gemm, side=side, first_microbatch=plug.first_microbatch, replay=replay, wide=wide
     )
     observer: Observer | None = plug.emulation.observer
     if observer is not None and not replay:
@@ -174,8 +197,12 @@ def _weights(plug: Plug, weight: torch.Tensor, compute: torch.dtype, *, column: 
         plug.weight_row = _weight(plug, "fprop", weight, compute)
         plug.weight_column = None
     if column and plug.weight_column is None:
-        shared = _shared(plug.fprop, plug.dgrad, "w")
-        plug.weight_column = plug.weight_row if shared else _weight(plug, "dgrad", weight, compute)
+        if plug.dequantized:
+            plug.weight_column = _dequantized(plug.weight_row, compute)
+        elif _shared(plug.fprop, plug.dgrad, "w"):
+            plug.weight_column = plug.weight_row
+        else:
+            plug.weight_column = _weight(plug, "dgrad", weight, compute)
     plug.first_microbatch = False
     return plug.weight_row, plug.weight_column if column else None
 
@@ -183,7 +210,9 @@ def _weights(plug: Plug, weight: torch.Tensor, compute: torch.dtype, *, column: 
 def _weight(plug: Plug, gemm: Gemm, weight: torch.Tensor, compute: torch.dtype) -> Operand:
     high = weight.detach()
     # a GEMM that is not quantized takes the weight as the compute dtype has it
-    return _seen(plug, gemm, "w", high if getattr(plug, gemm) is not None else high.to(compute))
+    return _seen(
+        plug, gemm, "w", high if getattr(plug, gemm) is not None else high.to(compute), wide=compute is torch.float32
+    )
 
 
 def _save(ctx: Any, *operands: Operand | None) -> None:

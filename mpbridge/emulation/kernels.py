@@ -30,6 +30,7 @@ from mpbridge.emulation.scales import (
     mxfp8_exponent,
     mxfp8_factors,
     nvfp4_block,
+    nvfp4_candidates,
     nvfp4_global,
     scale_from_amax,
 )
@@ -69,6 +70,40 @@ def nvfp4_factors(amax: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch
     return multiplier, scale, overall / (E2M1.largest * E4M3.largest)
 
 
+def four_over_six(
+    view: torch.Tensor, amax: torch.Tensor, overall: torch.Tensor, bound: float, squared: bool, square: bool
+) -> Pair:
+    """NVFP4's Four Over Six: (multiplier, E4M3 block scale) of the candidate with the smaller error in each block; 6 wins a tie.
+
+    view: [.., 16 along, ..] blocks along axis 1; amax: of each block, shaped to multiply the view; overall: the tensor's amax, or one that multiplies
+    the view. bound: 448 or 256. squared: the sum of squares decides. square: blocks are 16 lines of the view's last axis wide and share a choice.
+    Source: `common/cast/nvfp4/quantize_4over6_nvfp4.cuh` (v2.17): errors are summed in fp32 one by one along the block, and pairwise across lines.
+    """
+    candidates = nvfp4_candidates(amax, nvfp4_global(overall, bound))
+    x = view.float()
+    errors = []
+    for multiplier, scale in candidates:
+        codes = round_nearest(x * multiplier, E2M1)
+        product = codes * scale * overall
+        difference = torch.div(product, torch.full_like(product, E2M1.largest * bound)) - x
+        size = difference * difference if squared else difference.abs()
+        total = torch.zeros_like(size[:, :1])
+        for i in range(view.shape[1]):
+            total = total + size[:, i : i + 1]
+        errors.append(_across(total) if square else total)
+    four = errors[1] < errors[0]
+    (six_multiplier, six), (four_multiplier, scale) = candidates
+    return torch.where(four, four_multiplier, six_multiplier), torch.where(four, scale, six)
+
+
+def _across(error: torch.Tensor) -> torch.Tensor:
+    """Errors of lines, [blocks, 1, columns], summed over the 16 lines of each square block in the order of a warp's reduction."""
+    lines = error.reshape(error.shape[0], 1, -1, 16)
+    for half in (8, 4, 2, 1):
+        lines = lines[..., :half] + lines[..., half:]
+    return lines.repeat_interleave(16, 3).reshape(error.shape)
+
+
 def blockwise_scales(view: torch.Tensor, number: NumberFormat, power_of_two: bool) -> Pair:
     """`blockwise_factors` of a view."""
     return blockwise_factors(peaks(view), number, torch.finfo(view.dtype).max, power_of_two)
@@ -82,6 +117,16 @@ def mxfp8_scales(view: torch.Tensor, number: NumberFormat, rules: Rules) -> Pair
 def nvfp4_scales(view: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`nvfp4_factors` of a view."""
     return nvfp4_factors(peaks(view), rules)
+
+
+def nvfp4_fused_scales(view: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `nvfp4_scales` in the casts that are fused with the Hadamard transform: a block with a NaN has a NaN for its scale, and no part in the
+    tensor's amax.
+    """
+    amax = view.abs().amax(1, keepdim=True).float()
+    overall = torch.where(amax == amax, amax, 0.0).amax()
+    multiplier, scale = nvfp4_block(amax, nvfp4_global(overall), rules)
+    return multiplier, scale, overall / (E2M1.largest * E4M3.largest)
 
 
 # --- codes --------------------------------------------------------------------------------------------------------------------------------
@@ -99,9 +144,11 @@ def values_stochastic(
     return (round_stochastic(view.float() * multiplier, random) * factor).to(out)
 
 
-def tensorwise(x: torch.Tensor, number: NumberFormat, out: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def tensorwise(
+    x: torch.Tensor, number: NumberFormat, out: torch.dtype, power_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Current scaling: (codes, 1/scale)."""
-    scale = scale_from_amax(amax_of(x), number.largest, power_of_two=False)
+    scale = scale_from_amax(amax_of(x), number.largest, power_of_two=power_of_two)
     return round_nearest(x.float() * scale, number).to(out), 1.0 / scale
 
 
@@ -126,8 +173,9 @@ def hadamard(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return (torch.diag(torch.tensor(_SIGNS, dtype=torch.float32)) @ matrix * 0.25).t().contiguous().to(device, dtype)
 
 
-def rotate(x: torch.Tensor) -> torch.Tensor:
-    """The transform of [tokens, features] along the tokens in groups of 16, rounded to x's dtype as TE does before the cast."""
+def rotate(x: torch.Tensor, *, rounded: bool = True) -> torch.Tensor:
+    """The transform of [tokens, features] along the tokens in groups of 16, rounded to x's dtype as TE does before the cast, or in fp32 (fast math)."""
+    x = x if rounded else x.float()
     groups = x.reshape(x.shape[0] // 16, 16, x.shape[1])
     return torch.matmul(hadamard(x.device, x.dtype), groups).reshape(x.shape)
 

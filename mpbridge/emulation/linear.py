@@ -96,9 +96,7 @@ def emulate_linears(module: torch.nn.Module, policy: PrecisionPolicy, **options:
     for name, linear, below, layer, layers in found:
         emulation.add(linear, name, below, policy.gemms_at(below, layer, layers, name), layer, layers)
     emulation.freeze()
-    for linear in emulation.plugged():
-        linear.__class__ = EmulatedLinear
-    emulation.restore.extend(linear for linear in emulation.plugged())
+    emulation.dress()
     # containers without a forward of their own are called member by member
     for context in module if isinstance(module, torch.nn.ModuleList) else [module]:
         emulation.context_of(context)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -27,46 +27,30 @@ from mpbridge.emulation.kernels import (
     kernel,
     mxfp8_block_factors,
     mxfp8_scales,
-    nvfp4_factors,
-    nvfp4_scales,
     peaks,
-    rotate,
     tensorwise,
     values,
-    values_stochastic,
+)
+from mpbridge.emulation.nvfp4 import Nvfp4
+from mpbridge.emulation.operands import (
+    COPY_OF,
+    Copy,
+    Gemm,
+    Operand,
+    Side,
+    cropped,
+    padded_to_blocks,
+    spread,
+    square_peaks,
+    view_of,
 )
 from mpbridge.emulation.rounding import random_bytes
-from mpbridge.emulation.scales import DEFAULT_RELEASE, nvfp4_block, nvfp4_global, rules_for
+from mpbridge.emulation.rules import Release, options_of
+from mpbridge.emulation.scales import DEFAULT_RELEASE, rules_for
 from mpbridge.errors import Refused
-from mpbridge.formats import E2M1, E4M3, FORMATS, NumberFormat
+from mpbridge.formats import FORMATS, NumberFormat
 from mpbridge.precision.policy import Quant
 from mpbridge.scalings import SCALINGS, Block
-
-Gemm = Literal["fprop", "dgrad", "wgrad"]
-Side = Literal["x", "w", "dy"]
-Copy = Literal["row", "column"]
-COPY_OF: Mapping[tuple[Gemm, Side], Copy] = {
-    ("fprop", "x"): "row",
-    ("fprop", "w"): "row",
-    ("dgrad", "dy"): "row",
-    ("dgrad", "w"): "column",
-    ("wgrad", "dy"): "column",
-    ("wgrad", "x"): "column",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """A quantized GEMM operand: its value is `values * alpha`."""
-
-    values: torch.Tensor
-    """Exactly representable in bf16."""
-    alpha: torch.Tensor | None = None
-    """fp32 scalar for the epilogue; None: 1."""
-
-    def dequantized(self) -> torch.Tensor:
-        """The operand's value in fp32, for statistics and tests."""
-        return self.values.float() if self.alpha is None else self.values.float() * self.alpha
 
 
 class Randomness:
@@ -93,11 +77,12 @@ class Randomness:
         return random_bytes(shape, self._generator.manual_seed(high << 32 | low))
 
 
-class Quantizer:
+class Quantizer(Nvfp4):
     """GEMM operands under one `Quant`; serves megatron-core's linears and plain ones.
 
     slots: the linears that this quantizer serves, fixed before the first operand (delayed scaling keeps a scale for each).
-    release: the Transformer Engine release whose rules apply. Raises Refused for scaling="custom", whose rules live in the factory.
+    release: the Transformer Engine release whose rules apply; environment: variables that decide what the recipe leaves open.
+    Raises Refused for a scaling whose rules live in the author's factory, and for options that the release does not have or that exclude each other.
     """
 
     def __init__(
@@ -107,8 +92,9 @@ class Quantizer:
         *,
         randomness: Randomness,
         device: torch.device,
-        release: tuple[int, int] = DEFAULT_RELEASE,
+        release: Release = DEFAULT_RELEASE,
         compiled: bool = True,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         if quant.row.emulation is None:
             known = ", ".join(row.name for row in SCALINGS.values() if row.emulation is not None)
@@ -117,6 +103,10 @@ class Quantizer:
             )
         self.rule = quant.row.emulation
         self.quant, self.rules, self.compiled, self._randomness = quant, rules_for(release), compiled, randomness
+        self.options = options_of(quant, release, environment)
+        self.backward: str = self.options.get("backward", "quantized")
+        self._power_of_two: bool = self.options.get("power_of_two", False)
+        self._hadamard: bool = self.options.get("hadamard", False)
         self.index = {slot: i for i, slot in enumerate(slots)}
         self.forward_format = FORMATS[quant.element(gradient=False)]
         self.gradient_format = FORMATS[quant.element(gradient=True)]
@@ -139,32 +129,43 @@ class Quantizer:
     def block(self, side: Side) -> Block:
         """The extent of one scale on that side."""
         assert self.quant.row.blocks is not None  # a scaling that a factory decides is refused above
-        return self.quant.row.blocks[side == "w"]
+        return self.quant.row.blocks[side == "w" and self.options.get("square_weights", True)]
 
     def shares_copies(self, side: Side) -> bool:
         """True when both copies of that operand are equal: one scale for all of it, or square blocks."""
-        return self.one_copy or (side == "w" and self.block("w").square)
+        # Four Over Six sums errors along the contraction, so the two copies of a square block need not choose alike
+        return self.one_copy or (side == "w" and self.block("w").square and not self.four_over_six("w"))
 
     def operand(
-        self, x: torch.Tensor, *, slot: str, gemm: Gemm, side: Side, first_microbatch: bool = True, replay: bool = False
+        self,
+        x: torch.Tensor,
+        *,
+        slot: str,
+        gemm: Gemm,
+        side: Side,
+        first_microbatch: bool = True,
+        replay: bool = False,
+        wide: bool | None = None,
     ) -> Operand:
         """`x` (two-dimensional: tokens by features, or a weight) as that GEMM of that linear sees it.
 
         first_microbatch: a weight is quantized, and its amax counted, on the first micro-batch of a step; later ones reuse the caller's
         copy.
         replay: activation recomputation; delayed scaling reads the scale of the first run and counts no amax.
+        wide: values in fp32, where bf16 cannot hold the smallest block scales times a code (amaxes below 1e-35, which bf16 GEMMs flush anyway);
+        None: for fp32 input.
         """
         number = self.format_of(side)
         rule, copy = self.rule, COPY_OF[gemm, side]
         if rule == "current":
             flat = x.reshape(-1)
-            codes, alpha = self._kernel(tensorwise, flat, number, self.out)(flat)
+            codes, alpha = self._kernel(tensorwise, flat, number, self.out, self._power_of_two)(flat)
             return Operand(codes.view(x.shape), alpha)
         if rule == "history":
             return self._delayed(x, slot, side, observe=first_microbatch or side != "w", replay=replay)
         if rule == "e4m3_blocks":
             return self._nvfp4(x, slot, side, copy)
-        return self._blocks(x, side, copy)
+        return self._blocks(x, side, copy, x.dtype is torch.float32 if wide is None else wide)
 
     def format_of(self, side: Side) -> NumberFormat:
         """The element format of that side's operands."""
@@ -182,21 +183,19 @@ class Quantizer:
         if self.one_copy:
             assert operand.alpha is not None  # one scale for all of it
             return x.float(), 1.0 / operand.alpha
-        block = self.block(side)
-        source = rotate(x) if rule == "e4m3_blocks" and copy == "column" and side != "w" else x
-        padded, shape = _padded(source, block.across if side == "w" else 1, block.along, copy)
-        view = _view(padded, block.along, "column" if block.across > 1 else copy)
-        amax = _square_peaks(peaks(view), block.along) if block.across > 1 else peaks(view)
         if rule == "e4m3_blocks":
-            assert operand.alpha is not None  # its global scale
-            multiplier, _ = nvfp4_block(amax, nvfp4_global(operand.alpha * (E2M1.largest * E4M3.largest)), self.rules)
-        elif rule == "e8m0_blocks":
+            return self._explain_nvfp4(x, operand, side, copy)
+        block = self.block(side)
+        padded, shape = padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
+        view = view_of(padded, block.along, "column" if block.across > 1 else copy)
+        amax = square_peaks(peaks(view), block.along) if block.across > 1 else peaks(view)
+        if rule == "e8m0_blocks":
             multiplier, _ = mxfp8_block_factors(amax, self.format_of(side), self.rules)
         else:
-            multiplier, _ = blockwise_factors(amax, self.format_of(side), torch.finfo(x.dtype).max, True)
+            multiplier, _ = blockwise_factors(amax, self.format_of(side), torch.finfo(x.dtype).max, self._power_of_two)
         if block.across > 1:
-            multiplier, _ = _spread((multiplier, multiplier), block.along)
-        return source.float(), _cropped(multiplier.expand(view.shape).reshape(padded.shape), shape)
+            multiplier, _ = spread((multiplier, multiplier), block.along)
+        return x.float(), cropped(multiplier.expand(view.shape).reshape(padded.shape), shape)
 
     def _kernel(self, function: Any, x: torch.Tensor, *fixed: Any) -> Any:
         return kernel(function, self.compiled, (x.dim(), x.dtype), *fixed)
@@ -229,38 +228,24 @@ class Quantizer:
         """Drops scales that no replay asked for (a forward pass without a backward one)."""
         self._stashed.clear()
 
-    def _blocks(self, x: torch.Tensor, side: Side, copy: Copy) -> Operand:
+    def _blocks(self, x: torch.Tensor, side: Side, copy: Copy, wide: bool) -> Operand:
         number = self.format_of(side)
         mx = self.rule == "e8m0_blocks"
+        # an fp32 scale times a code has too many bits for bf16, whatever its size
+        dtype = torch.float32 if wide or not (mx or self._power_of_two) else self.out
         block = self.block(side)
-        padded, shape = _padded(x, block.across if side == "w" else 1, block.along, copy)
-        view = _view(padded, block.along, "column" if block.across > 1 else copy)
+        padded, shape = padded_to_blocks(x, block.across if side == "w" else 1, block.along, copy)
+        view = view_of(padded, block.along, "column" if block.across > 1 else copy)
         if block.across > 1:
-            amax = _square_peaks(self._kernel(peaks, view)(view), block.along)
-            factors = _spread(blockwise_factors(amax, number, torch.finfo(x.dtype).max, True), block.along)
+            amax = square_peaks(self._kernel(peaks, view)(view), block.along)
+            factors = blockwise_factors(amax, number, torch.finfo(x.dtype).max, self._power_of_two)
+            factors = spread(factors, block.along)
         elif mx:
             factors = self._kernel(mxfp8_scales, view, number, self.rules)(view)
         else:
-            factors = self._kernel(blockwise_scales, view, number, True)(view)
-        out = self._kernel(values, view, number, self.out)(view, *factors)
-        return Operand(_cropped(out.view(padded.shape), shape))
-
-    def _nvfp4(self, x: torch.Tensor, slot: str, side: Side, copy: Copy) -> Operand:
-        block = self.block(side)
-        if side == "w":
-            view = _view(x, block.along, "column")
-            amax = _square_peaks(self._kernel(peaks, view)(view), block.along)
-            multiplier, factor, alpha = nvfp4_factors(amax, self.rules)
-            multiplier, factor = _spread((multiplier, factor), block.along)
-        else:
-            view = _view(rotate(x) if copy == "column" else x, block.along, copy)
-            multiplier, factor, alpha = self._kernel(nvfp4_scales, view, self.rules)(view)
-        if side == "dy":
-            random = self._randomness.bytes(view.shape, f"{slot}.{copy}")
-            out = self._kernel(values_stochastic, view, self.out)(view, multiplier, factor, random)
-        else:
-            out = self._kernel(values, view, E2M1, self.out)(view, multiplier, factor)
-        return Operand(out.view(x.shape), alpha)
+            factors = self._kernel(blockwise_scales, view, number, self._power_of_two)(view)
+        out = self._kernel(values, view, number, dtype)(view, *factors)
+        return Operand(cropped(out.view(padded.shape), shape))
 
     # --- delayed scaling -----------------------------------------------------------------------------------------------------------------
     def end_forward(self, group: Any = None) -> None:
@@ -296,35 +281,3 @@ class Quantizer:
         for table in (self.forward_table, self.backward_table):
             if table is not None:
                 table.load_state(state)
-
-
-# --- views --------------------------------------------------------------------------------------------------------------------------------
-def _view(x: torch.Tensor, along: int, copy: Copy) -> torch.Tensor:
-    """The kernels' view of [rows, columns] with blocks of `along` elements in a row or down a column."""
-    return x.reshape(-1, along) if copy == "row" else x.reshape(x.shape[0] // along, along, x.shape[1])
-
-
-def _square_peaks(down: torch.Tensor, side: int) -> torch.Tensor:
-    """Amax of square blocks, [row blocks, column blocks], from the amaxes down their columns, [row blocks, 1, columns]."""
-    return down.reshape(down.shape[0], -1, side).amax(2)
-
-
-def _spread(factors: tuple[torch.Tensor, torch.Tensor], side: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors of square blocks repeated along the columns, so that the column kernels apply them."""
-    first, second = (factor.repeat_interleave(side, 1).unsqueeze(1) for factor in factors)
-    return first, second
-
-
-def _padded(x: torch.Tensor, across: int, along: int, copy: Copy) -> tuple[torch.Tensor, torch.Size]:
-    """x filled with zeros to whole blocks, which changes no amax, and its own shape."""
-    rows, columns = (across, along) if copy == "row" else (along, across)
-    if across > 1:
-        rows = columns = along
-    more_rows, more_columns = -x.shape[0] % rows, -x.shape[1] % columns
-    if more_rows or more_columns:
-        return torch.nn.functional.pad(x, (0, more_columns, 0, more_rows)), x.shape
-    return x, x.shape
-
-
-def _cropped(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    return x if x.shape == shape else x[: shape[0], : shape[1]].contiguous()

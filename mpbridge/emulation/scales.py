@@ -3,7 +3,8 @@
 Read from Transformer Engine's sources at v2.11 (file names are relative to `transformer_engine/`): `common/recipe/recipe_common.cuh`,
 `common/recipe/current_scaling.cu`, `common/cast/mxfp8/quantize_mxfp8.cuh`, `common/util/ptx.cuh`, `common/cast/nvfp4/core_nvfp4.cuh`.
 Everything is fp32 arithmetic in the order of the kernels, because the last bit of a scale decides ties. NaN never enters an amax: the
-kernels reduce with fmaxf, which prefers the number.
+kernels reduce with fmaxf, which prefers the number. The one exception is a block's amax in NVFP4's casts that are fused with the Hadamard
+transform (`common/hadamard_transform/hadamard_transform_cast_fusion.cu`, v2.9 on): CUTLASS's reduction hands NaN on there.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Rules:
     """First Transformer Engine release (major, minor) with this row."""
     nvfp4_divides: bool
     """NVFP4 block scale: e4m3((amax / 6) * S) when true, e4m3(amax * (S * fp32(1/6))) when false; they differ on rounding ties only."""
+    nvfp4_fused_rows: bool = False
+    """NVFP4's row copy comes out of the kernel that also makes the rotated column copy (where sizes allow it), which hands NaN on."""
     mxfp8_flushes: bool
     """MXFP8 blocks whose exponent byte is 0 (amax <= 2.6e-36 for E4M3) become zero; false: they are represented."""
 
@@ -40,7 +43,7 @@ RULES: tuple[Rules, ...] = (
     # custom quantizers, which megatron-core 0.16.1 needs, start with 2.9
     Rules(since=(2, 9), nvfp4_divides=True, mxfp8_flushes=True),
     Rules(since=(2, 13), nvfp4_divides=True, mxfp8_flushes=False),
-    Rules(since=(2, 14), nvfp4_divides=False, mxfp8_flushes=False),
+    Rules(since=(2, 14), nvfp4_divides=False, nvfp4_fused_rows=True, mxfp8_flushes=False),
 )
 DEFAULT_RELEASE = (2, 11)
 """The newest release that megatron-core 0.16.1 accepts (`transformer-engine >=2.9,<2.12`)."""
@@ -130,9 +133,9 @@ def mxfp8_factors(exponent: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, t
     )
 
 
-def nvfp4_global(amax: torch.Tensor) -> torch.Tensor:
-    """First-level fp32 scale S = 448 * 6 / amax, at most fp32's largest; 1 where amax or S is 0."""
-    scale = _quotient(E4M3.largest * E2M1.largest, amax).clamp_max(FP32_LARGEST)
+def nvfp4_global(amax: torch.Tensor, bound: float = E4M3.largest) -> torch.Tensor:
+    """First-level fp32 scale S = bound * 6 / amax, at most fp32's largest; 1 where amax or S is 0. bound: the largest block scale meant, 448 or 256."""
+    scale = _quotient(bound * E2M1.largest, amax).clamp_max(FP32_LARGEST)
     return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
 
 
@@ -144,3 +147,19 @@ def nvfp4_block(amax: torch.Tensor, overall: torch.Tensor, rules: Rules) -> tupl
         wanted = amax * (overall * _RECIPROCAL["e2m1"])
     scale = round_nearest(wanted.clamp_max(FP32_LARGEST), E4M3)
     return (1.0 / (scale * (1.0 / overall))).clamp_max(FP32_LARGEST), scale
+
+
+def nvfp4_candidates(
+    amax: torch.Tensor, overall: torch.Tensor
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Four Over Six, from block amaxes and S: (multiplier, E4M3 block scale) with the block's largest value mapped to 6, and to 4 by a scale 1.5 times as large.
+
+    Source: `common/cast/nvfp4/quantize_4over6_nvfp4.cuh` compute_scale_pair (v2.17).
+    """
+    base = torch.div(amax, torch.full_like(amax, E2M1.largest)) * overall
+    inverse = 1.0 / overall
+    pairs = []
+    for wanted in (base, base * 1.5):
+        scale = round_nearest(wanted.clamp_max(E4M3.largest), E4M3)
+        pairs.append(((1.0 / (scale * inverse)).clamp_max(FP32_LARGEST), scale))
+    return pairs[0], pairs[1]

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from mpbridge.emulation.kernels import amax_of
-from mpbridge.emulation.quantizer import COPY_OF, Gemm, Operand, Quantizer, Side
+from mpbridge.emulation.operands import COPY_OF, Gemm, Operand, Side
+from mpbridge.emulation.quantizer import Quantizer
 from mpbridge.emulation.scales import FP32_LARGEST
 from mpbridge.formats import NumberFormat
 
@@ -157,7 +158,7 @@ def look(
     )
     x, multiplier = quantizer.explain(high[:, picked] if column else high[picked], operand, gemm=gemm, side=side)
     q = (operand.values[:, picked] if column else operand.values[picked]).float()
-    q = q if operand.alpha is None else q * operand.alpha
+    q = q if operand.alpha is None else q * _of_lines(operand.alpha, picked)
     if column:
         x, q, multiplier = x.t(), q.t(), multiplier.t()
     peak = high.abs().amax().float()
@@ -185,6 +186,13 @@ def look(
         staleness=_staleness(quantizer, slot, side, number, float(amax), multiplier),
         ranges=_ranges(scaled.amax(1)),
     )
+
+
+def _of_lines(alpha: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
+    """A factor, or those of the lines that were picked."""
+    if alpha.dim() < 2:
+        return alpha
+    return alpha[:, picked] if alpha.shape[0] == 1 else alpha[picked]
 
 
 def _spread_lines(count: int, wanted: int, device: torch.device) -> torch.Tensor:

@@ -115,7 +115,21 @@ def quant_faults(quant: Quant, machine: Machine, versions: Versions) -> list[str
         faults.append(
             f"FP8 attention needs compute capability 9.0 or later, {machine.name} has {_dotted(machine.arch)}"
         )
+    faults += _option_faults(quant, versions)
     return faults + _software_faults(need, word, machine, versions)
+
+
+def _option_faults(quant: Quant, versions: Versions) -> list[str]:
+    """Options that the recipe states and the installed Transformer Engine does not know; an absent one is another fault."""
+    have = versions.transformer_engine
+    if have is None:
+        return []
+    late = [quant.row.option(name) for name, value in quant.options if value != quant.row.option(name).default]
+    return [
+        f"{option.name} of {quant.row.words} needs Transformer Engine {option.since} or later, found {have}"
+        for option in late
+        if not at_least(have, option.since)
+    ]
 
 
 def _software_faults(need: Hardware, word: str, machine: Machine, versions: Versions) -> list[str]:

@@ -13,7 +13,8 @@ import torch
 from mpbridge.checkpoint import store
 from mpbridge.checkpoint.io import load_weights
 from mpbridge.emulation import Emulation, emulate_linears
-from mpbridge.emulation.quantizer import COPY_OF, Quantizer, Randomness, Side
+from mpbridge.emulation.operands import COPY_OF, Side
+from mpbridge.emulation.quantizer import Quantizer, Randomness
 from mpbridge.emulation.scales import DEFAULT_RELEASE
 from mpbridge.emulation.statistics import Statistics
 from mpbridge.errors import DataError, MpbridgeError, Refused

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+from mpbridge.errors import BadValue
+from mpbridge.formats import say
 from mpbridge.hardware.versions import Window
+from mpbridge.precision.policy import Quant
 from mpbridge.rules.base import Case, Rule
+from mpbridge.scalings import Option
 
 _TORCH = Window(package="torch", since="2.6", until="2.14")
 _CORE = Window(package="megatron_core", since="0.16", until="0.17")
@@ -25,6 +32,47 @@ def _nvfp4(case: Case) -> str | None:
     ):  # there the rounding's instruction does not exist: switching it off is right
         seen = [name for name in seen if not name.endswith("ROUNDING")]
     return f"{', '.join(seen)} set" if seen and "nvfp4" in case.scalings else None
+
+
+_OWN_RULE = ("power_of_two", "hadamard", "stochastic_rounding", "square_weights")
+"""Options whose variables have a rule of their own."""
+
+
+def _options(case: Case) -> Iterator[tuple[Quant, Option, Any]]:
+    """Every option of every quantization with what the environment makes of it; a text that Transformer Engine refuses counts as its default."""
+    for quant in case.policy.quants:
+        for option in quant.row.options:
+            try:
+                yield quant, option, option.read(case.run.environment)
+            except BadValue:
+                yield quant, option, option.default
+
+
+def _outside(case: Case) -> str:
+    found = [
+        f"{option.variable}={case.run.environment[option.variable]} ({option.name}={say(value)})"
+        for quant, option, value in _options(case)
+        if value != option.default and option.name not in (*_OWN_RULE, *dict(quant.options))
+    ]
+    return ", ".join(dict.fromkeys(found))
+
+
+def _not_set(case: Case) -> str:
+    found = [
+        f"{option.name}={say(dict(quant.options)[option.name])} without {option.setting(dict(quant.options)[option.name])}"
+        for quant, option, value in _options(case)
+        if dict(quant.options).get(option.name, value) != value
+    ]
+    return ", ".join(dict.fromkeys(found))
+
+
+def _clashes(case: Case) -> str:
+    version = case.run.versions.transformer_engine if case.native else None
+    found = []
+    for quant in case.policy.quants:
+        values = {option.name: value for of, option, value in _options(case) if of == quant} | dict(quant.options)
+        found += quant.row.clashes(values, version)
+    return "; ".join(dict.fromkeys(found))
 
 
 def _is_zero(case: Case, name: str) -> bool:
@@ -72,7 +120,6 @@ RULES: tuple[Rule, ...] = (
         cure="unset it, unless this is what you train with",
         source=f"{_RECIPES}; miles#1340",
         severity="warning",
-        emulated="silent",
     ),
     Rule(
         id="nvfp4-switched-off-from-outside",
@@ -82,7 +129,6 @@ RULES: tuple[Rule, ...] = (
         cure="unset them, or note them beside the run",
         source=_RECIPES,
         severity="warning",
-        emulated="silent",
     ),
     Rule(
         id="power-of-two-current-scales",
@@ -96,7 +142,32 @@ RULES: tuple[Rule, ...] = (
         cure="unset it, or note it beside the run",
         source=_RECIPES,
         severity="warning",
+    ),
+    Rule(
+        id="scaling-switched-from-outside",
+        about="quantized",
+        found=_outside,
+        expected="unset, or the recipe's own word (mixed_precision.fp8_options, fp4_options)",
+        cure="unset it, or write it into the recipe",
+        source=_RECIPES,
+        severity="warning",
+    ),
+    Rule(
+        id="option-not-in-the-environment",
+        about="quantized",
+        found=_not_set,
+        expected="the variable that says the same: megatron-core passes none of these options on, Transformer Engine reads them from the environment",
+        cure="export what is named here before Python starts",
+        source=f"{_RECIPES}; megatron-core 0.16.1 fp8_utils.py get_fp8_recipe, fp4_utils.py get_fp4_recipe",
         emulated="silent",
+    ),
+    Rule(
+        id="options-exclude-each-other",
+        about="quantized",
+        found=_clashes,
+        expected="options that Transformer Engine takes together",
+        cure="change one of them (mixed_precision.fp8_options, fp4_options, or the variable)",
+        source="Transformer Engine main d0067d0d pytorch/quantization.py NVFP4BlockScalingRecipeState, pytorch/csrc/quantizer.cpp",
     ),
     Rule(
         id="unfused-scale-update",

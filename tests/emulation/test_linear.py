@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from mpbridge.emulation import Emulation, emulate_linears
 from mpbridge.emulation.gemm import product
-from mpbridge.emulation.quantizer import COPY_OF, Operand
+from mpbridge.emulation.operands import COPY_OF, Operand
 from mpbridge.errors import BadValue
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant, Region

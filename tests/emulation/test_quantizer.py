@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpbridge.emulation.quantizer import COPY_OF, Quantizer, Randomness
+from mpbridge.emulation.operands import COPY_OF
+from mpbridge.emulation.quantizer import Quantizer, Randomness
 from mpbridge.errors import CheckpointError, Refused
 from mpbridge.precision.policy import Quant
 

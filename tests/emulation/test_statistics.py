@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mpbridge.emulation import emulate_linears
-from mpbridge.emulation.quantizer import COPY_OF, Quantizer, Randomness
+from mpbridge.emulation.operands import COPY_OF
+from mpbridge.emulation.quantizer import Quantizer, Randomness
 from mpbridge.emulation.statistics import BINS, Sample, Statistics, look
 from mpbridge.precision.policy import Quant
 from tests.emulation.test_linear import data, gradients, model, policy

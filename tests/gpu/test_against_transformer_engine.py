@@ -39,7 +39,8 @@ def sample(kind: str, rows: int = 256, columns: int = 512):
 
 def ours(x, scaling: str, number: str, side: str, copy: str):
     """Our operand, dequantized to FP32."""
-    from mpbridge.emulation.quantizer import COPY_OF, Quantizer, Randomness
+    from mpbridge.emulation.operands import COPY_OF
+    from mpbridge.emulation.quantizer import Quantizer, Randomness
     from mpbridge.precision.policy import Quant
 
     quant = Quant(format="hybrid" if number == "e5m2" else "e4m3", scaling=scaling)

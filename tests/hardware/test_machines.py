@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -264,3 +265,16 @@ def test_links_are_the_machines_own():
             assert row.nvlink > row.network
             assert row.multiprocessors >= 40
             assert row.link_source
+
+
+@pytest.mark.parametrize(("installed", "native"), [("2.11.0", False), ("2.16.1", False), ("2.17.0", True)])
+def test_an_option_of_a_recipe_needs_the_release_that_brought_it(installed: str, native: bool) -> None:
+    from mpbridge.precision.config import MixedPrecisionConfig
+
+    config = MixedPrecisionConfig(bf16=True, fp4="e2m1", fp4_options={"four_over_six": "weights"})
+    versions = dataclasses.replace(ASSUMED, transformer_engine=installed)
+    answer = can_run(resolve(config), machine("b200"), versions)
+    assert answer.native is native
+    assert (
+        native or f"four_over_six of NVFP4 needs Transformer Engine 2.17 or later, found {installed}" in answer.reason
+    )

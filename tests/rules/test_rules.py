@@ -257,6 +257,17 @@ TABLE = {
         {"recipe": "nvfp4", **B200, "environment": {"NVTE_NVFP4_DISABLE_RHT": "1"}},
         {"recipe": "nvfp4", "machine": machine("rtx5090"), "environment": {"NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "1"}},
     ),
+    "scaling-switched-from-outside": (
+        {"recipe": "nvfp4", "environment": {"NVTE_BACKWARD_OVERRIDE": "dequantized"}}, {"recipe": "bf16", "environment": {"NVTE_BACKWARD_OVERRIDE": "dequantized"}},
+    ),
+    "option-not-in-the-environment": (
+        {"recipe": "nvfp4", "config": {"fp4_options": {"four_over_six": "weights"}}},
+        {"recipe": "nvfp4", "config": {"fp4_options": {"four_over_six": "weights"}}, "environment": {"NVTE_NVFP4_4OVER6": "weights"}},
+    ),
+    "options-exclude-each-other": (
+        {"recipe": "nvfp4", "config": {"fp4_options": {"four_over_six": "all"}}, "versions": te("2.20.2")},
+        {"recipe": "nvfp4", "config": {"fp4_options": {"four_over_six": "all", "hadamard": False}}, "versions": te("2.20.2")},
+    ),
     "power-of-two-current-scales": (
         {"recipe": "fp8_cs", "environment": {"NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "1"}}, {"recipe": "fp8_ds", "environment": {"NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "1"}},
     ),

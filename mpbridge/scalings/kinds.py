@@ -1,8 +1,4 @@
-"""One table of quantization scalings: formats, blocks, stored form, hardware, GEMM sizes, libraries. Imports no framework.
-
-A new scaling is a row of `SCALINGS`, its arithmetic in `mpbridge.emulation`, and a recipe that names it. Everything that asks what a scaling is
-(resolve, capability, GEMM sizes, memory, rules, emulation, audit, tables) reads the row; a scaling without a row cannot be resolved.
-"""
+"""What a row of the table of scalings consists of. Imports no framework."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mpbridge.errors import BadValue, UnknownName
-from mpbridge.formats import FORMATS
+from mpbridge.formats import FORMATS, DType, say
 
 Arch = tuple[int, int]
 """Compute capability of a GPU: (9, 0)."""
@@ -102,6 +98,19 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What Transformer Engine asks of another option where this one has one of `values`."""
+
+    values: tuple[Any, ...]
+    option: str
+    legal: tuple[Any, ...]
+    until: str | None = None
+    """First release that no longer asks it; None: all do."""
+    beside: tuple[str, Any] | None = None
+    """Only where a third option has this value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     """One choice that a scaling leaves open, decided by the recipe (fp8_options, fp4_options) or by an environment variable."""
 
@@ -115,6 +124,8 @@ class Option:
     strict: bool = False
     since: str
     """First Transformer Engine that knows it."""
+    needs: tuple[Need, ...] = ()
+    """What else must hold where it has a certain value."""
     meaning: str
     source: str
 
@@ -166,6 +177,8 @@ class Scaling:
     """Which parts of attention it quantizes: 'dot_product', 'multi_head'."""
     computed_as: str = ""
     """What becomes of it on Blackwell; empty: nothing."""
+    compute: tuple[DType, ...] = (DType.BF16, DType.FP16, DType.FP32)
+    """What may surround it."""
     options: tuple[Option, ...] = ()
     entry: str | None = None
     """bf16_with_<entry>_mixed is its plain recipe."""
@@ -194,6 +207,23 @@ class Scaling:
             if option.name == name:
                 return option
         raise UnknownName(f"option of {self.name} scaling", name, [option.name for option in self.options])
+
+    def clashes(self, options: Mapping[str, Any], version: str | None = None) -> list[str]:
+        """What of the options' values excludes each other under a Transformer Engine `version` (None: the newest), in words."""
+        faults = []
+        for option in self.options:
+            value = options.get(option.name, option.default)
+            for need in option.needs:
+                ended = need.until is not None and (version is None or _numbers(version) >= _numbers(need.until))
+                other = options.get(need.option, self.option(need.option).default)
+                asked = need.beside is None or options.get(need.beside[0]) == need.beside[1]
+                if value in need.values and asked and not ended and other not in need.legal:
+                    window = f" before Transformer Engine {need.until}" if need.until else ""
+                    faults.append(
+                        f"{option.name}={say(value)} with {need.option}={say(other)}{window} (expected {need.option}="
+                        f"{' or '.join(say(legal) for legal in need.legal)})"
+                    )
+        return faults
 
     def weight_scales(self, rows: int, columns: int) -> int:
         """Number of scales of a weight, both copies together, with the kernels' padding of scale tensors."""
@@ -231,130 +261,3 @@ def _up(value: int, step: int) -> int:
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".") if part.isdigit())
-
-
-_TE = "Transformer Engine 2.11"
-_CHECKS = f"{_TE} pytorch/quantization.py"
-_BASE = f"{_TE} pytorch/utils.py assert_dim_for_fp8_exec"
-_SHARD = f"{_TE} pytorch/utils.py, is_quantizable of each tensor class"
-_RECIPES = "Transformer Engine common/recipe/__init__.py (read once, at import)"
-
-
-def _switch(name: str, variable: str, *, set_means: bool, since: str, meaning: str) -> Option:
-    """A switch that the text '1' turns from its default."""
-    return Option(
-        name=name, choices=(not set_means, set_means), variable=variable, spelled=(("1", set_means),), since=since,
-        meaning=meaning, source=_RECIPES,
-    )  # fmt: skip
-
-
-_BACKWARD = Option(
-    name="backward", choices=("quantized", "high_precision", "dequantized"), variable="NVTE_BACKWARD_OVERRIDE",
-    spelled=(("high_precision", "high_precision"), ("dequantized", "dequantized")), strict=True, since="2.15",
-    meaning="operands of dgrad and wgrad: quantized, the high-precision originals, or what the forward's copies dequantize to", source=_RECIPES,
-)  # fmt: skip
-_WHOLE = Block(across=0, along=0, scale="fp32")
-_FP8 = ("e4m3", "hybrid")
-_PER_TENSOR = Sizes(
-    tokens=16, inner=16, outer=16, shard=1, expert=16,
-    tokens_untransposed=8,  # the weight gradient then needs no transposed operand, whose leading dimension the tokens would be
-    gains_above=(4096, 1024), source=f"{_BASE}; common/gemm/cublaslt_gemm.cu: leading dimensions", shard_source=_SHARD,
-)  # fmt: skip
-_FLOAT8 = Stored(tensor="Float8Tensor", both_copies=False, source=f"{_TE} tensor/storage/float8_tensor_storage.py")
-
-_ROWS: tuple[Scaling, ...] = (
-    Scaling(
-        name="tensorwise", words="FP8 with current (tensorwise) scaling", formats=_FP8, blocks=(_WHOLE, _WHOLE), stored=_FLOAT8,
-        hardware=Hardware(low=(8, 9), engine="2.2", source=f"{_CHECKS} check_fp8_support"),
-        sizes=_PER_TENSOR, emulation="current", recipes=(("2.2", "Float8CurrentScaling"),), core="tensorwise", attention=("dot_product",),
-        options=(
-            _switch("power_of_two", "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", set_means=True, since="2.2", meaning="scales rounded down to powers of two"),
-            _BACKWARD,
-        ),
-        entry="fp8_current_scaling", substitutes=("delayed",), preference=2,
-    ),
-    Scaling(
-        name="delayed", words="FP8 with delayed scaling", formats=_FP8, blocks=(_WHOLE, _WHOLE), history=True, stored=_FLOAT8,
-        hardware=Hardware(low=(8, 9), engine="1.0", source=f"{_CHECKS} check_fp8_support"),
-        sizes=_PER_TENSOR, emulation="history", recipes=(("1.0", "DelayedScaling"),), core="delayed", attention=("dot_product", "multi_head"),
-        entry="fp8_delayed_scaling", substitutes=("tensorwise",), preference=3,
-    ),
-    Scaling(
-        name="blockwise", words="FP8 with blockwise scaling", formats=_FP8,
-        blocks=(Block(across=1, along=128, scale="fp32"), Block(across=128, along=128, scale="fp32")),
-        # one FP32 for a block of 128x128, the inner count padded to 4
-        stored=Stored(tensor="Float8BlockwiseQTensor", both_copies=True, count=4, source=f"{_TE} tensor/float8_blockwise_tensor.py"),
-        hardware=Hardware(low=(9, 0), engine="2.3", cuda="12.9", source=f"{_CHECKS} check_fp8_block_scaling_support"),
-        sizes=Sizes(tokens=16, inner=16, outer=16, shard=128, expert=16, source=f"{_BASE}; common/gemm/cublaslt_gemm.cu",
-                    shard_source=f"{_SHARD}: float8_blockwise_tensor.py"),
-        emulation="fp32_blocks", recipes=(("2.3", "Float8BlockScaling"),), core="blockwise",
-        computed_as="on Blackwell its blocks are computed as MXFP8, with power-of-two scales (Transformer Engine 2.11 csrc/extensions/gemm.cpp)",
-        options=(
-            _switch("power_of_two", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", set_means=False, since="2.3", meaning="block scales are powers of two"),
-            _BACKWARD,
-        ),
-        entry="fp8_subchannel_scaling", substitutes=("mxfp8", "tensorwise"), preference=1,
-    ),
-    Scaling(
-        name="mxfp8", words="MXFP8", formats=_FP8, blocks=(Block(across=1, along=32, scale="e8m0"),) * 2,
-        # rows padded to 128 and blocks to 4, in both directions
-        stored=Stored(tensor="MXFP8Tensor", both_copies=True, through_grads=True, scale_bytes=1, lines=128, count=4, source=f"{_TE} tensor/mxfp8_tensor.py"),
-        hardware=Hardware(low=(10, 0), high=(12, 0), engine="2.1", cuda="12.8", source=f"{_CHECKS} check_mxfp8_support"),
-        sizes=Sizes(tokens=32, inner=32, outer=32, shard=32, expert=32, tile=128, source=f"{_TE} csrc/quantizer.cpp, tensor/mxfp8_tensor.py",
-                    shard_source=f"{_SHARD}: mxfp8_tensor.py"),
-        emulation="e8m0_blocks", recipes=(("2.0", "MXFP8BlockScaling"),), core="mxfp8", options=(_BACKWARD,),
-        entry="mxfp8", substitutes=("blockwise", "tensorwise"), preference=0,
-    ),
-    Scaling(
-        name="nvfp4", words="NVFP4", formats=("e2m1",), blocks=(Block(across=1, along=16, scale="e4m3"), Block(across=16, along=16, scale="e4m3")),
-        stored=Stored(tensor="NVFP4Tensor", both_copies=True, scale_bytes=1, lines=128, count=4, source=f"{_TE} tensor/nvfp4_tensor.py"),
-        hardware=Hardware(low=(10, 0), engine="2.7", cuda="12.8", source=f"{_CHECKS} check_nvfp4_support"),
-        sizes=Sizes(tokens=16, inner=16, outer=16, shard=16, expert=128, source=f"{_TE} csrc/quantizer.cpp, tensor/nvfp4_tensor.py",
-                    shard_source=f"{_SHARD}: nvfp4_tensor.py"),
-        emulation="e4m3_blocks", recipes=(("2.7", "NVFP4BlockScaling"),), core="nvfp4",
-        options=(
-            _switch("hadamard", "NVTE_NVFP4_DISABLE_RHT", set_means=False, since="2.7",
-                    meaning="wgrad's operands are rotated by a random Hadamard transform"),
-            _switch("stochastic_rounding", "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", set_means=False, since="2.7",
-                    meaning="gradients are rounded stochastically"),
-            _switch("square_weights", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION", set_means=False, since="2.7",
-                    meaning="weights have one scale for 16x16 elements"),
-            _switch("fast_math", "NVTE_USE_FAST_MATH", set_means=True, since="2.14", meaning="approximate division, and no rounding after the transform"),
-            _BACKWARD,
-        ),
-        entry="nvfp4", substitutes=("mxfp8", "blockwise", "tensorwise"), preference=4,
-    ),
-    Scaling(
-        name="custom", words="a custom FP8 recipe", formats=(*_FP8, "e2m1"), blocks=None, stored=Stored(tensor="a quantized tensor", both_copies=False),
-        hardware=Hardware(low=(8, 9), engine="2.9", source=f"{_CHECKS} autocast_enter: a custom recipe needs FP8 support only"),
-        sizes=Sizes(tokens=8, inner=16, outer=8, shard=1, expert=16, source=_BASE, shard_source=_SHARD),
-        emulation=None, recipes=(("2.9", "CustomRecipe"),), core="custom", substitutes=("tensorwise",), preference=5,
-    ),
-)  # fmt: skip
-
-SCALINGS: Mapping[str, Scaling] = MappingProxyType({row.name: row for row in _ROWS})
-"""Every scaling by name."""
-DEFAULTS: Mapping[int, str] = MappingProxyType({8: "tensorwise", 4: "nvfp4"})
-"""Bits of the element -> the scaling of a recipe that names a format only."""
-
-
-def scaling(name: str) -> Scaling:
-    """The row of that name. Raises UnknownName."""
-    if name not in SCALINGS:
-        raise UnknownName("scaling", name, SCALINGS)
-    return SCALINGS[name]
-
-
-def choices(bits: int) -> tuple[str, ...]:
-    """Names of the scalings that take elements of so many bits: what fp8_recipe and fp4_recipe may say."""
-    return tuple(row.name for row in _ROWS if any(bits_of(format) == bits for format in row.formats))
-
-
-def formats(bits: int) -> tuple[str, ...]:
-    """The author's formats of so many bits: what fp8 and fp4 may say."""
-    return tuple(format for format in ELEMENTS if bits_of(format) == bits)
-
-
-def scaling_of_recipe(class_name: str) -> str | None:
-    """Our name for a library's recipe class; None: not one of the table."""
-    return next((row.name for row in _ROWS if any(name == class_name for _, name in row.recipes)), None)

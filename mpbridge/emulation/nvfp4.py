@@ -1,0 +1,125 @@
+"""NVFP4's operands: two levels of scales, the Hadamard transform, stochastic rounding, Four Over Six, and scales by rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpbridge.emulation.kernels import (
+    four_over_six,
+    nvfp4_fused_scales,
+    nvfp4_scales,
+    peaks,
+    rotate,
+    values,
+    values_stochastic,
+)
+from mpbridge.emulation.operands import Copy, Operand, Side, spread, square_peaks, view_of
+from mpbridge.emulation.rules import Options
+from mpbridge.emulation.scales import Rules, nvfp4_block, nvfp4_global
+from mpbridge.formats import E2M1, E4M3
+from mpbridge.scalings import Block
+
+
+class Nvfp4:
+    """Mixed into Quantizer, whose fields it reads."""
+
+    rules: Rules
+    options: Options
+    out: torch.dtype
+    _hadamard: bool
+    _randomness: Any
+    _kernel: Any
+
+    def block(self, side: Side) -> Block:
+        """The extent of one scale on that side."""
+        raise AssertionError("Quantizer has it")
+
+    def four_over_six(self, side: Side) -> bool:
+        """Whether that side's blocks choose between 6 and 4 as their largest code."""
+        scope = {"x": "activations", "w": "weights"}.get(side)
+        return scope is not None and self.options.get("four_over_six", "none") in (scope, "all")
+
+    def row_scaled(self, side: Side) -> bool:
+        """Whether that side has a second-level scale for each line of its GEMM."""
+        return side == "x" and bool(self.options.get("row_scaled_activations", False))
+
+    def _nvfp4(self, x: torch.Tensor, slot: str, side: Side, copy: Copy) -> Operand:
+        source, view, across = self._nvfp4_view(x, side, copy)
+        multiplier, factor, alpha = self._nvfp4_factors(x, view, side, copy)
+        if side == "dy" and self.options.get("stochastic_rounding", True):
+            random = self._randomness.bytes(view.shape, f"{slot}.{copy}")
+            out = self._kernel(values_stochastic, view, self.out)(view, multiplier, factor, random)
+        else:
+            out = self._kernel(values, view, E2M1, self.out)(view, multiplier, factor)
+        out = out.view(source.shape)
+        return Operand(out.t() if across else out, alpha)
+
+    def _nvfp4_view(self, x: torch.Tensor, side: Side, copy: Copy) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """(what is rounded, the kernels' view of it, whether it is x transposed)."""
+        along = self.block(side).along
+        if side == "w":
+            square = self.block("w").square
+            across = square and copy == "row" and self.four_over_six("w")
+            source = x.t().contiguous() if across else x
+            return source, view_of(source, along, "column" if square else copy), across
+        source = self._rotated(x) if copy == "column" and self._hadamard else x
+        return source, view_of(source, along, copy), False
+
+    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
+        # fast math: the fused kernel casts the transform's fp32 result
+        return rotate(x, rounded=not (self.options.get("fast_math") and _fused(x)))
+
+    def _nvfp4_factors(
+        self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: Copy, overall: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(multiplier before the cast, block scale, second-level factor) of a view. overall: the tensor's amax, where the view has only part of it."""
+        square = side == "w" and self.block("w").square
+        if overall is None and not square and not self.four_over_six(side) and not self.row_scaled(side):
+            # the kernel fused with the transform makes the rotated copy, and from 2.14 on the row copy too; its block amaxes hand NaN on
+            fused = side != "w" and self._hadamard and _fused(x) and (copy == "column" or self.rules.nvfp4_fused_rows)
+            scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+            scales = self._kernel(nvfp4_fused_scales if fused else nvfp4_scales, view, self.rules)(view)
+            return scales
+        amax, along = self._kernel(peaks, view)(view), self.block(side).along
+        if square:
+            blocks = square_peaks(amax, along)
+            if not self.four_over_six(side):
+                lines = blocks.amax() if overall is None else overall
+                factors = spread(nvfp4_block(blocks, nvfp4_global(lines), self.rules), along)
+                return (*factors, lines / (E2M1.largest * E4M3.largest))
+            amax = spread((blocks, blocks), along)[0]
+        lines = amax.amax() if overall is None else overall
+        if self.row_scaled(side) and overall is None:
+            lines = amax.reshape(x.shape[0], -1).amax(1, keepdim=True) if copy == "row" else amax.amax((0, 1))[None]
+        bound = 256.0 if self._below_256(side) else E4M3.largest
+        alpha = lines / (E2M1.largest * bound)
+        if self.row_scaled(side) and copy == "row":
+            lines = lines.repeat_interleave(view.shape[0] // lines.shape[0], 0)
+        if self.four_over_six(side):
+            squared = self.options.get("four_over_six_error") == "MSE"
+            # eager: its sums one by one, unrolled, take the compiler minutes
+            return (*four_over_six(view, amax, lines, bound, squared, square), alpha)
+        return (*nvfp4_block(amax, nvfp4_global(lines), self.rules), alpha)
+
+    def _below_256(self, side: Side) -> bool:
+        scope = {"x": "activations", "w": "weights"}.get(side)
+        return self.four_over_six(side) and self.options.get("four_over_six_256", "all") in (scope, "all")
+
+    def _explain_nvfp4(
+        self, x: torch.Tensor, operand: Operand, side: Side, copy: Copy
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert operand.alpha is not None  # its second-level scale
+        source, view, across = self._nvfp4_view(x, side, copy)
+        # a scale for each line is found again from the lines themselves
+        overall = None
+        if not self.row_scaled(side):
+            overall = operand.alpha * (E2M1.largest * (256.0 if self._below_256(side) else E4M3.largest))
+        multiplier = self._nvfp4_factors(x, view, side, copy, overall)[0].expand(view.shape).reshape(source.shape)
+        return (source.t().float(), multiplier.t()) if across else (source.float(), multiplier)
+
+
+def _fused(x: torch.Tensor) -> bool:
+    """Whether Transformer Engine casts x in the kernel that is fused with the Hadamard transform (pytorch/csrc/quantizer.cpp)."""
+    return x.dtype is torch.bfloat16 and x.shape[0] % 64 == 0 and x.shape[1] % 128 == 0

@@ -1,0 +1,67 @@
+"""Operands of the three GEMMs, which copy each of them reads, and the kernels' views of a tensor in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Gemm = Literal["fprop", "dgrad", "wgrad"]
+Side = Literal["x", "w", "dy"]
+Copy = Literal["row", "column"]
+COPY_OF: Mapping[tuple[Gemm, Side], Copy] = {
+    ("fprop", "x"): "row",
+    ("fprop", "w"): "row",
+    ("dgrad", "dy"): "row",
+    ("dgrad", "w"): "column",
+    ("wgrad", "dy"): "column",
+    ("wgrad", "x"): "column",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A quantized GEMM operand: its value is `values * alpha`."""
+
+    values: torch.Tensor
+    """In bf16 where that is exact, else in fp32."""
+    alpha: torch.Tensor | None = None
+    """fp32 factor for the epilogue: a scalar, or one for each line, [rows, 1] or [1, columns]; None: 1."""
+
+    def dequantized(self) -> torch.Tensor:
+        """The operand's value in fp32, for statistics and tests."""
+        return self.values.float() if self.alpha is None else self.values.float() * self.alpha
+
+
+def view_of(x: torch.Tensor, along: int, copy: Copy) -> torch.Tensor:
+    """The kernels' view of [rows, columns] with blocks of `along` elements in a row or down a column."""
+    return x.reshape(-1, along) if copy == "row" else x.reshape(x.shape[0] // along, along, x.shape[1])
+
+
+def square_peaks(down: torch.Tensor, side: int) -> torch.Tensor:
+    """Amax of square blocks, [row blocks, column blocks], from the amaxes down their columns, [row blocks, 1, columns]."""
+    return down.reshape(down.shape[0], -1, side).amax(2)
+
+
+def spread(factors: tuple[torch.Tensor, torch.Tensor], side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of square blocks repeated along the columns, so that the column kernels apply them."""
+    first, second = (factor.repeat_interleave(side, 1).unsqueeze(1) for factor in factors)
+    return first, second
+
+
+def padded_to_blocks(x: torch.Tensor, across: int, along: int, copy: Copy) -> tuple[torch.Tensor, torch.Size]:
+    """x filled with zeros to whole blocks, which changes no amax, and its own shape."""
+    rows, columns = (across, along) if copy == "row" else (along, across)
+    if across > 1:
+        rows = columns = along
+    more_rows, more_columns = -x.shape[0] % rows, -x.shape[1] % columns
+    if more_rows or more_columns:
+        return torch.nn.functional.pad(x, (0, more_columns, 0, more_rows)), x.shape
+    return x, x.shape
+
+
+def cropped(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """x without what `padded_to_blocks` added."""
+    return x if x.shape == shape else x[: shape[0], : shape[1]].contiguous()

@@ -1,0 +1,60 @@
+"""One table of quantization scalings: formats, blocks, stored form, hardware, GEMM sizes, libraries. Imports no framework.
+
+A new scaling is a row of `SCALINGS`, its arithmetic in `mpbridge.emulation`, and a recipe that names it. Everything that asks what a scaling is
+(resolve, capability, GEMM sizes, memory, rules, emulation, audit, tables) reads the row; a scaling without a row cannot be resolved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from mpbridge.errors import UnknownName
+from mpbridge.scalings.kinds import (
+    ELEMENTS,
+    Arch,
+    Block,
+    Hardware,
+    Library,
+    Need,
+    Option,
+    Scaling,
+    Sizes,
+    Stored,
+    bits_of,
+    needs_transpose,
+)
+from mpbridge.scalings.rows import ROWS
+
+SCALINGS: Mapping[str, Scaling] = MappingProxyType({row.name: row for row in ROWS})
+"""Every scaling by name."""
+DEFAULTS: Mapping[int, str] = MappingProxyType({8: "tensorwise", 4: "nvfp4"})
+"""Bits of the element -> the scaling of a recipe that names a format only."""
+
+
+def scaling(name: str) -> Scaling:
+    """The row of that name. Raises UnknownName."""
+    if name not in SCALINGS:
+        raise UnknownName("scaling", name, SCALINGS)
+    return SCALINGS[name]
+
+
+def choices(bits: int) -> tuple[str, ...]:
+    """Names of the scalings that take elements of so many bits: what fp8_recipe and fp4_recipe may say."""
+    return tuple(row.name for row in ROWS if any(bits_of(format) == bits for format in row.formats))
+
+
+def formats(bits: int) -> tuple[str, ...]:
+    """The author's formats of so many bits: what fp8 and fp4 may say."""
+    return tuple(format for format in ELEMENTS if bits_of(format) == bits)
+
+
+def scaling_of_recipe(class_name: str) -> str | None:
+    """Our name for a library's recipe class; None: not one of the table."""
+    return next((row.name for row in ROWS if any(name == class_name for _, name in row.recipes)), None)
+
+
+__all__ = [
+    "DEFAULTS", "ELEMENTS", "SCALINGS", "Arch", "Block", "Hardware", "Library", "Need", "Option", "Scaling", "Sizes", "Stored", "bits_of", "choices",
+    "formats", "needs_transpose", "scaling", "scaling_of_recipe",
+]  # fmt: skip
