@@ -34,9 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--target", metavar="GPU", help="with --emulate te: the machine that is played (default: h100)")
     parser.add_argument(
-        "--te", metavar="X.Y", help="with --emulate: the Transformer Engine release (default: the installed one)"
-    )
-    parser.add_argument(
         "--deterministic", action="store_true", help="the same losses to the bit at every run, at some cost in speed"
     )
     parser.add_argument(

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mpbridge.emulation.gemm import product
-from mpbridge.emulation.quantizer import Operand
+from mpbridge.emulation.operands import Operand
 from mpbridge.te_cpu.activations import gelu_gradient, gelu_value
 from mpbridge.te_cpu.casts import fill, new_quantized
 from mpbridge.te_cpu.enums import torch_dtype

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mpbridge.emulation.codes import decode_e2m1, decode_fp8
-from mpbridge.emulation.quantizer import Operand
+from mpbridge.emulation.operands import Operand
 from mpbridge.emulation.scales import mxfp8_factors
 from mpbridge.formats import E2M1, E4M3
 from mpbridge.te_cpu.enums import number_format
