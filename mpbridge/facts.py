@@ -146,6 +146,8 @@ class RunFacts:
     versions: Versions = Versions()
     machine: Any = None
     """hardware.machines.Machine that will run it; None: not known."""
+    inert: tuple[str, ...] = ()
+    """Precision settings that the author gave and that nothing reads, in words (`precision.inert`)."""
     environment: Mapping[str, str] = field(default_factory=lambda: types.MappingProxyType({}))
     """NVTE_* and CUDA_* variables that contradict or complete a recipe."""
 

@@ -16,7 +16,9 @@ from mpbridge.facts import OptimizerFacts, Parallel, RunFacts, Versions
 from mpbridge.formats import say
 from mpbridge.hardware.probe import environment, installed
 from mpbridge.memory.keeps import updater
+from mpbridge.precision.inert import inert
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.registry import recipes
 from mpbridge.precision.schedule import spans
 from mpbridge.sync.plan import Plan, plain, plan
 from mpbridge.traits import DEFAULT, engine_names, known, traits
@@ -208,6 +210,7 @@ class Draft:
             global_batch_size=full["train"]["global_batch_size"],
             versions=versions,
             machine=machine,
+            inert=_inert(self.stages),
             environment=environment(),
         )
         inputs["model"] = (
@@ -291,6 +294,13 @@ def _optimizer_facts(optimizer: Section, policy: PrecisionPolicy, engine: str) -
         overlap_param_gather_with_step=optimizer["overlap_param_gather_with_optimizer_step"],
         settings=optimizer,
     )
+
+
+def _inert(stages: tuple[Stage, ...]) -> tuple[str, ...]:
+    """What the author added to each recipe without any effect."""
+    known = [(stage, recipes.get(stage.recipe)) for stage in stages]
+    found = [words for stage, entry in known for words in inert(stage.config, entry.make() if entry else None)]
+    return tuple(dict.fromkeys(found))
 
 
 def _after(target: str, inputs: Mapping[str, Section], planned: Plan) -> Section:

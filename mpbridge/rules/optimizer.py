@@ -186,6 +186,20 @@ RULES: tuple[Rule, ...] = (
         severity="warning",
     ),
     Rule(
+        id="remainders-have-no-effect",
+        about="aware",
+        found=lambda c: (
+            c.aware
+            and c.policy.remainders
+            and (c.policy.main_params not in (None, DType.FP32) or c.policy.params is not DType.BF16)
+            and f"store_param_remainders=true with {(c.policy.main_params or DType.FP32).short} main weights of {c.policy.params.short} parameters"
+        ),
+        expected="a precision-aware optimizer with FP32 main weights of BF16 parameters: remainders are the other half of their bits",
+        cure="mixed_precision.store_param_remainders=null",
+        source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py initialize_state",
+        severity="warning",
+    ),
+    Rule(
         id="remainders-need-newer-engine",
         about="aware",
         found=lambda c: (

@@ -268,6 +268,14 @@ RULES: tuple[Rule, ...] = (
         severity="warning",
     ),
     Rule(
+        id="settings-without-effect",
+        found=lambda c: ", ".join(c.run.inert),
+        expected="what reads them, or nothing of the kind",
+        cure="drop them, or set what they need",
+        source="mpbridge/precision/inert.py: the policy is the same without them",
+        severity="warning",
+    ),
+    Rule(
         id="wgrad-switch-has-no-effect",
         about="delayed",
         found=lambda c: any(q.row.history and not q.wgrad for q in c.policy.quants) and "fp8_wgrad=false",

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from mpbridge.facts import ModelShape, OptimizerFacts, Parallel, Versions
+from mpbridge.formats import DType
 from mpbridge.hardware.machines import machine
 
 SHAPE = ModelShape(
@@ -90,6 +91,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "fp4-weights-unproven": (
         {"recipe": "nvfp4", "config": {"fp4_param": True}, "versions": NEWER, "machine": machine("b200")}, {"recipe": "nvfp4", "versions": NEWER, "machine": machine("b200")},
+    ),
+    "settings-without-effect": ({"inert": ("fp8_recipe=mxfp8 (read with fp8 only)",)}, {}),
+    "remainders-have-no-effect": (
+        {"policy": {"precision_aware": True, "remainders": True, "main_params": DType.FP16}}, {"policy": {"precision_aware": True, "remainders": True, "main_params": DType.FP32}},
     ),
     "settings-not-known-here": pair({"mtp_hsm": True}, {}, versions=NEWER, optimizer=OptimizerFacts(distributed=True)),
 }  # fmt: skip
