@@ -13,7 +13,7 @@ from mpbridge.config.container import Run
 from mpbridge.hardware.capability import Capability, can_run
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.rules.base import Violation
-from mpbridge.rules.gemm_shapes import Finding, lint, spans, token_multiple
+from mpbridge.rules.gemm_shapes import Misfit, lint, spans, token_multiple
 from mpbridge.rules.table import broken, rules
 
 SUMMARY = "whether a configuration is legal on a machine: every broken rule, every unsuitable size"
@@ -55,7 +55,7 @@ def judge(made: Run, where: Target) -> tuple[Violation, ...]:
 
 
 def as_data(
-    made: Run, where: Target, violations: Sequence[Violation], findings: Sequence[Finding], answer: Capability
+    made: Run, where: Target, violations: Sequence[Violation], findings: Sequence[Misfit], answer: Capability
 ) -> dict[str, object]:
     """The answer in JSON types."""
     errors = [v for v in violations if v.severity == "error"]
@@ -83,7 +83,7 @@ def _edges(policy: PrecisionPolicy, depth: int) -> list[int]:
 
 
 def _print(
-    made: Run, where: Target, violations: Sequence[Violation], findings: Sequence[Finding], answer: Capability
+    made: Run, where: Target, violations: Sequence[Violation], findings: Sequence[Misfit], answer: Capability
 ) -> None:
     print(f"recipe {made.recipe}, engine {made.engine}, {made.world_size} process{'es' if made.world_size > 1 else ''}")
     print(f"target {where.line()}")

@@ -74,20 +74,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rehearsed(args: argparse.Namespace) -> Rehearsal:
-    from mpbridge.rehearse import run as rehearse
+    from mpbridge.rehearse import rehearsal
 
     recipes = (
-        tuple(name.strip() for name in args.recipes.split(",") if name.strip()) if args.recipes else rehearse.RECIPES
+        tuple(name.strip() for name in args.recipes.split(",") if name.strip()) if args.recipes else rehearsal.RECIPES
     )
     if not recipes:
         raise BadValue(f"--recipes {args.recipes!r} names no recipe")
     if args.tensors is not None:
-        return rehearse.observe(rehearse.read_tensors(args.tensors), recipes)
+        return rehearsal.observe(rehearsal.read_tensors(args.tensors), recipes)
     from mpbridge.cli.options import find_config
     from mpbridge.config.container import ConfigContainer
 
     container = ConfigContainer.load(find_config(args.config), args.overrides, check=False)
-    return rehearse.rehearse(container, recipes, steps=args.steps, every=args.every)
+    return rehearsal.rehearse(container, recipes, steps=args.steps, every=args.every)
 
 
 def _write(result: Rehearsal, folder: Path) -> Path:

@@ -14,7 +14,7 @@ from mpbridge.data.records import Skip, Unit, records
 
 
 @dataclass(slots=True)
-class Tally:
+class RecordCounts:
     """What happened to the records of some units; adds up."""
 
     documents: int = 0
@@ -22,7 +22,7 @@ class Tally:
     skipped: Counter[str] = field(default_factory=Counter)
     """Records left out, by reason."""
 
-    def __iadd__(self, other: Tally) -> Tally:
+    def __iadd__(self, other: RecordCounts) -> RecordCounts:
         self.documents += other.documents
         self.tokens += other.tokens
         self.skipped += other.skipped
@@ -50,13 +50,13 @@ def token_dtype(tok: Any) -> Any:
     return DType.optimal_dtype(tok.vocab_size)
 
 
-def encode(work: Sequence[Unit], tok: Any, keys: Sequence[str], folder: Path, piece: int) -> Tally:
+def encode(work: Sequence[Unit], tok: Any, keys: Sequence[str], folder: Path, piece: int) -> RecordCounts:
     """Writes `folder`/<key>.bin and .idx for every key, empty ones too; returns the tally. Whatever fails is raised."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     dtype = token_dtype(tok)
     writers = {key: IndexedDatasetBuilder(str(folder / f"{key}.bin"), dtype=dtype) for key in keys}
-    tally = Tally()
+    tally = RecordCounts()
     try:
         for unit in work:
             for found in records(unit, keys):

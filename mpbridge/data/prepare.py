@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from mpbridge.data.encode import Tally, encode, merge
+from mpbridge.data.encode import RecordCounts, encode, merge
 from mpbridge.data.records import Unit, units
 from mpbridge.data.sources import JSON_LINES, TEXT
 from mpbridge.data.tokenizer import identity, tokenizer
@@ -157,7 +157,7 @@ def _finished_or_nothing(home: Path) -> Iterator[Path]:
 
 def _encode_all(
     files: Sequence[Path], tok: Any, name: str, keys: Sequence[str], folder: Path, workers: int | None
-) -> Tally:
+) -> RecordCounts:
     work = units(files)
     size = sum(unit.end - unit.start for unit in work)
     # a small corpus is cut finer, so that a split of one percent still holds something
@@ -171,7 +171,7 @@ def _encode_all(
             raise DataError(f"preprocessing failed: {type(error).__name__}: {error}") from error
     shares = [share for share in _shares(work, workers * 4) if share]
     shards = [folder / f"shard{number:05}" for number in range(len(shares))]
-    tally = Tally()
+    tally = RecordCounts()
     # spawn: a fork would inherit torch's threads and the process group's sockets
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         jobs = [
@@ -206,7 +206,7 @@ def _shares(work: Sequence[Unit], count: int) -> Iterator[list[Unit]]:
     yield share
 
 
-def _work(share: Sequence[Unit], name: str, keys: Sequence[str], shard: Path, piece: int) -> Tally:
+def _work(share: Sequence[Unit], name: str, keys: Sequence[str], shard: Path, piece: int) -> RecordCounts:
     """One worker's share, into a folder of its own."""
     shard.mkdir()
     return encode(share, tokenizer(name), keys, shard, piece)

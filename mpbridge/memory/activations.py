@@ -16,7 +16,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class LayerBytes:
     """Bytes that one layer keeps for one micro-batch, by the part that selective recomputation can drop."""
 
     entry: float
@@ -103,14 +103,14 @@ def offloaded(policy: PrecisionPolicy, run: RunFacts, layers: int) -> float:
     return sum(_selected(run, _layer(policy, run, layer)) for layer in range(layers))
 
 
-def _recomputed(run: RunFacts, kept: list[Kept]) -> float:
+def _recomputed(run: RunFacts, kept: list[LayerBytes]) -> float:
     count = int(run.model.get("recompute_num_layers") or 1)
     if run.model.get("recompute_method") == "block":
         return sum(layer.entry if i < count else layer.whole for i, layer in enumerate(kept))
     return sum(layer.entry for i, layer in enumerate(kept) if i % count == 0)
 
 
-def _selected(run: RunFacts, kept: Kept) -> float:
+def _selected(run: RunFacts, kept: LayerBytes) -> float:
     dropped = (
         set(run.model.get("recompute_modules") or ())
         if run.model.get("recompute_granularity") == "selective"
@@ -128,7 +128,7 @@ def _selected(run: RunFacts, kept: Kept) -> float:
     return total
 
 
-def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> Kept:
+def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
     shape, parallel = run.shape, run.parallel
     wide = policy.compute.bytes
     quant = policy.at("mlp.linear_fc1", layer, shape.num_layers)
@@ -155,7 +155,7 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> Kept:
         shared = count * shape.shared_expert_size / tensor * (gate * wide + low)
     else:
         mlp = count * shape.ffn_hidden_size / tensor * (gate * wide + low)
-    return Kept(
+    return LayerBytes(
         entry=entry,
         norms=norms,
         attention=attention,

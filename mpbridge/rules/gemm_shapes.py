@@ -26,7 +26,7 @@ _SMALL_SOURCE = "torchao 0.18 float8/float8_linear_utils.py, measured on H100; t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Misfit:
     """One dimension of one module that is not what it should be."""
 
     level: Level
@@ -71,7 +71,7 @@ class Gemm:
     """'column' or 'row'."""
 
 
-def lint(policy: PrecisionPolicy, run: RunFacts) -> tuple[Finding, ...]:
+def lint(policy: PrecisionPolicy, run: RunFacts) -> tuple[Misfit, ...]:
     """Every finding, required ones first. Empty: all sizes fit the recipe."""
     found = [finding for gemm in gemms(policy, run) for finding in _judge(gemm, run)]
     found += _vocabulary(policy, run)
@@ -149,7 +149,7 @@ def _whole(module: str) -> bool:
     return module.endswith("_down_proj")
 
 
-def _judge(gemm: Gemm, run: RunFacts) -> Iterator[Finding]:
+def _judge(gemm: Gemm, run: RunFacts) -> Iterator[Misfit]:
     need = gemm.quant.row.sizes
     arch = run.machine.arch if run.machine is not None else None
     tokens = need.tokens
@@ -158,9 +158,9 @@ def _judge(gemm: Gemm, run: RunFacts) -> Iterator[Finding]:
 
     def finding(
         level: Level, dimension: Dimension, value: int, multiple: int, cure: str, source: str
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Misfit]:
         if value % multiple:
-            yield Finding(
+            yield Misfit(
                 level=level,
                 module=gemm.module,
                 layers=gemm.layers,
@@ -172,7 +172,7 @@ def _judge(gemm: Gemm, run: RunFacts) -> Iterator[Finding]:
             )
 
     if gemm.tokens is None and gemm.module.endswith("linear_fc1"):  # once for the pair
-        yield Finding(
+        yield Misfit(
             level="experts", module=gemm.module, layers=gemm.layers, dimension="tokens of an expert", value=0, multiple=need.expert,
             cure=f"megatron-core pads each expert's tokens to {need.expert}: about {need.expert // 2} rows an expert for nothing"
             " (model.moe_router_padding_for_quantization pads in the router instead, without copies)",
@@ -189,24 +189,24 @@ def _judge(gemm: Gemm, run: RunFacts) -> Iterator[Finding]:
             yield from finding("fast", dimension, value, FAST, f"a multiple of {FAST} fills the tiles", _FAST_SOURCE)  # type: ignore[arg-type]
     small = need.gains_above
     if small is not None and gemm.inner <= small[0] and gemm.outer <= small[1]:
-        yield Finding(
+        yield Misfit(
             level="fast", module=gemm.module, layers=gemm.layers, dimension="size", value=gemm.outer, multiple=1,
             cure=f"{gemm.outer} x {gemm.inner} is too small to gain from FP8: keep it in 16 bits (mixed_precision.modules)", source=_SMALL_SOURCE,
         )  # fmt: skip
 
 
-def _shards(gemm: Gemm, need: Sizes, run: RunFacts) -> Iterator[Finding]:
+def _shards(gemm: Gemm, need: Sizes, run: RunFacts) -> Iterator[Misfit]:
     """Column-parallel inputs must be quantizable in shards (asserted); row-parallel gradients fall back to a gather in 16 bits."""
     level: Level = "required" if gemm.split == "column" else "gatherable"
     step = _shard_step(gemm, run)
     if gemm.shard % step:
         whole = step * run.parallel.tensor
-        yield Finding(
+        yield Misfit(
             level=level, module=gemm.module, layers=gemm.layers, dimension="tokens of a sequence shard", value=gemm.shard, multiple=step,
             cure=f"pad sequences to a multiple of {whole}" + ("" if level == "required" else ": the gradient is gathered in 16 bits instead"), source=need.shard_source,
         )  # fmt: skip
     if gemm.split == "column" and gemm.inner % need.shard and gemm.inner % need.inner == 0:
-        yield Finding(
+        yield Misfit(
             level="required", module=gemm.module, layers=gemm.layers, dimension="in", value=gemm.inner, multiple=need.shard,
             cure=_size_cure(gemm, "in", need.shard, run), source=need.shard_source,
         )  # fmt: skip
@@ -218,13 +218,13 @@ def _shard_step(gemm: Gemm, run: RunFacts) -> int:
     return max(sizes.shard, sizes.tile) if run.model.get("tp_comm_overlap") else sizes.shard
 
 
-def _vocabulary(policy: PrecisionPolicy, run: RunFacts) -> list[Finding]:
+def _vocabulary(policy: PrecisionPolicy, run: RunFacts) -> list[Misfit]:
     step, rows = vocabulary_multiple(run), run.shape.vocab_size
     if rows % step == 0 or not policy.mixed:
         return []
     cure = f"model.vocab_size={rows + -rows % step}"
     return [
-        Finding(
+        Misfit(
             level="fast",
             module="output_layer",
             layers=(),

@@ -13,7 +13,7 @@ from mpbridge.cli.main import main
 from mpbridge.errors import DataError, UnknownName
 from mpbridge.precision import registry
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.rehearse.run import RECIPES, observe, read_tensors, rehearse, rehearse_module, side_of
+from mpbridge.rehearse.rehearsal import RECIPES, observe, read_tensors, rehearse, rehearse_module, side_of
 from tests.worlds import ROOT, start
 
 CURRENT, MXFP8, DELAYED = (
