@@ -277,7 +277,18 @@ def settings_table(section: str) -> str:
     return markdown(("setting", "type", "default", "meaning"), rows)
 
 
-for _section in ("model", "optimizer", "scheduler", "ddp", "parallel", "train", "data", "checkpoint", "logger"):
+for _section in (
+    "model",
+    "optimizer",
+    "scheduler",
+    "ddp",
+    "parallel",
+    "train",
+    "data",
+    "checkpoint",
+    "logger",
+    "audit",
+):
     table(f"settings-{_section}")(functools.partial(settings_table, _section))
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from mpbridge.audit.promise import Promises
-from mpbridge.formats import DType
+from mpbridge.formats import DType, say
 from mpbridge.megatron_spec.fields import TABLE
 from mpbridge.sync.plan import plan, show
 
@@ -41,8 +42,31 @@ def different(engine: Any) -> tuple[int, list[str]]:
     """
     objects, run = configs(engine), engine.run
     made = plan(run.policy, realization="emulated" if getattr(run, "emulate", False) else "native", **objects)
+    wrong = [f"{one.name}: promised {show(one.after)}, found {show(one.before)}" for one in made.writes]
     looked = sum(1 for row in TABLE if row.target in objects and hasattr(objects[row.target], row.field))
-    return looked, [f"{one.name}: promised {show(one.after)}, found {show(one.before)}" for one in made.writes]
+    return looked, wrong + list(_kept(run, objects))
+
+
+def _kept(run: Any, objects: dict[str, Any]) -> Iterator[str]:
+    """Fields that decide precision and that this policy leaves alone: they are what the author gave, or megatron-core's default."""
+    told = {(one.target, one.field) for one in getattr(run.plan, "writes", ())}
+    for row in TABLE:
+        target = objects.get(row.target)
+        if (
+            row.field not in WATCHED
+            or target is None
+            or (row.target, row.field) in told
+            or not hasattr(target, row.field)
+        ):
+            continue
+        wanted = run.inputs.get(row.target, {}).get(row.field, row.default)
+        found = getattr(target, row.field)
+        if say(found) != say(wanted):
+            yield f"{row.target}.{row.field}: promised {say(wanted)}, found {say(found)}"
+
+
+WATCHED = frozenset({"attention_softmax_in_fp32", "fp32_residual_connection", "moe_router_dtype"})
+"""Fields whose default is a promise of its own: nobody derives them from others."""
 
 
 def optimizer_faults(engine: Any, promises: Promises) -> tuple[int, list[str]]:

@@ -12,7 +12,7 @@ from mpbridge.audit.cadence import Cadence
 from mpbridge.audit.findings import Finding, Report
 from mpbridge.audit.invariants import Shape, broken, fingerprint
 from mpbridge.audit.ranks import offenders
-from mpbridge.audit.record import PRECISION, entry, write_section
+from mpbridge.audit.record import PRECISION, entry, last_good, write_section
 from mpbridge.audit.replicas import copies, replica_findings
 from mpbridge.audit.run import audit, promises_of
 from mpbridge.audit.scaler import ScaleRule, scaler_of
@@ -85,7 +85,8 @@ class AuditHook:
             self.cadence.ask("resumed")
         self.step = step
         self._follow_scale(engine)
-        found = replica_findings(_from_all(copies(engine)))
+        found = self._first_scale(engine) if not step else []
+        found += replica_findings(_from_all(copies(engine)))
         if found and not all(one.ok for one in found):
             self._conclude(training, self._small_report(engine, found), "before the first step")
         self._write()  # the loop may have written a fresh precision.json since the static audit
@@ -117,9 +118,11 @@ class AuditHook:
         extra = self.cadence.end(watched=watch is not None)
         self._scale_goes_on(training, result)
         if watch is None or before is None:
-            if self.invariants and self.step % self.invariants == 0:
-                self._invariants(training)
             _mark(training, "unaudited")
+            if self._is_kept(training):
+                self._stands(training)
+            elif self.invariants and self.step % self.invariants == 0:
+                self._invariants(training)
             return
         self._let_go()
         if not self._proves(result):
@@ -138,17 +141,11 @@ class AuditHook:
         )
         if self._wiring is None:
             self._wiring = fingerprint(engine)
-        spent = extra + report.seconds
         self.seconds += extra
-        self.cadence_done(spent)
-        self._conclude(training, report, self._reason)
-
-    def cadence_done(self, spent: float) -> None:
-        """The audit cost so much: when the next one falls is agreed between ranks."""
-        self._reason = self.cadence.reason
-        self.cadence.done(_largest(self.cadence.next_by_time(self.step, spent)))
-
-    _reason = "first update"
+        reason = self.cadence.reason
+        # times differ between ranks, the step of the next audit may not
+        self.cadence.done(_largest(self.cadence.next_by_time(self.step, extra + report.seconds)))
+        self._conclude(training, report, reason)
 
     def evaluated(self, training: Any, loss: float) -> None:
         """Nothing."""
@@ -181,6 +178,21 @@ class AuditHook:
             else None
         )
 
+    def _first_scale(self, engine: Any) -> list[Finding]:
+        """A run that begins does so with the scale that was promised."""
+        promised = engine.run.policy.loss_scale
+        if promised is None or not promised.dynamic:
+            return []
+        scale = float(engine.optimizer.get_loss_scale())
+        good = scale == promised.initial
+        return (
+            []
+            if good
+            else [
+                Finding(subject="loss scale", promised=f"{promised.initial:g} at first", found=f"{scale:g}", ok=False)
+            ]
+        )
+
     def _scale_goes_on(self, training: Any, result: Any) -> None:
         if self._rule is None:
             return
@@ -202,6 +214,20 @@ class AuditHook:
         )
         self._conclude(training, self._small_report(engine, [found]), "invariants")
 
+    def _is_kept(self, training: Any) -> bool:
+        """Whether a checkpoint follows this step, so that what it holds is looked at first."""
+        run = getattr(training, "run", None)
+        section = getattr(run, "checkpoint", None) or {}
+        if run is None or not section.get("save"):
+            return False
+        interval = int(section.get("save_interval") or 0)
+        return bool(interval and self.step % interval == 0) or self.step == int(run.train.get("train_iters") or 0)
+
+    def _stands(self, training: Any) -> None:
+        """All but the observation of a step: roles, flags, who updates what, parameters against main weights, replicas."""
+        engine = training.engine
+        self._conclude(training, audit(engine.run.policy, engine, stage="live", step=self.step), "checkpoint")
+
     def _small_report(self, engine: Any, findings: list[Finding]) -> Report:
         facts = {
             "engine": engine.name,
@@ -213,19 +239,21 @@ class AuditHook:
 
     # --- conclusions ---------------------------------------------------------------------------------------------------------------------
     def _conclude(self, training: Any, report: Report, reason: str) -> None:
+        whole = any(one.subject == "weights moved" for one in report.findings)
         first = report.stage not in self.reports
-        self.reports[report.stage] = report
+        if whole or report.stage == "static" or not report.ok:
+            self.reports[report.stage] = report
         self.history.append(entry(report, reason=reason, step=self.step))
         self.seconds += report.seconds
-        if report.stage == "live" and len(report.findings) > 2:
-            self._proved = True
-            if report.ok:
-                self.good_at = self.step
+        self._proved |= whole
+        if report.stage == "live" and report.ok:
+            self.good_at = self.step
         self._write()
         if _rank() == 0 and self.show is not None:
             if first and report.stage == "live":
                 self.show(audit_table(report))
-            self.show(f"{report.line} ({reason})")
+            if whole or report.stage == "static" or not report.ok:
+                self.show(f"{report.line} ({reason})")
             for line in fault_lines(report):
                 self.show(f"audit: {line}")
         _mark(training, "good" if report.ok and report.stage == "live" else "suspect" if not report.ok else "unaudited")
@@ -280,8 +308,6 @@ def _mark(training: Any, state: str) -> None:
 
 def _good_checkpoint(training: Any) -> str:
     """What to go back to, where checkpoints are kept."""
-    from mpbridge.audit.record import last_good
-
     folder = getattr(getattr(training, "run", None), "checkpoint", {}).get("save")
     found = last_good(Path(folder)) if folder else None
     return f"; the newest checkpoint that was audited good is {found}" if found else ""

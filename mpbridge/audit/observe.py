@@ -16,6 +16,7 @@ from mpbridge.audit.promise import ABSENT, Promises
 from mpbridge.audit.quantization import Quantizations, quantizations
 from mpbridge.audit.replicas import Copies, copies
 from mpbridge.audit.rules import rule_of
+from mpbridge.audit.scaler import scaler_faults
 from mpbridge.audit.stored import elements, size, storage
 from mpbridge.audit.traffic import Traffic, traffic
 from mpbridge.audit.watch import Watch
@@ -106,7 +107,7 @@ def _rule(promises: Promises, path: str, module: Any, *, ran: bool) -> tuple[str
 def _flags(engine: Any, promises: Promises) -> tuple[int, list[str]]:
     looked, wrong = different(engine)
     more, contradictions = optimizer_faults(engine, promises)
-    return looked + more, wrong + contradictions
+    return looked + more, wrong + contradictions + scaler_faults(engine, promises.policy.loss_scale)
 
 
 def roles_into(seen: Observed, promises: Promises, live: list[Any]) -> None:

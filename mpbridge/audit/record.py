@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.audit.findings import Report
-from mpbridge.errors import BadValue
+from mpbridge.report.history import PRECISION
 
-PRECISION = "precision.json"
+__all__ = ["PRECISION", "entry", "last_good", "write_section"]
+
 KEPT = 200
 """Audits that are kept in short form; the first one always."""
 
@@ -38,39 +39,6 @@ def write_section(path: Path, report: Report, *, history: Sequence[Mapping[str, 
         section["history"] = [history[0], *history[1:][-KEPT:]]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2) + "\n")
-
-
-def read_history(folder: Path) -> list[dict[str, Any]]:
-    """The audits of the run in `folder`, oldest first. Raises BadValue where there is nothing of the kind."""
-    path = folder / PRECISION if folder.is_dir() else folder
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        history = data["audit"]["history"]
-        if not isinstance(history, list) or not all(isinstance(one, dict) and "facts" in one for one in history):
-            raise ValueError(path)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise BadValue(
-            f"{path} holds no audits (expected the precision.json of a run: `mpbridge train ... logger.log_dir=DIR`)"
-        ) from None
-    return history
-
-
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """What one audit found otherwise than the one before it, as 'exp_avg: found bf16, before fp32'; counts that vary by nature are left out."""
-    lines = []
-    for subject, (promised, found, state) in after["facts"].items():
-        old = before["facts"].get(subject)
-        if old is None:
-            continue
-        if (old[0], old[2]) != (promised, state) or (old[1] != found and subject not in _VARYING):
-            lines.append(
-                f"{subject}: {found} ({state}), before {old[1]} ({old[2]})"
-                + ("" if old[0] == promised else f", promised {promised} in place of {old[0]}")
-            )
-    return lines
-
-
-_VARYING = frozenset({"gradient norm", "weights moved", "loss scale", "quantized GEMMs"})
 
 
 def last_good(folder: Path) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,12 @@ def _train(args: argparse.Namespace, made: Run) -> int:
     from mpbridge.train.loop import pretrain
 
     done = pretrain(made)
-    return 130 if done.stopped == "SIGINT" else 0
+    if done.stopped == "SIGINT":
+        return 130
+    if done.iterations and not done.applied:
+        print(f"0 of {done.iterations} steps were applied: nothing was trained", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _world_size() -> int:

@@ -26,6 +26,7 @@ from mpbridge.traits import DEFAULT, engine_names, traits
 
 if TYPE_CHECKING:
     from mpbridge.config.typed import (
+        AuditField,
         CheckpointField,
         DataField,
         DDPField,
@@ -66,6 +67,7 @@ class ConfigContainer:
     data: DataField = _section("data")
     checkpoint: CheckpointField = _section("checkpoint")
     logger: LoggerField = _section("logger")
+    audit: AuditField = _section("audit")
     engine: str | None = None
     """A name of `mpbridge.traits.engine_names`; None: the one that the recipe is meant for, else megatron-core's own."""
     emulate: bool | str = False

@@ -92,6 +92,7 @@ LIMITS: dict[str, Range] = {
     "scheduler.lr_wsd_decay_iters": SIZE,
     "scheduler.start_weight_decay": COUNT,
     "scheduler.end_weight_decay": COUNT,
+    "audit.every": COUNT,
     "checkpoint.save_interval": SIZE,
     "checkpoint.keep_last": SIZE,
     "checkpoint.keep_every": SIZE,

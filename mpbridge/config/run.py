@@ -53,6 +53,7 @@ class Run:
     scheduler: Section
     checkpoint: Section
     logger: Section
+    audit: Section
     """These five with their defaults filled in."""
     origin: Mapping[str, str]
     """'optimizer.lr' -> where its value came from, for every value that is not a default."""
@@ -182,7 +183,10 @@ class Draft:
                 self.faults.append(str(error))
         inputs, sizes = joined(self.given, self.engine, self.faults)
         brought = self._bring_along(inputs)
-        full = {name: filled(name, self.given[name]) for name in ("train", "data", "scheduler", "checkpoint", "logger")}
+        full = {
+            name: filled(name, self.given[name])
+            for name in ("train", "data", "scheduler", "checkpoint", "logger", "audit")
+        }
         model = filled("model", inputs["model"])
         self._add(shape_faults(model))
         parallel = self._parallel(sizes, world_size)

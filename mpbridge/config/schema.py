@@ -18,7 +18,7 @@ from mpbridge.formats import DType, dtype
 from mpbridge.megatron_spec.schema import CLASSES, records
 from mpbridge.megatron_spec.versions import current, nearest
 
-SECTIONS = ("model", "optimizer", "scheduler", "ddp", "parallel", "train", "data", "checkpoint", "logger")
+SECTIONS = ("model", "optimizer", "scheduler", "ddp", "parallel", "train", "data", "checkpoint", "logger", "audit")
 ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
     {
         "gelu": "torch.nn.functional:gelu",

@@ -136,6 +136,14 @@ class Logger:
     """The progress line on the terminal."""
 
 
+@dataclass(kw_only=True)
+class Audit:
+    """When the audit looks again after its first time."""
+
+    every: int | None = None
+    """Steps between two audits; null: so many that they cost less than half a percent of the run; 0: only where something begins anew."""
+
+
 OWN: dict[str, type] = {
     "parallel": Parallelism,
     "train": Train,
@@ -143,5 +151,6 @@ OWN: dict[str, type] = {
     "scheduler": Scheduler,
     "checkpoint": Checkpoint,
     "logger": Logger,
+    "audit": Audit,
 }
 """Section -> its dataclass; model, optimizer and ddp are megatron-core's."""

@@ -1107,3 +1107,15 @@ class LoggerSection(Section):
     progress: bool
 
 LoggerField: TypeAlias = SectionField[LoggerSection, LoggerSettings | LoggerSection]
+
+class AuditSettings(TypedDict, total=False):
+    """Keys of `audit`."""
+
+    every: int | None
+
+class AuditSection(Section):
+    """`ConfigContainer.audit`."""
+
+    every: int | None
+
+AuditField: TypeAlias = SectionField[AuditSection, AuditSettings | AuditSection]

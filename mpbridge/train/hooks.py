@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
 def default_hooks(run: Run, show: Callable[[Any], None] | None = None) -> list[Hook]:
     """The hooks that a run's own sections ask for, in the order in which they act. show: prints a table or a line; None: silence."""
-    audit: Any = AuditHook(mode=run.train["audit"], folder=run.logger["log_dir"], show=show)
+    audit: Any = AuditHook(
+        mode=run.train["audit"],
+        folder=run.logger["log_dir"],
+        show=show,
+        every=run.audit["every"],
+        invariants=int(run.train.get("log_interval") or 10),
+    )
     notes: list[Hook] = [EmulationNotes(show)] if run.emulate and run.policy.quantized else []
     keeper = Keeper(run)
     nonfinite = Nonfinite(str(run.train.get("nonfinite") or "skip"), keeper)

@@ -39,6 +39,11 @@ class Summary:
     """What hooks had to add."""
 
     @property
+    def applied(self) -> int:
+        """Steps whose update was applied."""
+        return self.iterations - self.skipped
+
+    @property
     def eval_loss(self) -> float | None:
         """The last held-out loss."""
         return self.eval_losses[-1][1] if self.eval_losses else None
@@ -46,6 +51,10 @@ class Summary:
     def as_data(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return {**asdict(self), "eval_losses": [list(pair) for pair in self.eval_losses]}
+
+    def _nothing(self) -> str:
+        idle = self.iterations and not self.applied
+        return f": 0 of {self.iterations} steps were applied" if idle else ""
 
     def rows(self) -> list[tuple[str, str]]:
         """Label and text, for the closing table."""
@@ -57,7 +66,7 @@ class Summary:
         ends = ", ".join(f"{loss:.4f} at step {step}" for step, loss in self.eval_losses[-3:])
         return [
             ("recipe", self.recipe),
-            ("steps", f"{self.iterations} ({self.skipped} skipped, {self.nonfinite} not finite)"),
+            ("steps", f"{self.iterations} ({self.skipped} skipped, {self.nonfinite} not finite){self._nothing()}"),
             ("training loss", f"{shown(self.first_loss)} at first, {shown(self.last_loss)} over the last 10 steps"),
             *([("held-out loss", ends)] if ends else []),
             ("samples", f"{self.consumed_samples:,}"),

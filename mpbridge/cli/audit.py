@@ -1,0 +1,55 @@
+"""`mpbridge audit RUN_DIR`: what a run promised, what its audits found, when, and what changed between them. Loads no framework."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from mpbridge.report.history import changes, read_history
+
+SUMMARY = "show what a run's audits found, when, and what changed between them"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN_DIR", help="the run's folder (logger.log_dir), or its precision.json"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the audits; 0: all found what was promised, 1: one did not, or no update was ever audited."""
+    history = read_history(args.run_dir)
+    proved = any("weights moved" in one["facts"] for one in history)
+    good = proved and all(one["ok"] for one in history)
+    if args.json:
+        steps = [
+            {**one, "changes": changes(before, one)} for before, one in zip([None, *history], history, strict=False)
+        ]
+        print(json.dumps({"ok": good, "audits": steps}, indent=1))
+    else:
+        _print(history)
+        if not proved:
+            print("no update was ever audited: nothing is proved of main weights and moments")
+    return 0 if good else 1
+
+
+def _print(history: list[dict[str, Any]]) -> None:
+    last = max(history, key=lambda one: ("weights moved" in one["facts"], one["step"]))
+    print(f"{last['recipe']}, {len(history)} audits; the last whole one, of step {last['step']}:")
+    width = [max(len(str(row[i])) for row in [(name, *fact) for name, fact in last["facts"].items()]) for i in range(3)]
+    for name, (promised, found, state) in last["facts"].items():
+        print(f"  {name:<{width[0]}}  promised {promised:<{width[1]}}  found {found:<{width[2]}}  {state}")
+    before = None
+    for one in history:
+        verdict = "as promised" if one["ok"] else "NOT as promised"
+        unseen = len(one.get("not_observed", {}))
+        print(
+            f"step {one['step']:>6}  {one['stage']:<6}  {verdict}{f', {unseen} not observed' if unseen else ''}  ({one['reason']})"
+        )
+        for line in (*one.get("faults", ()), *changes(before, one)):
+            print(f"             {line}")
+        before = one
