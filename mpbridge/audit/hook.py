@@ -12,7 +12,7 @@ from mpbridge.audit.cadence import Cadence
 from mpbridge.audit.findings import Finding, Report
 from mpbridge.audit.invariants import Shape, broken, fingerprint
 from mpbridge.audit.ranks import offenders
-from mpbridge.audit.record import PRECISION, entry, last_good, write_section
+from mpbridge.audit.record import PRECISION, earlier, entry, last_good, write_section
 from mpbridge.audit.replicas import copies, replica_findings
 from mpbridge.audit.run import audit, promises_of
 from mpbridge.audit.scaler import ScaleRule, scaler_of
@@ -66,6 +66,7 @@ class AuditHook:
         self._wiring: Shape | None = None
         self._zeros = 0
         self._proved = False
+        self._earlier = [] if self.folder is None else earlier(self.folder)
 
     # --- moments -------------------------------------------------------------------------------------------------------------------------
     def built(self, training: Any) -> None:
@@ -83,6 +84,7 @@ class AuditHook:
         engine, step = training.engine, _iteration(training, self.step)
         if step and not self._proved:
             self.cadence.ask("resumed")
+            self.history = [one for one in self._earlier if one.get("step", 0) <= step] + self.history
         self.step = step
         self._follow_scale(engine)
         found = self._first_scale(engine) if not step else []

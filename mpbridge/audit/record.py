@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.audit.findings import Report
-from mpbridge.report.history import PRECISION
+from mpbridge.errors import BadValue
+from mpbridge.report.history import PRECISION, read_history
 
-__all__ = ["PRECISION", "entry", "last_good", "write_section"]
+__all__ = ["PRECISION", "earlier", "entry", "last_good", "write_section"]
 
 KEPT = 200
 """Audits that are kept in short form; the first one always."""
@@ -39,6 +40,14 @@ def write_section(path: Path, report: Report, *, history: Sequence[Mapping[str, 
         section["history"] = [history[0], *history[1:][-KEPT:]]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(data, indent=2) + "\n")
+
+
+def earlier(folder: Path) -> list[dict[str, Any]]:
+    """The audits that a run has left in `folder`; none where there are none that can be read."""
+    try:
+        return read_history(folder)
+    except BadValue:
+        return []
 
 
 def last_good(folder: Path) -> str | None:
