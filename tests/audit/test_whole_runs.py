@@ -11,7 +11,7 @@ import pytest
 from mpbridge.checkpoint import store
 from mpbridge.cli.main import main
 from mpbridge.errors import AuditFailed
-from mpbridge.train.hooks import Hook
+from mpbridge.train.base import Hook
 from mpbridge.train.loop import pretrain
 from tests.audit import faults
 from tests.train.tiny import tiny_run
