@@ -151,6 +151,74 @@ def left_alone_table() -> str:
     return markdown(("field", "what it does", "whose"), rows)
 
 
+@table("scalings")
+def scaling_table() -> str:
+    """Every row of mpbridge.scalings."""
+    from mpbridge.scalings import SCALINGS
+
+    def block(extent: object) -> str:
+        return " x ".join("all" if side == 0 else str(side) for side in (extent.across, extent.along))  # type: ignore[attr-defined]
+
+    rows = []
+    for row in SCALINGS.values():
+        blocks = "the factory's" if row.blocks is None else ", ".join(dict.fromkeys(map(block, row.blocks)))
+        scale = "" if row.blocks is None else row.blocks[0].scale
+        need = f"{row.hardware.low[0]}.{row.hardware.low[1]}" + (
+            f" to below {row.hardware.high[0]}.{row.hardware.high[1]}" if row.hardware.high else ""
+        )
+        library = f"{row.hardware.library.replace('_', ' ')} {row.hardware.engine}" + (
+            f", CUDA {row.hardware.cuda}" if row.hardware.cuda else ""
+        )
+        sizes = f"{row.sizes.tokens}, {row.sizes.inner}, {row.sizes.outer}"
+        rows.append(
+            (f"`{row.name}`", ", ".join(row.formats), blocks, scale, need, library, sizes, f"`{row.recipe_class()}`")
+        )
+    return markdown(
+        (
+            "scaling",
+            "formats",
+            "elements of a scale (across x along the contraction; activations, weights)",
+            "scale",
+            "compute capability",
+            "needs",
+            "multiples of tokens, in, out",
+            "recipe class",
+        ),
+        rows,
+    )
+
+
+@table("scaling-options")
+def option_table() -> str:
+    """What each scaling leaves open."""
+    from mpbridge.formats import say
+    from mpbridge.scalings import SCALINGS
+
+    rows = [
+        (
+            f"`{row.name}`",
+            f"`{option.name}`",
+            ", ".join(say(value) for value in option.choices),
+            option.meaning,
+            f"`{option.variable}`",
+            option.since,
+        )
+        for row in SCALINGS.values()
+        for option in row.options
+    ]
+    return markdown(
+        (
+            "scaling",
+            "option",
+            "values, the default first",
+            "meaning",
+            "variable that tells Transformer Engine",
+            "since",
+        ),
+        rows,
+    )
+
+
 @table("recipe-machines")
 def recipe_machine_table() -> str:
     """Which recipe runs on which GPU, with the versions that a target is assumed to have."""

@@ -306,8 +306,9 @@ class Emulation:
         """What differs from the GPU, one sentence each; shown with every result."""
         quants = self.policy.quants
         release = ".".join(map(str, self.release))
-        count = f"{len(self.plugs)} linears quantized, {len(self.high)} kept high" + (
-            " on this rank" if _split() else ""
+        count = (
+            f"{len(self.plugs)} linear{'s' if len(self.plugs) != 1 else ''} quantized, {len(self.high)} kept high"
+            + (" on this rank" if _split() else "")
         )
         notes = [f"emulated with the rules of Transformer Engine {release}: {count}"]
         notes += dict.fromkeys(note for options in self.options.values() for note in options.notes)

@@ -320,7 +320,7 @@ _LOW: tuple[Place, ...] = (
     _row("model", "fp4_recipe", _word("fp4", "nvfp4"), "how FP4 scales are chosen", "nvfp4"),
     _row("model", "fp4_param", _of("fp4", "stored", False), "weights at rest in FP4", False, knob="fp4_param", turns=_with_fp4),
     _row("model", "fp4_quantizer_factory", _of("fp4", "factory", None), "of the custom FP4 recipe only", None),
-    _row("model", "first_last_layers_bf16", lambda f: f.policy.ends is not None, "edge layers out of quantization", False, knob="first_last_layers_bf16",
+    _row("model", "first_last_layers_bf16", lambda f: f.policy.ends is not None and f.policy.quant is not None, "edge layers out of quantization", False, knob="first_last_layers_bf16",
          turns=lambda f, v: f.policy.quant is not None),
     _row("model", "num_layers_at_start_in_bf16", _edge(0), "first layers out of quantization", 1, knob="num_layers_at_start_in_bf16",
          turns=lambda f, v: f.policy.ends is not None),

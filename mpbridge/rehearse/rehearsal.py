@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -287,7 +288,14 @@ def _observe(tensors: Mapping[str, torch.Tensor], policy: PrecisionPolicy, found
     if policy.quant is None:
         return
     cpu, statistics = torch.device("cpu"), Statistics()
-    quantizer = Quantizer(policy.quant, list(tensors), randomness=Randomness(1234, cpu), device=cpu, compiled=False)
+    quantizer = Quantizer(
+        policy.quant,
+        list(tensors),
+        randomness=Randomness(1234, cpu),
+        device=cpu,
+        compiled=False,
+        environment=os.environ,
+    )
     for name, tensor in tensors.items():
         _look(statistics, quantizer, name, tensor.reshape(-1, tensor.shape[-1]))
     found.tensors = statistics.summary()
