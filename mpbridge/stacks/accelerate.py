@@ -67,6 +67,8 @@ def _python(request: Request, theirs: Meaning) -> str:
     if known and quant is not None:
         lines.append(f"from accelerate.utils import {SCALINGS[quant.scaling]}")
         handlers = [_handler(quant)]
+        if SCALINGS[quant.scaling] == "AORecipeKwargs":
+            lines.append("from torchao.float8 import Float8LinearConfig")
     lines += [
         "",
         f"model.to(torch.{SPELL[theirs.storage]})",

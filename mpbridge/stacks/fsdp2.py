@@ -57,9 +57,10 @@ def _quantized(quant: Quant, ends: str) -> list[str]:
     keep = f"  # leave out the output layer{f', and {ends}' if ends else ''}"
     if quant.scaling == "mxfp8":
         return [
-            "from torchao.prototype.mx_formats import MXLinearConfig",
+            "from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe",
             "from torchao.quantization import quantize_",
-            'quantize_(model.layers, MXLinearConfig.from_recipe_name("mxfp8_cublas"))' + keep,
+            "config = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_RCEIL)",
+            "quantize_(model.layers, config, lambda module, name: isinstance(module, torch.nn.Linear))" + keep,
         ]
     return [
         "from torchao.float8 import Float8LinearConfig, convert_to_float8_training",

@@ -1,0 +1,111 @@
+"""NeMo AutoModel's own parser as the judge of `export --to automodel` and `import --from automodel`.
+
+    python scripts/stacks/automodel.py CHECKOUT
+
+Its distributed section parser, dtype words and FSDP2/Megatron-FSDP/DDP configs are real; no model is loaded. Every example YAML is imported
+and compared with what they make of it, and every export is parsed there. Exit code 0 when all are equal. Needs torch and PyYAML.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+
+def prepare(checkout: Path) -> Any:
+    """(parse, dtype): its parser of the distributed section and its reader of dtype words."""
+    logging.disable(logging.WARNING)
+    sys.path.insert(0, str(checkout))
+    from nemo_automodel.shared.utils import dtype_from_str
+
+    path = checkout / "nemo_automodel" / "recipes" / "_dist_utils.py"
+    spec = importlib.util.spec_from_file_location("am_dist_utils", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.parse_distributed_section, dtype_from_str
+
+
+def theirs(data: dict[str, Any], parse: Any, dtype: Any) -> dict[str, str | None]:
+    """Storage, compute and reduction as their classes have them."""
+    model = data.get("model") or {}
+    word = model.get("torch_dtype", model.get("dtype"))
+    section = {k: v for k, v in (data.get("distributed") or {}).items()}
+    found = parse(section)
+    policy = getattr(found["strategy_config"], "mp_policy", None)
+    facts: dict[str, str | None] = {"storage": None if word in (None, "auto") else str(dtype(word))}
+    if policy is not None:
+        facts |= {"compute": str(policy.param_dtype), "wire": str(policy.reduce_dtype)}
+    return facts
+
+
+def differs(imported: Any, facts: dict[str, str | None]) -> dict[str, tuple[str, str]]:
+    """Facts that our reading has otherwise; a reduction of None is the compute dtype there."""
+    found = {}
+    for name, value in facts.items():
+        if value in (None, "None"):
+            continue
+        mine = f"torch.{getattr(imported.meaning, name).value}"
+        if mine != value:
+            found[name] = (mine, value)
+    return found
+
+
+def main() -> int:
+    """The command line of this script."""
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    arguments.add_argument("checkout", type=Path)
+    args = arguments.parse_args()
+    parse, dtype = prepare(args.checkout)
+    import yaml
+
+    from mpbridge import recipes
+    from mpbridge.errors import MpbridgeError
+    from mpbridge.stacks.exporters import export
+    from mpbridge.stacks.importers import read_text
+
+    wrong = said = imported = compared = alike = 0
+    for name in recipes:
+        made = export(name, "automodel")
+        data = yaml.safe_load(made.pieces[0].text)
+        facts = theirs(data, parse, dtype)
+        bad = {k: v for k, v in facts.items() if v and v != f"torch.{getattr(made.meaning, k).value}"}
+        wrong, said = wrong + bool(bad), said + 1
+        if bad:
+            print(f"export {name}: parsed as {bad}")
+    for path in sorted((args.checkout / "examples").rglob("*.yaml")):
+        text = path.read_text(encoding="utf-8")
+        data = yaml.safe_load(text)
+        if not isinstance(data, dict):
+            continue
+        try:
+            mine = read_text(text, stack="automodel", name=path.name)
+            imported += 1
+        except MpbridgeError as error:
+            print(f"{path.name}: {error}")
+            continue
+        try:
+            facts = theirs(data, parse, dtype)
+        except Exception as error:  # a file that their own parser refuses has nothing to compare with
+            print(f"{path.name}: its own parser: {type(error).__name__}: {str(error)[:100]}")
+            continue
+        compared += 1
+        bad_facts = differs(mine, facts)
+        alike += not bad_facts
+        if bad_facts:
+            print(f"{path.name}: {bad_facts}")
+    print(f"exports parsed there: {said}, as meant: {said - wrong}")
+    print(f"example files imported: {imported}; compared with the parser: {compared}; read alike: {alike}")
+    return 0 if not wrong and compared == alike else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
