@@ -48,6 +48,7 @@ _HOME = {
     "register": "precision.registry",
     "resolve": "precision.resolve",
     "transformer_engine_on_cpu": "te_cpu.context",
+    "wrap": "engines.wrap",
 }
 __all__ = [
     "ConfigContainer",
@@ -67,11 +68,13 @@ __all__ = [
     "register",
     "resolve",
     "transformer_engine_on_cpu",
+    "wrap",
 ]
 
 if TYPE_CHECKING:
     from mpbridge.config.container import ConfigContainer
     from mpbridge.config.run import Run
+    from mpbridge.engines.wrap import wrap
     from mpbridge.errors import MpbridgeError
     from mpbridge.megatron.targets import apply, build
     from mpbridge.precision.config import MixedPrecisionConfig

@@ -38,7 +38,7 @@ def theirs(data: dict[str, Any], parse: Any, dtype: Any) -> dict[str, str | None
     """Storage, compute and reduction as their classes have them."""
     model = data.get("model") or {}
     word = model.get("torch_dtype", model.get("dtype"))
-    section = {k: v for k, v in (data.get("distributed") or {}).items()}
+    section = dict(data.get("distributed") or {})
     found = parse(section)
     policy = getattr(found["strategy_config"], "mp_policy", None)
     facts: dict[str, str | None] = {"storage": None if word in (None, "auto") else str(dtype(word))}

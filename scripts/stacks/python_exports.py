@@ -99,7 +99,7 @@ def lightning(text: str, meant: Any) -> dict[str, tuple[Any, Any]]:
         return {}
     from lightning.pytorch.plugins.precision import FSDPPrecision
 
-    policy = strategy.mixed_precision_config or FSDPPrecision(given["precision"]).mixed_precision_config
+    policy = strategy.mixed_precision or FSDPPrecision(given["precision"]).mixed_precision_config
     return _facts(meant, compute=policy.param_dtype, wire=policy.reduce_dtype)
 
 

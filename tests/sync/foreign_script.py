@@ -1,4 +1,4 @@
-"""Somebody else's training script: its own configs, model, optimizer and loop. Ours are the two lines with `plan` and `apply` (and a CPU in place of CUDA)."""
+"""Somebody else's training script: its own configs, model, optimizer and loop. Ours are `plan`, `apply` and `wrap` (and a CPU in place of CUDA)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def configs() -> tuple[Any, Any, Any]:
     return model, OptimizerConfig(lr=1e-2), DistributedDataParallelConfig(check_for_nan_in_grad=True)
 
 
-def main(recipe: str) -> None:
+def main(recipe: str, by_hand: bool) -> None:
     torch.distributed.init_process_group("gloo", init_method="tcp://localhost:0", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(7)
@@ -49,10 +49,13 @@ def main(recipe: str) -> None:
     model: Any = GPTModel(
         config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=32
     )
-    model = Float16Module(config, model) if config.bf16 or config.fp16 else model
-    model = DistributedDataParallel(config, ddp_config, model)
-    optimizer = get_megatron_optimizer(optimizer_config, [model])
-    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
+    if by_hand:
+        model = Float16Module(config, model) if config.bf16 or config.fp16 else model
+        model = DistributedDataParallel(config, ddp_config, model)
+        optimizer = get_megatron_optimizer(optimizer_config, [model])
+        config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
+    else:
+        model, optimizer = mpbridge.wrap(model, made, optimizer_config)
     tokens = torch.arange(4 * 33).view(4, 33) % 64
     mask, positions = torch.triu(torch.ones(1, 1, 32, 32), 1).bool(), torch.arange(32).expand(4, 32)
 
@@ -77,10 +80,11 @@ def main(recipe: str) -> None:
         skipped += not applied
         seen.append(out[0]["loss"].item())
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    print(repr(seen))
     print(f"{dtype} {seen[0]:.3f} {seen[-1]:.3f} {skipped}", flush=True)
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     with device_layer(False):
-        main(sys.argv[1])
+        main(sys.argv[1], by_hand="--by-hand" in sys.argv)

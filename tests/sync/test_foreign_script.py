@@ -12,10 +12,15 @@ import pytest
 SCRIPT = Path(__file__).with_name("foreign_script.py")
 
 
-def ran(recipe: str) -> subprocess.CompletedProcess[str]:
+def ran(recipe: str, *options: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, str(SCRIPT), recipe], env=environment, capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, str(SCRIPT), recipe, *options],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
 
 
@@ -39,3 +44,32 @@ def test_a_quantized_recipe_never_trains_as_bf16_there() -> None:
     assert done.returncode != 0
     assert "mpbridge.errors.Refused" in done.stderr
     assert "cannot run this recipe" in done.stderr
+
+
+@pytest.mark.parametrize("recipe", ["bf16_mixed", "fp16_mixed"])
+def test_wrap_gives_what_the_same_steps_by_hand_give(recipe: str) -> None:
+    wrapped, by_hand = ran(recipe), ran(recipe, "--by-hand")
+    assert wrapped.stdout.splitlines()[-2] == by_hand.stdout.splitlines()[-2]
+    assert len(eval(wrapped.stdout.splitlines()[-2])) == 40  # every loss of the run
+
+
+def test_a_model_that_was_built_before_apply_is_refused() -> None:
+    import torch
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    import mpbridge
+    from mpbridge.errors import BadValue, Refused
+
+    config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4)
+    early = torch.nn.Linear(4, 4)
+    early.config = config  # type: ignore[assignment]
+    policy = mpbridge.resolve(mpbridge.get_mixed_precision_config("bf16_mixed"))
+    made = mpbridge.plan(policy, model=config, optimizer=OptimizerConfig(lr=1e-3), ddp=DistributedDataParallelConfig())
+    with pytest.raises(Refused, match=r"params_dtype=fp32.*apply\(plan\) before the model is built"):
+        mpbridge.wrap(early, made, OptimizerConfig(lr=1e-3))
+    with pytest.raises(BadValue, match="expected the Plan"):
+        mpbridge.wrap(early, None, OptimizerConfig(lr=1e-3))  # type: ignore[arg-type]
+    with pytest.raises(BadValue, match="without a live DDP config"):
+        mpbridge.wrap(early, mpbridge.plan(policy, model=config), OptimizerConfig(lr=1e-3))
