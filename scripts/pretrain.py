@@ -1,6 +1,6 @@
 """The torchrun entry: `torchrun --nproc-per-node 2 scripts/pretrain.py --recipe bf16_mixed key=value ...`, or plain python for one process.
 
-The same as `mpbridge train`, with the same options and exit codes: 0 done, 1 the answer is no, 2 misuse.
+The same as `mpbridge train`, with the same options and exit codes: 0 done, 1 the answer is no, 2 misuse, 3 stopped before the end (torchrun itself then exits with 1).
 """
 
 from __future__ import annotations

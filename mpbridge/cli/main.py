@@ -1,6 +1,6 @@
 """The entry point: finds the verb, parses, runs it, and turns errors into text and an exit code. Nothing heavy is imported here.
 
-Exit codes: 0 done, 1 the answer is no, 2 misuse, 130 interrupted.
+Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped before its end, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -47,11 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. argv: without the program's name; None: sys.argv's."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        for name in (
+            "stdout",
+            "stderr",
+        ):  # a run goes on when nobody listens: its files and checkpoints are what it is for
+            if arguments[:1] == ["train"] and getattr(sys, name) is None:
+                setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         if sys.stdout is None:  # closed by the caller: Python would print into nothing, and say nothing
             _complain("standard output is closed: nothing could be printed (redirect it to /dev/null if that is meant)")
             return 2
         code = _dispatch(arguments)
-        sys.stdout.flush()
+        code = _flushed(code)
     except MpbridgeError as error:
         _complain(str(error))
         code = error.exit_code
@@ -69,6 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 130
     except SystemExit as stop:  # argparse's own
         code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
+    return code
+
+
+def _flushed(code: int) -> int:
+    """`code`, once what was printed is out: also where nobody reads it any more. Raises OSError where there was no room for the answer."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _stop_printing()
     return code
 
 
@@ -139,7 +154,11 @@ def _help(known: dict[str, str]) -> str:
     width = max(map(len, known))
     lines += [f"  {verb:{width}}  {importlib.import_module(module).SUMMARY}" for verb, module in known.items()]
     return "\n".join(
-        [*lines, "", "mpbridge COMMAND --help tells more. Exit codes: 0 done, 1 the answer is no, 2 misuse."]
+        [
+            *lines,
+            "",
+            "mpbridge COMMAND --help tells more. Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped early.",
+        ]
     )
 
 

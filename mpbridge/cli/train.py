@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mpbridge.config.container import Run
 
 SUMMARY = "pretrain a GPT with a recipe"
+STOPPED = 3
+"""Exit code of a run that stopped before its end: `train && evaluate` does not go on, and a scheduler may start it again."""
 UPSTREAM_CHATTER = (
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; 0 when the run is complete or ends where it was told to, 130 when it was interrupted. Faults are reported before torch is imported."""
+    """Trains; 0 when the run is complete, 3 when it stopped before its end and can be resumed. Faults are reported before torch is imported."""
     from mpbridge.hardware.probe import this_machine
 
     if args.audit:
@@ -81,11 +83,12 @@ def _train(args: argparse.Namespace, made: Run) -> int:
         require_here(made.policy, made.facts)
     for text in UPSTREAM_CHATTER:
         warnings.filterwarnings("ignore", message=text)
+    from mpbridge.config.training import train_iters
     from mpbridge.train.loop import pretrain
 
     done = pretrain(made)
-    if done.stopped == "SIGINT":
-        return 130
+    if done.stopped is not None and done.iterations < train_iters(made.train):
+        return STOPPED
     if done.iterations and not done.applied:
         print(f"0 of {done.iterations} steps were applied: nothing was trained", file=sys.stderr)
         return 1

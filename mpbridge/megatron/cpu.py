@@ -39,8 +39,9 @@ def _core(name: str) -> Any:
     return importlib.import_module(f"megatron.core.{name}")
 
 
-def patches(*, get_state: Any, set_state: Any, split_sizes: Any) -> Iterator[Patch]:
-    """Replacements for as long as CUDA calls are redirected; the arguments stand for its random states and its copies of split sizes."""
+def patches(*, get_state: Any, set_state: Any, split_sizes: Any, stream: Any) -> Iterator[Patch]:
+    """Replacements for as long as CUDA calls are redirected; the arguments stand for its random states, its copies of split
+    sizes and its streams."""
     random = _core("tensor_parallel.random")
     yield from aliases({"_get_cuda_rng_state": get_state, "_set_cuda_rng_state": set_state})
     moe_utils, dispatcher = _core("transformer.moe.moe_utils"), _core("transformer.moe.token_dispatcher")
@@ -57,9 +58,8 @@ def patches(*, get_state: Any, set_state: Any, split_sizes: Any) -> Iterator[Pat
     for module in (moe_utils, dispatcher):
         if hasattr(module, "maybe_move_tensor_to_cpu"):
             yield module, "maybe_move_tensor_to_cpu", split_sizes
-    # a class attribute that megatron-core fills once: written back, or the null stream would outlive the layer
-    alltoall = dispatcher.MoEAlltoAllTokenDispatcher
-    yield alltoall, "cuda_dtoh_stream", getattr(alltoall, "cuda_dtoh_stream", None)
+    # a class attribute that megatron-core fills when a dispatcher is made: there whenever the layer is, also for dispatchers that an earlier layer saw
+    yield dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream", stream
     # CPU and "CUDA" share one generator here, so its warning about that is always true
     # ("disabled" and not "level": a logger caches what its level allows, also after the level is back)
     yield logging.getLogger(random.__name__), "disabled", True

@@ -244,13 +244,14 @@ def recipe(name: str) -> Recipe:
 def get_mixed_precision_config(name: str | MixedPrecisionConfig | Path, *, code: bool = True) -> MixedPrecisionConfig:
     """A fresh config for a name, 'package.module:function', 'file.py:function', a YAML file, or a copy of a given config.
 
-    code: False refuses functions, also those that a YAML file extends: for configurations that came with a checkpoint.
+    code: False refuses functions: for configurations that came with a checkpoint. A function that a YAML file extends is refused in any case:
+    whoever names the file has not named the code.
     """
     if isinstance(name, MixedPrecisionConfig):
         return name.derive()
     text = str(name)
     if text.endswith((".yaml", ".yml")):
-        return _from_yaml(Path(text), code=code)
+        return _from_yaml(Path(text))
     if _is_place(text):
         if not code:
             raise RecipeError(
@@ -347,7 +348,7 @@ def _module_from_file(path: Path) -> ModuleType:
     return module
 
 
-def _from_yaml(path: Path, seen: tuple[Path, ...] = (), *, code: bool) -> MixedPrecisionConfig:
+def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
     import yaml
 
     from mpbridge.precision.yaml_loader import load_yaml
@@ -368,9 +369,14 @@ def _from_yaml(path: Path, seen: tuple[Path, ...] = (), *, code: bool) -> MixedP
         if base is None:
             start = MixedPrecisionConfig()
         elif str(base).endswith((".yaml", ".yml")):
-            start = _from_yaml(path.parent / str(base), (*seen, here), code=code)
+            start = _from_yaml(path.parent / str(base), (*seen, here))
+        elif _is_place(str(base)):
+            raise RecipeError(
+                f"recipe file {path} extends code, {base}: a file cannot make code run. If you trust it, name it yourself "
+                f"(--recipe {base}) and give the file's other fields as settings (mixed_precision.{next(iter(data), 'FIELD')}=...)"
+            )
         else:
-            start = get_mixed_precision_config(str(base), code=code)
+            start = get_mixed_precision_config(str(base))
         return start.derive(**{str(name): value for name, value in data.items()})
     except RecipeError:
         raise

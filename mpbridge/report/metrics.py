@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+import secrets
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
+
+from mpbridge.files import opened_to_write
+from mpbridge.report.console import warn
 
 
 class MetricsLog:
@@ -18,18 +23,30 @@ class MetricsLog:
 
     def __init__(self, folder: Path | None, *, tensorboard: bool = False, after: int = 0) -> None:
         self.path = folder / "metrics.jsonl" if folder else None
-        self._file: TextIO | None = None
+        self._file: IO[str] | None = None
         self._board: Any = None
+        self.trouble: Callable[[str], None] = lambda text: None
+        """Told why the file does not grow."""
         if self.path is None or folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
         kept = _lines_until(self.path, after)
-        self._file = self.path.open("w", encoding="utf-8", buffering=1)
-        self._file.writelines(kept)
+        # the lines that stay are never missing from the disk: written beside, then put in place
+        beside = self.path.with_name(f".metrics-{secrets.token_hex(4)}")
+        try:
+            with beside.open("x", encoding="utf-8") as stream:
+                stream.writelines(kept)
+            beside.replace(self.path)
+        finally:
+            beside.unlink(missing_ok=True)
+        self._file = opened_to_write(self.path, append=True)
         self._board = _board(folder, after) if tensorboard else None
 
     def write(self, values: Mapping[str, Any], *, board: bool = True) -> None:
-        """One line. 'iteration' is TensorBoard's step; board=False leaves TensorBoard out. Non-finite numbers become 'nan', 'inf', '-inf'."""
+        """One line. 'iteration' is TensorBoard's step; board=False leaves TensorBoard out. Non-finite numbers become 'nan', 'inf', '-inf'.
+
+        A file that cannot grow calls `trouble` once; the lines that it did not take are said on stderr.
+        """
         if self._file is None:
             return
         # JSON has no NaN; float() reads these words back
@@ -37,19 +54,34 @@ class MetricsLog:
             key: value if not isinstance(value, float) or math.isfinite(value) else str(value)
             for key, value in values.items()
         }
-        self._file.write(json.dumps(plain) + "\n")
+        text = json.dumps(plain)
+        if why := _appended(self._file.fileno(), text.encode() + b"\n"):
+            warn(f"{self.path} cannot grow ({why}); the line that it lacks: {text}")
+            self.trouble(f"{self.path} cannot grow ({why})")
         if self._board is not None and board:
             for key, value in values.items():
                 if key != "iteration" and isinstance(value, (int, float)):
                     self._board.add_scalar(key, value, values.get("iteration"))
 
     def close(self) -> None:
-        """Flushes and closes both; a second call does nothing."""
+        """Closes both; a second call does nothing."""
         if self._file is not None:
             self._file.close()
         if self._board is not None:
             self._board.close()
         self._file = self._board = None
+
+
+def _appended(handle: int, line: bytes) -> str:
+    """'' when the file has the whole line, else why it has nothing of it."""
+    before = os.fstat(handle).st_size
+    try:
+        if os.write(handle, line) == len(line):
+            return ""
+        os.ftruncate(handle, before)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "no room for a whole line"
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -38,6 +38,8 @@ class Training:
     """Facts for the closing summary, by name."""
     audit: Audit = "unaudited"
     """What the audit says of the state as it stands; written into each checkpoint. Resuming by itself passes suspect ones over."""
+    trouble: str | None = None
+    """Set it on one rank where something cannot be written: all ranks stop after the current step, with a checkpoint."""
     failure: MpbridgeError | None = None
     """What the run ends with once its last checkpoint is written."""
 
@@ -46,6 +48,10 @@ class Training:
         if self.failure is None:
             self.failure = error
             self.stop = self.stop or str(error).partition("\n")[0]
+
+    def in_trouble(self, text: str) -> None:
+        """Stops all ranks after the current step, with a checkpoint: a file of this rank's cannot be written (the first one counts)."""
+        self.trouble = self.trouble or text
 
     def say(self, text: str) -> None:
         """Prints a line, on rank 0."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
+from mpbridge.checkpoint.writer import end_with_parent
 from mpbridge.devices.together import agreed
 from mpbridge.errors import BadValue, MpbridgeError, Refused
+from mpbridge.files import opened_to_write
+from mpbridge.report.console import warn
 from mpbridge.train.base import Hook
 
 if TYPE_CHECKING:
@@ -32,7 +37,7 @@ class LostRank(Refused):
 
 
 def record(training: Training, event: str, text: str, **facts: Any) -> None:
-    """Prints `text` and adds it to the run's events; non-finite numbers are written as words."""
+    """Prints `text` and adds it to the run's events; non-finite numbers are written as words. A file that cannot grow is said on stderr."""
     training.say(text)
     folder = training.run.logger.get("log_dir")
     if folder and dist.get_rank() == 0:
@@ -41,50 +46,97 @@ def record(training: Training, event: str, text: str, **facts: Any) -> None:
             for name, value in facts.items()
         }
         row = {"iteration": training.counters.iteration, "event": event, "text": text} | plain
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with (Path(folder) / EVENTS).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row) + "\n")
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with opened_to_write(Path(folder) / EVENTS, append=True) as stream:
+                stream.write(json.dumps(row) + "\n")
+        except OSError as error:
+            warn(f"{Path(folder) / EVENTS} cannot grow ({error.strerror}); what it should hold: {json.dumps(row)}")
 
 
 class Signals(Hook):
-    """SIGTERM and SIGINT end the run after the current step, the same one on all ranks; a second signal ends the process at once."""
+    """Signals end the run after the current step, the same one on all ranks, with a checkpoint.
 
-    NUMBERS = (signal.SIGTERM, signal.SIGINT)
+    SIGTERM and SIGINT: a second one ends the process at once. SIGHUP, SIGUSR1 and SIGUSR2 (Slurm's notice) may come again without doing so. One that
+    was inherited as ignored stays ignored (nohup). Under torchrun a launcher that dies gives its ranks a notice too.
+    """
+
+    URGENT = (signal.SIGTERM, signal.SIGINT)
+    NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
     def __init__(self) -> None:
         self.seen = 0
+        self._urgent_at: float | None = None
         self._kept: dict[int, Any] = {}
 
     def built(self, training: Training) -> None:
         """Installs the handlers, where this is the main thread."""
-        if not self._kept and threading.current_thread() is threading.main_thread():
-            self._kept = {number: signal.signal(number, self._note) for number in self.NUMBERS}
+        if self._kept or threading.current_thread() is not threading.main_thread():
+            return
+        for number in (*self.URGENT, *self.NOTICES):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._kept[number] = signal.signal(number, self._note)
+        if under_torchrun() and (notice := next((n for n in self.NOTICES if n in self._kept), None)):
+            launcher = os.getppid()
+            end_with_parent(notice)
+            if os.getppid() != launcher:  # it was faster
+                self.seen = notice
 
     def _note(self, number: int, frame: Any) -> None:
-        self.seen = number
-        # the system's own handler from now on: the second signal needs no Python to be running
-        for known in self.NUMBERS:
-            signal.signal(known, signal.SIG_DFL)
+        self.seen = self.seen or number
+        if number not in self.URGENT:
+            return
+        now = time.monotonic()
+        if not under_torchrun():
+            # the system's own handler from now on: the second signal needs no Python to be running
+            self._restore_urgent()
+        elif self._urgent_at is not None and now - self._urgent_at > PASSED_ON_WITHIN:
+            self._restore_urgent()
+            os.kill(os.getpid(), number)
+        self._urgent_at = self._urgent_at or now
+
+    def _restore_urgent(self) -> None:
+        for known in self.URGENT:
+            if known in self._kept:
+                signal.signal(known, signal.SIG_DFL)
 
     def started(self, training: Training) -> None:
         """A signal that came while the run was built or loaded."""
         self._stop(training)
 
     def stepped(self, training: Training, result: StepResult) -> None:
-        """Stops all ranks when one of them got a signal."""
+        """Stops all ranks when one of them got a signal, or cannot write what it has to."""
         self._stop(training)
 
     def _stop(self, training: Training) -> None:
-        number = agreed(self.seen)
-        if number and training.stop is None:
-            training.stop = signal.Signals(number).name
+        found = agreed(TROUBLE if training.trouble else self.seen)
+        if not found or training.stop is not None:
+            return
+        if found == TROUBLE:
+            training.stop = training.trouble or "another rank cannot write its files"
+            record(training, "trouble", f"{training.stop}: the step is finished, the run stops")
+        else:
+            training.stop = signal.Signals(found).name
             record(training, "signal", f"{training.stop}: the step is finished, the run stops")
 
     def closed(self) -> None:
         """Restores the handlers."""
         for number, kept in self._kept.items():
             signal.signal(number, kept)
+        if self._kept and under_torchrun():
+            end_with_parent(0)
         self._kept = {}
+
+
+TROUBLE = 1000
+"""More than any signal's number: files that cannot be written."""
+PASSED_ON_WITHIN = 5.0
+"""Seconds in which torchrun passes on a signal that the terminal has sent to its ranks as well: not somebody who insists."""
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 class Nonfinite(Hook):

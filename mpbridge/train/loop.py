@@ -117,6 +117,7 @@ class _Steps:
         write_precision(run, self.folder)
         self.hooks.built(training)
         log = MetricsLog(self.folder, tensorboard=bool(run.logger.get("tensorboard")), after=counters.iteration)
+        log.trouble = training.in_trouble
         stack.callback(log.close)
         bar = bool(run.logger.get("progress", True))
         training.progress = stack.enter_context(

@@ -142,15 +142,37 @@ def test_a_file_of_functions_asks_which_one(tmp_path: Path) -> None:
         get_mixed_precision_config(str(tmp_path / "mine.py"))
 
 
-@pytest.mark.parametrize("named", ["evil.py:run", "evil.yaml", "more.yaml"])
-def test_without_code_no_function_runs_however_it_is_named(tmp_path: Path, named: str) -> None:
+@pytest.mark.parametrize(
+    ("named", "code", "said"),
+    [
+        ("evil.py:run", False, "is code that comes with this configuration"),
+        ("evil.yaml", False, r"evil\.yaml extends code, .*evil\.py:run"),
+        ("evil.yaml", True, r"name it yourself \(--recipe .*evil\.py:run\)"),
+        ("more.yaml", True, r"evil\.yaml extends code"),
+    ],
+)
+def test_a_file_cannot_make_code_run_and_a_name_only_where_code_may(
+    tmp_path: Path, named: str, code: bool, said: str
+) -> None:
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
     (tmp_path / "evil.yaml").write_text(f"extends: {tmp_path / 'evil.py'}:run\n")
     (tmp_path / "more.yaml").write_text("extends: evil.yaml\n")
     (tmp_path / "good.yaml").write_text("extends: bf16_mixed\n")
-    with pytest.raises(RecipeError, match="is code that comes with this configuration"):
-        get_mixed_precision_config(str(tmp_path / named), code=False)
-    assert get_mixed_precision_config(tmp_path / "good.yaml", code=False).bf16
+    with pytest.raises(RecipeError, match=said):
+        get_mixed_precision_config(str(tmp_path / named), code=code)
+    assert get_mixed_precision_config(tmp_path / "good.yaml", code=code).bf16
+
+
+def test_a_recipe_file_on_the_command_line_does_not_run_what_it_extends(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    from mpbridge.cli.main import main
+
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    (tmp_path / "evil.yaml").write_text(f"extends: {tmp_path / 'evil.py'}:run\n")
+    for words in (["show"], ["check", "--recipe"], ["plan", "--recipe"], ["train", "--recipe"]):
+        assert main([*words, str(tmp_path / "evil.yaml")]) in (1, 2)
+        said = capsys.readouterr().err
+        assert "extends code" in said
+        assert "it ran" not in said
 
 
 def test_something_without_a_name_asks_for_one() -> None:
