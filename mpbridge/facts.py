@@ -123,9 +123,15 @@ class Versions:
     torch: str | None = None
     megatron_core: str | None = None
     transformer_engine: str | None = None
+    torchao: str | None = None
     cuda: str | None = None
     cublaslt: str | None = None
     python: str | None = None
+
+    def of(self, library: str) -> str | None:
+        """The version of a library by its field's name."""
+        found: str | None = getattr(self, library)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

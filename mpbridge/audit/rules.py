@@ -14,7 +14,8 @@ def rule_of(module: Any, emulated: bool, *, ran: bool) -> str:
     # an emulated linear (mpbridge.emulation) carries a plug, and the plug the rules of its GEMMs
     own = getattr(getattr(module, "plug", None), "gemms", None)
     if isinstance(own, Gemms):
-        return rule_words(own) + ("" if emulated else " (emulated)")
+        by_emulation = getattr(module.plug, "emulated", True)
+        return rule_words(own) + ("" if emulated is by_emulation else " (emulated)" if by_emulation else " (native)")
     meta = getattr(module, "fp8_meta", None)
     if not isinstance(meta, dict):
         return HIGH

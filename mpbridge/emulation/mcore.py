@@ -71,16 +71,17 @@ class EmulatedRowParallelLinear(_Emulated, RowParallelLinear):  # type: ignore[m
 class EmulatedBackend:
     """A BackendSpecProvider with our linears; norms, attention and the rest come from `base`."""
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: Any, column: type | None = None, row: type | None = None) -> None:
         self._base = base
+        self._column, self._row = column or EmulatedColumnParallelLinear, row or EmulatedRowParallelLinear
 
     def column_parallel_linear(self) -> type:
         """The column parallel linear."""
-        return EmulatedColumnParallelLinear
+        return self._column
 
     def row_parallel_linear(self) -> type:
         """The row parallel linear."""
-        return EmulatedRowParallelLinear
+        return self._row
 
     def fuse_layernorm_and_linear(self) -> bool:
         """False: norms stay modules of their own."""
@@ -92,7 +93,7 @@ class EmulatedBackend:
 
     def grouped_mlp_modules(self, *unused: bool, **named: bool) -> Any:
         """Sequential experts made of our linears, whatever is asked: their GEMMs see the same operands one by one."""
-        return experts_in_turn(EmulatedColumnParallelLinear, EmulatedRowParallelLinear)
+        return experts_in_turn(self._column, self._row)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._base, name)

@@ -1,36 +1,46 @@
-"""Any engine with emulated linears: the engine as it is, with the emulation told of its steps and kept in its checkpoints."""
+"""Any engine with linears of ours (emulated ones, or torchao's): the engine as it is, with them told of its steps and kept in its checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from mpbridge.emulation import Emulation, emulation_for
+from mpbridge.emulation import emulation_for
 from mpbridge.engines.contract import Batch, Engine, StepResult
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
 
+LIBRARY = "torchao"
+"""Of the scalings whose products are that library's, native or emulated."""
 PART = "emulation"
 """The engine state's entry for scales, amax histories and the step counter of the random bits."""
 
 
 def build_emulated(kind: type[Engine], run: Run) -> Engine:
-    """An engine of `kind` for `run`, its linears emulated when the run says so and its recipe quantizes anything."""
-    emulation = emulation_for(run)
+    """An engine of `kind` for `run`, its linears emulated when the run says so and its recipe quantizes anything, or torchao's where they do it."""
+    emulation = _linears_for(run)
     if emulation is None:
         return kind.build(run)
     return cast("Engine", EmulatedEngine.build_around(kind, run, emulation))
 
 
+def _linears_for(run: Run) -> Any:
+    if any(quant.row.hardware.library == LIBRARY for quant in run.policy.quants):
+        from mpbridge.models.torchao_linears import TorchaoLinears
+
+        return TorchaoLinears(run.policy, emulate=run.emulate)
+    return emulation_for(run)
+
+
 class EmulatedEngine:
     """An engine whose linears are emulated; everything that is not here is the engine's own."""
 
-    def __init__(self, engine: Any, emulation: Emulation) -> None:
+    def __init__(self, engine: Any, emulation: Any) -> None:
         self.engine, self.emulation = engine, emulation
 
     @classmethod
-    def build_around(cls, kind: Any, run: Run, emulation: Emulation) -> Self:
+    def build_around(cls, kind: Any, run: Run, emulation: Any) -> Self:
         """Builds an engine of class `kind` with linears of `emulation`, and attaches it."""
         from mpbridge.models.local_spec import CpuSpecProvider
 

@@ -15,6 +15,7 @@ TRAITS = EngineTraits(
     main_weights="optimizer",
     optimizers=("adam", "torch_adamw", "sgd"),
     wide_storage=True,
+    quantizers=frozenset({"transformer_engine", "torchao"}),
     checkpoints="shards",
     refuses={
         "gradient_accumulation_fusion": "it writes into megatron-core's own gradient buffers, and FSDP2 has none",

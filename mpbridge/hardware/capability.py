@@ -20,8 +20,16 @@ from mpbridge.scalings import SCALINGS, Hardware
 How = Literal["native", "emulated", "no"]
 Quantizer = Literal["transformer_engine", "emulation"]
 
+LIBRARIES: Mapping[str, str] = MappingProxyType({"transformer_engine": "Transformer Engine", "torchao": "torchao"})
+"""Field of Versions -> what people call the library."""
 ASSUMED = Versions(
-    torch="2.11.0", megatron_core="0.16.1", transformer_engine="2.11.0", cuda="13.0", cublaslt=None, python="3.12"
+    torch="2.11.0",
+    megatron_core="0.16.1",
+    transformer_engine="2.11.0",
+    torchao="0.18.0",
+    cuda="13.0",
+    cublaslt=None,
+    python="3.12",
 )
 """What another machine is assumed to have installed by default; shown wherever it was assumed."""
 
@@ -74,7 +82,9 @@ def can_run(
     faults = tuple(dict.fromkeys(fault for quant in policy.quants for fault in quant_faults(quant, machine, versions)))
     if not faults:
         notes = tuple(dict.fromkeys(note for quant in policy.quants for note in _notes(quant, machine)))
-        runs = f"runs natively on {machine.label} with Transformer Engine {versions.transformer_engine}"
+        libraries = dict.fromkeys(quant.row.hardware.library for quant in policy.quants)
+        using = " and ".join(f"{LIBRARIES[name]} {versions.of(name)}" for name in libraries)
+        runs = f"runs natively on {machine.label} with {using}"
         return Capability(how="native", reason="; ".join((runs, *notes)), proven=not _unproven(machine))
     return Capability(
         how="no" if custom else "emulated", reason="; ".join(faults), nearest=_nearest(policy, machine, versions)
@@ -109,7 +119,7 @@ def quant_faults(quant: Quant, machine: Machine, versions: Versions) -> list[str
         )
     if need.high is not None and machine.arch >= need.high:
         faults.append(
-            f"Transformer Engine refuses {word} at compute capability {_dotted(need.high)} and later (not all GEMM layouts exist there), {machine.name} has {_dotted(machine.arch)}"
+            f"{LIBRARIES[need.library]} refuses {word} at compute capability {_dotted(need.high)} and later (not all GEMM layouts exist there), {machine.name} has {_dotted(machine.arch)}"
         )
     if quant.attention != "none" and machine.arch < (9, 0):
         faults.append(
@@ -134,12 +144,15 @@ def _option_faults(quant: Quant, versions: Versions) -> list[str]:
 
 def _software_faults(need: Hardware, word: str, machine: Machine, versions: Versions) -> list[str]:
     faults = []
-    if versions.transformer_engine is None:
+    name, have = LIBRARIES[need.library], versions.of(need.library)
+    if have is None and need.library != "transformer_engine":
+        faults.append(f"{word} needs {name} {need.engine} or later, and it is not installed")
+    elif have is None:
         faults.append(
             f"{word} needs Transformer Engine {need.engine} or later, and it is not installed (megatron-core would silently train in 16 bits)"
         )
-    elif not at_least(versions.transformer_engine, need.engine):
-        faults.append(f"{word} needs Transformer Engine {need.engine} or later, found {versions.transformer_engine}")
+    elif not at_least(have, need.engine):
+        faults.append(f"{word} needs {name} {need.engine} or later, found {have}")
     wanted = need.cuda or ("12.1" if machine.arch == (8, 9) else None)
     if wanted is None:
         return faults
@@ -170,7 +183,9 @@ def _notes(quant: Quant, machine: Machine) -> list[str]:
     if quant.row.computed_as and machine.arch is not None and machine.arch >= (10, 0):
         notes.append(quant.row.computed_as)
     if _unproven(machine):
-        notes.append("reported by Transformer Engine as supported at compute capability 12.x, unproven")
+        notes.append(
+            f"reported by {LIBRARIES[quant.row.hardware.library]} as supported at compute capability 12.x, unproven"
+        )
         if quant.row.has("stochastic_rounding"):
             notes.append(
                 "its stochastic rounding uses an instruction of sm_100a and sm_103a only (Transformer Engine 2.11 ptx.cuh): set "

@@ -61,6 +61,7 @@ def _installed() -> Versions:
         torch=_version("torch"),
         megatron_core=_megatron_core(),
         transformer_engine=_transformer_engine(),
+        torchao=_version("torchao"),
         cuda=cuda,
         cublaslt=_cublas(cuda),
         python=platform.python_version(),

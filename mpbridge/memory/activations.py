@@ -133,7 +133,9 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
     wide = policy.compute.bytes
     quant = policy.at("mlp.linear_fc1", layer, shape.num_layers)
     # inputs of quantized linears are kept as the backward pass wants them: one low-precision copy
-    low = quant.bits / 8 if quant is not None and te_layers(run) else wide
+    # (torchao keeps them as they came)
+    narrow = quant is not None and quant.row.hardware.library == "transformer_engine" and te_layers(run)
+    low = quant.bits / 8 if quant is not None and narrow else wide
     count, tensor = tokens(run), parallel.tensor
     whole = count / (tensor if parallel.sequence else 1)
     residual = (DType.FP32 if policy.residual_fp32 else policy.compute).bytes

@@ -18,6 +18,9 @@ BRIDGE = "Megatron Bridge mixed_precision.py at 067f987d"
 
 Fields = Mapping[str, Any]
 _BF16: Fields = {"bf16": True, "params_dtype": "bf16", "pipeline_dtype": "bf16", "grad_reduce_in_fp32": True}
+_WIDE: Fields = {
+    "bf16": True, "params_dtype": "fp32", "pipeline_dtype": "bf16", "grad_reduce_in_fp32": True, "main_params_dtype": "fp32",
+}  # fmt: skip
 _FP16: Fields = {"fp16": True, "params_dtype": "fp16", "pipeline_dtype": "fp16", "grad_reduce_in_fp32": False}
 _DELAYED: Fields = {
     "fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max", "fp8_param_gather": True,
@@ -148,8 +151,18 @@ BUILT_IN: tuple[Recipe, ...] = (
     _recipe(
         "fp32_params_bf16_compute",
         "FP32 storage and torch AdamW, BF16 compute and gather, FP32 reduction: 16 bytes per parameter, sharded",
-        {"bf16": True, "params_dtype": "fp32", "pipeline_dtype": "bf16", "grad_reduce_in_fp32": True, "main_params_dtype": "fp32"},
+        _WIDE,
         aliases=("fsdp_adamw",), source="NeMo AutoModel mixed-precision guide, pattern B (PR 2248)",
+    ),
+    _recipe(
+        "bf16_with_fp8_rowwise",
+        "FP8 (E4M3) GEMMs by torchao, one power-of-two scale per row; FP32 storage and torch AdamW, for torch FSDP2",
+        _WIDE, {"fp8": "e4m3", "fp8_recipe": "rowwise"}, aliases=("fp8_rowwise",), source="torchao float8 recipe rowwise; torchtitan docs/float8.md",
+    ),
+    _recipe(
+        "bf16_with_fp8_rowwise_gw_hp",
+        "the same with weight gradients in BF16: more accurate, and any number of tokens",
+        _WIDE, {"fp8": "e4m3", "fp8_recipe": "rowwise_gw_hp"}, aliases=("fp8_rowwise_gw_hp",), source="torchao float8 recipe rowwise_with_gw_hp",
     ),
     _recipe(
         "full_bf16",

@@ -19,8 +19,21 @@ _CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
 
 def _library(case: Case) -> str | bool:
     return (
-        case.policy.quantized and case.run.versions.transformer_engine is None and "no Transformer Engine is installed"
+        bool(_by_engine(case)) and case.run.versions.transformer_engine is None and "no Transformer Engine is installed"
     )
+
+
+def _by_engine(case: Case) -> list[Quant]:
+    """The quantizations that are Transformer Engine's."""
+    return [quant for quant in case.policy.quants if quant.row.hardware.library == "transformer_engine"]
+
+
+def _libraries(case: Case) -> str | None:
+    libraries = {quant.row.hardware.library: quant.scaling for quant in case.policy.quants}
+    strange = [f"{scaling} scaling" for library, scaling in libraries.items() if library not in case.traits.quantizers]
+    if strange:
+        return f"{', '.join(strange)} on {case.traits.full_name}"
+    return f"{' and '.join(libraries.values())} scaling in one run" if len(libraries) > 1 else None
 
 
 def _capability(case: Case) -> str | None:
@@ -50,7 +63,7 @@ def _engine_version(case: Case) -> str | None:
     have = case.run.versions.transformer_engine
     if have is None or case.run.machine is not None:  # the capability row reports it with the machine's other needs
         return None
-    late = [quant.row for quant in case.policy.quants if not at_least(have, quant.row.hardware.engine)]
+    late = [quant.row for quant in _by_engine(case) if not at_least(have, quant.row.hardware.engine)]
     return (
         f"Transformer Engine {have} with {', '.join(row.name for row in late)} (needs {late[0].hardware.engine} or later)"
         if late
@@ -61,7 +74,7 @@ def _engine_version(case: Case) -> str | None:
 def _untested(case: Case) -> str | None:
     have = case.run.versions.transformer_engine
     outside = have is not None and not (at_least(have, "2.9") and not at_least(have, "2.12"))
-    return f"Transformer Engine {have}" if case.policy.quantized and outside else None
+    return f"Transformer Engine {have}" if _by_engine(case) and outside else None
 
 
 def _beyond_stage(case: Case) -> str | None:
@@ -165,11 +178,19 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="quantization-with-local-layers",
         about="quantized",
-        found=lambda c: c.policy.quantized and c.model("transformer_impl") == "local" and "transformer_impl='local'",
+        found=lambda c: _by_engine(c) and c.model("transformer_impl") == "local" and "transformer_impl='local'",
         expected="Transformer Engine's layers: the local ones ignore the FP8 context, silently",
         cure="model.transformer_impl=transformer_engine, or emulate=true",
         source="megatron-core 0.16.1 models/gpt/gpt_layer_specs.py",
         emulated="silent",
+    ),
+    Rule(
+        id="scaling-of-a-library-that-the-engine-does-not-use",
+        about="quantized",
+        found=_libraries,
+        expected="scalings of one library that the engine puts into its linears: Transformer Engine's on every engine, torchao's on torch FSDP2",
+        cure="engine=fsdp2 for torchao's, or a recipe of Transformer Engine's (mpbridge list)",
+        source="EngineTraits.quantizers; mpbridge/models/torchao_linears.py",
     ),
     Rule(
         id="machine-cannot-run-it",

@@ -162,13 +162,15 @@ class Scaling:
     """Author's formats that it takes, keys of ELEMENTS."""
     blocks: tuple[Block, Block] | None
     """(activations and gradients, weights); None: the factory decides."""
+    high: tuple[str, ...] = ()
+    """GEMMs that stay in high precision under it: 'fprop', 'dgrad', 'wgrad'."""
     history: bool = False
     """Scales come from amaxes of earlier steps, updated once around the whole transformer block: no layer or module can differ from its block."""
     stored: Stored
     hardware: Hardware
     sizes: Sizes
     emulation: str | None
-    """Name of the rule in mpbridge.emulation.quantizer; None: it cannot be emulated."""
+    """Name of the rule in mpbridge.emulation.quantizer, or of the library that emulates itself; None: it cannot be emulated."""
     recipes: tuple[tuple[str, str], ...]
     """(first version, class) of the library's recipe object, oldest first; the last one at or below the installed version is in use."""
     core: str | None

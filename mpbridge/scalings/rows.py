@@ -41,6 +41,11 @@ _PER_TENSOR = Sizes(
 )  # fmt: skip
 _FLOAT8 = Stored(tensor="Float8Tensor", both_copies=False, source=f"{_TE} tensor/storage/float8_tensor_storage.py")
 
+_LINE = Block(across=1, along=0, scale="fp32")
+_TRAINING = Stored(tensor="Float8TrainingTensor", both_copies=True, source="torchao 0.18 float8/float8_training_tensor.py")
+_AO = Hardware(low=(8, 9), library="torchao", engine="0.13", source="torch 2.13 aten/native/cuda/ScaledBlas.cpp: rowwise scales need sm_89")
+_SCALED_MM = "torch._scaled_mm: trailing dimensions are multiples of 16"
+
 ROWS: tuple[Scaling, ...] = (
     Scaling(
         name="tensorwise", words="FP8 with current (tensorwise) scaling", formats=_FP8, blocks=(_WHOLE, _WHOLE), stored=_FLOAT8,
@@ -122,6 +127,18 @@ ROWS: tuple[Scaling, ...] = (
             _BACKWARD,
         ),
         entry="nvfp4", substitutes=("mxfp8", "blockwise", "tensorwise"), preference=4,
+    ),
+    Scaling(
+        name="rowwise", words="FP8 with rowwise scaling", formats=("e4m3",), blocks=(_LINE, _LINE), stored=_TRAINING,
+        hardware=_AO, sizes=Sizes(tokens=16, inner=16, outer=16, shard=1, expert=16, source=_SCALED_MM, shard_source=_SCALED_MM),
+        emulation="torchao", recipes=(("0.13", "rowwise"),), core=None, substitutes=("tensorwise",), preference=6,
+    ),
+    Scaling(
+        # its weight gradient is computed in high precision, so the number of tokens is free
+        name="rowwise_gw_hp", words="FP8 with rowwise scaling and weight gradients in high precision", formats=("e4m3",), blocks=(_LINE, _LINE),
+        high=("wgrad",), stored=_TRAINING, hardware=_AO,
+        sizes=Sizes(tokens=1, inner=16, outer=16, shard=1, expert=1, source=_SCALED_MM, shard_source=_SCALED_MM),
+        emulation="torchao", recipes=(("0.13", "rowwise_with_gw_hp"),), core=None, substitutes=("rowwise", "tensorwise"), preference=6,
     ),
     Scaling(
         name="custom", words="a custom FP8 recipe", formats=(*_FP8, "e2m1"), blocks=None, stored=Stored(tensor="a quantized tensor", both_copies=False),

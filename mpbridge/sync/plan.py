@@ -167,7 +167,8 @@ def plan(
 
 def _spoken(policy: PrecisionPolicy, realization: Realization) -> PrecisionPolicy:
     """The policy as written to megatron-core."""
-    if realization == "native":
+    # a scaling that megatron-core has no word for is computed in linears of ours
+    if realization == "native" and all(quant.row.core for quant in policy.quants):
         return policy
     return dataclasses.replace(policy, regions=(Region(),), reuse_grad_buffer=False)
 
