@@ -81,7 +81,7 @@ def _product(
         return "logits", path, (policy.logits.short,)
     if promises.kept_fp32(f"{path}.weight"):
         return "GEMMs", path, ("fp32",)
-    if promises.gemms(path).distinct and promises.emulated:
+    if promises.gemms(path).distinct and promises.seen:
         return (
             "GEMMs",
             path,

@@ -104,7 +104,7 @@ class AuditHook:
             engine = training.engine
             self._before = Before(engine)
             promises = promises_of(engine.run.policy, engine)
-            self._watch = Watch(promises.gemms if promises.emulated else lambda path: None)
+            self._watch = Watch(promises.gemms if promises.seen else lambda path: None)
             self._watch.start(engine.model)
 
     def stepped(self, training: Any, result: Any) -> None:

@@ -52,6 +52,8 @@ class Products:
         """Linear -> position in its weight -> sum over micro-batches of what the weight-gradient GEMM gave."""
         self._wanted: dict[str, bool] = {}
         self._tokens: dict[str, int] = {}
+        self._backward: Counter[tuple[str, str]] = Counter()
+        """(linear, 'dgrad' or 'wgrad') -> how many so far, quantized or not."""
         self._shapes: dict[str, torch.Size] = {}
         self._kept: dict[tuple[str, str], deque[torch.Tensor]] = defaultdict(deque)
         self._dy: dict[str, torch.Tensor] = {}
@@ -128,6 +130,7 @@ class Products:
         if right.shape != shape and out.shape not in (shape, shape[::-1]):
             return
         role = self._role(path, shape, left, right, out)
+        self._backward[path, role] += 1
         quant = self._quant(path, role)
         if quant is not None and backward_is_quantized(quant):
             self._operands(path, role, quant, left, right)
@@ -141,7 +144,7 @@ class Products:
         if tokens in shape:  # shapes cannot tell
             seen = self.quantized.get(path)
             if seen is not None:
-                return "dgrad" if seen.gemms["dgrad"] <= seen.gemms["wgrad"] else "wgrad"
+                return "dgrad" if self._backward[path, "dgrad"] <= self._backward[path, "wgrad"] else "wgrad"
             return "dgrad" if any(_is(factor, self.modules[path].weight) for factor in (left, right)) else "wgrad"
         return "wgrad" if out.shape in (shape, shape[::-1]) else "dgrad"
 
@@ -157,7 +160,8 @@ class Products:
 
     def _quant(self, path: str, role: str) -> Quant | None:
         gemms = self.gemms_of(path)
-        return None if gemms is None else getattr(gemms, role)
+        quant: Quant | None = None if gemms is None else getattr(gemms, role)
+        return None if quant is None or role in quant.row.high else quant
 
     # --- quantization --------------------------------------------------------------------------------------------------------------------
     def _operands(self, path: str, role: str, quant: Quant, left: torch.Tensor, right: torch.Tensor) -> None:

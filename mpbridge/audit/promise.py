@@ -33,6 +33,11 @@ class Promises:
     """Emulation keeps weights in 16 or 32 bits whatever the recipe stores."""
 
     @property
+    def seen(self) -> bool:
+        """Whether operands of quantized GEMMs pass through torch, where they can be looked at: emulated ones, and torchao's."""
+        return self.emulated or all(quant.row.core is None for quant in self.policy.quants)
+
+    @property
     def owner(self) -> str:
         """Who holds the main weights on this engine: 'engine', 'optimizer', or 'params', which are their own."""
         held = self.kept(self.policy.params).get("main_params")

@@ -69,7 +69,9 @@ def quantizations(engine: Any, promises: Promises, watch: Watch) -> Quantization
 
 def _reads_codes(gemms: Gemms, gemm: str) -> bool:
     quant: Quant | None = getattr(gemms, gemm)
-    return quant is not None and (gemm == "fprop" or backward_is_quantized(quant))
+    if quant is None or gemm in quant.row.high:
+        return False
+    return gemm == "fprop" or backward_is_quantized(quant)
 
 
 def _recomputed(engine: Any) -> bool:

@@ -32,6 +32,12 @@ def _parts(tensor: Any) -> list[torch.Tensor]:
     return [part for part in found if isinstance(part, torch.Tensor)]
 
 
+def values(tensor: Any) -> Any:
+    """A GEMM's operand as plain numbers: torchao's float8 tensors give theirs; any other operand is itself."""
+    widen = getattr(tensor, "to_original_precision", None)
+    return tensor if widen is None else widen().to(tensor.dtype)  # (exact: its scales are powers of two)
+
+
 def storage(tensor: Any) -> str:
     """Short dtype name ('bf16', 'int16'), or the class name of a quantized tensor ('Float8Tensor')."""
     inner = local(tensor)

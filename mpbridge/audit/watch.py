@@ -15,7 +15,7 @@ from mpbridge.audit.collectives import KINDS, Sent, sent
 from mpbridge.audit.graph import Graph, tensors_in
 from mpbridge.audit.places import is_attention, is_layer, is_linear, is_norm, is_rotary, linears, module_paths
 from mpbridge.audit.products import Products
-from mpbridge.audit.stored import storage
+from mpbridge.audit.stored import storage, values
 from mpbridge.audit.values import digest, fits_bf16
 from mpbridge.audit.wire import aside
 from mpbridge.precision.policy import Gemms
@@ -207,7 +207,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.roots.append(float(args[0].detach()))
 
     def _gemm(self, name: str, args: Any, out: Any) -> None:
-        left, right = (args[index] for index in _GEMMS[name])
+        left, right = (values(args[index]) for index in _GEMMS[name])
         module, path = self._here()
         if module is not None:  # forward, or a forward that is repeated for backward
             if is_attention(module):

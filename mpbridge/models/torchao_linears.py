@@ -18,6 +18,13 @@ from mpbridge.precision.words import rule_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """How the operands of a GEMM are cast."""
+
+    quant: Quant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """What a linear multiplies with."""
 
@@ -25,6 +32,9 @@ class Rule:
     config: Any
     """torchao's Float8LinearConfig."""
     owner: TorchaoLinears
+    fprop: Cast
+    dgrad: Cast
+    wgrad: Cast
 
     @property
     def emulated(self) -> bool:
@@ -115,7 +125,9 @@ class TorchaoLinears:
                     raise Refused(
                         f"{name}: {rule_words(gemms)}; torchao takes one rule for the three GEMMs of a linear"
                     )
-                rule = Rule(gemms=gemms, config=self._configs[gemms.distinct[0]], owner=self)
+                cast_as = Cast(quant=gemms.distinct[0])
+                config = self._configs[cast_as.quant]
+                rule = Rule(gemms=gemms, config=config, owner=self, fprop=cast_as, dgrad=cast_as, wgrad=cast_as)
                 self.plugs[name] = rule
                 linear.plug = cast("Any", rule)
                 self._linears.append(linear)

@@ -42,8 +42,15 @@ _PER_TENSOR = Sizes(
 _FLOAT8 = Stored(tensor="Float8Tensor", both_copies=False, source=f"{_TE} tensor/storage/float8_tensor_storage.py")
 
 _LINE = Block(across=1, along=0, scale="fp32")
-_TRAINING = Stored(tensor="Float8TrainingTensor", both_copies=True, source="torchao 0.18 float8/float8_training_tensor.py")
-_AO = Hardware(low=(8, 9), library="torchao", engine="0.13", source="torch 2.13 aten/native/cuda/ScaledBlas.cpp: rowwise scales need sm_89")
+_TRAINING = Stored(
+    tensor="Float8TrainingTensor", both_copies=True, source="torchao 0.18 float8/float8_training_tensor.py"
+)
+_AO = Hardware(
+    low=(8, 9),
+    library="torchao",
+    engine="0.13",
+    source="torch 2.13 aten/native/cuda/ScaledBlas.cpp: rowwise scales need sm_89",
+)
 _SCALED_MM = "torch._scaled_mm: trailing dimensions are multiples of 16"
 
 ROWS: tuple[Scaling, ...] = (

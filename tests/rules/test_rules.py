@@ -38,7 +38,7 @@ LATENT = dataclasses.replace(
     },
 )
 MANY = dataclasses.replace(MOE, experts=32)
-NOW = Versions(torch="2.11.0", megatron_core="0.16.1", transformer_engine="2.11.0", cuda="12.9")
+NOW = Versions(torch="2.11.0", megatron_core="0.16.1", transformer_engine="2.11.0", torchao="0.18.0", cuda="12.9")
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 SHARDED = OptimizerFacts(distributed=True)
 CPU = machine("cpu")
@@ -78,6 +78,9 @@ VPP = Parallel(world_size=2, pipeline=2, virtual_pipeline=2)
 TABLE = {
     "quantization-without-transformer-engine": ({"recipe": "fp8_cs", "versions": te(None)}, {"recipe": "bf16", "versions": te(None)}),
     "quantization-with-local-layers": ({"recipe": "fp8_cs", "model": {"transformer_impl": "local"}}, {"recipe": "fp8_cs", "model": {"transformer_impl": "transformer_engine"}}),
+    "scaling-of-a-library-that-the-engine-does-not-use": (
+        {"recipe": "fp8_rowwise"}, {"recipe": "fp8_rowwise", "engine": "fsdp2", "optimizer": OptimizerFacts()},
+    ),
     "machine-cannot-run-it": ({"recipe": "mxfp8"}, MX),
     "transformer-engine-too-old": ({"recipe": "fp8_sc", "machine": None, "versions": te("2.2")}, {"recipe": "fp8_sc", "machine": None, "versions": te("2.3")}),
     "transformer-engine-untested": ({"recipe": "fp8_cs", "versions": te("2.12.0")}, {"recipe": "fp8_cs"}),
