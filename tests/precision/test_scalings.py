@@ -25,6 +25,8 @@ MAY_NAME_ONE = FOREIGN | {
     "precision/recipes.py": "a recipe says which scaling it is",
     "rules/": "a rule may speak of one scaling",
     "stacks/": "another stack's word for a scaling stands beside ours",
+    "precision/registry.py": "words of other stacks, with what to choose here",
+    "precision/inert.py": "megatron-core's own defaults, which mean nothing",
     "megatron_spec/fields.py": "megatron-core's own defaults of fp8_recipe and fp4_recipe",
 }
 
