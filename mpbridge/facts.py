@@ -54,6 +54,8 @@ class ModelShape:
     latent_attention: Mapping[str, int] | None = None
     """MLA: q_lora_rank (0: none), kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim."""
     mtp_layers: int = 0
+    sinks: bool = False
+    """softmax_type "learnable": a parameter a head in the denominator of its softmax."""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "experts", "mtp_layers"):

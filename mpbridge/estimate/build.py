@@ -7,6 +7,7 @@ from mpbridge.estimate.collectives import (
     context_collectives,
     data_collectives,
     expert_collectives,
+    norm_collectives,
     pipeline_collectives,
     tensor_collectives,
 )
@@ -39,7 +40,7 @@ def work(policy: PrecisionPolicy, run: RunFacts, rank: int) -> Work:
             *expert_collectives(policy, run, experts),
             *pipeline_collectives(policy, run, at),
         ),
-        step=tuple(data_collectives(policy, run, at)),
+        step=(*data_collectives(policy, run, at), *norm_collectives(policy, run, at)),
         optimizer=_update(policy, run, at),
         offloaded=_offloaded(policy, run, layers),
         left_out=left_out(run),

@@ -100,6 +100,18 @@ def expert_collectives(policy: PrecisionPolicy, run: RunFacts, experts: int) -> 
             bytes=size,
             times=4 * experts,
         )
+        # the router's probabilities go with the tokens
+        wide = (
+            DType.FP32 if policy.router is DType.FP32 or run.model.get("moe_router_dtype") == "fp32" else policy.compute
+        )
+        yield Collective(
+            kind="all_to_all",
+            group="expert",
+            ranks=parallel.expert,
+            dtype=wide.short,
+            bytes=rows * wide.bytes,
+            times=2 * experts,
+        )
 
 
 def pipeline_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
@@ -149,6 +161,22 @@ def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) ->
             yield _once(
                 "all_gather", group, buffer.group, buffer.params, buffer.elements * buffer.params.bytes // buffer.group
             )
+
+
+_WHOLE_BIASES = ("linear_proj.bias", "linear_fc2.bias", "mlp.router.weight", "mlp.router.bias")
+
+
+def norm_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Collective]:
+    """Gradients of what every tensor-parallel rank holds whole while it sees only its part of the sequence (finalize_model_grads.py)."""
+    if run.parallel.tensor == 1 or not run.parallel.sequence:
+        return
+    size = sum(
+        parameter.weight.elements
+        for chunk in parameters(run, at)
+        for parameter in chunk
+        if "norm" in parameter.weight.path.rpartition(".")[0] or parameter.weight.path.endswith(_WHOLE_BIASES)
+    )
+    yield _once("all_reduce", "tensor", run.parallel.tensor, policy.reduce, size * policy.reduce.bytes)
 
 
 def _once(kind: str, group: str, ranks: int, dtype: DType, size: int) -> Collective:

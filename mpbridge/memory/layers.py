@@ -240,7 +240,9 @@ def _attention(shape: ModelShape, tensor: int) -> list[Weight]:
     width = shape.kv_channels
     inner = shape.num_attention_heads * width
     rows = inner + 2 * shape.num_query_groups * width
-    found = _row("self_attention.linear_proj", shape.hidden_size, inner, tensor, bias=shape.linear_bias)
+    sinks = [Weight("self_attention.core_attention.softmax_offset", (shape.num_attention_heads // tensor,))]
+    found = sinks if shape.sinks else []
+    found += _row("self_attention.linear_proj", shape.hidden_size, inner, tensor, bias=shape.linear_bias)
     found += _column("self_attention.linear_qkv", rows, shape.hidden_size, tensor, bias=shape.qkv_bias)
     if shape.qk_layernorm:
         found += [
@@ -302,6 +304,7 @@ def _experts(
 ) -> list[Weight]:
     hidden = shape.hidden_size
     found = [Weight("mlp.router.weight", (shape.experts or 0, hidden))]
+    found += [Weight("mlp.router.bias", (shape.experts or 0,))] if shape.linear_bias else []
     if grouped:
         one = _mlp(shape, "mlp.experts.", shape.expert_ffn_hidden_size, expert_tensor, expert=True)
         found += [

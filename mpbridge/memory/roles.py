@@ -162,11 +162,18 @@ _LAYOUTS: Mapping[Sharding, Callable[..., Iterator[Role]]] = MappingProxyType(
 
 
 def _module_buffers(policy: PrecisionPolicy, run: RunFacts, chunk: tuple[Parameter, ...]) -> Iterator[Role]:
-    """Buffers of the router: how many tokens each expert got and, FP32 again from the first forward pass on, the bias that balances them."""
-    if not run.shape.expert_bias:
-        return
+    """Buffers of the router (how many tokens each expert got and, FP32 again from the first forward pass on, the bias that balances them), and of YaRN:
+    latent attention keeps cosines and sines of the positions that the model was first trained on, in each layer (yarn_rotary_pos_embedding.py)."""
+    latent = run.shape.latent_attention
+    yarn = latent is not None and run.model.get("rope_type", "yarn") == "yarn"
+    positions = int(run.model.get("original_max_position_embeddings") or 4096)
     for parameter in chunk:
-        if parameter.weight.path.endswith("mlp.router.weight"):
+        if yarn and latent is not None and parameter.weight.path.endswith("self_attention.linear_proj.weight"):
+            prefix = parameter.name.removesuffix("linear_proj.weight")
+            for table in ("cos_cached", "sin_cached"):
+                size = positions * latent["qk_pos_emb_head_dim"]
+                yield Role("buffers", f"{prefix}rotary_pos_emb.{table}", policy.params, size, 0, "model")
+        if run.shape.expert_bias and parameter.weight.path.endswith("mlp.router.weight"):
             prefix = parameter.name.removesuffix("weight")
             yield Role("buffers", f"{prefix}expert_bias", DType.FP32, run.shape.experts or 0, 0, "model")
             yield Role("buffers", f"{prefix}local_tokens_per_expert", policy.params, run.shape.experts or 0, 0, "model")

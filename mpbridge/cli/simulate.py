@@ -1,0 +1,81 @@
+"""`mpbridge simulate`: ranks of any world built here by the real megatron-core, on fake groups and meta tensors, held against the predictions."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from mpbridge.cli.options import add_run_arguments, container
+from mpbridge.cli.text import print_json, print_table
+from mpbridge.errors import BadValue
+
+SUMMARY = "ranks of any world built here without memory: live tensors, audit, one step, against the predictions"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    add_run_arguments(parser)
+    parser.add_argument(
+        "--ranks", metavar="N,N", help="which ranks (default: of the first, a middle and the last pipeline stage)"
+    )
+    parser.add_argument(
+        "--step", action="store_true", help="also one training step: its matrix products and collectives"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a line for each rank; 1 on a difference."""
+    from mpbridge.simulate.world import default_ranks, simulate, simulated_run
+
+    box = container(args)
+    made, changed = simulated_run(box, args.world_size or box.smallest_world())
+    ranks = _ranks(args.ranks) if args.ranks else default_ranks(made)
+    found = simulate(made, ranks, step=args.step)
+    if args.json:
+        print_json(
+            {
+                "world_size": made.world_size,
+                "changed": changed,
+                "ranks": [dataclasses.asdict(one) | {"ok": one.ok} for one in found],
+            }
+        )
+        return 0 if all(one.ok for one in found) else 1
+    print(
+        f"{made.world_size} ranks, recipe {made.recipe}; built here without memory{': ' + ', '.join(changed) if changed else ''}"
+    )
+    rows = [
+        (
+            str(one.rank), f"{one.parameters:,}", f"{one.live:,}", f"{one.predicted:,}", f"{len(one.differences)} of {one.rows}",
+            f"{one.audited - len(one.audit)} of {one.audited} ok", f"{one.products:,}" if args.step else "", f"{one.wires:,}" if args.step else "",
+            ("as listed" if not one.step else f"{len(one.step)} differ") if args.step else "", f"{one.seconds:.1f}", f"{one.peak / 2**20:.0f}",
+        )
+        for one in found
+    ]  # fmt: skip
+    print_table(
+        (
+            "rank",
+            "parameters",
+            "live bytes",
+            "predicted",
+            "rows differ",
+            "audit",
+            "GEMMs",
+            "collectives",
+            "step",
+            "CPU s",
+            "MiB",
+        ),
+        rows,
+    )
+    for one in found:
+        for line in (*one.differences[:10], *one.audit, *one.step):
+            print(f"rank {one.rank}: {line}")
+    return 0 if all(one.ok for one in found) else 1
+
+
+def _ranks(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise BadValue(f"--ranks {text}: expected numbers with commas between, as 0,511,1023") from None

@@ -1,0 +1,151 @@
+"""One simulated rank: built, its live tensors compared with the prediction, audited, and stepped on request."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from mpbridge.simulate.compare import compare_products, compare_wires
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What one rank showed."""
+
+    rank: int
+    parameters: int
+    live: int
+    """Bytes of all storages that play a role."""
+    predicted: int
+    rows: int
+    """(role, parameter, dtype) that exist or were predicted."""
+    differences: tuple[str, ...]
+    """Rows whose elements differ."""
+    audit: tuple[str, ...]
+    """Findings that are not as promised."""
+    audited: int
+    """All findings."""
+    seconds: float
+    """CPU, imports apart."""
+    peak: int
+    """Resident bytes of the process at most."""
+    products: int = 0
+    """Matrix products recorded in one step."""
+    wires: int = 0
+    """Collectives recorded in one step."""
+    step: tuple[str, ...] = field(default=())
+    """Where the recorded step and the list of operations differ."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything agrees."""
+        return not self.differences and not self.audit and not self.step and self.live == self.predicted
+
+
+def simulate_rank(run: Run, rank: int, *, step: bool) -> Simulated:
+    """Builds that rank in this process, which is no good for anything else afterwards."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from mpbridge.devices import device_layer
+    from mpbridge.engines.mcore import McoreEngine
+    from mpbridge.engines.optimizers import CpuFusedAdam
+    from mpbridge.simulate.meta import META, install
+    from mpbridge.simulate.record import Recorder
+
+    start = time.process_time()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.world_size)
+    install()
+    with device_layer(False, fused_adam=CpuFusedAdam), Recorder() as seen:
+        engine = McoreEngine(run, cuda=False)
+        engine._device = META
+        with engine._layer():
+            engine._build(None)
+        stepped: dict[str, Any] = _step(engine, run, seen, rank) if step else {}
+        return _judge(engine, run, rank, start, stepped)
+
+
+def _judge(engine: Any, run: Run, rank: int, start: float, stepped: dict[str, Any]) -> Simulated:
+    from mpbridge.engines.live import allocate_moments
+    from mpbridge.memory.budget import memory
+    from mpbridge.memory.roles import roles
+
+    allocate_moments(engine.optimizer)
+    live = list(engine.tensors())
+    storages = {one.tensor.untyped_storage().data_ptr(): one.tensor.untyped_storage().nbytes() for one in live}
+    wanted: Counter[tuple[str, str, str]] = Counter()
+    for role in roles(run.policy, run.facts, rank=rank):
+        wanted[role.name, role.parameter, role.dtype.value] += role.elements + role.padding
+    found = _elements(live)
+    keys = sorted(set(found) | set(wanted))
+    differences = tuple(
+        f"{' '.join(key)}: live {found[key]:,} elements, predicted {wanted[key]:,}"
+        for key in keys
+        if found[key] != wanted[key]
+    )
+    bad, audited = _audit(engine, run)
+    return Simulated(
+        rank=rank,
+        parameters=sum(one.numel() for _, one in engine.named_parameters()),
+        live=sum(storages.values()),
+        predicted=memory(run.policy, run.facts, rank=rank).states,
+        rows=len(keys),
+        differences=differences,
+        audit=bad,
+        audited=audited,
+        seconds=time.process_time() - start,
+        peak=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        **stepped,
+    )
+
+
+def _elements(live: Any) -> Counter[tuple[str, str, str]]:
+    """(role, parameter, dtype) -> elements; gradients that the optimizer reads in place count once."""
+    grads = {one.tensor.untyped_storage().data_ptr() for one in live if one.role == "grads"}
+    found: Counter[tuple[str, str, str]] = Counter()
+    for one in live:
+        if not (one.role == "main_grads" and one.tensor.untyped_storage().data_ptr() in grads):
+            found[one.role, one.parameter, str(one.tensor.dtype).removeprefix("torch.")] += one.tensor.numel()
+    return found
+
+
+def _audit(engine: Any, run: Run) -> tuple[tuple[str, ...], int]:
+    """(findings that are not as promised, all of them). Other ranks are not there, so only this one's are judged."""
+    from mpbridge.audit import run as audits
+
+    audits._everywhere = lambda seen: [seen]
+    report = audits.audit(run.policy, engine, stage="live")
+    # quantized linears are kernels' business: the storage around them is what is built here
+    judged = [f for f in report.findings if f.subject != "linears" or run.facts.realization != "emulated"]
+    bad = [f"{f.subject}: promised {f.promised}, found {f.found}" for f in judged if not f.ok]
+    return tuple(bad), len(judged)
+
+
+def _step(engine: Any, run: Run, seen: Any, rank: int) -> dict[str, Any]:
+    facts = run.facts
+    batches = max(1, facts.global_batch_size // (facts.micro_batch_size * facts.parallel.data))
+    seen.clear()
+    engine.train_step(_feed(run), microbatches=batches)
+    differences = [*compare_products(run, rank, batches, seen.products), *compare_wires(run, rank, batches, seen.wires)]
+    return {
+        "products": sum(seen.products.values()),
+        "wires": sum(seen.wires.values()),
+        "step": tuple(differences),
+    }
+
+
+def _feed(run: Run) -> Iterator[dict[str, Any]]:
+    import torch
+
+    size = (run.facts.micro_batch_size, run.facts.shape.seq_length // run.facts.parallel.context)
+    while True:
+        yield {name: torch.empty(size, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")} | {
+            "loss_mask": torch.empty(size)
+        }

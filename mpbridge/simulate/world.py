@@ -1,0 +1,124 @@
+"""Simulated ranks, each in a process of its own: megatron-core's parallel state is process-wide."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpbridge.errors import BadValue, MpbridgeError
+from mpbridge.hardware.machines import machine
+from mpbridge.simulate.rank import Simulated, simulate_rank
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import ConfigContainer, Run
+
+_CUDA_ONLY: dict[str, Any] = {
+    "tp_comm_overlap": False, "cpu_offloading": False, "cpu_offloading_num_layers": 0, "moe_grouped_gemm": False, "moe_permute_fusion": False,
+    "gradient_accumulation_fusion": False, "masked_softmax_fusion": False, "apply_rope_fusion": False, "cross_entropy_loss_fusion": False,
+    "bias_dropout_fusion": False, "bias_activation_fusion": False, "moe_router_fusion": False, "cuda_graph_impl": "none", "recompute_granularity": None,
+    "recompute_modules": None, "recompute_method": None, "recompute_num_layers": None, "overlap_moe_expert_parallel_comm": False,
+    "transformer_impl": "local", "defer_embedding_wgrad_compute": False,
+}  # fmt: skip
+"""Model settings that need a kernel, and what they become: none of them changes a state."""
+
+
+def simulated_run(container: ConfigContainer, world: int) -> tuple[Run, tuple[str, ...]]:
+    """(the Run that can be built without a GPU, what was changed for it)."""
+    box = container.copy()
+    model: dict[str, Any] = dict(box.model) if isinstance(box.model, dict) else {}
+    if not model:
+        raise BadValue("simulate needs the model section as plain settings")
+    changed = {name: value for name, value in _CUDA_ONLY.items() if model.get(name) not in (None, value)}
+    if model.get("moe_token_dispatcher_type") == "flex":
+        changed["moe_token_dispatcher_type"] = "alltoall"
+    whole: Any = {**model, **changed}
+    box = dataclasses.replace(box, model=whole)
+    first = box.resolved(world, machine=machine("cpu"), training=False)
+    said = [f"model.{name}={value}" for name, value in changed.items()]
+    if first.policy.quantized:
+        # weights in a low format exist only with Transformer Engine: high-precision storage, as the emulation keeps it
+        box = dataclasses.replace(box, emulate=True)
+        first = box.resolved(world, machine=machine("cpu"), training=False)
+        said.append("emulate=true (weights at rest stay in the compute dtype)")
+    if first.engine != "mcore":
+        raise BadValue(f"simulate builds megatron-core's own engine, found engine={first.engine}")
+    return first, tuple(said)
+
+
+def simulate(run: Run, ranks: Sequence[int], *, step: bool = False) -> list[Simulated]:
+    """Each of those ranks. Raises BadValue for a rank outside of the world, MpbridgeError where one fails."""
+    outside = [rank for rank in ranks if not 0 <= rank < run.world_size]
+    if outside:
+        raise BadValue(f"rank {', '.join(map(str, outside))}: the world has ranks 0 to {run.world_size - 1}")
+    _preload()
+    return [_apart(run, rank, step) for rank in ranks]
+
+
+def default_ranks(run: Run) -> tuple[int, ...]:
+    """First and last rank of each of the first, a middle and the last pipeline stage, at most four."""
+    every = run.world_size // run.facts.parallel.pipeline
+    stages = sorted({0, run.facts.parallel.pipeline // 2, run.facts.parallel.pipeline - 1})
+    return tuple(sorted({*(stage * every for stage in stages), run.world_size - 1}))
+
+
+def _preload() -> None:
+    """Imports once what every rank needs: children inherit it."""
+    import importlib
+    import warnings
+
+    shown, warnings.showwarning = warnings.showwarning, _nothing
+    try:  # megatron-core says at import what it does without Transformer Engine and Apex
+        importlib.import_module("mpbridge.megatron.cpu").import_all()
+        for name in (
+            "audit.run",
+            "engines.mcore",
+            "megatron.on_meta",
+            "models.gpt",
+            "simulate.meta",
+            "simulate.record",
+        ):
+            importlib.import_module(f"mpbridge.{name}")
+    finally:
+        warnings.showwarning = shown
+
+
+def _nothing(*given: Any, **named: Any) -> None:
+    pass
+
+
+def _apart(run: Run, rank: int, step: bool) -> Simulated:
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(theirs, run, rank, step), daemon=True)
+    sys.stdout.flush()
+    child.start()
+    theirs.close()
+    try:
+        done = ours.recv()
+    except EOFError:
+        raise MpbridgeError(
+            f"the process of simulated rank {rank} ended without an answer (exit code {child.exitcode})"
+        ) from None
+    finally:
+        child.join()
+    if isinstance(done, str):
+        raise MpbridgeError(f"simulated rank {rank} failed: {done}")
+    return done  # type: ignore[no-any-return]
+
+
+def _child(answer: Any, run: Run, rank: int, step: bool) -> None:
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    try:
+        answer.send(simulate_rank(run, rank, step=step))
+    except BaseException as error:
+        import traceback
+
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+        where = "; ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[-3:])
+        answer.send(f"{type(error).__name__}: {error} ({where})")
+    answer.close()
