@@ -120,13 +120,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._stack.append((module, path))
         self._inputs.append(list(tensors_in(args)))
-        if is_norm(module) and args:
-            self._note_rounding(path, args[0])
-        if is_linear(module):
-            source = _floating(args)
-            if source is not None:
-                self.products.enters(path, source)
-                self._note_rounding(path, source)
+        source = _floating(args) if is_linear(module) else None
+        if source is not None:
+            self.products.enters(path, source)
 
     def _leave(self, module: Any, args: Any, output: Any) -> None:
         path = self._paths.get(module)
@@ -135,6 +131,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack.pop()
         inputs = self._inputs.pop()
         nodes = self._graph.add(path, inputs, tensors_in(output))
+        if is_norm(module) or is_linear(module):
+            self._note_rounding(path, _floating(args))  # as the module's own hooks left it
         self._note_weights(module, path)
         result = _floating(output)
         if result is None:

@@ -551,7 +551,7 @@ CATALOGUE = (
     Fault("scaler's window", scaler_window, ("fp16",), ("derived flags", "invariants")),
     Fault("scale drifts", scale_drifts, ("fp16",), ("loss scale adapts",)),
     Fault("bf16 flag off", flip("model", "bf16", False), ("ddp",), ("derived flags", "invariants")),
-    Fault("params_dtype", flip("model", "params_dtype", torch.float32), ("ddp", "fsdp2"), ("derived flags", "invariants")),
+    Fault("params_dtype", flip("model", "params_dtype", torch.float32), ("ddp", "fsdp2 a"), ("derived flags", "invariants")),
     Fault("reduction flag", flip("ddp", "grad_reduce_in_fp32", False), CORE, ("derived flags", "invariants")),
     Fault("softmax flag", flip("model", "attention_softmax_in_fp32", False), ("ddp", "fsdp2"), ("derived flags", "invariants"), quick=True),
     Fault("residual flag", flip("model", "fp32_residual_connection", True), ("ddp",), ("derived flags", "invariants")),

@@ -12,6 +12,7 @@ from tests.audit.faults import CATALOGUE, ENGINES, Fault
 
 MOMENTS = {"before step 1": 0, "after step 1": 1, "late": 50}
 EVERY = 3
+BREAKS = "the step failed"
 
 
 def planted(build: Any, fault: Fault, engine_name: str, at: int, *, plant: bool = True) -> list[tuple[str, str]]:
@@ -34,7 +35,7 @@ def planted(build: Any, fault: Fault, engine_name: str, at: int, *, plant: bool 
                 result = engine.train_step(batches, microbatches=2)
             except (RuntimeError, AttributeError, TypeError):
                 # a fault that no step survives cannot go unnoticed
-                return [("the step failed", "")]
+                return [(BREAKS, "")]
             hook.stepped(training, result)
     finally:
         hook.closed()
@@ -50,6 +51,8 @@ def planted(build: Any, fault: Fault, engine_name: str, at: int, *, plant: bool 
 def check(build: Any, fault: Fault, engine: str, at: int) -> None:
     found = planted(build, fault, engine, at)
     named = {subject for subject, _ in found}
+    if named == {BREAKS} and at == 0:
+        return  # the first step does not survive it
     assert named & set(fault.subjects), f"found only {sorted(named)}"
     if fault.offender:
         assert any(fault.offender in text for _, text in found), found
