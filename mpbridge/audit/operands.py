@@ -91,6 +91,24 @@ def _fours(lines: torch.Tensor) -> bool:
     return False
 
 
+@torch.no_grad()
+def fits_blocks(operand: torch.Tensor, number: NumberFormat, *, side: int, across: int, along: int) -> bool:
+    """Whether the values are codes of `number` times one FP32 scale for each block, which maps the block's largest value to the format's largest.
+
+    across, along: the block's extent beside and along the contraction.
+    """
+    lines = operand.detach().float()
+    lines = lines if side == 0 else lines.t()
+    rows, columns = -lines.shape[0] % across, -lines.shape[1] % along
+    filled = torch.nn.functional.pad(lines, (0, columns, 0, rows))
+    blocks = filled.reshape(filled.shape[0] // across, across, filled.shape[1] // along, along)
+    peaks = blocks.abs().amax((1, 3), keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    ratio = blocks / peaks * number.largest
+    narrow = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[number.name]
+    near = ratio.to(narrow).float()
+    return bool(((ratio - near).abs() <= 1e-3 * near.abs() + number.smallest / 8).all())
+
+
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     """Of two tensors as vectors; 0 where one of them is zero."""
     x, y = a.double().reshape(-1), b.double().reshape(-1)

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from mpbridge.audit.operands import cosine, grid_of, strays
+from mpbridge.audit.operands import Grid, cosine, fits_blocks, grid_of, strays
 from mpbridge.audit.stored import storage
 from mpbridge.audit.values import sample
+from mpbridge.formats import FORMATS
 from mpbridge.precision.policy import Gemms, Quant
 
 _ROWS = 64
@@ -80,6 +81,7 @@ class Products:
         for node in nodes:
             if node.name() == "QuantizedLinearBackward":
                 node.register_prehook(self._gradient(path))
+                node.register_hook(self._made(path))
 
     def _gradient(self, path: str) -> Callable[[Any], None]:
         def look(grads: Any) -> None:
@@ -87,6 +89,15 @@ class Products:
                 self._dy[path] = grads[0].detach().reshape(-1, grads[0].shape[-1])
                 if path in self.quantized and self._dy[path].numel():
                     self.quantized[path].amax["dy"] = float(self._dy[path].abs().amax())
+
+        return look
+
+    def _made(self, path: str) -> Callable[[Any, Any], None]:
+        """What an emulated linear gives as its weight's gradient: its GEMM's result times a factor, rounded to the weight's dtype."""
+
+        def look(made: Any, grads: Any) -> None:
+            if len(made) > 1 and made[1] is not None:
+                self._follow(path, made[1].shape, made[1].detach())
 
         return look
 
@@ -136,7 +147,7 @@ class Products:
             self._operands(path, role, quant, left, right)
             if quant.bits == 4:
                 self._four_bits(path, role, left, right)
-        if role == "wgrad":
+        if role == "wgrad" and not self._quants(path):
             self._follow(path, shape, out)
 
     def _role(self, path: str, shape: torch.Size, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> str:
@@ -171,8 +182,20 @@ class Products:
         for side, (name, operand) in enumerate(zip(names, (left, right), strict=True)):
             wanted = quant.element(gradient=name == "dy")
             grid = grid_of(operand, side=side)
-            if not grid.fits(wanted, per_tensor=quant.row.per_tensor):
+            if not self._fits(grid, quant, name, operand, side):
                 seen.bad.setdefault(f"{role} {name}", f"{grid.text()}, promised {wanted.upper()} ({quant.scaling})")
+
+    def _fits(self, grid: Grid, quant: Quant, name: str, operand: torch.Tensor, side: int) -> bool:
+        wanted = quant.element(gradient=name == "dy")
+        if grid.fits(wanted, per_tensor=quant.row.per_tensor):
+            return True
+        blocks = quant.row.blocks
+        if blocks is None or not quant.row.has("power_of_two") or quant.option("power_of_two", os.environ):
+            return False
+        block = blocks[name == "w"]
+        if not block.along:  # a factor of the whole tensor, which is in the values under some output dtypes
+            return False
+        return fits_blocks(operand, FORMATS[wanted], side=side, across=block.across, along=block.along)
 
     def _four_bits(self, path: str, role: str, left: torch.Tensor, right: torch.Tensor) -> None:
         """Rotation and stochastic rounding, which NVFP4 promises of what a weight gradient is made of, and of gradients."""

@@ -502,14 +502,14 @@ def history_cut(engine: Any) -> None:
 
 
 def not_rotated(engine: Any) -> None:
-    import mpbridge.emulation.quantizer as module
+    import mpbridge.emulation.nvfp4 as module
 
     engine.undo.append(SimpleNamespace(owner=module, name="rotate", value=module.rotate))
-    module.rotate = lambda x: x
+    module.rotate = lambda x, **options: x
 
 
 def rounded_to_nearest(engine: Any) -> None:
-    import mpbridge.emulation.quantizer as module
+    import mpbridge.emulation.nvfp4 as module
 
     engine.undo.append(SimpleNamespace(owner=module, name="values_stochastic", value=module.values_stochastic))
     from mpbridge.formats import E2M1

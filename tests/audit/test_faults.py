@@ -33,7 +33,7 @@ def planted(build: Any, fault: Fault, engine_name: str, at: int, *, plant: bool 
             hook.stepping(training)
             try:
                 result = engine.train_step(batches, microbatches=2)
-            except (RuntimeError, AttributeError, TypeError):
+            except (RuntimeError, AttributeError, TypeError, KeyError):
                 # a fault that no step survives cannot go unnoticed
                 return [(BREAKS, "")]
             hook.stepped(training, result)
