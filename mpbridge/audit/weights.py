@@ -115,15 +115,17 @@ def moved(engine: Any, before: Before, lr: float) -> Weights:
         if trained is None:
             seen.elsewhere.append(name)
             continue
-        _motion(seen, held, trained, before.digests.get(name), lr)
-        _width(seen, held, name in seen.moved)
+        due = _motion(seen, held, trained, before.digests.get(name), lr)
+        _width(seen, held, due and name in seen.moved)
     return seen
 
 
-def _motion(seen: Weights, held: Held, trained: torch.Tensor, earlier: int | None, lr: float) -> None:
+def _motion(seen: Weights, held: Held, trained: torch.Tensor, earlier: int | None, lr: float) -> bool:
+    """Notes whether the parameter moved; whether an update larger than rounding was due."""
     name = held.name
     size, known = _update(held, trained, lr)
     without = known and not bool(size.any())
+    due = bool((size > _SAFETY * _half_ulp(trained, held)).any())
     if without and fnmatch.fnmatchcase(name, EXPERTS):
         seen.idle.append(name)  # weight decay may have moved it
     elif earlier is None or digest(trained) != earlier:
@@ -132,10 +134,11 @@ def _motion(seen: Weights, held: Held, trained: torch.Tensor, earlier: int | Non
         seen.frozen_rate.append(name)
     elif without:
         seen.unreached.append(name)
-    elif bool((size > _SAFETY * _half_ulp(trained, held)).any()):
+    elif due:
         seen.stuck.append(name)
     else:
         seen.small.append(name)
+    return due
 
 
 def _half_ulp(values: torch.Tensor, held: Held) -> torch.Tensor:

@@ -35,6 +35,7 @@ from mpbridge.errors import BadValue
 from mpbridge.megatron.inside_model import latent_attention_takes, multiply_in, router_biases_in_fp32
 from mpbridge.megatron.quant_recipe import enter_chunk
 from mpbridge.models.local_spec import CpuSpecProvider
+from mpbridge.models.residual import keep_wide
 from mpbridge.precision.policy import PrecisionPolicy
 
 Backend = Callable[[Any], Any]
@@ -157,6 +158,7 @@ def gpt_model(
     spec = (
         transformer_engine_spec(config, chunk=chunk) if provider is None else block_spec(config, provider, chunk=chunk)
     )
+    keep_wide(config, spec)
     ahead = multi_token_spec(config, spec, provider, chunk=chunk)
     stage = {"pre_process": first, "post_process": last, "vp_stage": chunk, "mtp_block_spec": ahead}
     with nullcontext() if provider is None else latent_attention_takes(provider.column_parallel_linear()):

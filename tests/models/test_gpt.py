@@ -261,3 +261,16 @@ def test_a_second_engine_at_the_same_time_is_refused(build: Any) -> None:
     with pytest.raises(BadValue, match="close the other engine first"):
         build("bf16")
     assert losses(engine)[-1] < 4.2, "and the first one goes on"
+
+
+def test_an_fp32_residual_stream_stays_fp32_through_every_layer(layer) -> None:
+    import torch
+
+    from mpbridge.models.residual import wide_add
+
+    add = wide_add(True, False)
+    stream, branch = torch.full((4, 8), 1.0 + 2.0**-20), torch.full((4, 8), 0.5, dtype=torch.bfloat16)
+    out = add((branch, None), stream, 0.0)
+    assert out.dtype is torch.float32
+    assert torch.equal(out, stream + 0.5)
+    assert torch.equal(add((branch, torch.ones(8, dtype=torch.bfloat16)), stream, 0.0), stream + 1.5)
