@@ -48,12 +48,7 @@ class Recipe:
     @property
     def policy(self) -> PrecisionPolicy | None:
         """What it means; None where a package would have to be loaded to know, or it cannot be resolved."""
-        from mpbridge.precision.resolve import resolve
-
-        try:
-            return None if self.foreign else resolve(self.make())
-        except MpbridgeError:
-            return None
+        return None if self.foreign else _meaning(self.make)
 
     @property
     def needs(self) -> tuple[int, int] | None:
@@ -77,6 +72,16 @@ class Recipe:
 _by_name: dict[str, Recipe] = {}
 _alias_of: dict[str, str] = {}
 _filled = False
+
+
+@functools.lru_cache(256)
+def _meaning(make: Factory) -> PrecisionPolicy | None:
+    from mpbridge.precision.resolve import resolve
+
+    try:
+        return resolve(make())
+    except MpbridgeError:
+        return None
 
 
 class _Window(Mapping[str, Recipe]):
