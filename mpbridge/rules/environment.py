@@ -13,7 +13,10 @@ from mpbridge.rules.base import Case, Rule
 from mpbridge.scalings import Option
 
 _TORCH = Window(package="torch", since="2.6", until="2.14")
-_CORE = Window(package="megatron_core", since="0.16", until="0.17")
+_CORE = (
+    Window(package="megatron_core", since="0.16", until="0.17"),
+    Window(package="megatron_core", since="0.20", until="0.21"),
+)
 _RECIPES = "Transformer Engine 2.11 common/recipe/__init__.py (read once, at import)"
 
 
@@ -80,15 +83,17 @@ def _is_zero(case: Case, name: str) -> bool:
 
 
 def _untested(case: Case) -> str:
-    have = (("torch", case.run.versions.torch, _TORCH), ("megatron-core", case.run.versions.megatron_core, _CORE))
-    return ", ".join(f"{name} {version}" for name, version, window in have if not window.holds(version))
+    have = (("torch", case.run.versions.torch, (_TORCH,)), ("megatron-core", case.run.versions.megatron_core, _CORE))
+    return ", ".join(
+        f"{name} {version}" for name, version, windows in have if not any(window.holds(version) for window in windows)
+    )
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
         id="library-versions-untested",
         found=_untested,
-        expected="torch 2.6 to 2.13 and megatron-core 0.16, from which these rules and the configs' fields were read",
+        expected="torch 2.6 to 2.13 and megatron-core 0.16 (or 0.20, as of Megatron-LM d98e8a64), from which these rules and the configs' fields were read",
         cure="install versions of that range",
         source="mpbridge pyproject.toml",
         severity="warning",

@@ -67,6 +67,8 @@ def _rules(value: Any) -> Any:
 
 
 def _comparable(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)  # JSON, and so the schema, knows lists only
     # a torch.dtype prints as 'torch.bfloat16', so it is recognised without torch
     if isinstance(value, DType) or str(type(value)) == "<class 'torch.dtype'>":
         try:
