@@ -62,7 +62,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(files(nav)) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
-@pytest.mark.parametrize("code", blocks("python"))
+@pytest.mark.parametrize("code", list(blocks("python")))
 def test_python_compiles_and_its_imports_exist(code: str) -> None:
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mpbridge"):
@@ -72,7 +72,7 @@ def test_python_compiles_and_its_imports_exist(code: str) -> None:
                     importlib.import_module(f"{node.module}.{alias.name}")
 
 
-@pytest.mark.parametrize("text", blocks("yaml"))
+@pytest.mark.parametrize("text", list(blocks("yaml")))
 def test_yaml_is_a_recipe_or_a_configuration(text: str, tmp_path: Path) -> None:
     from mpbridge.config.container import ConfigContainer
     from mpbridge.precision.registry import get_mixed_precision_config
@@ -110,7 +110,7 @@ def test_every_command_exists_with_its_arguments(command: str, monkeypatch: pyte
         parser_of(words[1], verbs()[words[1]]).parse_intermixed_args(with_way(words[2:]))
 
 
-@pytest.mark.parametrize("block", blocks("console"))
+@pytest.mark.parametrize("block", list(blocks("console")))
 def test_shown_output_is_what_comes_out(
     block: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
