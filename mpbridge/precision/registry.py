@@ -98,6 +98,10 @@ class _Window(Mapping[str, Recipe]):
         _fill()
         return len(_by_name)
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """The recipe, or `default`: Mapping's own knows no LookupError but KeyError."""
+        return recipe(name) if name in self else default
+
     def __contains__(self, name: object) -> bool:
         _fill()
         return isinstance(name, str) and (key(name) in _by_name or key(name) in _alias_of)

@@ -316,3 +316,10 @@ def test_another_package_cannot_take_a_name(tmp_path: Path) -> None:
         "DuplicateName: entry point 'somebodys:mine' offers a recipe named 'bf16_mixed', which exists already"
         in done.stderr.replace("mpbridge.errors.", "")
     )
+
+
+def test_the_window_answers_for_an_unknown_name_as_a_mapping_does() -> None:
+    assert "custom" not in recipes
+    assert recipes.get("custom") is None
+    assert recipes.get("custom", 1) == 1
+    assert recipes.get("BF16-mixed") is recipes["bf16_mixed"]
