@@ -151,7 +151,8 @@ def _row(parameter: Any) -> int:
 
 def _resting(engine: Any) -> dict[str, torch.Tensor]:
     """Megatron-FSDP: the model weights of this rank, which are not what the optimizer updates."""
-    buffer: Any = getattr(engine.model[0], "param_and_grad_buffer", None) if engine.name == "megatron_fsdp" else None
+    wrapped = engine.run.facts.traits.main_weights == "wrapper"
+    buffer: Any = getattr(engine.model[0], "param_and_grad_buffer", None) if wrapped else None
     found: dict[str, torch.Tensor] = {}
     for group in getattr(buffer, "parameter_groups", ()):
         weights, mains = group.model_weight_buffer, group.main_weight_buffer

@@ -114,7 +114,7 @@ def _sharded(engine: Any, watch: Watch, group: tuple[int, ...], seen: Traffic, m
     trained = [p for p in engine.optimizer.names.values() if p.requires_grad]
     needed = sum(int(p.numel()) for p in trained)
     sent, unsynced = sum(seen.reduced.values()), getattr(engine.configs.model, "no_sync_func", None) is not None
-    times = 1 if unsynced or engine.name == "megatron_fsdp" else microbatches
+    times = 1 if unsynced or engine.run.facts.traits.main_weights == "wrapper" else microbatches
     padding = 1.0 + _padding(trained, len(group))
     if needed and not 0.999 * times <= sent / needed <= padding * times * 1.02:
         seen.faults.append(f"{sent} gradient elements were reduced, {needed * times} were to be")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.hardware.machines import machine
 from mpbridge.simulate.rank import Simulated, simulate_rank
+from mpbridge.traits import DEFAULT
 
 if TYPE_CHECKING:
     from mpbridge.config.container import ConfigContainer, Run
@@ -43,7 +44,7 @@ def simulated_run(container: ConfigContainer, world: int) -> tuple[Run, tuple[st
         box = dataclasses.replace(box, emulate=True)
         first = box.resolved(world, machine=machine("cpu"), training=False)
         said.append("emulate=true (weights at rest stay in the compute dtype)")
-    if first.engine != "mcore":
+    if first.engine != DEFAULT:
         raise BadValue(f"simulate builds megatron-core's own engine, found engine={first.engine}")
     return first, tuple(said)
 

@@ -40,7 +40,9 @@ def _names(file: Path) -> list[str]:
 
 
 def test_no_engine_is_named_outside_of_its_traits() -> None:
-    files = [file for file in ROOT.rglob("*.py") if file.relative_to(ROOT).as_posix() not in ALLOWED]
+    # in stacks they are other stacks' words: Megatron-LM's switches, AutoModel's strategies
+    every = [file for file in ROOT.rglob("*.py") if not file.is_relative_to(ROOT / "stacks")]
+    files = [file for file in every if file.relative_to(ROOT).as_posix() not in ALLOWED]
     assert len(files) > 150
     assert not [place for file in files for place in _names(file)]
     assert all(_names(ROOT / file) for file in ALLOWED), "an exception that is none any more"
