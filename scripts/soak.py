@@ -1,0 +1,314 @@
+"""Two processes train, save in turns in the foreground and in the background, are audited, and meet faults of every kind at random; nothing is lost.
+
+    python scripts/soak.py --steps 2000 --faults 40
+
+First the same run without a fault, whose memory, descriptors and threads must stay flat. Then the run with faults, started again after each of them,
+which must end with the first one's losses and weights to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpbridge.checkpoint import store
+from mpbridge.config.container import ConfigContainer
+from mpbridge.rules.table import rules
+from mpbridge.train.base import Hook
+from mpbridge.train.loop import pretrain
+
+SEQ, VOCAB, RANKS = 32, 64, 2
+SIGNALS = {
+    "term": signal.SIGTERM,
+    "int": signal.SIGINT,
+    "hup": signal.SIGHUP,
+    "usr1": signal.SIGUSR1,
+    "usr2": signal.SIGUSR2,
+}
+KINDS = ("kill", "kill", "kill in a save", *SIGNALS, "notices", "no room", "reader", "hang", "cut", "flip", "delete")
+"""Faults of a run; the last three are done to its newest checkpoint after it was stopped."""
+DAMAGE = ("cut", "flip", "delete")
+
+
+class Text:
+    """Counting sequences, the same every time."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            yield {"tokens": (torch.randint(0, VOCAB, (1,), generator=generator) + torch.arange(SEQ + 1)) % VOCAB}
+
+
+class Fault(Hook):
+    """Does `kind` to this process after step `at`."""
+
+    def __init__(self, kind: str, at: int, delay: float) -> None:
+        self.kind, self.at, self.delay = kind, at, delay
+
+    def stepped(self, training: Any, result: Any) -> None:
+        if training.counters.iteration != self.at:
+            return
+        if self.kind in SIGNALS:
+            os.kill(os.getpid(), SIGNALS[self.kind])
+        elif self.kind == "notices":
+            for number in (signal.SIGUSR1, signal.SIGHUP, signal.SIGUSR2) * 3:
+                os.kill(os.getpid(), number)
+        elif self.kind.startswith("kill"):
+            # the kernel's timer ends the process wherever it is then; no Python has to run
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, self.delay)
+        elif self.kind == "no room":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        elif self.kind == "hang":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind in DAMAGE:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Told(Hook):
+    """Losses of each step, what the process holds along the way, and the state's digest at the end, in a file of JSON lines."""
+
+    def __init__(self, out: Path, every: int) -> None:
+        self.out, self.every = out, every
+
+    def say(self, **facts: Any) -> None:
+        with self.out.open("a") as stream:
+            stream.write(json.dumps(facts) + "\n")
+
+    def stepped(self, training: Any, result: Any) -> None:
+        at = training.counters.iteration
+        self.say(step=at, loss=result.loss.hex(), **(held() if at % self.every == 0 else {}))
+
+    def finished(self, training: Any) -> None:
+        digest = hashlib.sha256()
+        for one in sorted(training.engine.tensors(), key=lambda live: (live.role, live.parameter)):
+            if one.role in ("params", "main_params", "exp_avg", "exp_avg_sq"):
+                digest.update(one.tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        self.say(end=training.counters.iteration, digest=digest.hexdigest()[:16])
+
+
+def held() -> dict[str, int]:
+    """What this process holds now: KiB of resident memory, descriptors, threads."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {
+        "memory": int(status["VmRSS"].split()[0]),
+        "threads": int(status["Threads"]),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def made(folder: Path, steps: int, interval: int, background: bool) -> Any:
+    """The run."""
+    return ConfigContainer(
+        mixed_precision="bf16_mixed",
+        model={
+            "num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": VOCAB, "max_sequence_length": SEQ,
+            "add_bias_linear": False, "position_embedding_type": "rope",
+        },
+        optimizer={"lr": 1e-3},
+        ddp={"use_distributed_optimizer": True},
+        audit={"every": 50},
+        train={"micro_batch_size": 1, "global_batch_size": 2, "train_iters": steps, "eval_interval": None, "threads": 1, "timeout_minutes": 0.5},
+        checkpoint={"save": str(folder / "kept"), "load": str(folder / "kept"), "save_interval": interval, "keep_last": 3, "async_save": background},
+        logger={"log_dir": str(folder)},
+    ).resolved(world_size=RANKS)  # fmt: skip
+
+
+def rank_main(rank: int, port: int, folder: Path, out: Path, plan: dict[str, Any]) -> None:
+    """One process of the job; ends the process: 0 complete, 3 stopped, 1 an error, which is on stderr."""
+    job = {"WORLD_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in job.items()})
+    code = 1
+    with (folder / f"said.{rank}").open("w") as said:
+        os.dup2(said.fileno(), 2)
+        os.dup2(said.fileno(), 1)
+    if plan["kind"] == "reader":
+        read, write = os.pipe()
+        os.close(read)
+        os.dup2(write, 1)
+    try:
+        # ahead of the run's own hooks, so that a fault can strike in the save that follows
+        hooks: list[Hook] = [Told(out, plan["every"])]
+        if rank == plan["rank"] or plan["kind"] in ("reader", "no room"):
+            hooks.append(Fault(plan["kind"], plan["at"], plan["delay"]))
+        from mpbridge.train import loop
+
+        default = loop.default_hooks
+        loop.default_hooks = lambda *args: [*hooks, *default(*args)]
+        run = made(folder, plan["steps"], plan["interval"], plan["background"])
+        done = pretrain(run, dataset=Text(), quiet=plan["kind"] != "reader")
+        code = 0 if done.iterations == plan["steps"] else 3
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def job(folder: Path, out: Path, plan: dict[str, Any], limit: float) -> list[int]:
+    """Exit codes of the processes of one attempt; what hangs is ended by SIGKILL when the others are gone."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=rank_main, args=(rank, port, folder, out.with_suffix(f".{rank}"), plan))
+        for rank in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+    stop, left = time.monotonic() + limit, None
+    while any(process.is_alive() for process in processes) and time.monotonic() < stop:
+        if any(not process.is_alive() for process in processes):
+            left = left or time.monotonic()
+            if time.monotonic() - left > (
+                5 if plan["kind"] == "hang" else 90
+            ):  # a stopped process ends by SIGKILL only
+                break
+        time.sleep(0.02)
+    late = [process for process in processes if process.is_alive()]
+    for process in late:
+        process.kill()
+    for process in processes:
+        process.join()
+    if late and plan["kind"] != "hang":
+        raise RuntimeError(f"{len(late)} processes did not end ({plan})")
+    codes = [int(process.exitcode or 0) for process in processes]
+    for process in processes:
+        process.close()
+    return codes
+
+
+def lines(out: Path, rank: int) -> list[dict[str, Any]]:
+    """What a rank told, of all attempts; a line that a kill cut off is left out."""
+    found = []
+    for line in out.with_suffix(f".{rank}").read_text().splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
+
+
+def damage(place: Path, kind: str, dice: random.Random) -> str:
+    """Damages one file of a checkpoint; its name."""
+    file = dice.choice(sorted(entry for entry in place.iterdir() if entry.name != "manifest.json"))
+    data = bytearray(file.read_bytes())
+    if kind == "delete":
+        file.unlink()
+    elif kind == "cut":
+        file.write_bytes(data[: len(data) // 2])
+    else:
+        data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        file.write_bytes(data)
+    return file.name
+
+
+def growth(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What a process held at the end over what it held after the first tenth of its steps."""
+    seen = [row for row in rows if "memory" in row]
+    early, late = seen[len(seen) // 10], seen[-1]
+    return {name: round(late[name] / early[name], 3) for name in ("memory", "threads", "descriptors")}
+
+
+def soak(
+    steps: int, faults: int, *, seed: int = 0, interval: int = 10, room: Path | None = None, say: Any = print
+) -> dict[str, Any]:
+    """Figures of a run with `faults` faults; raises RuntimeError at the first thing that was lost."""
+    torch.set_num_threads(1)
+    rules()  # imported here, once
+    dice, began, base = random.Random(seed), time.monotonic(), Path(tempfile.mkdtemp(prefix="mpbridge-soak-", dir=room))
+    plan: dict[str, Any] = {
+        "steps": steps,
+        "interval": interval,
+        "background": True,
+        "kind": "",
+        "rank": -1,
+        "at": 0,
+        "delay": 0.0,
+    }
+    plan["every"] = max(1, steps // 40)
+    limit, count, attempts = 60 + 2.0 * steps, dict.fromkeys(KINDS, 0), 0
+    try:
+        folders = {name: base / name for name in ("whole", "faulty")}
+        for folder in folders.values():
+            folder.mkdir()
+        codes = job(folders["whole"], base / "whole.told", plan, limit)
+        if codes != [0] * RANKS:
+            raise RuntimeError(
+                f"the run without faults ended with {codes}: {(folders['whole'] / 'said.0').read_text()[-3000:]}"
+            )
+        flat = [growth(lines(base / "whole.told", rank)) for rank in range(RANKS)]
+        say(f"uninterrupted: {steps} steps in {time.monotonic() - began:.0f} s; end / first tenth: {flat}")
+        at = sorted(dice.sample(range(2, steps), min(faults, steps - 2)))
+        while True:
+            newest = store.saved(folders["faulty"] / "kept")
+            done = newest[0].step if newest else 0
+            kind = dice.choice(KINDS) if at else ""
+            where = max(at.pop(0), done + 1) if at else 0
+            if kind == "hang" and count["hang"] >= 2:
+                kind = "kill"  # half a minute each
+            if kind == "kill in a save":
+                where = (where // interval + 1) * interval
+            plan |= {
+                "kind": kind,
+                "at": where,
+                "rank": dice.randrange(RANKS),
+                "delay": dice.uniform(0.001, 0.06),
+                "background": dice.random() < 0.5,
+            }
+            codes = job(folders["faulty"], base / "faulty.told", plan, limit)
+            attempts += 1
+            if kind:
+                count[kind] += 1
+            newest = store.saved(folders["faulty"] / "kept")
+            for entry in newest[:1]:
+                store.check(entry.path)
+            say(f"{kind or 'no fault'} at {where}: exit codes {codes}, newest {newest[0].step if newest else 0}")
+            if kind in DAMAGE and newest and codes != [0] * RANKS:
+                name = damage(newest[0].path, kind, dice)
+                codes = job(folders["faulty"], base / "faulty.told", plan | {"kind": "", "rank": -1}, limit)
+                told = (folders["faulty"] / "said.0").read_text()
+                if codes != [1] * RANKS or str(newest[0].path / name) not in told:
+                    raise RuntimeError(f"damage of {name} ({kind}) was not named: {codes} {told[-2000:]}")
+                shutil.rmtree(newest[0].path)
+            if codes == [0] * RANKS:
+                break
+        for rank in range(RANKS):
+            whole, faulty = lines(base / "whole.told", rank), lines(base / "faulty.told", rank)
+            expected = {row["step"]: row["loss"] for row in whole if "step" in row}
+            wrong = [row["step"] for row in faulty if "step" in row and row["loss"] != expected[row["step"]]]
+            if wrong or whole[-1] != faulty[-1] or "digest" not in whole[-1]:
+                raise RuntimeError(f"rank {rank} differs: steps {wrong[:5]}, ends {whole[-1]} and {faulty[-1]}")
+        return {"steps": steps, "attempts": attempts, "faults": {k: n for k, n in count.items() if n}, "flat": flat, "lost": 0, "seconds": round(time.monotonic() - began, 1)}  # fmt: skip
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--faults", type=int, default=40)
+    parser.add_argument("--interval", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    print(json.dumps(soak(args.steps, args.faults, seed=args.seed, interval=args.interval)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
