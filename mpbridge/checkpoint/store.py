@@ -296,7 +296,12 @@ def _fault(folder: Path, name: str, facts: Any) -> str | None:
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     except CheckpointError as error:
-        return f"cannot be used: {error}"
+        said = str(error)
+        return (
+            said.removeprefix(f"{folder / name} ")
+            if said.startswith(f"{folder / name} ")
+            else f"cannot be used: {said}"
+        )
     return "differs from its checksum: it was damaged or changed after the save" if damaged else None
 
 
