@@ -48,7 +48,8 @@ def quantizations(engine: Any, promises: Promises, watch: Watch) -> Quantization
             continue
         calls = watch.calls[path]
         found = watch.products.quantized.get(path)
-        trained = bool(getattr(module.weight, "requires_grad", True))
+        # a grouped linear has weight0, weight1 ...
+        trained = any(parameter.requires_grad for parameter in module.parameters(recurse=False))
         expected: dict[str, int] = {
             gemm: calls for gemm in GEMMS if _reads_codes(gemms, gemm) and (trained or gemm != "wgrad")
         }

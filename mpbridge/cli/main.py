@@ -117,9 +117,7 @@ def _dispatch(arguments: list[str]) -> int:
     if verb not in known:
         raise UnknownName("command", verb, known)
     # intermixed: key=value may stand before, between and after options
-    parser = parser_of(verb, known[verb])
-    # the arguments of somebody else's script are none of ours
-    args = parser.parse_args(rest) if verb == "on-cpu" else parser.parse_intermixed_args(with_way(rest))
+    args = parser_of(verb, known[verb]).parse_intermixed_args(with_way(rest) if verb != "on-cpu" else rest)
     return int(importlib.import_module(known[verb]).run(args))
 
 
@@ -130,6 +128,9 @@ def parser_of(verb: str, module: str) -> argparse.ArgumentParser:
         prog=f"mpbridge {verb}", description=found.SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_arguments(parser)
+    if verb == "on-cpu":
+        # the arguments of somebody else's script are none of ours, wherever they stand
+        parser.parse_intermixed_args = parser.parse_args  # type: ignore[method-assign, assignment]
     return parser
 
 
