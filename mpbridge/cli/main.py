@@ -130,7 +130,7 @@ def parser_of(verb: str, module: str) -> argparse.ArgumentParser:
     found.add_arguments(parser)
     if verb == "on-cpu":
         # the arguments of somebody else's script are none of ours, wherever they stand
-        parser.parse_intermixed_args = parser.parse_args  # type: ignore[method-assign, assignment]
+        parser.parse_intermixed_args = parser.parse_args  # type: ignore[method-assign]
     return parser
 
 

@@ -11,7 +11,7 @@ from mpbridge.engines import full_bf16
 from mpbridge.engines.base import BaseEngine
 from mpbridge.engines.contract import Batch, Live, StepResult
 from mpbridge.engines.mcore_traits import TRAITS
-from mpbridge.megatron.inside_optimizer import gather_mxfp8
+from mpbridge.megatron.inside_optimizer import gather_mxfp8, refresh_mxfp8
 
 if TYPE_CHECKING:
     pass
@@ -104,9 +104,13 @@ class McoreEngine(BaseEngine):
 
     def _gather_parameters(self) -> None:
         """Brings the parameters up to date: with overlap_param_gather they are otherwise gathered in the next forward pass."""
-        if self.configs.ddp.overlap_param_gather:
-            for chunk in self.model:
-                chunk.start_param_sync(force_sync=True)
+        if not self.configs.ddp.overlap_param_gather:
+            return
+        if self.configs.optimizer.reuse_grad_buf_for_mxfp8_param_ag:
+            refresh_mxfp8(self.model, self.optimizer)
+            return
+        for chunk in self.model:
+            chunk.start_param_sync(force_sync=True)
 
     def state(self, *, loading: bool = False) -> dict[str, Any]:
         """Sharded state dict of model ('model', or 'model0', ... where stages interleave) and 'optimizer', loss scaler included."""

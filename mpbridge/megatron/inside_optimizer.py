@@ -86,6 +86,25 @@ class _Named:
         return self._parameters.items()
 
 
+def refresh_mxfp8(chunks: list[Any], optimizer: Any) -> None:
+    """Brings MXFP8 weights up to date between two steps, through the gradient buffer, whose content is put back.
+
+    `start_param_sync(force_sync=True)` would gather what the buffer holds at that moment, the gradients, and mark the weights as gathered:
+    the next forward pass would then read this rank's shard and zeros.
+    """
+    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    kept = [buffer.grad_data.clone() for buffer in buffers]
+    gather_mxfp8(optimizer)
+    for chunk in chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            if group.param_gather_handle is None:
+                group.start_param_sync()
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+            group.param_gather_dispatched = False  # the next forward pass gathers as ever
+    for buffer, data in zip(buffers, kept, strict=True):
+        buffer.grad_data.copy_(data)
+
+
 def parameter_groups(parameters: Mapping[str, Any], config: Any) -> list[dict[str, Any]]:
     """megatron-core's own groups of named parameters: no weight decay for biases and norms, multipliers, minimum rates."""
     from megatron.core.optimizer import _get_param_groups, get_standard_config_overrides

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpbridge.errors import Refused
+from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.registry import kernel
 
 _ATTENTION = "fused attention is cuDNN's or FlashAttention's: take the unfused backend (attention_backend=unfused, NVTE_UNFUSED_ATTN=1)"
@@ -122,11 +123,12 @@ def refused_class(name: str) -> type:
 
 @kernel
 def get_fused_attn_backend(*args: Any, **kwargs: Any) -> Any:
-    """None of the fused ones."""
+    """None of the fused ones; from release 2.20 with the reason."""
     import sys
 
     extension: Any = sys.modules["transformer_engine_torch"]
-    return extension.NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    none = extension.NVTE_Fused_Attn_Backend.NVTE_No_Backend
+    return (none, _ATTENTION) if now().release >= (2, 20) else none
 
 
 @kernel

@@ -1,0 +1,157 @@
+"""What is said where Transformer Engine is missing, incomplete, unknown or asked to play something that does not exist. Needs no wheel."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpbridge import ConfigContainer, transformer_engine_on_cpu
+from mpbridge._incomplete import Guard
+from mpbridge.cli.main import with_way
+from mpbridge.errors import Contradiction, Refused, UnknownName
+from mpbridge.hardware import transformer_engine as packages
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def wheel(folder: Path, version: str) -> Path:
+    """A pure-Python Transformer Engine that dies when it is imported, as NVIDIA's does without its CUDA parts."""
+    (folder / "transformer_engine").mkdir(parents=True)
+    (folder / "transformer_engine/__init__.py").write_text("raise RuntimeError('Found empty meta package')\n")
+    metadata = folder / f"transformer_engine-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformer-engine\nVersion: {version}\n")
+    return folder
+
+
+@pytest.fixture
+def nowhere(monkeypatch):
+    """No Transformer Engine anywhere."""
+    monkeypatch.delenv(packages.VARIABLE, raising=False)
+    monkeypatch.setattr(packages.importlib.metadata, "distributions", lambda **given: [])
+
+
+def test_no_transformer_engine_names_the_line_that_installs_it(nowhere) -> None:
+    with pytest.raises(Refused, match=r"pip install 'mpbridge\[te-cpu\]'"), transformer_engine_on_cpu("h100"):
+        pass
+
+
+def test_an_unknown_machine_and_a_cpu_cannot_be_played(tmp_path) -> None:
+    with pytest.raises(UnknownName, match="h100"), transformer_engine_on_cpu("h10"):
+        pass
+    with pytest.raises(UnknownName), transformer_engine_on_cpu("cpu"):
+        pass
+    assert not torch.cuda.is_available()
+
+
+def test_a_release_outside_of_the_table_is_refused(tmp_path) -> None:
+    with pytest.raises(Refused, match=r"9\.9\.0 is not in the table of releases \(expected 2\.11 to 2\.20\)"):
+        packages.choose("9.9", [wheel(tmp_path / "a", "9.9.0")])
+    with pytest.raises(UnknownName, match=r"2\.13"):
+        packages.choose("2.13", [tmp_path / "a"])
+    found = packages.choose("2.12", [tmp_path / "a", wheel(tmp_path / "b", "2.12.0")])
+    assert (found.version, found.release, found.complete) == ("2.12.0", (2, 12, 0), False)
+
+
+def test_an_incomplete_wheel_is_no_transformer_engine(tmp_path) -> None:
+    folder = wheel(tmp_path, "2.11.0")
+    code = (
+        f"import sys; sys.path.insert(0, {str(folder)!r}); import mpbridge\n"
+        "try:\n    import transformer_engine\nexcept ModuleNotFoundError as error:\n    print(error)\n"
+        "from mpbridge.hardware.probe import installed\nprint(installed().transformer_engine)\n"
+        "import megatron.core.extensions.transformer_engine as found\nprint(found.HAVE_TE)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "has no CUDA parts" in done.stdout
+    assert done.stdout.split()[-2:] == ["None", "False"]
+
+
+def test_a_complete_one_is_left_alone(tmp_path, monkeypatch) -> None:
+    folder = wheel(tmp_path, "2.11.0")
+    monkeypatch.syspath_prepend(str(folder))
+    with pytest.raises(ModuleNotFoundError, match="has no CUDA parts"):
+        Guard().find_spec("transformer_engine")
+    (folder / "transformer_engine_torch.cpython-311-x86_64-linux-gnu.so").touch()
+    assert Guard().find_spec("transformer_engine") is None
+    assert Guard().find_spec("transformer_engine.pytorch", [str(folder)]) is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"emulate": "yes"}, "expected true, false, fast or te"),
+        ({"target": "b200"}, "target=b200 without emulate=te"),
+        ({"emulate": "te", "target": "cpu"}, "expected a GPU"),
+        ({"emulate": "te", "te": "two"}, "two"),
+    ],
+)
+def test_settings_that_do_not_fit_are_faults(settings, fault) -> None:
+    assert any(fault in found for found in ConfigContainer(mixed_precision="bf16_mixed", **settings).faults())
+
+
+def test_a_run_without_the_package_is_a_fault_of_the_configuration(nowhere) -> None:
+    importlib.import_module("mpbridge.config.realized").package.cache_clear()
+    config = ConfigContainer.load(ROOT / "configs/gpt_tiny.yaml", ["emulate=te"])
+    with pytest.raises(Contradiction, match=r"mpbridge\[te-cpu\]"):
+        config.resolved()
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (["--emulate", "train.train_iters=3"], ["--emulate=fast", "train.train_iters=3"]),
+        (["--emulate", "te", "--target", "b200"], ["--emulate=te", "--target", "b200"]),
+        (["a=b", "--emulate"], ["a=b", "--emulate=fast"]),
+        (["--emulate=te"], ["--emulate=te"]),
+    ],
+)
+def test_emulate_takes_what_it_took(given, meant) -> None:
+    assert with_way(given) == meant
+
+
+def test_megatron_imported_first_is_one_clear_refusal(tmp_path) -> None:
+    code = (
+        f"import mpbridge, megatron.core\n"
+        f"try:\n    mpbridge.transformer_engine_on_cpu('h100', where=[{str(wheel(tmp_path, '2.11.0'))!r}]).__enter__()\n"
+        "except mpbridge.MpbridgeError as error:\n    print(error)\n"
+        "import sys\nassert not [name for name in sys.modules if name.startswith('transformer_engine')]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "megatron is imported already" in done.stdout
+
+
+def test_coalesced_gathers_keep_every_dtype() -> None:
+    """In a process of its own: it needs a process group."""
+    code = """
+import torch, torch.distributed as dist
+from mpbridge.devices.coalesce import one_by_one
+dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+codes, values = torch.tensor([1, 255, 7, 129], dtype=torch.uint8), torch.tensor([0.5, -0.02, 0.03, 1.0]).bfloat16()
+for first, second in ((codes, values), (values, codes)):
+    for async_ops in (False, True):
+        a, b = torch.zeros_like(first), torch.zeros_like(second)
+        with one_by_one(dist.group.WORLD, async_ops=async_ops) as pending:
+            dist.all_gather_into_tensor(a, first, group=dist.group.WORLD)
+            dist.all_gather_into_tensor(b, second, group=dist.group.WORLD)
+        pending.wait()
+        assert torch.equal(a, first) and torch.equal(b, second), (a, b)
+total = torch.ones(3)
+with one_by_one():
+    dist.all_reduce(total)
+assert total.tolist() == [1, 1, 1]
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
