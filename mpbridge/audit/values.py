@@ -57,8 +57,8 @@ def digest(tensor: Any) -> int:
 
 def fits_bf16(values: torch.Tensor) -> bool | None:
     """Whether FP32 `values` are all BF16 numbers: what a tensor that was rounded somewhere is. None where that proves nothing (few nonzero values)."""
-    if values.dtype is not torch.float32 or not values.numel():
-        return None
+    if values.dtype is not torch.float32 or not values.numel() or hasattr(values, "_quantizer"):
+        return None  # Transformer Engine's FP8 moments call themselves FP32
     bits = values.detach().contiguous().view(torch.int32)
     if int(torch.count_nonzero(bits)) < _ENOUGH:
         return None
