@@ -38,7 +38,7 @@ def _loader() -> Any:
 
 
 def load_yaml(text: str) -> Any:
-    """The plain data in `text`. Raises yaml.YAMLError, also for a text that is longer or nested more deeply than any configuration is."""
+    """The plain data in `text`. Raises yaml.YAMLError, also for a text above the limits on length and nesting."""
     import yaml
 
     if len(text) > MOST_CHARACTERS:
