@@ -83,3 +83,17 @@ NOT_PRECISION: Mapping[tuple[str, str], str] = MappingProxyType(
     }
 )
 """(target, field) -> what it is instead."""
+
+FILLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "model": (
+            "pipeline_dtype",
+            "autocast_dtype",
+            "attention_softmax_in_fp32",
+            "moe_router_padding_for_quantization",
+        ),
+        "optimizer": ("store_param_remainders", "use_precision_aware_optimizer_no_fp8_or_ds_fp8"),
+        "ddp": (),
+    }
+)
+"""What megatron-core's post-init makes of precision fields: taken from the checked twin, since a live object's post-init is over."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from mpbridge.errors import BadValue, Conflict, StalePlan, UpstreamRefused
 from mpbridge.formats import DType
+from mpbridge.megatron_spec.classes import FILLED
 from mpbridge.megatron_spec.fields import TABLE, TARGETS, UNSET, ModuleRules
 from mpbridge.sync.plan import Plan, Receipt, show
 from mpbridge.sync.targets import holder, is_inputs, read, same
@@ -24,19 +25,6 @@ _BODY: Mapping[str, str] = MappingProxyType(
     {"model": "params_dtype", "optimizer": "params_dtype", "ddp": "grad_reduce_in_fp32"}
 )
 """A field whose holder is megatron-core's config itself."""
-_FILLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "model": (
-            "pipeline_dtype",
-            "autocast_dtype",
-            "attention_softmax_in_fp32",
-            "moe_router_padding_for_quantization",
-        ),
-        "optimizer": ("store_param_remainders", "use_precision_aware_optimizer_no_fp8_or_ds_fp8"),
-        "ddp": (),
-    }
-)
-"""What megatron-core's post-init makes of precision fields: taken from the checked twin, since a live object's post-init is over."""
 _FIELDS = frozenset((row.target, row.field) for row in TABLE)
 
 
@@ -140,7 +128,7 @@ def _check(body: Any) -> tuple[Any, Exception | None]:
 def _take_over(name: str, body: Any, twin: Any) -> dict[str, tuple[Any, Any]]:
     """Fields that the twin's post-init filled and a live object would lack: field -> (before, now)."""
     found = {}
-    for field in _FILLED[name]:
+    for field in FILLED[name]:
         if hasattr(twin, field) and not same(getattr(body, field, UNSET), getattr(twin, field)):
             found[field] = (getattr(body, field, UNSET), getattr(twin, field))
             setattr(body, field, getattr(twin, field))
