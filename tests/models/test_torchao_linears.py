@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,7 @@ def build() -> Iterator[Callable[..., Any]]:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_product_and_both_gradients_are_those_of_torchaos_own_layer(name: str) -> None:
+    from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
     from mpbridge.models.torchao_linears import config_of, multiply
@@ -55,7 +57,8 @@ def test_product_and_both_gradients_are_those_of_torchaos_own_layer(name: str) -
     quant = resolve(recipes[name].make()).quant
     assert quant is not None
     config = config_of(quant, emulate=True)
-    theirs = Float8Linear.from_float(torch.nn.Linear(64, 48, bias=False, dtype=torch.bfloat16), config)
+    expected_config = replace(Float8LinearConfig.from_recipe_name(RECIPES[name]), emulate=True)
+    theirs = Float8Linear.from_float(torch.nn.Linear(64, 48, bias=False, dtype=torch.bfloat16), expected_config)
     theirs.load_state_dict(plain.state_dict())
     results = []
     for weight, run in ((plain.weight, lambda one: multiply(config, one, plain.weight)), (theirs.weight, theirs)):
