@@ -105,7 +105,7 @@ def test_optimizer_fp8_recipe_is_written_only_with_fp8() -> None:
     # copied there with FP8 off it disarms the precision-aware optimizer, silently (optimizer_config.py)
     for name, policy in POLICIES.items():
         written = plan(policy, optimizer={}).of("optimizer").get("fp8_recipe")
-        assert written == (policy.fp8.scaling if policy.fp8 else None), name
+        assert written == ((policy.fp8.row.core or None) if policy.fp8 else None), name
 
 
 def test_parameters_that_are_their_own_main_copy_get_the_plain_optimizer() -> None:
@@ -160,7 +160,7 @@ def test_emulation_tells_megatron_cores_model_and_wrapper_of_no_quantization() -
             if any(word in write.field for word in ("fp8", "fp4", "first_last", "num_layers", "quant"))
         ]
         # the optimizer is told: it decides by it who keeps main weights
-        assert low == (["optimizer.fp8_recipe"] if policy.fp8 else []), name
+        assert low == (["optimizer.fp8_recipe"] if policy.fp8 and policy.fp8.row.core else []), name
 
 
 def test_the_marks_survive_a_pickle() -> None:
