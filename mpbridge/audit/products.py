@@ -103,6 +103,8 @@ class Products:
 
     def forward(self, path: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
         """A two-dimensional product inside the forward pass of `path`."""
+        if not left.numel():
+            return  # an expert without tokens
         self.dtypes[path][_both(left, right)] += 1
         module = self.modules.get(path)
         if module is None:
@@ -134,6 +136,8 @@ class Products:
     # --- backward ------------------------------------------------------------------------------------------------------------------------
     def backward(self, path: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
         """A two-dimensional product of the backward pass of `path`."""
+        if not (left.numel() and right.numel()):
+            return
         self.dtypes[path][_both(left, right)] += 1
         shape = self._shapes.get(path)
         if path not in self.modules or shape is None:

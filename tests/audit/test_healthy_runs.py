@@ -112,7 +112,7 @@ def test_a_first_batch_without_a_token_to_learn_from_only_defers_the_audit(build
 @pytest.mark.parametrize(
     ("recipe", "model", "optimizer", "batch"),
     [
-        ("nvfp4", "experts", "adam", "one token"),
+        ("nvfp4", "experts", "large rate", "four micro-batches"),
         ("fsdp2 a", "untied", "tiny rate", "half masked"),
         ("overlapped", "sum of tokens", "no decay, no memory", "four micro-batches"),
         ("FP32 residual", "recomputed", "sgd", "whole"),

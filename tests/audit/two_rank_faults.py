@@ -1,0 +1,185 @@
+"""Faults on one rank of two, and faults of the wire: one world plants them all in turn; rank 0 writes what the audits named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+SHARDED = {"use_distributed_optimizer": True}
+
+
+def _on_rank_1(plant: Callable[[Any], None]) -> Callable[[Any], None]:
+    import torch.distributed as dist
+
+    def act(engine: Any) -> None:
+        if dist.get_rank() == 1:
+            plant(engine)
+
+    return act
+
+
+def _never_reduced(engine: Any) -> None:
+    from tests.audit.faults import nothing
+
+    for chunk in engine.model:
+        for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+            group.start_grad_sync = group.finish_grad_sync = nothing
+        chunk.start_grad_sync = chunk.finish_grad_sync = nothing
+
+
+def _reduced_twice(engine: Any) -> None:
+    for chunk in engine.model:
+        for group in chunk.bucket_groups:
+            real = group.start_grad_sync
+
+            def twice(*args: Any, real: Any = real, group: Any = group, **kwargs: Any) -> None:
+                real(*args, **kwargs)
+                for bucket in group.buckets:
+                    import torch.distributed as dist
+
+                    dist.all_reduce(bucket.grad_data)
+
+            group.start_grad_sync = twice
+
+
+def _other_weights(engine: Any) -> None:
+    import torch
+
+    with torch.no_grad():
+        for _, parameter in engine.named_parameters():
+            getattr(parameter, "_local_tensor", parameter).add_(0.01)
+    if hasattr(engine.optimizer, "reload_model_params"):
+        engine.optimizer.reload_model_params()
+
+
+def _no_gather(engine: Any) -> None:
+    from tests.audit.faults import nothing
+
+    for chunk in engine.model:
+        for group in chunk.bucket_groups:
+            group.start_param_sync = nothing
+        chunk.start_param_sync = nothing
+
+
+def _drift(engine: Any) -> None:
+    import torch
+
+    from tests.audit.faults import linear, parts
+
+    with torch.no_grad():
+        linear(engine).weight[0, 0] += 0.25
+    for part in parts(engine):
+        part.reload_model_params()
+
+
+def _unsynced(engine: Any) -> None:
+    engine.configs.model.no_sync_func = None
+    engine.model[0].set_requires_gradient_sync(False)
+    real = engine.model[0].set_requires_gradient_sync
+    engine.model[0].set_requires_gradient_sync = lambda *args, **kwargs: real(False)
+
+
+def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
+    """Name -> (engine of the catalogue, what is planted, after which step, rows that may name it)."""
+    import torch
+
+    from tests.audit import faults as f
+
+    return {
+        "never reduced": ("ddp", _never_reduced, 0, {"wire: gradients", "gradients", "replicas"}),
+        "never reduced, sharded": ("dist", _never_reduced, 0, {"wire: gradients", "gradients"}),
+        "never reduced, late": ("ddp", _never_reduced, 4, {"wire: gradients", "gradients", "replicas"}),
+        "reduced twice": ("ddp", _reduced_twice, 0, {"wire: gradients", "gradients"}),
+        "FSDP2 never reduces": ("fsdp2", _unsynced, 0, {"wire: gradients", "gradients", "weights moved"}),
+        "rank 1 starts from other weights": ("ddp", _on_rank_1(_other_weights), 0, {"replicas"}),
+        "rank 1 drifts": ("ddp", _on_rank_1(_drift), 4, {"replicas"}),
+        "parameters not gathered": ("dist", _no_gather, 0, {"replicas"}),
+        "rank 1's optimizer frozen": ("ddp", _on_rank_1(f.optimizer_frozen), 0, {"weights moved", "replicas"}),
+        "rank 1's shard frozen": ("dist", _on_rank_1(f.optimizer_frozen), 4, {"weights moved", "weights as read"}),
+        "rank 1's FSDP2 shard frozen": ("fsdp2", _on_rank_1(f.optimizer_frozen), 0, {"weights moved"}),
+        "rank 1's moment in BF16": ("dist", _on_rank_1(f.cast_state("exp_avg", torch.bfloat16)), 4, {"exp_avg", "invariants"}),
+        "rank 1 never refreshes": ("dist", _on_rank_1(f.model_never_refreshed), 0, {"weights as read"}),
+        "rank 1 under autocast": ("ddp", _on_rank_1(f.autocast_on), 0, {"autocast"}),
+        "rank 1 unquantized": ("tensorwise", _on_rank_1(f.paused), 0, {"quantized GEMMs"}),
+        "rank 1's scales frozen": ("delayed", _on_rank_1(f.scales_frozen), 1, {"delayed scales"}),
+        "rank 1 loses a gradient": ("ddp", _on_rank_1(f.change_gradients(torch.zeros_like)), 0, {"gradients", "weights moved", "replicas"}),
+        "healthy": ("ddp", f.nothing, 0, set()),
+        "healthy, sharded": ("dist", f.nothing, 0, set()),
+        "healthy, FSDP2": ("fsdp2", f.nothing, 0, set()),
+        "healthy, Megatron-FSDP": ("mfsdp", f.nothing, 0, set()),
+        "healthy, delayed": ("delayed", f.nothing, 0, set()),
+        "healthy, experts": ("moe", f.nothing, 0, set()),
+    }  # fmt: skip
+
+
+def found(name: str) -> dict[str, Any]:
+    """What the audits of two processes name."""
+    import torch.distributed as dist
+
+    from mpbridge.audit import AuditHook
+    from mpbridge.devices import device_layer
+    from mpbridge.engines.registry import build_engine
+    from tests.audit.faults import ENGINES
+    from tests.engines import tiny
+
+    engine_name, plant, at, wanted = cases()[name]
+    kind, sections = ENGINES[engine_name]
+    with device_layer(False):
+        engine = build_engine(tiny.run(kind, world=2, **sections))
+    engine.undo = []
+    hook, training = AuditHook(mode="warn", every=2, invariants=1), SimpleNamespace(engine=engine)
+    batches = tiny.batches(rank=dist.get_rank(), size=2)
+    hook.built(training)
+    for step in range(at + 2):
+        if step == at:
+            plant(engine)
+        if step == 0:
+            hook.started(training)
+        hook.stepping(training)
+        hook.stepped(training, engine.train_step(batches, microbatches=2))
+    hook.closed()
+    engine.close()
+    named = sorted({subject for one in hook.history for subject, fact in one["facts"].items() if fact[2] == "NO"})
+    texts = [text for one in hook.history for text in one.get("faults", ())]
+    return {"named": named, "texts": texts, "wanted": sorted(wanted)}
+
+
+QUICK = (
+    "never reduced",
+    "never reduced, sharded",
+    "rank 1 starts from other weights",
+    "parameters not gathered",
+    "rank 1's shard frozen",
+    "rank 1's FSDP2 shard frozen",
+    "healthy, sharded",
+)
+"""What the default suite plants."""
+
+
+def main(out: Path, *, quick: bool, first: int = 0) -> None:
+    """One rank."""
+    import torch.distributed as dist
+
+    from mpbridge.engines.parallel import start_process_group
+
+    start_process_group(False)
+    report = {}
+    for name in QUICK if quick else list(cases())[first:]:
+        report[name] = found(name)
+        print(name, report[name]["named"], flush=True) if dist.get_rank() == 0 else None
+    if dist.get_rank() == 0:
+        out.write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    main(
+        Path(sys.argv[1]),
+        quick="quick" in sys.argv,
+        first=int(next((word for word in sys.argv[2:] if word.isdigit()), "0")),
+    )
