@@ -24,6 +24,8 @@ _MODULE = "transformer_engine.common.recipe"
 _PARTS = ("Format", "_FormatHelper", "MMParams", "QParams")
 _STATE = {"scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", "scale_inv_fwd", "scale_inv_bwd"}
 """Tensors of a module's state; the rest of it but the recipe is plain."""
+_DERIVED = {"megatron.core.extensions.transformer_engine.TEDelayedScaling": "DelayedScaling"}
+"""megatron-core's own recipe class -> Transformer Engine's."""
 _FIELDS = ("margin", "amax_history_len")
 """Whole numbers of a recipe that shape a module's state; the run's own recipe decides everything else at the next step."""
 
@@ -42,7 +44,9 @@ def as_data(live: Any) -> Any:
     state = pickle.loads(raw) if not isinstance(live, io.BytesIO) else _loaded(live)
     recipe = state["recipe"]
     fields = {field: getattr(recipe, field) for field in _FIELDS if type(getattr(recipe, field, None)) is int}
-    return state | {"recipe": {"class": type(recipe).__name__, "fields": fields}}
+    # megatron-core derives classes of its own: what they are is what they derive from
+    kinds = [kind.__name__ for kind in type(recipe).__mro__ if kind.__name__ in RECIPES]
+    return state | {"recipe": {"class": kinds[0] if kinds else type(recipe).__name__, "fields": fields}}
 
 
 def as_module(data: Any, live: Any) -> Any:
@@ -81,17 +85,21 @@ def converted(value: Any) -> Any:
     if (
         not isinstance(state, dict)
         or not isinstance(state.get("recipe"), Made)
-        or state["recipe"].name.name not in RECIPES
+        or _kind(state["recipe"].name) not in RECIPES
     ):
         raise CheckpointError("no extra state of Transformer Engine")
     recipe = state["recipe"]
     had = recipe.state if isinstance(recipe.state, dict) else {}
     fields = {field: had[field] for field in _FIELDS if type(had.get(field)) is int}
-    return spelled(state | {"recipe": {"class": recipe.name.name, "fields": fields}})
+    return spelled(state | {"recipe": {"class": _kind(recipe.name), "fields": fields}})
 
 
 def _is_recipe(name: Name) -> bool:
-    return name.module == _MODULE and name.name in (*RECIPES, *_PARTS)
+    return (name.module == _MODULE and name.name in (*RECIPES, *_PARTS)) or str(name) in _DERIVED
+
+
+def _kind(name: Name) -> str:
+    return _DERIVED.get(str(name), name.name)
 
 
 def _bytes(live: Any) -> bytes:
