@@ -105,14 +105,15 @@ class Products:
         """A two-dimensional product inside the forward pass of `path`."""
         if not left.numel():
             return  # an expert without tokens
-        self.dtypes[path][_both(left, right)] += 1
         module = self.modules.get(path)
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, torch.Tensor) and right.shape != weight.shape[::-1]:
+            # a product on the way to the linear's own: a rotation, or Transformer Engine making its Hadamard matrix (FP32, on first use)
+            return
+        self.dtypes[path][_both(left, right)] += 1
         if module is None:
             return
-        weight = getattr(module, "weight", None)
         if isinstance(weight, torch.Tensor):
-            if right.shape != weight.shape[::-1]:
-                return  # a product on the way to the linear's own: a rotation
             self._shapes[path] = weight.shape
         self._tokens[path] = left.shape[0]
         quant = self._quant(path, "fprop")

@@ -36,6 +36,8 @@ def inside(te: str, machine: str, *files: str, options: tuple[str, ...] = ()) ->
         "-q",
         "-x",
         "-n0",
+        "-W",
+        "ignore",
         "-p",
         "no:cacheprovider",
         "-p",
@@ -63,6 +65,20 @@ def test_kernels_and_layers_on_a_hopper(te: str) -> None:
 @pytest.mark.parametrize("te", [OLDEST, NEWEST])
 def test_kernels_and_layers_on_a_blackwell(te: str) -> None:
     inside(release_or_skip(te), "b200", "kernels.py", "blackwell.py")
+
+
+@pytest.mark.parametrize("machine", ["h100", "b200"])
+def test_runs_of_the_engine(machine: str) -> None:
+    inside(release_or_skip(OLDEST), machine, "training.py")
+
+
+def test_what_is_redirected_is_given_back() -> None:
+    te = release_or_skip(OLDEST)
+    command = [sys.executable, "-W", "ignore", str(ROOT / "tests/te_cpu/inside/given_back.py"), te]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().endswith("given back")
 
 
 @pytest.mark.slow

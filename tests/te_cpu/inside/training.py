@@ -1,0 +1,84 @@
+"""Runs of mpbridge's own engine over Transformer Engine: built as on the GPU, audited, trained."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpbridge import ConfigContainer, pretrain
+from mpbridge.errors import MpbridgeError
+from mpbridge.te_cpu.played import now
+from mpbridge.train.base import Hook
+
+ROOT = Path(__file__).resolve().parents[3]
+BLACKWELL = now().capability >= (10, 0)
+TINY = (
+    "model.num_layers=2", "model.hidden_size=128", "model.ffn_hidden_size=256", "model.max_sequence_length=128", "data.seq_length=128",
+    "train.train_iters=3", "train.global_batch_size=2", "train.eval_interval=null", "ddp.use_distributed_optimizer=true", "scheduler.lr_warmup_iters=0",
+)  # fmt: skip
+
+
+def tiny(recipe: str, *overrides: str):
+    played = ["emulate=te", f"target={now().machine.name}", f"te='{'.'.join(map(str, now().release[:2]))}'"]
+    config = ConfigContainer.load(
+        ROOT / "configs/gpt_tiny.yaml", [f"mixed_precision.recipe={recipe}", *TINY, *played, *overrides]
+    )
+    return config.resolved()
+
+
+class Seen(Hook):
+    """What the model's weights were, and the audit's word."""
+
+    def built(self, training) -> None:
+        self.classes = {name: type(tensor).__name__ for name, tensor in training.engine.named_parameters()}
+        self.modules = {type(module).__module__.partition(".")[0] for module in training.engine.model[0].modules()}
+
+
+OVERLAP = ("ddp.overlap_grad_reduce=true", "ddp.overlap_param_gather=true")
+RUNS = (
+    [("bf16_with_mxfp8_mixed", "MXFP8Tensor", OVERLAP), ("bf16_with_nvfp4_mixed", "Parameter", ())]
+    if BLACKWELL
+    else [
+        ("bf16_with_fp8_delayed_scaling_mixed", "Float8Tensor", OVERLAP),
+        ("bf16_with_fp8_subchannel_scaling_mixed", "Parameter", ()),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weights", "overrides"), RUNS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_a_recipe_trains_on_transformer_engines_modules_and_passes_its_audit(recipe, weights, overrides) -> None:
+    seen = Seen()
+    summary = pretrain(tiny(recipe, "train.audit=stop", *overrides), hooks=[seen], quiet=True)
+    assert summary.last_loss < summary.first_loss
+    assert seen.classes["decoder.layers.0.self_attention.linear_qkv.weight"] == weights
+    assert seen.classes["embedding.word_embeddings.weight"] == "Parameter"
+    assert "transformer_engine" in seen.modules
+
+
+def test_a_layer_built_outside_of_the_fp8_context_is_named(monkeypatch) -> None:
+    from megatron.core.transformer import transformer_block
+
+    recipe, _, overrides = RUNS[0]
+    original = transformer_block.get_fp8_context
+
+    def outside(config, layer=-1, is_init=False):
+        return nullcontext() if is_init and layer == 0 else original(config, layer, is_init)
+
+    monkeypatch.setattr(transformer_block, "get_fp8_context", outside)
+    with pytest.raises(MpbridgeError, match=r"params.*decoder\.layers\.0\."):
+        pretrain(tiny(recipe, "train.audit=stop", *overrides), quiet=True)
+
+
+def test_megatron_keeps_what_it_imported_and_everything_else_is_given_back() -> None:
+    import sys
+
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    assert HAVE_TE
+    assert torch.cuda.is_available()
+    assert sys.modules["transformer_engine_torch"].mpbridge
