@@ -201,7 +201,12 @@ def test_train_takes_the_world_from_torchrun_and_hands_over_the_run(monkeypatch,
     import types
 
     runs = []
-    monkeypatch.setitem(sys.modules, "mpbridge.train.loop", types.SimpleNamespace(pretrain=runs.append))
+
+    def pretrain(run):
+        runs.append(run)
+        return types.SimpleNamespace(stopped=None, iterations=3, applied=3)
+
+    monkeypatch.setitem(sys.modules, "mpbridge.train.loop", types.SimpleNamespace(pretrain=pretrain))
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert said("train", "--recipe", "fp16", "--emulate", "--audit", "warn", "train.train_iters=3")[0] == 0
     (run,) = runs

@@ -173,7 +173,7 @@ def test_the_optimizer_section_settles_what_the_recipe_leaves_open():
             id="two homes, parallel",
         ),
         pytest.param({"engine": "mcroe"}, 1, "nearest: mcore", id="engine"),
-        pytest.param({"emulate": "yes"}, 1, "expected true or false", id="emulate"),
+        pytest.param({"emulate": "yes"}, 1, "expected true, false, fast or te", id="emulate"),
         pytest.param({"model": [1]}, 1, "model is a list", id="no section"),
     ],
 )

@@ -172,7 +172,7 @@ def test_single_fields_cannot_change_a_list_of_stages(file):
 
 def test_code_that_a_strangers_configuration_names_is_not_run(tmp_path, file):
     marker = tmp_path / "ran"
-    (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w')\ndef f(): pass\n", encoding="utf-8")
+    (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w').close()\ndef f(): pass\n", encoding="utf-8")
     path = file(f"mixed_precision: {tmp_path / 'evil.py'}:f\n")
     with pytest.raises(Contradiction, match="is code that comes with this configuration"):
         ConfigContainer.load(path, trusted=False)
