@@ -6,9 +6,12 @@ import argparse
 import contextlib
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mpbridge.errors import BadValue, UnknownName
+from mpbridge.estimate.constants import Constants
+from mpbridge.estimate.machine_file import read_machine
 from mpbridge.facts import RunFacts, Versions
 from mpbridge.hardware.capability import ASSUMED
 from mpbridge.hardware.machines import Machine, machine
@@ -41,6 +44,8 @@ class Target:
     """Whether it is this machine with what is installed on it."""
     assumed: tuple[str, ...] = ()
     """Versions that were not given: 'transformer engine 2.11.0'."""
+    constants: Constants | None = None
+    """Of a --machine-file; None: the shipped ones."""
 
     def facts(self, facts: RunFacts) -> RunFacts:
         """The run's facts on this target; environment variables of this machine do not count for another one."""
@@ -65,6 +70,9 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GPU",
         help="the machine that will run it: h100, b200, rtx4090, sm_90 ... (default: this one)",
     )
+    parser.add_argument(
+        "--machine-file", metavar="FILE", help="a machine that `mpbridge calibrate` measured, in place of --target"
+    )
     for option, field in _OPTIONS.items():
         with contextlib.suppress(argparse.ArgumentError):  # --te is the one that --emulate knows too
             parser.add_argument(
@@ -81,6 +89,11 @@ def target(args: argparse.Namespace) -> Target:
         for option, field in _OPTIONS.items()
         if getattr(args, option) is not None
     }
+    if getattr(args, "machine_file", None) is not None:
+        if args.target is not None:
+            raise BadValue(f"--target {args.target} and --machine-file {args.machine_file}: give one of them")
+        read, held = read_machine(Path(args.machine_file))
+        return Target(machine=read, versions=dataclasses.replace(installed(), **given), here=False, constants=held)
     if args.target is None:
         return Target(machine=this_machine(), versions=dataclasses.replace(installed(), **given), here=not given)
     found = machine(args.target)

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.cli._target import add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, resolved
 from mpbridge.cli.text import print_json, print_table
-from mpbridge.errors import MpbridgeError
+from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.estimate.predict import Estimate, estimate
+from mpbridge.estimate.timing import Timing, timing
 from mpbridge.hardware.capability import refuse_unless_native
 from mpbridge.memory.compare import REFERENCE
 
@@ -28,16 +29,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
     parser.add_argument("--price", type=float, metavar="X", help="of one GPU hour, in any currency")
     parser.add_argument("--plot", metavar="FILE", help="a picture: where the time goes, by recipe (needs matplotlib)")
+    parser.add_argument(
+        "--against", metavar="RUN_DIR", help="the configuration and the measured step of a run (its logger.log_dir)"
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the prediction."""
     where = target(args)
-    made = resolved(args, machine=where.machine, versions=where.versions)
+    measured = timing(Path(args.against)) if args.against else None
+    made = (
+        _run_of(measured, where)
+        if measured is not None
+        else resolved(args, machine=where.machine, versions=where.versions)
+    )
     if where.machine.gpu:
         refuse_unless_native(made.policy, where.machine, where.versions)
-    mine = estimate(made.policy, where.facts(made.facts))
+    mine = estimate(made.policy, where.facts(made.facts), None, where.constants)
     other = _reference(made, where)
     if args.plot:
         _plot(Path(args.plot), made, mine, other)
@@ -47,7 +56,20 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
     _print(made, where, mine, other, args.price)
+    if measured is not None:
+        print(
+            f"\nmeasured: {measured.seconds:.3g} s (median of {measured.steps} steps), {measured.tokens_per_second:,.0f} tokens/s per process; predicted over measured {mine.seconds / measured.seconds:.2f}"
+        )
     return 0
+
+
+def _run_of(measured: Timing, where: Target) -> Run:
+    from mpbridge.config.container import ConfigContainer
+
+    if not measured.config:
+        raise BadValue("the run was made of Python objects, so its folder has no configuration to predict from")
+    box = ConfigContainer(**measured.config, trusted=False)
+    return box.resolved(measured.world_size, machine=where.machine, versions=where.versions, training=False)
 
 
 def _reference(made: Run, where: Target) -> Estimate | None:
@@ -57,7 +79,7 @@ def _reference(made: Run, where: Target) -> Estimate | None:
     plain = dataclasses.replace(made.container, mixed_precision=REFERENCE, engine=made.engine, emulate=False)
     try:
         run = plain.resolved(made.world_size, machine=where.machine, versions=where.versions, training=False)
-        return estimate(run.policy, where.facts(run.facts))
+        return estimate(run.policy, where.facts(run.facts), None, where.constants)
     except MpbridgeError:
         return None
 

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mpbridge.cli._target import add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, container
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue, MpbridgeError
+from mpbridge.estimate.predict import estimate
+from mpbridge.estimate.timing import timing
 from mpbridge.memory.budget import memory
 from mpbridge.memory.compare import REFERENCE
 from mpbridge.precision.registry import recipe, recipes
-from mpbridge.rules.advice import Advice, advise
+from mpbridge.rules.advice import ORDERS, Advice, advise, order
+
+if TYPE_CHECKING:
+    from mpbridge.cli._target import Target
+    from mpbridge.config.container import Run
+    from mpbridge.facts import RunFacts
 
 SUMMARY = "legal recipes for a model on a machine, in order, with the reason"
 
@@ -21,6 +30,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     add_run_arguments(parser)
     add_target_arguments(parser)
+    parser.add_argument("--by", choices=ORDERS, default="status", help="what legal and fitting recipes are sorted by")
+    parser.add_argument("--price", type=float, metavar="X", help="of one GPU hour, in any currency")
+    parser.add_argument(
+        "--runs",
+        metavar="DIR,DIR",
+        help="folders of own runs: a measured step replaces the prediction of the same recipe",
+    )
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -43,30 +59,66 @@ def run(args: argparse.Namespace) -> int:
             run = box.resolved(world, machine=where.machine, versions=where.versions, training=False)
             facts = where.facts(run.facts)
             reference = memory(run.policy, facts).needed if name == REFERENCE else reference
-            made.append(advise(entry, run.policy, facts, reference=reference))
+            made.append(_timed(advise(entry, run.policy, facts, reference=reference), run, facts, where))
         except MpbridgeError as error:
             made.append(Advice(recipe=name, status=entry.status, legal=False, reason=str(error).replace("\n", " ")))
-    order = sorted(made, key=lambda advice: advice.rank)
+    for folder in args.runs.split(",") if args.runs else ():
+        made = [_measured(advice, Path(folder)) for advice in made]
+    ranked = sorted(made, key=lambda advice: order(advice, args.by))
     if args.json:
         print_json(
             {
                 "target": {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)},
-                "recipes": [dataclasses.asdict(a) for a in order],
+                "recipes": [dataclasses.asdict(a) for a in ranked],
             }
         )
     else:
         print(f"target {where.line()}\n")
-        _print(order)
-    return 0 if any(advice.legal and advice.fits for advice in order) else 1
+        _print(ranked, args.price)
+    return 0 if any(advice.legal and advice.fits for advice in ranked) else 1
 
 
-def _print(order: list[Advice]) -> None:
+def _timed(advice: Advice, run: Run, facts: RunFacts, where: Target) -> Advice:
+    """With the predicted step, where the machine has rates."""
+    if not advice.legal or facts.machine is None or not facts.machine.peak:
+        return advice
+    try:
+        one = estimate(run.policy, facts, None, where.constants)
+    except MpbridgeError:
+        return advice
+    return dataclasses.replace(
+        advice, seconds=one.seconds, band=one.band, speed_known="predicted", hours=one.gpu_hours_per_billion_tokens
+    )
+
+
+def _measured(advice: Advice, folder: Path) -> Advice:
+    """With the step that a run of that recipe took."""
+    found = timing(folder)
+    if found.recipe != advice.recipe or not advice.legal:
+        return advice
+    hours = 1e9 / found.tokens_per_second / 3600
+    return dataclasses.replace(
+        advice, seconds=found.seconds, band=0.0, speed_known=f"measured in {folder}", hours=hours
+    )
+
+
+def _speed(advice: Advice, price: float | None) -> tuple[str, str]:
+    if advice.seconds is None or advice.hours is None:
+        return "not priced", ""
+    off = f" +- {advice.band:.0%}" if advice.band else ""
+    cost = f" ({price * advice.hours:,.0f})" if price is not None else ""
+    return f"{advice.seconds:.3g} s{off}, {advice.speed_known}", f"{advice.hours:,.0f}{cost}"
+
+
+def _print(order: list[Advice], price: float | None) -> None:
     legal = [advice for advice in order if advice.legal]
     rows = [
-        (str(place), a.recipe, a.status, _memory(a), a.speed or "not measured", a.reason)
+        (str(place), a.recipe, a.status, _memory(a), *_speed(a, price), a.reason)
         for place, a in enumerate(legal, start=1)
     ]
-    print_table(("", "recipe", "status", "memory", "speed", "why"), rows, title="legal, in order")
+    print_table(
+        ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", "why"), rows, title="legal, in order"
+    )
     print(
         "\nmemory: states and estimated activations of the fullest GPU, beside bf16_mixed on megatron-core's own engine"
     )

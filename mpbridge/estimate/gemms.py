@@ -28,11 +28,15 @@ def routed(run: RunFacts) -> int:
 def chunk_gemms(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iterator[Gemm]:
     """Every product of that model chunk, recomputed ones included."""
     again = full_layers(run, len(chunk.layers))
+    # layers of one kind are counted, not listed
+    kinds: dict[tuple[object, ...], list[int]] = {}
     for place, layer in enumerate(chunk.layers):
-        found = tuple(_layer(policy, run, layer, f"decoder.layers.{layer}"))
-        yield from found
-        if place < again:
-            yield from (replace(gemm, step="recompute") for gemm in found if gemm.step == "forward")
+        kinds.setdefault((place < again, *_kind(policy, run, layer)), []).append(layer)
+    for (repeated, *_), layers in kinds.items():
+        for gemm in _layer(policy, run, layers[0], f"decoder.layers.{layers[0]}"):
+            yield replace(gemm, times=gemm.times * len(layers))
+            if repeated and gemm.step == "forward":
+                yield replace(gemm, step="recompute", times=gemm.times * len(layers))
     depth = run.shape.num_layers
     if chunk.mtp:
         hidden = run.shape.hidden_size
@@ -45,6 +49,20 @@ def chunk_gemms(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iterato
     for _ in range(heads):
         rows = run.shape.vocab_size // run.parallel.tensor
         yield from _three("output_layer", tokens(run), rows, run.shape.hidden_size, (policy.compute.short, ""))
+
+
+def _kind(policy: PrecisionPolicy, run: RunFacts, layer: int) -> tuple[object, ...]:
+    """What decides about a layer's products: whether it is a mixture, and the rules of its linears."""
+    shape = run.shape
+    mixture = shape.is_expert_layer(layer)
+    if not policy.quantized:
+        return (mixture,)
+    names = ["self_attention.linear_proj", "self_attention.linear_qkv"]
+    if shape.latent_attention is not None:
+        names += [f"self_attention.linear_{name}_proj" for name in ("q_down", "q_up", "kv_down", "kv_up", "q")]
+    prefixes = ("mlp.experts.", "mlp.experts.local_experts.0.", "mlp.shared_experts.") if mixture else ("mlp.",)
+    names += [f"{prefix}linear_{name}" for prefix in prefixes for name in ("fc1", "fc2")]
+    return (mixture, *(tuple(policy.of_path(f"decoder.layers.{layer}.{name}", shape.num_layers)) for name in names))
 
 
 def recomputed(run: RunFacts, module: str, *, mixture: bool) -> bool:

@@ -11,6 +11,7 @@ from mpbridge.estimate.constants import Constants
 from mpbridge.estimate.price import host_units, micro_seconds, step_seconds
 from mpbridge.facts import RunFacts
 from mpbridge.hardware.machines import Machine
+from mpbridge.memory.ranks import stage_chunks
 from mpbridge.precision.policy import PrecisionPolicy
 
 POWER = 3
@@ -38,7 +39,11 @@ def ideal(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> Ideal:
     """Every stage's operations at ideal speed. Raises BadValue for sizes that do not divide or formats without a rate."""
     parallel = run.parallel
     every = parallel.world_size // parallel.pipeline
-    works = [work(policy, run, stage * every) for stage in range(parallel.pipeline)]
+    alike = distinct_stages(policy, run)
+    priced = {stage: work(policy, run, stage * every) for stage in alike}
+    works = [
+        priced[next(first for first, same in alike.items() if stage in same)] for stage in range(parallel.pipeline)
+    ]
     return Ideal(
         machine=machine.name,
         micro=tuple(micro_seconds(run, one, machine) for one in works),
@@ -48,6 +53,33 @@ def ideal(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> Ideal:
         virtual=(parallel.virtual_pipeline or 1) if parallel.pipeline > 1 else 1,
         tokens=run.global_batch_size * run.shape.seq_length / parallel.world_size,
     )
+
+
+def distinct_stages(policy: PrecisionPolicy, run: RunFacts) -> dict[int, tuple[int, ...]]:
+    """First stage of each kind -> all stages of that kind: the same layers, in kind and precision. Raises BadValue when layers do not divide."""
+    depth = run.shape.num_layers
+    found: dict[int, tuple[int, ...]] = {}
+    seen: dict[object, int] = {}
+    for stage, chunks in enumerate(stage_chunks(run)):
+        key = tuple(
+            (
+                chunk.first,
+                chunk.last,
+                chunk.mtp,
+                tuple(
+                    (
+                        run.shape.is_expert_layer(i),
+                        policy.at("mlp.linear_fc1", i, depth),
+                        i % 2 if run.model.get("window_size") else 0,
+                    )
+                    for i in chunk.layers
+                ),
+            )
+            for chunk in chunks
+        )
+        first = seen.setdefault(key, stage)
+        found[first] = (*found.get(first, ()), stage)
+    return found
 
 
 def seconds(made: Ideal, using: Constants) -> Mapping[str, float]:

@@ -13,9 +13,6 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import Recipe
 from mpbridge.rules.table import broken
 
-MEASURED: dict[tuple[str, str], tuple[str, str]] = {}
-"""(recipe, machine) -> (speed beside bf16_mixed, where it was measured). Empty where nothing was measured: no speed is guessed."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
@@ -33,8 +30,14 @@ class Advice:
     """"fits", "tight" or "does not fit" (memory.budget.verdict)."""
     peak: float | None = None
     """Dense peak of its GEMMs beside BF16's: a limit from the vendor's table, not a speed."""
-    speed: str = ""
-    """Measured, with its source; empty where it was not measured."""
+    seconds: float | None = None
+    """Of a step: predicted, or measured where `speed_known` says so; None: it cannot be priced."""
+    band: float = 0.0
+    """Relative error of a prediction."""
+    speed_known: str = ""
+    """"predicted", or the folder of the run that it was measured on."""
+    hours: float | None = None
+    """GPU hours per billion tokens."""
     taste: int = 0
 
     @property
@@ -58,6 +61,20 @@ class Advice:
         )
 
 
+ORDERS = ("status", "time", "memory")
+"""What `recommend --by` sorts legal and fitting recipes by; "status": `Advice.rank`."""
+
+
+def order(advice: Advice, by: str) -> tuple[object, ...]:
+    """Sort key: legal and fitting first, then what was asked, then `rank`."""
+    asked: float = 0.0
+    if by == "time":
+        asked = advice.seconds if advice.seconds is not None else float("inf")
+    elif by == "memory":
+        asked = advice.bytes or 0
+    return (not advice.legal, not advice.fits, asked, *advice.rank)
+
+
 def advise(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, *, reference: int | None = None) -> Advice:
     """The advice about `entry` for this run on its machine; reference: bytes of bf16_mixed's fullest GPU."""
     machine = run.machine
@@ -70,7 +87,6 @@ def advise(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, *, reference: 
     except MpbridgeError as error:
         return Advice(recipe=entry.name, status=entry.status, legal=False, reason=str(error))
     answer = can_run(policy, machine, run.versions) if machine is not None else None
-    speed, source = MEASURED.get((entry.name, machine.name if machine is not None else ""), ("", ""))
     return Advice(
         recipe=entry.name,
         status=entry.status,
@@ -82,7 +98,6 @@ def advise(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, *, reference: 
         relative=mine.needed / reference if reference else None,
         fit=verdict(mine, machine.memory_bytes if machine is not None and machine.gpu else 0),
         peak=_peak(policy, run),
-        speed=f"{speed} ({source})" if speed else "",
         # FP16 has five exponent bits and needs its loss scale: ranked after BF16 wherever BF16 exists
         taste=(policy.quant.row.preference if policy.quant is not None else 0)
         + (10 if policy.compute is DType.FP16 else 0),

@@ -86,7 +86,7 @@ def _types() -> None:
 
 
 def _values() -> None:
-    """What meta tensors cannot answer: values given in Python stay real, a norm is 1, nothing is infinite, copies are equal."""
+    """What meta tensors cannot answer: values given in Python stay real, norms, losses and the loss scale are 1, nothing is infinite, copies are equal."""
     kind: Any = torch.Tensor
     item, as_float, as_bool, listed, select = kind.item, kind.__float__, kind.__bool__, kind.tolist, kind.masked_select
     made, equal = torch.tensor, torch.equal
@@ -98,7 +98,7 @@ def _values() -> None:
     lib.tensor = lambda *a, **k: made(*a, **({"device": "cpu"} | k))
     lib.equal = lambda a, b: equal(a, b) if known(a) and known(b) else a.shape == b.shape
     kind.item = lambda t: item(t) if known(t) else (1.0 if t.is_floating_point() else 0)
-    kind.__float__ = lambda t: as_float(t) if known(t) else 0.0
+    kind.__float__ = lambda t: as_float(t) if known(t) else 1.0
     kind.__int__ = lambda t: int(item(t)) if known(t) else 0
     kind.__bool__ = lambda t: as_bool(t) if known(t) else False
     kind.tolist = lambda t: listed(t) if known(t) else [0.0] * t.numel()

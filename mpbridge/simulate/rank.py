@@ -124,7 +124,7 @@ def _audit(engine: Any, run: Run) -> tuple[tuple[str, ...], int]:
     report = audits.audit(run.policy, engine, stage="live")
     # quantized linears are kernels' business: the storage around them is what is built here
     judged = [f for f in report.findings if f.subject != "linears" or run.facts.realization != "emulated"]
-    bad = [f"{f.subject}: promised {f.promised}, found {f.found}" for f in judged if not f.ok]
+    bad = [f"{f.subject}: promised {f.promised}, found {f.found} {f.offenders[:3]}" for f in judged if not f.ok]
     return tuple(bad), len(judged)
 
 

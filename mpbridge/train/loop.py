@@ -31,7 +31,7 @@ from mpbridge.train.machine import data_parallel, process_group, process_setting
 from mpbridge.train.metrics import Counters, Meter, line
 from mpbridge.train.preflight import preflight, write_precision
 from mpbridge.train.stages import at_stage, check_stages, switch
-from mpbridge.train.summary import Summary, write_summary
+from mpbridge.train.summary import Summary, write_summary, write_timing
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -87,6 +87,7 @@ def _pretrain(
         steps = _Steps(training, parts)
         summary = steps.go(stack, out)
     write_summary(summary, steps.folder)
+    write_timing(run, steps.meter, steps.folder)
     out.print(summary_table(summary.rows()))
     return summary
 

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpbridge.errors import MpbridgeError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
@@ -84,3 +86,23 @@ def write_summary(summary: Summary, folder: Path | None) -> None:
         (folder / "summary.json").write_text(
             json.dumps(summary.as_data(), indent=2, default=str) + "\n", encoding="utf-8"
         )
+
+
+def write_timing(run: Any, meter: Any, folder: Path | None) -> None:
+    """Writes `folder`/timing.json, which `mpbridge estimate --against` and `recommend --runs` read; nothing without a folder or a step."""
+    if folder is None or not meter.steps:
+        return
+    times = sorted(took for took, _ in meter._times)
+    try:
+        config = run.container.as_data()
+    except MpbridgeError:  # made of Python objects: no file can hold it
+        config = {}
+    data = {
+        "recipe": run.recipe,
+        "seconds": times[len(times) // 2],
+        "tokens_per_second": meter.rate / meter.processes,
+        "steps": len(times),
+        "world_size": meter.processes,
+        "config": config,
+    }
+    (folder / "timing.json").write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")

@@ -1,0 +1,39 @@
+"""`mpbridge calibrate`: measures products, copies and collectives here and writes a machine file that estimate, recommend and layouts read."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mpbridge.errors import BadValue
+
+SUMMARY = "measure this machine's products, copies and collectives, for --machine-file"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument(
+        "--out", default="machine.yaml", metavar="FILE", help="the machine file (default: machine.yaml)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, metavar="S", help="about how long (default: 20, at most 600)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, writes, prints; under torchrun collectives too, and rank 0 writes."""
+    from mpbridge.simulate.calibrate import measure
+
+    if not 0 < args.seconds <= 600:
+        raise BadValue(f"--seconds {args.seconds:g}: expected more than 0 and at most 600")
+    text = measure(args.seconds)
+    if text is None:
+        return 0
+    path = Path(args.out)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadValue(f"--out {path}: {error.strerror or error}") from None
+    print(text, end="")
+    print(f"written: {path}; use it as --machine-file {path}")
+    return 0

@@ -1,0 +1,94 @@
+"""`mpbridge layouts`: parallel layouts that are legal and fit on a number of GPUs, the fastest first, as lines to paste."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from mpbridge.cli._target import add_target_arguments, target
+from mpbridge.cli.options import add_run_arguments, container
+from mpbridge.cli.text import print_json, print_table
+from mpbridge.errors import MpbridgeError
+from mpbridge.estimate.layouts import search
+from mpbridge.hardware.capability import refuse_unless_native
+
+SUMMARY = "parallel layouts that are legal and fit, the fastest first (predicted), as lines to paste"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    add_run_arguments(parser)
+    add_target_arguments(parser)
+    parser.add_argument("--recipes", metavar="A,B", help="more than one recipe (default: the file's)")
+    parser.add_argument("--most", type=int, default=5, metavar="N", help="layouts of each recipe (default: 5)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the layouts; 1 when none fits."""
+    where = target(args)
+    base = container(args)
+    world = args.world_size or base.smallest_world()
+    found, faults = [], []
+    for name in args.recipes.split(",") if args.recipes else [None]:
+        try:
+            box = base if name is None else dataclasses.replace(base, mixed_precision=name)
+            # the search has sizes of its own: the file's need not divide this world
+            made = box.resolved(
+                _divisible(box.smallest_world(), world), machine=where.machine, versions=where.versions, training=False
+            )
+            refuse_unless_native(made.policy, where.machine, where.versions)
+            facts = where.facts(made.facts)
+            facts = dataclasses.replace(
+                facts,
+                parallel=dataclasses.replace(
+                    facts.parallel, world_size=world, tensor=1, pipeline=1, virtual_pipeline=None, context=1, expert=1
+                ),
+            )
+            found += [
+                (made.recipe, one)
+                for one in search(made.policy, facts, where.machine, most=args.most, using=where.constants)
+            ]
+        except MpbridgeError as error:
+            faults.append(str(error).replace("\n", " "))
+    found.sort(key=lambda pair: pair[1].seconds)
+    if args.json:
+        print_json(
+            [
+                {
+                    "recipe": name,
+                    "seconds": one.seconds,
+                    "tokens_per_second_per_gpu": one.tokens_per_second,
+                    "needed": one.needed,
+                    "band": one.band,
+                    "answer": one.answer,
+                    "settings": one.line,
+                }
+                for name, one in found
+            ]
+        )
+        return 0 if found else 1
+    print(f"{world} x {where.machine.label}: predictions")
+    rows = [
+        (
+            str(place), name, f"{one.run.parallel.tensor}", f"{one.run.parallel.pipeline}{f' x {one.run.parallel.virtual_pipeline}' if one.run.parallel.virtual_pipeline else ''}",
+            f"{one.run.parallel.context}", f"{one.run.parallel.expert}", f"{one.run.micro_batch_size}", "full" if one.run.model.get("recompute_granularity") == "full" else "none",
+            f"{one.seconds:.3g} s", f"{one.tokens_per_second:,.0f}", f"{one.needed / 2**30:.0f} +- {one.band / 2**30:.0f} GiB, {one.answer}",
+        )
+        for place, (name, one) in enumerate(found, start=1)
+    ]  # fmt: skip
+    print_table(
+        ("", "recipe", "TP", "PP", "CP", "EP", "micro-batch", "recompute", "step", "tokens/s/GPU", "memory"), rows
+    )
+    for place, (_, one) in enumerate(found, start=1):
+        print(f"{place}: {one.line}")
+    for fault in faults:
+        print(f"left out: {fault}")
+    if not found:
+        print("no layout fits" if not faults else "no layout found")
+    return 0 if found else 1
+
+
+def _divisible(smallest: int, world: int) -> int:
+    """A world that the file's own sizes divide."""
+    return world if world % smallest == 0 else smallest

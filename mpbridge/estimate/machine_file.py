@@ -1,0 +1,63 @@
+"""A machine of the user's own, measured by `mpbridge calibrate` and read from its YAML file."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from mpbridge.errors import BadValue
+from mpbridge.estimate.constants import Constants, constants
+from mpbridge.hardware.machines import Machine, machine
+
+_NUMBERS = ("memory_bytes", "bandwidth", "nvlink", "domain", "network", "multiprocessors", "clock")
+LARGEST = 65536
+"""Bytes of a machine file: what calibrate writes is about one kilobyte."""
+
+
+def read_machine(path: Path) -> tuple[Machine, Constants]:
+    """(the machine, constants with what was measured in place of what was fitted). Raises BadValue."""
+    import yaml
+
+    try:
+        if path.stat().st_size > LARGEST:
+            raise BadValue(f"machine file {path} has more than {LARGEST:,} bytes")
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadValue(f"machine file {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise BadValue(f"machine file {path} is not YAML: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(data, dict) or not isinstance(data.get("machine"), str) or not isinstance(data.get("peak"), dict):
+        raise BadValue(
+            f"machine file {path}: expected the mapping that `mpbridge calibrate` writes, with machine and peak"
+        )
+    known = {"machine", "name", "peak", "constants", "measured", *_NUMBERS}
+    unknown = sorted(map(str, set(data) - known))
+    if unknown:
+        raise BadValue(f"machine file {path}: unknown {', '.join(unknown)} (expected {', '.join(sorted(known))})")
+    base = machine(data["machine"])
+    peak = {str(name): _positive(path, f"peak.{name}", value) for name, value in data["peak"].items()}
+    given: dict[str, Any] = {name: _positive(path, name, data[name]) for name in _NUMBERS if name in data}
+    for whole in ("memory_bytes", "domain", "multiprocessors"):
+        if whole in given:
+            given[whole] = int(given[whole])
+    made = dataclasses.replace(
+        base,
+        name=str(data.get("name") or base.name),
+        peak=tuple({**dict(base.peak), **peak}.items()),
+        memory_source="as the machine file says" if "memory_bytes" in given else base.memory_source,
+        **given,
+    )
+    held = constants()
+    own = data.get("constants") or {}
+    strange = sorted(set(own) - set(held.shared)) if isinstance(own, dict) else ["constants"]
+    if strange:
+        raise BadValue(f"machine file {path}: unknown constants {', '.join(strange)}")
+    shared = {**held.shared, **{name: _positive(path, f"constants.{name}", value) for name, value in own.items()}}
+    return made, dataclasses.replace(held, shared=shared, machines={**held.machines, made.name: 1.0})
+
+
+def _positive(path: Path, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
+        raise BadValue(f"machine file {path}: {name}={value!r}, expected a positive number")
+    return float(value)

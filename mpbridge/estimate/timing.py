@@ -1,0 +1,43 @@
+"""What a run of ours measured: read from timing.json in its folder, which `pretrain` writes beside precision.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpbridge.errors import BadValue
+
+NAME = "timing.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """A measured step."""
+
+    recipe: str
+    seconds: float
+    """Median of the last steps."""
+    tokens_per_second: float
+    """Of one process."""
+    steps: int
+    """That the median is over."""
+    world_size: int
+    config: dict[str, Any]
+    """The run's configuration, as ConfigContainer.as_data gives it."""
+
+
+def timing(folder: Path) -> Timing:
+    """The timing of that run. Raises BadValue for a folder without one, or with another content."""
+    path = folder / NAME
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        found = Timing(**{name: data[name] for name in Timing.__dataclass_fields__})
+    except OSError as error:
+        raise BadValue(f"{path}: {error.strerror or error} (a run with logger.log_dir={folder} writes it)") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise BadValue(f"{path} is not the timing of a run: {error}") from None
+    if not (isinstance(found.seconds, (int, float)) and found.seconds > 0 and found.tokens_per_second > 0):
+        raise BadValue(f"{path}: seconds={found.seconds!r}, expected a positive number")
+    return found

@@ -1,0 +1,117 @@
+"""Measures the machine that it runs on: matrix products by dtype, memory bandwidth, launches of a layer, and collectives under torchrun."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpbridge.hardware.probe import this_machine
+
+
+def measure(seconds: float) -> str | None:
+    """The machine file's text; None on ranks other than 0. seconds: about how long in all."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    joined = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if joined and not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo")
+    each = seconds / 6
+    size = 8192 if cuda else 1024
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16} | ({"fp16": torch.float16} if cuda else {})
+    peak = {
+        name: 2 * size**3 / _median(_product(size, dtype, device), each, device) / 1e12
+        for name, dtype in dtypes.items()
+    }
+    here = this_machine()
+    lines = [
+        "# written by mpbridge calibrate: measured rates, so the constants of what was measured are 1",
+        f"machine: {'cpu' if not cuda else here.name.lower()}",
+        f"name: {here.name}, measured",
+        "peak: # TFLOP/s",
+        *(f"  {name}: {value:.6g}" for name, value in peak.items()),
+        f"bandwidth: {_bandwidth(each, device):.6g}",
+    ]
+    link = _link(each, device) if joined else None
+    if link is not None:
+        lines += [f"nvlink: {link:.6g}", f"domain: {dist.get_world_size()}"]
+    elif not cuda:
+        lines += ["nvlink: 1.0e+9 # not measured: one process", "domain: 1"]
+    lines += [
+        "constants:",
+        *(f"  gemm_{name}: 1.0" for name in peak if name != "fp16"),
+        "  grouped: 1.0",
+        "  memory: 1.0",
+        "  optimizer: 1.0",
+        "  data: 1.0",
+        *(() if cuda else ("  attention: 1.0",)),
+        f"  host: {_layer_launches(each, device) * 1000:.6g} # ms for the launches of a mixture's layer",
+    ]
+    if joined and dist.get_rank() != 0:
+        return None
+    return "\n".join(lines) + "\n"
+
+
+def _median(work: Callable[[], Any], seconds: float, device: torch.device) -> float:
+    """Median seconds of `work`, repeated for about `seconds`."""
+    for _ in range(2):
+        work()
+    _wait(device)
+    took: list[float] = []
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until or len(took) < 3:
+        start = time.perf_counter()
+        work()
+        _wait(device)
+        took.append(time.perf_counter() - start)
+    return statistics.median(took)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[], Any]:
+    a, b = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+    return lambda: a @ b
+
+
+def _bandwidth(seconds: float, device: torch.device) -> float:
+    """Bytes a second of a copy, read and written."""
+    source = torch.empty(2**28 if device.type == "cuda" else 2**25, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / _median(lambda: target.copy_(source), seconds, device)
+
+
+def _link(seconds: float, device: torch.device) -> float:
+    """Bytes a second and direction of a reduce-scatter's share, over all processes."""
+    ranks = dist.get_world_size()
+    whole = torch.ones(ranks * 2**20, device=device)
+    if device.type == "cpu":
+        # gloo has no reduce-scatter of tensors everywhere: an all-reduce moves twice the share
+        took = _median(lambda: dist.all_reduce(whole), seconds, device)
+        return 2 * whole.numel() * 4 * (ranks - 1) / ranks / took
+    part = torch.empty(2**20, device=device)
+    took = _median(lambda: dist.reduce_scatter_tensor(part, whole), seconds, device)
+    return whole.numel() * 4 * (ranks - 1) / ranks / took
+
+
+_OPERATIONS = 250
+"""Small operations that stand for the launches of a mixture's layer, forward and backward."""
+
+
+def _layer_launches(seconds: float, device: torch.device) -> float:
+    """Seconds that the host needs for them."""
+    small = torch.ones(8, device=device)
+
+    def work() -> None:
+        for _ in range(_OPERATIONS):
+            small.add_(1.0)
+
+    return _median(work, seconds, device)

@@ -1,0 +1,208 @@
+"""Layouts that a search proposes are legal, fit and are the ones that were asked for; calibration and own runs feed predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+
+import pytest
+
+from mpbridge.cli.main import main
+from mpbridge.config.container import ConfigContainer
+from mpbridge.errors import BadValue
+from mpbridge.estimate.layouts import line, nearest, search
+from mpbridge.estimate.machine_file import read_machine
+from mpbridge.estimate.timing import timing
+from mpbridge.hardware.capability import ASSUMED
+from mpbridge.hardware.machines import machine
+from mpbridge.memory.budget import memory, verdict
+from mpbridge.rules.table import broken
+
+H100 = machine("h100")
+
+
+def facts_of(config, world, *overrides):
+    run = ConfigContainer.load(f"configs/{config}.yaml", list(overrides), check=False).resolved(
+        world, machine=H100, versions=ASSUMED, training=False
+    )
+    return run.policy, dataclasses.replace(run.facts, environment={})
+
+
+@pytest.mark.parametrize(("config", "world"), [("llama3_8b", 16), ("moe_tiny", 4)])
+def test_found_layouts_are_legal_and_fit_and_their_line_says_them(config, world):
+    policy, facts = facts_of(config, world)
+    found = search(policy, facts, H100, most=3)
+    assert found
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    for one in found:
+        assert verdict(memory(policy, one.run), H100.memory_bytes) != "does not fit"
+        assert not [v for v in broken(policy, one.run) if v.severity == "error"]
+        again = facts_of(config, world, *shlex.split(one.line))[1]
+        assert again.parallel == one.run.parallel
+        assert again.micro_batch_size == one.run.micro_batch_size
+
+
+def test_llama_405b_on_16384_gpus_gets_its_published_kind_of_layout():
+    policy, facts = facts_of("llama3_405b", 16384, "train.global_batch_size=2048")
+    best = search(policy, facts, H100, most=1)[0].run.parallel
+    assert best.tensor == 8
+    assert best.pipeline >= 8
+
+
+def test_the_nearest_layout_that_fits_may_need_more_gpus():
+    policy, facts = facts_of("llama3_8b", 2)
+    assert verdict(memory(policy, facts), H100.memory_bytes) == "does not fit"
+    found = nearest(policy, facts, H100)
+    assert found is not None
+    assert verdict(memory(policy, found), H100.memory_bytes) == "fits"
+    assert "parallel.tensor_model_parallel_size=" in line(found)
+    policy, facts = facts_of("llama3_70b", 32)
+    small = dataclasses.replace(H100, memory_bytes=24 * 2**30)
+    wider = nearest(policy, dataclasses.replace(facts, machine=small), small)
+    assert wider is not None
+    assert wider.parallel.world_size > 32
+
+
+def test_the_verb_prints_lines_to_paste(capsys):
+    assert (
+        main(
+            [
+                "layouts",
+                "--config",
+                "llama3_8b",
+                "--target",
+                "h100",
+                "--world-size",
+                "16",
+                "--most",
+                "1",
+                "--recipes",
+                "bf16_mixed,nvfp4",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    (one,) = json.loads(capsys.readouterr().out)
+    assert one["recipe"] == "bf16_mixed"  # an H100 cannot run the other
+    assert one["answer"] in ("fits", "tight")
+
+
+MACHINE = """\
+machine: cpu
+name: here
+peak: {fp32: 0.05, bf16: 0.2}
+bandwidth: 1.0e+10
+nvlink: 1.0e+9
+constants: {gemm_bf16: 1.0, memory: 1.0, host: 0.5}
+"""
+
+
+def test_a_machine_file_replaces_rates_and_constants(tmp_path, capsys):
+    path = tmp_path / "m.yaml"
+    path.write_text(MACHINE)
+    made, held = read_machine(path)
+    assert made.flops("bf16") == 0.2e12
+    assert held.of("gemm_bf16") == 1.0
+    assert held.of("attention") > 2
+    assert main(["estimate", "--config", "gpt_tiny", "--machine-file", str(path)]) == 0
+    assert "here: a prediction" in capsys.readouterr().out
+    faster = tmp_path / "f.yaml"
+    faster.write_text(MACHINE.replace("bf16: 0.2", "bf16: 2.0"))
+    seconds = []
+    for name in (path, faster):
+        main(["estimate", "--config", "gpt_tiny", "--machine-file", str(name), "--json"])
+        seconds.append(json.loads(capsys.readouterr().out)["seconds"])
+    assert seconds[1] < seconds[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[1]", "expected the mapping"),
+        ("machine: cpu\npeak: {bf16: -1}", "peak.bf16=-1"),
+        ("machine: cpu\npeak: {bf16: 1}\nspeed: 3", "unknown speed"),
+        ("machine: cpu\npeak: {bf16: 1}\nconstants: {nope: 1}", "unknown constants nope"),
+        ("machine: ht100\npeak: {bf16: 1}", "ht100"),
+        ("a: [", "not YAML"),
+        ("x" * 70000, "more than"),
+    ],
+    ids=["list", "negative", "unknown key", "unknown constant", "unknown machine", "no YAML", "too large"],
+)
+def test_a_wrong_machine_file_is_named(tmp_path, text, said):
+    path = tmp_path / "m.yaml"
+    path.write_text(text)
+    with pytest.raises(Exception, match=said) as error:
+        read_machine(path)
+    assert type(error.value).__module__ == "mpbridge.errors"
+
+
+def test_a_measured_run_stands_beside_its_prediction(tmp_path, capsys):
+    (tmp_path / "m.yaml").write_text(MACHINE)
+    config = ConfigContainer.load("configs/gpt_tiny.yaml", [], check=False).as_data()
+    data = {
+        "recipe": "bf16_mixed",
+        "seconds": 0.5,
+        "tokens_per_second": 4096.0,
+        "steps": 10,
+        "world_size": 1,
+        "config": config,
+    }
+    (tmp_path / "timing.json").write_text(json.dumps(data))
+    assert timing(tmp_path).seconds == 0.5
+    assert main(["estimate", "--against", str(tmp_path), "--machine-file", str(tmp_path / "m.yaml")]) == 0
+    assert "measured: 0.5 s (median of 10 steps)" in capsys.readouterr().out
+    (tmp_path / "timing.json").write_text("{}")
+    with pytest.raises(BadValue, match="not the timing of a run"):
+        timing(tmp_path)
+
+
+def test_recommend_sorts_by_what_is_asked_and_prefers_what_was_measured(tmp_path, capsys):
+    data = {
+        "recipe": "bf16_mixed",
+        "seconds": 0.001,
+        "tokens_per_second": 1e6,
+        "steps": 10,
+        "world_size": 8,
+        "config": {},
+    }
+    (tmp_path / "timing.json").write_text(json.dumps(data))
+    orders = {}
+    for by in ("time", "memory"):
+        assert (
+            main(["recommend", "--config", "llama3_8b", "--target", "h100", "--world-size", "8", "--by", by, "--json"])
+            == 0
+        )
+        rows = [
+            row
+            for row in json.loads(capsys.readouterr().out)["recipes"]
+            if row["legal"] and row["fit"] != "does not fit"
+        ]
+        key = "seconds" if by == "time" else "bytes"
+        assert [row[key] for row in rows] == sorted(row[key] for row in rows)
+        assert all(row["speed_known"] == "predicted" for row in rows)
+        orders[by] = [row["recipe"] for row in rows]
+    assert orders["time"] != orders["memory"]
+    assert (
+        main(
+            [
+                "recommend",
+                "--config",
+                "llama3_8b",
+                "--target",
+                "h100",
+                "--world-size",
+                "8",
+                "--by",
+                "time",
+                "--runs",
+                str(tmp_path),
+                "--json",
+            ]
+        )
+        == 0
+    )
+    first = json.loads(capsys.readouterr().out)["recipes"][0]
+    assert (first["recipe"], first["seconds"]) == ("bf16_mixed", 0.001)
+    assert first["speed_known"].startswith("measured in")
