@@ -123,6 +123,8 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield torch.version, "cuda", CUDA_VERSION
     yield torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type != "meta")
     yield torch.Tensor, "_make_wrapper_subclass", staticmethod(on_cpu(torch.Tensor._make_wrapper_subclass))
+    for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"):
+        yield torch.Tensor, name, on_cpu(getattr(torch.Tensor, name))
     yield torch.Tensor, "get_device", lambda tensor: 0
     for owner in (dist, distributed_c10d):
         yield owner, "_coalescing_manager", one_by_one
