@@ -18,15 +18,15 @@ import torch.distributed as dist
 
 from mpbridge.audit.wire import unobserved
 from mpbridge.checkpoint import foreign, state, store
+from mpbridge.checkpoint.assemble import indexed, raise_first
 from mpbridge.checkpoint.convert import converted, needs_converting
-from mpbridge.checkpoint.index import INDEX, Index, Piece, Stored
+from mpbridge.checkpoint.index import INDEX
 from mpbridge.checkpoint.plain import encoded
 from mpbridge.checkpoint.reader import STATE, Contents
 from mpbridge.checkpoint.verdict import FILE, Fingerprint, Verdict, fingerprint, read_fingerprint, verdict
-from mpbridge.checkpoint.writer import Background, attempted, part_file, staged
+from mpbridge.checkpoint.writer import Background, attempted, staged
 from mpbridge.devices.together import agreed, on_first_rank
 from mpbridge.errors import CheckpointError, MpbridgeError, Refused
-from mpbridge.files import read_json
 from mpbridge.megatron import sharded
 
 if TYPE_CHECKING:
@@ -61,13 +61,13 @@ class Writing:
             self.background = None
 
         def seal() -> Path:
-            known = _indexed(self.partial, dist.get_world_size())
+            known = indexed(self.partial, dist.get_world_size())
             made = store.seal(self.partial, self.step, known=known, audit=self.audit)
             store.prune(self.folder, keep_last=keep_last, keep_every=keep_every)
             return made
 
         with _explained(self.folder, self.partial):
-            _raise_first(self._said)
+            raise_first(self._said)
             return on_first_rank(seal)
 
     def abort(self) -> None:
@@ -92,39 +92,6 @@ def save(training: Training, folder: Path, *, background: bool = False) -> Writi
         load = staged(contents)
         written = Background(partial, rank, load) if background else attempted(partial, rank, load)
         return Writing(folder, partial, step, training.audit, written)
-
-
-def _raise_first(said: str) -> None:
-    """Raises CheckpointError on every rank where one of them has something to say."""
-    if agreed(1 if said else 0):
-        everywhere: list[str] = [said]
-        if dist.get_world_size() > 1:
-            everywhere = [""] * dist.get_world_size()
-            dist.all_gather_object(everywhere, said)
-        rank, text = next((rank, text) for rank, text in enumerate(everywhere) if text)
-        raise OSError(text if len(everywhere) == 1 else f"rank {rank}: {text}")
-
-
-def _indexed(partial: Path, ranks: int) -> dict[str, Any]:
-    """Makes the ranks' parts one index (and one for other tools); size and checksum of each data file come back. Raises CheckpointError."""
-    parts = [read_json(partial / part_file(rank)) for rank in range(ranks)]
-    tensors: dict[str, Stored] = {}
-    objects: dict[str, tuple[str, int, int]] = {}
-    for part in parts:
-        file = part["file"]
-        for key, entry in part["tensors"].items():
-            pieces = tuple(Piece(file, at, tuple(offset), tuple(shape)) for at, offset, shape, *_ in entry["pieces"])
-            before = tensors.get(key)
-            tensors[key] = Stored(entry["dtype"], tuple(entry["shape"]), (*(before.pieces if before else ()), *pieces))
-        objects |= {key: (file, at, size) for key, (at, size) in part["objects"].items()}
-    index = Index(tensors, objects)
-    if faults := index.incomplete():
-        raise CheckpointError("the ranks' shards do not make up the whole state: " + "; ".join(faults[:5]))
-    (partial / INDEX).write_text(json.dumps(index.as_data(), separators=(",", ":")), encoding="utf-8")
-    foreign.write_metadata(partial, parts)
-    for rank in range(ranks):
-        (partial / part_file(rank)).unlink()
-    return {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts}
 
 
 def gather(training: Training) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def look(place):
     with Contents(place) as contents:
         io._run_state(contents)
         for name in contents.index.objects:
-            contents.object(type("Asked", (), {"unique_key": name}))
+            contents.object(type("Asked", (), {"unique_key": name, "data": None}))
 
 
 def test_an_honest_checkpoint_passes_and_holds_no_pickle_of_ours(place):

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mpbridge.checkpoint import io, store
+from mpbridge.checkpoint import store
+from mpbridge.checkpoint.assemble import indexed
 from mpbridge.checkpoint.plain import encoded
 from mpbridge.checkpoint.reader import STATE, Contents
 from mpbridge.checkpoint.writer import staged, write
@@ -26,7 +27,7 @@ def keep(state: Any, folder: Path) -> Path:
     write(partial, dist.get_rank(), staged(state))
     dist.barrier()
     if dist.get_rank() == 0:
-        store.seal(partial, 1, known=io._indexed(partial, dist.get_world_size()))
+        store.seal(partial, 1, known=indexed(partial, dist.get_world_size()))
     dist.barrier()
     return folder / store.name_of(1)
 

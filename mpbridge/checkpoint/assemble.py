@@ -1,0 +1,49 @@
+"""The ranks' parts of an index made one: the last thing before a checkpoint is sealed, on rank 0."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mpbridge.checkpoint import foreign
+from mpbridge.checkpoint.index import INDEX, Index, Piece, Stored
+from mpbridge.checkpoint.writer import part_file
+from mpbridge.devices.together import agreed
+from mpbridge.errors import CheckpointError
+from mpbridge.files import read_json
+
+
+def indexed(partial: Path, ranks: int) -> dict[str, Any]:
+    """Makes the ranks' parts one index (and one for other tools); size and checksum of each data file come back. Raises CheckpointError."""
+    parts = [read_json(partial / part_file(rank)) for rank in range(ranks)]
+    tensors: dict[str, Stored] = {}
+    objects: dict[str, tuple[str, int, int]] = {}
+    for part in parts:
+        file = part["file"]
+        for key, entry in part["tensors"].items():
+            pieces = tuple(Piece(file, at, tuple(offset), tuple(shape)) for at, offset, shape, *_ in entry["pieces"])
+            before = tensors.get(key)
+            tensors[key] = Stored(entry["dtype"], tuple(entry["shape"]), (*(before.pieces if before else ()), *pieces))
+        objects |= {key: (file, at, size) for key, (at, size) in part["objects"].items()}
+    index = Index(tensors, objects)
+    if faults := index.incomplete():
+        raise CheckpointError("the ranks' shards do not make up the whole state: " + "; ".join(faults[:5]))
+    (partial / INDEX).write_text(json.dumps(index.as_data(), separators=(",", ":")), encoding="utf-8")
+    foreign.write_metadata(partial, parts)
+    for rank in range(ranks):
+        (partial / part_file(rank)).unlink()
+    return {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts}
+
+
+def raise_first(said: str) -> None:
+    """Raises CheckpointError on every rank where one of them has something to say."""
+    if agreed(1 if said else 0):
+        everywhere: list[str] = [said]
+        if dist.get_world_size() > 1:
+            everywhere = [""] * dist.get_world_size()
+            dist.all_gather_object(everywhere, said)
+        rank, text = next((rank, text) for rank, text in enumerate(everywhere) if text)
+        raise OSError(text if len(everywhere) == 1 else f"rank {rank}: {text}")
