@@ -114,9 +114,12 @@ def _sharded(engine: Any, watch: Watch, group: tuple[int, ...], seen: Traffic, m
     trained = [p for p in engine.optimizer.names.values() if p.requires_grad]
     needed = sum(int(p.numel()) for p in trained)
     sent, unsynced = sum(seen.reduced.values()), getattr(engine.configs.model, "no_sync_func", None) is not None
-    times = 1 if unsynced or engine.run.facts.traits.main_weights == "wrapper" else microbatches
+    # Megatron-FSDP adds each micro-batch to its shards as it comes, or all at the end; that it is once either way, `gradients` shows by value
+    either = engine.name == "megatron_fsdp"
+    times = 1 if unsynced else microbatches
     padding = 1.0 + _padding(trained, len(group))
-    if needed and not 0.999 * times <= sent / needed <= padding * times * 1.02:
+    allowed = {1, microbatches} if either else {times}
+    if needed and not any(0.999 * n <= sent / needed <= padding * n * 1.02 for n in allowed):
         seen.faults.append(f"{sent} gradient elements were reduced, {needed * times} were to be")
     gathered = sum(seen.gathered.values()) * len(group)
     total = sum(int(p.numel()) for p in engine.optimizer.names.values())
