@@ -170,6 +170,7 @@ def test_a_payload_in_an_object_is_refused_by_name(place, tmp_path):
     assert not (tmp_path / "pwned").exists()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_other_tools_read_the_tensors(place):
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
