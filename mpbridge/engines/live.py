@@ -79,7 +79,8 @@ def _optimizer_tensors(part: Any, names: dict[torch.Tensor, str]) -> Iterable[Li
             ("momentum_buffer", "exp_avg"),
         ):
             if isinstance(state.get(key), torch.Tensor):
-                yield Live(role=role, parameter=name, tensor=state[key])
+                # Transformer Engine's FP8 moments: the codes are what is stored, the class calls itself FP32
+                yield Live(role=role, parameter=name, tensor=getattr(state[key], "_data", state[key]))
 
 
 def _one_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
