@@ -10,7 +10,6 @@ from mpbridge.cli._target import Target, add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, resolved
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.config.container import Run
-from mpbridge.estimate.layouts import line, nearest
 from mpbridge.facts import RunFacts
 from mpbridge.memory.budget import STATES, Fit, Memory, duplicate_main, fit, fullest, memory, total_parameters
 from mpbridge.memory.compare import REFERENCE, Comparison, against_bf16
@@ -140,6 +139,8 @@ def _print(
     if fits is not None:
         _say_fit(fits, where)
         if fits.answer == "does not fit":
+            from mpbridge.estimate.layouts import line, nearest
+
             found = nearest(made.policy, facts, where.machine)
             print(
                 f"nearest layout that fits, on {found.parallel.world_size} GPUs: {line(found)}"
