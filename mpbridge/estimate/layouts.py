@@ -115,6 +115,10 @@ def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> RunFact
     """The layout on the fewest GPUs, from this run's number on, that memory says fits; the one that changes least first. None: none up to 64 times as
     many GPUs."""
     here = run.parallel
+    # the author's own placement of layers on stages, which the search does not look for
+    again = dataclasses.replace(run, model={**run.model, **FULL})
+    if verdict(_fullest(policy, again), machine.memory_bytes) == "fits":
+        return again
     for factor in (1, 2, 4, 8, 16, 32, 64):
         wider = dataclasses.replace(run, parallel=dataclasses.replace(here, world_size=here.world_size * factor))
         if run.global_batch_size % max(1, run.micro_batch_size * wider.parallel.data):
