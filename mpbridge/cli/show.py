@@ -91,6 +91,7 @@ def facts(policy: PrecisionPolicy, layers: int | None = None, engine: str | None
         ("parameters", say(policy.params) + (" (quantized linears: in their low format)" if policy.stored else "")),
         ("gradients on the wire", say(policy.reduce)),
         ("main weights", main_weights(policy, traits(engine or DEFAULT))),
+        ("gradients as they add up", say(policy.accumulate or policy.reduce)),
         ("main gradients", say(policy.main_grads)),
         ("Adam moments", f"{say(policy.exp_avg)}, {say(policy.exp_avg_sq)}"),
         ("between pipeline stages", say(policy.pipeline)),

@@ -204,6 +204,12 @@ def _under_megatron_fsdp(value: Value) -> Value:
     return lambda facts: value(facts) if facts.megatron_fsdp else KEEP
 
 
+def _accumulated(facts: Facts) -> DType | None:
+    """Megatron-FSDP's accumulator; None: the parameters' dtype."""
+    wanted = facts.policy.accumulate or facts.policy.reduce
+    return None if wanted is facts.policy.params else wanted
+
+
 def _module_rules(facts: Facts) -> ModuleRules | None:
     return ModuleRules(regions=facts.policy.regions) if facts.policy.module_regions else None
 
@@ -343,9 +349,10 @@ _STATES: tuple[Place, ...] = (
     _row("ddp", "preserve_fp32_weights", _main_copy, "Megatron-FSDP's main weights", True, holds=BEFORE_017),
     _row("ddp", "megatron_fsdp_main_params_dtype", _main_copy_dtype, "Megatron-FSDP's main weights", DType.FP32, holds=SINCE_017),
     # grad_reduce_in_fp32 is read by megatron-core's own wrapper only
-    _row("ddp", "megatron_fsdp_main_grads_dtype", _under_megatron_fsdp(lambda f: None if f.policy.reduce is f.policy.params else f.policy.reduce),
+    _row("ddp", "megatron_fsdp_main_grads_dtype", _under_megatron_fsdp(_accumulated),
          "Megatron-FSDP's accumulated gradients; none: in the parameters' dtype", None, holds=SINCE_017),
-    _row("ddp", "megatron_fsdp_grad_comm_dtype", _under_megatron_fsdp(lambda f: None), "gradients travel as they are accumulated", None, holds=SINCE_017),
+    _row("ddp", "megatron_fsdp_grad_comm_dtype", _under_megatron_fsdp(lambda f: f.policy.reduce if f.policy.accumulate else None),
+         "gradients on the wire; none: as they are accumulated", None, holds=SINCE_017),
     _row("ddp", "megatron_fsdp_use_decoupled_grad", _under_megatron_fsdp(lambda f: False), "the optimizer reads its gradients from .grad", False, holds=SINCE_017),
     _row("optimizer", "use_precision_aware_optimizer", _stated("precision_aware"), "FusedAdam owns main weights and moments", False,
          knob="use_precision_aware_optimizer", turns=lambda f, v: v is True or not _low_states(f)),

@@ -109,6 +109,8 @@ def _face(policy: PrecisionPolicy, dtype: DType) -> DType:
 
 def _grads(policy: PrecisionPolicy, engine: EngineTraits, rests: DType) -> DType:
     """FSDP2 casts a reduced gradient to its parameter's dtype; megatron-core's wrappers have buffers of FP32 or of the parameter's dtype."""
+    if engine.main_weights == "wrapper" and policy.accumulate is not None:
+        return policy.accumulate
     if policy.reduce is DType.FP32 and engine.main_weights != "optimizer":
         return DType.FP32
     return _face(policy, rests)

@@ -104,6 +104,8 @@ class MixedPrecisionConfig:
     """Main weights of BF16 parameters as 16 more bits instead of a whole FP32 copy."""
     main_params_dtype: DTypeField = DTypeField()
     main_grads_dtype: DTypeField = DTypeField()
+    grad_accumulation_dtype: DTypeField = DTypeField()
+    """Gradients while micro-batches add up; None: as they are reduced. Only Megatron-FSDP since megatron-core 0.17 keeps the two apart."""
     exp_avg_dtype: DTypeField = DTypeField()
     """First Adam moment; uint8 ("fp8") means FP8 with a scale."""
     exp_avg_sq_dtype: DTypeField = DTypeField()

@@ -25,6 +25,7 @@ _LEGAL_STATES: Mapping[str, tuple[DType, ...]] = types.MappingProxyType(
         # Transformer Engine's FusedAdam, fused_adam.py: masters fp32 or fp16, moments fp32, fp16, bf16 or scaled fp8; bf16 main params: the parameters themselves
         "main_params_dtype": (DType.FP32, DType.FP16, DType.BF16),
         "main_grads_dtype": (DType.FP32, DType.BF16, DType.FP16),
+        "grad_accumulation_dtype": (DType.FP32, DType.BF16, DType.FP16),
         "exp_avg_dtype": (DType.FP32, DType.FP16, DType.BF16, DType.UINT8),
         "exp_avg_sq_dtype": (DType.FP32, DType.FP16, DType.BF16, DType.UINT8),
         "params_dtype": (DType.FP32, DType.BF16, DType.FP16),

@@ -19,7 +19,7 @@ __all__ = ["SCHEMA", "Gemms", "LossScale", "PrecisionPolicy", "Quant", "Region"]
 
 SCHEMA = 2
 """Of `as_data`: increase it when a field changes its meaning, so that an old fingerprint is not compared with a new one. Schema 2 has layers, one rule a
-GEMM, and options in its regions; a policy that uses none of them is written as schema 1, byte for byte as before."""
+GEMM, and options in its regions, and an accumulator apart from the wire; a policy that uses none of them is written as schema 1, byte for byte as before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,8 @@ class PrecisionPolicy:
     """Parameters on the wire; None: as stored."""
     reduce: DType
     """Gradients in the buckets and on the wire."""
+    accumulate: DType | None = None
+    """Gradients while micro-batches add up; None: as they are reduced."""
     main_grads: DType | None = None
     """What the optimizer reads."""
     main_params: DType | None = None
@@ -201,7 +203,11 @@ class PrecisionPolicy:
 
     def as_data(self) -> dict[str, Any]:
         """Every field in JSON types, {"schema": ..., ...}. Defaults are written too: a fingerprint must not change meaning with a default."""
-        return {"schema": SCHEMA if uses_later_fields(self.regions) else 1, **as_plain(self)}
+        data = as_plain(self)
+        if self.accumulate is None:
+            del data["accumulate"]
+        later = uses_later_fields(self.regions) or self.accumulate is not None
+        return {"schema": SCHEMA if later else 1, **data}
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> PrecisionPolicy:

@@ -164,11 +164,13 @@ def _policy(v: Mapping[str, Any], modules: tuple[Region, ...]) -> PrecisionPolic
             hysteresis=v["hysteresis"],
         )
     output = v["output_dtype"] or base
+    reduce = DType.FP32 if v["grad_reduce_in_fp32"] else base
     return PrecisionPolicy(
         compute=base,
         params=params,
         gather=base if params is not base else None,
-        reduce=DType.FP32 if v["grad_reduce_in_fp32"] else base,
+        reduce=reduce,
+        accumulate=None if v["grad_accumulation_dtype"] is reduce else v["grad_accumulation_dtype"],
         main_grads=v["main_grads_dtype"],
         main_params=v["main_params_dtype"],
         precision_aware=_precision_aware(v),

@@ -30,6 +30,30 @@ def _dead_names(case: Case) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        id="accumulator-apart-from-the-wire",
+        found=lambda c: (
+            c.policy.accumulate is not None
+            and c.traits.main_weights != "wrapper"
+            and f"grad_accumulation_dtype={c.policy.accumulate.short} with gradients reduced in {c.policy.reduce.short}"
+            f" on {c.traits.full_name}"
+        ),
+        expected="one dtype for both: its buckets are what micro-batches add up in and what is reduced",
+        cure="mixed_precision.grad_accumulation_dtype=null, or engine=megatron_fsdp",
+        source="megatron-core 0.16.1 distributed/param_and_grad_buffer.py; torch 2.13 fsdp/_fully_shard/_fsdp_collectives.py",
+    ),
+    Rule(
+        id="accumulator-before-its-field",
+        found=lambda c: (
+            c.policy.accumulate is not None
+            and c.traits.main_weights == "wrapper"
+            and f"grad_accumulation_dtype={c.policy.accumulate.short} with gradients reduced in {c.policy.reduce.short}"
+        ),
+        expected="megatron-core 0.17 or later: ddp.megatron_fsdp_grad_comm_dtype does not exist before",
+        cure="mixed_precision.grad_accumulation_dtype=null, or a newer megatron-core",
+        source="megatron-core 0.16.1 and 0.20.0 distributed/distributed_data_parallel_config.py",
+        holds=(BEFORE_017,),
+    ),
+    Rule(
         id="parameter-gather-without-distributed-optimizer",
         about="stored",
         found=lambda c: (

@@ -46,7 +46,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     fields = fields_of(meaning, cannot, quant)
     if base is DType.FP16:
         fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
-    if meaning.wire is not meaning.accumulator:
+    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
         cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     engine = engine_with("optimizer") if kind == "FSDP" else DEFAULT
     return Imported(

@@ -16,7 +16,14 @@ from mpbridge.stacks.sharded_torch import SPELL, ends_text, missing_scalings, to
 NAME = "automodel"
 VERSIONS = {"main": "36044ad3"}
 DEFAULT_VERSION = "main"
-SCALINGS = {"tensorwise": "current", "blockwise": "block", "mxfp8": "mxfp8", "rowwise": "rowwise"}
+SCALINGS = {
+    "tensorwise": "current",
+    "blockwise": "block",
+    "mxfp8": "mxfp8",
+    "rowwise": "rowwise",
+    "rowwise_gw_hp": "rowwise_with_gw_hp",
+}
+_TORCHAO = ("rowwise", "rowwise_gw_hp")
 FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 
 
@@ -70,8 +77,8 @@ def _sections(request: Request, theirs: Meaning) -> dict[str, Any]:
             },
         }
     quant = policy.quant
-    if quant is not None and quant.scaling == "rowwise":
-        sections["fp8"] = {"enabled": True, "recipe_name": "rowwise", "filter_fqns": ["lm_head"]}
+    if quant is not None and quant.scaling in _TORCHAO:
+        sections["fp8"] = {"enabled": True, "recipe_name": SCALINGS[quant.scaling], "filter_fqns": ["lm_head"]}
     elif quant is not None and quant.scaling in SCALINGS:
         sections["model"]["backend"] = {"linear": "te", "te_fp8": {"recipe": SCALINGS[quant.scaling]}}
     return sections

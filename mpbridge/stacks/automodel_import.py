@@ -136,10 +136,7 @@ def _quant(read: Reader, inert: list[str], cannot: list[str]) -> Quant | None:
     ignored = ("emulate", "enable_fsdp_float8_all_gather", "force_recompute_fp8_weight_in_bwd")
     if name in ("rowwise", "rowwise_with_gw_hp"):
         inert += [f"fp8.{key}: ignored beside recipe_name {name}" for key in ignored if read.flag(f"fp8.{key}")]
-        cannot.append(
-            f"fp8.recipe_name={name}: torchao's {name}; register or extend bf16_with_fp8_{'rowwise' if name == 'rowwise' else 'rowwise_gw_hp'}"
-        )
-        return None
+        return Quant(format="e4m3", scaling="rowwise_gw_hp" if name.endswith("_gw_hp") else "rowwise")
     if read.flag("fp8.enable_fsdp_float8_all_gather"):
         cannot.append("fp8.enable_fsdp_float8_all_gather: FP8 on the wire with 16 or 32-bit storage")
     return Quant(format="hybrid", scaling="tensorwise")

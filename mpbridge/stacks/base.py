@@ -60,7 +60,7 @@ class Request:
     version: str
     """Of the stack."""
     run: Any = None
-    """config.container.Run with a model to describe; None: precision alone."""
+    """config.container.Run whose settings are exported; None: the recipe alone."""
 
     @property
     def main_weights(self) -> MainWeights:

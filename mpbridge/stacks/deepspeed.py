@@ -48,15 +48,15 @@ def _own(policy: PrecisionPolicy) -> bool:
 
 
 def _meaning(policy: PrecisionPolicy) -> Meaning:
-    base = policy.compute
+    base, accumulator = policy.compute, policy.accumulate or policy.reduce
     own = _own(policy)
     return Meaning(
         storage=base,
         compute=base,
         main=None if own or base is DType.FP32 else DType.FP32,
         wire=policy.reduce,
-        accumulator=policy.reduce,
-        optimizer_reads=DType.FP32 if not own and policy.reduce is not DType.FP32 else None,
+        accumulator=accumulator,
+        optimizer_reads=DType.FP32 if not own and accumulator is not DType.FP32 else None,
         exp_avg=DType.BF16 if own else DType.FP32,
         exp_avg_sq=DType.BF16 if own else DType.FP32,
         sharded="optimizer",

@@ -25,7 +25,8 @@ def read_data(data: Any, *, version: str) -> Imported:
     read = Reader(data)
     bf16 = read.flag("bf16.enabled") or read.flag("bfloat16.enabled")
     fp16, autocast = read.flag("fp16.enabled"), read.flag("torch_autocast.enabled")
-    contradicts, cannot, inert = [], [], []
+    contradicts: list[str] = []
+    inert: list[str] = []
     if bf16 and fp16:
         contradicts.append("bf16.enabled and fp16.enabled: DeepSpeed refuses both together")
     stage = int(read.number("zero_optimization.stage", 0))
@@ -63,7 +64,7 @@ def read_data(data: Any, *, version: str) -> Imported:
         fields |= {"params_dtype": "fp32", "main_params_dtype": "fp32", "autocast_enabled": True}
         fields["grad_reduce_in_fp32"] = meaning.wire is DType.FP32
     if wire is not accumulator and not autocast:
-        cannot.append(f"gradients travel in {wire.short} and accumulate in {accumulator.short}")
+        fields["grad_accumulation_dtype"] = accumulator.short
     if own:
         fields |= {"main_params_dtype": "bf16", "grad_reduce_in_fp32": wire is DType.FP32}
         fields |= {"exp_avg_dtype": meaning.exp_avg.short, "exp_avg_sq_dtype": meaning.exp_avg_sq.short}
@@ -72,7 +73,7 @@ def read_data(data: Any, *, version: str) -> Imported:
         fields |= _scale_fields(scale)
     return Imported(
         stack=NAME, version=version, fields=fields, engine=DEFAULT, meaning=meaning, inert=tuple(inert),
-        contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=(f"DeepSpeed {version}: the wire's default differs between versions",),
+        contradicts=tuple(contradicts), assumed=(f"DeepSpeed {version}: the wire's default differs between versions",),
     )  # fmt: skip
 
 

@@ -60,18 +60,18 @@ def export(
     """`recipe` in the words of `stack`, with a line for each fact that does not arrive as meant.
 
     recipe: a name, a YAML file, or a config. version: of the stack; None: the newest that was read. engine: None: the recipe's own.
-    run: a resolved Run, whose model and layout are written too where the stack has one command line for all.
+    run: a resolved Run, whose additions to the recipe, engine and optimizer settings are exported too; its recipe and engine count.
     Raises UnknownName for a stack or a recipe, BadValue for a version that was never read.
     """
     module = stack_module(stack)
-    config = get_mixed_precision_config(recipe)
+    config = run.stages[0].config if run is not None else get_mixed_precision_config(recipe)
     name = recipe if isinstance(recipe, str) else str(recipe) if isinstance(recipe, Path) else "this config"
     own = describe(name).engine if isinstance(recipe, str) else None
     request = Request(
         name=name,
         config=config,
-        policy=resolve(config),
-        engine=engine or own or DEFAULT,
+        policy=run.policy if run is not None else resolve(config),
+        engine=run.facts.engine if run is not None else engine or own or DEFAULT,
         version=version_of(module, version),
         run=run,
     )

@@ -11,7 +11,7 @@ from mpbridge.stacks.sharded_torch import SPELL, ends_text, missing_scalings, to
 NAME = "fsdp2"
 VERSIONS = {"2.13": "torch 2.13, torchao 0.18"}
 DEFAULT_VERSION = "2.13"
-SCALINGS = {"tensorwise": "tensorwise", "rowwise": "rowwise", "mxfp8": "mxfp8"}
+SCALINGS = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_with_gw_hp", "mxfp8": "mxfp8"}
 
 
 def export(request: Request) -> Export:

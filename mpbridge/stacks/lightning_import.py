@@ -51,7 +51,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     assumed = ["the module is FP32 before the trainer sees it"]
     meaning = _meaning(base, cast, name, strategy, assumed)
     fields = fields_of(meaning, cannot) if meaning.main is None else _megatron_like(meaning)
-    if meaning.wire is not meaning.accumulator:
+    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
         cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     return Imported(
         stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if "fsdp" in name else DEFAULT, meaning=meaning,

@@ -119,7 +119,7 @@ def of_policy(policy: PrecisionPolicy, *, engine: str = DEFAULT, sharded: Sharde
     name = updater("adam", settled, kind)
     optimizer = OptimizerFacts(name=name, distributed=optional and divided != "nothing")
     kept = keeps(settled, kind, optimizer)
-    grads, main = kept["grads"].dtype, kept.get("main_params")
+    grads, main = settled.accumulate or kept["grads"].dtype, kept.get("main_params")
     read = kept["main_grads"].dtype if "main_grads" in kept else grads
     return Meaning(
         storage=settled.params,

@@ -104,10 +104,10 @@ def _optimizer(policy: PrecisionPolicy) -> dict[str, Any]:
 def _ddp(policy: PrecisionPolicy, fsdp: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"use_distributed_optimizer": True}
     if fsdp:
-        reduce = torch_dtype(policy.reduce)
+        reduce, add = torch_dtype(policy.reduce), torch_dtype(policy.accumulate or policy.reduce)
         found |= {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": "optim_grads_params"}
         found["megatron_fsdp_main_params_dtype"] = torch_dtype(policy.main_params or DType.FP32)
-        found |= {"megatron_fsdp_main_grads_dtype": reduce, "megatron_fsdp_grad_comm_dtype": reduce}
+        found |= {"megatron_fsdp_main_grads_dtype": add, "megatron_fsdp_grad_comm_dtype": reduce}
     return found
 
 

@@ -198,7 +198,7 @@ def _megatron_fsdp(read_: Reader, fields: dict[str, Any], notes: _Notes) -> None
         notes.inert.append("grad_reduce_in_fp32: this engine does not read it; gradients are reduced in " + wire.short)
     fields["grad_reduce_in_fp32"] = wire is DType.FP32
     if wire is not grads:
-        notes.cannot.append(f"gradients travel in {wire.short} and accumulate in {grads.short}")
+        fields["grad_accumulation_dtype"] = grads.short
 
 
 def _overridden(read_: Reader, fields: Mapping[str, Any], notes: _Notes) -> None:

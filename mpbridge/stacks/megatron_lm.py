@@ -123,7 +123,12 @@ def _optimizer(policy: PrecisionPolicy, request: Request) -> Flags:
     aware = bool(policy.precision_aware)
     if request.main_weights == "wrapper":
         pass  # its own flags
-    elif aware or policy.stored or request.main_weights == "optimizer":
+    elif (
+        aware
+        or policy.stored
+        or (request.run is not None and request.run.facts.optimizer.distributed)
+        or request.main_weights == "optimizer"
+    ):
         yield "--use-distributed-optimizer"
     if aware:
         yield "--use-precision-aware-optimizer"
@@ -139,10 +144,10 @@ def _state(dtype: DType | None) -> str:
 def _megatron_fsdp(policy: PrecisionPolicy) -> Flags:
     yield "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
     yield "--ckpt-format fsdp_dtensor"
-    reduce = policy.reduce.short
+    reduce, add = policy.reduce.short, (policy.accumulate or policy.reduce).short
     # --accumulate-allreduce-grads-in-fp32 reaches a field that this engine does not read
     yield f"--megatron-fsdp-main-params-dtype {(policy.main_params or DType.FP32).short}"
-    yield f"--megatron-fsdp-main-grads-dtype {reduce} --megatron-fsdp-grad-comm-dtype {reduce}"
+    yield f"--megatron-fsdp-main-grads-dtype {add} --megatron-fsdp-grad-comm-dtype {reduce}"
 
 
 def _unsayable(request: Request) -> Iterator[Line]:

@@ -237,7 +237,10 @@ def _fields(read: Parsed, values: Mapping[str, Any]) -> dict[str, Any]:
             fields[f"{name}_dtype"] = values[name]
         if values["main_grads"] != "fp32":
             fields["main_grads_dtype"] = values["main_grads"]
-    elif read.on("megatron_fsdp") and base != "fp32" and values["fsdp_main_params"] == "fp32":
+    main, wire = values["fsdp_main_grads"], values["fsdp_grad_comm"]
+    if read.on("megatron_fsdp") and wire not in ("auto", main):
+        fields["grad_accumulation_dtype"] = base if main == "auto" else main
+    if not read.on("aware") and read.on("megatron_fsdp") and base != "fp32" and values["fsdp_main_params"] == "fp32":
         fields["main_params_dtype"] = "fp32"
     if read.on("residual"):
         fields["fp32_residual_connection"] = True

@@ -115,10 +115,6 @@ def cannot_express(read: Parsed, values: Mapping[str, Any]) -> list[str]:
         found.append("--fp8-output-proj: the output layer in MXFP8")
     if read.on("fp16_loss"):
         found.append("--fp16-lm-cross-entropy: model.fp16_lm_cross_entropy, not a precision field of a recipe")
-    if read.on("megatron_fsdp"):
-        main, wire = values["fsdp_main_grads"], values["fsdp_grad_comm"]
-        if wire not in ("auto", main):
-            found.append(f"gradients accumulate in {main} and travel in {wire}")
-        if values["fsdp_main_params"] not in ("fp32", "auto"):
-            found.append(f"main weights in {dtype(values['fsdp_main_params']).short} under Megatron-FSDP")
+    if read.on("megatron_fsdp") and values["fsdp_main_params"] not in ("fp32", "auto"):
+        found.append(f"main weights in {dtype(values['fsdp_main_params']).short} under Megatron-FSDP")
     return found

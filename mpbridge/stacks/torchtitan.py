@@ -16,7 +16,12 @@ from mpbridge.stacks.sharded_torch import SPELL, missing_scalings, torch_meaning
 NAME = "torchtitan"
 VERSIONS = {"main": "b5bcd76c"}
 DEFAULT_VERSION = "main"
-SCALINGS = {"mxfp8": "MXFP8LinearConverter", "nvfp4": "NVFP4LinearConverter", "rowwise": "Float8LinearConverter"}
+SCALINGS = {
+    "mxfp8": "MXFP8LinearConverter",
+    "nvfp4": "NVFP4LinearConverter",
+    "rowwise": "Float8LinearConverter",
+    "rowwise_gw_hp": "Float8LinearConverter",
+}
 _IMPORTS = "from torchtitan.components.quantization import {converter}"
 
 
@@ -59,7 +64,8 @@ def _python(policy: PrecisionPolicy) -> str:
     layers = f'[f"layers.{{i}}." for i in range({first}, len(config.model_spec.model.layers) - {last})]'
     chosen = f"fqns={layers}" if policy.ends else 'fqns=["layers"]'
     if converter == "Float8LinearConverter":
-        chosen = 'recipe_name="rowwise", filter_fqns=["lm_head"]'
+        name = "rowwise" if quant.scaling == "rowwise" else "rowwise_with_gw_hp"
+        chosen = f'recipe_name="{name}", filter_fqns=["lm_head"]'
     return "\n".join(
         [
             _IMPORTS.format(converter=converter),

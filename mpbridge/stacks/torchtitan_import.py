@@ -101,5 +101,4 @@ def _quant(read_: Reader, cannot: list[str], inert: list[str], assumed: list[str
     recipe = read_.at("float8.recipe_name", read_.at("quantize.linear.float8.recipe_name", "rowwise"))
     if listed and recipe in (None, "tensorwise"):
         return Quant(format="hybrid", scaling="tensorwise")
-    cannot.append(f"torchao's {recipe}: extend bf16_with_fp8_rowwise")
-    return None
+    return Quant(format="e4m3", scaling="rowwise_gw_hp" if recipe == "rowwise_with_gw_hp" else "rowwise")

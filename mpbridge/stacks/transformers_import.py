@@ -62,7 +62,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     fields = fields_of(meaning, cannot)
     if fp16 and fields:
         fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
-    if meaning.wire is not meaning.accumulator:
+    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
         cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     return Imported(
         stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if sharded else DEFAULT, meaning=meaning, inert=tuple(inert),

@@ -132,6 +132,11 @@ TABLE = {
     ),
     "megatron-fsdp-instances": ({"engine": "megatron_fsdp", "ddp": {"num_distributed_optimizer_instances": 2}}, {"engine": "mcore", "ddp": {"num_distributed_optimizer_instances": 2}}),
     "megatron-fsdp-keeps-one-dtype": ({"engine": "megatron_fsdp", "config": {"keep_fp32": ["*layernorm*"]}}, {"engine": "fsdp2", "config": {"keep_fp32": ["*layernorm*"]}}),
+    "accumulator-apart-from-the-wire": ({"policy": {"accumulate": DType.BF16}}, {"policy": {"accumulate": None}}),
+    "accumulator-before-its-field": (
+        {"engine": "megatron_fsdp", "policy": {"accumulate": DType.BF16}},
+        {"engine": "megatron_fsdp", "policy": {"accumulate": DType.BF16}, "versions": dataclasses.replace(NOW, megatron_core="0.20.0")},
+    ),
     "megatron-fsdp-main-gradients": ({"engine": "megatron_fsdp", "policy": {"main_grads": DType.BF16}}, {"engine": "megatron_fsdp", "policy": {"main_grads": DType.FP32}}),
     "other-models-are-not-built": ({"model": {"heterogeneous_block_specs": True, "use_kitchen": True}}, {"model": {"heterogeneous_block_specs": False}}),
     "megatron-fsdp-settings-elsewhere": ({"ddp": {"data_parallel_sharding_strategy": "optim_grads"}}, {"engine": "megatron_fsdp", "ddp": {"data_parallel_sharding_strategy": "optim_grads"}}),
