@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from mpbridge.formats import DType, say
 from mpbridge.precision.policy import own_main
-from mpbridge.rules.base import Case, Rule
-from mpbridge.rules.quant import ARGUMENTS
+from mpbridge.rules.base import ARGUMENTS, Case, Rule
 
 
 def _main_grads(case: Case) -> str | None:

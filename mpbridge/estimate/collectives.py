@@ -14,6 +14,7 @@ from mpbridge.estimate.work import Collective
 from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
 from mpbridge.memory.buckets import buffers
+from mpbridge.memory.keeps import kept_fp32, wires
 from mpbridge.memory.layers import parameters
 from mpbridge.memory.ranks import Chunk, Coordinates
 from mpbridge.memory.roles import dtype_at_rest, holdings
@@ -176,7 +177,8 @@ def norm_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) ->
         for parameter in chunk
         if "norm" in parameter.weight.path.rpartition(".")[0] or parameter.weight.path.endswith(_WHOLE_BIASES)
     )
-    yield _once("all_reduce", "tensor", run.parallel.tensor, policy.reduce, size * policy.reduce.bytes)
+    wire = wires(policy)["gradients"]
+    yield _once("all_reduce", "tensor", run.parallel.tensor, wire, size * wire.bytes)
 
 
 def _once(kind: str, group: str, ranks: int, dtype: DType, size: int) -> Collective:
@@ -189,15 +191,15 @@ def _sharded(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterato
     if ranks == 1:
         return
     micro = max(1, run.global_batch_size // max(1, run.micro_batch_size * run.parallel.data))
-    sizes: Counter[DType] = Counter()
-    total = 0
+    gathered: Counter[DType] = Counter()
+    reduced: Counter[DType] = Counter()
     for chunk in parameters(run, at):
         for parameter in chunk:
             at_rest, _ = dtype_at_rest(policy, run, parameter)
-            wire = at_rest if at_rest is DType.UINT8 else policy.gather or policy.params
-            sizes[wire] += parameter.weight.elements
-            total += parameter.weight.elements
-    for dtype, count in sizes.items():
+            wire = wires(policy, at_rest=at_rest, kept=kept_fp32(policy, parameter.name))
+            gathered[wire["parameters"]] += parameter.weight.elements
+            reduced[wire["gradients"]] += parameter.weight.elements
+    for dtype, count in gathered.items():
         yield Collective(
             kind="all_gather",
             group="data",
@@ -206,11 +208,12 @@ def _sharded(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterato
             bytes=count * dtype.bytes // ranks,
             times=2 * micro,
         )
-    yield Collective(
-        kind="reduce_scatter",
-        group="data",
-        ranks=ranks,
-        dtype=policy.reduce.short,
-        bytes=total * policy.reduce.bytes,
-        times=micro,
-    )
+    for dtype, count in reduced.items():
+        yield Collective(
+            kind="reduce_scatter",
+            group="data",
+            ranks=ranks,
+            dtype=dtype.short,
+            bytes=count * dtype.bytes,
+            times=micro,
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -76,6 +77,11 @@ def keeps_of(policy: PrecisionPolicy, run: RunFacts, at_rest: DType | None = Non
     """`keeps` in a run. The policy may leave optimizer facts open."""
     settled = policy.settled(dict(run.optimizer.settings))
     return keeps(settled, run.traits, run.optimizer, at_rest=at_rest, ddp=run.ddp)
+
+
+def kept_fp32(policy: PrecisionPolicy, parameter: str) -> bool:
+    """Whether `keep_fp32` names the parameter of that global name."""
+    return any(fnmatchcase(parameter, pattern) for pattern in policy.keep_fp32)
 
 
 def wires(policy: PrecisionPolicy, *, at_rest: DType | None = None, kept: bool = False) -> Mapping[str, DType]:

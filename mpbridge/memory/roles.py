@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
 from mpbridge.memory.buckets import Buffer, buffers
-from mpbridge.memory.keeps import Holding, keeps
+from mpbridge.memory.keeps import Holding, keeps, kept_fp32
 from mpbridge.memory.layers import Parameter, parameters
 from mpbridge.memory.ranks import Coordinates
 from mpbridge.memory.weight_copies import weight_copies
@@ -60,7 +59,7 @@ def roles(policy: PrecisionPolicy, run: RunFacts, *, rank: int = 0) -> tuple[Rol
 
 def dtype_at_rest(policy: PrecisionPolicy, run: RunFacts, parameter: Parameter) -> tuple[DType, Quant | None]:
     """(dtype of the stored parameter, the quantization of its GEMM): UINT8 when its weight rests in FP8."""
-    if any(fnmatch.fnmatchcase(parameter.name, pattern) for pattern in policy.keep_fp32):
+    if kept_fp32(policy, parameter.name):
         return DType.FP32, None
     weight = parameter.weight
     if parameter.layer is None or not weight.linear or not policy.quantized or run.realization != "native":

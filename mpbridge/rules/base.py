@@ -13,6 +13,9 @@ from mpbridge.memory.keeps import Holding, keeps
 from mpbridge.precision.policy import PrecisionPolicy, Quant, own_main
 from mpbridge.traits import EngineTraits
 
+ARGUMENTS = "Megatron-LM training/arguments.py validate_args (d98e8a64)"
+"""A source that rules of several subjects cite."""
+
 Severity = Literal["error", "warning"]
 Emulated = Literal["same", "warning", "silent"]
 

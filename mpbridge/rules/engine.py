@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mpbridge.formats import say
-from mpbridge.rules.base import Case, Rule
-from mpbridge.rules.quant import ARGUMENTS
+from mpbridge.rules.base import ARGUMENTS, Case, Rule
 
 _CUDA_MODEL = (
     "masked_softmax_fusion",

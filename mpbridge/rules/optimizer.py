@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from mpbridge.formats import DType, say
 from mpbridge.hardware.versions import Window
-from mpbridge.rules.base import Case, Rule
-from mpbridge.rules.quant import ARGUMENTS
+from mpbridge.rules.base import ARGUMENTS, Case, Rule
 
 _CONFIG = "megatron-core 0.16.1 optimizer_config.py __post_init__"
 _KEPT = ("main_params", "exp_avg", "exp_avg_sq")

@@ -5,76 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpbridge.formats import DType
-from mpbridge.hardware.capability import can_run
-from mpbridge.hardware.versions import Window, at_least
+from mpbridge.hardware.versions import Window
 from mpbridge.megatron_spec.versions import BEFORE_017, SINCE_017
 from mpbridge.memory.names import dead_regions, listed
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.words import region_text, rule_words
 from mpbridge.rules.base import Case, Rule
 
-ARGUMENTS = "Megatron-LM training/arguments.py validate_args (d98e8a64)"
 _CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
-
-
-def _library(case: Case) -> str | bool:
-    return (
-        bool(_by_engine(case)) and case.run.versions.transformer_engine is None and "no Transformer Engine is installed"
-    )
-
-
-def _by_engine(case: Case) -> list[Quant]:
-    """The quantizations that are Transformer Engine's."""
-    return [quant for quant in case.policy.quants if quant.row.hardware.library == "transformer_engine"]
-
-
-def _libraries(case: Case) -> str | None:
-    libraries = {quant.row.hardware.library: quant.scaling for quant in case.policy.quants}
-    strange = [f"{scaling} scaling" for library, scaling in libraries.items() if library not in case.traits.quantizers]
-    if strange:
-        return f"{', '.join(strange)} on {case.traits.full_name}"
-    return f"{' and '.join(libraries.values())} scaling in one run" if len(libraries) > 1 else None
-
-
-def _capability(case: Case) -> str | None:
-    machine = case.run.machine
-    if machine is None:
-        return None
-    answer = can_run(
-        case.policy, machine, case.run.versions, quantized_by="transformer_engine" if case.native else "emulation"
-    )
-    refused = answer.how == "no" or (case.native and not answer.native)
-    # a missing library has a row of its own, with or without a machine
-    only_library = (
-        case.run.versions.transformer_engine is None
-        and machine.gpu
-        and answer.how == "emulated"
-        and "; " not in answer.reason
-        and "not installed" in answer.reason
-    )
-    return (
-        f"{answer.reason} (nearest that runs there: {answer.nearest or 'none'})"
-        if refused and not only_library
-        else None
-    )
-
-
-def _engine_version(case: Case) -> str | None:
-    have = case.run.versions.transformer_engine
-    if have is None or case.run.machine is not None:  # the capability row reports it with the machine's other needs
-        return None
-    late = [quant.row for quant in _by_engine(case) if not at_least(have, quant.row.hardware.engine)]
-    return (
-        f"Transformer Engine {have} with {', '.join(row.name for row in late)} (needs {late[0].hardware.engine} or later)"
-        if late
-        else None
-    )
-
-
-def _untested(case: Case) -> str | None:
-    have = case.run.versions.transformer_engine
-    outside = have is not None and not (at_least(have, "2.9") and not at_least(have, "2.12"))
-    return f"Transformer Engine {have}" if _by_engine(case) and outside else None
 
 
 def _beyond_stage(case: Case) -> str | None:
@@ -166,59 +104,6 @@ def _recompute(case: Case) -> tuple[str, ...]:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(
-        id="quantization-without-transformer-engine",
-        about="quantized",
-        found=_library,
-        expected="Transformer Engine 2.9 to 2.11 (without it megatron-core's FP8 context does nothing and the run trains in 16 bits)",
-        cure="install mpbridge[te], or emulate=true",
-        source="megatron-core 0.16.1 fp8_utils.py get_fp8_context",
-        emulated="silent",
-    ),
-    Rule(
-        id="quantization-with-local-layers",
-        about="quantized",
-        found=lambda c: _by_engine(c) and c.model("transformer_impl") == "local" and "transformer_impl='local'",
-        expected="Transformer Engine's layers: the local ones ignore the FP8 context, silently",
-        cure="model.transformer_impl=transformer_engine, or emulate=true",
-        source="megatron-core 0.16.1 models/gpt/gpt_layer_specs.py",
-        emulated="silent",
-    ),
-    Rule(
-        id="scaling-of-a-library-that-the-engine-does-not-use",
-        about="quantized",
-        found=_libraries,
-        expected="scalings of one library that the engine puts into its linears: Transformer Engine's on every engine, torchao's on torch FSDP2",
-        cure="engine=fsdp2 for torchao's, or a recipe of Transformer Engine's (mpbridge list)",
-        source="EngineTraits.quantizers; mpbridge/models/torchao_linears.py",
-    ),
-    Rule(
-        id="machine-cannot-run-it",
-        about="quantized",
-        found=_capability,
-        expected="a machine, CUDA and Transformer Engine that run it natively",
-        cure="take the recipe named here, another machine (mpbridge doctor), or emulate=true",
-        source="Transformer Engine 2.11 pytorch/quantization.py check_*_support",
-    ),
-    Rule(
-        id="transformer-engine-too-old",
-        about="quantized",
-        found=_engine_version,
-        expected="the version that introduced this scaling",
-        cure="upgrade Transformer Engine",
-        source="megatron-core 0.16.1 fp8_utils.py get_fp8_recipe, fp4_utils.py get_fp4_recipe",
-        emulated="silent",
-    ),
-    Rule(
-        id="transformer-engine-untested",
-        about="quantized",
-        found=_untested,
-        expected="2.9 to 2.11, the range that megatron-core 0.16 declares and that mpbridge was read against",
-        cure="install a version of that range",
-        source="megatron-core 0.16.1 package metadata, extra dev",
-        severity="warning",
-        emulated="silent",
-    ),
     Rule(
         id="edge-layers-with-delayed-scaling",
         about="delayed",

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
-
 from mpbridge.formats import DType
 from mpbridge.megatron_spec.versions import BEFORE_017
-from mpbridge.rules.base import Case, Rule
-from mpbridge.rules.quant import ARGUMENTS
+from mpbridge.memory.keeps import kept_fp32
+from mpbridge.rules.base import ARGUMENTS, Case, Rule
 
 
 def _mxfp8_stored(case: Case) -> bool:
@@ -144,7 +142,7 @@ RULES: tuple[Rule, ...] = (
         id="keep-fp32-of-a-tied-embedding",
         found=lambda c: (
             c.run.shape.tied
-            and any(fnmatchcase("embedding.word_embeddings.weight", glob) for glob in c.policy.keep_fp32)
+            and kept_fp32(c.policy, "embedding.word_embeddings.weight")
             and "keep_fp32 names the word embeddings, which the output layer shares"
         ),
         expected="an embedding of its own: the output layer would multiply 16-bit activations by FP32 weights",

@@ -9,7 +9,18 @@ from dataclasses import replace
 from mpbridge.errors import Refused
 from mpbridge.facts import RunFacts
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.rules import configs, engine, environment, experts, model, optimizer, quant, recompute, storage
+from mpbridge.rules import (
+    configs,
+    engine,
+    environment,
+    experts,
+    model,
+    optimizer,
+    quant,
+    realization,
+    recompute,
+    storage,
+)
 from mpbridge.rules.base import Case, Rule, Violation
 from mpbridge.traits import attribute, engine_names, traits
 
@@ -18,7 +29,8 @@ from mpbridge.traits import attribute, engine_names, traits
 def rules() -> tuple[Rule, ...]:
     """All rows, in table order; ids are unique."""
     return (
-        quant.RULES
+        realization.RULES
+        + quant.RULES
         + storage.RULES
         + optimizer.RULES
         + model.RULES
