@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
-from mpbridge.memory.keeps import Holding, keeps
+from mpbridge.memory.keeps import Holding, keeps, kept_fp32
 from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant
 
 ROLES = ("grads", "main_grads", "main_params", "exp_avg", "exp_avg_sq")
@@ -68,7 +68,7 @@ class Promises:
 
     def kept_fp32(self, parameter: str) -> bool:
         """Whether `keep_fp32` names this parameter."""
-        return any(fnmatch.fnmatchcase(parameter, pattern) for pattern in self.policy.keep_fp32)
+        return kept_fp32(self.policy, parameter)
 
     def _rests(self, parameter: str) -> DType:
         if self.kept_fp32(parameter):

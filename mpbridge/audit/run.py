@@ -22,6 +22,7 @@ from mpbridge.audit.traffic import traffic_findings
 from mpbridge.audit.unseen import why_unseen
 from mpbridge.audit.watch import Watch
 from mpbridge.audit.weights import Before, weight_findings
+from mpbridge.memory.keeps import wires
 from mpbridge.precision.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def _widths(promises: Promises) -> dict[str, str]:
     """The dtypes that a gradient passes on its way from the GEMM to the optimizer."""
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     widths = {role: promises.of(role, name) for role in ("grads", "main_grads")}
-    widths["wire"] = promises.policy.reduce.short
+    widths["wire"] = wires(promises.policy)["gradients"].short
     return {role: width for role, width in widths.items() if width and width != ABSENT}
 
 

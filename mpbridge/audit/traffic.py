@@ -13,6 +13,8 @@ from mpbridge.audit.gradients import data_parallel
 from mpbridge.audit.promise import Promises
 from mpbridge.audit.ranks import joined, offenders
 from mpbridge.audit.watch import Watch
+from mpbridge.formats import DType
+from mpbridge.memory.keeps import wires
 
 
 @dataclass
@@ -48,10 +50,12 @@ def traffic(engine: Any, promises: Promises, watch: Watch, microbatches: int) ->
 
 def _promised(promises: Promises) -> dict[str, set[str]]:
     policy = promises.policy
-    gather = policy.gather or policy.params
-    kept = {"fp32"} if policy.keep_fp32 else set()
-    stored = {"uint8"} if policy.stored and not promises.emulated else set()
-    return {"gradients": {policy.reduce.short} | kept, "parameters": {gather.short} | kept | stored}
+    ways = [wires(policy)]
+    if policy.keep_fp32:
+        ways.append(wires(policy, kept=True))
+    if policy.stored and not promises.emulated:
+        ways.append(wires(policy, at_rest=DType.UINT8))
+    return {kind: {way[kind].short for way in ways} for kind in ways[0]}
 
 
 # --- megatron-core's buffers: every element has an address --------------------------------------------------------------------------------

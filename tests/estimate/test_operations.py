@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from mpbridge.config.container import ConfigContainer
 from mpbridge.errors import BadValue
 from mpbridge.estimate.build import work
 from mpbridge.estimate.flops import model_flops_per_token
@@ -68,3 +69,21 @@ def test_sizes_that_do_not_divide_are_named_together():
 def test_every_published_row_but_the_hybrids_is_priced():
     assert {row["model"] for row in rows()} - {row["model"] for row in priced()} == set(CANNOT)
     assert set(UNUSUAL) < {row["model"] for row in priced()}
+
+
+def test_parameters_kept_in_fp32_are_gathered_and_reduced_in_fp32_when_sharded():
+    config = ConfigContainer(
+        mixed_precision={"recipe": "fp32_params_bf16_compute", "keep_fp32": ["*norm*"]},
+        model={"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256, "vocab_size": 256},
+        optimizer={"lr": 1e-3},
+        train={"train_iters": 1, "micro_batch_size": 1, "global_batch_size": 2},
+        data={"seq_length": 32},
+        engine="fsdp2",
+    )
+    run = config.resolved(world_size=2)
+    norms = 5 * 2 * 64  # weight and bias of two norms in each layer and of the last
+    sent = {(one.kind, one.dtype): one.bytes for one in work(run.policy, run.facts, 0).step}
+    assert sent["all_gather", "fp32"] == norms * 4 // 2
+    weights = sum(one.bytes for one in work(run.policy, run.facts, 0).step if one.kind == "reduce_scatter")
+    assert weights == sent["reduce_scatter", "fp32"]
+    assert sent["all_gather", "bf16"] > 0
