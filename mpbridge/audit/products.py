@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mpbridge.audit.delayed import leaving
 from mpbridge.audit.operands import Grid, cosine, fits_blocks, grid_of, strays
 from mpbridge.audit.stored import storage
 from mpbridge.audit.values import sample
@@ -35,6 +36,14 @@ class Quantized:
     """Share of gradient elements that were not rounded to the nearest code."""
     amax: dict[str, float] = field(default_factory=dict)
     """'x', 'dy' -> absolute maximum in the last micro-batch."""
+    left: dict[str, float] = field(default_factory=dict)
+    """'x', 'dy' -> entry of the amax history that the last micro-batch's update drops."""
+
+    def note_leaving(self, module: Any, name: str) -> None:
+        """To be called before that update; a history without such an entry has none."""
+        entry = leaving(module, name)
+        if entry is not None:
+            self.left[name] = entry
 
 
 class Products:
@@ -69,10 +78,16 @@ class Products:
         """A linear begins with this input."""
         self._wanted[path] = torch.is_grad_enabled()  # inside of an autograd function nobody could tell
         quants = self._quants(path)
-        if quants and source.numel():
+        if not quants:
+            return
+        history = any(quant.row.history for quant in quants)
+        if source.numel():
             seen = self.quantized.setdefault(path, Quantized())
-            if any(quant.row.history for quant in quants):
+            if history:
                 seen.amax["x"] = float(source.detach().abs().amax())
+        # a forward pass that is repeated inside of a backward pass ends no interval
+        if history and path in self.quantized and torch._C._current_autograd_node() is None:
+            self.quantized[path].note_leaving(self.modules.get(path), "x")
 
     def leaves(self, path: str, nodes: list[Any]) -> None:
         """A linear is done; `nodes` of the graph are its own."""
@@ -87,8 +102,12 @@ class Products:
         def look(grads: Any) -> None:
             if grads[0] is not None:
                 self._dy[path] = grads[0].detach().reshape(-1, grads[0].shape[-1])
-                if path in self.quantized and self._dy[path].numel():
-                    self.quantized[path].amax["dy"] = float(self._dy[path].abs().amax())
+                seen = self.quantized.get(path)
+                if seen is None:
+                    return
+                seen.note_leaving(self.modules.get(path), "dy")
+                if self._dy[path].numel():
+                    seen.amax["dy"] = float(self._dy[path].abs().amax())
 
         return look
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpbridge.audit.delayed import scale_faults
 from mpbridge.audit.findings import Finding
 from mpbridge.audit.places import linears
-from mpbridge.audit.products import backward_is_quantized
+from mpbridge.audit.products import Quantized, backward_is_quantized
 from mpbridge.audit.promise import Promises
 from mpbridge.audit.ranks import offenders
 from mpbridge.audit.watch import Watch
-from mpbridge.formats import FORMATS
 from mpbridge.precision.regions import GEMMS, Gemms, Quant
 
 _TURNED, _PLAIN = 0.8, 0.5
@@ -64,7 +64,7 @@ def quantizations(engine: Any, promises: Promises, watch: Watch) -> Quantization
         for quant in gemms.distinct:
             seen.wrong += _four_bits(path, quant, found)
             if quant.row.history:
-                _scales(seen, path, quant, module, found.amax)
+                _scales(seen, path, quant, module, found)
     return seen
 
 
@@ -107,31 +107,14 @@ def _asked(quant: Quant, option: str) -> bool:
     return quant.row.has(option) and bool(quant.option(option, os.environ))
 
 
-def _scales(seen: Quantizations, path: str, quant: Quant, module: Any, amax: dict[str, float]) -> None:
-    """Delayed scaling: the state of both tensors that are seen anew in each micro-batch."""
-    plug = getattr(module, "plug", None)
-    quantizer: Any = getattr(plug, "quantizer", None)
-    if plug is None or getattr(quantizer, "forward_table", None) is None:
-        return
-    for name in ("x", "dy"):
-        table = quantizer.backward_table if name == "dy" else quantizer.forward_table
-        index = table.names.index(f"{plug.slot}.{name}")
-        history, scale = table.history[:, index], float(table.scale[index])
-        where = f"{path} {name}"
+def _scales(seen: Quantizations, path: str, quant: Quant, module: Any, found: Quantized) -> None:
+    for where, newest, fault in scale_faults(path, quant, module, found.amax, found.left):
         seen.scales += 1
-        if history.numel() != quant.amax_history:
-            seen.stale.append(f"{where}: a history of {history.numel()}, promised {quant.amax_history}")
-            continue
-        if history.numel() == 1:
-            continue  # one entry, cleared when the scale is made
-        newest = float(history[-1])
-        basis = newest if quant.amax_algo == "most_recent" else float(history.max())
-        largest = FORMATS[quant.element(gradient=name == "dy")].largest
-        wanted = largest * 2.0**-quant.margin / basis if basis > 0 else scale
-        if not math.isclose(scale, wanted, rel_tol=1e-5):
-            seen.stale.append(f"{where}: scale {scale:.6g}, its history asks for {wanted:.6g}")
-        if name in amax:
-            seen.amaxes[where] = (newest, amax[name])
+        if fault:
+            seen.stale.append(fault)
+        name = where.rpartition(" ")[2]
+        if name in found.amax and not math.isnan(newest):
+            seen.amaxes[where] = (newest, found.amax[name])
 
 
 def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *, steps: int, why: str) -> list[Finding]:
