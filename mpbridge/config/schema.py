@@ -7,7 +7,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -139,25 +139,39 @@ def fit(setting: Setting, value: Any) -> Any:
     raise BadValue(f"{_short(value)}{kind}: expected {setting.expected()}")
 
 
+def _whole(value: Any) -> tuple[bool, Any]:
+    # YAML reads 1e6 as a fraction, and 2.0 is two
+    whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+    return whole or (isinstance(value, int) and not isinstance(value, bool)), int(value) if whole else value
+
+
+def _real(value: Any) -> tuple[bool, Any]:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return ok, float(value) if ok else value
+
+
+_PLAIN: Mapping[str, Callable[[Any], tuple[bool, Any]]] = {
+    "null": lambda value: (value is None, None),
+    "bool": lambda value: (isinstance(value, bool), value),
+    "int": _whole,
+    "float": _real,
+    "str": lambda value: (isinstance(value, str), value),
+    "list": lambda value: (
+        isinstance(value, (list, tuple)),
+        list(value) if isinstance(value, (list, tuple)) else value,
+    ),
+    "object": lambda value: (
+        value is not None and not isinstance(value, (str, int, float, list, tuple, dict)),
+        value,
+    ),
+}
+"""Kinds that need nothing but the value: whether it is one, and what it is then."""
+
+
 def _as(name: str, setting: Setting, value: Any) -> tuple[bool, Any]:
     """Whether `value` is a `name`, and what it is then."""
-    if name == "null":
-        return value is None, None
-    if name == "bool":
-        return isinstance(value, bool), value
-    if name == "int":
-        # YAML reads 1e6 as a fraction, and 2.0 is two
-        whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
-        return whole or (isinstance(value, int) and not isinstance(value, bool)), int(value) if whole else value
-    if name == "float":
-        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        return ok, float(value) if ok else value
-    if name == "str":
-        return isinstance(value, str), value
-    if name == "list":
-        return isinstance(value, (list, tuple)), list(value) if isinstance(value, (list, tuple)) else value
-    if name == "object":
-        return value is not None and not isinstance(value, (str, int, float, list, tuple, dict)), value
+    if name in _PLAIN:
+        return _PLAIN[name](value)
     if name == "activation":
         return _activation(value)
     if name in ("dtype", "choice"):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mpbridge.facts import RunFacts
+from mpbridge.hardware.machines import Machine
 from mpbridge.memory.buckets import bucket_size
 from mpbridge.memory.layers import parameters
 from mpbridge.memory.ranks import Coordinates
@@ -61,21 +62,25 @@ def outside(run: RunFacts, activations: int) -> tuple[Beside, ...]:
     )
 
 
+def _workspaces(run: RunFacts, machine: Machine) -> Beside:
+    hopper = machine.arch is not None and machine.arch >= (9, 0)
+    grouped = run.shape.grouped_gemm and run.model.get("transformer_impl") != "local"
+    return Beside(
+        name="workspaces",
+        bytes=(CUBLAS_HOPPER if hopper else CUBLAS_BEFORE) + (GROUPED if grouped and hopper else 0),
+        known="measured",
+        band=0.3,
+        because="cuBLAS, on Megatron-LM's test cases",
+    )
+
+
 def _parts(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Beside]:
     parallel, shape, machine = run.parallel, run.shape, run.machine
     rows = shape.seq_length * run.micro_batch_size // parallel.context
     whole = rows * shape.hidden_size * policy.compute.bytes
     share = whole // (parallel.tensor if parallel.sequence else 1)
     if machine is not None and machine.gpu:
-        hopper = machine.arch is not None and machine.arch >= (9, 0)
-        grouped = shape.grouped_gemm and run.model.get("transformer_impl") != "local"
-        yield Beside(
-            name="workspaces",
-            bytes=(CUBLAS_HOPPER if hopper else CUBLAS_BEFORE) + (GROUPED if grouped and hopper else 0),
-            known="measured",
-            band=0.3,
-            because="cuBLAS, on Megatron-LM's test cases",
-        )
+        yield _workspaces(run, machine)
     size = _communication(policy, run, at)
     if size:
         yield Beside(

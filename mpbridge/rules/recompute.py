@@ -108,8 +108,7 @@ def _graph_scope(case: Case) -> str | None:
     if implementation == "local" and parts & {"moe_router", "moe_preprocess"}:
         parts |= {"moe_router", "moe_preprocess"}
     experts = (case.run.shape.experts or 0) > 1
-    every = case.model("moe_layer_freq", 1)
-    all_experts = experts and (every == 1 or (isinstance(every, (list, tuple)) and 0 not in every))
+    all_experts = experts and _every_layer_has_experts(case)
     padded = case.model("moe_expert_capacity_factor") is not None and case.model("moe_pad_expert_input_to_capacity")
     broken = (
         ("full_iteration with transformer_engine", implementation != "local" and "full_iteration" in parts),
@@ -125,6 +124,11 @@ def _graph_scope(case: Case) -> str | None:
     )
     found = [words for words, wrong in broken if wrong]
     return f"captured: {', '.join(found)}" if found else None
+
+
+def _every_layer_has_experts(case: Case) -> bool:
+    every = case.model("moe_layer_freq", 1)
+    return every == 1 or (isinstance(every, (list, tuple)) and 0 not in every)
 
 
 def _synchronises(case: Case) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mpbridge.errors import DataError
@@ -22,59 +23,99 @@ def read_data(data: Any, *, version: str) -> Imported:
     """What the settings mean on that version's engine. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"a DeepSpeed configuration is a mapping, found {type(data).__name__}")
-    read = Reader(data)
-    bf16 = read.flag("bf16.enabled") or read.flag("bfloat16.enabled")
-    fp16, autocast = read.flag("fp16.enabled"), read.flag("torch_autocast.enabled")
-    contradicts: list[str] = []
-    inert: list[str] = []
-    if bf16 and fp16:
-        contradicts.append("bf16.enabled and fp16.enabled: DeepSpeed refuses both together")
-    stage = int(read.number("zero_optimization.stage", 0))
+    said = _said(Reader(data))
+    raise_faults(said.read.faults, "this DeepSpeed configuration")
+    return Imported(
+        stack=NAME, version=version, fields=_fields(said), engine=DEFAULT, meaning=_meaning(said),
+        inert=tuple(f"{key}: unknown at the top level, accepted and ignored" for key in _INERT if key in data),
+        contradicts=tuple(_contradictions(said)),
+        assumed=(f"DeepSpeed {version}: the wire's default differs between versions",),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """The settings about precision, with the engine's own defaults filled in."""
+
+    read: Reader
+    bf16: bool
+    fp16: bool
+    base: DType
+    """The model's dtype."""
+    autocast: DType | None
+    stage: int
+    """Of ZeRO."""
+    wire: DType
+    accumulator: DType
+    own: bool
+    """The BF16 parameters are their own main weights."""
+    low: bool
+    """Moments are BF16."""
+    scale: LossScale | None
+
+
+def _said(read: Reader) -> _Said:
+    bf16, fp16 = read.flag("bf16.enabled") or read.flag("bfloat16.enabled"), read.flag("fp16.enabled")
     base = DType.BF16 if bf16 else DType.FP16 if fp16 else DType.FP32
-    # the engine's communication_data_type and gradient accumulation follow the model's dtype unless they are set
-    wire = read.dtype("communication_data_type", base) or base
-    accumulator = read.dtype("data_types.grad_accum_dtype", base) or base
-    own = read.flag("bf16.bf16_master_weights_and_grads")
-    low = read.flag("bf16.bf16_optimizer_states")
-    if low and not own:
-        contradicts.append("bf16_optimizer_states needs bf16_master_weights_and_grads")
-    if (own or low) and stage < 1:
-        contradicts.append("bf16_master_weights_and_grads needs ZeRO 1 or higher")
-    if accumulator is DType.FP32 and base is not DType.FP32 and stage == 0:
-        contradicts.append("data_types.grad_accum_dtype=fp32 without ZeRO: not implemented there")
-    inert += [f"{key}: unknown at the top level, accepted and ignored" for key in _INERT if key in data]
-    autocast_dtype = read.dtype("torch_autocast.dtype", DType.BF16) if autocast else None
-    scale = _scale(read) if fp16 else None
-    meaning = Meaning(
-        storage=base,
-        compute=autocast_dtype or base,
-        autocast=autocast_dtype,
-        main=None if own or base is DType.FP32 else DType.FP32,
-        wire=autocast_dtype or wire,
-        accumulator=accumulator,
-        optimizer_reads=DType.FP32 if not own and accumulator is not DType.FP32 and base is not DType.FP32 else None,
-        exp_avg=DType.BF16 if low else DType.FP32,
-        exp_avg_sq=DType.BF16 if low else DType.FP32,
-        sharded=_SHARDED.get(stage, "everything"),
-        loss_scale=scale,
+    return _Said(
+        read=read,
+        bf16=bf16,
+        fp16=fp16,
+        base=base,
+        autocast=read.dtype("torch_autocast.dtype", DType.BF16) if read.flag("torch_autocast.enabled") else None,
+        stage=int(read.number("zero_optimization.stage", 0)),
+        # the engine's communication_data_type and gradient accumulation follow the model's dtype unless they are set
+        wire=read.dtype("communication_data_type", base) or base,
+        accumulator=read.dtype("data_types.grad_accum_dtype", base) or base,
+        own=read.flag("bf16.bf16_master_weights_and_grads"),
+        low=read.flag("bf16.bf16_optimizer_states"),
+        scale=_scale(read) if fp16 else None,
     )
-    raise_faults(read.faults, "this DeepSpeed configuration")
-    fields: dict[str, Any] = {**base_field(meaning.compute), "grad_reduce_in_fp32": wire is DType.FP32}
-    if base is DType.FP32 and meaning.compute is not DType.FP32:
+
+
+def _contradictions(said: _Said) -> Iterator[str]:
+    if said.bf16 and said.fp16:
+        yield "bf16.enabled and fp16.enabled: DeepSpeed refuses both together"
+    if said.low and not said.own:
+        yield "bf16_optimizer_states needs bf16_master_weights_and_grads"
+    if (said.own or said.low) and said.stage < 1:
+        yield "bf16_master_weights_and_grads needs ZeRO 1 or higher"
+    if said.accumulator is DType.FP32 and said.base is not DType.FP32 and said.stage == 0:
+        yield "data_types.grad_accum_dtype=fp32 without ZeRO: not implemented there"
+
+
+def _meaning(said: _Said) -> Meaning:
+    wide, moments = said.base is DType.FP32, DType.BF16 if said.low else DType.FP32
+    converted = not said.own and said.accumulator is not DType.FP32 and not wide
+    return Meaning(
+        storage=said.base,
+        compute=said.autocast or said.base,
+        autocast=said.autocast,
+        main=None if said.own or wide else DType.FP32,
+        wire=said.autocast or said.wire,
+        accumulator=said.accumulator,
+        optimizer_reads=DType.FP32 if converted else None,
+        exp_avg=moments,
+        exp_avg_sq=moments,
+        sharded=_SHARDED.get(said.stage, "everything"),
+        loss_scale=said.scale,
+    )
+
+
+def _fields(said: _Said) -> dict[str, Any]:
+    """The recipe that comes nearest."""
+    meaning, wide = _meaning(said), said.wire is DType.FP32
+    fields: dict[str, Any] = {**base_field(meaning.compute), "grad_reduce_in_fp32": wide}
+    if said.base is DType.FP32 and meaning.compute is not DType.FP32:
         fields |= {"params_dtype": "fp32", "main_params_dtype": "fp32", "autocast_enabled": True}
         fields["grad_reduce_in_fp32"] = meaning.wire is DType.FP32
-    if wire is not accumulator and not autocast:
-        fields["grad_accumulation_dtype"] = accumulator.short
-    if own:
-        fields |= {"main_params_dtype": "bf16", "grad_reduce_in_fp32": wire is DType.FP32}
+    if said.wire is not said.accumulator and said.autocast is None:
+        fields["grad_accumulation_dtype"] = said.accumulator.short
+    if said.own:
+        fields |= {"main_params_dtype": "bf16", "grad_reduce_in_fp32": wide}
         fields |= {"exp_avg_dtype": meaning.exp_avg.short, "exp_avg_sq_dtype": meaning.exp_avg_sq.short}
-        fields |= {} if wire is DType.FP32 else {"main_grads_dtype": "bf16"}
-    if scale is not None:
-        fields |= _scale_fields(scale)
-    return Imported(
-        stack=NAME, version=version, fields=fields, engine=DEFAULT, meaning=meaning, inert=tuple(inert),
-        contradicts=tuple(contradicts), assumed=(f"DeepSpeed {version}: the wire's default differs between versions",),
-    )  # fmt: skip
+        fields |= {} if wide else {"main_grads_dtype": "bf16"}
+    return fields if said.scale is None else fields | _scale_fields(said.scale)
 
 
 def _scale(read: Reader) -> LossScale:

@@ -152,38 +152,45 @@ def _megatron_fsdp(policy: PrecisionPolicy) -> Flags:
 
 def _unsayable(request: Request) -> Iterator[Line]:
     """Facts that no flag of Megatron-LM says."""
-    policy, new = request.policy, not request.version.startswith("0.16")
-
-    def line(fact: str, text: str) -> Line:
-        return Line(fidelity="impossible", fact=fact, text=text)
-
+    policy = request.policy
     own = policy.settled().main_params is policy.params
     if own and policy.params is not DType.FP32:
-        yield line(
+        yield _impossible(
             "main_params_dtype",
             f"--{policy.compute.short} always makes FP32 main weights, and --main-params-dtype has no {policy.params.short};"
             " nearest: --use-precision-aware-optimizer with BF16 moments, 6 bytes per parameter more than asked for (unsharded)",
         )
     if policy.autocast is not None:
-        yield line("autocast_enabled", "no flag; weights and activations are cast by the model instead")
+        yield _impossible("autocast_enabled", "no flag; weights and activations are cast by the model instead")
     if policy.remainders is False and policy.precision_aware:
-        yield line("store_param_remainders", "no flag, it is on: the same FP32 value in 2 bytes less per parameter")
+        yield _impossible(
+            "store_param_remainders", "no flag, it is on: the same FP32 value in 2 bytes less per parameter"
+        )
     if policy.keep_fp32:
-        yield line("keep_fp32", f"no flag keeps {', '.join(policy.keep_fp32)} in FP32")
+        yield _impossible("keep_fp32", f"no flag keeps {', '.join(policy.keep_fp32)} in FP32")
     for name, value in (("pipeline_dtype", policy.pipeline), ("output_dtype", policy.output)):
         if value is not policy.compute and not (name == "pipeline_dtype" and policy.residual_fp32):
-            yield line(name, f"no flag; {policy.compute.short} there")
+            yield _impossible(name, f"no flag; {policy.compute.short} there")
+    yield from _unsayable_at_that_version(request)
+
+
+def _unsayable_at_that_version(request: Request) -> Iterator[Line]:
+    policy, new = request.policy, not request.version.startswith("0.16")
     if policy.softmax_fp32 is False:
         yield Line(fidelity="exact", fact="attention_softmax_in_fp32", text="off is the flag's default there")
     for quant in policy.quants:
         if quant.attention != "none":
-            yield line("fp8_dot_product_attention", "no flag; attention stays in 16 bits")
+            yield _impossible("fp8_dot_product_attention", "no flag; attention stays in 16 bits")
         if quant.bits == 4 and quant.stored and not new:
-            yield line("fp4_param_gather", "the flag exists from core 0.20 on; weights are gathered in 16 bits")
+            yield _impossible("fp4_param_gather", "the flag exists from core 0.20 on; weights are gathered in 16 bits")
     if policy.logits is not None and not new:
-        yield line("logit_dtype", "the flag exists from core 0.20 on")
+        yield _impossible("logit_dtype", "the flag exists from core 0.20 on")
     if request.main_weights == "wrapper" and not new:
-        yield line("grad_reduce_in_fp32", "the three --megatron-fsdp-*-dtype flags exist from core 0.20 on")
+        yield _impossible("grad_reduce_in_fp32", "the three --megatron-fsdp-*-dtype flags exist from core 0.20 on")
+
+
+def _impossible(fact: str, text: str) -> Line:
+    return Line(fidelity="impossible", fact=fact, text=text)
 
 
 def modules_file(policy: PrecisionPolicy) -> str:

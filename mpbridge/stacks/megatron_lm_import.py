@@ -231,6 +231,22 @@ def _fields(read: Parsed, values: Mapping[str, Any]) -> dict[str, Any]:
         for name in ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"):
             if values[name] != MixedPrecisionConfig.__dataclass_fields__[name].default:
                 fields[name] = values[name]
+    fields |= _states(read, values, base)
+    if read.on("residual"):
+        fields["fp32_residual_connection"] = True
+    # Transformer Engine's attention does not read it: only the local implementation's does
+    if read.on("softmax") and values["transformer_impl"] == "local":
+        fields["attention_softmax_in_fp32"] = True
+    if values["router"] is not None:
+        fields["moe_router_dtype"] = values["router"]
+    if values["logits"] is not None:
+        fields["logit_dtype"] = values["logits"]
+    return fields
+
+
+def _states(read: Parsed, values: Mapping[str, Any], base: str) -> dict[str, Any]:
+    """What the optimizer or the sharding wrapper keeps."""
+    fields: dict[str, Any] = {}
     if read.on("aware"):
         fields["use_precision_aware_optimizer"] = True
         for name in ("main_params", "exp_avg", "exp_avg_sq"):
@@ -242,15 +258,6 @@ def _fields(read: Parsed, values: Mapping[str, Any]) -> dict[str, Any]:
         fields["grad_accumulation_dtype"] = base if main == "auto" else main
     if not read.on("aware") and read.on("megatron_fsdp") and base != "fp32" and values["fsdp_main_params"] == "fp32":
         fields["main_params_dtype"] = "fp32"
-    if read.on("residual"):
-        fields["fp32_residual_connection"] = True
-    # Transformer Engine's attention does not read it: only the local implementation's does
-    if read.on("softmax") and values["transformer_impl"] == "local":
-        fields["attention_softmax_in_fp32"] = True
-    if values["router"] is not None:
-        fields["moe_router_dtype"] = values["router"]
-    if values["logits"] is not None:
-        fields["logit_dtype"] = values["logits"]
     return fields
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,86 +24,92 @@ class Parsed:
         return bool(self.values.get(name))
 
 
+Row = tuple[bool, str]
+"""Whether it applies, and what is said then."""
+
+
 def inert(read: Parsed, values: Mapping[str, Any]) -> list[str]:
     """Settings that its parser takes and nothing reads, or reads elsewhere than a user would think."""
-    said, off, found = read.said, values["fp8"] is None, []
+    rows = (*_inert_quantization(read, values), *_inert_reduction(read, values), *_inert_states(read, values))
+    return [text for applies, text in rows if applies]
 
-    def note(condition: bool, text: str) -> None:
-        if condition:
-            found.append(text)
 
-    aware = read.on("aware")
-    note(
-        "fp8_recipe" in said and off and not (aware and values["fp8_recipe"] != "delayed"),
-        "--fp8-recipe without --fp8-format: nothing is quantized",
-    )
-    note(
-        "fp8_recipe" in said and off and aware and values["fp8_recipe"] != "delayed",
-        f"--fp8-recipe {values['fp8_recipe']} without --fp8-format quantizes nothing, yet moves the main weights from FusedAdam to megatron-core",
+def _inert_quantization(read: Parsed, values: Mapping[str, Any]) -> Iterator[Row]:
+    said, off, recipe = read.said, values["fp8"] is None, values["fp8_recipe"]
+    alone = "fp8_recipe" in said and off
+    moves = read.on("aware") and recipe != "delayed"
+    yield alone and not moves, "--fp8-recipe without --fp8-format: nothing is quantized"
+    yield (
+        alone and moves,
+        f"--fp8-recipe {recipe} without --fp8-format quantizes nothing, yet moves the main weights from FusedAdam to megatron-core",
     )
     amax = {"fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"} & said
-    note(
-        bool(amax) and (off or values["fp8_recipe"] != "delayed"),
-        "--fp8-amax-* and --fp8-margin act under delayed scaling only",
-    )
-    note("fp8_interval" in said, "--fp8-interval: Transformer Engine no longer reads it")
-    note(
-        bool({"first", "last"} & said) and not read.on("edges"),
-        "--num-layers-at-*-in-bf16 without --first-last-layers-bf16",
-    )
-    note(read.on("edges") and off and values["fp4"] is None, "--first-last-layers-bf16 without a quantization")
-    note(
-        values["fp8_recipe"] == "mxfp8" and values["fp8"] == "hybrid",
-        "--fp8-format hybrid under mxfp8: all operands are E4M3",
-    )
-    note(
+    yield bool(amax) and (off or recipe != "delayed"), "--fp8-amax-* and --fp8-margin act under delayed scaling only"
+    yield "fp8_interval" in said, "--fp8-interval: Transformer Engine no longer reads it"
+    edges = read.on("edges")
+    yield bool({"first", "last"} & said) and not edges, "--num-layers-at-*-in-bf16 without --first-last-layers-bf16"
+    yield edges and off and values["fp4"] is None, "--first-last-layers-bf16 without a quantization"
+    hybrid = values["fp8"] == "hybrid"
+    yield recipe == "mxfp8" and hybrid, "--fp8-format hybrid under mxfp8: all operands are E4M3"
+
+
+def _inert_reduction(read: Parsed, values: Mapping[str, Any]) -> Iterator[Row]:
+    yield (
         read.on("softmax") and values["transformer_impl"] != "local",
         "--attention-softmax-in-fp32: Transformer Engine's attention does not read it",
     )
-    note(
-        read.on("accumulate") and read.on("reduce_bf16"),
-        "--accumulate-allreduce-grads-in-fp32 beside --grad-reduce-in-bf16: BF16 wins",
-    )
-    note(
-        read.on("accumulate") and (read.on("fsdp2") or read.on("megatron_fsdp")),
+    wide, low = read.on("accumulate"), read.on("reduce_bf16")
+    yield wide and low, "--accumulate-allreduce-grads-in-fp32 beside --grad-reduce-in-bf16: BF16 wins"
+    yield (
+        wide and (read.on("fsdp2") or read.on("megatron_fsdp")),
         "--accumulate-allreduce-grads-in-fp32: the sharding engine does not read it",
     )
-    note(
-        read.on("reduce_bf16") and read.on("fp16"), "--grad-reduce-in-bf16 under --fp16: gradients are reduced in FP16"
-    )
-    states = {"main_params", "main_grads", "exp_avg", "exp_avg_sq"} & said
-    note(
-        bool(states) and not aware and all(values[name] == "fp32" for name in states),
+    yield low and read.on("fp16"), "--grad-reduce-in-bf16 under --fp16: gradients are reduced in FP16"
+
+
+def _inert_states(read: Parsed, values: Mapping[str, Any]) -> Iterator[Row]:
+    states = {"main_params", "main_grads", "exp_avg", "exp_avg_sq"} & read.said
+    yield (
+        bool(states) and not read.on("aware") and all(values[name] == "fp32" for name in states),
         "--main-*-dtype and --exp-avg-*-dtype act under --use-precision-aware-optimizer only",
     )
-    scale = {"initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"} & said
-    note(bool(scale) and not read.on("fp16"), "details of dynamic loss scaling without --fp16")
-    fsdp = {"fsdp_main_params", "fsdp_main_grads", "fsdp_grad_comm"} & said
-    note(bool(fsdp) and not read.on("megatron_fsdp"), "--megatron-fsdp-*-dtype without --use-megatron-fsdp")
-    return found
+    scale = {"initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"} & read.said
+    yield bool(scale) and not read.on("fp16"), "details of dynamic loss scaling without --fp16"
+    fsdp = {"fsdp_main_params", "fsdp_main_grads", "fsdp_grad_comm"} & read.said
+    yield bool(fsdp) and not read.on("megatron_fsdp"), "--megatron-fsdp-*-dtype without --use-megatron-fsdp"
 
 
 def contradictions(read: Parsed, values: Mapping[str, Any]) -> list[str]:
     """What its parser asserts away, or would train as something that no reader expects."""
-    found = []
-    if read.on("bf16") and read.on("fp16"):
-        found.append("--bf16 and --fp16: the parser refuses both together")
-    if values["fp8"] and values["fp4"]:
-        found.append("--fp8-format and --fp4-format: megatron-core refuses both together")
-    low = [name for name in ("main_params", "exp_avg", "exp_avg_sq", "main_grads") if values[name] != "fp32"]
-    if low and not read.on("aware"):
-        found.append("16-bit optimizer states without --use-precision-aware-optimizer: the parser refuses them")
-    if read.on("edges") and values["fp8"] and values["fp8_recipe"] == "delayed":
-        found.append("--first-last-layers-bf16 with delayed scaling: megatron-core refuses it")
-    if read.on("accumulate") and values["main_grads"] == "bf16":
-        found.append("--main-grads-dtype bf16 with --accumulate-allreduce-grads-in-fp32: the parser refuses it")
-    if read.on("fp8_stored") and values["fp8"] is None:
-        found.append("--fp8-param-gather without --fp8-format")
-    if read.on("fp8_stored") and not (read.on("distributed") or read.on("megatron_fsdp") or read.on("fsdp2")):
-        found.append("--fp8-param-gather needs --use-distributed-optimizer or an FSDP engine")
-    if values["transformer_impl"] == "local" and (values["fp8"] or values["fp4"]):
-        found.append("--transformer-impl local with FP8: accepted, and nothing is quantized")
-    return found
+    rows = (*_contradicting_dtypes(read, values), *_contradicting_quantization(read, values))
+    return [text for applies, text in rows if applies]
+
+
+def _contradicting_dtypes(read: Parsed, values: Mapping[str, Any]) -> Iterator[Row]:
+    yield read.on("bf16") and read.on("fp16"), "--bf16 and --fp16: the parser refuses both together"
+    low = any(values[name] != "fp32" for name in ("main_params", "exp_avg", "exp_avg_sq", "main_grads"))
+    yield (
+        low and not read.on("aware"),
+        "16-bit optimizer states without --use-precision-aware-optimizer: the parser refuses them",
+    )
+    yield (
+        read.on("accumulate") and values["main_grads"] == "bf16",
+        "--main-grads-dtype bf16 with --accumulate-allreduce-grads-in-fp32: the parser refuses it",
+    )
+
+
+def _contradicting_quantization(read: Parsed, values: Mapping[str, Any]) -> Iterator[Row]:
+    fp8, fp4, stored = values["fp8"], values["fp4"], read.on("fp8_stored")
+    yield bool(fp8 and fp4), "--fp8-format and --fp4-format: megatron-core refuses both together"
+    delayed = bool(fp8) and values["fp8_recipe"] == "delayed"
+    yield read.on("edges") and delayed, "--first-last-layers-bf16 with delayed scaling: megatron-core refuses it"
+    yield stored and fp8 is None, "--fp8-param-gather without --fp8-format"
+    sharded = read.on("distributed") or read.on("megatron_fsdp") or read.on("fsdp2")
+    yield stored and not sharded, "--fp8-param-gather needs --use-distributed-optimizer or an FSDP engine"
+    yield (
+        values["transformer_impl"] == "local" and bool(fp8 or fp4),
+        "--transformer-impl local with FP8: accepted, and nothing is quantized",
+    )
 
 
 def cannot_express(read: Parsed, values: Mapping[str, Any]) -> list[str]:
