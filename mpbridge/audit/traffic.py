@@ -118,8 +118,8 @@ def _sharded(engine: Any, watch: Watch, group: tuple[int, ...], seen: Traffic, m
     trained = [p for p in engine.optimizer.names.values() if p.requires_grad]
     needed = sum(int(p.numel()) for p in trained)
     sent, unsynced = sum(seen.reduced.values()), getattr(engine.configs.model, "no_sync_func", None) is not None
-    # Megatron-FSDP adds each micro-batch to its shards as it comes, or all at the end; that it is once either way, `gradients` shows by value
-    either = engine.name == "megatron_fsdp"
+    # Megatron-FSDP (a wrapper that holds main weights) adds each micro-batch to its shards as it comes, or all at the end; that it is once either way, `gradients` shows by value
+    either = engine.run.facts.traits.main_weights == "wrapper"
     times = 1 if unsynced else microbatches
     padding = 1.0 + _padding(trained, len(group))
     allowed = {1, microbatches} if either else {times}
