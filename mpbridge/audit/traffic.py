@@ -106,13 +106,9 @@ def _covered(sent: Sequence[Sent], begin: int, end: int, ranks: int) -> float | 
 def _sharded(engine: Any, watch: Watch, group: tuple[int, ...], seen: Traffic, microbatches: int) -> None:
     # sums of norms, losses and flags are single numbers; a unit's gradients are not
     smallest = min((int(p.numel()) for p in engine.optimizer.names.values()), default=0)
-    here = [one for one in watch.sent if one.floating or one.dtype == "uint8"]
-    for one in here:
+    for one in watch.sent:
         if len(one.group) == len(group) and one.elements * max(1, len(group)) >= smallest:
-            if one.kind == "reduced" and one.floating:
-                seen.reduced[one.dtype] += one.elements
-            elif one.kind == "gathered":
-                seen.gathered[one.dtype] += one.elements
+            _count(one, seen)
     if len(group) == 1:
         return
     trained = [p for p in engine.optimizer.names.values() if p.requires_grad]
@@ -129,6 +125,13 @@ def _sharded(engine: Any, watch: Watch, group: tuple[int, ...], seen: Traffic, m
     total = sum(int(p.numel()) for p in engine.optimizer.names.values())
     if gathered < 0.999 * total:
         seen.gather_faults.append(f"{gathered} parameter elements were gathered, {total} are needed in each pass")
+
+
+def _count(one: Sent, seen: Traffic) -> None:
+    if one.kind == "reduced" and one.floating:
+        seen.reduced[one.dtype] += one.elements
+    elif one.kind == "gathered" and (one.floating or one.dtype == "uint8"):
+        seen.gathered[one.dtype] += one.elements
 
 
 def _padding(parameters: Sequence[Any], ranks: int) -> float:

@@ -76,12 +76,20 @@ def decoded(data: Any, depth: int = 0) -> Any:
     if kind == "tuple" and isinstance(body, list):
         return tuple(decoded(item, depth + 1) for item in body)
     if kind == "map" and isinstance(body, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in body):
-        made = [(decoded(key, depth + 1), decoded(item, depth + 1)) for key, item in body]
-        if all(isinstance(key, (str, int, float, bool, tuple, type(None))) for key, _ in made):
-            return dict(made)
+        return _mapping([(decoded(key, depth + 1), decoded(item, depth + 1)) for key, item in body])
     if kind == "tensor" and isinstance(body, dict) and body.keys() == {"dtype", "shape", "data"}:
         return _tensor_of(**body)
     raise CheckpointError(f"found {{{str(kind)[:40]!r}: ...}}, expected a tuple, a float, a map or a tensor")
+
+
+def _mapping(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    odd = [key for key, _ in pairs if not isinstance(key, (str, int, float, bool, tuple, type(None)))]
+    if odd:
+        raise CheckpointError(f"found a map with a {type(odd[0]).__name__} as a key, expected text, numbers or tuples")
+    try:
+        return dict(pairs)
+    except TypeError as error:  # a tuple that holds a list
+        raise CheckpointError(f"found a map with a key that cannot be one ({error})") from error
 
 
 def _tensor_of(dtype: Any, shape: Any, data: Any) -> Any:

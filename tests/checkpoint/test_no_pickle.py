@@ -425,3 +425,9 @@ def test_tensors_come_back_to_the_bit():
 def test_what_is_not_plain_is_not_saved(value):
     with pytest.raises(CheckpointError, match="not plain data"):
         encoded({"a": [value]})
+
+
+@pytest.mark.parametrize("key", [[1], {"tuple": [[1]]}, {"map": []}])
+def test_a_map_with_a_key_that_cannot_be_one_is_refused(key):
+    with pytest.raises(CheckpointError, match="found a map with a"):
+        decoded({"map": [[key, 2]]})
