@@ -95,12 +95,24 @@ def apply(
     if emulated and plan.realization == "native" and plan.policy is not None and plan.policy.quantized:
         raise BadValue("apply(emulated=True) got a native plan: make it with plan(..., realization='emulated')")
     refuse_unable(plan.policy, plan.realization, machine=machine, versions=versions)
+    _refuse_unspoken(plan)
     receipt = commit(plan, on_conflict=on_conflict, spell=_compile)
     if plan.conflicts and os.environ.get("RANK", "0") == "0":  # once, as torchrun numbers its processes
         log.warning(
             "the recipe overrides values that were set:\n%s", "\n".join(f"  {write}" for write in plan.conflicts)
         )
     return receipt
+
+
+def _refuse_unspoken(plan: Plan) -> None:
+    """Raises Refused for a scaling that no field of megatron-core says: it runs in linears that an engine of ours puts in."""
+    quants = () if plan.policy is None or plan.realization == "emulated" else plan.policy.quants
+    unspoken = dict.fromkeys(quant.scaling for quant in quants if quant.row.core is None)
+    if unspoken:
+        raise Refused(
+            f"megatron-core has no word for {', '.join(unspoken)} scaling: fields cannot say it, and this script's linears would train in 16 bits;"
+            " train it with mpbridge, whose engines put such GEMMs into the linears"
+        )
 
 
 def refuse_unable(

@@ -43,6 +43,7 @@ def test_t1_everything_is_bf16_at_eight_bytes_a_parameter(build: Any) -> None:
     training = SimpleNamespace(engine=engine)
     hook.built(training)
     hook.started(training)
+    hook.stepping(training)
     hook.stepped(training, engine.train_step(tiny.batches(), microbatches=2))
     report = hook.reports["live"]
     size = sum(parameter.numel() for _, parameter in engine.named_parameters())

@@ -248,6 +248,8 @@ def test_parameters_that_are_their_own_main_copy() -> None:
     assert {name for name, policy in settled.items() if own_main(policy)} == {
         "fp32",
         "fp32_params_bf16_compute",
+        "bf16_with_fp8_rowwise",
+        "bf16_with_fp8_rowwise_gw_hp",
         "full_bf16",
     }
     for name in ("fp32", "fp32_params_bf16_compute", "full_bf16"):

@@ -24,14 +24,19 @@ from mpbridge.sync.apply import spelled
 from mpbridge.sync.plan import Plan, Receipt, plan
 
 GPU: Machine = machine("gb200")
-HERE = Versions(torch="2.13", megatron_core="0.16.1", transformer_engine="2.11", cuda="12.9", cublaslt="12.9.1")
+HERE = Versions(
+    torch="2.13", megatron_core="0.16.1", transformer_engine="2.11", torchao="0.18", cuda="12.9", cublaslt="12.9.1"
+)
 """A machine that runs every recipe, so that the spelling of each can be looked at here."""
 
 MODULE_RULES = MixedPrecisionConfig(
     bf16=True, fp8="hybrid", fp8_recipe="tensorwise", first_last_layers_bf16=True,
     modules={"mlp.linear_fc2": "bf16", "self_attention.*": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}},
 )  # fmt: skip
-POLICIES: dict[str, PrecisionPolicy] = {name: resolve(get_mixed_precision_config(name)) for name in recipes} | {
+ALL = {name: resolve(get_mixed_precision_config(name)) for name in recipes}
+FOREIGN = {name: policy for name, policy in ALL.items() if any(quant.row.core is None for quant in policy.quants)}
+"""Policies whose quantization no field of megatron-core says: nothing of it can be applied to somebody else's script."""
+POLICIES: dict[str, PrecisionPolicy] = {name: policy for name, policy in ALL.items() if name not in FOREIGN} | {
     "module_rules": resolve(MODULE_RULES),
     "fp16_static": resolve(MixedPrecisionConfig(fp16=True, loss_scale=1024.0)),
     "autocast": resolve(MixedPrecisionConfig(bf16=True, autocast_enabled=True, autocast_dtype="fp16")),

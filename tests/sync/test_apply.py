@@ -12,7 +12,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from sync_kit import GPU, HERE, INPUTS, POLICIES, applied, facts_of, fresh, live, planned
+from sync_kit import FOREIGN, GPU, HERE, INPUTS, POLICIES, applied, facts_of, fresh, live, planned
 
 from mpbridge import apply
 from mpbridge.errors import BadValue, Conflict, Refused, StalePlan, UpstreamRefused
@@ -170,6 +170,15 @@ def test_quantization_is_refused_on_a_machine_that_would_train_it_in_16_bits(nam
         apply(
             planned(objects, POLICIES[name]), machine=GPU, versions=dataclasses.replace(HERE, transformer_engine=None)
         )
+    assert facts_of(objects) == before
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_scaling_that_megatron_core_has_no_word_for_is_refused_where_it_could_run(name: str) -> None:
+    objects = live(INPUTS["dense"])
+    before = facts_of(objects)
+    with pytest.raises(Refused, match=r"megatron-core has no word for rowwise.*would train in 16 bits"):
+        apply(planned(objects, FOREIGN[name]), machine=GPU, versions=HERE)
     assert facts_of(objects) == before
 
 

@@ -230,6 +230,5 @@ def test_writing_module_rules_without_somebody_who_spells_them_is_refused() -> N
 @pytest.mark.parametrize("chunks", [1, 2], ids=["plain", "interleaved"])
 def test_two_stages_of_a_real_model_get_their_own_layers_rules(chunks: int) -> None:
     said = start(2, str(Path(__file__).with_name("pipeline_worker.py")), str(chunks))
-    assert sorted(line for line in said.splitlines() if line.startswith("stage")) == [
-        f"stage {n}: 16 linears as the policy says" for n in (0, 1)
-    ]
+    # two processes write to one pipe: their lines may meet
+    assert all(f"stage {n}: 16 linears as the policy says" in said for n in (0, 1))
