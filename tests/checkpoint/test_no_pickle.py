@@ -421,7 +421,11 @@ def test_tensors_come_back_to_the_bit():
             assert torch.equal(found.float(), tensor.float())
 
 
-@pytest.mark.parametrize("value", [Payload("x"), object(), {1, 2}, b"bytes", torch.float32, lambda: 1], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [Payload("x"), object(), {1, 2}, b"bytes", torch.float32, lambda: 1],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_is_not_plain_is_not_saved(value):
     with pytest.raises(CheckpointError, match="not plain data"):
         encoded({"a": [value]})
