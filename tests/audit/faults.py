@@ -365,7 +365,8 @@ def loss_in_bf16(engine: Any) -> None:
 
     def loss(labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         flat = logits.transpose(0, 1).reshape(-1, logits.shape[-1]).bfloat16()
-        return torch.nn.functional.cross_entropy(flat, labels.reshape(-1), reduction="none").view(labels.shape)
+        losses = torch.nn.functional.cross_entropy(flat, labels.reshape(-1), reduction="none")
+        return losses.view(labels.shape).clone()  # FSDP2 warns of a view
 
     model.compute_language_model_loss = loss
 

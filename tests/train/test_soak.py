@@ -26,7 +26,7 @@ def soak(steps, faults, interval, room):
 @pytest.mark.parametrize(
     ("steps", "faults", "interval", "seconds"),
     [
-        pytest.param(60, 4, 5, 900, id="sixty"),
+        pytest.param(24, 2, 4, 600, id="twenty-four"),
         pytest.param(2000, 40, 10, 7200, id="two thousand", marks=pytest.mark.slow),
     ],
 )
