@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import mpbridge  # first: a Transformer Engine without its CUDA parts would keep megatron-core from importing
+
+# isort: split
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -16,7 +19,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-import mpbridge
 from mpbridge.devices import device_layer
 
 STEPS = 40

@@ -8,6 +8,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import mpbridge  # noqa: F401 first: a Transformer Engine without its CUDA parts would keep megatron-core from importing
+
+# isort: split
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
