@@ -20,6 +20,7 @@ from mpbridge.checkpoint.opcodes import Made, read
 from mpbridge.checkpoint.plain import decoded, encoded
 from mpbridge.checkpoint.verdict import FILE
 from mpbridge.errors import CheckpointError, Refused
+from tests import megatron_checkpoints
 from tests.checkpoint.hostile import Payload, forge, pickled
 from tests.train.forked import ranks
 from tests.train.survival import Hook, go, run
@@ -36,7 +37,6 @@ class InTheirFormat(Hook):
     def stepped(self, training, result):
         if training.counters.iteration != 2:
             return
-        from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.mapping import ShardedObject
 
         contents = io.gather(training)
@@ -45,7 +45,7 @@ class InTheirFormat(Hook):
         self.place = self.folder / store.name_of(2)
         self.place.mkdir(parents=True)
         stored = state.stored_dtypes(contents)
-        dist_checkpointing.save(contents, str(self.place))
+        megatron_checkpoints.save(contents, self.place)
         if self.schema is None:
             return
         (self.place / FILE).write_text(json.dumps(io.of_run(training.run, stored).as_data() | {"step": 2}))

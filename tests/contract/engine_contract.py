@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mpbridge.engines.contract import Engine
+from tests import megatron_checkpoints
 from tests.engines import tiny
 
 Build = Callable[..., Any]
@@ -33,10 +34,8 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def save(engine: Any, folder: Path) -> None:
-    from megatron.core import dist_checkpointing
-
     folder.mkdir()
-    dist_checkpointing.save(engine.state(), str(folder))
+    megatron_checkpoints.save(engine.state(), folder)
 
 
 def load(engine: Any, folder: Path, *, optimizer: bool = True) -> None:

@@ -103,6 +103,7 @@ def _resume(name: str, kind: str, folder: Path) -> dict[str, Any]:
 
     from mpbridge.devices import device_layer
     from mpbridge.engines.mcore import McoreEngine
+    from tests import megatron_checkpoints
     from tests.engines import tiny
 
     def go(engine: Any, skip: int, steps: int) -> list[float]:
@@ -123,7 +124,7 @@ def _resume(name: str, kind: str, folder: Path) -> dict[str, Any]:
     with device_layer(False):
         engine = build(name)
         go(engine, 0, 3)
-        dist_checkpointing.save(engine.state(), str(place))
+        megatron_checkpoints.save(engine.state(), place)
         found["straight"] = go(engine, 3, 2)
         final = {parameter: tensor.detach().clone() for parameter, tensor in engine.named_parameters()}
         engine.close()
