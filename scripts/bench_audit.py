@@ -15,8 +15,8 @@ warnings.simplefilter("ignore")
 
 from mpbridge.audit import AuditHook
 from mpbridge.audit.cadence import SHARE
+from mpbridge.audit.examine import audit, promises_of
 from mpbridge.audit.invariants import broken
-from mpbridge.audit.run import audit, promises_of
 from mpbridge.config.container import ConfigContainer
 from mpbridge.data.batches import Feed
 from mpbridge.devices import device_layer

@@ -1,10 +1,10 @@
 """The audit: what the live tensors are, beside what the policy promised."""
 
 from mpbridge.audit.agreement import agree
+from mpbridge.audit.examine import audit
 from mpbridge.audit.findings import Finding, Report
 from mpbridge.audit.hook import AuditHook
 from mpbridge.audit.record import write_section
-from mpbridge.audit.run import audit
 from mpbridge.audit.table import audit_table
 from mpbridge.audit.watch import Watch
 from mpbridge.audit.weights import Before

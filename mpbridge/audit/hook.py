@@ -9,12 +9,12 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from mpbridge.audit.cadence import Cadence
+from mpbridge.audit.examine import audit, promises_of
 from mpbridge.audit.findings import Finding, Report
 from mpbridge.audit.invariants import Shape, broken, fingerprint
 from mpbridge.audit.ranks import offenders
 from mpbridge.audit.record import PRECISION, earlier, entry, last_good, write_section
 from mpbridge.audit.replicas import copies, replica_findings
-from mpbridge.audit.run import audit, promises_of
 from mpbridge.audit.scaler import ScaleRule, scaler_of
 from mpbridge.audit.table import audit_table, fault_lines
 from mpbridge.audit.watch import Watch

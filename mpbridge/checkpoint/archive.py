@@ -83,7 +83,7 @@ def members(stream: IO[bytes], start: int, stop: int) -> dict[str, tuple[int, in
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StorageSlice:
     """A storage: bytes `at` .. `at + size` of `stream`."""
 
     stream: IO[bytes]
@@ -96,7 +96,7 @@ class Held:
 class Tensor:
     """A tensor that an archive describes; strides and offset in elements."""
 
-    held: Held
+    held: StorageSlice
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -132,7 +132,7 @@ def tensor(held: Any, offset: Any, size: Any, stride: Any, dtype: str) -> Tensor
     if type(offset) is not int or offset < 0 or any(type(step) is not int or step < 0 for step in steps):
         raise CheckpointError("a tensor with an offset or strides that are none")
     last = offset + sum((side - 1) * step for side, step in zip(sides, steps, strict=True))
-    if not isinstance(held, Held) or (count and (last + 1) * WIDTHS[dtype] > held.size):
+    if not isinstance(held, StorageSlice) or (count and (last + 1) * WIDTHS[dtype] > held.size):
         raise CheckpointError("a tensor that lies outside of its storage")
     if count * WIDTHS[dtype] > held.size:
         raise CheckpointError("a tensor of more elements than its storage has")
@@ -151,12 +151,12 @@ def load(stream: IO[bytes], start: int, stop: int, depth: int = 0) -> Any:
         raise CheckpointError(f"a pickle of {size} bytes")
     stream.seek(at)
 
-    def storage(key: Any) -> Held:
+    def storage(key: Any) -> StorageSlice:
         kind, name = key[1], f"data/{key[2]}"
         if key[0] != "storage" or name not in inside:
             raise CheckpointError(f"a storage that is not there: {str(name)[:80]}")
         place, room = inside[name]
-        return Held(stream, place, room, _storage_dtype(kind))
+        return StorageSlice(stream, place, room, _storage_dtype(kind))
 
     return read(stream.read(size), plain_call(depth), storage)[0]
 
@@ -211,11 +211,13 @@ def _from_bytes(data: Any, depth: int) -> Any:
         return load(BytesIO(raw), 0, len(raw), depth)
     at, kept = 0, {}
 
-    def storage(key: Any) -> Held:
+    def storage(key: Any) -> StorageSlice:
         if key[0] != "storage" or type(key[4]) is not int:
             raise CheckpointError("a storage that is not there")
         kept[key[2]] = _storage_dtype(key[1])
-        return Held(BytesIO(raw), len(raw) - key[4] * WIDTHS[kept[key[2]]], key[4] * WIDTHS[kept[key[2]]], kept[key[2]])
+        return StorageSlice(
+            BytesIO(raw), len(raw) - key[4] * WIDTHS[kept[key[2]]], key[4] * WIDTHS[kept[key[2]]], kept[key[2]]
+        )
 
     values = []
     for _ in range(5):  # magic number, protocol, the writer's machine, the object, its storages' keys
@@ -224,6 +226,6 @@ def _from_bytes(data: Any, depth: int) -> Any:
     if values[0] != _LEGACY or len(values[4]) != 1 or len(kept) != 1:
         raise CheckpointError("not a storage that torch saved")
     found = values[3]
-    if not isinstance(found, Held) or found.at < at:
+    if not isinstance(found, StorageSlice) or found.at < at:
         raise CheckpointError("a storage that is cut off")
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from mpbridge.checkpoint import foreign
-from mpbridge.checkpoint.index import INDEX, Index, Piece, Stored
+from mpbridge.checkpoint.index import INDEX, Index, Piece, StoredTensor
 from mpbridge.checkpoint.writer import part_file
 from mpbridge.devices.together import agreed
 from mpbridge.errors import CheckpointError
@@ -19,14 +19,16 @@ from mpbridge.files import read_json
 def indexed(partial: Path, ranks: int) -> dict[str, Any]:
     """Makes the ranks' parts one index (and one for other tools); size and checksum of each data file come back. Raises CheckpointError."""
     parts = [read_json(partial / part_file(rank)) for rank in range(ranks)]
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     objects: dict[str, tuple[str, int, int]] = {}
     for part in parts:
         file = part["file"]
         for key, entry in part["tensors"].items():
             pieces = tuple(Piece(file, at, tuple(offset), tuple(shape)) for at, offset, shape, *_ in entry["pieces"])
             before = tensors.get(key)
-            tensors[key] = Stored(entry["dtype"], tuple(entry["shape"]), (*(before.pieces if before else ()), *pieces))
+            tensors[key] = StoredTensor(
+                entry["dtype"], tuple(entry["shape"]), (*(before.pieces if before else ()), *pieces)
+            )
         objects |= {key: (file, at, size) for key, (at, size) in part["objects"].items()}
     index = Index(tensors, objects)
     if faults := index.incomplete():

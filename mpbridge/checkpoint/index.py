@@ -35,7 +35,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor: torch's name of its dtype, global shape, pieces."""
 
     dtype: str
@@ -47,7 +47,7 @@ class Stored:
 class Index:
     """Everything that a checkpoint's data files hold."""
 
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, tuple[str, int, int]]
     """Key -> file, first byte, bytes."""
 
@@ -108,7 +108,7 @@ def _index(data: Any, room: Mapping[str, int]) -> Index:
         dtype, shape = entry["dtype"], sizes(entry["shape"])
         elements(dtype, shape)
         pieces = tuple(_piece(piece, files, room, dtype, shape, key) for piece in entry["pieces"])
-        tensors[key] = Stored(dtype, tuple(shape), pieces)
+        tensors[key] = StoredTensor(dtype, tuple(shape), pieces)
     objects = {}
     for key, (number, at, size) in data["objects"].items():
         name = files[_place(number, len(files))]

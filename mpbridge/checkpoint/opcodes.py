@@ -45,11 +45,11 @@ class Made:
         return self.state[key]
 
 
-class _Mark:
+class _StackMark:
     """Where a run of stack items begins."""
 
 
-_MARK = _Mark()
+_MARK = _StackMark()
 Call = Callable[[Name, tuple[Any, ...]], Any]
 Storage = Callable[[Any], Any]
 

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from mpbridge.checkpoint import extra_state
 from mpbridge.checkpoint.archive import Tensor, load
-from mpbridge.checkpoint.index import INDEX, Index, Piece, Stored
+from mpbridge.checkpoint.index import INDEX, Index, Piece, StoredTensor
 from mpbridge.checkpoint.opcodes import Made, Name, read
 from mpbridge.checkpoint.plain import encoded
 from mpbridge.checkpoint.spelling import spelled
@@ -43,7 +43,7 @@ _RECORDS = frozenset(
 def convert(source: Path, out: Path, *, ours: bool) -> None:
     """Writes what the checkpoint in `source` holds into `out`. Raises CheckpointError that names the file which holds something else, or is not there."""
     entries, places = _metadata(source / METADATA)
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     objects: dict[str, tuple[str, int, int]] = {}
     with (out / DATA).open("xb") as data:
         for file, items in sorted(places.items()):
@@ -59,7 +59,7 @@ def convert(source: Path, out: Path, *, ours: bool) -> None:
                     elif isinstance(kind, tuple):
                         piece = _tensor(key, load(stream, start, start + length), offset, kind, data)
                         before = tensors.get(key)
-                        tensors[key] = Stored(kind[0], kind[1], (*(before.pieces if before else ()), piece))
+                        tensors[key] = StoredTensor(kind[0], kind[1], (*(before.pieces if before else ()), piece))
                     else:
                         raise CheckpointError(f"{key} is in no table")
         data.flush()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 
 from mpbridge.cli.text import print_json, print_table
-from mpbridge.precision.registry import Recipe, recipes
+from mpbridge.precision.recipe import Recipe
+from mpbridge.precision.registry import recipes
 
 SUMMARY = "the recipes: what they need, how far they are proven, what they do"
 

@@ -23,6 +23,6 @@ backward of the block's first quantized linear ends. Amaxes are max-reduced over
 """
 
 from mpbridge.emulation.emulation import Emulation, emulation_for
-from mpbridge.emulation.linear import emulate_linears
+from mpbridge.emulation.modules import emulate_linears
 
 __all__ = ["Emulation", "emulate_linears", "emulation_for"]

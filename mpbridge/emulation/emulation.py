@@ -11,6 +11,7 @@ import torch
 
 from mpbridge.emulation.gemm import Observer, Plug
 from mpbridge.emulation.kernels import compiler
+from mpbridge.emulation.linear import EmulatedLinear
 from mpbridge.emulation.quantizer import Quantizer, Randomness
 from mpbridge.emulation.rules import Release, options_of, release_of, rules_for
 from mpbridge.errors import BadValue, CheckpointError, Refused
@@ -139,8 +140,6 @@ class Emulation:
 
     def dress(self) -> None:
         """Gives plain linears the class that goes with their plug; megatron-core's have theirs from the start."""
-        from mpbridge.emulation.linear import EmulatedLinear
-
         for place in self._placed:
             if type(place.linear) in (torch.nn.Linear, EmulatedLinear):
                 place.linear.__class__ = EmulatedLinear if place.name in self.plugs else torch.nn.Linear

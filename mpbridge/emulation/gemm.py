@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from mpbridge.emulation.operands import Gemm, Operand, Side
+from mpbridge.emulation.operands import Operand, Side
 from mpbridge.emulation.quantizer import Quantizer
 from mpbridge.errors import BadValue
-from mpbridge.precision.regions import Gemms
+from mpbridge.precision.regions import Gemm, Gemms
 from mpbridge.scalings import Scaling
 
 

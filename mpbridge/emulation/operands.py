@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch
 
-Gemm = Literal["fprop", "dgrad", "wgrad"]
+from mpbridge.precision.regions import Gemm
+
 Side = Literal["x", "w", "dy"]
 Copy = Literal["row", "column"]
 COPY_OF: Mapping[tuple[Gemm, Side], Copy] = {

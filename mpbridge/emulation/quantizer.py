@@ -35,7 +35,6 @@ from mpbridge.emulation.nvfp4 import Nvfp4
 from mpbridge.emulation.operands import (
     COPY_OF,
     Copy,
-    Gemm,
     Operand,
     Side,
     cropped,
@@ -50,6 +49,7 @@ from mpbridge.emulation.scales import DEFAULT_RELEASE, rules_for
 from mpbridge.errors import Refused
 from mpbridge.formats import FORMATS, NumberFormat
 from mpbridge.precision.policy import Quant
+from mpbridge.precision.regions import Gemm
 from mpbridge.scalings import SCALINGS, Block
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from mpbridge.emulation.kernels import amax_of
-from mpbridge.emulation.operands import COPY_OF, Gemm, Operand, Side
+from mpbridge.emulation.operands import COPY_OF, Operand, Side
 from mpbridge.emulation.quantizer import Quantizer
 from mpbridge.emulation.scales import FP32_LARGEST
 from mpbridge.formats import NumberFormat
+from mpbridge.precision.regions import Gemm
 
 BINS = (-32, 16)
 """First and last power of two of the histograms of row amaxes in units of the codes; what lies outside is counted in the end bins."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mpbridge.estimate.work import Gemm, Pass
+from mpbridge.estimate.work import MatrixProduct, Pass
 from mpbridge.facts import RunFacts
 from mpbridge.memory.layers import Weight, layer_weights, te_layers
 from mpbridge.memory.ranks import Chunk
@@ -25,7 +25,7 @@ def routed(run: RunFacts) -> int:
     return tokens(run) * run.shape.expert_topk * width // run.parallel.tensor
 
 
-def chunk_gemms(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iterator[Gemm]:
+def chunk_gemms(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iterator[MatrixProduct]:
     """Every product of that model chunk, recomputed ones included."""
     again = full_layers(run, len(chunk.layers))
     # layers of one kind are counted, not listed
@@ -87,7 +87,7 @@ def full_layers(run: RunFacts, chunk_layers: int) -> int:
     return chunk_layers if run.model.get("recompute_method") != "block" else min(count, chunk_layers)
 
 
-def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int, prefix: str) -> Iterator[Gemm]:
+def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int, prefix: str) -> Iterator[MatrixProduct]:
     shape, parallel = run.shape, run.parallel
     mixture = shape.is_expert_layer(layer)
     here = (shape.experts or 0) // parallel.expert
@@ -120,7 +120,7 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int, prefix: str) -> I
 
 def _linear(
     policy: PrecisionPolicy, run: RunFacts, weight: Weight, name: str, prefix: str, mixture: bool, experts: int
-) -> Iterator[Gemm]:
+) -> Iterator[MatrixProduct]:
     rules = dict(zip(PASSES, policy.of_path(f"{prefix}.{weight.module}", run.shape.num_layers), strict=True))
     out, inner = weight.shape
     whole = weight.module.endswith(("linear_q_down_proj", "linear_kv_down_proj")) and te_layers(run)
@@ -133,7 +133,7 @@ def _linear(
     for gemm in _three(name, rows, out, inner, (policy.compute.short, ""), times=times, grouped=weight.expert):
         yield _quantized(gemm, rules[gemm.step])
     if recomputed(run, weight.module, mixture=mixture):
-        again = Gemm(
+        again = MatrixProduct(
             where=name,
             m=rows,
             n=out,
@@ -155,14 +155,16 @@ def _three(
     *,
     times: int = 1,
     grouped: bool = False,
-) -> Iterator[Gemm]:
+) -> Iterator[MatrixProduct]:
     """Forward, gradient of the input, gradient of the weight of one linear [out, inner]."""
     shapes = {"forward": (rows, out, inner), "dgrad": (rows, inner, out), "wgrad": (out, inner, rows)}
     for step in PASSES:
         m, n, k = shapes[step]
-        yield Gemm(where=where, m=m, n=n, k=k, format=kind[0], scaling=kind[1], step=step, times=times, grouped=grouped)
+        yield MatrixProduct(
+            where=where, m=m, n=n, k=k, format=kind[0], scaling=kind[1], step=step, times=times, grouped=grouped
+        )
 
 
-def _quantized(gemm: Gemm, quant: Quant | None) -> Gemm:
+def _quantized(gemm: MatrixProduct, quant: Quant | None) -> MatrixProduct:
     """The product with operands under that rule."""
     return gemm if quant is None else replace(gemm, format=f"fp{quant.bits}", scaling=quant.scaling)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from mpbridge.errors import BadValue
-from mpbridge.estimate.work import Attention, Collective, Gemm, Work
+from mpbridge.estimate.work import Attention, Collective, MatrixProduct, Work
 from mpbridge.facts import RunFacts
 from mpbridge.hardware.machines import Machine
 
@@ -19,7 +19,7 @@ SATURATION = 64
 of tiles were tried on the fitted rows and made predictions worse (kernels choose their tiles, and split the last wave)."""
 
 
-def gemm_seconds(gemm: Gemm, machine: Machine) -> tuple[str, float]:
+def gemm_seconds(gemm: MatrixProduct, machine: Machine) -> tuple[str, float]:
     """(the constant's name, ideal seconds of all its times). Raises BadValue for a machine without a rate for the format."""
     peak = machine.flops(gemm.format)
     if peak is None and gemm.format == "fp32":

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from mpbridge.estimate.flops import attended
 from mpbridge.estimate.gemms import full_layers, tokens
-from mpbridge.estimate.work import Attention, Gemm, Traffic
+from mpbridge.estimate.work import Attention, MatrixProduct, MemoryTraffic
 from mpbridge.facts import RunFacts
 from mpbridge.memory.activations import attention_kernel
 from mpbridge.memory.layers import parameters
@@ -51,7 +51,9 @@ def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[Attention]:
         yield Attention(flops=flops * (1 if kernel == "fused" else 2), scores=scores, kernel=kernel, bytes=moved)
 
 
-def traffic(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, gemms: tuple[Gemm, ...]) -> tuple[Traffic, ...]:
+def traffic(
+    policy: PrecisionPolicy, run: RunFacts, at: Coordinates, gemms: tuple[MatrixProduct, ...]
+) -> tuple[MemoryTraffic, ...]:
     """Every kind with bytes above zero."""
     shape, tensor, rows = run.shape, run.parallel.tensor, tokens(run)
     wide = policy.compute.bytes / 2
@@ -77,7 +79,7 @@ def traffic(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, gemms: tupl
         found["loss"] += heads * 12 * shape.vocab_size * rows / tensor
     found["quantization"] += quantized_bytes(run, gemms) * (0.6 if fused and shape.experts else 1)
     found["weights"] += _weight_bytes(policy, run, at)
-    return tuple(Traffic(kind=kind, bytes=size) for kind, size in found.items() if size)
+    return tuple(MemoryTraffic(kind=kind, bytes=size) for kind, size in found.items() if size)
 
 
 def _attention_bytes(run: RunFacts) -> float:
@@ -92,7 +94,7 @@ def _attention_bytes(run: RunFacts) -> float:
     return 36 * shape.hidden_size + 8 * heads * keys + 6 * heads * latent["v_head_dim"]
 
 
-def quantized_bytes(run: RunFacts, gemms: tuple[Gemm, ...]) -> float:
+def quantized_bytes(run: RunFacts, gemms: tuple[MatrixProduct, ...]) -> float:
     """Read and written by casts of inputs and output gradients: each once, for the products that use it."""
     total = 0.0
     arch = run.machine.arch if run.machine is not None else None

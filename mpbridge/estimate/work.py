@@ -13,7 +13,7 @@ Pass = Literal["forward", "dgrad", "wgrad", "recompute"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gemm:
+class MatrixProduct:
     """A matrix product [m, k] x [k, n]."""
 
     where: str
@@ -57,7 +57,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class MemoryTraffic:
     """Bytes read and written by operations that memory bandwidth bounds, in one micro-batch."""
 
     kind: str
@@ -87,9 +87,9 @@ class Work:
     layers: int
     experts: int
     """Layers that are mixtures of experts."""
-    gemms: tuple[Gemm, ...]
+    gemms: tuple[MatrixProduct, ...]
     attention: tuple[Attention, ...]
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[MemoryTraffic, ...]
     collectives: tuple[Collective, ...]
     step: tuple[Collective, ...]
     optimizer: float
@@ -100,6 +100,6 @@ class Work:
     """What is not priced, with the sign of the error."""
 
 
-def flops(gemms: Iterable[Gemm]) -> float:
+def flops(gemms: Iterable[MatrixProduct]) -> float:
     """Sum over all products."""
     return sum(gemm.flops for gemm in gemms)

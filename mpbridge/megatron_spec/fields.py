@@ -20,7 +20,7 @@ Target = Literal["model", "optimizer", "ddp"]
 TARGETS: tuple[Target, ...] = ("model", "optimizer", "ddp")
 
 
-class _Mark:
+class _Absent:
     """A value that stands for none."""
 
     def __init__(self, name: str) -> None:
@@ -29,10 +29,10 @@ class _Mark:
     def __repr__(self) -> str:
         return self._name
 
-    def __copy__(self) -> _Mark:
+    def __copy__(self) -> _Absent:
         return self
 
-    def __deepcopy__(self, memo: object) -> _Mark:
+    def __deepcopy__(self, memo: object) -> _Absent:
         return self
 
     def __reduce__(self) -> str:
@@ -41,9 +41,9 @@ class _Mark:
 
 ALWAYS: Final = Window(package="megatron_core")
 """Every described version."""
-KEEP: Final = _Mark("KEEP")
+KEEP: Final = _Absent("KEEP")
 """The policy does not decide this field: it stays, or goes back to, what it was before any recipe."""
-UNSET: Final = _Mark("UNSET")
+UNSET: Final = _Absent("UNSET")
 """The inputs do not name this field."""
 
 

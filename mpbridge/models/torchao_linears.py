@@ -25,7 +25,7 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class TorchaoPlug:
     """What a linear multiplies with."""
 
     gemms: Gemms
@@ -103,7 +103,7 @@ class TorchaoLinears:
 
     def __init__(self, policy: PrecisionPolicy, *, emulate: bool) -> None:
         self.policy, self.emulate, self.is_paused = policy, emulate, False
-        self.plugs: dict[str, Rule] = {}
+        self.plugs: dict[str, TorchaoPlug] = {}
         """Global name of a linear -> its rule."""
         self.high: list[str] = []
         self._linears: list[Any] = []
@@ -127,7 +127,7 @@ class TorchaoLinears:
                     )
                 cast_as = Cast(quant=gemms.distinct[0])
                 config = self._configs[cast_as.quant]
-                rule = Rule(gemms=gemms, config=config, owner=self, fprop=cast_as, dgrad=cast_as, wgrad=cast_as)
+                rule = TorchaoPlug(gemms=gemms, config=config, owner=self, fprop=cast_as, dgrad=cast_as, wgrad=cast_as)
                 self.plugs[name] = rule
                 linear.plug = cast("Any", rule)
                 self._linears.append(linear)

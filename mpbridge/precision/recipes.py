@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.precision.registry import Recipe
+from mpbridge.precision.recipe import Recipe
 
 BRIDGE = "Megatron Bridge mixed_precision.py at 067f987d"
 

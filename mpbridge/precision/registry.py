@@ -9,79 +9,24 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, TypeVar, overload
 
 from mpbridge.errors import BadValue, DuplicateName, MpbridgeError, RecipeError, UnknownName
-from mpbridge.precision import papers
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.recipe import Factory, Recipe
+from mpbridge.precision.recipes import BUILT_IN
+from mpbridge.precision.yaml_loader import load_yaml
 
-Factory = Callable[[], MixedPrecisionConfig]
 F = TypeVar("F", bound=Factory)
 ENTRY_POINTS = "mpbridge.recipes"
 """Entry point group in which other packages offer recipes: name -> a factory; loaded on use only."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """A named entry with its metadata."""
-
-    name: str
-    make: Factory
-    """Gives a fresh config at every call."""
-    summary: str
-    aliases: tuple[str, ...] = ()
-    status: Literal["validated", "experimental"] = "experimental"
-    """"validated": trained to a published or measured loss; the evidence is in `source`."""
-    source: str = ""
-    """Where values and evidence come from."""
-    prefers: str | None = None
-    """The engine it is meant for where several could run it; None: what its fields ask for."""
-    advice: tuple[str, ...] = ()
-    """Hyper-parameters that it wants besides those that its fields ask for, each with its source."""
-    foreign: bool = False
-    """It comes from an installed package, which is loaded when the recipe is used and not before."""
-
-    @property
-    def policy(self) -> PrecisionPolicy | None:
-        """What it means; None where a package would have to be loaded to know, or it cannot be resolved."""
-        return None if self.foreign else _meaning(self.make)
-
-    @property
-    def needs(self) -> tuple[int, int] | None:
-        """Lowest CUDA compute capability that runs it natively; None: any machine, a CPU too (or not known yet: `foreign`)."""
-        policy = self.policy
-        return None if policy is None else papers.needs(policy)
-
-    @property
-    def engine(self) -> str | None:
-        """The engine it is meant for; None: megatron-core's."""
-        policy = self.policy
-        return self.prefers or (None if policy is None else papers.engine_for(policy))
-
-    @property
-    def hints(self) -> tuple[str, ...]:
-        """Hyper-parameters that it wants, each with its source."""
-        policy = self.policy
-        return (() if policy is None else papers.hints(policy)) + self.advice
-
-
 _by_name: dict[str, Recipe] = {}
 _alias_of: dict[str, str] = {}
 _filled = False
-
-
-@functools.lru_cache(256)
-def _meaning(make: Factory) -> PrecisionPolicy | None:
-    from mpbridge.precision.resolve import resolve
-
-    try:
-        return resolve(make())
-    except MpbridgeError:
-        return None
 
 
 class _Window(Mapping[str, Recipe]):
@@ -134,8 +79,6 @@ def _fill() -> None:
     if _filled:
         return
     _filled = True
-    from mpbridge.precision.recipes import BUILT_IN
-
     for entry in BUILT_IN:
         _store(entry)
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
@@ -295,8 +238,6 @@ def _extended(path: Path, depth: int = 0) -> Recipe | None:
     """The named recipe at the end of a file's chain of `extends`; None: there is none, or the file cannot be read (its use says so)."""
     import yaml
 
-    from mpbridge.precision.yaml_loader import load_yaml
-
     try:
         data = load_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError, MpbridgeError):
@@ -359,8 +300,6 @@ def _module_from_file(path: Path) -> ModuleType:
 
 def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
     import yaml
-
-    from mpbridge.precision.yaml_loader import load_yaml
 
     here = path.resolve()
     if here in seen:

@@ -10,7 +10,7 @@ from mpbridge.formats import DType
 from mpbridge.hardware.capability import can_run
 from mpbridge.memory.budget import memory, verdict
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.precision.registry import Recipe
+from mpbridge.precision.recipe import Recipe
 from mpbridge.rules.table import broken
 
 

@@ -11,7 +11,8 @@ from mpbridge.hardware.machines import machines
 from mpbridge.memory.budget import memory
 from mpbridge.memory.keeps import keeps, updater
 from mpbridge.precision.policy import PrecisionPolicy, own_main
-from mpbridge.precision.registry import Recipe, describe
+from mpbridge.precision.recipe import Recipe
+from mpbridge.precision.registry import describe
 from mpbridge.precision.resolve import resolve
 from mpbridge.rules.table import rules
 from mpbridge.traits import DEFAULT, EngineTraits

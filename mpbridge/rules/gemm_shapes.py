@@ -55,7 +55,7 @@ class Misfit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gemm:
+class LinearShape:
     """One quantized linear of some layers, with the sizes that a rank sees."""
 
     module: str
@@ -79,7 +79,7 @@ def lint(policy: PrecisionPolicy, run: RunFacts) -> tuple[Misfit, ...]:
     return tuple(sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.level)))
 
 
-def gemms(policy: PrecisionPolicy, run: RunFacts) -> tuple[Gemm, ...]:
+def gemms(policy: PrecisionPolicy, run: RunFacts) -> tuple[LinearShape, ...]:
     """The quantized linears, layers of equal sizes and rules together; one expert represents all."""
     shape, parallel = run.shape, run.parallel
     grouped: dict[tuple[str, Quant, tuple[int, ...], str | None, bool], list[int]] = {}
@@ -96,7 +96,7 @@ def gemms(policy: PrecisionPolicy, run: RunFacts) -> tuple[Gemm, ...]:
     count = shape.seq_length * run.micro_batch_size // parallel.context
     shard = count // parallel.tensor if parallel.sequence else count
     return tuple(
-        Gemm(
+        LinearShape(
             module=module, layers=tuple(layers), quant=quant, inner=size[1], outer=size[0], split=split, shard=shard,
             tokens=None if expert else shard if _whole(module) else count,
         )
@@ -149,7 +149,7 @@ def _whole(module: str) -> bool:
     return module.endswith("_down_proj")
 
 
-def _judge(gemm: Gemm, run: RunFacts) -> Iterator[Misfit]:
+def _judge(gemm: LinearShape, run: RunFacts) -> Iterator[Misfit]:
     need = gemm.quant.row.sizes
     arch = run.machine.arch if run.machine is not None else None
     tokens = need.tokens
@@ -195,7 +195,7 @@ def _judge(gemm: Gemm, run: RunFacts) -> Iterator[Misfit]:
         )  # fmt: skip
 
 
-def _shards(gemm: Gemm, need: Sizes, run: RunFacts) -> Iterator[Misfit]:
+def _shards(gemm: LinearShape, need: Sizes, run: RunFacts) -> Iterator[Misfit]:
     """Column-parallel inputs must be quantizable in shards (asserted); row-parallel gradients fall back to a gather in 16 bits."""
     level: Level = "required" if gemm.split == "column" else "gatherable"
     step = _shard_step(gemm, run)
@@ -212,7 +212,7 @@ def _shards(gemm: Gemm, need: Sizes, run: RunFacts) -> Iterator[Misfit]:
         )  # fmt: skip
 
 
-def _shard_step(gemm: Gemm, run: RunFacts) -> int:
+def _shard_step(gemm: LinearShape, run: RunFacts) -> int:
     """What a sequence shard's tokens must be a multiple of; Userbuffers take MXFP8 in whole tiles only (Transformer Engine 2.11 pytorch/module/base.py)."""
     sizes = gemm.quant.row.sizes
     return max(sizes.shard, sizes.tile) if run.model.get("tp_comm_overlap") else sizes.shard
@@ -241,7 +241,7 @@ def _tokens_cure(tokens: int, multiple: int) -> str:
     return f"pad sequence x micro batch to {tokens + -tokens % multiple}, or change data.seq_length or train.micro_batch_size"
 
 
-def _size_cure(gemm: Gemm, side: str, multiple: int, run: RunFacts) -> str:
+def _size_cure(gemm: LinearShape, side: str, multiple: int, run: RunFacts) -> str:
     value = gemm.inner if side == "in" else gemm.outer
     split = (gemm.split == "row") == (side == "in")
     tensor = (run.parallel.expert_tensor or run.parallel.tensor) if "experts" in gemm.module else run.parallel.tensor

@@ -20,7 +20,7 @@ from mpbridge.scalings.kinds import (
     Option,
     Scaling,
     Sizes,
-    Stored,
+    StoredForm,
     bits_of,
     needs_transpose,
 )
@@ -55,6 +55,6 @@ def scaling_of_recipe(class_name: str) -> str | None:
 
 
 __all__ = [
-    "DEFAULTS", "ELEMENTS", "SCALINGS", "Arch", "Block", "Hardware", "Library", "Need", "Option", "Scaling", "Sizes", "Stored", "bits_of", "choices",
+    "DEFAULTS", "ELEMENTS", "SCALINGS", "Arch", "Block", "Hardware", "Library", "Need", "Option", "Scaling", "Sizes", "StoredForm", "bits_of", "choices",
     "formats", "needs_transpose", "scaling", "scaling_of_recipe",
 ]  # fmt: skip

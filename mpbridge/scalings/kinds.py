@@ -80,7 +80,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredForm:
     """A weight in the low format, as its library keeps it: at rest, and as the copy of a step."""
 
     tensor: str
@@ -166,7 +166,7 @@ class Scaling:
     """GEMMs that stay in high precision under it: 'fprop', 'dgrad', 'wgrad'."""
     history: bool = False
     """Scales come from amaxes of earlier steps, updated once around the whole transformer block: no layer or module can differ from its block."""
-    stored: Stored
+    stored: StoredForm
     hardware: Hardware
     sizes: Sizes
     emulation: str | None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpbridge.formats import DType
-from mpbridge.scalings.kinds import Block, Hardware, Need, Option, Scaling, Sizes, Stored
+from mpbridge.scalings.kinds import Block, Hardware, Need, Option, Scaling, Sizes, StoredForm
 
 _TE = "Transformer Engine 2.11"
 _CHECKS = f"{_TE} pytorch/quantization.py"
@@ -39,10 +39,10 @@ _PER_TENSOR = Sizes(
     tokens_untransposed=8,  # the weight gradient then needs no transposed operand, whose leading dimension the tokens would be
     gains_above=(4096, 1024), source=f"{_BASE}; common/gemm/cublaslt_gemm.cu: leading dimensions", shard_source=_SHARD,
 )  # fmt: skip
-_FLOAT8 = Stored(tensor="Float8Tensor", both_copies=False, source=f"{_TE} tensor/storage/float8_tensor_storage.py")
+_FLOAT8 = StoredForm(tensor="Float8Tensor", both_copies=False, source=f"{_TE} tensor/storage/float8_tensor_storage.py")
 
 _LINE = Block(across=1, along=0, scale="fp32")
-_TRAINING = Stored(
+_TRAINING = StoredForm(
     tensor="Float8TrainingTensor", both_copies=True, source="torchao 0.18 float8/float8_training_tensor.py"
 )
 _AO = Hardware(
@@ -74,7 +74,7 @@ ROWS: tuple[Scaling, ...] = (
         name="blockwise", words="FP8 with blockwise scaling", formats=_FP8,
         blocks=(Block(across=1, along=128, scale="fp32"), Block(across=128, along=128, scale="fp32")),
         # one FP32 for a block of 128x128, the inner count padded to 4
-        stored=Stored(tensor="Float8BlockwiseQTensor", both_copies=True, count=4, source=f"{_TE} tensor/float8_blockwise_tensor.py"),
+        stored=StoredForm(tensor="Float8BlockwiseQTensor", both_copies=True, count=4, source=f"{_TE} tensor/float8_blockwise_tensor.py"),
         hardware=Hardware(low=(9, 0), engine="2.3", cuda="12.9", source=f"{_CHECKS} check_fp8_block_scaling_support"),
         sizes=Sizes(tokens=16, inner=16, outer=16, shard=128, expert=16, source=f"{_BASE}; common/gemm/cublaslt_gemm.cu",
                     shard_source=f"{_SHARD}: float8_blockwise_tensor.py"),
@@ -89,7 +89,7 @@ ROWS: tuple[Scaling, ...] = (
     Scaling(
         name="mxfp8", words="MXFP8", formats=_FP8, blocks=(Block(across=1, along=32, scale="e8m0"),) * 2,
         # rows padded to 128 and blocks to 4, in both directions
-        stored=Stored(tensor="MXFP8Tensor", both_copies=True, through_grads=True, scale_bytes=1, lines=128, count=4, source=f"{_TE} tensor/mxfp8_tensor.py"),
+        stored=StoredForm(tensor="MXFP8Tensor", both_copies=True, through_grads=True, scale_bytes=1, lines=128, count=4, source=f"{_TE} tensor/mxfp8_tensor.py"),
         hardware=Hardware(low=(10, 0), high=(12, 0), engine="2.1", cuda="12.8", source=f"{_CHECKS} check_mxfp8_support"),
         sizes=Sizes(tokens=32, inner=32, outer=32, shard=32, expert=32, tile=128, source=f"{_TE} csrc/quantizer.cpp, tensor/mxfp8_tensor.py",
                     shard_source=f"{_SHARD}: mxfp8_tensor.py"),
@@ -98,7 +98,7 @@ ROWS: tuple[Scaling, ...] = (
     ),
     Scaling(
         name="nvfp4", words="NVFP4", formats=("e2m1",), blocks=(Block(across=1, along=16, scale="e4m3"), Block(across=16, along=16, scale="e4m3")),
-        stored=Stored(tensor="NVFP4Tensor", both_copies=True, scale_bytes=1, lines=128, count=4, source=f"{_TE} tensor/nvfp4_tensor.py"),
+        stored=StoredForm(tensor="NVFP4Tensor", both_copies=True, scale_bytes=1, lines=128, count=4, source=f"{_TE} tensor/nvfp4_tensor.py"),
         hardware=Hardware(low=(10, 0), engine="2.7", cuda="12.8", source=f"{_CHECKS} check_nvfp4_support"),
         sizes=Sizes(tokens=16, inner=16, outer=16, shard=16, expert=128, source=f"{_TE} csrc/quantizer.cpp, tensor/nvfp4_tensor.py",
                     shard_source=f"{_SHARD}: nvfp4_tensor.py"),
@@ -148,7 +148,7 @@ ROWS: tuple[Scaling, ...] = (
         emulation="torchao", recipes=(("0.13", "rowwise_with_gw_hp"),), core=None, substitutes=("rowwise", "tensorwise"), preference=6,
     ),
     Scaling(
-        name="custom", words="a custom FP8 recipe", formats=(*_FP8, "e2m1"), blocks=None, stored=Stored(tensor="a quantized tensor", both_copies=False),
+        name="custom", words="a custom FP8 recipe", formats=(*_FP8, "e2m1"), blocks=None, stored=StoredForm(tensor="a quantized tensor", both_copies=False),
         hardware=Hardware(low=(8, 9), engine="2.9", source=f"{_CHECKS} autocast_enter: a custom recipe needs FP8 support only"),
         sizes=Sizes(tokens=8, inner=16, outer=8, shard=1, expert=16, source=_BASE, shard_source=_SHARD),
         emulation=None, recipes=(("2.9", "CustomRecipe"),), core="custom", substitutes=("tensorwise",), preference=5,

@@ -118,7 +118,7 @@ def _elements(live: Any) -> Counter[tuple[str, str, str]]:
 
 def _audit(engine: Any, run: Run) -> tuple[tuple[str, ...], int]:
     """(findings that are not as promised, all of them). Other ranks are not there, so only this one's are judged."""
-    from mpbridge.audit import run as audits
+    from mpbridge.audit import examine as audits
 
     audits._everywhere = lambda seen: [seen]
     report = audits.audit(run.policy, engine, stage="live")

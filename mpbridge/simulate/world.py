@@ -74,7 +74,7 @@ def _preload() -> None:
     try:  # megatron-core says at import what it does without Transformer Engine and Apex
         importlib.import_module("mpbridge.megatron.cpu").import_all()
         for name in (
-            "audit.run",
+            "audit.examine",
             "engines.mcore",
             "megatron.on_meta",
             "models.gpt",

@@ -10,7 +10,7 @@ import dataclasses
 
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
-from mpbridge.stacks.base import Export, Line, Piece, Request, compared
+from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
 from mpbridge.stacks.sharded_torch import SPELL, missing_scalings, torch_meaning
 
@@ -34,7 +34,7 @@ def export(request: Request) -> Export:
         )
     costs = {"autocast": "norms, softmax and loss run in FP32, in more memory"}
     lines += compared(of_policy(policy, engine=request.engine), theirs, costs, ignore=("loss_scale",))
-    piece = Piece(name="python", text=_python(request, theirs))
+    piece = Fragment(name="python", text=_python(request, theirs))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
 
 

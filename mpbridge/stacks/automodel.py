@@ -9,7 +9,7 @@ from typing import Any
 
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.stacks.base import Export, Line, Piece, Request, compared
+from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
 from mpbridge.stacks.sharded_torch import SPELL, ends_text, missing_scalings, torch_meaning
 
@@ -52,7 +52,7 @@ def export(request: Request) -> Export:
     return Export(
         stack=NAME,
         version=request.version,
-        pieces=(Piece(name="recipe.yaml", text=text),),
+        pieces=(Fragment(name="recipe.yaml", text=text),),
         meaning=theirs,
         lines=tuple(lines),
     )

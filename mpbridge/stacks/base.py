@@ -41,7 +41,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Fragment:
     """One file or fragment to paste."""
 
     name: str
@@ -74,7 +74,7 @@ class Export:
 
     stack: str
     version: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Fragment, ...]
     meaning: Meaning
     """What the pieces mean there."""
     lines: tuple[Line, ...] = ()

@@ -26,7 +26,7 @@ class Named:
     items: dict[Any, Any] = field(default_factory=dict)
 
 
-class _Mark:
+class _GroupStart:
     """Where a group of values begins."""
 
 
@@ -104,7 +104,7 @@ class _Machine:
 
     def group(self) -> list[Any]:
         """The values above the last mark, which goes too."""
-        at = next(i for i in range(len(self.stack) - 1, -1, -1) if isinstance(self.stack[i], _Mark))
+        at = next(i for i in range(len(self.stack) - 1, -1, -1) if isinstance(self.stack[i], _GroupStart))
         items = self.stack[at + 1 :]
         del self.stack[at:]
         return items
@@ -197,7 +197,7 @@ _ACTIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
     "EMPTY_LIST": _push(list),
     "EMPTY_SET": _push(list),
     "EMPTY_TUPLE": _push(tuple),
-    "MARK": _push(_Mark),
+    "MARK": _push(_GroupStart),
     "TUPLE1": _tuple(1),
     "TUPLE2": _tuple(2),
     "TUPLE3": _tuple(3),

@@ -12,7 +12,7 @@ from typing import Any
 
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
-from mpbridge.stacks.base import Export, Line, Piece, Request, compared
+from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
 from mpbridge.stacks.sharded_torch import missing_scalings, without_storage
 
@@ -39,7 +39,7 @@ def export(request: Request) -> Export:
         )
         lines.append(Line(fidelity="exact", fact="non-finite gradients", text=text))
     lines += compared(of_policy(policy, engine=request.engine), theirs)
-    piece = Piece(name="ds_config.json", text=json.dumps(_config(policy, theirs), indent=2))
+    piece = Fragment(name="ds_config.json", text=json.dumps(_config(policy, theirs), indent=2))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant
-from mpbridge.stacks.base import Export, Line, Piece, Request, compared
+from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
 from mpbridge.stacks.sharded_torch import SPELL, ends_text, missing_scalings, torch_meaning
 
@@ -30,7 +30,7 @@ def export(request: Request) -> Export:
             Line(fidelity="exact", fact="main weights", text="Transformer Engine's FusedAdam holds them, on CUDA only")
         )
     lines += compared(of_policy(policy, engine=request.engine), theirs, ignore=("loss_scale",))
-    piece = Piece(name="python", text=_python(request, theirs))
+    piece = Fragment(name="python", text=_python(request, theirs))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from mpbridge.formats import DType
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.stacks.base import Export, Line, Piece, Request, compared
+from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
 
 NAME = "megatron-bridge"
@@ -45,7 +45,7 @@ def export(request: Request) -> Export:
     return Export(
         stack=NAME,
         version=request.version,
-        pieces=(Piece(name="run_config.yaml", text=text.rstrip()),),
+        pieces=(Fragment(name="run_config.yaml", text=text.rstrip()),),
         meaning=theirs,
         lines=tuple(lines),
     )

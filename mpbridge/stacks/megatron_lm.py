@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
-from mpbridge.stacks.base import Export, Line, Piece, Request, compared
+from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
 
 NAME = "megatron-lm"
@@ -27,9 +27,9 @@ def export(request: Request) -> Export:
     fsdp = request.main_weights == "wrapper"
     words = [*_base(policy), *_gradients(policy, fsdp), *_scale(policy), *_quantization(policy), *_model(policy)]
     words += [*_optimizer(policy, request), *(_megatron_fsdp(policy) if fsdp else ())]
-    pieces = [Piece(name="arguments", text=_wrapped(words))]
+    pieces = [Fragment(name="arguments", text=_wrapped(words))]
     if policy.module_regions:
-        pieces.append(Piece(name="precision.yaml", text=modules_file(policy)))
+        pieces.append(Fragment(name="precision.yaml", text=modules_file(policy)))
     theirs = _meaning(request)
     lines += compared(of_policy(policy, engine=request.engine), theirs, _COSTS)
     return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))

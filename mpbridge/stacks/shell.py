@@ -38,13 +38,13 @@ def read_script(text: str, env: Mapping[str, str]) -> Script:
     """The arguments in a launch script. env: values of variables that it takes from outside. Raises BadValue for what is no script."""
     if len(text) > MOST or "\0" in text:
         raise BadValue("this is not a launch script: it is larger than 400,000 characters or holds NUL bytes")
-    reader = _Reader(dict(env))
+    reader = _ShellReader(dict(env))
     for statement in _statements(text):
         reader.take(statement)
     return reader.result()
 
 
-class _Reader:
+class _ShellReader:
     """Variables and branches while the statements go by."""
 
     def __init__(self, env: dict[str, str]) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.stacks.base import Export, Line, Piece, Request, compared
+from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
 from mpbridge.stacks.sharded_torch import SPELL, missing_scalings, torch_meaning
 
@@ -40,10 +40,10 @@ def export(request: Request) -> Export:
     words = [f"--training.dtype {SPELL[theirs.storage]}", f"--training.mixed_precision_param {SPELL[theirs.compute]}"]
     words += ["--training.mixed_precision_reduce float32"]
     words += ["--optimizer.implementation fused_opt_states_bf16"] if low else []
-    pieces = [Piece(name="arguments", text=" \\\n".join(words))]
+    pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
     quant = policy.quant
     if quant is not None and quant.scaling in SCALINGS:
-        pieces.append(Piece(name="config_registry.py", text=_python(policy)))
+        pieces.append(Fragment(name="config_registry.py", text=_python(policy)))
     if policy.keep_fp32:
         lines.append(Line(fidelity="impossible", fact="keep_fp32", text="one dtype for every parameter"))
     lines += compared(of_policy(policy, engine=request.engine), theirs, ignore=("loss_scale",))

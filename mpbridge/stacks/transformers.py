@@ -9,7 +9,7 @@ import dataclasses
 
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.stacks.base import Export, Line, Piece, Request, compared
+from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
 from mpbridge.stacks.sharded_torch import SPELL, missing_scalings, torch_meaning
 
@@ -28,7 +28,7 @@ def export(request: Request) -> Export:
         lines.append(Line(fidelity="different", fact="loss scale", text=text))
     costs = {"autocast": "norms, softmax and loss run in FP32, in more memory"}
     lines += compared(of_policy(policy, engine=request.engine), theirs, costs, ignore=("loss_scale",))
-    piece = Piece(name="python", text=_python(theirs))
+    piece = Fragment(name="python", text=_python(theirs))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
 
 

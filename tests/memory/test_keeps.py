@@ -111,7 +111,7 @@ def world() -> Iterator[None]:
 
 def disagreements(run: Run) -> list[str]:
     """What memory, the promises of the audit and the live tensors of the built engine say differently about a parameter."""
-    from mpbridge.audit.run import audit
+    from mpbridge.audit.examine import audit
     from mpbridge.devices import device_layer
     from mpbridge.engines.registry import build_engine
 

@@ -100,7 +100,7 @@ def test_the_engine_trains_every_layer_in_it_and_the_audit_agrees(build: Callabl
 
 
 def test_the_audit_sees_a_linear_that_lost_its_rule(build: Callable[..., Any]) -> None:
-    from mpbridge.audit.run import audit
+    from mpbridge.audit.examine import audit
 
     engine = build("bf16_with_fp8_rowwise", emulate=True)
     next(module for module in engine.model[0].modules() if getattr(module, "plug", None) is not None).plug = None

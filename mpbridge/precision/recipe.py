@@ -1,0 +1,68 @@
+"""A named recipe and what follows from its fields."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from mpbridge.errors import MpbridgeError
+from mpbridge.precision import papers
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.resolve import resolve
+
+Factory = Callable[[], MixedPrecisionConfig]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A named entry with its metadata."""
+
+    name: str
+    make: Factory
+    """Gives a fresh config at every call."""
+    summary: str
+    aliases: tuple[str, ...] = ()
+    status: Literal["validated", "experimental"] = "experimental"
+    """"validated": trained to a published or measured loss; the evidence is in `source`."""
+    source: str = ""
+    """Where values and evidence come from."""
+    prefers: str | None = None
+    """The engine it is meant for where several could run it; None: what its fields ask for."""
+    advice: tuple[str, ...] = ()
+    """Hyper-parameters that it wants besides those that its fields ask for, each with its source."""
+    foreign: bool = False
+    """It comes from an installed package, which is loaded when the recipe is used and not before."""
+
+    @property
+    def policy(self) -> PrecisionPolicy | None:
+        """What it means; None where a package would have to be loaded to know, or it cannot be resolved."""
+        return None if self.foreign else _meaning(self.make)
+
+    @property
+    def needs(self) -> tuple[int, int] | None:
+        """Lowest CUDA compute capability that runs it natively; None: any machine, a CPU too (or not known yet: `foreign`)."""
+        policy = self.policy
+        return None if policy is None else papers.needs(policy)
+
+    @property
+    def engine(self) -> str | None:
+        """The engine it is meant for; None: megatron-core's."""
+        policy = self.policy
+        return self.prefers or (None if policy is None else papers.engine_for(policy))
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """Hyper-parameters that it wants, each with its source."""
+        policy = self.policy
+        return (() if policy is None else papers.hints(policy)) + self.advice
+
+
+@functools.lru_cache(256)
+def _meaning(make: Factory) -> PrecisionPolicy | None:
+    try:
+        return resolve(make())
+    except MpbridgeError:
+        return None
