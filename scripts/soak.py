@@ -226,76 +226,109 @@ def growth(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {name: round(late[name] / early[name], 3) for name in ("memory", "threads", "descriptors")}
 
 
+class Soak:
+    """A run without faults, then the same run with them, in one temporary folder."""
+
+    def __init__(self, steps: int, faults: int, seed: int, interval: int, base: Path, say: Any) -> None:
+        self.dice, self.base, self.interval, self.say = random.Random(seed), base, interval, say
+        self.folders = {name: base / name for name in ("whole", "faulty")}
+        self.plan: dict[str, Any] = {
+            "steps": steps,
+            "interval": interval,
+            "background": True,
+            "kind": "",
+            "rank": -1,
+            "at": 0,
+            "delay": 0.0,
+            "every": max(1, steps // 40),
+        }
+        self.limit, self.count, self.attempts = 60 + 2.0 * steps, dict.fromkeys(KINDS, 0), 0
+        self.at = sorted(self.dice.sample(range(2, steps), min(faults, steps - 2)))
+
+    def job(self, name: str, **changes: Any) -> list[int]:
+        """Exit codes of the ranks of one start of that run."""
+        return job(self.folders[name], self.base / f"{name}.told", self.plan | changes, self.limit)
+
+    def whole(self) -> list[dict[str, float]]:
+        """The run without faults; the growth of each rank's process."""
+        codes = self.job("whole")
+        if codes != [0] * RANKS:
+            said = (self.folders["whole"] / "said.0").read_text()[-3000:]
+            raise RuntimeError(f"the run without faults ended with {codes}: {said}")
+        return [growth(lines(self.base / "whole.told", rank)) for rank in range(RANKS)]
+
+    def draw(self, done: int) -> tuple[str, int]:
+        """The next fault and its step."""
+        if not self.at:
+            return "", 0
+        kind, where = self.dice.choice(KINDS), max(self.at.pop(0), done + 1)
+        if kind == "hang" and self.count["hang"] >= 2:
+            kind = "kill"  # half a minute each
+        if kind == "kill in a save":
+            where = (where // self.interval + 1) * self.interval
+        self.count[kind] += 1
+        return kind, where
+
+    def start(self) -> bool:
+        """One start of the faulty run with its fault; whether it came to its end."""
+        kept = self.folders["faulty"] / "kept"
+        newest = store.saved(kept)
+        kind, where = self.draw(newest[0].step if newest else 0)
+        self.plan |= {
+            "kind": kind,
+            "at": where,
+            "rank": self.dice.randrange(RANKS),
+            "delay": self.dice.uniform(0.001, 0.06),
+            "background": self.dice.random() < 0.5,
+        }
+        codes = self.job("faulty")
+        self.attempts += 1
+        newest = store.saved(kept)
+        for entry in newest[:1]:
+            store.check(entry.path)
+        self.say(f"{kind or 'no fault'} at {where}: exit codes {codes}, newest {newest[0].step if newest else 0}")
+        if kind in DAMAGE and newest and codes != [0] * RANKS:
+            self.damaged(newest[0].path, kind)
+        return codes == [0] * RANKS
+
+    def damaged(self, place: Path, kind: str) -> None:
+        """Damages a checkpoint, sees it named by the next start, and takes it away."""
+        name = damage(place, kind, self.dice)
+        codes = self.job("faulty", kind="", rank=-1)
+        told = (self.folders["faulty"] / "said.0").read_text()
+        if codes != [1] * RANKS or str(place / name) not in told:
+            raise RuntimeError(f"damage of {name} ({kind}) was not named: {codes} {told[-2000:]}")
+        shutil.rmtree(place)
+
+    def compare(self) -> None:
+        """Raises RuntimeError where the faulty run's losses or its last digest are not those of the whole one."""
+        for rank in range(RANKS):
+            whole, faulty = lines(self.base / "whole.told", rank), lines(self.base / "faulty.told", rank)
+            expected = {row["step"]: row["loss"] for row in whole if "step" in row}
+            wrong = [row["step"] for row in faulty if "step" in row and row["loss"] != expected[row["step"]]]
+            if wrong or whole[-1] != faulty[-1] or "digest" not in whole[-1]:
+                raise RuntimeError(f"rank {rank} differs: steps {wrong[:5]}, ends {whole[-1]} and {faulty[-1]}")
+
+
 def soak(
     steps: int, faults: int, *, seed: int = 0, interval: int = 10, room: Path | None = None, say: Any = print
 ) -> dict[str, Any]:
     """Figures of a run with `faults` faults; raises RuntimeError at the first thing that was lost."""
     torch.set_num_threads(1)
     rules()  # imported here, once
-    dice, began, base = random.Random(seed), time.monotonic(), Path(tempfile.mkdtemp(prefix="mpbridge-soak-", dir=room))
-    plan: dict[str, Any] = {
-        "steps": steps,
-        "interval": interval,
-        "background": True,
-        "kind": "",
-        "rank": -1,
-        "at": 0,
-        "delay": 0.0,
-    }
-    plan["every"] = max(1, steps // 40)
-    limit, count, attempts = 60 + 2.0 * steps, dict.fromkeys(KINDS, 0), 0
+    began, base = time.monotonic(), Path(tempfile.mkdtemp(prefix="mpbridge-soak-", dir=room))
     try:
-        folders = {name: base / name for name in ("whole", "faulty")}
-        for folder in folders.values():
+        run = Soak(steps, faults, seed, interval, base, say)
+        for folder in run.folders.values():
             folder.mkdir()
-        codes = job(folders["whole"], base / "whole.told", plan, limit)
-        if codes != [0] * RANKS:
-            raise RuntimeError(
-                f"the run without faults ended with {codes}: {(folders['whole'] / 'said.0').read_text()[-3000:]}"
-            )
-        flat = [growth(lines(base / "whole.told", rank)) for rank in range(RANKS)]
+        flat = run.whole()
         say(f"uninterrupted: {steps} steps in {time.monotonic() - began:.0f} s; end / first tenth: {flat}")
-        at = sorted(dice.sample(range(2, steps), min(faults, steps - 2)))
-        while True:
-            newest = store.saved(folders["faulty"] / "kept")
-            done = newest[0].step if newest else 0
-            kind = dice.choice(KINDS) if at else ""
-            where = max(at.pop(0), done + 1) if at else 0
-            if kind == "hang" and count["hang"] >= 2:
-                kind = "kill"  # half a minute each
-            if kind == "kill in a save":
-                where = (where // interval + 1) * interval
-            plan |= {
-                "kind": kind,
-                "at": where,
-                "rank": dice.randrange(RANKS),
-                "delay": dice.uniform(0.001, 0.06),
-                "background": dice.random() < 0.5,
-            }
-            codes = job(folders["faulty"], base / "faulty.told", plan, limit)
-            attempts += 1
-            if kind:
-                count[kind] += 1
-            newest = store.saved(folders["faulty"] / "kept")
-            for entry in newest[:1]:
-                store.check(entry.path)
-            say(f"{kind or 'no fault'} at {where}: exit codes {codes}, newest {newest[0].step if newest else 0}")
-            if kind in DAMAGE and newest and codes != [0] * RANKS:
-                name = damage(newest[0].path, kind, dice)
-                codes = job(folders["faulty"], base / "faulty.told", plan | {"kind": "", "rank": -1}, limit)
-                told = (folders["faulty"] / "said.0").read_text()
-                if codes != [1] * RANKS or str(newest[0].path / name) not in told:
-                    raise RuntimeError(f"damage of {name} ({kind}) was not named: {codes} {told[-2000:]}")
-                shutil.rmtree(newest[0].path)
-            if codes == [0] * RANKS:
-                break
-        for rank in range(RANKS):
-            whole, faulty = lines(base / "whole.told", rank), lines(base / "faulty.told", rank)
-            expected = {row["step"]: row["loss"] for row in whole if "step" in row}
-            wrong = [row["step"] for row in faulty if "step" in row and row["loss"] != expected[row["step"]]]
-            if wrong or whole[-1] != faulty[-1] or "digest" not in whole[-1]:
-                raise RuntimeError(f"rank {rank} differs: steps {wrong[:5]}, ends {whole[-1]} and {faulty[-1]}")
-        return {"steps": steps, "attempts": attempts, "faults": {k: n for k, n in count.items() if n}, "flat": flat, "lost": 0, "seconds": round(time.monotonic() - began, 1)}  # fmt: skip
+        while not run.start():
+            pass
+        run.compare()
+        seen = {kind: times for kind, times in run.count.items() if times}
+        seconds = round(time.monotonic() - began, 1)
+        return {"steps": steps, "attempts": run.attempts, "faults": seen, "flat": flat, "lost": 0, "seconds": seconds}
     finally:
         shutil.rmtree(base, ignore_errors=True)
 

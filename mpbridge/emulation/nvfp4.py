@@ -21,6 +21,9 @@ from mpbridge.emulation.scales import Rules, nvfp4_block, nvfp4_global
 from mpbridge.formats import E2M1, E4M3
 from mpbridge.scalings import Block
 
+Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""(multiplier before the cast, block scale, second-level factor)."""
+
 
 class Nvfp4:
     """Mixed into Quantizer, whose fields it reads."""
@@ -73,35 +76,58 @@ class Nvfp4:
 
     def _nvfp4_factors(
         self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: Copy, overall: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> Factors:
         """(multiplier before the cast, block scale, second-level factor) of a view. overall: the tensor's amax, where the view has only part of it."""
         square = side == "w" and self.block("w").square
         if overall is None and not square and not self.four_over_six(side) and not self.row_scaled(side):
-            # the kernel fused with the transform makes the rotated copy, and from 2.14 on the row copy too; its block amaxes hand NaN on
-            fused = side != "w" and self._hadamard and _fused(x) and (copy == "column" or self.rules.nvfp4_fused_rows)
-            scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-            scales = self._kernel(nvfp4_fused_scales if fused else nvfp4_scales, view, self.rules)(view)
-            return scales
-        amax, along = self._kernel(peaks, view)(view), self.block(side).along
+            return self._plain_factors(x, view, side, copy)
+        amax = self._kernel(peaks, view)(view)
         if square:
-            blocks = square_peaks(amax, along)
-            if not self.four_over_six(side):
-                lines = blocks.amax() if overall is None else overall
-                factors = spread(nvfp4_block(blocks, nvfp4_global(lines), self.rules), along)
-                return (*factors, lines / (E2M1.largest * E4M3.largest))
-            amax = spread((blocks, blocks), along)[0]
-        lines = amax.amax() if overall is None else overall
-        if self.row_scaled(side) and overall is None:
-            lines = amax.reshape(x.shape[0], -1).amax(1, keepdim=True) if copy == "row" else amax.amax((0, 1))[None]
-        bound = 256.0 if self._below_256(side) else E4M3.largest
+            return self._square_factors(view, amax, side, overall)
+        lines = self._line_peaks(x, amax, side, copy) if overall is None else overall
+        bound = self._largest_scale(side)
         alpha = lines / (E2M1.largest * bound)
         if self.row_scaled(side) and copy == "row":
             lines = lines.repeat_interleave(view.shape[0] // lines.shape[0], 0)
         if self.four_over_six(side):
-            squared = self.options.get("four_over_six_error") == "MSE"
-            # eager: its sums one by one, unrolled, take the compiler minutes
-            return (*four_over_six(view, amax, lines, bound, squared, square), alpha)
+            return (*self._four_or_six(view, amax, lines, side, square=False), alpha)
         return (*nvfp4_block(amax, nvfp4_global(lines), self.rules), alpha)
+
+    def _plain_factors(self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: Copy) -> Factors:
+        # the kernel fused with the transform makes the rotated copy, and from 2.14 on the row copy too; its block amaxes hand NaN on
+        fused = side != "w" and self._hadamard and _fused(x) and (copy == "column" or self.rules.nvfp4_fused_rows)
+        scales: Factors = self._kernel(nvfp4_fused_scales if fused else nvfp4_scales, view, self.rules)(view)
+        return scales
+
+    def _square_factors(
+        self, view: torch.Tensor, amax: torch.Tensor, side: Side, overall: torch.Tensor | None
+    ) -> Factors:
+        along = self.block(side).along
+        blocks = square_peaks(amax, along)
+        if not self.four_over_six(side):
+            lines = blocks.amax() if overall is None else overall
+            factors = spread(nvfp4_block(blocks, nvfp4_global(lines), self.rules), along)
+            return (*factors, lines / (E2M1.largest * E4M3.largest))
+        amax = spread((blocks, blocks), along)[0]
+        lines = amax.amax() if overall is None else overall
+        alpha = lines / (E2M1.largest * self._largest_scale(side))
+        return (*self._four_or_six(view, amax, lines, side, square=True), alpha)
+
+    def _line_peaks(self, x: torch.Tensor, amax: torch.Tensor, side: Side, copy: Copy) -> torch.Tensor:
+        """The amax that the second-level scale follows: one, or one for each line of x under row scaling."""
+        if not self.row_scaled(side):
+            return amax.amax()
+        return amax.reshape(x.shape[0], -1).amax(1, keepdim=True) if copy == "row" else amax.amax((0, 1))[None]
+
+    def _four_or_six(
+        self, view: torch.Tensor, amax: torch.Tensor, lines: torch.Tensor, side: Side, *, square: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        squared = self.options.get("four_over_six_error") == "MSE"
+        # eager: its sums one by one, unrolled, take the compiler minutes
+        return four_over_six(view, amax, lines, self._largest_scale(side), squared, square)
+
+    def _largest_scale(self, side: Side) -> float:
+        return 256.0 if self._below_256(side) else E4M3.largest
 
     def _below_256(self, side: Side) -> bool:
         scope = {"x": "activations", "w": "weights"}.get(side)
@@ -115,7 +141,7 @@ class Nvfp4:
         # a scale for each line is found again from the lines themselves
         overall = None
         if not self.row_scaled(side):
-            overall = operand.alpha * (E2M1.largest * (256.0 if self._below_256(side) else E4M3.largest))
+            overall = operand.alpha * (E2M1.largest * self._largest_scale(side))
         multiplier = self._nvfp4_factors(x, view, side, copy, overall)[0].expand(view.shape).reshape(source.shape)
         return (source.t().float(), multiplier.t()) if across else (source.float(), multiplier)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from mpbridge.errors import Refused
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.stacks.meaning import Meaning, arithmetic_differs, differences
@@ -17,14 +16,6 @@ Fidelity = Literal["exact", "layout", "different", "impossible"]
 """exact: the same facts; layout: the same arithmetic with tensors kept elsewhere or in another dtype; different: a step computes something
 else; impossible: the stack has no words for it."""
 ORDER: tuple[Fidelity, ...] = ("exact", "layout", "different", "impossible")
-
-
-class CannotExport(Refused):
-    """A stack has no words for a recipe; the text names each fact and the nearest thing."""
-
-    def __init__(self, stack: str, subject: str, lines: tuple[Line, ...]) -> None:
-        self.stack, self.subject, self.lines = stack, subject, lines
-        super().__init__("\n".join([f"{stack} cannot say {subject}:", *(f"  - {line}" for line in lines)]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
