@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 
 from mpbridge.cli._target import add_target_arguments, target
-from mpbridge.cli.options import add_run_arguments, container
+from mpbridge.cli.options import add_run_arguments, container, whole
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import MpbridgeError
 from mpbridge.estimate.layouts import search
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     add_target_arguments(parser)
     parser.add_argument("--recipes", metavar="A,B", help="more than one recipe (default: the file's)")
-    parser.add_argument("--most", type=int, default=5, metavar="N", help="layouts of each recipe (default: 5)")
+    parser.add_argument("--most", type=whole, default=5, metavar="N", help="layouts of each recipe (default: 5)")
     parser.add_argument("--json", action="store_true", help="for programs")
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mpbridge import __version__
-from mpbridge.errors import MpbridgeError, UnknownName
+from mpbridge.errors import BadValue, Contradiction, MpbridgeError, UnknownName
 
 NOT_VERBS = frozenset({"main", "options", "text"})
 ORDER = (
@@ -46,6 +47,7 @@ def entry() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. argv: without the program's name; None: sys.argv's."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    as_json = "--json" in arguments
     try:
         for name in (
             "stdout",
@@ -54,12 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             if arguments[:1] == ["train"] and getattr(sys, name) is None:
                 setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         if sys.stdout is None:  # closed by the caller: Python would print into nothing, and say nothing
-            _complain("standard output is closed: nothing could be printed (redirect it to /dev/null if that is meant)")
+            text = "standard output is closed: nothing could be printed (redirect it to /dev/null if that is meant)"
+            _complain(BadValue(text), as_json)
             return 2
         code = _dispatch(arguments)
         code = _flushed(code)
     except MpbridgeError as error:
-        _complain(str(error))
+        _complain(error, as_json)
         code = error.exit_code
     except BrokenPipeError:
         # `mpbridge list | head`: the reader has seen enough; nothing may be written at exit either
@@ -67,13 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 0
     except OSError as error:
         # what is written as it is read: a full disk, a file in the place of a folder
-        _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
+        _complain(BadValue(f"{error.filename or 'standard output'}: {error.strerror or error}"), as_json)
         _stop_printing()
         code = 2
     except KeyboardInterrupt:
-        _complain("interrupted")
-        code = 130
-    except SystemExit as stop:  # argparse's own
+        _complain(Interrupted("interrupted"), as_json)
+        code = Interrupted.exit_code
+    except SystemExit as stop:  # argparse's own, after --help
         code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
     return code
 
@@ -107,6 +110,8 @@ def verbs() -> dict[str, str]:
 
 def _dispatch(arguments: list[str]) -> int:
     known = verbs()
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help(known))
         return 0 if arguments else 2
@@ -121,10 +126,24 @@ def _dispatch(arguments: list[str]) -> int:
     return int(importlib.import_module(known[verb]).run(args))
 
 
+class Interrupted(MpbridgeError):
+    """The user's Ctrl-C."""
+
+    exit_code = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises BadValue, where argparse would print its usage and exit."""
+        raise BadValue(f"{self.prog}: {message} (mpbridge help {self.prog.partition(' ')[2]})")
+
+
 def parser_of(verb: str, module: str) -> argparse.ArgumentParser:
     """The verb's parser, with its arguments."""
     found: Any = importlib.import_module(module)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"mpbridge {verb}", description=found.SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_arguments(parser)
@@ -158,15 +177,19 @@ def _help(known: dict[str, str]) -> str:
         [
             *lines,
             "",
-            "mpbridge COMMAND --help tells more. Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped early.",
+            "mpbridge help COMMAND tells more. Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped early.",
         ]
     )
 
 
-def _complain(text: str) -> None:
-    rank = os.environ.get("RANK", "0")
-    # every process of a job fails alike: rank 0 prints the full error, the others a line each
+def _complain(error: MpbridgeError, as_json: bool) -> None:
+    """The error on stderr: a line for each fault; as JSON, one object on one line."""
+    text, rank = str(error), os.environ.get("RANK", "0")
+    if as_json:
+        said = {"message": error.subject, "faults": list(error.faults)} if isinstance(error, Contradiction) else {}
+        data = {"error": type(error).__name__, "exit_code": error.exit_code, "message": text} | said
+        text = json.dumps(data | ({"rank": rank} if rank != "0" else {}))
+    elif rank != "0":  # every process of a job fails alike: rank 0 prints the full error, the others a line each
+        text = f"rank {rank}: {text.splitlines()[0] if text else ''}"
     with contextlib.suppress(BrokenPipeError):  # `2>&1 | head`: the exit code still counts
-        print(
-            text if rank == "0" else f"rank {rank}: {text.splitlines()[0] if text else ''}", file=sys.stderr, flush=True
-        )
+        print(text, file=sys.stderr, flush=True)

@@ -7,12 +7,13 @@ import dataclasses
 from typing import Any
 
 from mpbridge.cli._target import Target, add_target_arguments, target
-from mpbridge.cli.options import add_run_arguments, resolved
+from mpbridge.cli.options import add_run_arguments, resolved, whole
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.config.container import Run
 from mpbridge.facts import RunFacts
 from mpbridge.memory.budget import STATES, Fit, Memory, duplicate_main, fit, fullest, memory, total_parameters
 from mpbridge.memory.compare import REFERENCE, Comparison, against_bf16
+from mpbridge.memory.units import Unit, unit_for
 
 SUMMARY = "bytes on each GPU by role, beside bf16_mixed, and whether they fit"
 
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     add_target_arguments(parser)
     parser.add_argument(
-        "--rank", type=int, metavar="N", help="of this rank (default: of the pipeline stage that holds most)"
+        "--rank", type=whole, metavar="N", help="of this rank (default: of the pipeline stage that holds most)"
     )
     parser.add_argument("--stages", action="store_true", help="every pipeline stage")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -92,6 +93,7 @@ def _print(
     made: Run, facts: RunFacts, where: Target, compared: Comparison, fits: Fit | None, stages: tuple[Memory, ...]
 ) -> None:
     mine, other, sizes = compared.mine, compared.reference, facts.parallel
+    unit = unit_for(max(mine.needed, other.needed))
     print(
         f"recipe {made.recipe}, engine {made.engine}: {total_parameters(facts) / 1e9:.2f}e9 parameters on {made.world_size} GPU{'s' if made.world_size > 1 else ''}"
     )
@@ -99,45 +101,47 @@ def _print(
         f"tensor {sizes.tensor}, pipeline {sizes.pipeline}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}; {_which(made, facts, mine)}\n"
     )
     rows = [
-        (name, _mib(mine.roles.get(name, 0)), _mib(other.roles.get(name, 0)), _each(mine, name), "")
+        (name, unit.of(mine.roles.get(name, 0)), unit.of(other.roles.get(name, 0)), _each(mine, name), "")
         for name in STATES
         if name in mine.roles or name in other.roles
     ]
     rows.append(
         (
             "states",
-            _mib(mine.states),
-            _mib(other.states),
+            unit.of(mine.states),
+            unit.of(other.states),
             f"{mine.bytes_per_parameter:.2f}",
             "exact" if mine.exact else "without its engine's alignment",
         )
     )
-    rows += _beside(mine, other)
+    rows += _beside(mine, other, unit)
     rows.append(
         (
             "activations",
-            _mib(mine.activations),
-            _mib(other.activations),
+            unit.of(mine.activations),
+            unit.of(other.activations),
             "",
             f"measured on Megatron-LM's test cases, +-{mine.uncertainty:.0%}",
         )
     )
-    rows.append(("peak as torch counts it", _mib(mine.total), _mib(other.total), "", ""))
-    rows += _beside(mine, other, counted=False)
-    rows.append(("needed of the device", _mib(mine.needed), _mib(other.needed), "", f"+-{_mib(mine.band)} MiB"))
-    print_table(("role", "MiB", f"{REFERENCE} MiB", "bytes/parameter", "how it is known"), rows)
+    rows.append(("peak as torch counts it", unit.of(mine.total), unit.of(other.total), "", ""))
+    rows += _beside(mine, other, unit, counted=False)
+    rows.append(
+        ("needed of the device", unit.of(mine.needed), unit.of(other.needed), "", f"+-{unit.of(mine.band)} {unit.name}")
+    )
+    print_table(("role", unit.name, f"{REFERENCE} {unit.name}", "bytes/parameter", "how it is known"), rows)
     if stages:
         print()
         print_table(
-            ("stage", "states MiB", "activations MiB (estimate)", "total MiB"),
-            [(str(s.stage), _mib(s.states), _mib(s.activations), _mib(s.total)) for s in stages],
+            ("stage", f"states {unit.name}", f"activations {unit.name} (estimate)", f"total {unit.name}"),
+            [(str(s.stage), unit.of(s.states), unit.of(s.activations), unit.of(s.total)) for s in stages],
         )
     if compared.reasons:
         print(f"\nwhy it differs from {REFERENCE}")
         for reason in compared.reasons:
             print(f"  {reason}")
     if fits is not None:
-        _say_fit(fits, where)
+        _say_fit(fits, where, unit)
         if fits.answer == "does not fit":
             from mpbridge.estimate.layouts import line, nearest
 
@@ -155,15 +159,15 @@ def _which(made: Run, facts: RunFacts, mine: Memory) -> str:
     return f"{here} holds most" if mine.rank == full else f"{here}; rank {full} holds most"
 
 
-def _beside(mine: Memory, other: Memory, *, counted: bool = True) -> list[tuple[str, str, str, str, str]]:
+def _beside(mine: Memory, other: Memory, unit: Unit, *, counted: bool = True) -> list[tuple[str, str, str, str, str]]:
     """Rows of what is neither a state nor an activation; counted: by torch."""
     parts = {part.name: part for part in (mine.beside if counted else mine.outside)}
     theirs = {part.name: part for part in (other.beside if counted else other.outside)}
     return [
         (
             name,
-            _mib(parts[name].bytes if name in parts else 0),
-            _mib(theirs[name].bytes if name in theirs else 0),
+            unit.of(parts[name].bytes if name in parts else 0),
+            unit.of(theirs[name].bytes if name in theirs else 0),
             "",
             f"{(part := parts.get(name) or theirs[name]).known}, +-{part.band:.0%}: {part.because}",
         )
@@ -171,10 +175,10 @@ def _beside(mine: Memory, other: Memory, *, counted: bool = True) -> list[tuple[
     ]
 
 
-def _say_fit(fits: Fit, where: Target) -> None:
-    need, off, have = fits.needed / 2**30, fits.band / 2**30, fits.available / 2**30
+def _say_fit(fits: Fit, where: Target, unit: Unit) -> None:
+    need, off, have = (unit.of(size) for size in (fits.needed, fits.band, fits.available))
     print(
-        f"\n{fits.answer} on {where.machine.name}: {need:.1f} +- {off:.1f} GiB of {have:.1f} ({where.machine.memory_source})"
+        f"\n{fits.answer} on {where.machine.name}: {need} +- {off} {unit.name} of {have} ({where.machine.memory_source})"
     )
     for way in fits.ways:
         print(f"  {way}")
@@ -182,7 +186,3 @@ def _say_fit(fits: Fit, where: Target) -> None:
 
 def _each(mine: Memory, name: str) -> str:
     return f"{mine.roles.get(name, 0) / max(1, mine.elements):.2f}"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f}"

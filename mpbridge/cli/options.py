@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,11 +48,24 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) ->
     )
     if world:
         parser.add_argument(
-            "--world-size", type=int, metavar="N", help="processes (default: as few as the parallel sizes allow)"
+            "--world-size", type=whole, metavar="N", help="processes (default: as few as the parallel sizes allow)"
         )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings over the file's, as in optimizer.lr=3e-4"
     )
+
+
+def whole(text: str) -> int:
+    """The whole number that a text says, as 1000, 1_000 or 1e3. Raises ArgumentTypeError."""
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    with contextlib.suppress(ValueError):
+        value = float(text)
+        if value.is_integer() and abs(value) < 2**53:
+            return int(value)
+    raise argparse.ArgumentTypeError(f"{text!r} is no whole number, expected one, as in 1000 or 1e3")
 
 
 def container(args: argparse.Namespace) -> ConfigContainer:

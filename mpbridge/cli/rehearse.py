@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpbridge.cli.options import find_config, whole
 from mpbridge.errors import BadValue
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recipes", metavar="A,B,...", help="names (mpbridge list); default: BF16 and every kind of scaling"
     )
     parser.add_argument(
-        "--steps", type=int, default=50, metavar="N", help="training steps under each recipe (default: 50)"
+        "--steps", type=whole, default=50, metavar="N", help="training steps under each recipe (default: 50)"
     )
     parser.add_argument(
-        "--every", type=int, metavar="K", help="sample the tensors of every K-th step (default: ten samples)"
+        "--every", type=whole, metavar="K", help="sample the tensors of every K-th step (default: ten samples)"
     )
     parser.add_argument(
         "--tensors",
@@ -56,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         raise BadValue(f"--steps {args.steps}, --every {args.every}: at least 1")
     from mpbridge.cli.train import UPSTREAM_CHATTER
 
+    _room(args.out)
     for text in UPSTREAM_CHATTER:
         warnings.filterwarnings("ignore", message=text)
     from mpbridge.rehearse.report import caveats, tables
@@ -73,6 +75,17 @@ def run(args: argparse.Namespace) -> int:
     return 1 if all(recipe.failure is not None for recipe in result.recipes) else 0
 
 
+def _room(folder: Path) -> None:
+    """Makes the report's folder, and finds what draws its pictures, before minutes of training are spent on them. Raises MpbridgeError."""
+    from mpbridge.rehearse.plots import pyplot
+
+    pyplot()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadValue(f"--out {folder}: {error.strerror or error} (expected a folder, or a place for one)") from None
+
+
 def _rehearsed(args: argparse.Namespace) -> Rehearsal:
     from mpbridge.rehearse import rehearsal
 
@@ -83,7 +96,6 @@ def _rehearsed(args: argparse.Namespace) -> Rehearsal:
         raise BadValue(f"--recipes {args.recipes!r} names no recipe")
     if args.tensors is not None:
         return rehearsal.observe(rehearsal.read_tensors(args.tensors), recipes)
-    from mpbridge.cli.options import find_config
     from mpbridge.config.container import ConfigContainer
 
     container = ConfigContainer.load(find_config(args.config), args.overrides, check=False)
@@ -95,7 +107,6 @@ def _write(result: Rehearsal, folder: Path) -> Path:
     from mpbridge.rehearse.page import page
     from mpbridge.rehearse.plots import draw
 
-    folder.mkdir(parents=True, exist_ok=True)
     result.write(folder / "report.json")
     path = folder / "index.html"
     path.write_text(page(result, draw(result, folder)), encoding="utf-8")

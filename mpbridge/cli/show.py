@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from mpbridge.cli.list import as_data, needs
+from mpbridge.cli.options import whole
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue
 from mpbridge.facts import MOST
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "recipe", metavar="NAME", help="a recipe's name, a YAML file, package.module:function or file.py:function"
     )
     parser.add_argument(
-        "--layers", type=int, metavar="N", help="a model's depth: says which of its layers stay in high precision"
+        "--layers", type=whole, metavar="N", help="a model's depth: says which of its layers stay in high precision"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
 

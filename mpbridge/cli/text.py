@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from mpbridge.report.records import record, wrapped
 
 ROOM = 28
 """Characters below which a text column is no longer readable beside the others."""
@@ -23,15 +26,15 @@ def print_json(data: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
-    """Rows under their headings. Cells are plain text."""
+    """Rows under their headings. Cells are plain text. Where the width is known (a terminal, COLUMNS), lines keep to it."""
     rows = [[str(cell) for cell in row] for row in rows]
-    width = shutil.get_terminal_size().columns
-    if on_terminal() and _room(columns, rows, width) >= ROOM:
+    width = shutil.get_terminal_size().columns if on_terminal() or "COLUMNS" in os.environ else None
+    if width is not None and on_terminal() and _room(columns, rows, width) >= ROOM:
         _rich(columns, rows, title)
         return
     if title:
         print(title)
-    for line in stacked(columns, rows) if on_terminal() else aligned(columns, rows):
+    for line in aligned(columns, rows) if width is None else narrow(columns, rows, width):
         print(line)
 
 
@@ -45,10 +48,16 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def stacked(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """As `aligned`, with the last column's text on a line of its own: for narrow terminals."""
-    lines = aligned(columns[:-1], [row[:-1] for row in rows])
-    return [lines[0], *(part for line, row in zip(lines[1:], rows, strict=True) for part in (line, f"    {row[-1]}"))]
+def narrow(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """The widest form whose lines keep to `width`: a table; one with the last column's text on lines of its own; each row as a record."""
+    lines = aligned(columns, rows)
+    if all(len(line) <= width for line in lines):
+        return lines
+    heads = aligned(columns[:-1], [row[:-1] for row in rows]) if len(columns) > 2 else lines
+    if all(len(line) <= width for line in heads):
+        below = [wrapped(row[-1], width, indent="    ") if row[-1] else [] for row in rows]
+        return [heads[0], *(part for line, text in zip(heads[1:], below, strict=True) for part in (line, *text))]
+    return [line for row in rows for line in record(columns, row, width)]
 
 
 def _room(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> int:

@@ -12,7 +12,7 @@ from mpbridge.config.schema import SECTIONS
 from mpbridge.errors import BadValue, UnknownName
 from mpbridge.precision.config import TWINS
 from mpbridge.precision.registry import key
-from mpbridge.precision.yaml_loader import load_yaml
+from mpbridge.precision.yaml_loader import load_yaml, read_yaml
 
 Tree = dict[str, Any]
 COMMAND_LINE = "the command line"
@@ -115,7 +115,7 @@ def read_file(path: Path) -> Tree:
     import yaml
 
     try:
-        data = load_yaml(path.read_text(encoding="utf-8"))
+        data = read_yaml(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise BadValue(f"configuration {path} cannot be read: {error}") from None
     if data is None:

@@ -17,6 +17,7 @@ from mpbridge.memory.beside import Beside, beside, outside
 from mpbridge.memory.layers import parameters, unsplit
 from mpbridge.memory.ranks import Coordinates
 from mpbridge.memory.roles import roles
+from mpbridge.memory.units import GIB
 from mpbridge.precision.policy import PrecisionPolicy
 
 STATES = (
@@ -252,4 +253,4 @@ def _layouts(run: RunFacts) -> list[tuple[str, Parallel]]:
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+    return f"{GIB.of(size)} {GIB.name}"

@@ -8,6 +8,7 @@ from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
 from mpbridge.memory.budget import Memory, memory
 from mpbridge.memory.keeps import keeps_of
+from mpbridge.memory.units import unit_for
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import recipe
 from mpbridge.precision.resolve import resolve
@@ -52,11 +53,12 @@ def against_bf16(
 
 def _reasons(policy: PrecisionPolicy, run: RunFacts, mine: Memory, other: Memory) -> tuple[str, ...]:
     found: list[tuple[int, str]] = []
+    unit = unit_for(max(mine.needed, other.needed))
 
     def say(role: str, text: str) -> None:
         delta = mine.roles.get(role, 0) - other.roles.get(role, 0)
         if abs(delta) >= 2**20 and text:
-            found.append((delta, f"{delta / 2**20:+.0f} MiB {role}: {text}"))
+            found.append((delta, f"{'+' if delta > 0 else ''}{unit.of(delta)} {unit.name} {role}: {text}"))
 
     quant = policy.quant
     if quant is not None and quant.stored:

@@ -17,7 +17,7 @@ from mpbridge.errors import BadValue, DuplicateName, MpbridgeError, RecipeError,
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.recipe import Factory, Recipe
 from mpbridge.precision.recipes import BUILT_IN
-from mpbridge.precision.yaml_loader import load_yaml
+from mpbridge.precision.yaml_loader import read_yaml
 
 F = TypeVar("F", bound=Factory)
 ENTRY_POINTS = "mpbridge.recipes"
@@ -239,7 +239,7 @@ def _extended(path: Path, depth: int = 0) -> Recipe | None:
     import yaml
 
     try:
-        data = load_yaml(path.read_text(encoding="utf-8"))
+        data = read_yaml(path)
     except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError, MpbridgeError):
         return None
     base = str(data.get("extends") or "") if isinstance(data, dict) else ""
@@ -305,7 +305,7 @@ def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
     if here in seen:
         raise RecipeError(f"recipe file {path}: extends itself through {' -> '.join(p.name for p in (*seen, here))}")
     try:
-        data = load_yaml(path.read_text(encoding="utf-8"))
+        data = read_yaml(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RecipeError(f"recipe file {path} cannot be read: {error}") from error
     if data is None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
-MOST_CHARACTERS = 200_000
+MOST_CHARACTERS = 100_000
 """Of a file; PyYAML reads about 350,000 a second, and a configuration has a few thousand."""
+MOST_BRACKETS = 50
+"""That are open at once: PyYAML's time grows with the square of it."""
 
 
 @functools.cache
@@ -43,7 +46,30 @@ def load_yaml(text: str) -> Any:
 
     if len(text) > MOST_CHARACTERS:
         raise yaml.YAMLError(f"{len(text):,} characters, expected at most {MOST_CHARACTERS:,}")
+    if _open_brackets(text) > MOST_BRACKETS:
+        raise yaml.YAMLError("nested too deeply to be a configuration")
     try:
         return yaml.load(text, Loader=_loader())
     except RecursionError:
         raise yaml.YAMLError("nested too deeply to be a configuration") from None
+
+
+def read_yaml(path: Path) -> Any:
+    """The plain data in a file. Raises OSError, UnicodeDecodeError and yaml.YAMLError; never reads more than a configuration may have."""
+    import yaml
+
+    most = 4 * MOST_CHARACTERS  # UTF-8 has at most four bytes for a character
+    with path.open("rb") as stream:
+        raw = stream.read(most + 1)
+    if len(raw) > most:
+        raise yaml.YAMLError(f"more than {most:,} bytes, expected at most {MOST_CHARACTERS:,} characters")
+    return load_yaml(raw.decode("utf-8"))
+
+
+def _open_brackets(text: str) -> int:
+    """How many brackets are open at once at most, those in quotes and comments counted too."""
+    most = now = 0
+    for bracket in re.findall(r"[\[{\]}]", text):
+        now = now + 1 if bracket in "[{" else max(0, now - 1)
+        most = max(most, now)
+    return most

@@ -17,7 +17,7 @@ SIDES = {"x": "activations", "w": "weights", "dy": "gradients"}
 
 def draw(rehearsal: Rehearsal, folder: Path) -> list[Path]:
     """Writes the PNG files and returns their paths, the losses first. Raises MpbridgeError where matplotlib is missing."""
-    plt = _pyplot()
+    plt = pyplot()
     found = []
     if any(recipe.losses for recipe in rehearsal.recipes):
         found.append(_save(plt, _losses(plt, rehearsal), folder / "losses.png"))
@@ -30,7 +30,8 @@ def draw(rehearsal: Rehearsal, folder: Path) -> list[Path]:
     return found
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """matplotlib's, drawing into files. Raises MpbridgeError where it is missing."""
     try:
         import matplotlib
     except ImportError as error:

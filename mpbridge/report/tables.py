@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from mpbridge.report.records import crowded, record
 from mpbridge.sync.plan import show
 
 if TYPE_CHECKING:
@@ -46,9 +49,39 @@ def summary_table(rows: Iterable[tuple[str, str]], *, title: str = "summary") ->
     return made
 
 
+class Fitting(Table):
+    """A table that leaves empty columns out, and where its columns would be too narrow to read shows each row as lines of 'column: text'."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """What rich draws."""
+        cells = [[_plain(cell) for cell in column.cells] for column in self.columns]
+        shown = [i for i, texts in enumerate(cells) if any(texts) or not texts]
+        heads = [_plain(self.columns[i].header) for i in shown]
+        rows = list(zip(*(cells[i] for i in shown), strict=True))
+        whole = [self.columns[i].no_wrap for i in shown]
+        if not rows or not crowded(heads, rows, options.max_width, whole=whole):
+            everything = self.columns
+            self.columns = [replace(self.columns[old], _index=new) for new, old in enumerate(shown)]
+            try:
+                yield from super().__rich_console__(console, options)
+            finally:
+                self.columns = everything
+            return
+        if self.title:
+            yield Text(_plain(self.title), style=self.title_style or "")
+        for row, known in zip(rows, self.rows, strict=True):
+            for line in record(heads, row, options.max_width):
+                yield Text(line, style=known.style or "")
+        yield Text("")
+
+
+def _plain(cell: object) -> str:
+    return cell.plain if isinstance(cell, Text) else str(cell)
+
+
 def table(title: str | None, columns: Sequence[str], *, whole: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
     """An empty table of the house's look. whole: columns that are never broken over two lines, as they are copied or searched; right: numbers."""
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")
+    made = Fitting(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")
     for column in columns:
         made.add_column(
             column, no_wrap=column in whole, overflow="fold", justify="right" if column in right else "left"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import time
@@ -66,3 +68,100 @@ def test_a_file_that_is_no_configuration_is_refused_quickly(
         said = capsys.readouterr().err
         assert "odd.yaml" in said
         assert len(said) < 1000
+
+
+DEVICE = "/dev/zero"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["show", "odd.yaml"], ["check", "--config", "odd.yaml"]], ids=["recipe", "configuration"]
+)
+@pytest.mark.parametrize(
+    "text", ["k: 1\n" * 20_000_000, "- " * 40_000, "[" * 90_000, None], ids=["100 MB", "dashes", "brackets", "endless"]
+)
+def test_a_file_that_is_no_configuration_costs_little_memory(
+    text: str | None, arguments: list[str], tmp_path: Path
+) -> None:
+    place = tmp_path / "odd.yaml"
+    place.symlink_to(DEVICE) if text is None else place.write_text(text, encoding="utf-8")
+    code = f"import re, time\nfrom mpbridge.cli.main import main\nbegan = time.process_time()\ncode = main({arguments!r})\nprint(code, re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1], time.process_time() - began)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True, timeout=120)  # fmt: skip
+    code, kilobytes, seconds = done.stdout.split()
+    assert code == "2", done.stderr
+    assert int(kilobytes) < 100_000
+    assert float(seconds) < 4  # 1 on an idle machine
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "said"),
+    [
+        (["check", "--json", "--jsn"], "BadValue", "unrecognized arguments"),
+        (["check", "--json", "--config", "nope"], "UnknownName", "nope"),
+        (["memory", "--json", "--world-size", "1.5"], "BadValue", "no whole number"),
+    ],
+)
+def test_an_error_for_a_program_is_one_line_of_json(
+    arguments: list[str], kind: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert len(err.splitlines()) == 1
+    data = json.loads(err)
+    assert (data["error"], data["exit_code"]) == (kind, 2)
+    assert said in data["message"]
+
+
+def test_every_fault_of_a_configuration_is_an_entry_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--json", "model.hiden_size=3", "optimizer.lr=x"]) == 2
+    data = json.loads(capsys.readouterr().err)
+    assert [fault.partition("=")[0] for fault in data["faults"]] == ["model.hiden_size", "optimizer.lr"]
+
+
+def test_wrong_arguments_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--jsn"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "mpbridge check: unrecognized arguments: --jsn (mpbridge help check)"
+    ]
+
+
+@pytest.mark.parametrize("arguments", [["memory", "--world-size", "8e0"], ["show", "fp8_ds", "--layers", "1e1"], ["check", "train.train_iters=1e6"]])  # fmt: skip
+def test_a_whole_number_may_have_an_exponent(arguments: list[str]) -> None:
+    assert main(arguments) == 0
+
+
+def test_help_of_a_verb_is_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "memory"]) == 0
+    assert "--stages" in capsys.readouterr().out
+    assert main(["help", "memry"]) == 2
+    assert "nearest: memory" in capsys.readouterr().err
+
+
+def test_a_rehearsal_finds_no_room_before_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    # a configuration that is missing would be found only afterwards
+    assert main(["rehearse", "--config", "nope", "--out", str(tmp_path / "file")]) == 2
+    assert f"--out {tmp_path / 'file'}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", [["plan"], ["list"], ["diff", "bf16_mixed", "fp8_ds"], ["memory", "--config", "llama3_8b", "--stages"], ["words"]], ids=lambda verb: verb[0])  # fmt: skip
+def test_tables_keep_to_sixty_columns(
+    verb: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    main(verb)
+    lines = capsys.readouterr().out.splitlines()
+    # sentences around tables are the terminal's to wrap; a word that is longer stays whole
+    long = [line for line in lines if len(line) > 60 and line.startswith("  ") and len(max(line.split(), key=len)) < 50]
+    assert not long
+    assert len(lines) > 5
+
+
+def test_the_table_and_the_verdict_speak_one_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["memory", "--config", "llama3_8b", "--target", "h100"])
+    out = capsys.readouterr().out
+    assert "MiB" not in out
+    needed = next(line.split()[4] for line in out.splitlines() if line.startswith("needed of the device"))
+    assert f"{needed} +-" in next(line for line in out.splitlines() if "does not fit on" in line)

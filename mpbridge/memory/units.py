@@ -1,0 +1,27 @@
+"""One unit for everything that an answer says about bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A binary multiple of bytes."""
+
+    name: str
+    size: int
+    digits: int
+    """Decimals that are shown."""
+
+    def of(self, amount: float) -> str:
+        """Bytes in this unit, without its name."""
+        return f"{amount / self.size:,.{self.digits}f}"
+
+
+MIB, GIB = Unit("MiB", 2**20, 1), Unit("GiB", 2**30, 2)
+
+
+def unit_for(largest: int) -> Unit:
+    """The unit in which an answer is given whose largest figure is that many bytes."""
+    return GIB if largest >= GIB.size else MIB
