@@ -31,3 +31,14 @@ make_environment() {
     "$python" -m pip install -q -e ".${extra:+[$extra]}"
     cp pyproject.toml "$mark"
 }
+
+make_te_folders() {
+    # the oldest and the newest Transformer Engine that mpbridge knows, without CUDA parts, in .te/RELEASE: not on anybody's import path, found by tests/te_cpu
+    local version folder
+    for version in 2.11.0 2.20.2; do
+        folder=".te/${version%.*}"
+        [ -d "$folder/transformer_engine" ] && continue
+        # a few MB; without a network the tests that need them skip, and say so
+        "$python" -m pip install -q --no-deps --target "$folder" "transformer-engine==$version" || { rm -rf "$folder"; echo "no Transformer Engine $version: its tests skip" >&2; }
+    done
+}

@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 make_environment dev
+make_te_folders
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 "$python" -m mypy

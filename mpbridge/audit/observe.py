@@ -15,13 +15,13 @@ from mpbridge.audit.places import linears
 from mpbridge.audit.promise import ABSENT, Promises
 from mpbridge.audit.quantization import Quantizations, quantizations
 from mpbridge.audit.replicas import Copies, copies
-from mpbridge.audit.rules import rule_of
+from mpbridge.audit.rules import details, rule_of
 from mpbridge.audit.scaler import scaler_faults
 from mpbridge.audit.stored import elements, size, storage
 from mpbridge.audit.traffic import Traffic, traffic
 from mpbridge.audit.watch import Watch
 from mpbridge.audit.weights import Before, Weights, moved, standing
-from mpbridge.precision.regions import GEMMS
+from mpbridge.precision.regions import GEMMS, Gemms
 from mpbridge.precision.words import HIGH, quant_text, rule_words
 
 if TYPE_CHECKING:
@@ -93,8 +93,10 @@ def _rule(promises: Promises, path: str, module: Any, *, ran: bool) -> tuple[str
     promised = promises.gemms(path)
     words = rule_words(promised), rule_of(module, promises.emulated, ran=ran)
     plug = getattr(module, "plug", None)
-    if plug is None or words[0] != words[1]:
+    if words[0] != words[1]:
         return words
+    if plug is None:
+        return _open_fields(promised, words, module) if ran else words
     for gemm in GEMMS:
         wanted, quantizer = getattr(promised, gemm), getattr(plug, gemm, None)
         found = None if quantizer is None else quantizer.quant
@@ -102,6 +104,15 @@ def _rule(promises: Promises, path: str, module: Any, *, ran: bool) -> tuple[str
             texts = [HIGH if quant is None else quant_text(quant) for quant in (wanted, found)]
             return f"{gemm} {texts[0]}", f"{gemm} {texts[1]}"
     return words
+
+
+def _open_fields(promised: Gemms, words: tuple[str, str], module: Any) -> tuple[str, str]:
+    """The same for a module of Transformer Engine's, which has one recipe object for its three GEMMs."""
+    quant = promised.fprop
+    if quant is None or not promised.one:
+        return words
+    wanted, found = details(module, quant)
+    return words if wanted == found else (f"{words[0]} ({wanted})", f"{words[1]} ({found})")
 
 
 def _flags(engine: Any, promises: Promises) -> tuple[int, list[str]]:

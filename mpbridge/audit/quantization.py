@@ -10,6 +10,7 @@ from typing import Any
 
 from mpbridge.audit.delayed import scale_faults
 from mpbridge.audit.findings import Finding
+from mpbridge.audit.library import scale_faults as library_faults
 from mpbridge.audit.places import linears
 from mpbridge.audit.products import Quantized, backward_is_quantized
 from mpbridge.audit.promise import Promises
@@ -37,15 +38,24 @@ class Quantizations:
     stale: list[str] = field(default_factory=list)
     amaxes: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Tensor -> (newest entry of its history, absolute maximum that this rank saw in the last micro-batch)."""
+    cached: int = 0
+    """Weights that Transformer Engine quantizes once a step and keeps."""
+    outdated: list[str] = field(default_factory=list)
+    """Those of which the step read an older state."""
 
 
 def quantizations(engine: Any, promises: Promises, watch: Watch) -> Quantizations:
     """Every linear that is promised quantized beside what its GEMMs read."""
-    seen = Quantizations()
+    seen = Quantizations(cached=watch.library.cached, outdated=watch.library.stale)
     for path, module in linears(engine.model).items():
         gemms = promises.gemms(path)
         if not gemms.distinct:
             continue
+        for quant in gemms.distinct:
+            if quant.row.history:
+                faults = list(library_faults(path, quant, module, watch.library.begun))
+                seen.scales += len(faults)
+                seen.stale += filter(None, faults)
         calls = watch.calls[path]
         found = watch.products.quantized.get(path)
         # a grouped linear has weight0, weight1 ...
@@ -124,7 +134,8 @@ def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *,
     promised, seen = sum(rank.promised for rank in ranks), sum(rank.seen for rank in ranks)
     text = " and ".join(f"{quant.format} {quant.scaling}" for quant in promises.policy.quants)
     if why:
-        return [Finding(subject="quantized GEMMs", promised=text, found="not observed", ok=False, unseen=why)]
+        unseen = Finding(subject="quantized GEMMs", promised=text, found="not observed", ok=False, unseen=why)
+        return [unseen, *_scale_findings(ranks, promises, wanted=promised > 0), *_cached_findings(ranks)]
     wrong = [rank.wrong for rank in ranks]
     nothing = promised > 0 and seen == 0
     findings = [
@@ -138,19 +149,49 @@ def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *,
             cure="operands are not what the recipe says" if any(wrong) or nothing else "",
         )
     ]
-    if any(quant.row.history for quant in promises.policy.quants):
-        stale = [[*rank.stale, *_unseen(rank, ranks)] for rank in ranks]
-        findings.append(
-            Finding(
-                subject="delayed scales",
-                promised="follow their amax history",
-                found="do not" if any(stale) else "follow their amax history",
-                ok=not any(stale),
-                count=sum(rank.scales for rank in ranks),
-                offenders=offenders(stale),
-            )
+    return findings + _scale_findings(ranks, promises)
+
+
+def _scale_findings(ranks: Sequence[Quantizations], promises: Promises, *, wanted: bool = False) -> list[Finding]:
+    """wanted: delayed linears ran, so that their scales must have been seen."""
+    count = sum(rank.scales for rank in ranks)
+    if not any(quant.row.history for quant in promises.policy.quants):
+        return []
+    stale = [[*rank.stale, *_unseen(rank, ranks)] for rank in ranks]
+    return [
+        Finding(
+            subject="delayed scales",
+            promised="follow their amax history",
+            found="do not"
+            if any(stale)
+            else "nothing was seen"
+            if wanted and not count
+            else "follow their amax history",
+            ok=not any(stale) and not (wanted and not count),
+            count=count,
+            offenders=offenders(stale),
         )
-    return findings
+    ]
+
+
+def _cached_findings(ranks: Sequence[Quantizations]) -> list[Finding]:
+    outdated = [rank.outdated for rank in ranks]
+    count = sum(rank.cached for rank in ranks)
+    if not count:
+        return []
+    return [
+        Finding(
+            subject="quantized copies as read",
+            promised="weights, quantized",
+            found="others" if any(outdated) else "weights, quantized",
+            ok=not any(outdated),
+            count=count,
+            offenders=offenders(outdated),
+            cure="call set_is_first_microbatch() on the model in each step's first micro-batch: without it the copies of an earlier step are read"
+            if any(outdated)
+            else "",
+        )
+    ]
 
 
 def _unseen(rank: Quantizations, ranks: Sequence[Quantizations]) -> list[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from mpbridge.precision.policy import Gemms
+from mpbridge.formats import say
+from mpbridge.precision.policy import Gemms, Quant
 from mpbridge.precision.words import HIGH, rule_words
 from mpbridge.scalings import scaling_of_recipe
 
@@ -29,3 +32,60 @@ def rule_of(module: Any, emulated: bool, *, ran: bool) -> str:
     known = next((scaling for name in made_by if (scaling := scaling_of_recipe(name))), made_by[0])
     # Transformer Engine's Format has our names in capitals (common/recipe/__init__.py)
     return f"{format_name.lower()} {known}"
+
+
+def recipe_of(module: Any) -> Any:
+    """Transformer Engine's recipe object that the module's last forward pass ran under; None: it has none."""
+    meta = getattr(module, "fp8_meta", None)
+    return meta.get("recipe") if isinstance(meta, dict) else None
+
+
+def details(module: Any, quant: Quant) -> tuple[str, str]:
+    """(promised, found) in words of what the recipe object of a module leaves open beside class and format; equal where they agree."""
+    recipe = recipe_of(module)
+    promised, found = [], []
+    for name, wanted, attribute in _wanted(quant):
+        has = _DETAILS[attribute](recipe)
+        if has is not None and has != wanted:
+            promised.append(f"{name} {say(wanted)}")
+            found.append(f"{name} {say(has)}")
+    return ", ".join(promised), ", ".join(found)
+
+
+def _wanted(quant: Quant) -> Iterator[tuple[str, Any, str]]:
+    """(name, value, row of _DETAILS) of what the policy says."""
+    if quant.row.history:
+        yield "margin", quant.margin, "margin"
+        yield "amax history", quant.amax_history, "amax_history_len"
+        yield "amax algorithm", quant.amax_algo, "amax_compute_algo"
+    for option in quant.row.options:
+        if option.name in _DETAILS:
+            yield option.name, quant.option(option.name, os.environ), option.name
+
+
+def _powers_of_two(recipe: Any) -> Any:
+    parts = [getattr(recipe, f"fp8_quant_{part}", None) for part in ("fwd_inp", "fwd_weight", "bwd_grad")]
+    found = [bool(part.power_2_scale) for part in parts if part is not None]
+    if not found:
+        return None
+    return found[0] if len(set(found)) == 1 else "in part"
+
+
+def _attribute(name: str) -> Callable[[Any], Any]:
+    return lambda recipe: getattr(recipe, name, None)
+
+
+def _not(name: str) -> Callable[[Any], Any]:
+    return lambda recipe: None if getattr(recipe, name, None) is None else not getattr(recipe, name)
+
+
+_DETAILS: dict[str, Callable[[Any], Any]] = {
+    "margin": _attribute("margin"),
+    "amax_history_len": _attribute("amax_history_len"),
+    "amax_compute_algo": _attribute("amax_compute_algo"),
+    "power_of_two": _powers_of_two,
+    "hadamard": _not("disable_rht"),
+    "stochastic_rounding": _not("disable_stochastic_rounding"),
+    "square_weights": _not("disable_2d_quantization"),
+}
+"""Field or option -> its value in a recipe object of Transformer Engine's (common/recipe/__init__.py); None: the object has no such field."""

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpbridge.audit.collectives import KINDS, Sent, sent
 from mpbridge.audit.graph import Graph, tensors_in
+from mpbridge.audit.library import Library
 from mpbridge.audit.places import is_attention, is_layer, is_linear, is_norm, is_rotary, linears, module_paths
 from mpbridge.audit.products import Products
 from mpbridge.audit.stored import storage, values
@@ -82,6 +83,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
         """Linear -> forward passes with something in them, those with gradients."""
         self.products = Products(gemms_of)
+        self.library = Library()
         self.check_read: Callable[[str, torch.Tensor], None] | None = None
         """Told every parameter that a forward pass reads, once: (name, tensor)."""
         self._stack: list[tuple[Any, str]] = []
@@ -123,6 +125,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         source = _floating(args) if is_linear(module) else None
         if source is not None:
             self.products.enters(path, source)
+            self.library.enters(module, path)
 
     def _leave(self, module: Any, args: Any, output: Any) -> None:
         path = self._paths.get(module)
@@ -158,6 +161,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if result.numel() and result.requires_grad:
             self.calls[path] += 1
         self.products.leaves(path, nodes)
+        self.library.leaves(module, path)
 
     def _note_rounding(self, path: str, tensor: Any) -> None:
         if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float32 and fits_bf16(tensor):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mpbridge.audit.at_rest import is_quantized, is_rounded
 from mpbridge.audit.findings import Finding
 from mpbridge.audit.holdings import ADAMS, Held, holdings
 from mpbridge.audit.ranks import offenders
@@ -58,7 +59,9 @@ class Weights:
     coarse: list[str] = field(default_factory=list)
     """FP32 main weights, or moments, that hold nothing below BF16."""
     quantized: int = 0
-    """Weights at rest in a quantized format: their own library rounds them."""
+    """Weights at rest in a quantized format that were compared with their main weights."""
+    misread: list[str] = field(default_factory=list)
+    """Those that are not their main weight, rounded."""
 
 
 def standing(engine: Any) -> Weights:
@@ -92,7 +95,11 @@ def _equality(seen: Weights, held: Held) -> None:
     if main is None:
         return
     if held.part is None or not held.part.is_floating_point():
-        seen.quantized += 1
+        stored = local(held.parameter.detach())
+        if is_quantized(stored):
+            seen.quantized += 1
+            if not is_rounded(stored, main, held.begin):
+                seen.misread.append(held.name)
         return
     seen.compared += 1
     stored = held.state.get("master_param")
@@ -261,15 +268,16 @@ def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]
             )
         )
     if quantized:
-        why = "Transformer Engine quantizes them itself; their format and scale are checked, not every code"
+        bad = [rank.misread for rank in ranks]
         findings.append(
             Finding(
                 subject="quantized weights as read",
                 promised="main weights, quantized",
-                found="not observed",
-                ok=False,
+                found="others" if any(bad) else "main weights, quantized",
+                ok=not any(bad),
                 count=quantized,
-                unseen=why,
+                offenders=offenders(bad),
+                cure="main weights do not reach what the forward pass reads" if any(bad) else "",
             )
         )
     return findings + (_motion_findings(ranks) if stepped else [])

@@ -1,0 +1,117 @@
+"""What Transformer Engine's modules hold that can be looked at although their GEMMs cannot: weights quantized once a step, scales and amax histories."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mpbridge.formats import FORMATS
+from mpbridge.precision.regions import Quant
+
+_CODES = ("_data", "_rowwise_data", "_columnwise_data", "_scale_inv")
+"""Inner tensors of a quantized tensor that its values decide whatever a release does with the layout of block scales."""
+_FORWARD, _BACKWARD = 3, 2
+"""Columns that one GEMM has in the tables of delayed scaling: input, weight, output; gradient of the output, of the input (module/base.py)."""
+
+
+@dataclass
+class Library:
+    """One rank's observation of a step."""
+
+    cached: int = 0
+    """Quantized copies of weights that a forward pass read."""
+    stale: list[str] = field(default_factory=list)
+    """Those that are not the weight, quantized."""
+    begun: dict[str, torch.Tensor] = field(default_factory=dict)
+    """'LINEAR x', 'LINEAR dy' -> the amax history as the last micro-batch began."""
+    _seen: set[str] = field(default_factory=set)
+
+    def enters(self, module: Any, path: str) -> None:
+        """To be called before a linear's forward pass."""
+        for name, history, _ in tables(module):
+            self.begun[f"{path} {name}"] = history.detach().clone()
+
+    def leaves(self, module: Any, path: str) -> None:
+        """To be called behind a linear's forward pass: is the copy that it has just read its weight, quantized?"""
+        held = getattr(module, "_fp8_workspaces", None)
+        if not held or path in self._seen:
+            return
+        self._seen.add(path)
+        for name, copy in held.items():
+            weight, quantizer = getattr(module, name, None), _quantizer(module, name)
+            if not isinstance(weight, torch.Tensor) or quantizer is None or copy.shape != weight.shape:
+                continue  # several parameters in one GEMM, or a shard
+            self.cached += 1
+            with torch.no_grad():
+                anew = quantizer(weight.detach())
+            if not all(_same(getattr(copy, part, None), getattr(anew, part, None)) for part in _CODES):
+                self.stale.append(f"{path}.{name}")
+
+
+def _quantizer(module: Any, name: str) -> Any:
+    """The quantizer of that weight; None where there is none (a release or a module that names them otherwise)."""
+    all_of = getattr(module, "_get_weight_quantizers", None)
+    found = [] if all_of is None else all_of()
+    number = "".join(letter for letter in name if letter.isdigit())
+    index = int(number or 0) - (1 if name.startswith("fc") else 0)
+    return found[index] if index < len(found) else None
+
+
+def _same(held: Any, anew: Any) -> bool:
+    if not isinstance(held, torch.Tensor) or not isinstance(anew, torch.Tensor):
+        return True  # a copy that this GEMM does not need
+    return torch.equal(held, anew)
+
+
+def tables(module: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(tensor, amax history, scale) of what a module of Transformer Engine scales by its history; 'x', 'dy', in a grouped linear 'x1', 'dy1' ..."""
+    meta: Any = getattr(module, "fp8_meta", None)
+    recipe: Any = meta.get("recipe") if isinstance(meta, dict) else None
+    if recipe is None or not getattr(module, "fp8", False) or not recipe.delayed():
+        return
+    for name, key, columns in (("x", "scaling_fwd", _FORWARD), ("dy", "scaling_bwd", _BACKWARD)):
+        table = meta.get(key)
+        if table is None or not hasattr(table, "amax_history"):
+            continue
+        for gemm in range(table.amax_history.shape[1] // columns):
+            column = gemm * columns
+            yield f"{name}{gemm or ''}", table.amax_history[:, column], table.scale[column]
+
+
+def scale_faults(path: str, quant: Quant, module: Any, begun: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """'' or what is wrong, for each tensor of a linear that is scaled by its history.
+
+    The update rolls the history up by one, puts the newest amax last, clears the first entry, and makes the scale of the largest (or the newest) entry,
+    the one that leaves included. A tensor whose amax was 0 keeps both. Source: common/recipe/delayed_scaling.cu.
+    """
+    for name, history, stored in tables(module):
+        where, scale = f"{path} {name}", float(stored)
+        if history.numel() != quant.amax_history:
+            yield f"{where}: a history of {history.numel()}, promised {quant.amax_history}"
+            continue
+        newest, waiting = float(history[-1]), float(history[0])
+        if waiting and history.numel() > 1:
+            yield f"{where}: amax {waiting:.6g} waits for an update of the scale"
+            continue
+        if history.numel() == 1:  # one entry, cleared when the scale is made
+            yield ""
+            continue
+        basis = newest if quant.amax_algo == "most_recent" else float(history.max())
+        before = begun.get(where)
+        # made of an entry that left in the same update, or kept since the amax was 0
+        older = [] if before is None or quant.amax_algo == "most_recent" else before[before > basis].tolist()
+        good = (
+            not basis
+            or any(
+                math.isclose(scale, _scale(quant, name, amax), rel_tol=1e-5) for amax in (basis, *older)
+            )
+        )  # fmt: skip
+        yield "" if good else f"{where}: scale {scale:.6g}, its history asks for {_scale(quant, name, basis):.6g}"
+
+
+def _scale(quant: Quant, name: str, amax: float) -> float:
+    return FORMATS[quant.element(gradient=name.startswith("dy"))].largest * 2.0**-quant.margin / amax

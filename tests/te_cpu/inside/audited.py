@@ -1,0 +1,228 @@
+"""Faults planted into runs over Transformer Engine, each named by the audit; and Transformer Engine's own refusals of what would go wrong."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from mpbridge import pretrain
+from mpbridge.errors import AuditFailed
+from mpbridge.train.base import Hook
+
+from .training import BLACKWELL, OVERLAP, tiny
+
+DELAYED, TENSORWISE = "bf16_with_fp8_delayed_scaling_mixed", "bf16_with_fp8_current_scaling_mixed"
+BLOCKWISE, MXFP8, NVFP4 = "bf16_with_fp8_subchannel_scaling_mixed", "bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"
+on_hopper = pytest.mark.skipif(BLACKWELL, reason="once is enough: on a Hopper")
+on_blackwell = pytest.mark.skipif(not BLACKWELL, reason="needs a Blackwell's recipes")
+ALL = "mixed_precision.first_last_layers_bf16=false"
+
+
+def found(recipe: str, *overrides: str, hooks: tuple[Hook, ...] = ()) -> str:
+    """What the audits of a short run say of its faults."""
+    with pytest.raises(AuditFailed) as caught:
+        pretrain(tiny(recipe, "train.audit=stop", "audit.every=1", *overrides), hooks=list(hooks), quiet=True)
+    return str(caught.value)
+
+
+class Plant(Hook):
+    """Does something to the engine as soon as it is built."""
+
+    def __init__(self, built) -> None:
+        self._built = built
+
+    def built(self, training) -> None:
+        self._built(training.engine)
+
+
+@pytest.fixture
+def contexts(monkeypatch):
+    """Puts another context around layer 0 while it is built."""
+    from megatron.core.transformer import transformer_block
+
+    original = transformer_block.get_fp8_context
+
+    def replace(chosen) -> None:
+        def context(config, layer=-1, is_init=False):
+            return chosen() if is_init and layer == 0 else original(config, layer, is_init)
+
+        monkeypatch.setattr(transformer_block, "get_fp8_context", context)
+
+    return replace
+
+
+# --- weights at rest -----------------------------------------------------------------------------------------------------------------------
+def test_a_layer_built_outside_of_the_fp8_context_is_named(contexts) -> None:
+    contexts(nullcontext)
+    said = found(*((MXFP8, *OVERLAP) if BLACKWELL else (DELAYED,)))
+    assert "params" in said
+    assert "decoder.layers.0." in said
+
+
+@on_hopper
+def test_one_weight_left_in_bf16_is_named(monkeypatch) -> None:
+    from transformer_engine.pytorch.module import linear
+
+    original, left = linear.Linear.reset_parameters, []
+
+    def reset(module, *args, **kwargs):
+        if not left:
+            left.append(module)
+            module.primary_weights_in_fp8 = False
+        original(module, *args, **kwargs)
+
+    monkeypatch.setattr(linear.Linear, "reset_parameters", reset)
+    assert "decoder.layers.0.self_attention.linear_proj.weight" in found(TENSORWISE, ALL)
+
+
+@pytest.mark.parametrize("recipe", [MXFP8] if BLACKWELL else [DELAYED, TENSORWISE])
+def test_weights_at_rest_that_do_not_follow_their_main_weights_are_named(recipe, monkeypatch) -> None:
+    """The update of the quantized weights is lost behind the first step."""
+    import importlib
+
+    core = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    original = core.DistributedOptimizer._copy_main_params_to_model_params
+    calls = []
+
+    def once(optimizer) -> None:
+        calls.append(optimizer)
+        if len(calls) == 1:
+            original(optimizer)
+
+    monkeypatch.setattr(core.DistributedOptimizer, "_copy_main_params_to_model_params", once)
+    if recipe == MXFP8:
+        monkeypatch.setattr(core.DistributedOptimizer, "_copy_main_params_to_param_buffer", lambda optimizer: None)
+    said = found(recipe, *(OVERLAP if recipe == MXFP8 else (ALL,)), "optimizer.lr=1e-2")
+    assert "weights as read" in said
+
+
+@on_blackwell
+def test_a_loop_that_forgets_to_fill_the_reused_gradient_buffer_is_named(monkeypatch) -> None:
+    """Every weight is gathered out of zeros, and the loss is the logarithm of the vocabulary."""
+    monkeypatch.setattr("mpbridge.engines.mcore.gather_mxfp8", lambda optimizer: None)
+    said = found(MXFP8, *OVERLAP)
+    assert "gradient norm: promised finite and above 0, found 0" in said
+
+
+# --- recipes -------------------------------------------------------------------------------------------------------------------------------
+def around_layer_0(recipe):
+    """A hook that lets layer 0 run under a recipe object of its own."""
+    import transformer_engine.pytorch as te
+
+    def wrap(engine) -> None:
+        layer = next(module for name, module in engine.model[0].named_modules() if name.endswith("decoder.layers.0"))
+        forward = layer.forward
+
+        def under_another(*args, **kwargs):
+            with te.autocast(enabled=True, recipe=recipe):
+                return forward(*args, **kwargs)
+
+        layer.forward = under_another
+
+    return Plant(built=wrap)
+
+
+@on_hopper
+@pytest.mark.parametrize("kind", ["another class", "another margin", "another history", "powers of two"])
+def test_another_recipe_object_in_one_layer_is_named(kind) -> None:
+    from transformer_engine.common import recipe as te
+
+    low = "mixed_precision.fp8_param_gather=false"
+    if kind == "powers of two":
+        other = te.Float8CurrentScaling()
+        other.fp8_quant_fwd_inp = te.QParams(power_2_scale=True)
+        said = found(TENSORWISE, ALL, low, hooks=(around_layer_0(other),))
+        assert "power_of_two in part" in said
+    else:
+        other = {
+            "another class": te.Float8BlockScaling(),
+            "another margin": te.DelayedScaling(margin=2, amax_history_len=1024, amax_compute_algo="max"),
+            "another history": te.DelayedScaling(amax_history_len=16, amax_compute_algo="max"),
+        }[kind]
+        said = found(DELAYED, low, hooks=(around_layer_0(other),))
+    assert "linears" in said
+    assert "decoder.layers.0." in said
+    assert "decoder.layers.1." not in said
+
+
+# --- what the modules keep from step to step -------------------------------------------------------------------------------------------------
+@on_hopper
+def test_a_frozen_scale_is_named(monkeypatch) -> None:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    monkeypatch.setattr(
+        FP8GlobalStateManager, "reduce_and_update_fp8_tensors", classmethod(lambda cls, forward=True: None)
+    )
+    said = found(DELAYED)
+    assert "delayed scales" in said
+    assert "waits for an update of the scale" in said
+
+
+@on_hopper
+def test_a_scale_that_its_history_does_not_explain_is_named(monkeypatch) -> None:
+    import sys
+
+    extension = sys.modules["transformer_engine_torch"]
+    original = extension.fused_amax_and_scale_update_after_reduction
+
+    def half(buffer, histories, scales, *more) -> None:
+        original(buffer, histories, scales, *more)
+        for scale in scales:
+            scale.mul_(0.5)
+
+    monkeypatch.setattr(extension, "fused_amax_and_scale_update_after_reduction", half)
+    assert "its history asks for" in found(DELAYED)
+
+
+@pytest.mark.parametrize("recipe", [NVFP4] if BLACKWELL else [DELAYED, BLOCKWISE])
+def test_a_loop_that_forgets_the_first_micro_batch_reads_old_weights_and_is_named(recipe, monkeypatch) -> None:
+    from megatron.core.transformer.module import MegatronModule
+
+    original, told = MegatronModule.set_is_first_microbatch, []
+
+    def once(model) -> None:
+        if not told:
+            original(model)
+        told.append(model)
+
+    monkeypatch.setattr(MegatronModule, "set_is_first_microbatch", once)
+    said = found(recipe, "mixed_precision.fp8_param_gather=false", "train.train_iters=4")
+    assert "quantized copies as read" in said
+    assert "set_is_first_microbatch" in said
+
+
+@on_hopper
+def test_a_lost_remainder_is_named() -> None:
+    def lose(engine) -> None:
+        for part in engine.optimizer.chained_optimizers:
+            inner = part.optimizer
+            step = inner.step
+
+            def lossy(*args, inner=inner, step=step, **kwargs):
+                step(*args, **kwargs)
+                remainders = [state["master_param"] for state in inner.state.values() if "master_param" in state]
+                assert remainders
+                for remainder in remainders:
+                    if remainder.dtype is torch.int16:
+                        remainder.zero_()
+
+            inner.step = lossy
+
+    said = found("bf16_mixed", "optimizer.use_precision_aware_optimizer=true", hooks=(Plant(built=lose),))
+    assert "bits of states" in said
+    assert "(main weights)" in said
+
+
+# --- what is sound -------------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [(MXFP8, OVERLAP), (NVFP4, ()), (MXFP8, ("mixed_precision.fp8_param_gather=false", "mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"))]
+    if BLACKWELL
+    else [(DELAYED, OVERLAP), (DELAYED, ("mixed_precision.fp8_param_gather=false", "mixed_precision.fp8_amax_history_len=4", "train.micro_batch_size=1")),
+          (TENSORWISE, (ALL,)), (BLOCKWISE, ())],
+)  # fmt: skip
+def test_sound_runs_are_found_sound_in_every_step(recipe, overrides) -> None:
+    summary = pretrain(tiny(recipe, "train.audit=stop", "audit.every=1", "train.train_iters=4", *overrides), quiet=True)
+    assert summary.last_loss < summary.first_loss

@@ -1,0 +1,46 @@
+"""Where Transformer Engine's wheels lie for these tests: what MPBRIDGE_TE_PATH names, and the folders that scripts/test.sh makes in .te."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+import pytest
+
+from mpbridge.errors import MpbridgeError
+from mpbridge.hardware.transformer_engine import INSTALL, VARIABLE, Package, choose, packages
+
+ROOT = Path(__file__).resolve().parents[2]
+OLDEST, NEWEST = "2.11", "2.20"
+NEEDS = ("pydantic", "importlib_metadata", "onnx", "onnxscript")
+"""What the wheel imports and does not bring (pyproject's extra te-needs)."""
+FOLDERS = tuple(sorted(str(folder) for folder in ROOT.glob(".te/*") if folder.is_dir()))
+
+
+def environment() -> dict[str, str]:
+    """For a process in which Transformer Engine is to be played; this one stays without."""
+    path = [part for part in (os.environ.get(VARIABLE, ""), *FOLDERS) if part]
+    return {**os.environ, "OMP_NUM_THREADS": "1", VARIABLE: os.pathsep.join(path)}
+
+
+def release_or_skip(te: str) -> str:
+    """The release, or a skip that says how to install it."""
+    try:
+        choose(te, FOLDERS)
+    except MpbridgeError as error:
+        pytest.skip(
+            f"{error} (scripts/test.sh puts {OLDEST} and {NEWEST} into .te; otherwise {INSTALL}, or pip install --target and {VARIABLE})"
+        )
+    places = [*sys.path, *environment()[VARIABLE].split(os.pathsep)]
+    missing = [name for name in NEEDS if PathFinder.find_spec(name, places) is None]
+    if missing:
+        pytest.skip(f"Transformer Engine's Python imports {', '.join(missing)}: pip install 'mpbridge[te-needs]'")
+    return te
+
+
+def between() -> list[Package]:
+    """The other releases that are there."""
+    known = [tuple(map(int, te.split("."))) for te in (OLDEST, NEWEST)]
+    return [package for package in packages(FOLDERS) if package.release[:2] not in known]
