@@ -25,6 +25,7 @@ FACTORIES = [
     "full_like",
     "linspace",
     "logspace",
+    "normal",
     "ones",
     "ones_like",
     "rand",

@@ -40,7 +40,7 @@ def fill(quantizer: Any, x: torch.Tensor, out: Any) -> Any:
     elif kind == "current":
         _current(quantizer, x, out)
     else:
-        flat = x.reshape(rows_of(x.shape), x.shape[-1])
+        flat = x.reshape(rows_of(x.shape), x.shape[-1] if x.dim() else 1)
         {"mxfp8": _mxfp8, "block": _block, "nvfp4": _nvfp4}[kind](quantizer, flat, out)
     return out
 
@@ -118,6 +118,8 @@ def _mxfp8(quantizer: Any, x: torch.Tensor, out: Any) -> None:
 def _put(place: torch.Tensor, scales: torch.Tensor, order: Any) -> None:
     """Writes scales into the upper left of a padded buffer, the padding zero, in tile order where one is asked for."""
     if order is None:
+        if place.shape != scales.shape:
+            place.zero_()  # releases until 2.15 allocate it without a value
         place[: scales.shape[0], : scales.shape[1]].copy_(scales)
         return
     padded = torch.zeros_like(place)

@@ -15,6 +15,8 @@ from torch.distributed import distributed_c10d
 
 from mpbridge.devices.coalesce import one_by_one
 from mpbridge.devices.redirect import Patch, cuda_patches, names_cuda, nothing, on_cpu
+from mpbridge.emulation.gemm import product
+from mpbridge.emulation.operands import Operand
 from mpbridge.hardware.transformer_engine import CUDA_VERSION
 from mpbridge.te_cpu.played import Played
 
@@ -92,6 +94,28 @@ def _generator(original: Any) -> Any:
     return generator
 
 
+def _scaled_mm(original: Any) -> Any:
+    """torch's FP8 product as cuBLAS computes it, with one scale for each operand: they multiply the FP32 sum (torch's CPU scales every factor)."""
+
+    @functools.wraps(original)
+    def scaled_mm(
+        a: Any,
+        b: Any,
+        scale_a: Any,
+        scale_b: Any,
+        bias: Any = None,
+        scale_result: Any = None,
+        out_dtype: Any = None,
+        use_fast_accum: bool = False,
+    ) -> Any:
+        if scale_a.numel() != 1 or scale_b.numel() != 1 or out_dtype is None or scale_result is not None:
+            return original(a, b, scale_a, scale_b, bias, scale_result, out_dtype, use_fast_accum)
+        left, right = (Operand(x.to(torch.bfloat16), s.float().reshape(())) for x, s in ((a, scale_a), (b, scale_b)))
+        return product(left, right, out_dtype, bias)
+
+    return scaled_mm
+
+
 def played_patches(played: Played) -> Iterator[Patch]:
     """Everything that is replaced while `played` answers."""
     own = {"is_available", "device_count", "current_device"}
@@ -117,6 +141,7 @@ def played_patches(played: Played) -> Iterator[Patch]:
     for name in ("range_push", "range_pop", "mark"):
         yield cuda.nvtx, name, nothing
     yield cuda.nvtx, "range", lambda *args, **kwargs: nullcontext()
+    yield torch, "_scaled_mm", _scaled_mm(torch._scaled_mm)
     yield torch, "autocast", BothAutocast
     yield torch.amp, "autocast", BothAutocast
     yield torch, "Generator", _generator(torch.Generator)

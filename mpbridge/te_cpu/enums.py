@@ -12,6 +12,9 @@ import torch
 from mpbridge.errors import BadValue
 from mpbridge.formats import E2M1, E4M3, E5M2, NumberFormat
 
+_MODULE = "transformer_engine_torch"
+"""Whose the enumerations are, for pickles: those of a GPU are read here, and ours there."""
+
 
 class DType(enum.IntEnum):
     """Transformer Engine's number for a dtype (`transformer_engine::DType`); 1, 3 and 9 are not offered to Python."""
@@ -26,6 +29,7 @@ class DType(enum.IntEnum):
     kFloat4E2M1 = 10
 
 
+DType.__module__ = _MODULE
 _TORCH: Mapping[int, torch.dtype] = types.MappingProxyType(
     {
         DType.kByte: torch.uint8,
@@ -116,10 +120,10 @@ def enumerations(release: tuple[int, ...]) -> dict[str, Any]:
         for later in ("NVTEScalingMode", "NVTERoutingMapFormat", "NVTEQBHistogramMode"):
             del members[later]
     made: dict[str, Any] = {
-        name: enum.IntEnum(name, {m: i for i, m in enumerate(given)}) for name, given in members.items()
+        name: enum.IntEnum(name, {m: i for i, m in enumerate(given)}, module=_MODULE) for name, given in members.items()
     }
     if release < (2, 17):
         made["Float8BlockScaleTensorFormat"] = enum.IntEnum(
-            "Float8BlockScaleTensorFormat", {"GEMM_READY": 0, "COMPACT": 1, "INVALID": 2}
+            "Float8BlockScaleTensorFormat", {"GEMM_READY": 0, "COMPACT": 1, "INVALID": 2}, module=_MODULE
         )
     return {"DType": DType, "FP8TensorMeta": FP8TensorMeta, **made}

@@ -56,7 +56,7 @@ def rows_and_columns(tensor: Any, *, column: bool) -> tuple[int, ...]:
     if kind == "nvfp4":
         wide = (*data.shape[:-1], data.shape[-1] * 2)
         return (*wide[1:], wide[0]) if of_column else wide
-    if kind == "block" and of_column and not _compact(tensor):
+    if kind == "block" and of_column and data.dim() and not _compact(tensor):
         return (*data.shape[1:], data.shape[0])
     return tuple(data.shape)
 
@@ -119,6 +119,7 @@ def _compact(tensor: Any) -> bool:
 def _block(tensor: Any, column: bool) -> Operand:
     number, compact = number_format(tensor._fp8_dtype), _compact(tensor)
     data = tensor._columnwise_data if column else tensor._rowwise_data
+    data = data if data.dim() else data.reshape(1, 1)
     flat = data.reshape(-1, data.shape[-1]) if not column or compact else data.reshape(data.shape[0], -1)
     scales = tensor._columnwise_scale_inv if column else tensor._rowwise_scale_inv
     if column and not compact:  # data [columns, rows]: scaled in that shape, seen as its transpose

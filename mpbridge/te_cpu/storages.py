@@ -184,7 +184,7 @@ def block_scale_shape(quantizer: Any, shape: Sequence[int], columnwise: bool) ->
 def _block(quantizer: Any, shape: tuple[int, ...], device: torch.device) -> dict[str, Any]:
     compact = is_compact(quantizer)
     row, column = quantizer.rowwise_usage, quantizer.columnwise_usage
-    turned = shape if compact else (shape[-1], *shape[:-1])
+    turned = shape if compact or not shape else (shape[-1], *shape[:-1])
 
     def scales(columnwise: bool) -> torch.Tensor:
         return torch.zeros(block_scale_shape(quantizer, shape, columnwise), device=device)

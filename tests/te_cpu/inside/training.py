@@ -19,10 +19,11 @@ TINY = (
 )  # fmt: skip
 
 
-def tiny(recipe: str, *overrides: str):
+def tiny(recipe: str, *overrides: str, model: str = "gpt_tiny"):
+    """A run of the played machine and release."""
     played = ["emulate=te", f"target={now().machine.name}", f"te='{'.'.join(map(str, now().release[:2]))}'"]
     config = ConfigContainer.load(
-        ROOT / "configs/gpt_tiny.yaml", [f"mixed_precision.recipe={recipe}", *TINY, *played, *overrides]
+        ROOT / f"configs/{model}.yaml", [f"mixed_precision.recipe={recipe}", *TINY, *played, *overrides]
     )
     return config.resolved()
 

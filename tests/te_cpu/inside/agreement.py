@@ -1,0 +1,80 @@
+"""`--emulate` against `--emulate te`, linear by linear: the same weights, inputs and output gradients (scripts/te_agreement.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpbridge.te_cpu.played import now
+
+from .training import BLACKWELL
+
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts/te_agreement.py"
+HOPPERS = (
+    "bf16_with_fp8_current_scaling_mixed",
+    "bf16_with_fp8_delayed_scaling_mixed",
+    "bf16_with_fp8_subchannel_scaling_mixed",
+)
+BLACKWELLS = ("bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed")
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("te_agreement", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses ask for it
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world():
+    from mpbridge.train.machine import process_group
+
+    with process_group(False):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_other_random_numbers(monkeypatch):
+    """Stochastic rounding draws others in each realization."""
+    from transformer_engine.common import recipe
+
+    monkeypatch.setenv("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1")  # the emulation reads it when it is built
+    original = recipe.NVFP4BlockScaling.__post_init__
+
+    def to_nearest(made) -> None:
+        made.disable_stochastic_rounding = True
+        original(made)
+
+    monkeypatch.setattr(recipe.NVFP4BlockScaling, "__post_init__", to_nearest)
+
+
+def played() -> dict[str, str]:
+    return {"machine": now().machine.name.lower(), "te": ".".join(map(str, now().release[:2]))}
+
+
+@pytest.mark.parametrize("recipe", BLACKWELLS if BLACKWELL else HOPPERS)
+def test_every_linear_is_the_same_but_for_the_order_of_fp32_sums(recipe, script) -> None:
+    rows = script.compared(recipe, steps=2, **played())
+    assert {row["tensor"] for row in rows} == {"y", "dx", "dw"}
+    assert [row for row in rows if row["beyond"]] == []
+    assert sum(row["elements"] for row in rows) > 1e6
+    # one rounding to BF16 that falls the other way in a thousand would mean other operands, not another order
+    assert sum(row["different"] for row in rows) < 1e-3 * sum(row["elements"] for row in rows)
+
+
+def test_another_recipe_is_beyond_the_bound(script, monkeypatch) -> None:
+    """What the comparison finds when the two do not do the same."""
+    real = script.resolved
+    other = "bf16_mixed" if BLACKWELL else "bf16_with_fp8_subchannel_scaling_mixed"
+    recipe = (BLACKWELLS if BLACKWELL else HOPPERS)[0]
+    monkeypatch.setattr(
+        script, "resolved", lambda name, emulate, **more: real(name if emulate == "te" else other, emulate, **more)
+    )
+    rows = script.compared(recipe, steps=1, **played())
+    assert all(row["beyond"] for row in rows if row["tensor"] == "y")

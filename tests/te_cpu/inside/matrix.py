@@ -1,0 +1,106 @@
+"""What has to train over Transformer Engine's modules, audited in every step: recipes, models, optimizers and storage forms, in one process."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mpbridge import pretrain
+from mpbridge.errors import MpbridgeError
+from mpbridge.hardware.capability import can_run
+from mpbridge.hardware.probe import installed, this_machine
+from mpbridge.precision.registry import get_mixed_precision_config, recipes
+from mpbridge.precision.resolve import resolve
+
+from .training import BLACKWELL, OVERLAP, tiny
+
+DELAYED, TENSORWISE = "bf16_with_fp8_delayed_scaling_mixed", "bf16_with_fp8_current_scaling_mixed"
+BLOCKWISE, MXFP8, NVFP4 = "bf16_with_fp8_subchannel_scaling_mixed", "bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"
+LAYERS = 4
+DEEP = f"model.num_layers={LAYERS}"
+SMALL = (
+    "model.num_layers=2", "model.moe_layer_freq=[0,1]", "model.hidden_size=128", "model.ffn_hidden_size=256", "model.moe_ffn_hidden_size=128",
+    "model.moe_shared_expert_intermediate_size=128", "model.max_sequence_length=64", "data.seq_length=64", "model.moe_grouped_gemm=true",
+)  # fmt: skip
+AWARE = ("optimizer.use_precision_aware_optimizer=true",)
+NARROW = ("optimizer.exp_avg_dtype={0}", "optimizer.exp_avg_sq_dtype={0}")
+RECOMPUTE = ("model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1")
+REST = "mixed_precision.fp8_param_gather=true"
+PLAIN = "mixed_precision.fp8_param_gather=false"
+WHOLE = "mixed_precision.first_last_layers_bf16=false"
+
+
+def trains(recipe: str, *overrides: str, model: str = "gpt_tiny") -> None:
+    """Three steps, each audited; the loss falls."""
+    summary = pretrain(tiny(recipe, "train.audit=stop", "audit.every=1", *overrides, model=model), quiet=True)
+    assert math.isfinite(summary.last_loss)
+    assert summary.last_loss < summary.first_loss
+
+
+HOPPERS = {
+    "delayed, overlap off": (DELAYED,),
+    "tensorwise, overlap on": (TENSORWISE, WHOLE, *OVERLAP),
+    "tensorwise, first and last layers in BF16": (TENSORWISE, DEEP),
+    "blockwise at rest": (BLOCKWISE, REST),
+    "delayed, recomputed": (DELAYED, *RECOMPUTE),
+    "plain DDP": (DELAYED, PLAIN, "ddp.use_distributed_optimizer=false"),
+    "precision-aware, BF16 moments": ("bf16_mixed", *AWARE, *(text.format("bf16") for text in NARROW)),
+    "precision-aware, FP8 moments": ("bf16_mixed", *AWARE, *(text.format("fp8") for text in NARROW)),
+    "modules": (
+        "bf16_mixed",
+        "mixed_precision.modules={'*.mlp.linear_fc1': tensorwise, '*.mlp.linear_fc2': tensorwise}",
+    ),
+    "FP16 around FP8": ("fp16_with_fp8_current_scaling_mixed", WHOLE, "mixed_precision.initial_loss_scale=1024"),
+}
+BLACKWELLS = {
+    "mxfp8, reused gradient buffer": (MXFP8, *OVERLAP),
+    "mxfp8, not at rest": (MXFP8, PLAIN, "mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"),
+    "nvfp4, first and last layers in BF16": (NVFP4, DEEP, "mixed_precision.first_last_layers_bf16=true"),
+    "nvfp4, recomputed": (NVFP4, *RECOMPUTE),
+}
+EXPERTS = {"mxfp8": (MXFP8, *OVERLAP), "nvfp4": (NVFP4,)} if BLACKWELL else {
+    "tensorwise": (TENSORWISE, WHOLE), "delayed": (DELAYED,), "blockwise": (BLOCKWISE,)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BLACKWELLS if BLACKWELL else HOPPERS)
+def test_it_trains_and_every_audit_passes(name) -> None:
+    recipe, *overrides = (BLACKWELLS if BLACKWELL else HOPPERS)[name]
+    trains(recipe, *overrides)
+
+
+@pytest.mark.parametrize("scaling", EXPERTS)
+def test_grouped_experts_train(scaling) -> None:
+    recipe, *overrides = EXPERTS[scaling]
+    trains(recipe, *SMALL, *overrides, model="moe_tiny")
+
+
+def native(name: str) -> bool:
+    return can_run(resolve(get_mixed_precision_config(name)), this_machine(), installed()).native
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt_tiny", "moe_tiny"])
+@pytest.mark.parametrize("name", recipes)
+def test_every_recipe_of_the_registry_trains(name, model) -> None:
+    if not native(name):
+        pytest.skip(f"not on a {this_machine().name}")
+    policy = resolve(get_mixed_precision_config(name))
+    more = list(OVERLAP) if policy.reuse_grad_buffer else []
+    if model == "moe_tiny":
+        more += SMALL
+    # edge layers of a recipe leave something to quantize
+    deep = [f"model.num_layers={16 if '3_super' in name else 6}"]
+    deep += [f"model.moe_layer_freq=[0]+[1]*{15 if '3_super' in name else 5}"] if model == "moe_tiny" else []
+    sharded = policy.stored or name in ("bf16_mixed_bf16_moments",)
+    more += deep + ([] if sharded else ["ddp.use_distributed_optimizer=false"])
+    if name.startswith("fp16"):
+        more.append("mixed_precision.initial_loss_scale=1024")
+    trains(name, *more, model=model)
+
+
+def test_a_recipe_of_another_machine_is_refused_before_anything_is_built() -> None:
+    if BLACKWELL:
+        pytest.skip("a B200 runs them all")
+    with pytest.raises(MpbridgeError, match="Blackwell"):
+        trains(MXFP8, *OVERLAP)
