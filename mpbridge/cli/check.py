@@ -12,6 +12,7 @@ from mpbridge.cli.text import print_json, print_table
 from mpbridge.config.container import Run
 from mpbridge.hardware.capability import Capability, can_run
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.words import scale_warmup
 from mpbridge.rules.base import Violation
 from mpbridge.rules.gemm_shapes import Misfit, lint, spans, token_multiple
 from mpbridge.rules.table import broken, rules
@@ -74,6 +75,7 @@ def as_data(
         "violations": [dataclasses.asdict(v) for v in violations],
         "sizes": [dataclasses.asdict(f) | {"pad": f.pad} for f in findings],
         "bf16_layers": _edges(made.policy, made.facts.shape.num_layers),
+        "steps_that_the_first_loss_scale_may_cost": made.policy.loss_scale.skips() if made.policy.loss_scale else 0,
         "token_multiple": token_multiple(made.policy, where.facts(made.facts)),
     }
 
@@ -87,7 +89,9 @@ def _print(
 ) -> None:
     print(f"recipe {made.recipe}, engine {made.engine}, {made.world_size} process{'es' if made.world_size > 1 else ''}")
     print(f"target {where.line()}")
-    print(f"runs   {answer.how}{'' if answer.proven else ' (unproven)'}: {answer.reason}\n")
+    print(f"runs   {answer.how}{'' if answer.proven else ' (unproven)'}: {answer.reason}")
+    warmup = scale_warmup(made.policy.loss_scale, made.train["train_iters"])
+    print(f"scale  {warmup}\n" if warmup else "")
     for v in violations:
         print(
             f"{v.severity}: {v.rule}\n  found     {v.found}\n  expected  {v.expected}\n  cure      {v.cure}\n  source    {v.source}{f' ({v.versions})' if v.versions else ''}\n"

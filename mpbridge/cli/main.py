@@ -19,6 +19,8 @@ from mpbridge import __version__
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError, UnknownName
 
 NOT_VERBS = frozenset({"main", "options", "text"})
+FOREIGN = frozenset({"on-cpu", "launch"})
+"""Verbs that end in another command: its arguments are none of theirs, wherever they stand."""
 ORDER = (
     "list",
     "show",
@@ -32,7 +34,9 @@ ORDER = (
     "simulate",
     "calibrate",
     "doctor",
+    "init",
     "train",
+    "launch",
     "rehearse",
     "resume-check",
 )
@@ -47,7 +51,7 @@ def entry() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. argv: without the program's name; None: sys.argv's."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    as_json = "--json" in arguments
+    as_json = "--json" in arguments and arguments[0] not in FOREIGN
     try:
         for name in (
             "stdout",
@@ -122,7 +126,7 @@ def _dispatch(arguments: list[str]) -> int:
     if verb not in known:
         raise UnknownName("command", verb, known)
     # intermixed: key=value may stand before, between and after options
-    args = parser_of(verb, known[verb]).parse_intermixed_args(with_way(rest) if verb != "on-cpu" else rest)
+    args = parser_of(verb, known[verb]).parse_intermixed_args(rest if verb in FOREIGN else with_way(rest))
     return int(importlib.import_module(known[verb]).run(args))
 
 
@@ -147,8 +151,7 @@ def parser_of(verb: str, module: str) -> argparse.ArgumentParser:
         prog=f"mpbridge {verb}", description=found.SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_arguments(parser)
-    if verb == "on-cpu":
-        # the arguments of somebody else's script are none of ours, wherever they stand
+    if verb in FOREIGN:
         parser.parse_intermixed_args = parser.parse_args  # type: ignore[method-assign]
     return parser
 

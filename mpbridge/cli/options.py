@@ -7,7 +7,8 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpbridge.errors import BadValue, UnknownName
+from mpbridge.errors import BadValue
+from mpbridge.shipped import configuration
 from mpbridge.traits import DEFAULT, engine_names
 
 if TYPE_CHECKING:
@@ -28,7 +29,9 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) ->
         help="a name (mpbridge list), a YAML file, package.module:function or file.py:function",
     )
     parser.add_argument(
-        "--config", metavar="FILE", help=f"a YAML file, or the name of one in configs/ (default: {DEFAULT_CONFIG})"
+        "--config",
+        metavar="FILE",
+        help=f"a YAML file, or the name of one that comes along, as llama3_8b (default: {DEFAULT_CONFIG})",
     )
     parser.add_argument(
         "--engine",
@@ -112,18 +115,7 @@ def resolved(
 
 def find_config(name: str | None) -> Path:
     """The file that `name` (None: the small GPT for a CPU) means: a path, or a name among the shipped ones. Raises UnknownName."""
-    wanted = name or DEFAULT_CONFIG
-    path = Path(wanted)
-    if path.suffix in (".yaml", ".yml") and path.exists():
-        return path
-    folders = [Path("configs"), Path(__file__).resolve().parents[2] / "configs"]
-    shipped = {found.stem: found for folder in reversed(folders) for found in sorted(folder.glob("*.yaml"))}
-    key = path.stem if path.suffix in (".yaml", ".yml") and path.parent in (Path("."), Path("configs")) else wanted
-    if key not in shipped:
-        if path.exists() and not path.is_dir():
-            return path
-        raise UnknownName("configuration", wanted, shipped)
-    return shipped[key]
+    return configuration(name or DEFAULT_CONFIG)
 
 
 def _quoted(text: str) -> str:

@@ -13,6 +13,7 @@ from mpbridge.errors import BadValue, UnknownName
 from mpbridge.precision.config import TWINS
 from mpbridge.precision.registry import key
 from mpbridge.precision.yaml_loader import load_yaml, read_yaml
+from mpbridge.shipped import configuration, label
 
 Tree = dict[str, Any]
 COMMAND_LINE = "the command line"
@@ -98,13 +99,15 @@ class Layers:
 
 
 def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Layers:
-    """The layers of a YAML file (None: nothing) and of 'section.key=value' overrides, the stronger last.
+    """The layers of a YAML file, or of a configuration that comes along by its name (None: nothing), and of 'section.key=value' overrides, the stronger last.
 
-    Faults are collected in the result; BadValue only where there is nothing to go on with: a missing file, invalid YAML, or not a mapping.
+    Faults are collected in the result; BadValue only where there is nothing to go on with: invalid YAML, or not a mapping; UnknownName for a
+    missing file.
     """
     layers = Layers()
     if path is not None:
-        layers.add(read_file(Path(path)), str(path))
+        file = Path(path) if Path(path).exists() else configuration(os.fspath(path))
+        layers.add(read_file(file), label(file))
     said = dotted(overrides, layers.faults)
     layers.add(said, COMMAND_LINE)
     return layers

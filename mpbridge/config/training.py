@@ -8,6 +8,9 @@ from typing import Any
 from mpbridge.errors import BadValue
 from mpbridge.facts import Parallel
 
+ANNOUNCED = "MPBRIDGE_NOTICE"
+"""In the environment: the scheduler's notice, as USR1. A launcher ignores it for itself, its ranks inherit that, and listen to it all the same."""
+
 
 def train_iters(train: Mapping[str, Any]) -> int:
     """Steps of the run; raises BadValue that names the field when it is missing or not a number of steps."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,16 @@ class LossScale:
     def dynamic(self) -> bool:
         """True when overflowing steps are skipped and the scale adapts."""
         return self.static is None
+
+    def skips(self, to: float | None = None) -> int:
+        """Steps that overflow, and are skipped, until the first scale has come down to `to` (None: the minimum); 0 for a static scale.
+
+        The first `hysteresis - 1` overflows leave the scale as it is, each further one halves it (megatron-core's DynamicGradScaler).
+        """
+        end = max(self.minimum, to or self.minimum)
+        return (
+            self.hysteresis - 1 + math.ceil(math.log2(self.initial / end)) if self.dynamic and end < self.initial else 0
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.recipe import Factory, Recipe
 from mpbridge.precision.recipes import BUILT_IN
 from mpbridge.precision.yaml_loader import read_yaml
+from mpbridge.shipped import recipe_file, recipe_files
 
 F = TypeVar("F", bound=Factory)
 ENTRY_POINTS = "mpbridge.recipes"
@@ -185,7 +186,7 @@ def recipe(name: str) -> Recipe:
     _fill()
     found = _alias_of.get(key(name), key(name))
     if found not in _by_name:
-        unknown = UnknownName("recipe", name, [*_by_name, *_alias_of])
+        unknown = UnknownName("recipe", name, [*_by_name, *_alias_of, *recipe_files()])
         hint = ELSEWHERE.get(key(name))
         if hint is not None:
             unknown.args = (f"no recipe named {name!r}: {hint}",)
@@ -202,8 +203,8 @@ def get_mixed_precision_config(name: str | MixedPrecisionConfig | Path, *, code:
     if isinstance(name, MixedPrecisionConfig):
         return name.derive()
     text = str(name)
-    if text.endswith((".yaml", ".yml")):
-        return _from_yaml(Path(text))
+    if (file := _file(text)) is not None:
+        return _from_yaml(file)
     if _is_place(text):
         if not code:
             raise RecipeError(
@@ -214,6 +215,12 @@ def get_mixed_precision_config(name: str | MixedPrecisionConfig | Path, *, code:
     return _call(entry.make, entry.name)
 
 
+def _file(name: str) -> Path | None:
+    """The YAML file that `name` means: its path, or the name of one that comes along; None: it means none."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else None
+    return path if (path is not None and path.exists()) or name in recipes else recipe_file(name) or path
+
+
 def _is_place(name: str) -> bool:
     """Whether `name` says where a recipe is: a file or a function."""
     return ":" in name or name.endswith((".yaml", ".yml", ".py"))
@@ -221,9 +228,10 @@ def _is_place(name: str) -> bool:
 
 def describe(name: str) -> Recipe:
     """The entry behind any accepted spelling. A file's engine and advice are those of the recipe that it extends, where its own fields ask for none."""
-    if not _is_place(name):
+    file = _file(name)
+    if file is None and not _is_place(name):
         return recipe(name)
-    base = _extended(Path(name)) if name.endswith((".yaml", ".yml")) else None
+    base = None if file is None else _extended(file)
     return Recipe(
         name=name,
         make=lambda: get_mixed_precision_config(name),

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch.distributed as dist
 
 from mpbridge.checkpoint.writer import end_with_parent
+from mpbridge.config.training import ANNOUNCED
 from mpbridge.devices.together import agreed
 from mpbridge.errors import BadValue, MpbridgeError, Refused
 from mpbridge.files import opened_to_write
@@ -58,7 +59,7 @@ class Signals(Hook):
     """Signals end the run after the current step, the same one on all ranks, with a checkpoint.
 
     SIGTERM and SIGINT: a second one ends the process at once. SIGHUP, SIGUSR1 and SIGUSR2 (Slurm's notice) may come again without doing so. One that
-    was inherited as ignored stays ignored (nohup). Under torchrun a launcher that dies gives its ranks a notice too.
+    was inherited as ignored stays ignored (nohup), unless the environment announces it. Under torchrun a launcher that dies gives its ranks a notice too.
     """
 
     URGENT = (signal.SIGTERM, signal.SIGINT)
@@ -74,7 +75,7 @@ class Signals(Hook):
         if self._kept or threading.current_thread() is not threading.main_thread():
             return
         for number in (*self.URGENT, *self.NOTICES):
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            if signal.getsignal(number) is not signal.SIG_IGN or number.name == f"SIG{os.environ.get(ANNOUNCED)}":
                 self._kept[number] = signal.signal(number, self._note)
         if under_torchrun() and (notice := next((n for n in self.NOTICES if n in self._kept), None)):
             launcher = os.getppid()

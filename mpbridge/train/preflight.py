@@ -11,6 +11,7 @@ from rich.console import Console
 
 from mpbridge.errors import BadValue
 from mpbridge.hardware.probe import installed
+from mpbridge.precision.words import scale_warmup
 from mpbridge.report.tables import plan_table
 from mpbridge.rules.admit import require_here
 from mpbridge.rules.base import Violation
@@ -33,6 +34,8 @@ def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
     out.print(plan_table(run.plan))
     for setting in run.brought:
         out.print(f"the recipe also sets {setting}", markup=False)
+    if warmup := scale_warmup(run.policy.loss_scale, run.train["train_iters"]):
+        out.print(warmup, markup=False, soft_wrap=True)
     for warning in warnings:
         out.print(str(warning), style="yellow", markup=False)
     return warnings

@@ -165,3 +165,12 @@ def test_the_table_and_the_verdict_speak_one_unit(capsys: pytest.CaptureFixture[
     assert "MiB" not in out
     needed = next(line.split()[4] for line in out.splitlines() if line.startswith("needed of the device"))
     assert f"{needed} +-" in next(line for line in out.splitlines() if "does not fit on" in line)
+
+
+def test_check_says_what_the_first_loss_scale_may_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--recipe", "fp16_mixed", "train.train_iters=12"]) == 0
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("scale"))
+    assert "at most 33" in said
+    assert "this run has 12 steps" in said
+    assert main(["check", "--recipe", "bf16_mixed"]) == 0
+    assert "scale" not in capsys.readouterr().out

@@ -170,3 +170,28 @@ def test_whatever_the_values_the_answer_is_a_policy_or_a_contradiction(values: d
     except Contradiction:
         return
     assert PrecisionPolicy.from_data(policy.as_data()) == policy
+
+
+def test_the_first_loss_scale_costs_as_many_steps_as_megatron_cores_scaler_takes_to_come_down() -> None:
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    from mpbridge.devices import device_layer
+    from mpbridge.precision.policy import LossScale
+
+    with device_layer(False):
+        for initial, minimum, hysteresis, end in ((2.0**32, 1.0, 2, 1.0), (2.0**32, 1.0, 2, 2.0**16), (2.0**16, 4.0, 1, 4.0), (3e9, 1.0, 3, 1.0)):  # fmt: skip
+            scaler = DynamicGradScaler(initial, minimum, 2.0, 0.5, 1000, hysteresis)
+            overflows = 0
+            while float(scaler.scale) > end:
+                scaler.update(True)
+                overflows += 1
+            assert LossScale(initial=initial, minimum=minimum, hysteresis=hysteresis).skips(end) == overflows
+    assert LossScale(static=128.0).skips() == 0
+
+
+def test_the_loss_scale_does_not_depend_on_how_long_a_run_is() -> None:
+    from mpbridge.config.container import ConfigContainer
+
+    runs = [ConfigContainer.load("gpt_tiny", ["mixed_precision=fp16_mixed", f"train.train_iters={n}"]).resolved() for n in (1, 12, 10**6)]  # fmt: skip
+    assert {run.policy.loss_scale for run in runs} == {runs[0].policy.loss_scale}
+    assert {run.plan.of("optimizer").get("initial_loss_scale") for run in runs} == {runs[0].plan.of("optimizer").get("initial_loss_scale")}  # fmt: skip

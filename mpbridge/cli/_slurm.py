@@ -1,0 +1,93 @@
+"""A Slurm script for one run on many nodes: torchrun once a node, a notice before the time is up, and the queue again."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mpbridge import __version__
+from mpbridge.config.training import ANNOUNCED
+
+NOTICE = "USR1"
+"""The signal before the time limit; mpbridge finishes its step, saves and ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is asked of Slurm."""
+
+    nodes: int
+    per_node: int
+    """Processes on a node, one a GPU."""
+    command: Sequence[str]
+    """What torchrun runs: a script, or '-m' and a module, with arguments."""
+    python: str
+    name: str = "mpbridge"
+    gpus: bool = True
+    time: str | None = None
+    notice: int = 120
+    """Seconds between the notice and the time limit: a step and a checkpoint."""
+    retries: int = 0
+    """How often a run that failed goes back into the queue."""
+    image: str | None = None
+    """A container image for Slurm's pyxis plugin."""
+    mounts: Sequence[str] = ()
+    options: Sequence[str] = field(default=())
+    """Further #SBATCH options, as 'partition=long'."""
+
+
+def script(job: Job) -> str:
+    """The batch script."""
+    return "\n".join([*_header(job), "", *_body(job)]) + "\n"
+
+
+def _header(job: Job) -> list[str]:
+    options = {
+        "job-name": job.name,
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        **({"gpus-per-node": job.per_node} if job.gpus else {}),
+        **({"time": job.time} if job.time else {}),
+        "signal": f"B:{NOTICE}@{job.notice}",
+        "open-mode": "append",
+        "output": "slurm-%j.out",
+    }
+    lines = ["#!/bin/bash", f"# written by mpbridge {__version__}"]
+    lines += [f"#SBATCH --{name}={value}" for name, value in options.items()]
+    return [*lines, "#SBATCH --requeue", *(f"#SBATCH --{option.lstrip('-')}" for option in job.options)]
+
+
+def _body(job: Job) -> list[str]:
+    run = [job.python, "-m", "torch.distributed.run", f"--nnodes={job.nodes}", f"--nproc-per-node={job.per_node}"]
+    meet = (
+        '--rdzv-backend=c10d --rdzv-endpoint="$HEAD" --rdzv-id="$MEETING" --rdzv-conf="is_host=$((SLURM_NODEID == 0))"'
+    )
+    node = f'trap "" {NOTICE}; exec {shlex.join(run)} {meet} {shlex.join(job.command)}'
+    image = f" --container-image={shlex.quote(job.image)}" if job.image else ""
+    mounts = ",".join(['"$PWD"', *map(shlex.quote, job.mounts)])
+    image += f' --container-mounts={mounts} --container-workdir="$PWD"' if job.image else ""
+    again = [f"${{SLURM_RESTART_COUNT:-0}} < {job.retries}"] if job.retries else []
+    return [
+        "# the first node is where the others meet; a restart must not meet what is left of the run before it",
+        'export HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 10000))"',
+        'export MEETING="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
+        f"export {ANNOUNCED}={NOTICE}  # torchrun ignores it, ranks do not",
+        "",
+        "# a node whose torchrun ends leaves the others that many seconds: rank 0 may be sealing a checkpoint",
+        f"srun --kill-on-bad-exit=0 --wait={job.notice}{image} bash -c {shlex.quote(node)} &",
+        "step=$! noticed=0",
+        f"trap 'noticed=1; kill -{NOTICE} $step' {NOTICE}  # srun passes it on to every process of every node",
+        'wait "$step"; code=$?',
+        'while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a trap ends wait before its time',
+        "",
+        "# 0: the run is complete. Else back into the queue, where the notice ended it"
+        + (f" or it failed ({job.retries} times at most):" if job.retries else ":"),
+        "# the same command goes on from the newest checkpoint",
+        f"if ((code != 0 && ({' || '.join(['noticed', *again])}))); then",
+        '    echo "back into the queue after exit code $code"',
+        '    scontrol requeue "$SLURM_JOB_ID"',
+        "    sleep 60  # until Slurm ends this script",
+        "fi",
+        'exit "$code"',
+    ]

@@ -1,0 +1,82 @@
+"""`mpbridge completion SHELL`: a script with which a shell completes commands, options, recipes and configurations."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any
+
+from mpbridge.errors import MpbridgeError
+from mpbridge.hardware.machines import machines
+from mpbridge.precision.registry import recipes
+from mpbridge.shipped import configurations, recipe_files
+
+SUMMARY = "what makes your shell complete commands, options, recipes and configurations"
+SHELLS = ("bash", "zsh", "fish")
+_USE = """examples:
+  bash   eval "$(mpbridge completion bash)"            in ~/.bashrc
+  zsh    mpbridge completion zsh > DIR/_mpbridge       in a folder of $fpath, before compinit
+  fish   mpbridge completion fish > ~/.config/fish/completions/mpbridge.fish"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.epilog = _USE
+    parser.add_argument("shell", choices=SHELLS, help="which shell will read it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the script."""
+    try:
+        import shtab
+    except ImportError:
+        raise MpbridgeError(
+            "completion is written by shtab, which is not installed (pip install 'mpbridge[completion]')"
+        ) from None
+    print(shtab.complete(everything(shtab), shell=args.shell))
+    return 0
+
+
+def everything(shtab: Any) -> argparse.ArgumentParser:
+    """One parser with all verbs in it; arguments that name a recipe, a machine, a configuration or a file say so."""
+    from mpbridge.cli.main import verbs
+
+    parser = argparse.ArgumentParser(prog="mpbridge", description="one name decides every precision fact of a run")
+    parser.add_argument("--version", action="version", version="", help="the version")
+    below = parser.add_subparsers(dest="command")
+    known = verbs()
+    for verb, module in known.items():
+        found: Any = importlib.import_module(module)
+        sub = below.add_parser(verb, description=found.SUMMARY, help=found.SUMMARY)
+        found.add_arguments(sub)
+        for action in sub._actions:
+            _annotate(action, shtab)
+    below.add_parser("help", help="what a command does").add_argument("verb", nargs="?", choices=list(known))
+    return parser
+
+
+def _annotate(action: Any, shtab: Any) -> None:
+    if action.dest in ("recipe", "a", "b"):
+        action.complete = _names_or_files("recipe", [*recipes, *recipe_files()])
+    elif action.dest == "config":
+        action.complete = _names_or_files("config", list(configurations()))
+    elif action.dest == "target":
+        action.choices = sorted(machines)
+    elif action.metavar == "FILE":
+        action.complete = shtab.FILE
+    elif action.metavar in ("DIR", "RUN_DIR"):
+        action.complete = shtab.DIRECTORY
+
+
+def _names_or_files(kind: str, names: list[str]) -> dict[str, Any]:
+    """What each shell is told to offer: these names, and files."""
+    words, function = " ".join(names), f"_mpbridge_{kind}"
+    return {
+        "bash": function,
+        "zsh": function,
+        "fish": f"(printf '%s\\n' {words}; __fish_complete_path (commandline -ct))",
+        "preamble": {
+            "bash": f'{function}() {{ compgen -W "{words}" -- $1; compgen -f -- $1; }}',
+            "zsh": f"{function}() {{ _alternative '{kind}:{kind}:({words})' 'files:file:_files' }}",
+        },
+    }

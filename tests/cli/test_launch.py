@@ -1,0 +1,117 @@
+"""The Slurm script: what it asks for, that bash reads it, that it goes back into the queue after a notice and only then; Slurm's commands are played."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from mpbridge.cli.main import main
+
+TRAIN = ["train", "--config", "gpt_tiny", "checkpoint.save=runs/a"]
+
+
+@pytest.fixture
+def printed(capsys: pytest.CaptureFixture[str]):
+    def call(*options: str, command: list[str] = TRAIN, nodes: int = 2) -> str:
+        assert main(["launch", "--nodes", str(nodes), "--gpus-per-node", "4", *options, "--", *command]) == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_the_script_asks_slurm_for_what_was_asked(printed) -> None:
+    text = printed(
+        "--time", "1-00", "--notice", "300", "--name", "big", "--slurm", "partition=long", "--slurm", "account=me"
+    )
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
+    wanted = {"job-name": "big", "nodes": "2", "ntasks-per-node": "1", "gpus-per-node": "4", "time": "1-00", "signal": "B:USR1@300", "requeue": "", "partition": "long", "account": "me"}  # fmt: skip
+    assert wanted.items() <= options.items()
+    assert "--nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d" in text
+    assert "checkpoint.load=runs/a" in text
+    assert "container" not in text
+    assert "gpus-per-node" not in printed("--cpu")
+
+
+def test_an_image_is_handed_to_srun(printed) -> None:
+    text = printed("--image", "registry#image:1", "--mount", "/data:/data")
+    assert (
+        '--container-image=\'registry#image:1\' --container-mounts="$PWD",/data:/data --container-workdir="$PWD"'
+        in text
+    )
+    assert "exec python -m torch.distributed.run" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nodes", "2", "--", "train", "--config", "gpt_tiny"], "checkpoint.save is not set"),
+        (["--nodes", "2", "--", *TRAIN, "train.global_batch_size=12"], "global_batch_size"),
+        (["--nodes", "2", "--", "evaluate"], "expected train or a .py file"),
+        (["--nodes", "0", "--", *TRAIN], "at least 1"),
+        (["--nodes", "2"], "is missing"),
+    ],
+)
+def test_what_would_fail_in_the_queue_is_refused_before_it(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["launch", "--gpus-per-node", "4", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_submitting_hands_the_script_to_sbatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], printed
+) -> None:
+    play(tmp_path, sbatch=f"cat > {tmp_path}/got; echo Submitted batch job 7")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert main(["launch", "--nodes", "2", "--gpus-per-node", "4", "--submit", "--", *TRAIN]) == 0
+    assert capsys.readouterr().out == "Submitted batch job 7\n"
+    assert (tmp_path / "got").read_text() == printed()
+    play(tmp_path, sbatch="echo sbatch: error: no partition >&2; exit 1")
+    assert main(["launch", "--nodes", "2", "--gpus-per-node", "4", "--submit", "--", *TRAIN]) == 2
+    assert "no partition" in capsys.readouterr().err
+
+
+def play(folder: Path, **commands: str) -> None:
+    for name, body in commands.items():
+        (folder / name).write_text(f"#!/bin/bash\n{body}\n", encoding="utf-8")
+        (folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("ends_with", "noticed", "retries", "again"),
+    [
+        pytest.param(0, False, 0, False, id="complete"),
+        pytest.param(1, True, 0, True, id="noticed"),
+        pytest.param(0, True, 0, False, id="noticed in its last step"),
+        pytest.param(1, False, 0, False, id="failed"),
+        pytest.param(1, False, 2, True, id="failed with a retry left"),
+    ],
+)
+def test_the_script_goes_back_into_the_queue_only_where_it_should(
+    ends_with: int, noticed: bool, retries: int, again: bool, tmp_path: Path, printed
+) -> None:
+    """srun stands for the step: like the real one it passes the notice on, and its command ends a moment later."""
+    wait = "trap 'sleep 0.2; touch passed; exit $E' USR1; touch started; for i in $(seq 600); do sleep 0.1; done"
+    play(
+        tmp_path,
+        scontrol='[ "$1" = requeue ] && touch requeued || echo node1',
+        srun=f"E={ends_with}; {wait if noticed else 'exit $E'}",
+        sleep='[ "$1" = 60 ] || exec /bin/sleep "$@"',
+    )
+    (tmp_path / "job.sh").write_text(printed("--retries", str(retries)), encoding="utf-8")
+    known = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_RESTART_COUNT": "1"}  # fmt: skip
+    job = subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=known)
+    if noticed:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "started").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=120) == ends_with
+    assert (tmp_path / "passed").exists() == noticed
+    assert (tmp_path / "requeued").exists() == again

@@ -1,0 +1,91 @@
+"""What a user begins with: names that come along, a starter folder, shell completion."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mpbridge.cli.main import main
+from mpbridge.config.container import ConfigContainer
+from mpbridge.precision.registry import describe, get_mixed_precision_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_a_configuration_and_a_recipe_are_found_by_name_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt_tiny", "configs/gpt_tiny.yaml"):
+        assert ConfigContainer.load(name) == ConfigContainer.load(ROOT / "configs/gpt_tiny.yaml")
+    for name in ("fp8_mlp_only", "fp8-mlp-only", "configs/recipes/fp8_mlp_only.yaml"):
+        assert get_mixed_precision_config(name) == get_mixed_precision_config(
+            str(ROOT / "configs/recipes/fp8_mlp_only.yaml")
+        )
+
+
+def test_a_file_of_the_users_goes_before_one_that_comes_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs/recipes").mkdir(parents=True)
+    (tmp_path / "configs/gpt_tiny.yaml").write_text("train: {train_iters: 7}\n", encoding="utf-8")
+    (tmp_path / "configs/recipes/bf16_grads.yaml").write_text("extends: fp32\n", encoding="utf-8")
+    assert ConfigContainer.load("gpt_tiny", ["mixed_precision=fp32"]).train.train_iters == 7
+    assert get_mixed_precision_config("configs/recipes/bf16_grads.yaml") == get_mixed_precision_config("fp32")
+
+
+def test_a_misspelled_recipe_file_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "fp8_mlp_onyl"]) == 2
+    assert "nearest: fp8_mlp_only" in capsys.readouterr().err
+    assert describe("fp8_mlp_only").name == "fp8_mlp_only"
+
+
+def test_a_starter_folder_is_legal_as_it_stands_and_written_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "first"
+    assert main(["init", str(place), "--recipe", "fp8_cs", "--config", "moe_tiny"]) == 0
+    made = ConfigContainer.load(place / "config.yaml").resolved()
+    shipped = ConfigContainer.load("moe_tiny", ["mixed_precision=fp8_cs"]).resolved()
+    assert (made.policy, made.facts.shape) == (shipped.policy, shipped.facts.shape)
+    assert made.checkpoint["save"] == made.checkpoint["load"] == "run/checkpoints"
+    compile((place / "train.py").read_text(encoding="utf-8"), "train.py", "exec")
+    before = {path.name: path.read_bytes() for path in place.iterdir()}
+    assert main(["init", str(place)]) == 2
+    assert "exist already" in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+    assert main(["init", str(tmp_path / "other"), "--recipe", "nope"]) == 2
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["che"], {"check"}),
+        (["show", "bf16_par"], {"bf16_params_fp32_states"}),
+        (["check", "--config", "llama3_"], {"llama3_8b", "llama3_70b", "llama3_405b"}),
+        (["plan", "--recipe", "fp8_mlp"], {"fp8_mlp_only"}),
+        (["help", "mem"], {"memory"}),
+    ],
+)
+def test_bash_completes_from_the_printed_script(
+    words: list[str], offered: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("shtab", reason="the extra `completion`")
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "completion.bash"
+    script.write_text(capsys.readouterr().out, encoding="utf-8")
+    ask = f'source {script}; COMP_WORDS=(mpbridge {" ".join(words)}); COMP_CWORD={len(words)}; _shtab_mpbridge; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "--norc", "-c", ask], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)  # fmt: skip
+    assert set(done.stdout.split()) == offered
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_a_script_with_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("shtab", reason="the extra `completion`")
+    from mpbridge.cli.main import verbs
+
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert not [verb for verb in (*verbs(), "help", "fp8_mlp_only", "llama3_8b") if verb not in script]

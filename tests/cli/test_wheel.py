@@ -1,0 +1,112 @@
+"""The built wheel, installed away from the checkout: its configurations come along, its commands find them, and a run trains. No network."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+pytest.importorskip("setuptools", minversion="77", reason="builds the wheel without network")
+
+
+def quiet(*command: str | Path, cwd: Path, **more: str) -> str:
+    """What the command printed; nothing of the checkout is in its way."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("wheel")
+    source = place / "source"  # setuptools leaves a build folder beside what it builds
+    for name in ("mpbridge", "configs"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    quiet(*PIP, "wheel", "-q", "--no-deps", "--no-index", "--no-build-isolation", "-w", place, source, cwd=place)
+    (found,) = place.glob("mpbridge-*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    """The bin folder of an environment that has the wheel, and sees the other packages of the one that runs the tests."""
+    place = wheel.parent / "venv"
+    venv.create(place, with_pip=False, symlinks=True)
+    python = place / "bin" / "python"
+    site = Path(quiet(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=place).strip())
+    (site / "others.pth").write_text("\n".join({sysconfig.get_path(kind) for kind in ("purelib", "platlib")}) + "\n")
+    quiet(*PIP, "--python", python, "install", "-q", "--no-deps", "--no-index", wheel, cwd=place)
+    return place / "bin"
+
+
+def test_every_configuration_is_in_the_wheel_as_it_is_in_the_checkout(wheel: Path) -> None:
+    with ZipFile(wheel) as archive:
+        found = {name: archive.read(name) for name in archive.namelist() if name.startswith("mpbridge/configs/")}
+        names = archive.namelist()
+    wanted = {f"mpbridge/{path.relative_to(ROOT)}": path.read_bytes() for path in (ROOT / "configs").rglob("*.yaml")}
+    assert found == wanted
+    assert "mpbridge/py.typed" in names
+    assert not [name for name in names if name.startswith(("tests/", "scripts/", "configs/"))]
+
+
+COMMANDS = [
+    ["--version"],
+    ["list"],
+    ["show", "fp8_mlp_only"],
+    ["diff", "bf16_mixed", "configs/recipes/bf16_grads.yaml"],
+    ["plan", "--recipe", "bf16_mixed", "--config", "configs/gpt_tiny.yaml", "ddp.grad_reduce_in_fp32=false"],
+    ["plan", "--recipe", "fp8-mlp-only"],
+    ["check", "--recipe", "fp8_cs", "--config", "llama3_8b", "--target", "h100"],
+    ["memory", "--config", "moe_tiny"],
+    ["estimate", "--config", "llama3_70b", "--world-size", "64", "--target", "h100"],
+    ["export", "bf16_mixed", "--to", "megatron-lm"],
+    ["words", "bf16"],
+    ["doctor"],
+    ["init", "first", "--recipe", "fp8_mlp_only"],
+    ["check", "--config", "first/config.yaml", "--target", "h100"],
+]
+
+
+def test_light_commands_of_an_installed_wheel_need_no_checkout(installed: Path, tmp_path: Path) -> None:
+    code = f"""
+import contextlib, io, json
+import mpbridge
+from mpbridge.cli.main import main
+codes = []
+for words in {COMMANDS!r}:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        codes.append([words, main(words), out.getvalue()[-2000:]])
+print(json.dumps([mpbridge.__file__, codes]))
+"""
+    home, codes = json.loads(quiet(installed / "python", "-c", code, cwd=tmp_path))
+    assert Path(home).is_relative_to(installed.parent)
+    assert [(words, said) for words, code, said in codes if code != 0] == []
+
+
+def test_the_installed_command_says_its_version(installed: Path, tmp_path: Path) -> None:
+    assert quiet(installed / "mpbridge", "--version", cwd=tmp_path).startswith("mpbridge 0.")
+
+
+def test_a_starter_folder_trains_from_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
+    quiet(installed / "mpbridge", "init", "first", cwd=tmp_path)
+    tiny = ["train.train_iters=2", "train.eval_iters=0", "model.num_layers=1", "model.hidden_size=64", "model.ffn_hidden_size=128", "data.seq_length=32"]  # fmt: skip
+    start = [installed / "python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "mpbridge", "train"]  # fmt: skip
+    out = quiet(*start, "--config", "config.yaml", *tiny, cwd=tmp_path / "first", OMP_NUM_THREADS="1")
+    assert "live audit" in out
+    assert (tmp_path / "first/run/checkpoints").is_dir()
+    out = quiet(installed / "python", "train.py", *tiny, "train.train_iters=3", cwd=tmp_path / "first", OMP_NUM_THREADS="1")  # fmt: skip
+    assert "resumed from run/checkpoints" in out
