@@ -20,11 +20,13 @@ def module_paths(shape: ModelShape) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*found, *((MTP_PROJECTION,) if shape.mtp_layers else ())]))
 
 
-def listed(shape: ModelShape) -> str:
-    """The linears of a model in words, experts once: for messages."""
-    shown = dict.fromkeys(names(path)[-1] for path in module_paths(shape))
-    ahead = f"; also mtp.layers.0 to {shape.mtp_layers - 1}" if shape.mtp_layers else ""
-    return f"{', '.join(shown)}; whole paths: decoder.layers.0 to {shape.num_layers - 1}{ahead}"
+def listed(*shapes: ModelShape) -> str:
+    """The linears of a model in words, experts once: for messages. Of several shapes: every linear that one of them has, once."""
+    shown = dict.fromkeys(names(path)[-1] for shape in shapes for path in module_paths(shape))
+    if len(shapes) > 1:
+        return f"{', '.join(shown)}; whole paths: decoder.layers.N and mtp.layers.N"
+    ahead = f"; also mtp.layers.0 to {shapes[0].mtp_layers - 1}" if shapes[0].mtp_layers else ""
+    return f"{', '.join(shown)}; whole paths: decoder.layers.0 to {shapes[0].num_layers - 1}{ahead}"
 
 
 def any_gpt(layers: int | None = None) -> tuple[ModelShape, ...]:
@@ -56,8 +58,8 @@ def refuse_dead_regions(regions: Iterable[Region], *shapes: ModelShape | tuple[M
         text for text in dead_regions(regions, every[0]) if all(text in dead_regions(regions, one) for one in every[1:])
     ]
     if dead:
-        known = "; or ".join(dict.fromkeys(listed(one) for one in every))
-        raise Refused(f"no linear of the model is named by {'; '.join(dead)} in `modules` (linears: {known})")
+        model = "any GPT" if len(every) > 1 else "the model"
+        raise Refused(f"no linear of {model} is named by {'; '.join(dead)} in `modules` (linears: {listed(*every)})")
 
 
 def dead_regions(regions: Iterable[Region], shape: ModelShape) -> tuple[str, ...]:
