@@ -67,12 +67,22 @@ class Facts:
     """The FP8 that runs, emulated or not."""
     own: Callable[[Target, str, Any], Any]
     """(target, field, default) -> what the target says apart from any recipe."""
+    core: str
+    """The described version of megatron-core that stands for the targets'."""
 
     @property
     def aware(self) -> bool:
         """Whether the optimizer will be precision-aware."""
         stated = self.policy.precision_aware
         return bool(self.own("optimizer", "use_precision_aware_optimizer", False)) if stated is None else stated
+
+    @property
+    def wide_stages(self) -> bool:
+        """Whether megatron-core itself sends FP32 between stages: since 0.17 its post-init sets pipeline_dtype so under an FP32 residual stream."""
+        if not SINCE_017.holds(self.core):
+            return False
+        stated = self.policy.residual_fp32
+        return bool(self.own("model", "fp32_residual_connection", False)) if stated is None else stated
 
     @property
     def megatron_fsdp(self) -> bool:
@@ -269,7 +279,7 @@ _HALVES: tuple[Place, ...] = (
     _row(
         "model",
         "pipeline_dtype",
-        lambda f: f.policy.pipeline,
+        lambda f: DType.FP32 if f.wide_stages else f.policy.pipeline,
         "activations between pipeline stages",
         None,
         knob="pipeline_dtype",
@@ -388,8 +398,8 @@ _CLEARED: tuple[Place, ...] = (
     _row("ddp", "check_for_nan_in_grad", _dynamic, "its fatal check would end the run at the first overflow that the loss scale is made to skip", False,
          kind="cleared"),
     _row("ddp", "keep_fp8_transpose_cache", _needs("fp8"), "means FP8 weights", False, kind="cleared"),
-    _row("ddp", "param_name_patterns_for_fp32_local_accumulation", lambda f: [] if f.policy.reduce is DType.FP32 else KEEP,
-         "FP32 gradients accumulate in FP32 anyway, and megatron-core refuses both", [], kind="cleared", holds=SINCE_017),
+    _row("ddp", "param_name_patterns_for_fp32_local_accumulation", lambda f: () if f.policy.reduce is DType.FP32 else KEEP,
+         "FP32 gradients accumulate in FP32 anyway, and megatron-core refuses both", (), kind="cleared", holds=SINCE_017),
     _row("model", "moe_router_padding_for_quantization", _needs("quantized"), "megatron-core refuses it without FP8 or FP4", False, kind="cleared"),
     _row("model", "moe_router_padding_for_fp8", _needs("quantized"), "megatron-core refuses it without FP8 or FP4", False, kind="cleared"),
 )  # fmt: skip

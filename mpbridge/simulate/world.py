@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, Self
 
 from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.hardware.machines import machine
@@ -54,8 +57,9 @@ def simulate(run: Run, ranks: Sequence[int], *, step: bool = False) -> list[Simu
     outside = [rank for rank in ranks if not 0 <= rank < run.world_size]
     if outside:
         raise BadValue(f"rank {', '.join(map(str, outside))}: the world has ranks 0 to {run.world_size - 1}")
-    _preload()
-    return [_apart(run, rank, step) for rank in ranks]
+    # not forked from here: this process may have threads of torch, and a child that is forked beside them can crash or wait for ever
+    with _Nursery() as nursery:
+        return [nursery.ask(run, rank, step) for rank in ranks]
 
 
 def default_ranks(run: Run) -> tuple[int, ...]:
@@ -90,24 +94,74 @@ def _nothing(*given: Any, **named: Any) -> None:
     pass
 
 
-def _apart(run: Run, rank: int, step: bool) -> Simulated:
+class _Nursery:
+    """A process that imports once what every rank needs, and forks a child for each."""
+
+    def __init__(self) -> None:
+        ours, theirs = multiprocessing.Pipe()
+        path = os.pathsep.join(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _START, str(theirs.fileno())],
+            env=os.environ | {"PYTHONPATH": path},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self._line = ours
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._line.close()
+        self._process.wait()
+
+    def ask(self, run: Run, rank: int, step: bool) -> Simulated:
+        """What that rank holds. Raises MpbridgeError where its process failed or died."""
+        try:
+            self._line.send((run, rank, step))
+            done = self._line.recv()
+        except (EOFError, OSError):
+            code = self._process.wait()
+            raise MpbridgeError(
+                f"the process that simulates rank {rank} ended without an answer (exit code {code})"
+            ) from None
+        if isinstance(done, str):
+            raise MpbridgeError(f"simulated rank {rank} {done}")
+        return done  # type: ignore[no-any-return]
+
+
+_START = "import sys; from mpbridge.simulate.world import serve; serve(int(sys.argv[1]))"
+
+
+def serve(line: int) -> None:
+    """The nursery's own main: answers (run, rank, step) with a Simulated, or the words of a failure, until the pipe is closed.
+
+    line: file descriptor of the pipe's other end.
+    """
+    asked: Connection[Any, Any] = Connection(line)
+    _preload()
+    while True:
+        try:
+            run, rank, step = asked.recv()
+        except EOFError:
+            return
+        asked.send(_apart(run, rank, step))
+
+
+def _apart(run: Run, rank: int, step: bool) -> Simulated | str:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(theirs, run, rank, step), daemon=True)
-    sys.stdout.flush()
     child.start()
     theirs.close()
     try:
-        done = ours.recv()
+        return ours.recv()  # type: ignore[no-any-return]
     except EOFError:
-        raise MpbridgeError(
-            f"the process of simulated rank {rank} ended without an answer (exit code {child.exitcode})"
-        ) from None
+        child.join()
+        return f"ended without an answer (exit code {child.exitcode})"
     finally:
         child.join()
-    if isinstance(done, str):
-        raise MpbridgeError(f"simulated rank {rank} failed: {done}")
-    return done  # type: ignore[no-any-return]
 
 
 def _child(answer: Any, run: Run, rank: int, step: bool) -> None:
@@ -121,5 +175,5 @@ def _child(answer: Any, run: Run, rank: int, step: bool) -> None:
 
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
         where = "; ".join(f"{frame.filename.rpartition('/')[2]}:{frame.lineno}" for frame in frames[-3:])
-        answer.send(f"{type(error).__name__}: {error} ({where})")
+        answer.send(f"failed: {type(error).__name__}: {error} ({where})")
     answer.close()

@@ -153,7 +153,9 @@ def plan(
         after=after or Receipt(),
         core=nearest(core or current()),
     )
-    facts = None if policy is None else Facts(policy=_spoken(policy, realization), fp8=policy.fp8, own=reading.own)
+    facts = None
+    if policy is not None:
+        facts = Facts(policy=_spoken(policy, realization), fp8=policy.fp8, own=reading.own, core=reading.core)
     writes = tuple(write for row in TABLE if row.target in reading.targets for write in reading.writes(row, facts))
     return Plan(
         policy=policy,

@@ -16,6 +16,7 @@ from mpbridge.hardware.machines import Machine, machine
 from mpbridge.megatron import targets
 from mpbridge.megatron.quant_recipe import compile_rules
 from mpbridge.megatron_spec.fields import KEEP, TABLE, Facts
+from mpbridge.megatron_spec.versions import current, nearest
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
@@ -70,7 +71,10 @@ def fresh(inputs: dict[str, dict[str, Any]], policy: PrecisionPolicy | None) -> 
     made = {name: class_of(name, section)(**section) for name, section in inputs.items()}
     if policy is not None:
         facts = Facts(
-            policy=policy, fp8=policy.fp8, own=lambda target, field, default: inputs[target].get(field, default)
+            policy=policy,
+            fp8=policy.fp8,
+            own=lambda target, field, default: inputs[target].get(field, default),
+            core=nearest(current()),
         )
         for name, section in inputs.items():
             values = {
