@@ -1,3 +1,14 @@
 """Before any test imports megatron: a Transformer Engine without its CUDA parts must not be in its way."""
 
+import signal
+
 import mpbridge  # noqa: F401
+
+# a suite started in the background or under nohup inherits ignored signals, and a run leaves those alone: tests that send them would see nothing
+for _number, _usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGQUIT, signal.SIG_DFL),
+):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _usual)
