@@ -132,6 +132,19 @@ class Logger:
     log_dir: str | None = None
     """The run's folder: metrics as JSON lines, precision.json, TensorBoard's files; None: nothing is written."""
     tensorboard: bool = False
+    """The same as "tensorboard" among the trackers."""
+    trackers: list[str] | None = None
+    """Where metrics go besides metrics.jsonl: "csv", "tensorboard", "wandb", "mlflow"."""
+    project: str = "mpbridge"
+    """The project of W&B, the experiment of MLflow."""
+    name: str | None = None
+    """The run's name there; None: the recipe's and the folder's."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """offline: files under log_dir/wandb, for `wandb sync`."""
+    mlflow_uri: str | None = None
+    """None: a SQLite file in log_dir (mlflow.db)."""
+    precision_every: int = 100
+    """Steps between two measurements of what low precision does to tensors (statistics.jsonl); 0: none."""
     progress: bool = True
     """The progress line on the terminal."""
 

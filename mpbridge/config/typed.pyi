@@ -1097,6 +1097,12 @@ class LoggerSettings(TypedDict, total=False):
 
     log_dir: str | None
     tensorboard: bool
+    trackers: list[str] | None
+    project: str
+    name: str | None
+    wandb_mode: Literal['offline', 'online']
+    mlflow_uri: str | None
+    precision_every: int
     progress: bool
 
 class LoggerSection(Section):
@@ -1104,6 +1110,12 @@ class LoggerSection(Section):
 
     log_dir: str | None
     tensorboard: bool
+    trackers: list[str] | None
+    project: str
+    name: str | None
+    wandb_mode: Literal['offline', 'online']
+    mlflow_uri: str | None
+    precision_every: int
     progress: bool
 
 LoggerField: TypeAlias = SectionField[LoggerSection, LoggerSettings | LoggerSection]

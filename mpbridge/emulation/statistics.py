@@ -38,6 +38,8 @@ class Sample:
     sqnr: float
     """Signal to quantization noise in dB: -20 log10(relative_error)."""
     amax: float
+    scale: float
+    """What elements are multiplied by before the cast; with blocks the median one."""
     nonfinite: int
     """Infinities and NaN among the elements."""
     staleness: float | None
@@ -183,6 +185,7 @@ def look(
         saturated=int(((scaled > number.largest * (1 + 2.0**-20)) & (q != 0)).sum()) / count,
         sqnr=-20 * math.log10(relative) if relative else math.inf,
         amax=float(amax),
+        scale=float(multiplier.median()),
         nonfinite=nonfinite,
         staleness=_staleness(quantizer, slot, side, number, float(amax), multiplier),
         ranges=_ranges(scaled.amax(1)),

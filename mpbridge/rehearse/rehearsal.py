@@ -132,7 +132,7 @@ def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
     made.mixed_precision, made.emulate = recipe, True
     made.train.train_iters, made.train.eval_interval, made.train.eval_iters, made.train.audit = steps, None, 0, "warn"
     made.checkpoint = {}
-    made.logger = {"log_dir": None, "tensorboard": False, "progress": False}
+    made.logger = {"log_dir": None, "tensorboard": False, "progress": False, "precision_every": 0}
     return made.resolved(
         made.smallest_world() if not torch.distributed.is_initialized() else torch.distributed.get_world_size()
     )

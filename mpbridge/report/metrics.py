@@ -1,4 +1,4 @@
-"""Metric files: one JSON object per line, and TensorBoard where it is installed."""
+"""Metric files: one JSON object per line, and whatever trackers the run asks for."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from typing import IO, Any
 
 from mpbridge.files import opened_to_write
 from mpbridge.report.console import warn
+from mpbridge.report.trackers import Place, names_of, numbers, opened
 
 
 class MetricsLog:
-    """Writes `folder`/metrics.jsonl, and TensorBoard events when asked; writes nothing on ranks where folder is None.
+    """Writes `folder`/metrics.jsonl, and to the trackers that `logger` asks for; writes nothing on ranks where folder is None.
 
-    after: the last finished step of the run that is continued. Later lines belong to steps that will be done again and are
+    logger: the run's logger section. recipe: the run's, for the trackers' names. Raises UnknownName for a tracker that there is not. after: the last finished step of the run that is continued. Later lines belong to steps that will be done again and are
     dropped; with 0 the file starts anew.
     """
 
-    def __init__(self, folder: Path | None, *, tensorboard: bool = False, after: int = 0) -> None:
+    def __init__(
+        self, folder: Path | None, *, logger: Mapping[str, Any] | None = None, recipe: str = "", after: int = 0
+    ) -> None:
+        section: Mapping[str, Any] = logger or {}
+        names = names_of(section)
         self.path = folder / "metrics.jsonl" if folder else None
         self._file: IO[str] | None = None
-        self._board: Any = None
+        self._trackers: list[Any] = []
         self.trouble: Callable[[str], None] = lambda text: None
         """Told why the file does not grow."""
         if self.path is None or folder is None:
@@ -40,10 +45,10 @@ class MetricsLog:
         finally:
             beside.unlink(missing_ok=True)
         self._file = opened_to_write(self.path, append=True)
-        self._board = _board(folder, after) if tensorboard else None
+        self._trackers = opened(names, Place(folder, section, recipe=recipe, after=after))
 
     def write(self, values: Mapping[str, Any], *, board: bool = True) -> None:
-        """One line. 'iteration' is TensorBoard's step; board=False leaves TensorBoard out. Non-finite numbers become 'nan', 'inf', '-inf'.
+        """One line. 'iteration' is the trackers' step; board=False leaves the trackers out. Non-finite numbers become 'nan', 'inf', '-inf'.
 
         A file that cannot grow calls `trouble` once; the lines that it did not take are said on stderr.
         """
@@ -58,18 +63,22 @@ class MetricsLog:
         if why := _appended(self._file.fileno(), text.encode() + b"\n"):
             warn(f"{self.path} cannot grow ({why}); the line that it lacks: {text}")
             self.trouble(f"{self.path} cannot grow ({why})")
-        if self._board is not None and board:
-            for key, value in values.items():
-                if key != "iteration" and isinstance(value, (int, float)):
-                    self._board.add_scalar(key, value, values.get("iteration"))
+        if board:
+            self.track(values)
+
+    def track(self, values: Mapping[str, Any]) -> None:
+        """To the trackers alone; 'iteration' is the step."""
+        if self._trackers and (plain := numbers(values)):
+            for tracker in self._trackers:
+                tracker.log(int(values["iteration"]), plain)
 
     def close(self) -> None:
         """Closes both; a second call does nothing."""
         if self._file is not None:
             self._file.close()
-        if self._board is not None:
-            self._board.close()
-        self._file = self._board = None
+        for tracker in self._trackers:
+            tracker.close()
+        self._file, self._trackers = None, []
 
 
 def _appended(handle: int, line: bytes) -> str:
@@ -99,13 +108,3 @@ def _lines_until(path: Path, after: int) -> list[str]:
     if not after or not path.is_file():
         return []
     return [json.dumps(row) + "\n" for row in read(path) if row.get("iteration", 0) <= after]
-
-
-def _board(folder: Path, after: int) -> Any:
-    """A TensorBoard writer, or None where the package is missing: the JSON lines hold the same."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    # purge_step hides the events of steps that are done again
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1 if after else None)

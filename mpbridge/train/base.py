@@ -36,6 +36,8 @@ class Training:
     """Set it to go on in another recipe: the loop rebuilds the engine before the next step."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Facts for the closing summary, by name."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """Numbers of this step for the trackers, from hooks that measured it; emptied after each step."""
     audit: Audit = "unaudited"
     """What the audit says of the state as it stands; written into each checkpoint. Resuming by itself passes suspect ones over."""
     trouble: str | None = None

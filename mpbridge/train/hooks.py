@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.audit import AuditHook
+from mpbridge.telemetry.hook import StatisticsHook
 from mpbridge.train.base import Hook
 from mpbridge.train.emulated import EmulationNotes
 from mpbridge.train.faults import Nonfinite, Signals
@@ -28,5 +29,6 @@ def default_hooks(run: Run, show: Callable[[Any], None] | None = None) -> list[H
     notes: list[Hook] = [EmulationNotes(show)] if run.emulate and run.policy.quantized else []
     keeper = Keeper(run)
     nonfinite = Nonfinite(str(run.train.get("nonfinite") or "skip"), keeper)
-    # the audit first: what it stops is not saved
-    return [audit, *notes, Signals(), nonfinite, keeper, Stages(run)]
+    statistics: Any = StatisticsHook(run.logger["log_dir"], every=run.logger.get("precision_every"))
+    # statistics first: their hooks are off again when the audit looks at the modules; then the audit: what it stops is not saved
+    return [statistics, audit, *notes, Signals(), nonfinite, keeper, Stages(run)]

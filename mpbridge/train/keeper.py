@@ -15,6 +15,7 @@ from mpbridge.checkpoint import store
 from mpbridge.devices.together import on_first_rank
 from mpbridge.errors import CheckpointError
 from mpbridge.train.base import Hook
+from mpbridge.train.faults import record
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -48,6 +49,7 @@ class Keeper(Hook):
         self.saved_at: int | None = None
         self.pending: checkpoint.Writing | None = None
         self._begun, self._said = False, ""
+        self._resumed: dict[str, Any] = {}
         self._claim: Any = None
 
     def built(self, training: Training) -> None:
@@ -69,6 +71,7 @@ class Keeper(Hook):
             answer = checkpoint.load(training, place, reset_optimizer=self.reset)
             self.saved_at = training.counters.iteration if own else None
             self._said = "\n".join([f"resumed from {place}: {answer.kind}", *answer.lines()[1:]])
+            self._resumed = {"checkpoint": str(place), "verdict": answer.kind, "optimizer_reset": self.reset}
             training.notes["resumed from"] = str(place)
 
     def _take(self, folder: Path) -> None:
@@ -77,7 +80,7 @@ class Keeper(Hook):
     def started(self, training: Training) -> None:
         """Says what was loaded, once progress output exists."""
         if self._said:
-            training.say(self._said)
+            record(training, "resumed", self._said, **self._resumed)
             self._said = ""
 
     def stepped(self, training: Training, result: Any) -> None:

@@ -21,6 +21,7 @@ from mpbridge.report.console import console, rank
 from mpbridge.report.metrics import MetricsLog
 from mpbridge.report.progress import ProgressLine
 from mpbridge.report.tables import summary_table
+from mpbridge.report.trackers import names_of
 from mpbridge.te_cpu.context import stage_of
 from mpbridge.train.base import Hook, Hooks, Training
 from mpbridge.train.faults import explained
@@ -55,6 +56,7 @@ def pretrain(
     # what can be checked without the machine is checked before it is touched
     train_iters(run.train)
     scheduler_arguments(run)
+    names_of(run.logger)
     with stage_of(run):
         return _pretrain(run, dataset, hooks, quiet)
 
@@ -117,7 +119,7 @@ class _Steps:
         interval = int(run.train.get("log_interval") or 10)
         write_precision(run, self.folder)
         self.hooks.built(training)
-        log = MetricsLog(self.folder, tensorboard=bool(run.logger.get("tensorboard")), after=counters.iteration)
+        log = MetricsLog(self.folder, logger=run.logger, recipe=run.recipe, after=counters.iteration)
         log.trouble = training.in_trouble
         stack.callback(log.close)
         bar = bool(run.logger.get("progress", True))
@@ -154,6 +156,8 @@ class _Steps:
         if training.progress is not None and training.progress.due(at):
             training.progress.step(at, line(result, meter, counters))
         self.hooks.stepped(training, result)
+        log.track({"iteration": at, **training.measured})
+        training.measured = {}
         if (every := training.run.train.get("exit_interval")) and at % int(every) == 0 and at < self.total:
             training.stop = training.stop or f"train.exit_interval={every} at step {at}"
         # the last step is always followed by a measurement, so that the summary speaks of the final weights

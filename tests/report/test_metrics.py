@@ -42,7 +42,7 @@ def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
 
 def test_nothing_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # TensorBoard's own default is a folder here
-    log = MetricsLog(None, tensorboard=True)
+    log = MetricsLog(None, logger={"tensorboard": True})
     log.write({"iteration": 1, "loss": 2.0})
     log.close()
     assert log.path is None
@@ -52,7 +52,7 @@ def test_nothing_is_written_without_a_folder(tmp_path: Path, monkeypatch: pytest
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing import event_accumulator as accumulator
 
-    log = MetricsLog(tmp_path, tensorboard=True)
+    log = MetricsLog(tmp_path, logger={"tensorboard": True})
     for step in (1, 2, 3):
         log.write({"iteration": step, "loss": 0.5 * step, "applied": True}, board=step != 2)
     log.close()

@@ -1,0 +1,56 @@
+"""`mpbridge plot`: the curves of runs, in the terminal and as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+SUMMARY = "loss, gradient norm, loss scale and tokens/s of runs, in the terminal and as PNG"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs (logger.log_dir)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the picture (default: curves.png in the first run's folder)"
+    )
+    parser.add_argument("--no-picture", action="store_true", help="the terminal only")
+    parser.add_argument("--width", type=int, default=72, metavar="N", help="columns of a plot (default: 72)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one plot for each number and run, and writes the picture; a missing matplotlib costs the picture only."""
+    from mpbridge.errors import BadValue, MpbridgeError
+    from mpbridge.report.curves import CURVES, picture, read_curves, terminal
+
+    if args.width < 10:
+        raise BadValue(f"--width {args.width}: at least 10 columns")
+    target = args.out or (args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent) / "curves.png"
+    if not args.no_picture and not target.parent.is_dir():
+        raise BadValue(f"--out {target}: there is no folder {target.parent}")
+    found = [read_curves(path) for path in args.runs]
+    for curves in found:
+        for fault in curves.faults:
+            print(f"{curves.name}: {fault}", file=sys.stderr)
+    for number, (label, log) in CURVES.items():
+        for curves in found:
+            points = curves.series(number)
+            values = {value for _, value in points}
+            if not points or (number == "loss_scale" and values == {1.0}):
+                continue
+            odd = sum(not math.isfinite(value) for _, value in points)
+            print(f"{curves.name}: {label}" + (f" ({odd} of {len(points)} steps not finite)" if odd else ""))
+            print("\n".join(terminal(points, width=args.width, log=log)))
+    if args.no_picture:
+        return 0
+    try:
+        picture(found, target)
+    except BadValue:
+        raise
+    except MpbridgeError as error:
+        print(f"no picture: {error}", file=sys.stderr)
+        return 0
+    print(f"picture: {target}")
+    return 0

@@ -1,0 +1,289 @@
+"""Where a run's numbers go besides metrics.jsonl: CSV, TensorBoard, Weights & Biases, MLflow, behind one interface.
+
+A tracker is a convenience: one that is not installed, or that fails or cannot be reached, is said once on stderr, and the run goes on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import math
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from mpbridge.errors import UnknownName
+from mpbridge.report.console import warn
+
+WAIT = 120.0
+"""Seconds that the end of a run waits for a tracker to take its last numbers."""
+WAITING = 10_000
+"""Lines that may wait for a slow tracker; later ones are dropped, and that is said."""
+
+
+class Tracker(Protocol):
+    """Takes numbers by step. Made once a run, on rank 0."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """One line; `values` are finite."""
+
+    def close(self) -> None:
+        """Everything is written when this returns."""
+
+
+class Place:
+    """What a tracker is told of the run. after: the last finished step of the run that is continued, 0 for a new one."""
+
+    def __init__(self, folder: Path, section: Mapping[str, Any], *, recipe: str = "", after: int = 0) -> None:
+        self.folder, self.section, self.recipe, self.after = folder, section, recipe, after
+        self.project = str(section.get("project") or "mpbridge")
+        self.name = str(section.get("name") or f"{recipe or 'run'} {folder.resolve().name}")
+
+    def identity(self, tracker: str) -> str | None:
+        """The run's id under that tracker from before, where the run goes on; None for a new run."""
+        if not self.after:
+            return None
+        return self._known().get(tracker)
+
+    def remember(self, tracker: str, identity: str) -> None:
+        """Keeps an id for a run that goes on."""
+        known = self._known() | {tracker: identity}
+        (self.folder / "trackers.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+    def _known(self) -> dict[str, str]:
+        try:
+            found = json.loads((self.folder / "trackers.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+class Csv:
+    """metrics.csv: a table with a column for every number that was ever seen; it is written anew where a column is new."""
+
+    def __init__(self, place: Place) -> None:
+        self.path = place.folder / "metrics.csv"
+        self.rows: list[dict[str, str]] = []
+        self.columns = ["iteration"]
+        if place.after and self.path.is_file():
+            with self.path.open(newline="", encoding="utf-8") as stream:
+                found = csv.DictReader(stream)
+                self.columns = list(found.fieldnames or self.columns)
+                self.rows = [row for row in found if _step(row) <= place.after]
+        self._rewrite()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See Tracker. What belongs to one step stands in one row."""
+        row = {"iteration": str(step), **{name: repr(value) for name, value in values.items()}}
+        again = bool(self.rows) and self.rows[-1]["iteration"] == row["iteration"]
+        new = [name for name in row if name not in self.columns]
+        self.columns += new
+        if again:
+            self.rows[-1] |= row
+        else:
+            self.rows.append(row)
+        if new or again:
+            self._rewrite()
+            return
+        with self.path.open("a", newline="", encoding="utf-8") as stream:
+            csv.DictWriter(stream, self.columns).writerow(row)
+
+    def close(self) -> None:
+        """See Tracker."""
+
+    def _rewrite(self) -> None:
+        beside = self.path.with_name(f".csv-{secrets.token_hex(4)}")
+        try:
+            with beside.open("x", newline="", encoding="utf-8") as stream:
+                table = csv.DictWriter(stream, self.columns)
+                table.writeheader()
+                table.writerows(self.rows)
+            beside.replace(self.path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+
+def _step(row: Mapping[str, str | None]) -> int:
+    try:
+        return int(row.get("iteration") or 0)
+    except ValueError:
+        return 0
+
+
+class TensorBoard:
+    """Event files under log_dir/tensorboard."""
+
+    def __init__(self, place: Place) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # purge_step hides the events of steps that are done again
+        self._writer: Any = SummaryWriter(
+            str(place.folder / "tensorboard"), purge_step=place.after + 1 if place.after else None
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See Tracker."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases; offline it writes log_dir/wandb, which `wandb sync` uploads."""
+
+    def __init__(self, place: Place) -> None:
+        import wandb
+
+        mode = str(place.section.get("wandb_mode") or "offline")
+        identity = place.identity("wandb")
+        place.folder.mkdir(parents=True, exist_ok=True)
+        self._run: Any = wandb.init(
+            project=place.project,
+            name=place.name,
+            dir=str(place.folder),
+            mode=mode,
+            id=identity,
+            resume="allow" if identity and mode == "online" else None,
+            config={"recipe": place.recipe},
+            settings=wandb.Settings(silent=True, init_timeout=30.0),
+        )
+        place.remember("wandb", self._run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See Tracker."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._run.finish()
+
+
+class Mlflow:
+    """MLflow; without a tracking URI its store is log_dir/mlflow.db (SQLite; MLflow 3.17 refuses the older store of plain files)."""
+
+    def __init__(self, place: Place) -> None:
+        # a server that is gone is given up soon: MLflow's own default tries for minutes
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        import logging
+
+        from mlflow import MlflowClient
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table that it makes
+        store = place.folder.resolve() / "mlflow.db"
+        uri = place.section.get("mlflow_uri") or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{store}"
+        self._client = MlflowClient(tracking_uri=uri)
+        identity = place.identity("mlflow")
+        if identity is None:
+            found = self._client.get_experiment_by_name(place.project)
+            experiment = (
+                found.experiment_id
+                if found is not None
+                else self._client.create_experiment(
+                    place.project, artifact_location=(place.folder.resolve() / "mlflow").as_uri()
+                )
+            )
+            made = self._client.create_run(experiment, run_name=place.name, tags={"recipe": place.recipe})
+            identity = made.info.run_id
+            place.remember("mlflow", identity)
+        self._id = identity
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See Tracker."""
+        import time
+
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._id, metrics=[Metric(name, value, now, step) for name, value in values.items()])
+
+    def close(self) -> None:
+        """See Tracker."""
+        self._client.set_terminated(self._id)
+
+
+TRACKERS: Mapping[str, tuple[Callable[[Place], Tracker], str]] = {
+    "csv": (Csv, ""),
+    "tensorboard": (TensorBoard, "tensorboard"),
+    "wandb": (Wandb, "wandb"),
+    "mlflow": (Mlflow, "mlflow"),
+}
+"""Name in logger.trackers -> what takes the numbers, and the extra of this package that brings its library."""
+
+
+def names_of(section: Mapping[str, Any]) -> list[str]:
+    """The trackers that a logger section asks for. Raises UnknownName for one that there is not; 'jsonl' is always written and adds nothing."""
+    wanted = list(section.get("trackers") or [])
+    wanted += ["tensorboard"] if section.get("tensorboard") else []
+    for name in wanted:
+        if name not in TRACKERS and name != "jsonl":
+            raise UnknownName("tracker", str(name), [*TRACKERS, "jsonl"])
+    return [name for name in dict.fromkeys(wanted) if name != "jsonl"]
+
+
+class Background:
+    """A tracker in a thread of its own: it is imported, opened and written there, so that training waits for none of it."""
+
+    def __init__(self, name: str, place: Place, *, say: Callable[[str], None] = warn, wait: float = WAIT) -> None:
+        self.name, self._place, self._say, self._wait = name, place, say, wait
+        self._lines: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(WAITING)
+        self._gone = False
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See Tracker; returns at once."""
+        if self._gone:
+            return
+        try:
+            self._lines.put_nowait((step, dict(values)))
+        except queue.Full:
+            self._lose(f"takes its numbers too slowly ({WAITING} lines wait)")
+
+    def close(self) -> None:
+        """See Tracker; a tracker that does not come to an end is left behind, and that is said."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)
+        self._thread.join(self._wait)
+        if self._thread.is_alive():
+            self._lose(f"did not take its last numbers within {self._wait:g} seconds")
+
+    def _work(self) -> None:
+        made, extra = TRACKERS[self.name]
+        try:
+            tracker = made(self._place)
+            while (line := self._lines.get()) is not None:
+                if not self._gone:
+                    tracker.log(*line)
+            tracker.close()
+        except ImportError as error:
+            self._lose(f"is not installed ({error}; pip install 'mpbridge[{extra}]')")
+        except Exception as error:  # whatever a tracker raises is the tracker's: the run goes on
+            self._lose(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
+
+    def _lose(self, why: str) -> None:
+        if not self._gone:
+            self._gone = True
+            self._say(f"tracker {self.name}: {why}; the run goes on without it, metrics.jsonl has everything")
+
+
+def opened(names: Iterable[str], place: Place, *, say: Callable[[str], None] = warn) -> list[Background]:
+    """The trackers of a run, each in its own thread."""
+    return [Background(name, place, say=say) for name in names]
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """What of a line a tracker can take: finite numbers besides the step."""
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if name != "iteration" and isinstance(value, (int, float)) and math.isfinite(value)
+    }

@@ -1,0 +1,234 @@
+"""The hook that measures: every `logger.precision_every` steps, and once more right behind a step that looks wrong."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpbridge.emulation.operands import Operand, Side
+from mpbridge.emulation.statistics import Statistics
+from mpbridge.errors import BadValue
+from mpbridge.files import opened_to_write
+from mpbridge.precision.regions import Gemm
+from mpbridge.report.console import warn
+from mpbridge.telemetry.native import Tap
+from mpbridge.telemetry.noise import SAMPLE, Noise, spread
+from mpbridge.telemetry.probe import Probe
+from mpbridge.telemetry.records import FILE, OPERANDS, headlines, kept, line, merged
+from mpbridge.telemetry.weights import weight_rows
+
+ELEMENTS = 1 << 14
+"""Elements of an operand that a measured step looks at, in whole rows: a fourth of a rehearsal's, since training waits for it."""
+PATIENCE = 10
+"""Steps between two measurements that were not due: a run that is wrong at every step is not measured at every step."""
+RECENT = 20
+"""Steps that a loss or a gradient norm is compared with."""
+
+
+class StatisticsHook:
+    """Takes part in `mpbridge.train`'s loop (its Hook's methods). every: steps between two measurements; 0: none. Nothing of it changes a bit of training.
+
+    A step that is measured costs at most one more. Raises BadValue for a negative `every`. All ranks measure the same steps; rank 0 writes.
+    """
+
+    def __init__(self, folder: Path | str | None, *, every: int | None) -> None:
+        self.every = 100 if every is None else every
+        if self.every < 0:
+            raise BadValue(f"logger.precision_every={every}: expected a number of steps, 0 for none")
+        self.folder = None if folder is None else Path(folder)
+        self.on = self.folder is not None and self.every > 0
+        self._alarm, self._last_alarm = "", -PATIENCE
+        self._recent: dict[str, deque[float]] = {name: deque(maxlen=RECENT) for name in ("loss", "grad_norm")}
+        self._look: _Look | None = None
+        self._begun = self._gone = False
+
+    # --- moments -------------------------------------------------------------------------------------------------------------------------
+    def built(self, training: Any) -> None:
+        """Lets go of an engine that a schedule has replaced."""
+        self._let_go()
+
+    def started(self, training: Any) -> None:
+        """Drops lines of steps that will be done again, where a run goes on."""
+        if self.on and not self._begun and _rank() == 0:
+            assert self.folder is not None
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lines = kept(self.folder / FILE, int(training.counters.iteration))
+            with opened_to_write(self.folder / FILE) as stream:
+                stream.writelines(lines)
+        self._begun = True
+
+    def stepping(self, training: Any) -> None:
+        """Begins to look, where the step to come is due."""
+        step = int(training.counters.iteration) + 1
+        if not self.on or (step % self.every and not self._alarm):
+            return
+        self._look = _Look(training.engine, self._alarm or f"every {self.every} steps")
+        self._alarm = ""
+        self._look.start()
+
+    def stepped(self, training: Any, result: Any) -> None:
+        """Collects and writes, where the step was looked at; asks for another look where it went wrong."""
+        step = int(training.counters.iteration)
+        look, self._look = self._look, None
+        if look is not None:
+            began = time.perf_counter()
+            tables, notes = look.stop()
+            tables = merged(_everywhere(tables))
+            training.measured |= headlines(tables)
+            run = training.run
+            facts = {
+                "iteration": step,
+                "realization": look.realization,
+                "recipe": run.recipe,
+                "why": look.why,
+                "seconds": round(time.perf_counter() - began + look.seconds, 6),
+                **({"notes": notes} if notes else {}),
+            }
+            self._write(line(facts, tables))
+        self._judge(step, result)
+
+    def evaluated(self, training: Any, loss: float) -> None:
+        """Nothing."""
+
+    def finished(self, training: Any) -> None:
+        """Nothing."""
+
+    def closed(self) -> None:
+        """Takes every hook off."""
+        self._let_go()
+
+    # --- parts ---------------------------------------------------------------------------------------------------------------------------
+    def _judge(self, step: int, result: Any) -> None:
+        """Every rank has the same result, so every rank comes to the same answer."""
+        why = ""
+        for name, value in (("loss", result.loss), ("grad_norm", result.grad_norm)):
+            before = sorted(self._recent[name])
+            if value is not None and not math.isfinite(value):
+                why = f"{name} of step {step} not finite"
+            elif value is not None and len(before) >= 5:
+                usual = before[len(before) // 2]
+                limit = usual * (1.3 if name == "loss" else 5.0)
+                why = f"{name} of step {step} {value:.4g}, usual {usual:.4g}" if value > limit else why
+            if value is not None and math.isfinite(value):
+                self._recent[name].append(value)
+        if why and self.on and step - self._last_alarm >= PATIENCE:
+            self._alarm, self._last_alarm = why, step
+
+    def _write(self, text: str) -> None:
+        if _rank() != 0 or self.folder is None or self._gone:
+            return
+        try:
+            with opened_to_write(self.folder / FILE, append=True) as stream:
+                stream.write(text)
+        except OSError as error:
+            self._gone = True
+            warn(f"{self.folder / FILE} cannot grow ({error.strerror or error}): the run goes on without statistics")
+
+    def _let_go(self) -> None:
+        if self._look is not None:
+            self._look.stop()
+            self._look = None
+
+
+class _Look:
+    """One measured step of one engine."""
+
+    def __init__(self, engine: Any, why: str) -> None:
+        self.engine, self.why, self.seconds = engine, why, 0.0
+        self.noise, self.probe = Noise(), Probe()
+        self.statistics: Statistics | None = None
+        emulation = getattr(engine, "emulation", None)
+        self._emulation = emulation if hasattr(emulation, "observer") else None
+        policy, layers = engine.run.policy, engine.run.facts.shape.num_layers
+        native = policy.quantized and self._emulation is None
+        self.tap = Tap(self.probe, self.noise, lambda path: policy.of_path(path, layers)) if native else None
+        self.realization = "emulated" if self._emulation is not None else "native" if native else "high precision"
+
+    def start(self) -> None:
+        """Hooks on."""
+        self.probe.start(self.engine.model)
+        if self.tap is not None:
+            self.tap.start()
+        # a rehearsal has an observer of its own
+        if self._emulation is not None and self._emulation.observer is None:
+            self.statistics = Statistics(elements=ELEMENTS)
+            self._emulation.observer = _Ear(self.statistics, self.noise)
+
+    def stop(self) -> tuple[dict[str, list[list[Any]]], list[str]]:
+        """Hooks off; (tables, what could not be read)."""
+        began = time.perf_counter()
+        self.probe.stop()
+        notes: list[str] = []
+        operands: list[list[Any]] = []
+        if self.statistics is not None and self._emulation is not None:
+            self._emulation.observer = None
+            operands = _operand_rows(self.statistics)
+        if self.tap is not None:
+            self.tap.stop()
+            operands = self.tap.rows()
+            notes = [f"{count} operands not read: {why}" for why, count in self.tap.unread.items()]
+            if not operands and not notes:
+                notes = ["no quantized operand passed through Transformer Engine's GEMMs"]
+        stored = self.tap is not None and any(quant.stored for quant in self.engine.run.policy.quants)
+        if stored:
+            # detaching such a parameter in a distributed optimizer changes which transpose Transformer Engine takes for the next step's dgrad
+            notes.append(
+                "parameters that rest in a low format are not measured: reading them would change the next step"
+            )
+        tables = {
+            "operands": operands,
+            "linears": self.probe.rows(self.noise.ratios()),
+            "weights": [] if stored else weight_rows(self.engine.tensors()),
+        }
+        self.seconds = time.perf_counter() - began
+        return tables, notes
+
+
+class _Ear:
+    """The observer of an emulation: statistics of every operand, and samples of those that a weight's gradient is made of."""
+
+    def __init__(self, statistics: Statistics, noise: Noise) -> None:
+        self.statistics, self.noise = statistics, noise
+        self._noted: set[tuple[str, str]] = set()
+        statistics.step(1)
+
+    def see(self, slot: str, gemm: Gemm, side: Side, high: torch.Tensor, operand: Operand, quantizer: Any) -> None:
+        """See `emulation.gemm.Observer`."""
+        self.statistics.see(slot, gemm, side, high, operand, quantizer)
+        serves = side != "w" and (gemm == "wgrad" or quantizer.shares_copies(side))
+        if not serves or (slot, side) in self._noted or not high.numel():
+            return
+        self._noted.add((slot, side))
+        picked = spread(high.shape[1], SAMPLE, high.device)
+        alpha = operand.alpha
+        if alpha is not None and alpha.dim() == 2 and alpha.shape[1] == high.shape[1]:
+            alpha = alpha[:, picked]
+        values = operand.values[:, picked].float()
+        self.noise.note(slot, side, high[:, picked], values if alpha is None else values * alpha)
+
+
+def _operand_rows(statistics: Statistics) -> list[list[Any]]:
+    """Rows of records.OPERANDS."""
+    rows = []
+    for track in statistics.tracks.values():
+        names = (track.slot, track.side, track.copy, "+".join(track.gemms), track.format, track.scaling)
+        rows.append([*names, *(getattr(track.samples[-1], name) for name in OPERANDS[len(names) :])])
+    return rows
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _everywhere(mine: Any) -> list[Any]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return parts

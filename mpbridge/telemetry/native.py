@@ -1,0 +1,225 @@
+"""Transformer Engine's quantized tensors on their way into its GEMMs: what they hold, beside the tensors that they were made of.
+
+The one door is `transformer_engine_torch.generic_gemm(A, transA, B, transB, ...)` (pytorch/cpp_extensions/gemm.py): fprop is TN of (weight, x), dgrad NN
+of (weight, dy), wgrad NT of (x, dy); and its grouped sister, which takes lists.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mpbridge.formats import FORMATS
+from mpbridge.precision.regions import Gemm, Gemms
+from mpbridge.te_cpu.operands import gemm_operand
+from mpbridge.te_cpu.storages import storage_kind
+from mpbridge.telemetry.noise import Noise, spread
+from mpbridge.telemetry.probe import Probe
+from mpbridge.telemetry.records import OPERANDS
+
+_DOORS = ("generic_gemm", "te_general_grouped_gemm")
+_GEMM: dict[tuple[bool, bool], Gemm] = {(True, False): "fprop", (False, False): "dgrad", (False, True): "wgrad"}
+_SIDES: dict[Gemm, tuple[str, str]] = {"fprop": ("w", "x"), "dgrad": ("w", "dy"), "wgrad": ("x", "dy")}
+ROWS = 256
+"""Rows of an operand that are compared with their source."""
+
+
+class Tap:
+    """Looks at the quantized operands of one step's GEMMs. gemms_of: the rules that the policy has for a linear."""
+
+    def __init__(self, probe: Probe, noise: Noise, gemms_of: Callable[[str], Gemms | None]) -> None:
+        self.probe, self.noise, self.gemms_of = probe, noise, gemms_of
+        self.found: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.unread: dict[str, int] = {}
+        """Why operands could not be looked at -> how many."""
+        self._sources: dict[tuple[str, str], torch.Tensor] = {}
+        self._modules: dict[str, Any] = {}
+        self._doors: dict[str, Any] = {}
+
+    # --- begin and end -------------------------------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Stands in the doors of the compiled extension, where it is loaded."""
+        extension = sys.modules.get("transformer_engine_torch")
+        self.probe.source = self._source
+        for name in _DOORS:
+            real = getattr(extension, name, None)
+            if real is not None:
+                self._doors[name] = real
+                setattr(extension, name, self._watched(real))
+
+    def stop(self) -> None:
+        """Gives them back."""
+        extension = sys.modules.get("transformer_engine_torch")
+        for name, real in self._doors.items():
+            setattr(extension, name, real)
+        self._doors.clear()
+        self._sources.clear()
+        self._modules.clear()
+        self.probe.source = None
+
+    def rows(self) -> list[list[Any]]:
+        """Rows of records.OPERANDS."""
+        return [
+            [*key, "+".join(one["gemms"]), *(one[name] for name in OPERANDS[4:])] for key, one in self.found.items()
+        ]
+
+    # --- what passes ---------------------------------------------------------------------------------------------------------------------
+    def _source(self, path: str, module: Any, side: str, tensor: torch.Tensor) -> None:
+        self._modules[path] = module
+        self._sources[path, side] = tensor.reshape(-1, tensor.shape[-1])
+
+    def _watched(self, real: Any) -> Any:
+        def call(A: Any, transa: bool, B: Any, transb: bool, *args: Any, **named: Any) -> Any:
+            gemm = _GEMM.get((bool(transa), bool(transb)))
+            # forward stands in a linear, backward behind the hook on its output; a replay of the forward pass is forward again
+            path = self.probe.inside if gemm == "fprop" else self.probe.gradients
+            if gemm is not None and path is not None:
+                pairs = zip(A, B, strict=False) if isinstance(A, (list, tuple)) else ((A, B),)
+                for number, pair in enumerate(pairs):
+                    name = f"{path}.{number}" if isinstance(A, (list, tuple)) else path
+                    for side, operand, column in zip(_SIDES[gemm], pair, (not transa, bool(transb)), strict=True):
+                        self._see(name, path, gemm, side, operand, column=column)
+            return real(A, transa, B, transb, *args, **named)
+
+        return call
+
+    def _see(self, name: str, path: str, gemm: Gemm, side: str, operand: Any, *, column: bool) -> None:
+        kind = storage_kind(operand)
+        gemms = self.gemms_of(path)
+        quant = None if gemms is None else getattr(gemms, gemm)
+        if kind is None or quant is None:
+            return
+        copy = "row" if quant.row.per_tensor or not column else "column"
+        known = self.found.get((name, side, copy))
+        if known is not None:
+            if gemm not in known["gemms"]:
+                known["gemms"].append(gemm)
+            return
+        try:
+            values = _values(operand, column=column)
+        except (
+            Exception
+        ) as error:  # a release, a layout or a device whose copies cannot be read: said, and the run goes on
+            why = f"{type(operand).__name__}, {'column' if column else 'row'} copy: {type(error).__name__}"
+            self.unread[why] = self.unread.get(why, 0) + 1
+            return
+        source = None if name != path else self._exact(path, side, values, column=column, bits=quant.bits)
+        number = FORMATS[quant.element(gradient=side == "dy")]
+        scale = _scale(operand, column=column)
+        self.found[name, side, copy] = {
+            "gemms": [gemm], "format": number.name, "scaling": quant.scaling, "scale": scale,
+            **_compared(values, source, _at_limit(operand, values.shape, column=column)),
+        }  # fmt: skip
+        if quant.row.history:
+            wanted = number.largest * 2.0**-quant.margin / max(self.found[name, side, copy]["amax"] or 0.0, 1e-38)
+            self.found[name, side, copy]["staleness"] = math.log2(wanted / scale) if scale else None
+        if source is not None and side != "w" and (gemm == "wgrad" or quant.row.per_tensor):
+            self.noise.note(path, side, source, values)
+
+    def _exact(self, path: str, side: str, values: torch.Tensor, *, column: bool, bits: int) -> torch.Tensor | None:
+        """The tensor that the operand was made of; None where it is not at hand (gathered, grouped, or rotated before the cast)."""
+        if bits == 4 and column and side != "w":
+            return None  # rotated by a Hadamard transform
+        module: Any = self._modules.get(path)
+        if side == "w":
+            weight: Any = getattr(module, "weight", None)
+            plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
+            return weight.detach() if plain and weight.shape == values.shape else None
+        found = self._sources.get((path, side))
+        if found is None or found.shape != values.shape:
+            return None
+        return _normalised(module, found) if side == "x" else found
+
+
+def _normalised(module: Any, x: torch.Tensor) -> torch.Tensor:
+    """What a linear with a norm before it quantizes: the norm's result, in FP32 as the fused kernel has it."""
+    weight = getattr(module, "layer_norm_weight", None)
+    if weight is None:
+        return x
+    gain = weight.detach().float() + (1.0 if getattr(module, "zero_centered_gamma", False) else 0.0)
+    wide = x.float()
+    if getattr(module, "normalization", "LayerNorm") == "RMSNorm":
+        made: torch.Tensor = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps) * gain
+        return made
+    bias = getattr(module, "layer_norm_bias", None)
+    return torch.nn.functional.layer_norm(
+        wide, (wide.shape[-1],), gain, None if bias is None else bias.detach().float(), module.eps
+    )
+
+
+def _values(operand: Any, *, column: bool) -> torch.Tensor:
+    """[rows, columns] of the logical tensor in FP32, of the copy that the GEMM reads."""
+    from mpbridge.te_cpu import played
+
+    if played._now:
+        found = gemm_operand(operand, "operand", column=column)
+        return found.values.float() if found.alpha is None else found.values.float() * found.alpha
+    made: torch.Tensor = operand.dequantize()
+    return made.detach().float().reshape(-1, made.shape[-1])
+
+
+def _scale(operand: Any, *, column: bool) -> float | None:
+    """What elements are multiplied by before the cast: the inverse of what is stored, the median one where there are many."""
+    for name in ("_scale_inv", "_columnwise_scale_inv" if column else "_rowwise_scale_inv"):
+        stored = getattr(operand, name, None)
+        if isinstance(stored, torch.Tensor) and stored.numel():
+            if stored.dtype is torch.uint8 and storage_kind(operand) == "mxfp8":
+                return float(2.0 ** (127 - float(stored.float().median())))
+            if stored.dtype is torch.float32:
+                positive = stored[stored > 0]
+                return 1.0 / float(positive.median()) if positive.numel() else None
+    return None
+
+
+def _at_limit(operand: Any, shape: torch.Size, *, column: bool) -> torch.Tensor | None:
+    """Where the code is the format's largest, in the logical shape; None where the codes cannot be laid out so."""
+    kind = storage_kind(operand)
+    if kind == "delayed":
+        data, turned = operand._data, False
+        if data is None:
+            data, turned = operand._transpose, True
+    else:
+        data, turned = (operand._columnwise_data, kind != "mxfp8") if column else (operand._rowwise_data, False)
+    if data is None:
+        return None
+    codes = data.view(torch.uint8)
+    if kind == "nvfp4":
+        codes = torch.stack([codes & 7, codes >> 4 & 7], -1).flatten(-2)
+        top = codes == 7
+    else:
+        top = (codes & 0x7F) == (0x7B if "E5M2" in str(operand._fp8_dtype) else 0x7E)
+    top = top.reshape(top.shape[0], -1).t() if turned else top.reshape(-1, top.shape[-1])
+    return top if top.shape == shape else None
+
+
+def _compared(values: torch.Tensor, source: torch.Tensor | None, limit: torch.Tensor | None) -> dict[str, Any]:
+    """Shares and errors on some rows; without the source what the codes alone tell (zeros and codes at the limit, nothing of what they were)."""
+    if source is None:
+        return {
+            "flushed": None, "saturated": None, "amax": float(values.abs().amax()) if values.numel() else 0.0,
+            "staleness": None, "sqnr": None, "row_error": None, "nonfinite": int((~values.isfinite()).sum()),
+        }  # fmt: skip
+    picked = spread(values.shape[0], ROWS, values.device)
+    x, q = source[picked].float(), values[picked]
+    finite = x.isfinite() & q.isfinite()
+    bad = int((~finite).sum())
+    x, q = torch.where(finite, x, 0.0), torch.where(finite, q, 0.0)
+    nonzero = x != 0
+    count = max(int(nonzero.sum()), 1)
+    signal, noise = x.double().square().sum(1), (q.double() - x.double()).square().sum(1)
+    relative = math.sqrt(float(noise.sum() / signal.sum())) if float(signal.sum()) else 0.0
+    each = (noise / signal)[signal > 0].sqrt()
+    clipped = 0 if limit is None else int((limit[picked] & (x.abs() > q.abs() * (1 + 2.0**-20)) & (q != 0)).sum())
+    return {
+        "flushed": int((nonzero & (q == 0)).sum()) / count,
+        "saturated": clipped / count if limit is not None else None,
+        "amax": float(source.abs().amax()),
+        "staleness": None,
+        "sqnr": -20 * math.log10(relative) if relative else math.inf,
+        "row_error": float(each.median()) if each.numel() else 0.0,
+        "nonfinite": bad,
+    }

@@ -1,0 +1,161 @@
+"""statistics.jsonl: what was measured of a run's tensors, one line a measured step. Loads no framework.
+
+A line is {"schema", "iteration", "realization", "recipe", "why", "seconds", "notes", "operands": {"columns", "rows"}, "linears": ..., "weights": ...};
+a table's rows are lists in the order of its columns, so that a model of a hundred layers stays small.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FILE = "statistics.jsonl"
+"""In the run's folder."""
+SCHEMA = 1
+OPERANDS = (
+    "linear", "side", "copy", "gemms", "format", "scaling", "flushed", "saturated", "amax", "scale", "staleness", "sqnr", "row_error", "nonfinite",
+)  # fmt: skip
+"""One operand of a quantized linear. linear: global name; side: 'x', 'w', 'dy'; gemms: 'fprop+wgrad'; flushed, saturated: shares of its nonzero elements;
+scale: what elements are multiplied by before the cast (with blocks the median); staleness: log2 of the scale that the amax asks for over the stored
+one, delayed scaling only (below 0 saturates); sqnr: dB; row_error: median relative error of a row."""
+LINEARS = (
+    "linear", "x_amax", "x_rms", "x_outlier", "x_channel", "dy_amax", "dy_rms", "nonfinite", "grad_to_noise",
+)  # fmt: skip
+"""A linear's own tensors, quantized or not. x_outlier: amax of the largest input channel over the median channel's; x_channel: which one;
+grad_to_noise: norm of the weight's gradient over the norm of what quantization added to it, on a sample of 64 x 64 elements, first micro-batch."""
+WEIGHTS = ("parameter", "rms", "amax", "nonfinite", "main_gap", "exp_avg_rms", "exp_avg_sq_mean")
+"""A parameter after the update. main_gap: share of its elements that differ from the main weight rounded to its dtype."""
+TABLES: Mapping[str, tuple[str, ...]] = {"operands": OPERANDS, "linears": LINEARS, "weights": WEIGHTS}
+KEYS: Mapping[str, int] = {"operands": 3, "linears": 1, "weights": 1}
+"""Table -> how many of its first columns name a row."""
+_SMALLEST = frozenset({"sqnr", "grad_to_noise", "scale"})
+"""Columns of which the smallest value over ranks is the one to look at; of others the largest."""
+
+
+def merged(parts: Sequence[Mapping[str, Sequence[Sequence[Any]]]]) -> dict[str, list[list[Any]]]:
+    """The tables of all ranks as one: of a row that several have, the worst value of each column."""
+    found: dict[str, list[list[Any]]] = {}
+    for name, columns in TABLES.items():
+        rows: dict[tuple[Any, ...], list[Any]] = {}
+        for row in (row for part in parts for row in part.get(name, ())):
+            known = rows.setdefault(tuple(row[: KEYS[name]]), list(row))
+            for i, column in enumerate(columns[KEYS[name] :], start=KEYS[name]):
+                known[i] = _worse(known[i], row[i], column)
+        found[name] = list(rows.values())
+    return found
+
+
+def _worse(first: Any, second: Any, column: str) -> Any:
+    numbers = (int, float)
+    if not isinstance(first, numbers) or not isinstance(second, numbers):
+        return second if first is None else first
+    if column == "staleness":
+        return max(first, second, key=abs)
+    return min(first, second) if column in _SMALLEST else max(first, second)
+
+
+def line(facts: Mapping[str, Any], tables: Mapping[str, Sequence[Sequence[Any]]]) -> str:
+    """One line of the file."""
+    body = {
+        name: {"columns": list(TABLES[name]), "rows": [[_short(value) for value in row] for row in rows]}
+        for name, rows in tables.items()
+        if rows
+    }
+    return json.dumps({"schema": SCHEMA, **facts, **body}, separators=(",", ":")) + "\n"
+
+
+def _short(value: Any) -> Any:
+    """Five digits are enough, and JSON has no NaN: float() reads these words back."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.5g}") if math.isfinite(value) else str(value)
+
+
+class Measured:
+    """One line of the file, read back: `tables["operands"]` is a list of dicts."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.step = int(data["iteration"])
+        self.facts = {name: value for name, value in data.items() if name not in TABLES}
+        self.tables: dict[str, list[dict[str, Any]]] = {name: _rows(data.get(name)) for name in TABLES}
+
+
+def _rows(table: Any) -> list[dict[str, Any]]:
+    """A table's rows as dicts; numbers written as words are numbers again."""
+    if not isinstance(table, Mapping):
+        return []
+    columns = list(table["columns"])
+    return [{name: _number(value) for name, value in zip(columns, row, strict=True)} for row in table["rows"]]
+
+
+def _number(value: Any) -> Any:
+    return float(value) if value in ("nan", "inf", "-inf") else value
+
+
+def read(folder: Path) -> tuple[list[Measured], list[str]]:
+    """(what was measured, oldest first; what could not be read, as sentences). A step that was done again counts as it was done last."""
+    path = folder / FILE if folder.is_dir() else folder
+    found: dict[int, Measured] = {}
+    faults: list[str] = []
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return [], [f"no {FILE}: nothing was measured of its tensors (logger.precision_every, 100 steps by default)"]
+    except OSError as error:
+        return [], [f"{path}: {error.strerror or error}"]
+    lines = text.splitlines()
+    for number, raw in enumerate(lines, start=1):
+        try:
+            data = json.loads(raw)
+            if data.get("schema") != SCHEMA:
+                faults.append(f"{FILE}, line {number}: schema {data.get('schema')!r}, this version reads {SCHEMA}")
+                continue
+            made = Measured(data)
+            for later in [step for step in found if step >= made.step]:
+                del found[later]
+            found[made.step] = made
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            cut = number == len(lines) and not text.endswith("\n")
+            faults.append(f"{FILE}, line {number}: {'cut off' if cut else 'not readable'}, left out")
+    return [found[step] for step in sorted(found)], faults
+
+
+def kept(path: Path, after: int) -> list[str]:
+    """The lines of a file that belong to steps up to `after`; none with 0."""
+    if not after or not path.is_file():
+        return []
+    found = []
+    for raw in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if int(json.loads(raw)["iteration"]) <= after:
+                found.append(raw + "\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return found
+
+
+def headlines(tables: Mapping[str, Iterable[Sequence[Any]]]) -> dict[str, float]:
+    """A few numbers of a measured step, for trackers: the worst of each over all tensors."""
+    found: dict[str, float] = {}
+    for table, column, name in _HEADLINES:
+        at = TABLES[table].index(column)
+        values = [float(row[at]) for row in tables.get(table, ()) if isinstance(row[at], (int, float))]
+        values = [abs(value) if column == "staleness" else value for value in values if math.isfinite(value)]
+        if values:
+            found[f"precision/{name}"] = min(values) if column in _SMALLEST else max(values)
+    return found
+
+
+_HEADLINES = (
+    ("operands", "flushed", "flushed_max"),
+    ("operands", "saturated", "saturated_max"),
+    ("operands", "sqnr", "sqnr_min"),
+    ("operands", "staleness", "staleness_max"),
+    ("linears", "grad_to_noise", "grad_to_noise_min"),
+    ("linears", "x_amax", "input_amax_max"),
+    ("linears", "x_outlier", "input_outlier_max"),
+    ("linears", "dy_amax", "gradient_amax_max"),
+)

@@ -1,0 +1,115 @@
+"""Trackers: the same numbers everywhere, and a run that goes on whatever a tracker does."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpbridge.errors import UnknownName
+from mpbridge.report import trackers
+from mpbridge.report.metrics import MetricsLog, read
+
+
+def write(folder: Path, steps: range, names: list[str], after: int = 0, **section: Any) -> None:
+    log = MetricsLog(folder, logger={"trackers": names, **section}, recipe="bf16_mixed", after=after)
+    for step in steps:
+        log.write({"iteration": step, "loss": 4.0 / step, "grad_norm": float("nan"), "applied": True})
+        log.track({"iteration": step, "precision/sqnr_min": 20.0 + step})
+    log.close()
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def test_csv_has_one_row_a_step_and_goes_on(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 5), ["csv"])
+    write(tmp_path, range(3, 6), ["csv"], after=2)
+    rows = table(tmp_path)
+    assert [row["iteration"] for row in rows] == ["1", "2", "3", "4", "5"]
+    assert [float(row["loss"]) for row in rows] == [4.0, 2.0, 4 / 3, 1.0, 0.8]
+    assert [float(row["precision/sqnr_min"]) for row in rows] == [21, 22, 23, 24, 25]
+    assert "grad_norm" not in rows[0], "NaN is in metrics.jsonl; trackers take numbers"
+
+
+def test_an_unknown_tracker_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UnknownName, match="wandb"):
+        MetricsLog(tmp_path / "run", logger={"trackers": ["wanb"]})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tracker_that_is_not_installed_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    write(tmp_path, range(1, 4), ["wandb", "csv"])
+    said = capsys.readouterr().err
+    assert said.count("wandb") == said.count("pip install 'mpbridge[wandb]'") * 2 + said.count("import of wandb")
+    assert said.count("the run goes on without it") == 1
+    assert len(read(tmp_path / "metrics.jsonl")) == len(table(tmp_path)) == 3
+
+
+def test_a_tracker_that_breaks_or_hangs_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    release = threading.Event()
+
+    class Breaks:
+        def __init__(self, place: Any) -> None:
+            pass
+
+        def log(self, step: int, values: Any) -> None:
+            raise ConnectionError("no route to the server")
+
+    class Hangs(Breaks):
+        def log(self, step: int, values: Any) -> None:
+            release.wait(60)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(trackers, "TRACKERS", {"breaks": (Breaks, "x"), "hangs": (Hangs, "x")})
+    monkeypatch.setattr(trackers.Background.__init__, "__kwdefaults__", {"say": trackers.warn, "wait": 0.2})
+    write(tmp_path, range(1, 4), ["breaks", "hangs"])
+    said = capsys.readouterr().err.splitlines()
+    release.set()
+    assert len(said) == 2
+    assert "no route to the server" in said[0]
+    assert "did not take its last numbers" in said[1]
+    assert len(read(tmp_path / "metrics.jsonl")) == 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_offline_keeps_its_files_and_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("wandb", reason="needs the extra wandb")
+    write(tmp_path, range(1, 4), ["wandb"])
+    assert capsys.readouterr().err == ""
+    (found,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    identity = json.loads((tmp_path / "trackers.json").read_text())["wandb"]
+    assert identity in found.name
+    assert found.stat().st_size > 500
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_keeps_its_numbers_in_sqlite_and_goes_on_in_the_same_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlflow", reason="needs the extra mlflow")
+    from mlflow import MlflowClient
+
+    write(tmp_path, range(1, 4), ["mlflow"], project="trial")
+    write(tmp_path, range(4, 6), ["mlflow"], after=3, project="trial")
+    assert capsys.readouterr().err == ""
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("trial")
+    (run,) = client.search_runs([experiment.experiment_id])
+    losses = client.get_metric_history(run.info.run_id, "loss")
+    assert [(one.step, one.value) for one in losses] == [(step, 4.0 / step) for step in range(1, 6)]
+    assert run.data.tags["recipe"] == "bf16_mixed"
