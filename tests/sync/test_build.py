@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from sync_kit import DDP, GPU, HERE, INPUTS, OPTIMIZER, POLICIES, built
+from sync_kit import CLASSES, DDP, GPU, HERE, INPUTS, OPTIMIZER, POLICIES, built
 
 from mpbridge import build
 from mpbridge.errors import BadValue, Contradiction, Refused, StalePlan, UnknownName, UpstreamRefused
@@ -67,7 +67,7 @@ def test_the_models_own_arguments_are_gpt_models() -> None:
 
 
 def test_unknown_fields_are_named_all_at_once() -> None:
-    with pytest.raises(UnknownName, match=r"no field of TransformerConfig named 'num_layer' .nearest: num_layers"):
+    with pytest.raises(UnknownName, match=r"no field of TransformerConfig named 'num_layer' .nearest: .*num_layers"):
         built(with_model(num_layer=2), BF16)
     with pytest.raises(Contradiction, match=r"num_layer(.|\n)*use_distributed_optimiser"):
         built({**with_model(num_layer=2), "ddp": {"use_distributed_optimiser": True}}, BF16)
@@ -123,6 +123,9 @@ def test_inputs_that_changed_after_the_plan_are_refused() -> None:
         build(with_model(bf16=False), made, machine=GPU, versions=HERE)
 
 
+@pytest.mark.skipif(
+    "fp4_param_gather" in CLASSES["ddp"].__dataclass_fields__, reason="this megatron-core has the field"
+)
 def test_a_field_that_this_megatron_core_lacks_is_named() -> None:
     from mpbridge import MixedPrecisionConfig, resolve
 
