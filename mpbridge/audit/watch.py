@@ -124,7 +124,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._inputs.append(list(tensors_in(args)))
         source = _floating(args) if is_linear(module) else None
         if source is not None:
-            self.products.enters(path, source)
+            high = getattr(
+                module, "unrounded", None
+            )  # an emulated linear behind a norm may quantize the norm's FP32 result
+            self.products.enters(path, source if high is None else high)
             self.library.enters(module, path)
 
     def _leave(self, module: Any, args: Any, output: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from mpbridge.emulation.gemm import Observer, Plug
 from mpbridge.emulation.kernels import compiler
 from mpbridge.emulation.linear import EmulatedLinear
+from mpbridge.emulation.norms import unrounded
 from mpbridge.emulation.quantizer import Quantizer, Randomness
 from mpbridge.emulation.rules import Release, options_of, release_of, rules_for
 from mpbridge.errors import BadValue, CheckpointError, Refused
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 ALWAYS = (
     "accumulation order: products are exact and summed in fp32, tensor cores sum in their own order (fast accumulation: with fewer bits)",
-    "casts fused with a norm or an activation see its fp32 result on the GPU and its rounded one here",
+    "casts fused with a norm see its fp32 result: here too under delayed scaling, whose norm kernel casts; not where cuDNN's norms do (NVTE_NORM_FWD_USE_CUDNN=1, MXFP8)",
     "each micro-batch's weight gradient is rounded to its parameter's dtype before it is added; accumulation fused into the GEMM keeps fp32 on the GPU",
 )
 STEP = "step"
@@ -155,7 +157,7 @@ class Emulation:
         """Gives the linears of built model chunks their quantizers, and hooks delayed scaling's contexts. Raises BadValue for a region that
         names no module of the whole model.
         """
-        from mpbridge.emulation.mcore import amax_group, blocks, places
+        from mpbridge.emulation.mcore import amax_group, blocks, fused_norms, places
 
         chunks = list(chunks)
         for chunk in chunks:
@@ -166,6 +168,8 @@ class Emulation:
         for chunk in chunks:
             for block in blocks(chunk):
                 self.context_of(block)
+            for norm, linear in fused_norms(chunk):
+                self._hooks.append(norm.register_forward_hook(partial(self._keep_unrounded, linear)))
 
     def add(self, linear: Any, name: str, below: str, gemms: Gemms, layer: int | None, layers: int) -> None:
         """Notes a linear (global name, name below its layer, 0-based layer of so many) and its rules; `freeze` makes the quantizers once all are
@@ -215,6 +219,13 @@ class Emulation:
     def plugged(self) -> list[Any]:
         """The linears that are quantized."""
         return [place.linear for place in self._placed if place.name in self.plugs]
+
+    def _keep_unrounded(self, linear: Any, norm: Any, args: Any, output: Any) -> None:
+        """Hook of a norm before a linear whose input is quantized as the norm's kernel computes it."""
+        plug: Plug | None = linear.plug
+        if plug is None or self.is_paused or plug.fprop is None or not plug.fprop.quant.row.history:
+            return
+        linear.unrounded = unrounded(norm, args[0])
 
     def context_of(self, module: torch.nn.Module) -> None:
         """Hooks `module` as the outermost quantization context."""

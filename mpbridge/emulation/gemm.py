@@ -123,10 +123,15 @@ class QuantizedLinear(torch.autograd.Function):
         plug: Plug,
         first: bool,
         replay: bool,
+        high: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x: [..., in]; first: this linear opens its context; replay: activation recomputation."""
+        """x: [..., in]; first: this linear opens its context; replay: activation recomputation. high: x before it was rounded to its dtype, where
+        that is what is quantized (`norms`).
+        """
         with torch._C.DisableTorchFunction():  # the CPU device layer's redirections cost time and change nothing here
-            flat = x.detach().reshape(-1, x.shape[-1])  # kernels are compiled for tensors without gradients
+            flat = (
+                (x if high is None else high).detach().reshape(-1, x.shape[-1])
+            )  # kernels are compiled for tensors without gradients
             row = _seen(plug, "fprop", "x", flat, replay=replay)
             weights = _weights(plug, weight, x.dtype, column=ctx.needs_input_grad[0])
             y = product(row, Operand(weights[0].values.t(), weights[0].alpha), x.dtype, bias)
@@ -156,7 +161,7 @@ class QuantizedLinear(torch.autograd.Function):
             db = flat.float().sum(0).to(grad.dtype) if ctx.has_bias else None
         if ctx.first:
             plug.emulation.end_backward()
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 def _for_wgrad(plug: Plug, row: Operand, x: torch.Tensor, *, replay: bool) -> Operand:

@@ -23,11 +23,12 @@ def apply(
     *,
     expert: bool = False,
     recompute: bool = False,
+    high: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x Wt + b through quantized GEMMs; x: [..., in features]. Raises BadValue for sizes that Transformer Engine refuses.
 
     expert: token counts vary, so they are padded with zeros as megatron-core does; recompute: this forward pass may be run again in
-    backward.
+    backward. high: x in FP32, before the norm that made it rounded it, under a scaling that quantizes that.
     """
     emulation: Emulation = plug.emulation
     device = x.device.type
@@ -45,7 +46,7 @@ def apply(
         check_shapes(plug.slot, quant.row, filled.numel() // filled.shape[-1], weight.shape)
     wanted = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     first, replay = _run(plug, recompute, wanted)
-    y: torch.Tensor = QuantizedLinear.apply(filled, weight, bias, plug, first, replay)  # type: ignore[no-untyped-call]
+    y: torch.Tensor = QuantizedLinear.apply(filled, weight, bias, plug, first, replay, high)  # type: ignore[no-untyped-call]
     return y[:tokens].view(*x.shape[:-1], -1) if expert else y
 
 

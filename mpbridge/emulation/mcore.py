@@ -33,6 +33,8 @@ class _Emulated(OwnProduct):
     """
 
     plug: Plug | None = None
+    unrounded: torch.Tensor | None = None
+    """The input in FP32, left here by the norm that makes it, where that is what Transformer Engine quantizes; taken up by the next product."""
     config: Any
     is_expert: bool
 
@@ -52,12 +54,15 @@ class _Emulated(OwnProduct):
                 "emulated linears have no fused gradient accumulation (set model.gradient_accumulation_fusion=false)"
             )
         group = kwargs.get("tp_group")
+        high, self.unrounded = self.unrounded, None
         if kwargs.get("sequence_parallel"):
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=group)
+            high = None if high is None else gather_from_sequence_parallel_region(high, group=group)
         elif kwargs.get("allreduce_dgrad"):
             input = copy_to_tensor_model_parallel_region(input, group=group)
         recompute = self.config.recompute_granularity is not None
-        return apply(self.plug, input, weight, kwargs.get("bias"), expert=self.is_expert, recompute=recompute)
+        bias = kwargs.get("bias")
+        return apply(self.plug, input, weight, bias, expert=self.is_expert, recompute=recompute, high=high)
 
 
 class EmulatedColumnParallelLinear(_Emulated, ColumnParallelLinear):  # type: ignore[misc]
@@ -118,6 +123,20 @@ def places(chunk: torch.nn.Module) -> Iterator[tuple[_Emulated, str, str, int | 
         if isinstance(module, MultiTokenPredictionLayer) and isinstance(module.eh_proj, _Emulated):
             name = f"{_stem(path)}.{MTP_PROJECTION}"
             yield module.eh_proj, name, MTP_PROJECTION, None, module.config.num_layers
+
+
+def fused_norms(chunk: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, _Emulated]]:
+    """(norm, linear) wherever Transformer Engine's spec of the layer has one module for both: attention's input, and a dense MLP's."""
+    for layer in chunk.modules():
+        if not isinstance(layer, TransformerLayer):
+            continue
+        pairs = (
+            (layer.input_layernorm, getattr(layer.self_attention, "linear_qkv", None)),
+            (layer.pre_mlp_layernorm, getattr(layer.mlp, "linear_fc1", None)),
+        )
+        for norm, linear in pairs:
+            if isinstance(linear, _Emulated) and isinstance(norm, (torch.nn.RMSNorm, torch.nn.LayerNorm)):
+                yield norm, linear
 
 
 def _stem(path: str) -> str:

@@ -76,7 +76,10 @@ class BaseEngine(ABC):
 
         from mpbridge.engines.parallel import from_last_stage, mean_over_data
         from mpbridge.engines.steps import forward_step
+        from mpbridge.megatron.inside_model import first_microbatch
 
+        if self.run.policy.quantized:
+            first_microbatch(self.model)
         several = len(self.model) > 1  # interleaved chunks each read every micro-batch
         losses = get_forward_backward_func()(
             forward_step_func=partial(

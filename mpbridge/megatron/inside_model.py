@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,6 +31,19 @@ class OwnProduct:
     ) -> torch.Tensor:
         """The product; `plain` is megatron-core's own, with the same arguments."""
         return plain(input, weight, *args, **kwargs)
+
+
+def first_microbatch(chunks: Iterable[torch.nn.Module]) -> None:
+    """Tells modules that keep quantized weights from micro-batch to micro-batch that the next one is the first of a step: they quantize anew.
+
+    The schedules do so only where the config's `fp8` or `fp4` is set (`set_is_first_microbatch`, megatron-core 0.16.1 to 0.20 transformer/module.py): under
+    a `quant_recipe` alone Transformer Engine's modules would train for ever on the weights of the first step.
+    """
+    for chunk in chunks:
+        modules: Iterable[Any] = chunk.modules()
+        for module in modules:
+            if hasattr(module, "is_first_microbatch"):
+                module.is_first_microbatch = True
 
 
 def multiply_in(output_layer: Any, dtype: torch.dtype) -> None:

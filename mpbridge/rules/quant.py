@@ -278,6 +278,20 @@ RULES: tuple[Rule, ...] = (
         emulated="silent",
     ),
     Rule(
+        id="nvfp4-recompute-needs-newer-engine",
+        about="nvfp4",
+        found=lambda c: (
+            "nvfp4" in c.scalings
+            and c.te_before("2.12")
+            and c.model("recompute_granularity") == "full"
+            and f"full recomputation with Transformer Engine {c.run.versions.transformer_engine}"
+        ),
+        expected="Transformer Engine 2.12 or later: before, the weight quantized without gradients is taken up again in the repeated forward pass and has no column copy",
+        cure="upgrade it, or model.recompute_granularity=null",
+        source="Transformer Engine 2.11 and 2.12 pytorch/module/base.py get_weight_workspace; seen in a run over 2.11",
+        emulated="silent",
+    ),
+    Rule(
         id="interval-has-no-effect",
         about="fp8",
         found=lambda c: (

@@ -30,6 +30,7 @@ class DType(enum.IntEnum):
 
 
 DType.__module__ = _MODULE
+DType.__str__ = enum.Enum.__str__  # type: ignore[method-assign]  # "DType.kFloat8E4M3" as pybind says it; an IntEnum gives the number since Python 3.11
 _TORCH: Mapping[int, torch.dtype] = types.MappingProxyType(
     {
         DType.kByte: torch.uint8,
@@ -95,6 +96,12 @@ class FP8TensorMeta:
         self.scale = self.scale_inv = self.amax_history = torch.Tensor()
 
 
+def _enumeration(name: str, members: dict[str, int]) -> Any:
+    made: Any = enum.IntEnum(name, members, module=_MODULE)  # type: ignore[misc]
+    made.__str__ = enum.Enum.__str__
+    return made
+
+
 def enumerations(release: tuple[int, ...]) -> dict[str, Any]:
     """Every enumeration and plain type of that release's `transformer_engine_torch`, by name.
 
@@ -120,10 +127,10 @@ def enumerations(release: tuple[int, ...]) -> dict[str, Any]:
         for later in ("NVTEScalingMode", "NVTERoutingMapFormat", "NVTEQBHistogramMode"):
             del members[later]
     made: dict[str, Any] = {
-        name: enum.IntEnum(name, {m: i for i, m in enumerate(given)}, module=_MODULE) for name, given in members.items()
+        name: _enumeration(name, {m: i for i, m in enumerate(given)}) for name, given in members.items()
     }
     if release < (2, 17):
-        made["Float8BlockScaleTensorFormat"] = enum.IntEnum(
-            "Float8BlockScaleTensorFormat", {"GEMM_READY": 0, "COMPACT": 1, "INVALID": 2}, module=_MODULE
+        made["Float8BlockScaleTensorFormat"] = _enumeration(
+            "Float8BlockScaleTensorFormat", {"GEMM_READY": 0, "COMPACT": 1, "INVALID": 2}
         )
     return {"DType": DType, "FP8TensorMeta": FP8TensorMeta, **made}

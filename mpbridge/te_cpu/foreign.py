@@ -144,8 +144,8 @@ class _UtilsFinder:
 
 
 @contextlib.contextmanager
-def foreign_code() -> Iterator[None]:
-    """The surroundings of somebody else's code, taken back afterwards."""
+def foreign_code(*, connections: bool = True) -> Iterator[None]:
+    """The surroundings of somebody else's code, taken back afterwards. connections: CUDA_DEVICE_MAX_CONNECTIONS=1 too, which Megatron-LM's scripts ask for."""
     made = _stand_in_for_triton()
     finders: list[Any] = [_HelperFinder(), _UtilsFinder()]
     sys.meta_path[:0] = finders
@@ -163,7 +163,7 @@ def foreign_code() -> Iterator[None]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(29000 + os.getpid() % 1000),
     }
-    for name, value in {**defaults, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}.items():
+    for name, value in (defaults | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if connections else {})).items():
         os.environ.setdefault(name, value)
     try:
         yield

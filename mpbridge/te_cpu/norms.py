@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mpbridge.emulation.norms import layer_norm, rms_norm
 from mpbridge.te_cpu.enums import torch_dtype
 from mpbridge.te_cpu.quantize import quantized
 from mpbridge.te_cpu.registry import kernel
@@ -46,7 +47,7 @@ def layernorm_fwd(
     """[output, mean, reciprocal standard deviation] of [rows, columns]."""
     x = input.detach().float()
     shift = bias.detach().float() if bias is not None else None
-    y, mean, inverse = torch.native_layer_norm(x, [x.shape[-1]], _gain(weight, zero_centered_gamma), shift, eps)
+    y, mean, inverse = layer_norm(x, _gain(weight, zero_centered_gamma), shift, eps)
     return [_output(y, ln_out, quantizer, otype), mean.reshape(-1), inverse.reshape(-1)]
 
 
@@ -90,8 +91,7 @@ def rmsnorm_fwd(
 ) -> list[Any]:
     """[output, None, reciprocal root mean square]."""
     x = input.detach().float()
-    inverse = torch.rsqrt(x.square().mean(-1) + eps)
-    y = x * inverse.unsqueeze(-1) * _gain(weight, zero_centered_gamma)
+    y, inverse = rms_norm(x, _gain(weight, zero_centered_gamma), eps)
     return [_output(y, ln_out, quantizer, otype), None, inverse.reshape(-1)]
 
 

@@ -45,7 +45,7 @@ def pytest_load_initial_conftests(early_config: Any) -> None:
         _STACK.enter_context(transformer_engine_on_cpu(options.played, te=options.te))
     except MpbridgeError as error:
         raise pytest.UsageError(str(error)) from error
-    _STACK.enter_context(foreign_code())
+    _STACK.enter_context(foreign_code(connections=False))
 
 
 def pytest_report_header() -> str:

@@ -58,6 +58,22 @@ def on_gpu():
     return check
 
 
+def is_played() -> bool:
+    """Whether these tests run under `-p mpbridge.te_cpu.pytest_plugin`: Transformer Engine's Python on a CPU, a GPU's speed and memory not."""
+    return bool(getattr(sys.modules.get("transformer_engine_torch"), "mpbridge", False))
+
+
+@pytest.fixture
+def real_gpu():
+    """A function that skips on a played machine: for what only speed or CUDA memory can show."""
+
+    def check(why: str) -> None:
+        if is_played():
+            pytest.skip(f"the machine is played on a CPU: {why}")
+
+    return check
+
+
 @pytest.fixture
 def world():
     """A process group of one on this machine's device, given back: other folders' tests begin without one."""
@@ -80,12 +96,14 @@ def gpu_run(tmp_path):
 
     def make(recipe: str, *overrides: str, config: str = "gpt_tiny", **sections):
         path = ROOT / "configs" / f"{config}.yaml"
-        # dimensions that every recipe of a Hopper can quantize, and heads that fused attention takes
-        shape = (
-            ["model.hidden_size=512", "model.ffn_hidden_size=1536", "model.num_attention_heads=8"]
-            if config == "gpt_tiny"
-            else []
-        )
+        # dimensions that every recipe of a Hopper can quantize, and heads that fused attention takes; small ones where a CPU computes
+        width, length = (128, ["data.seq_length=128", "train.global_batch_size=4"]) if is_played() else (512, [])
+        sizes = [
+            f"model.hidden_size={width}",
+            f"model.ffn_hidden_size={3 * width}",
+            f"model.num_attention_heads={width // 64}",
+        ]
+        shape = [*sizes, *length] if config == "gpt_tiny" else []
         # weights at rest in FP8 want the distributed optimizer, which keeps the high-precision copy
         sharded = ["ddp.use_distributed_optimizer=true"] if resolve(get_mixed_precision_config(recipe)).stored else []
         common = [

@@ -122,8 +122,9 @@ REFERENCE: list[float] = []
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in HOPPER if "fp8" in n])
-def test_fp8_loss_is_within_one_percent_of_bf16_after_500_steps_of_125m(name, on_gpu, gpu_run):
+def test_fp8_loss_is_within_one_percent_of_bf16_after_500_steps_of_125m(name, on_gpu, gpu_run, real_gpu):
     on_gpu(name)
+    real_gpu("500 steps of 125 million parameters take a GPU's speed")
     shared = [
         "data.corpus=stdlib", "model.vocab_size=384", "train.train_iters=500", "train.micro_batch_size=16", "train.global_batch_size=16",
         "scheduler.lr_warmup_iters=50", "train.eval_interval=500", "train.eval_iters=8",
@@ -134,7 +135,8 @@ def test_fp8_loss_is_within_one_percent_of_bf16_after_500_steps_of_125m(name, on
     assert found == pytest.approx(REFERENCE[0], rel=0.01)
 
 
-def test_memory_by_role_is_what_was_predicted(on_gpu, gpu_run, world):
+def test_memory_by_role_is_what_was_predicted(on_gpu, gpu_run, world, real_gpu):
+    real_gpu("no CUDA memory is allocated")
     import torch
 
     from mpbridge.devices import device_layer

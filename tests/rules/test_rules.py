@@ -64,6 +64,7 @@ MX = {"recipe": "mxfp8", **B200}
 AWARE = {"use_precision_aware_optimizer": True}
 PP2 = Parallel(world_size=2, pipeline=2)
 CUSTOM = {"fp8": "hybrid", "fp8_recipe": "custom", "fp8_quantizer_factory": "a.b"}
+WHOLE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
 PADDED = {"moe_router_padding_for_quantization": True, "moe_token_dispatcher_type": "alltoall"}
 GRAPH = {
@@ -110,6 +111,7 @@ TABLE = {
     "fp4-weights-stored": ({"recipe": "nvfp4", "config": {"fp4_param_gather": True}, **B200}, {"recipe": "nvfp4", **B200}),
     "delayed-scaling-with-selective-recompute": ({"recipe": "fp8_ds", "model": SELECTIVE}, {"recipe": "fp8_cs", "model": SELECTIVE}),
     "fp8-recompute-needs-newer-engine": ({"recipe": "fp8_cs", "model": SELECTIVE, "versions": te("2.5")}, {"recipe": "fp8_cs", "model": SELECTIVE, "versions": te("2.6")}),
+    "nvfp4-recompute-needs-newer-engine": ({"recipe": "nvfp4", **B200, "model": WHOLE, "versions": te("2.11")}, {"recipe": "nvfp4", **B200, "model": WHOLE, "versions": te("2.12")}),
     "interval-has-no-effect": ({"recipe": "fp8_cs", "model": {"fp8_interval": 4}}, {"recipe": "fp8_cs", "model": {"fp8_interval": 1}}),
     "amax-group-has-no-effect": ({"recipe": "fp8_cs", "model": {"tp_only_amax_red": True}}, {"recipe": "fp8_ds", "model": {"tp_only_amax_red": True}}),
     "parameter-gather-without-distributed-optimizer": ({"recipe": "fp8_ds", "optimizer": OptimizerFacts()}, {"recipe": "fp8_ds"}),

@@ -73,7 +73,9 @@ def main() -> None:
                     *played,
                     *overrides,
                 ]
-                summary = mpbridge.pretrain(ConfigContainer.load(config, settings).resolved(), quiet=True)
+                summary = mpbridge.pretrain(
+                    ConfigContainer.load(config, settings).resolved(world_size=dist.get_world_size()), quiet=True
+                )
                 if dist.get_rank() == 0:
                     print(
                         json.dumps({"name": name, "first": summary.first_loss, "last": summary.last_loss}), flush=True

@@ -12,6 +12,7 @@ from mpbridge.hardware.capability import can_run
 from mpbridge.hardware.probe import installed, this_machine
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
+from mpbridge.te_cpu.played import now
 
 from .training import BLACKWELL, OVERLAP, tiny
 
@@ -57,8 +58,9 @@ BLACKWELLS = {
     "mxfp8, reused gradient buffer": (MXFP8, *OVERLAP),
     "mxfp8, not at rest": (MXFP8, PLAIN, "mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"),
     "nvfp4, first and last layers in BF16": (NVFP4, DEEP, "mixed_precision.first_last_layers_bf16=true"),
-    "nvfp4, recomputed": (NVFP4, *RECOMPUTE),
 }
+if now().release >= (2, 12):  # a rule forbids it before: Transformer Engine's cached weight has no column copy
+    BLACKWELLS["nvfp4, recomputed"] = (NVFP4, *RECOMPUTE)
 EXPERTS = {"mxfp8": (MXFP8, *OVERLAP), "nvfp4": (NVFP4,)} if BLACKWELL else {
     "tensorwise": (TENSORWISE, WHOLE), "delayed": (DELAYED,), "blockwise": (BLOCKWISE,)}  # fmt: skip
 
