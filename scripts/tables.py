@@ -292,6 +292,20 @@ def rule_table() -> str:
     return markdown(("rule", "severity", "expects", "cure", "versions", "source"), rows)
 
 
+@table("engine-releases")
+def engine_release_table() -> str:
+    """Transformer Engine's releases, and which of them have run under the kernel module."""
+    from mpbridge.hardware.transformer_engine import RELEASES
+
+    oldest, newest = min(RELEASES), max(RELEASES)
+    rows = [["2.9, 2.10", "", "no: read, not run"]]
+    for number, what in RELEASES.items():
+        ends = number in (oldest, newest)
+        rows.append([".".join(map(str, number)), what, "yes, in the default suite" if ends else "yes, in the slow suite"])
+    rows.append([f"{newest[0]}.{newest[1] + 1} and later", "", "no: refused on a CPU, a warning on a GPU"])
+    return markdown(("release", "what it changed below Transformer Engine's Python", "has run here"), rows)
+
+
 @table("bytes")
 def bytes_table() -> str:
     """Bytes per parameter of each recipe, as `mpbridge memory` predicts them for a 70B model's shape."""

@@ -14,7 +14,7 @@ import pytest
 from tests.te_cpu.wheels import NEWEST, OLDEST, ROOT, between, environment, release_or_skip
 
 
-def inside(te: str, machine: str, *files: str, options: tuple[str, ...] = ()) -> None:
+def inside(te: str, machine: str, *files: str, options: tuple[str, ...] = (), timeout: float = 280) -> None:
     command = [
         sys.executable,
         "-m",
@@ -38,23 +38,31 @@ def inside(te: str, machine: str, *files: str, options: tuple[str, ...] = ()) ->
         *(str(ROOT / "tests/te_cpu/inside" / file) for file in files),
     ]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=280, env=environment(), check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment(), check=False
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
 
 
-RUNS = ("training.py", "audited.py")
+RUNS = ("training.py", "audited.py", "matrix.py", "agreement.py")
+"""Runs of the engine, faults planted into them, what has to train, and the agreement with the emulation."""
 
 
+@pytest.mark.parametrize(("te", "more"), [(OLDEST, RUNS), (NEWEST, RUNS[:1])], ids=[OLDEST, NEWEST])
+def test_kernels_layers_and_runs_on_a_hopper(te: str, more: tuple[str, ...]) -> None:
+    inside(release_or_skip(te), "h100", "kernels.py", "hopper.py", *more)
+
+
+@pytest.mark.parametrize(("te", "more"), [(OLDEST, RUNS), (NEWEST, RUNS[:1])], ids=[OLDEST, NEWEST])
+def test_kernels_layers_and_runs_on_a_blackwell(te: str, more: tuple[str, ...]) -> None:
+    inside(release_or_skip(te), "b200", "kernels.py", "blackwell.py", *more)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("te", [OLDEST, NEWEST])
-def test_kernels_layers_runs_and_planted_faults_on_a_hopper(te: str) -> None:
-    inside(release_or_skip(te), "h100", "kernels.py", "hopper.py", *RUNS)
-
-
-@pytest.mark.parametrize("te", [OLDEST, NEWEST])
-def test_kernels_layers_runs_and_planted_faults_on_a_blackwell(te: str) -> None:
-    inside(release_or_skip(te), "b200", "kernels.py", "blackwell.py", *RUNS)
+@pytest.mark.parametrize("machine", ["h100", "b200"])
+def test_everything_and_every_recipe_of_the_registry(machine: str, te: str) -> None:
+    inside(release_or_skip(te), machine, *RUNS, options=("-m", "slow or not slow"), timeout=900)
 
 
 def test_what_is_redirected_is_given_back() -> None:
