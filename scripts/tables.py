@@ -301,7 +301,9 @@ def engine_release_table() -> str:
     rows = [["2.9, 2.10", "", "no: read, not run"]]
     for number, what in RELEASES.items():
         ends = number in (oldest, newest)
-        rows.append([".".join(map(str, number)), what, "yes, in the default suite" if ends else "yes, in the slow suite"])
+        rows.append(
+            [".".join(map(str, number)), what, "yes, in the default suite" if ends else "yes, in the slow suite"]
+        )
     rows.append([f"{newest[0]}.{newest[1] + 1} and later", "", "no: refused on a CPU, a warning on a GPU"])
     return markdown(("release", "what it changed below Transformer Engine's Python", "has run here"), rows)
 
