@@ -97,7 +97,8 @@ class FP8TensorMeta:
 
 
 def _enumeration(name: str, members: dict[str, int]) -> Any:
-    made: Any = enum.IntEnum(name, members, module=_MODULE)  # type: ignore[misc]
+    base: Any = enum.IntEnum
+    made: Any = base(name, members, module=_MODULE)
     made.__str__ = enum.Enum.__str__
     return made
 
