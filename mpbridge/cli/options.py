@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.errors import BadValue
+from mpbridge.huggingface.folder import is_reference
 from mpbridge.shipped import configuration
 from mpbridge.traits import DEFAULT, engine_names
 
@@ -31,7 +32,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) ->
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help=f"a YAML file, or the name of one that comes along, as llama3_8b (default: {DEFAULT_CONFIG})",
+        help=f"a YAML file, the name of one that comes along, as llama3_8b, or hf:DIR (default: {DEFAULT_CONFIG})",
     )
     parser.add_argument(
         "--engine",
@@ -115,7 +116,8 @@ def resolved(
 
 def find_config(name: str | None) -> Path:
     """The file that `name` (None: the small GPT for a CPU) means: a path, or a name among the shipped ones. Raises UnknownName."""
-    return configuration(name or DEFAULT_CONFIG)
+    wanted = name or DEFAULT_CONFIG
+    return Path(wanted) if is_reference(wanted) else configuration(wanted)
 
 
 def _quoted(text: str) -> str:

@@ -85,6 +85,8 @@ LIMITS: dict[str, Range] = {
     "train.exit_interval": SIZE,
     "train.timeout_minutes": COUNT,
     "data.seq_length": SIZE,
+    "data.vocab_divisible_by": SIZE,
+    "data.workers": SIZE,
     "scheduler.lr_decay_iters": SIZE,
     "scheduler.lr_warmup_iters": COUNT,
     "scheduler.lr_warmup_fraction": SHARE,

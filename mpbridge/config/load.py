@@ -10,6 +10,8 @@ from typing import Any
 
 from mpbridge.config.schema import SECTIONS
 from mpbridge.errors import BadValue, UnknownName
+from mpbridge.huggingface.folder import is_reference
+from mpbridge.huggingface.section import tree
 from mpbridge.precision.config import TWINS
 from mpbridge.precision.registry import key
 from mpbridge.precision.yaml_loader import load_yaml, read_yaml
@@ -99,15 +101,19 @@ class Layers:
 
 
 def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Layers:
-    """The layers of a YAML file, or of a configuration that comes along by its name (None: nothing), and of 'section.key=value' overrides, the stronger last.
+    """The layers of a YAML file, of a configuration that comes along by its name, or of 'hf:DIR' (None: nothing), and of 'section.key=value' overrides,
+    the stronger last.
 
     Faults are collected in the result; BadValue only where there is nothing to go on with: invalid YAML, or not a mapping; UnknownName for a
     missing file.
     """
     layers = Layers()
     if path is not None:
-        file = Path(path) if Path(path).exists() else configuration(os.fspath(path))
-        layers.add(read_file(file), label(file))
+        if is_reference(os.fspath(path)):
+            layers.add(tree(os.fspath(path)), os.fspath(path))
+        else:
+            file = Path(path) if Path(path).exists() else configuration(os.fspath(path))
+            layers.add(read_file(file), label(file))
     said = dotted(overrides, layers.faults)
     layers.add(said, COMMAND_LINE)
     return layers

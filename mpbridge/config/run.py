@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.config.realized import DEFAULT_TARGET, is_fast, is_played, played
 from mpbridge.config.schema import defaults
-from mpbridge.config.shape import model_shape, padded_vocabulary, parallel_of, shape_faults
+from mpbridge.config.shape import model_shape, padded_vocabulary, parallel_of, shape_faults, vocabulary
 from mpbridge.config.stages import Stage
 from mpbridge.config.training import batch_faults, training_faults
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError
@@ -148,18 +148,24 @@ def lengths(model: Mapping[str, Any], data: Mapping[str, Any], tensor: int, faul
         faults.append(
             f"data.seq_length={seq} is above model.max_sequence_length={most}: the model has no positions for it"
         )
-    vocabulary = model["vocab_size"]
-    if vocabulary is None and data["tokenizer"] != "byte":
-        faults.append(
-            f"model.vocab_size is missing: only for data.tokenizer=byte it is known, here it is {data['tokenizer']!r}"
-        )
-    elif vocabulary is not None and vocabulary % tensor:
-        step = 64 * tensor
-        cure = -(-vocabulary // step) * step
-        faults.append(
-            f"model.vocab_size={vocabulary} cannot be divided among {tensor} tensor-parallel ranks: pad it to {cure}"
-        )
-    return vocabulary or padded_vocabulary(tensor), seq or most or 1, most or seq or 1
+    return _rows(model["vocab_size"], data, tensor, faults), seq or most or 1, most or seq or 1
+
+
+def _rows(given: int | None, data: Mapping[str, Any], tensor: int, faults: list[str]) -> int:
+    """Rows of the embedding: as given, else what the tokenizer's files ask for."""
+    step = int(data["vocab_divisible_by"]) * tensor
+    if given is not None:
+        if given % tensor:
+            cure = padded_vocabulary(given, step)
+            faults.append(
+                f"model.vocab_size={given} cannot be divided among {tensor} tensor-parallel ranks: pad it to {cure}"
+            )
+        return given
+    try:
+        return padded_vocabulary(vocabulary(data), step)
+    except MpbridgeError as error:
+        faults.append(str(error))
+        return step
 
 
 @dataclass(slots=True, kw_only=True)
@@ -190,7 +196,7 @@ class Draft:
         model = filled("model", inputs["model"])
         self._add(shape_faults(model))
         parallel = self._parallel(sizes, world_size)
-        vocabulary, seq, most = lengths(model, full["data"], parallel.tensor if parallel else 1, self.faults)
+        rows, seq, most = lengths(model, full["data"], parallel.tensor if parallel else 1, self.faults)
         self._add(training_faults(full | inputs, parallel) if training else batch_faults(full["train"], parallel))
         if len(self.stages) > 1 and full["train"]["train_iters"]:
             self._fit_schedule(full["train"], seq)
@@ -203,7 +209,7 @@ class Draft:
         versions = versions or installed()
         planned = self._plan(inputs, versions)
         facts = RunFacts(
-            shape=model_shape(model, vocab_size=vocabulary, seq_length=seq),
+            shape=model_shape(model, vocab_size=rows, seq_length=seq),
             parallel=parallel,
             engine=self.engine,
             realization=planned.realization,
@@ -220,7 +226,7 @@ class Draft:
         inputs["model"] = (
             {name: model[name] for name in GPT_FILLED}
             | inputs["model"]
-            | {"vocab_size": vocabulary, "max_sequence_length": most}
+            | {"vocab_size": rows, "max_sequence_length": most}
         )
         return Run(
             container=self.container,

@@ -31,6 +31,10 @@ ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
 """Names for `activation_func` -> where the function is; SwiGLU is silu with gated_linear_unit."""
 
 
+NULL: Mapping[str, tuple[str, ...]] = types.MappingProxyType({"model.q_lora_rank": ("null",)})
+"""Settings that may be null, which megatron-core's annotation does not say: queries without a narrow projection (multi_latent_attention.py)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """One field: the names of its legal types ("int", "list[str]", "choice", "dtype", "null" ...), its words, its default in plain data."""
@@ -68,7 +72,7 @@ def _upstream_class(section: str, latent: bool, version: str) -> Mapping[str, Se
 
 def _setting(where: str, record: Mapping[str, Any]) -> Setting:
     """One of the generated file's records; free text that has a list of words becomes a choice among them."""
-    kinds, words = tuple(record["types"]), WORDS.get(where)
+    kinds, words = tuple(record["types"]) + NULL.get(where, ()), WORDS.get(where)
     if words is not None:
         kinds = tuple({"str": "choice", "list[str]": "list[choice]"}.get(kind, kind) for kind in kinds)
     default = record["default"]

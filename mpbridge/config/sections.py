@@ -11,7 +11,7 @@ class GPT:
     """Arguments of megatron-core's GPTModel that its config classes do not have; they stand in the model section beside the config's fields."""
 
     vocab_size: int | None = None
-    """As embedded, padding included. None: the byte tokenizer's 259, padded to a multiple of 64 x tensor_model_parallel_size."""
+    """As embedded, padding included. None: the tokenizer's size, padded as data.vocab_divisible_by says."""
     max_sequence_length: int | None = None
     """None: data.seq_length."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
@@ -74,8 +74,19 @@ class Data:
     """The text and how it is read."""
 
     corpus: str | list[str] = "stdlib"
-    """"stdlib": the Python standard library's own sources. Or text files, JSON lines, folders, prefixes of .bin/.idx pairs."""
+    """"stdlib": the Python standard library's own sources. Or text, JSON lines, Parquet and Arrow files, folders and globs of them, data sets
+    (hf:owner/name), prefixes of .bin/.idx pairs."""
+    weights: list[float] | None = None
+    """How often each entry of corpus is read, relative to the others; None: as often as it is long."""
+    valid: str | list[str] | None = None
+    """Text of its own for evaluation, spelled as corpus; None: the split's share of corpus."""
     tokenizer: str = "byte"
+    """"byte", a folder with tokenizer.json, a tokenizer's file (tokenizer.json, SentencePiece, tiktoken), the id of a repository in the Hugging Face
+    cache, or package.module:function."""
+    end_of_text: str | int | None = None
+    """The token behind each document, or its number; None: as the tokenizer's files say."""
+    vocab_divisible_by: int = 64
+    """Where model.vocab_size is not given: the tokenizer's size, padded to a multiple of this times tensor_model_parallel_size."""
     seq_length: int | None = None
     """Tokens in a sample; None: model.max_sequence_length."""
     split: str = "98,1,1"
@@ -83,6 +94,9 @@ class Data:
     cache_dir: str | None = None
     """Where preprocessed corpora are kept; None: the user's cache folder."""
     json_key: str = "text"
+    """Field or column that holds the text."""
+    workers: int | None = None
+    """Processes that preprocess; None: by the size of the corpus, at most 8."""
 
 
 @dataclass(kw_only=True)

@@ -6,20 +6,31 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mpbridge.errors import BadValue
 from mpbridge.facts import ModelShape, Parallel
+from mpbridge.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
 
 BYTE_VOCABULARY = 259
 """The built-in tokenizer's: 256 bytes, end of document, padding, begin of sequence."""
-PAD_VOCABULARY = 64
-"""megatron-lm pads an embedding to a multiple of this times the tensor-parallel size with --make-vocab-size-divisible-by; smaller here: small models."""
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
 
-def padded_vocabulary(tensor: int) -> int:
-    """Rows of the embedding for the byte tokenizer."""
-    step = PAD_VOCABULARY * tensor
-    return -(-BYTE_VOCABULARY // step) * step
+def vocabulary(data: Mapping[str, Any]) -> int:
+    """Tokens of the data section's tokenizer, by its files. Raises BadValue with the cure where they are not known here."""
+    name = data["tokenizer"]
+    if name == BYTE:
+        return BYTE_VOCABULARY
+    if is_factory(name):
+        raise BadValue(
+            f"model.vocab_size is missing: data.tokenizer={name!r} is code, which is not run to find its size: give model.vocab_size"
+        )
+    return tokenizer_files(name, data["end_of_text"]).size
+
+
+def padded_vocabulary(size: int, step: int) -> int:
+    """Rows of the embedding for that many tokens: the next multiple of `step`."""
+    return -(-size // step) * step
 
 
 def shape_faults(model: Mapping[str, Any]) -> list[str]:

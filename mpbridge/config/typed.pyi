@@ -355,7 +355,7 @@ class ModelSettings(TypedDict, total=False):
     moe_paged_stash_buffer_size_factor_cuda: float
     moe_paged_stash_buffer_size_factor_cpu: float
     fine_grained_offloading_max_inflight_offloads: int | None
-    q_lora_rank: int
+    q_lora_rank: int | None
     kv_lora_rank: int
     qk_head_dim: int
     qk_pos_emb_head_dim: int
@@ -704,7 +704,7 @@ class ModelSection(Section):
     moe_paged_stash_buffer_size_factor_cuda: float
     moe_paged_stash_buffer_size_factor_cpu: float
     fine_grained_offloading_max_inflight_offloads: int | None
-    q_lora_rank: int
+    q_lora_rank: int | None
     kv_lora_rank: int
     qk_head_dim: int
     qk_pos_emb_head_dim: int
@@ -1050,21 +1050,31 @@ class DataSettings(TypedDict, total=False):
     """Keys of `data`."""
 
     corpus: str | list[str]
+    weights: list[float] | None
+    valid: str | list[str] | None
     tokenizer: str
+    end_of_text: str | int | None
+    vocab_divisible_by: int
     seq_length: int | None
     split: str
     cache_dir: str | None
     json_key: str
+    workers: int | None
 
 class DataSection(Section):
     """`ConfigContainer.data`."""
 
     corpus: str | list[str]
+    weights: list[float] | None
+    valid: str | list[str] | None
     tokenizer: str
+    end_of_text: str | int | None
+    vocab_divisible_by: int
     seq_length: int | None
     split: str
     cache_dir: str | None
     json_key: str
+    workers: int | None
 
 DataField: TypeAlias = SectionField[DataSection, DataSettings | DataSection]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpbridge.data.prepare import Prepared, cache_folder, prepare
+from mpbridge.data.prepare import Prepared, Told, cache_folder, prepare
 from mpbridge.data.sources import find
 from mpbridge.data.tokenizer import tokenizer
 from mpbridge.devices.together import on_first_rank
@@ -25,6 +25,10 @@ class Corpus:
     """Pairs that are ready on this machine, and how to read them."""
 
     prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+    """How often each pair is read, relative to the others; None: as often as it is long."""
+    held_out: tuple[str, ...] = ()
+    """Pairs of validation text; () where it is a part of the others."""
     tokenizer: Any
     seq_length: int
     """Tokens in a sample."""
@@ -32,20 +36,24 @@ class Corpus:
     """Weights of train, valid and test, as in '98,1,1'."""
     seed: int
     cache: str
-    prepared: Prepared | None
-    """None for prefixes that the user gave."""
+    prepared: tuple[Prepared, ...] = ()
+    """What was prepared; nothing of prefixes that the user gave."""
 
     def dataset(self, split: str, samples: int) -> Any:
-        """The GPTDataset of `split` with at least `samples` samples; it repeats the text where there is less. Call it on every rank."""
+        """The GPTDataset of `split` with at least `samples` samples, a BlendedDataset of several; it repeats the text where there is less.
+
+        Call it on every rank.
+        """
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.gpt_dataset import GPTDataset
 
         place = SPLITS.index(split)
-        config, sizes = self._config(), [0, 0, 0]
+        prefixes, weights = self._pairs(split)
+        config, sizes = self._config(prefixes, weights, split), [0, 0, 0]
         config.split_matrix = [matrix if at == place else None for at, matrix in enumerate(config.split_matrix)]
         sizes[place] = samples
-        self._some_text(split, config.split_matrix[place])
-        with _some_group(len(self.prefixes) > 1), _alone(Path(config.path_to_cache)):
+        self._some_text(prefixes, split, config.split_matrix[place])
+        with _some_group(len(prefixes) > 1), _alone(Path(config.path_to_cache)):
             try:
                 return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[place]
             except (OSError, EOFError, ValueError) as error:
@@ -54,16 +62,23 @@ class Corpus:
                     f"the sample index under {config.path_to_cache} cannot be used ({error}); delete that folder"
                 ) from error
 
-    def _config(self) -> Any:
+    def _pairs(self, split: str) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
+        if split != "train" and self.held_out:
+            return self.held_out, None
+        return self.prefixes, self.weights
+
+    def _config(self, prefixes: tuple[str, ...], weights: tuple[float, ...] | None, split: str) -> Any:
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
         # without weights the library builds one epoch of a blend, whatever was asked for
-        weights = None if len(self.prefixes) == 1 else [float(_lengths(prefix).sum()) for prefix in self.prefixes]
+        relative = None if len(prefixes) == 1 else list(weights or (float(_lengths(p).sum()) for p in prefixes))
+        # with text of its own for validation, each is used whole
+        whole = ",".join("100" if name == split else "0" for name in SPLITS)
         return GPTDatasetConfig(
             random_seed=self.seed,
             sequence_length=self.seq_length,
-            blend=(list(self.prefixes), weights),
-            split=self.split,
+            blend=(list(prefixes), relative),
+            split=whole if self.held_out else self.split,
             tokenizer=self.tokenizer,
             path_to_cache=f"{self.cache}/indices",
             reset_position_ids=False,
@@ -72,9 +87,9 @@ class Corpus:
             create_attention_mask=False,
         )
 
-    def _some_text(self, split: str, span: tuple[float, float] | None) -> None:
+    def _some_text(self, prefixes: tuple[str, ...], split: str, span: tuple[float, float] | None) -> None:
         """A split without a single token would put the library into an endless loop."""
-        for prefix in self.prefixes:
+        for prefix in prefixes:
             lengths = _lengths(prefix)
             start, end = (round(edge * len(lengths)) for edge in span or (0.0, 0.0))
             if not lengths[start:end].sum():
@@ -95,41 +110,81 @@ def _lengths(prefix: str) -> Any:
         raise DataError(f"{prefix}.bin/.idx cannot be read: {type(error).__name__}: {error}") from error
 
 
-def open_corpus(data: Mapping[str, Any], *, seq_length: int, seed: int, vocab_size: int | None = None) -> Corpus:
+def open_corpus(
+    data: Mapping[str, Any],
+    *,
+    seq_length: int,
+    seed: int,
+    vocab_size: int | None = None,
+    told: Told = lambda done, total: None,
+) -> Corpus:
     """The corpus that a run's data section names. Collective: rank 0 prepares it while the other ranks wait.
 
     vocab_size: of the model; a tokenizer with a larger one is refused. Raises DataError, on every rank where rank 0 failed.
     """
-    tok = tokenizer(str(data.get("tokenizer") or "byte"))
+    tok = tokenizer(str(data.get("tokenizer") or "byte"), data.get("end_of_text"))
     if vocab_size is not None and tok.vocab_size > vocab_size:
         raise DataError(f"model.vocab_size={vocab_size} is too small: the tokenizer has {tok.vocab_size} tokens")
-    prefixes, prepared = on_first_rank(lambda: _prepared(data))
+    ready = on_first_rank(lambda: _ready(data, told))
     return Corpus(
-        prefixes=prefixes,
         tokenizer=tok,
         seq_length=seq_length,
         split=_split(data.get("split") or "98,1,1"),
         seed=seed,
         cache=str(cache_folder(data.get("cache_dir"))),
-        prepared=prepared,
+        **ready,
     )
 
 
-def _prepared(data: Mapping[str, Any]) -> tuple[tuple[str, ...], Prepared | None]:
-    sources = find(data.get("corpus") or "stdlib")
+def _ready(data: Mapping[str, Any], told: Told) -> dict[str, Any]:
+    """Pairs of the corpus and of the validation text, prepared; each entry of a weighted blend by itself."""
+    corpus, weights, held_out = data.get("corpus") or "stdlib", data.get("weights"), data.get("valid")
+    entries = [corpus] if isinstance(corpus, str) else list(corpus)
+    if weights is None:
+        prefixes, done = _prepared(corpus, data, told)
+        return {"prefixes": prefixes, "prepared": done} | _held_out(held_out, data, told, done)
+    if len(weights) != len(entries) or not all(weight > 0 for weight in weights):
+        raise DataError(
+            f"data.weights={weights}: expected a number above 0 for each of the {len(entries)} entries of data.corpus"
+        )
+    pairs: list[tuple[str, float]] = []
+    done = ()
+    for entry, weight in zip(entries, weights, strict=True):
+        prefixes, more = _prepared(entry, data, told)
+        lengths = [float(_lengths(prefix).sum()) for prefix in prefixes]
+        pairs += [(prefix, weight * length / sum(lengths)) for prefix, length in zip(prefixes, lengths, strict=True)]
+        done += more
+    out = {
+        "prefixes": tuple(prefix for prefix, _ in pairs),
+        "weights": tuple(weight for _, weight in pairs),
+        "prepared": done,
+    }
+    return out | _held_out(held_out, data, told, done)
+
+
+def _held_out(given: Any, data: Mapping[str, Any], told: Told, done: tuple[Prepared, ...]) -> dict[str, Any]:
+    if not given:
+        return {}
+    prefixes, more = _prepared(given, data, told)
+    return {"held_out": prefixes, "prepared": (*done, *more)}
+
+
+def _prepared(corpus: Any, data: Mapping[str, Any], told: Told) -> tuple[tuple[str, ...], tuple[Prepared, ...]]:
+    sources = find(corpus)
     if sources.prefixes:
-        return sources.prefixes, None
+        return sources.prefixes, ()
     key = data.get("json_key") or "text"
     keys = (key,) if isinstance(key, str) else tuple(key)
-    name = str(data.get("tokenizer") or "byte")
     done = prepare(
         sources.files,
         cache=cache_folder(data.get("cache_dir")),
-        tokenizer_name=name,
+        tokenizer_name=str(data.get("tokenizer") or "byte"),
+        end=data.get("end_of_text"),
         keys=keys,
         workers=data.get("workers"),
+        told=told,
     )
-    return done.prefixes, done
+    return done.prefixes, (done,)
 
 
 def _split(given: str | Sequence[float]) -> str:

@@ -1,4 +1,7 @@
-"""Files to .bin/.idx, once: cached under a key made of the content, finished atomically, by as many workers as are worth starting."""
+"""Files to .bin/.idx, once: cached under a key made of the content, finished atomically, by as many workers as are worth starting.
+
+A long preparation is cut into shares, each finished on its own: one that was interrupted goes on with those that are left.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +10,31 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from mpbridge.data.encode import RecordCounts, encode, merge
 from mpbridge.data.records import Unit, units
-from mpbridge.data.sources import JSON_LINES, TEXT
+from mpbridge.data.sources import JSON_LINES, READ, TABLES
 from mpbridge.data.tokenizer import identity, tokenizer
 from mpbridge.errors import DataError
+from mpbridge.locks import lock
 
 FORMAT = "1"
 """Part of every key: increase it when the same files would be written differently."""
 PIECE = 32 << 10
 """Characters in a sequence at most; see `encode.pieces`."""
 ONE_WORKER = 64 << 20
-"""Bytes of input up to which starting processes (which import torch) costs more than it saves."""
+"""Bytes of input up to which starting processes (which import torch) costs more than it saves, and a share that is finished on its own."""
+Told = Callable[[int, int], None]
+"""Called with (bytes of input done, bytes in all)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,20 +81,23 @@ def prepare(
     *,
     cache: Path,
     tokenizer_name: str = "byte",
+    end: str | int | None = None,
     keys: Sequence[str] = ("text",),
     workers: int | None = None,
+    told: Told = lambda done, total: None,
 ) -> Prepared:
     """The pairs for `files`, from the cache where the same content was prepared before.
 
-    workers: processes; None: one for little input, else one per core up to 8. The output does not depend on it.
-    Raises DataError when a file cannot be read, a worker fails, or no record is usable; nothing half-written is left behind.
+    end: as `tokenizer`'s. workers: processes; None: one for little input, else one per core up to 8. The output does not depend on it.
+    Raises DataError when a file cannot be read, a worker fails, or no record is usable; no half-written pair is left behind, only finished shares.
     """
-    tok = tokenizer(tokenizer_name)
+    tok = tokenizer(tokenizer_name, end)
     home = cache / _key(files, tok, keys)
     if (home / "prepared.json").is_file():
         return _read(home, cached=True)
-    with _finished_or_nothing(home) as folder:
-        tally = _encode_all(files, tok, tokenizer_name, keys, folder, workers)
+    with suppress(_Finished), _finished_or_nothing(home) as folder:
+        work = _Work(name=tokenizer_name, end=end, keys=tuple(keys))
+        tally = _encode_all(files, tok, work, folder, home, workers, told)
         facts = {
             "documents": tally.documents,
             "tokens": tally.tokens,
@@ -117,7 +127,8 @@ def _key(files: Sequence[Path], tok: Any, keys: Sequence[str]) -> str:
                 content = hashlib.file_digest(file, "sha256").digest()
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
-        digest.update(content + (b"lines" if path.suffix in JSON_LINES else b"text"))
+        kind = b"lines" if path.suffix in JSON_LINES else path.suffix.encode() if path.suffix in TABLES else b"text"
+        digest.update(content + kind)
     return digest.hexdigest()[:24]
 
 
@@ -127,7 +138,7 @@ def _read(home: Path, *, cached: bool) -> Prepared:
         reasons = (
             ", ".join(f"{count} {reason}" for reason, count in sorted(facts["skipped"].items())) or "no records at all"
         )
-        endings = ", ".join((*TEXT, *JSON_LINES))
+        endings = ", ".join(READ)
         raise DataError(
             f"the corpus holds no usable text ({reasons}); expected {endings} with text under the key(s) {facts['keys']}"
         )
@@ -155,58 +166,126 @@ def _finished_or_nothing(home: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+class _Finished(Exception):
+    """Another process has prepared the same meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What each worker is told besides its share."""
+
+    name: str
+    end: str | int | None
+    keys: tuple[str, ...]
+    piece: int = PIECE
+
+
 def _encode_all(
-    files: Sequence[Path], tok: Any, name: str, keys: Sequence[str], folder: Path, workers: int | None
+    files: Sequence[Path], tok: Any, work: _Work, folder: Path, home: Path, workers: int | None, told: Told
 ) -> RecordCounts:
-    work = units(files)
-    size = sum(unit.end - unit.start for unit in work)
+    todo = units(files)
+    size = sum(unit.size for unit in todo)
     # a small corpus is cut finer, so that a split of one percent still holds something
-    piece = min(PIECE, max(1024, size // 200))
+    work = replace(work, piece=min(PIECE, max(1024, size // 200)))
     if workers is None:
         workers = 1 if size <= ONE_WORKER else min(8, os.cpu_count() or 1)
-    if workers <= 1 or len(work) == 1:
+    # a long preparation is cut the same way whoever goes on with it
+    most = ONE_WORKER if size > ONE_WORKER else max(1, size // max(1, 4 * workers))
+    shares = list(_shares(todo, most))
+    if len(shares) == 1 or (workers <= 1 and size <= ONE_WORKER):
         try:
-            return encode(work, tok, keys, folder, piece)
+            tally = encode(todo, tok, work.keys, folder, work.piece)
         except Exception as error:
-            raise DataError(f"preprocessing failed: {type(error).__name__}: {error}") from error
-    shares = [share for share in _shares(work, workers * 4) if share]
-    shards = [folder / f"shard{number:05}" for number in range(len(shares))]
-    tally = RecordCounts()
-    # spawn: a fork would inherit torch's threads and the process group's sockets
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        jobs = [
-            pool.submit(_work, share, name, tuple(keys), shard, piece)
-            for share, shard in zip(shares, shards, strict=True)
-        ]
+            raise _failed("preprocessing failed", error) from error
+        told(size, size)
+        return tally
+    parts = home.with_name(f".{home.name}.shares-{most}")
+    with lock(parts / ".lock", wait=True):
+        if (home / "prepared.json").is_file():
+            raise _Finished  # by the process that was waited for
         try:
-            for job in jobs:
-                tally += job.result()
-        except BrokenProcessPool as error:
-            raise DataError("a preprocessing worker died (killed, or out of memory); try fewer workers") from error
-        except Exception as error:
-            pool.shutdown(cancel_futures=True)
-            raise DataError(f"a preprocessing worker failed: {type(error).__name__}: {error}") from error
-    merge(shards, tok, keys, folder)
-    for shard in shards:
-        shutil.rmtree(shard)
+            tally = _encode_shares(shares, work, parts, workers, told)
+        except BaseException:
+            if not any(_done(parts / _share_name(number)) for number in range(len(shares))):
+                shutil.rmtree(parts, ignore_errors=True)
+            raise
+        merge([parts / _share_name(number) for number in range(len(shares))], tok, work.keys, folder)
+    shutil.rmtree(parts, ignore_errors=True)
     return tally
 
 
-def _shares(work: Sequence[Unit], count: int) -> Iterator[list[Unit]]:
-    """`work` in at most `count` contiguous parts of about equal size."""
-    total = sum(unit.end - unit.start for unit in work)
+def _encode_shares(
+    shares: Sequence[Sequence[Unit]], work: _Work, parts: Path, workers: int, told: Told
+) -> RecordCounts:
+    """Every share in a folder of its own under `parts`; those that an earlier attempt finished are taken as they are."""
+    sizes = [sum(unit.size for unit in share) for share in shares]
+    done = [_done(parts / _share_name(number)) for number in range(len(shares))]
+    ready = sum(size for size, tally in zip(sizes, done, strict=True) if tally is not None)
+    told(ready, sum(sizes))
+    left = [number for number, tally in enumerate(done) if tally is None]
+    # spawn: a fork would inherit torch's threads and the process group's sockets
+    with ProcessPoolExecutor(max(1, min(workers, len(left) or 1)), mp_context=get_context("spawn")) as pool:
+        jobs = {pool.submit(_work, shares[number], work, parts / _share_name(number)): number for number in left}
+        try:
+            for job in as_completed(jobs):
+                done[jobs[job]] = job.result()
+                ready += sizes[jobs[job]]
+                told(ready, sum(sizes))
+        except BrokenProcessPool as error:
+            raise DataError("a preprocessing worker died (killed, or out of memory); try fewer workers") from error
+        except BaseException as error:
+            pool.shutdown(cancel_futures=True)
+            if isinstance(error, Exception):
+                raise _failed("a preprocessing worker failed", error) from error
+            raise
+    total = RecordCounts()
+    for tally in done:
+        assert tally is not None
+        total += tally
+    return total
+
+
+def _failed(what: str, error: Exception) -> DataError:
+    return error if isinstance(error, DataError) else DataError(f"{what}: {type(error).__name__}: {error}")
+
+
+def _shares(work: Sequence[Unit], most: int) -> Iterator[list[Unit]]:
+    """`work` in contiguous parts of about `most` bytes; at least one."""
     share: list[Unit] = []
-    done = 0
+    size = 0
     for unit in work:
         share.append(unit)
-        done += unit.end - unit.start
-        if done * count >= total:
+        size += unit.size
+        if size >= most:
             yield share
-            share, done = [], 0
-    yield share
+            share, size = [], 0
+    if share or not work:
+        yield share
 
 
-def _work(share: Sequence[Unit], name: str, keys: Sequence[str], shard: Path, piece: int) -> RecordCounts:
-    """One worker's share, into a folder of its own."""
-    shard.mkdir()
-    return encode(share, tokenizer(name), keys, shard, piece)
+def _share_name(number: int) -> str:
+    return f"share{number:06}"
+
+
+def _done(share: Path) -> RecordCounts | None:
+    """The tally of a share that was finished before."""
+    try:
+        facts = json.loads((share / "done.json").read_text())
+        return RecordCounts(facts["documents"], facts["tokens"], Counter(facts["skipped"]))
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _work(share: Sequence[Unit], work: _Work, target: Path) -> RecordCounts:
+    """One worker's share, under its name once it is finished."""
+    folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    folder.mkdir()
+    try:
+        tally = encode(share, tokenizer(work.name, work.end), work.keys, folder, work.piece)
+        facts = {"documents": tally.documents, "tokens": tally.tokens, "skipped": dict(tally.skipped)}
+        (folder / "done.json").write_text(json.dumps(facts))
+        shutil.rmtree(target, ignore_errors=True)
+        folder.rename(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return tally

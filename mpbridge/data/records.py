@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpbridge.data.sources import JSON_LINES
+from mpbridge.data import tables
+from mpbridge.data.sources import JSON_LINES, TABLES
 
 CHUNK = 16 << 20
 """Bytes of a JSON-lines file that one worker takes at a time; small enough to distribute, large enough to keep overhead low."""
@@ -16,11 +17,13 @@ CHUNK = 16 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """A piece of work: the records of `path` whose first byte lies in [start, end)."""
+    """A piece of work: the records of `path` whose first byte lies in [start, end); of a table, its row groups or batches start to end."""
 
     path: Path
     start: int = 0
     end: int
+    size: int
+    """Bytes of input, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +43,28 @@ class Skip:
 
 
 def units(files: Sequence[Path]) -> list[Unit]:
-    """The work that `files` make, in an order that does not depend on how many workers share it."""
-    work = []
+    """The work that `files` make, in an order that does not depend on how many workers share it. Raises DataError for a damaged table."""
+    work: list[Unit] = []
     for path in files:
         size = path.stat().st_size
-        if path.suffix not in JSON_LINES:
-            work.append(Unit(path=path, end=size))
-            continue
-        work += [Unit(path=path, start=start, end=min(start + CHUNK, size)) for start in range(0, max(size, 1), CHUNK)]
+        if path.suffix in TABLES:
+            work += [Unit(path=path, start=n, end=n + 1, size=part) for n, part in enumerate(tables.parts(path))]
+        elif path.suffix not in JSON_LINES:
+            work.append(Unit(path=path, end=size, size=size))
+        else:
+            starts = range(0, max(size, 1), CHUNK)
+            ends = [min(start + CHUNK, size) for start in starts]
+            work += [Unit(path=path, start=a, end=b, size=b - a) for a, b in zip(starts, ends, strict=True)]
     return work
 
 
 def records(unit: Unit, keys: Sequence[str]) -> Iterator[Text | Skip]:
     """Every usable text of the unit and every reason to skip. A text file is one record, found under the first key."""
+    if unit.path.suffix in TABLES:
+        for row in tables.rows(unit.path, unit.start, keys):
+            for key in keys:
+                yield from _values(key, row)
+        return
     if unit.path.suffix not in JSON_LINES:
         yield from _usable(keys[0], unit.path.read_bytes())
         return
@@ -61,7 +73,7 @@ def records(unit: Unit, keys: Sequence[str]) -> Iterator[Text | Skip]:
             row = json.loads(line)
         except UnicodeDecodeError:
             yield from (Skip(key, "not UTF-8") for key in keys)
-        except ValueError:
+        except (ValueError, RecursionError):
             reason = "not JSON" if line.strip() else "blank line"
             yield from (Skip(key, reason) for key in keys)
         else:

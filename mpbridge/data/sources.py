@@ -1,7 +1,8 @@
-"""Which files a corpus is made of: the built-in one, the user's text and JSON lines, or finished .bin/.idx pairs."""
+"""Which files a corpus is made of: the built-in one, the user's text, JSON lines and tables, a data set by its id, or finished .bin/.idx pairs."""
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import sys
@@ -14,6 +15,11 @@ from mpbridge.errors import DataError
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 TEXT = (".txt", ".md", ".rst", ".py")
+TABLES = (".parquet", ".arrow")
+READ = (*TEXT, *JSON_LINES, *TABLES)
+DATA_SET = "hf:"
+"""Before the id of a data set: hf:owner/name, hf:owner/name:configuration or hf:owner/name:configuration:split."""
+EXTRA = "pip install 'mpbridge[hf]'"
 _NOT_PROSE = frozenset({"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data", "__pycache__"})
 """Parts of the standard library that are test data, generated tables or tools; some distributions leave them out."""
 
@@ -51,35 +57,69 @@ def stdlib_files() -> tuple[Path, ...]:
 
 
 def find(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Sources:
-    """The files or prefixes that `corpus` stands for: 'stdlib', paths of text or JSON-lines files, folders, .bin/.idx prefixes.
+    """The files or prefixes that `corpus` stands for.
 
-    Raises DataError that names every path which is none of these.
+    'stdlib'; text, JSON lines, Parquet and Arrow files; folders of them; globs; data sets ('hf:owner/name'); prefixes of .bin/.idx pairs.
+    Raises DataError that names every entry which is none of these.
     """
     if corpus == "stdlib":
         return Sources(files=stdlib_files())
     given = [corpus] if isinstance(corpus, (str, os.PathLike)) else list(corpus)
-    prefixes = tuple(prefix for item in given if (prefix := _prefix(str(item))))
+    prefixes: list[str] = []
     files: list[Path] = []
     faults: list[str] = []
-    for item in given:
-        path = Path(item).expanduser()
-        if path.is_dir():
-            inside = sorted(
-                child for child in path.rglob("*") if child.suffix in (*TEXT, *JSON_LINES) and child.is_file()
-            )
-            files += inside
-            faults += [] if inside else [f"{item}: a folder without {', '.join((*TEXT, *JSON_LINES))} files"]
-        elif path.is_file() and not _prefix(str(item)):
-            files.append(path)
-        elif not _prefix(str(item)):
-            faults.append(f"{item}: no such file, folder or .bin/.idx prefix")
+    for item in map(str, given):
+        if (prefix := _prefix(item)) is not None:
+            prefixes.append(prefix)
+            continue
+        try:
+            files += _files(item)
+        except DataError as error:
+            faults.append(str(error))
     if prefixes and files:
         faults.append("finished .bin/.idx prefixes and files to be preprocessed are mixed; give one kind")
     if not given:
         faults.append("it is empty")
     if faults:
         raise DataError("\n".join(["data.corpus cannot be used:", *(f"  - {fault}" for fault in faults)]))
-    return Sources(files=tuple(files), prefixes=prefixes)
+    return Sources(files=tuple(files), prefixes=tuple(prefixes))
+
+
+def _files(item: str) -> list[Path]:
+    """The files of one entry. Raises DataError."""
+    path = Path(item).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        inside = sorted(child for child in path.rglob("*") if child.suffix in READ and child.is_file())
+        if not inside:
+            raise DataError(f"{item}: a folder without {', '.join(READ)} files")
+        return inside
+    if item.startswith(DATA_SET):
+        return data_set(item)
+    found = sorted(Path(name) for name in glob.glob(str(path), recursive=True)) if glob.has_magic(item) else []
+    files = [child for child in found if child.is_file()]
+    if not files:
+        raise DataError(f"{item}: no such file, folder, glob, data set (hf:owner/name) or .bin/.idx prefix")
+    return files
+
+
+def data_set(item: str) -> list[Path]:
+    """The Arrow files of a data set in the cache of the library datasets, which fetches it where it can. Raises DataError."""
+    name, *rest = item.removeprefix(DATA_SET).split(":")
+    configuration, split = (*rest, None, None)[:2]
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"{item}: a data set by its id needs the package datasets: {EXTRA}") from None
+    try:
+        found = datasets.load_dataset(name, configuration or None, split=split or "train")
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise DataError(
+            f"{item}: not a data set that this machine has or reaches ({type(error).__name__}: {said[:300]})"
+        ) from None
+    return [Path(entry["filename"]) for entry in found.cache_files]
 
 
 def _prefix(item: str) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -60,3 +62,12 @@ class ProgressLine:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+@contextmanager
+def bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr where that is a terminal; what comes back is called with (done, in all)."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+        task = progress.add_task(what)
+        yield lambda done, total: progress.update(task, completed=done, total=max(total, 1))

@@ -80,8 +80,8 @@ def _pretrain(
         for stage in run.stages or (run,):
             agree(stage.policy)
         feed = Feed(run, dataset)
-        if feed.corpus is not None and feed.corpus.prepared is not None:
-            out.print(f"corpus: {feed.corpus.prepared.line()}", markup=False, soft_wrap=True)
+        for done in feed.corpus.prepared if feed.corpus is not None else ():
+            out.print(f"corpus: {done.line()}", markup=False, soft_wrap=True)
         training = Training(run=run, engine=build_engine(run), scheduler=None, feed=feed, counters=Counters())
         # the engine at the end: a schedule may have replaced the first
         stack.callback(lambda: training.engine.close())

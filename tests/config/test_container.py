@@ -155,6 +155,12 @@ def test_the_optimizer_section_settles_what_the_recipe_leaves_open():
         pytest.param({"data": {"seq_length": 64}}, 1, "above model.max_sequence_length=32", id="length"),
         pytest.param({"data": {"tokenizer": "x:y"}}, 1, "model.vocab_size is missing", id="vocabulary"),
         pytest.param(
+            {"data": {"tokenizer": "gpt2"}},
+            1,
+            "mpbridge data inspect --tokenizer gpt2",
+            id="a repository that is not here",
+        ),
+        pytest.param(
             {"model": {"vocab_size": 257}, "parallel": {"tensor_model_parallel_size": 2}},
             2,
             "pad it to 384",

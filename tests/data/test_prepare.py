@@ -72,7 +72,7 @@ def test_dirty_records_are_skipped_and_counted(tmp_path: Path) -> None:
 def test_each_malformed_record_has_its_reason(tmp_path: Path, line: bytes, reason: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n' + line + b'\n{"text": "two"}\n')
-    found = list(records(Unit(path=path, end=path.stat().st_size), ["text"]))
+    found = list(records(Unit(path=path, end=path.stat().st_size, size=1), ["text"]))
     assert found == [Text("text", "one"), Skip("text", reason), Text("text", "two")]
 
 
@@ -83,7 +83,9 @@ def test_every_key_gets_its_pair_even_without_a_document(tmp_path: Path) -> None
         "-W",
         "ignore",
         "-m",
-        "mpbridge.data",
+        "mpbridge",
+        "data",
+        "prepare",
         str(source),
         "--out",
         str(tmp_path / "out"),
@@ -140,7 +142,9 @@ def test_a_failing_worker_ends_with_an_error_and_leaves_nothing(tmp_path: Path) 
         "-W",
         "ignore",
         "-m",
-        "mpbridge.data",
+        "mpbridge",
+        "data",
+        "prepare",
         *map(str, files),
         "--workers",
         "2",

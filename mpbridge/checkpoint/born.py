@@ -1,0 +1,41 @@
+"""What to say of main weights that begin as somebody else's weights: which dtype their values come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpbridge.checkpoint.index import Index
+from mpbridge.formats import DType, dtype
+from mpbridge.memory.keeps import keeps_of
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import Run
+
+SOURCE = "source.json"
+"""In a checkpoint of weights that were converted from a folder: what that folder was."""
+_HALVES = (DType.BF16, DType.FP16)
+
+
+def holds_weights_alone(path: Path) -> bool:
+    """Whether a checkpoint was converted from a folder of weights, so that nothing else can be in it."""
+    return (path / SOURCE).is_file()
+
+
+def born(run: Run, index: Index) -> tuple[str, ...]:
+    """A note where the main weights of `run` have more bits than the values that they begin with."""
+    stored = index.tensors.get("embedding.word_embeddings.weight")
+    if stored is None:
+        return ()
+    kept, begins = keeps_of(run.policy, run.facts), dtype(stored.dtype)
+    params = kept["params"].dtype
+    main = kept["main_params"].dtype if "main_params" in kept else params
+    if main not in (DType.FP32, DType.INT16):  # INT16: the lower halves of FP32
+        return ()
+    if begins in _HALVES:
+        return (f"the FP32 main weights are born from {begins.short}: they begin as exactly those values",)
+    if params in _HALVES and begins is DType.FP32:
+        return (
+            f"the FP32 main weights begin as the {params.short} parameters: the checkpoint's FP32 weights rounded once",
+        )
+    return ()

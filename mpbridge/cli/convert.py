@@ -1,0 +1,155 @@
+"""`mpbridge convert SOURCE TARGET`: weights between folders in Hugging Face's layout (hf:DIR) and checkpoints (ckpt:DIR), and config.json as a configuration."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpbridge.cli.text import print_json
+from mpbridge.errors import BadValue
+from mpbridge.formats import DType
+from mpbridge.huggingface.folder import PREFIX, folder_of, is_reference
+
+if TYPE_CHECKING:
+    from mpbridge.weights.to_checkpoint import Taken
+    from mpbridge.weights.to_folder import Given
+
+SUMMARY = "weights and configuration of a Hugging Face folder, and back"
+CHECKPOINT = "ckpt:"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument(
+        "source", metavar="SOURCE", help=f"{PREFIX}DIR, or {CHECKPOINT}DIR (a checkpoint, or a folder of them)"
+    )
+    parser.add_argument(
+        "target", metavar="TARGET", help=f"{CHECKPOINT}DIR, {PREFIX}DIR, or a new FILE.yaml for the configuration alone"
+    )
+    parser.add_argument(
+        "--like",
+        metavar=f"{PREFIX}DIR",
+        help="to a folder: take config.json and tokenizer from that one, for the same model",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        help="to a folder: dtype of the weights (default: as stored; fp32 takes main weights)",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Converts and says what became of the weights."""
+    source, target = args.source, args.target
+    if is_reference(source) and target.startswith(CHECKPOINT):
+        _only_to_folders(args)
+        _take(args, Path(target.removeprefix(CHECKPOINT)))
+    elif source.startswith(CHECKPOINT) and is_reference(target):
+        _give(args, Path(target.removeprefix(PREFIX)))
+    elif is_reference(source) and target.endswith((".yaml", ".yml")):
+        _only_to_folders(args)
+        _configuration(args, Path(target))
+    else:
+        raise BadValue(
+            f"convert {source} {target}: expected {PREFIX}DIR {CHECKPOINT}DIR, {CHECKPOINT}DIR {PREFIX}DIR, or {PREFIX}DIR FILE.yaml"
+        )
+    return 0
+
+
+def _only_to_folders(args: argparse.Namespace) -> None:
+    given = [f"--{name} {getattr(args, name)}" for name in ("like", "dtype") if getattr(args, name)]
+    if given:
+        raise BadValue(
+            f"{' and '.join(given)}: only for {CHECKPOINT}DIR {PREFIX}DIR; weights are taken as they are stored"
+        )
+
+
+def _configuration(args: argparse.Namespace, file: Path) -> None:
+    from mpbridge.config.container import ConfigContainer
+
+    if file.exists():
+        raise BadValue(f"{file} is there already: expected a new file")
+    ConfigContainer.load(args.source, check=False).dump(file)
+    if args.json:
+        print_json({"written": str(file)})
+    else:
+        print(
+            f"{args.source}: model, tokenizer and length of a sample written to {file}; recipe, optimizer and train are yours to set"
+        )
+
+
+def _take(args: argparse.Namespace, folder: Path) -> None:
+    from mpbridge.config.container import ConfigContainer
+    from mpbridge.report.progress import bar
+    from mpbridge.weights.to_checkpoint import to_checkpoint
+
+    made = ConfigContainer.load(args.source, check=False).resolved(training=False)
+    with bar("converted", quiet=args.json) as told:
+        taken = to_checkpoint(folder_of(args.source), folder, made, told)
+    if args.json:
+        facts = {"tensors": taken.tensors, "elements": taken.elements, "dtypes": taken.dtypes}
+        print_json({"path": str(taken.path), **facts, "widened": taken.widened, "rounded": taken.rounded})
+        return
+    print(f"{taken.path}: {taken.tensors:,} tensors, {taken.elements:,} parameters in {_words(taken.dtypes)}")
+    for line in _told(taken):
+        print(f"  {line}")
+    print(
+        f"  to train on: mpbridge train --config {args.source} checkpoint.load={folder} --reset-optimizer train.train_iters=N optimizer.lr=X data.corpus=..."
+    )
+
+
+def _told(taken: Taken) -> list[str]:
+    lines = []
+    if taken.widened:
+        kinds = " and ".join(taken.dtypes)
+        lines.append(
+            f"{taken.widened:,} tensors were FP8 in blocks and are widened; {taken.rounded:,} of their values are rounded to {kinds}"
+        )
+    narrow = [name for name in taken.dtypes if name in ("bfloat16", "float16")]
+    if narrow:
+        lines.append(
+            f"main weights are born from {DType[{'bfloat16': 'BF16', 'float16': 'FP16'}[narrow[0]]].short}: a recipe with FP32 main weights begins with "
+            "exactly these values, and what was lost when they were rounded does not come back"
+        )
+    return lines
+
+
+def _give(args: argparse.Namespace, target: Path) -> None:
+    from mpbridge.checkpoint.store import locate
+    from mpbridge.report.progress import bar
+    from mpbridge.weights.to_folder import to_folder
+
+    like = folder_of(args.like) if args.like else None
+    if args.like and not is_reference(args.like):
+        raise BadValue(f"--like {args.like}: expected {PREFIX}DIR")
+    path = locate(Path(args.source.removeprefix(CHECKPOINT)))
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[args.dtype] if args.dtype else None
+    with bar("written", quiet=args.json) as told:
+        given = to_folder(path, target, like=like, dtype=dtype, told=told)
+    if args.json:
+        print_json(
+            {
+                "path": str(given.path),
+                "family": given.family,
+                "tensors": given.tensors,
+                "dtypes": given.dtypes,
+                "notes": given.notes,
+            }
+        )
+        return
+    print(
+        f"{path} -> {given.path}: {given.family}, {given.tensors:,} tensors, {given.elements:,} elements in {_words(given.dtypes)}"
+    )
+    for line in _left(given):
+        print(f"  {line}")
+
+
+def _left(given: Given) -> list[str]:
+    padding = [f"{given.left_out} rows of padding of the embedding are left out"] if given.left_out else []
+    return padding + given.notes
+
+
+def _words(dtypes: dict[str, int]) -> str:
+    return ", ".join(f"{name} ({count:,})" if len(dtypes) > 1 else name for name, count in dtypes.items())

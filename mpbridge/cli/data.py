@@ -1,0 +1,167 @@
+"""`mpbridge data prepare|inspect`: a corpus packed into megatron-core's .bin/.idx, and what a pair, a corpus or a tokenizer is."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpbridge.cli.text import print_json, print_table
+from mpbridge.errors import BadValue
+from mpbridge.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
+
+if TYPE_CHECKING:
+    from mpbridge.data.sources import Sources
+
+SUMMARY = "pack a corpus into .bin/.idx, or say what is in one"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument("action", choices=("prepare", "inspect"), help="prepare: pack; inspect: say what is there")
+    parser.add_argument(
+        "sources",
+        nargs="*",
+        metavar="SOURCE",
+        help="text, JSON lines, Parquet and Arrow files, folders and globs of them, data sets (hf:owner/name), 'stdlib'; inspect: .bin/.idx prefixes too",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="PREFIX",
+        help="prepare: write PREFIX_<key>_document.bin and .idx; without it the cache is filled",
+    )
+    parser.add_argument(
+        "--keys", nargs="+", default=["text"], metavar="KEY", help="fields or columns that hold text, one output each"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="NAME", help="as data.tokenizer: byte (default), a folder, a file, a repository's id"
+    )
+    parser.add_argument(
+        "--end-of-text", metavar="TOKEN", help="the token behind each document (default: the tokenizer's own)"
+    )
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="processes (default: by the size of the input, at most 8)"
+    )
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="cache folder (default: the user's)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Packs or looks; 0."""
+    if args.action == "prepare":
+        return _prepare(args)
+    return _inspect(args)
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from mpbridge.data.prepare import cache_folder, prepare, write_pairs
+    from mpbridge.data.sources import find
+    from mpbridge.data.tokenizer import fetch
+    from mpbridge.report.progress import bar
+
+    if not args.sources:
+        raise BadValue("data prepare: no SOURCE; give files, folders, globs, data sets (hf:owner/name) or stdlib")
+    if args.workers is not None and args.workers < 1:
+        raise BadValue(f"--workers {args.workers}: at least 1")
+    name = args.tokenizer or BYTE
+    fetch(name)
+    sources = find("stdlib" if args.sources == ["stdlib"] else args.sources)
+    if sources.prefixes:
+        raise BadValue(f"{sources.prefixes[0]}.bin/.idx is packed already: nothing to prepare")
+    with bar("packed", quiet=args.json) as told:
+        done = prepare(
+            sources.files, cache=cache_folder(args.cache), tokenizer_name=name, end=args.end_of_text, keys=args.keys, workers=args.workers, told=told
+        )  # fmt: skip
+    prefixes = list(done.prefixes)
+    if args.out:
+        write_pairs(done, args.out)
+        prefixes = [str(args.out.with_name(f"{args.out.name}_{key}_document")) for key in done.keys]
+    if args.json:
+        print_json(
+            {
+                "documents": done.documents,
+                "tokens": done.tokens,
+                "skipped": done.skipped,
+                "cached": done.cached,
+                "prefixes": prefixes,
+            }
+        )
+        return 0
+    print(done.line() + (" (prepared before)" if done.cached else ""))
+    print("\n".join(prefixes))
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    if not args.sources and not args.tokenizer:
+        raise BadValue("data inspect: nothing to look at; give a SOURCE, or --tokenizer NAME")
+    found: dict[str, Any] = {}
+    if args.tokenizer:
+        found["tokenizer"] = _tokenizer(args)
+    if args.sources:
+        from mpbridge.data.sources import find
+
+        sources = find("stdlib" if args.sources == ["stdlib"] else args.sources)
+        found |= _packed(sources) if sources.prefixes else _raw(sources)
+    if args.json:
+        print_json(found)
+    else:
+        _show(found)
+    return 0
+
+
+def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
+    if args.tokenizer == BYTE:
+        return {"name": BYTE, "kind": "bytes", "tokens": 259, "end of text": 256}
+    if is_factory(args.tokenizer):
+        raise BadValue(f"--tokenizer {args.tokenizer}: it is code, which inspect does not run")
+    from mpbridge.data.tokenizer import fetch
+
+    fetch(args.tokenizer)
+    files = tokenizer_files(args.tokenizer, args.end_of_text)
+    end = "not said: give data.end_of_text" if files.end is None else files.end
+    return {
+        "name": args.tokenizer,
+        "kind": files.kind,
+        "file": str(files.file),
+        "tokens": files.size,
+        "end of text": end,
+    }
+
+
+def _packed(sources: Sources) -> dict[str, Any]:
+    from mpbridge.data.inspect import pair
+
+    return {"pairs": [dataclasses.asdict(pair(prefix)) for prefix in sources.prefixes]}
+
+
+def _raw(sources: Sources) -> dict[str, Any]:
+    kinds: dict[str, list[int]] = {}
+    for path in sources.files:
+        kinds.setdefault(path.suffix or "no ending", []).append(path.stat().st_size)
+    return {
+        "files": [{"kind": kind, "files": len(sizes), "bytes": sum(sizes)} for kind, sizes in sorted(kinds.items())]
+    }
+
+
+def _show(found: dict[str, Any]) -> None:
+    if "tokenizer" in found:
+        rows = [(key, _text(value)) for key, value in found["tokenizer"].items() if key != "name"]
+        print_table(("tokenizer", found["tokenizer"]["name"]), rows)
+    for facts in found.get("pairs", ()):
+        print_table(
+            (Path(facts["prefix"]).name, ""),
+            [(key.replace("_", " "), _text(value)) for key, value in facts.items() if key != "prefix"],
+        )
+    if "files" in found:
+        print_table(
+            ("kind", "files", "bytes"), [tuple(_text(value) for value in row.values()) for row in found["files"]]
+        )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,99 @@
+"""The model families whose folders are read and written: one row for each model_type, with what its config.json leaves out and how its tensors are named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One value of model_type."""
+
+    name: str
+    architecture: str
+    """Class of its causal language model in transformers."""
+    qkv_bias: bool = False
+    """Queries, keys and values have biases, whatever config.json says."""
+    qk_norm: bool = False
+    """Queries and keys are normalised head by head."""
+    latent: bool = False
+    """Multi-latent attention."""
+    window: Literal["sliding_window", "use_sliding_window", ""] = ""
+    """The field that switches a sliding window on."""
+    experts: str = ""
+    """Field with the number of experts; '': none."""
+    expert_width: str = "moe_intermediate_size"
+    """Field with an expert's width."""
+    mixture: str = "mlp"
+    """Module of a layer that holds its experts and router."""
+    expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Of an expert: gate, up, down."""
+    shared: str = ""
+    """Module of shared experts; '': none."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """What transformers takes for a field that is left out."""
+
+
+_EPSILON = MappingProxyType({"rms_norm_eps": 1e-6})
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            Family(name="llama", architecture="LlamaForCausalLM", defaults=_EPSILON),
+            Family(name="mistral", architecture="MistralForCausalLM", window="sliding_window", defaults=_EPSILON),
+            Family(
+                name="mixtral",
+                architecture="MixtralForCausalLM",
+                window="sliding_window",
+                experts="num_local_experts",
+                expert_width="intermediate_size",
+                mixture="block_sparse_moe",
+                expert_parts=("w1", "w3", "w2"),
+                defaults=MappingProxyType({"rms_norm_eps": 1e-5, "rope_theta": 1e6}),
+            ),
+            Family(
+                name="qwen2",
+                architecture="Qwen2ForCausalLM",
+                qkv_bias=True,
+                window="use_sliding_window",
+                defaults=_EPSILON,
+            ),
+            Family(
+                name="qwen2_moe",
+                architecture="Qwen2MoeForCausalLM",
+                qkv_bias=True,
+                window="use_sliding_window",
+                experts="num_experts",
+                shared="shared_expert",
+                defaults=_EPSILON,
+            ),
+            Family(
+                name="qwen3",
+                architecture="Qwen3ForCausalLM",
+                qk_norm=True,
+                window="use_sliding_window",
+                defaults=MappingProxyType({**_EPSILON, "head_dim": 128}),
+            ),
+            Family(
+                name="qwen3_moe",
+                architecture="Qwen3MoeForCausalLM",
+                qk_norm=True,
+                window="use_sliding_window",
+                experts="num_experts",
+                defaults=_EPSILON,
+            ),
+            Family(
+                name="deepseek_v3",
+                architecture="DeepseekV3ForCausalLM",
+                latent=True,
+                experts="n_routed_experts",
+                shared="shared_experts",
+                defaults=_EPSILON,
+            ),
+        )
+    }
+)
+"""model_type -> its row. Sources: the configuration and modeling modules of transformers 5.23 for the same model_type."""
