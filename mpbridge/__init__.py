@@ -48,6 +48,7 @@ _HOME = {
     "register": "precision.registry",
     "resolve": "precision.resolve",
     "transformer_engine_on_cpu": "te_cpu.context",
+    "witness": "witnessing.witness",
     "wrap": "engines.wrap",
 }
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "register",
     "resolve",
     "transformer_engine_on_cpu",
+    "witness",
     "wrap",
 ]
 
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from mpbridge.sync.plan import Plan, Receipt, plan
     from mpbridge.te_cpu.context import transformer_engine_on_cpu
     from mpbridge.train.loop import pretrain
+    from mpbridge.witnessing.witness import witness
 
 if not TYPE_CHECKING:  # seen by mypy, this would make every name of the package an Any
 

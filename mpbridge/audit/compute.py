@@ -60,13 +60,16 @@ def computed(engine: Any, promises: Promises, watch: Watch) -> Computed:
         add("softmax", path, fused, dtypes)
     for path, dtypes in watch.norms.items():
         add("norms", path, (wide,) if promises.kept_fp32(f"{path}.weight") else (compute, wide), dtypes)
-    stream = wide if policy.residual_fp32 else compute
+    # under autocast the stream is what a model's own additions make of it
+    stream = (wide,) if policy.residual_fp32 else (compute, wide) if promises.foreign else (compute,)
     for path, dtypes in watch.stream.items():
-        add("residual stream", path, (stream,), dtypes)
+        add("residual stream", path, stream, dtypes)
+    # other models hand their angles on in the dtype of activations, and may give their loss logits of that dtype: its kernel adds up in FP32
+    final = (compute, wide) if promises.foreign else (wide,)
     for path, dtype in watch.angles.items():
-        add("rotary angles", path, (wide,), (dtype,))
+        add("rotary angles", path, final, (dtype,))
     if watch.loss:
-        add("loss", "cross entropy", (wide,), watch.loss)
+        add("loss", "cross entropy", final, watch.loss)
     _values(engine, promises, watch, seen)
     return seen
 

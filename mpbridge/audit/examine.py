@@ -32,12 +32,14 @@ if TYPE_CHECKING:
 def promises_of(policy: PrecisionPolicy, engine: Engine) -> Promises:
     """What `policy` promises on `engine`, the facts it leaves open filled from the run's optimizer section."""
     run = engine.run
+    policy = policy.settled(run.inputs.get("optimizer"))
     emulated = bool(getattr(run, "emulate", False)) or getattr(run.facts, "realization", "native") == "emulated"
     return Promises(
-        policy=policy.settled(run.inputs.get("optimizer")),
+        policy=policy,
         run=run.facts,
         layers=run.facts.shape.num_layers,
         emulated=emulated,
+        foreign=bool(getattr(engine, "foreign", False)),
     )
 
 
@@ -63,15 +65,18 @@ def audit(
     begun = time.process_time()
     seen = look(engine, promises, watch, before, result, microbatches)
     seconds = time.process_time() - begun
-    ranks = _everywhere(seen)
-    findings = tensor_findings(ranks, promises, live=stage == "live")
-    findings += rule_findings(ranks, promises, ran=watch is not None) + flag_finding(ranks)
-    findings += weight_findings([rank.weights for rank in ranks], stepped=before is not None)
-    findings += replica_findings([rank.copies for rank in ranks])
-    if watch is not None:
-        findings += _step_findings(engine, promises, ranks, microbatches)
-    if result is not None and before is not None:
-        findings += _result_findings(engine, promises, ranks, result)
+    ranks = everywhere(seen)
+    stepped = result if before is not None else None
+    findings = judge(
+        engine,
+        promises,
+        ranks,
+        live=stage == "live",
+        watched=watch is not None,
+        moved=before is not None,
+        result=stepped,
+        microbatches=microbatches,
+    )
     facts: dict[str, Any] = {
         "engine": engine.name,
         "world_size": len(ranks),
@@ -81,6 +86,28 @@ def audit(
     if step is not None:
         facts["step"] = step
     return Report(stage=stage, findings=tuple(findings), layouts=_layouts(ranks[0]), seconds=seconds, facts=facts)
+
+
+def judge(
+    engine: Any,
+    promises: Promises,
+    ranks: Sequence[Observed],
+    *,
+    live: bool,
+    watched: bool,
+    moved: bool,
+    result: StepResult | None,
+    microbatches: int,
+) -> list[Finding]:
+    """What all ranks observed beside what was promised. live: an update left its states; watched: a step was observed; moved: with what was before its update;
+    result: of that step, where gradients were followed."""
+    findings = tensor_findings(ranks, promises, live=live)
+    findings += rule_findings(ranks, promises, ran=watched) + flag_finding(ranks)
+    findings += weight_findings([rank.weights for rank in ranks], stepped=moved)
+    findings += replica_findings([rank.copies for rank in ranks])
+    if watched:
+        findings += _step_findings(engine, promises, ranks, microbatches)
+    return findings + (_result_findings(engine, promises, ranks, result) if result is not None else [])
 
 
 def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], microbatches: int) -> list[Finding]:
@@ -118,8 +145,10 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
     followed = [rank.followed for rank in ranks if rank.followed is not None]
     norm = result.grad_norm
     parallel, config = engine.run.facts.parallel, engine.configs
-    # a sum over tokens, or over chunks of a sequence, is scaled by what only the schedule knows
-    known = not getattr(config.model, "calculate_per_token_loss", False) and parallel.context == 1
+    clip = getattr(config.optimizer, "clip_grad", None)
+    # a sum over tokens, or over chunks of a sequence, is scaled by what only the schedule knows, and another's loop may clip by what only it knows
+    told = clip is not None and (norm is not None or not clip)
+    known = told and not getattr(config.model, "calculate_per_token_loss", False) and parallel.context == 1
     why = why_unseen(engine, promises, "gradients")
     findings = []
     if why:
@@ -134,18 +163,20 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
             promises,
             scale=result.loss_scale,
             norm=0.0 if norm is None else norm,
-            clip=float(config.optimizer.clip_grad or 0.0),
+            clip=float(clip or 0.0),
             known=known,
-            widths=_widths(promises),
+            widths=widths_of(promises),
+            most=1.0 / result.loss_scale if promises.foreign else None,
         )
-    findings += scale_finding(followed, scale=result.loss_scale, promised=f"{result.loss_scale:g}", known=known)
+    if not math.isnan(result.loss):
+        findings += scale_finding(followed, scale=result.loss_scale, promised=f"{result.loss_scale:g}", known=known)
     if norm is not None:
         good = math.isfinite(norm) and norm > 0.0
         findings.append(Finding(subject="gradient norm", promised="finite and above 0", found=f"{norm:.4g}", ok=good))
     return findings
 
 
-def _widths(promises: Promises) -> dict[str, str]:
+def widths_of(promises: Promises) -> dict[str, str]:
     """The dtypes that a gradient passes on its way from the GEMM to the optimizer."""
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     widths = {role: promises.of(role, name) for role in ("grads", "main_grads")}
@@ -153,7 +184,8 @@ def _widths(promises: Promises) -> dict[str, str]:
     return {role: width for role, width in widths.items() if width and width != ABSENT}
 
 
-def _everywhere(seen: Observed) -> list[Observed]:
+def everywhere(seen: Observed) -> list[Observed]:
+    """What every rank observed; every rank calls it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [seen]
     ranks: list[Any] = [None] * dist.get_world_size()

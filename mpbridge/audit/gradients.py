@@ -12,6 +12,7 @@ from mpbridge.audit.findings import Finding
 from mpbridge.audit.holdings import holdings
 from mpbridge.audit.promise import Promises
 from mpbridge.audit.ranks import offenders
+from mpbridge.audit.subject import answer
 from mpbridge.audit.values import sample
 from mpbridge.audit.watch import Watch
 from mpbridge.audit.weights import _gradient
@@ -50,8 +51,10 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
             continue
         seen.produced[held.name] = produced
         grad = _gradient(held) if held.updated is not None else None
-        if grad is not None:
-            seen.read[held.name] = sample(grad, held.begin, held.parameter.numel())
+        if held.samples is not None:
+            seen.read[held.name] = held.samples
+        elif grad is not None:
+            seen.read[held.name] = sample(grad, held.begin, held.whole)
     return seen
 
 
@@ -66,6 +69,10 @@ def data_parallel(engine: Any) -> tuple[int, ...]:
     """Global ranks that average gradients with this one; just this one where there is no process group."""
     import torch.distributed as dist
 
+    own = answer(engine, "audit_ranks")
+    if own is not None:
+        found: tuple[int, ...] = own()
+        return found
     if not dist.is_initialized():
         return (0,)
     from megatron.core import parallel_state
@@ -84,10 +91,12 @@ def gradient_findings(
     clip: float,
     known: bool,
     widths: Mapping[str, str],
+    most: float | None = None,
 ) -> list[Finding]:
     """Whether each sampled gradient is what GEMMs gave times the one factor that it should be.
 
     known: False where the factor depends on token counts (calculate_per_token_loss): then all must share one. widths: the dtypes on a gradient's way.
+    most: the largest that the factor may be where it is not known: clipping makes it smaller.
     """
     factor = (min(1.0, clip / (norm + 1.0e-6)) if clip > 0 else 1.0) / scale
     tolerance = max(_ROUNDED.get(width, 0.15) for width in widths.values()) if widths else _EXACT
@@ -107,13 +116,15 @@ def gradient_findings(
                 bad.append(f"{name}: other numbers than its GEMMs gave")
             elif known and abs(ratio / factor - 1) > tolerance:
                 bad.append(f"{name}: {_words(ratio / factor, scale, len(rank.group))}")
+            elif most is not None and not known and ratio > most * (1 + tolerance):
+                bad.append(f"{name}: {_words(ratio / most, scale, len(rank.group))}")
         bad += [
             f"{name}: no gradient for the optimizer"
             for name in rank.produced
             if name not in rank.read and _own(rank, name, ranks)
         ]
         wrong.append(bad)
-    if not known and ratios and max(ratios) / min(ratios) - 1 > 2 * tolerance:
+    if not known and ratios and max(ratios) - min(ratios) > 2 * tolerance * abs(min(ratios)):
         wrong[0].append("gradients of different parameters were scaled differently")
     widest = "/".join(sorted(set(widths.values()))) or "fp32"
     return [

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mpbridge.audit.stored import local
+from mpbridge.audit.subject import answer
 from mpbridge.megatron.inside_optimizer import shard_of
 
 ADAMS = frozenset({"Adam", "AdamW", "FusedAdam", "CpuFusedAdam"})
@@ -33,6 +34,17 @@ class Held:
     group: dict[str, Any] | None = None
     """The group that holds `updated` now; None: it is in no group."""
     state: dict[str, Any] = field(default_factory=dict)
+    elements: int | None = None
+    """Of the whole parameter; None: as many as `parameter` has."""
+    samples: dict[int, float] | None = None
+    """Of its gradient (values.sample), taken when the optimizer read it; None: it is still there to be sampled."""
+    grad: torch.Tensor | None = None
+    """The gradient that the optimizer read for it, flat, where that is not an attribute of `updated`."""
+
+    @property
+    def whole(self) -> int:
+        """Elements of the whole parameter, all ranks together."""
+        return int(self.parameter.numel()) if self.elements is None else self.elements
 
     @property
     def main(self) -> torch.Tensor | None:
@@ -71,6 +83,9 @@ class Held:
 
 def holdings(engine: Any) -> list[Held]:
     """Every parameter of this rank, updated or not, by global name."""
+    own = answer(engine, "audit_holdings")
+    if own is not None:
+        return list(own())
     if hasattr(engine.optimizer, "shards"):
         return list(_sharded(engine))
     return list(_megatron(engine))

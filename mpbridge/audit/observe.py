@@ -18,6 +18,7 @@ from mpbridge.audit.replicas import Copies, copies
 from mpbridge.audit.rules import details, rule_of
 from mpbridge.audit.scaler import scaler_faults
 from mpbridge.audit.stored import elements, size, storage
+from mpbridge.audit.subject import answer
 from mpbridge.audit.traffic import Traffic, traffic
 from mpbridge.audit.watch import Watch
 from mpbridge.audit.weights import Before, Weights, moved, standing
@@ -116,6 +117,10 @@ def _open_fields(promised: Gemms, words: tuple[str, str], module: Any) -> tuple[
 
 
 def _flags(engine: Any, promises: Promises) -> tuple[int, list[str]]:
+    own = answer(engine, "audit_flags")
+    if own is not None:
+        found: tuple[int, list[str]] = own(promises)
+        return found
     looked, wrong = different(engine)
     more, contradictions = optimizer_faults(engine, promises)
     return looked + more, wrong + contradictions + scaler_faults(engine, promises.policy.loss_scale)

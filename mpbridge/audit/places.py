@@ -64,7 +64,14 @@ def linears(chunks: list[Any]) -> dict[str, Any]:
     return {path: module for module, path in module_paths(chunks).items() if is_linear(module)}
 
 
-def _bare(path: str) -> str:
+_WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"})
+"""Attributes under which FSDP1, torch.compile, activation checkpointing and Lightning's Fabric hold the module that they wrap."""
+
+
+def bare(path: str) -> str:
+    """A path, or a parameter's name, as in the unwrapped model."""
+    if not _WRAPPERS.isdisjoint(parts := path.split(".")):
+        path = ".".join(part for part in parts if part not in _WRAPPERS)
     while path == "module" or path.startswith("module."):
         path = path.removeprefix("module").removeprefix(".")
     return path
@@ -76,5 +83,5 @@ def _global(path: str, numbers: dict[str, int]) -> str:
     for end in range(1, len(parts) + 1):
         layer = ".".join(parts[:end])
         if layer in numbers:
-            return ".".join(filter(None, [_bare(".".join(parts[: end - 1])), str(numbers[layer]), *parts[end:]]))
-    return _bare(path)
+            return ".".join(filter(None, [bare(".".join(parts[: end - 1])), str(numbers[layer]), *parts[end:]]))
+    return bare(path)

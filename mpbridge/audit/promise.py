@@ -31,6 +31,8 @@ class Promises:
     """Of the whole model."""
     emulated: bool = False
     """Emulation keeps weights in 16 or 32 bits whatever the recipe stores."""
+    foreign: bool = False
+    """The model is not megatron-core's: what its norms, residual stream, rotary angles and loss run in is its own code's business."""
 
     @property
     def seen(self) -> bool:

@@ -12,6 +12,7 @@ from mpbridge.audit.findings import Finding
 from mpbridge.audit.gradients import data_parallel
 from mpbridge.audit.promise import Promises
 from mpbridge.audit.ranks import joined, offenders
+from mpbridge.audit.subject import answer
 from mpbridge.audit.watch import Watch
 from mpbridge.formats import DType
 from mpbridge.memory.keeps import wires
@@ -36,6 +37,10 @@ class Traffic:
 
 def traffic(engine: Any, promises: Promises, watch: Watch, microbatches: int) -> Traffic:
     """What this rank sent in the step, by what it was."""
+    own = answer(engine, "audit_traffic")
+    if own is not None:
+        found: Traffic = own(_promised(promises), watch, microbatches)
+        return found
     group = data_parallel(engine)
     seen = Traffic(ranks=len(group), stages=engine.run.facts.parallel.pipeline, promised=_promised(promises))
     for one in watch.sent:
@@ -60,15 +65,19 @@ def _promised(promises: Promises) -> dict[str, set[str]]:
 
 # --- megatron-core's buffers: every element has an address --------------------------------------------------------------------------------
 def _buffers(engine: Any, watch: Watch, seen: Traffic) -> None:
+    buffers_into(engine.model, {id(parameter): name for name, parameter in engine.named_parameters()}, watch, seen)
+
+
+def buffers_into(chunks: Sequence[Any], names: Mapping[int, str], watch: Watch, seen: Traffic) -> None:
+    """Adds what megatron-core's wrapped model chunks sent of their buffers. names: of parameters by their ids."""
     import torch.distributed as dist
     from megatron.core import parallel_state as state
 
-    if not dist.is_initialized() or not hasattr(engine.model[0], "buffers"):
+    if not dist.is_initialized() or not hasattr(chunks[0], "bucket_groups"):
         return
     whole = tuple(dist.get_process_group_ranks(state.get_data_parallel_group(with_context_parallel=True)))
     experts = tuple(dist.get_process_group_ranks(state.get_expert_data_parallel_group()))
-    names = {id(parameter): name for name, parameter in engine.named_parameters()}
-    for chunk in engine.model:
+    for chunk in chunks:
         for buffers, group in ((chunk.buffers, whole), (chunk.expert_parallel_buffers, experts)):
             for buffer in buffers:
                 _buffer(buffer, names, group, watch.sent, seen)
@@ -104,27 +113,46 @@ def _covered(sent: Sequence[Sent], begin: int, end: int, ranks: int) -> float | 
 
 # --- sharded engines copy gradients together before they send them: elements are counted ---------------------------------------------------
 def _sharded(engine: Any, watch: Watch, group: tuple[int, ...], seen: Traffic, microbatches: int) -> None:
-    # sums of norms, losses and flags are single numbers; a unit's gradients are not
-    smallest = min((int(p.numel()) for p in engine.optimizer.names.values()), default=0)
+    named = engine.optimizer.names.values()
+    unsynced = getattr(engine.configs.model, "no_sync_func", None) is not None
+    # Megatron-FSDP (a wrapper that holds main weights) adds each micro-batch to its shards as it comes, or all at the end; that it is once either way, `gradients` shows by value
+    either = engine.run.facts.traits.main_weights == "wrapper"
+    times = {1, microbatches} if either else {1 if unsynced else microbatches}
+    trained = [p for p in named if p.requires_grad]
+    sizes, whole = [int(p.numel()) for p in trained], sum(int(p.numel()) for p in named)
+    smallest = min((int(p.numel()) for p in named), default=0)
+    padding = _padding(trained, len(group))
+    elements_into(seen, watch, group, sizes, times=times, gathered=whole, padding=padding, smallest=smallest)
+
+
+def elements_into(
+    seen: Traffic,
+    watch: Watch,
+    group: tuple[int, ...],
+    sizes: Sequence[int],
+    *,
+    times: Iterable[int],
+    gathered: int = 0,
+    padding: float = 0.5,
+    smallest: int | None = None,
+) -> None:
+    """Adds what a wrapper sent that copies gradients together first, so that only elements can be counted.
+
+    sizes: elements of each trained parameter; times: how often each may be reduced in the step; gathered: elements of parameters that each pass needs;
+    padding: the largest share that rounding up adds; smallest: below it a message is a norm, a loss or a flag (None: the smallest parameter).
+    """
+    least = min(sizes, default=0) if smallest is None else smallest
     for one in watch.sent:
-        if len(one.group) == len(group) and one.elements * max(1, len(group)) >= smallest:
+        if len(one.group) == len(group) and one.elements * max(1, len(group)) >= least:
             _count(one, seen)
     if len(group) == 1:
         return
-    trained = [p for p in engine.optimizer.names.values() if p.requires_grad]
-    needed = sum(int(p.numel()) for p in trained)
-    sent, unsynced = sum(seen.reduced.values()), getattr(engine.configs.model, "no_sync_func", None) is not None
-    # Megatron-FSDP (a wrapper that holds main weights) adds each micro-batch to its shards as it comes, or all at the end; that it is once either way, `gradients` shows by value
-    either = engine.run.facts.traits.main_weights == "wrapper"
-    times = 1 if unsynced else microbatches
-    padding = 1.0 + _padding(trained, len(group))
-    allowed = {1, microbatches} if either else {times}
-    if needed and not any(0.999 * n <= sent / needed <= padding * n * 1.02 for n in allowed):
-        seen.faults.append(f"{sent} gradient elements were reduced, {needed * times} were to be")
-    gathered = sum(seen.gathered.values()) * len(group)
-    total = sum(int(p.numel()) for p in engine.optimizer.names.values())
-    if gathered < 0.999 * total:
-        seen.gather_faults.append(f"{gathered} parameter elements were gathered, {total} are needed in each pass")
+    needed, sent = sum(sizes), sum(seen.reduced.values())
+    if needed and not any(0.999 * n <= sent / needed <= (1.0 + padding) * n * 1.02 for n in times):
+        seen.faults.append(f"{sent} gradient elements were reduced, {needed * min(times)} were to be")
+    came = sum(seen.gathered.values()) * len(group)
+    if came < 0.999 * gathered:
+        seen.gather_faults.append(f"{came} parameter elements were gathered, {gathered} are needed in each pass")
 
 
 def _count(one: Sent, seen: Traffic) -> None:

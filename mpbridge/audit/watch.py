@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ _GEMMS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_sca
 _SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
 _FUSED_ATTENTION = "_scaled_dot_product"
 _LOSS = frozenset({"exp", "exp_", "log", "_log_softmax", "logsumexp", "nll_loss_forward"})
+_BEHIND = frozenset({"_log_softmax", "nll_loss_forward"})
+"""Those of a loss that is computed outside of every module; other operations there may be anything."""
 _NORMS = frozenset({"native_layer_norm", "_fused_rms_norm", "rsqrt"})
 
 
@@ -90,6 +92,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._paths: dict[Any, str] = {}
         self._graph = Graph()
         self._undo: ExitStack | None = None
+        self._blind = False
         self._inputs: deque[Any] = deque()
         self._names: dict[Any, tuple[str, str]] = {}
 
@@ -114,6 +117,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._graph.forget()
         self._stack.clear()
         self.products.forget()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """What runs inside is no part of the step: it is not noted."""
+        self._blind = True
+        try:
+            yield
+        finally:
+            self._blind = False
 
     # --- modules -------------------------------------------------------------------------------------------------------------------------
     def _enter(self, module: Any, args: Any) -> None:
@@ -183,6 +195,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- operations ----------------------------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation and notes it."""
+        if self._blind:
+            return func(*args, **(kwargs or {}))
         space, _, name = func._schema.name.partition("::")
         if space == "c10d" and name in KINDS and not aside():
             self.sent += sent(name, args)  # before it runs: reductions work in place
@@ -206,7 +220,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             module, path = self._here()
             if module is not None and is_norm(module):
                 self.norms[path][storage(args[0])] += 1
-        if name in _LOSS and self._stack and self._at_root() and args[0].is_floating_point():
+        if name in _LOSS and self._of_the_loss(name) and args[0].is_floating_point():
             self.loss[storage(args[0])] += 1
         if name == "ones_like" and not self._stack and _begins_backward(args[0]):
             self.roots.append(float(args[0].detach()))
@@ -226,6 +240,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _here(self) -> tuple[Any, str]:
         return self._stack[-1] if self._stack else (None, "")
+
+    def _of_the_loss(self, name: str) -> bool:
+        """Whether an operation is the cross entropy's: in the model's own forward, or behind the model in a loop that computes its loss itself."""
+        return self._at_root() if self._stack else name in _BEHIND and torch.is_grad_enabled()
 
     def _at_root(self) -> bool:
         """Whether the operation is the model's own, in none of its submodules."""

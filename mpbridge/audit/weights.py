@@ -187,6 +187,8 @@ def _update(held: Held, trained: torch.Tensor, lr: float) -> tuple[torch.Tensor,
 
 
 def _gradient(held: Held) -> torch.Tensor | None:
+    if held.grad is not None:
+        return held.grad.detach().reshape(-1)
     for attribute in ("decoupled_grad", "grad"):
         grad = getattr(held.updated, attribute, None)
         if grad is not None:

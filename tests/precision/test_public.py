@@ -30,6 +30,7 @@ NAMES = {
     "register",
     "resolve",
     "transformer_engine_on_cpu",
+    "witness",
     "wrap",
 }
 

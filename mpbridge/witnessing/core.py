@@ -1,0 +1,277 @@
+"""Loops around megatron-core's own objects: its DistributedDataParallel and optimizers in Megatron-LM's, Bridge's or a hand-written loop, and Megatron-FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+
+from mpbridge.audit.holdings import Held
+from mpbridge.audit.replicas import Copies
+from mpbridge.audit.stored import local
+from mpbridge.audit.traffic import Traffic, elements_into
+from mpbridge.audit.watch import Watch
+from mpbridge.config.live import as_mapping
+from mpbridge.engines.contract import Live
+from mpbridge.facts import OptimizerFacts, Parallel
+from mpbridge.formats import plain
+from mpbridge.megatron import inside_fsdp
+from mpbridge.stacks.meaning import Sharded
+from mpbridge.traits import traits
+from mpbridge.witnessing.loops import Loop, LoopFacts, Update, shape_of
+
+
+class CoreLoop(Loop):
+    """megatron-core's DistributedDataParallel with its own optimizers."""
+
+    kind = traits("mcore")
+    name = "mcore"
+    foreign = False
+
+    def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
+        self._chained = optimizer if hasattr(optimizer, "chained_optimizers") else _Chain(optimizer)
+        super().__init__(model, optimizer, scaler=scaler, group=group)
+        self.optimizer = self._chained
+        first = self.model[0]
+        self.configs = SimpleNamespace(
+            model=getattr(first, "config", None),
+            optimizer=getattr(self._parts()[0], "config", None),
+            ddp=getattr(first, "ddp_config", None),
+        )
+        self.run = _run_of(self.configs, self.facts())
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        """'megatron-core's DistributedDataParallel, DistributedOptimizer'."""
+        return f"{self.wrapper}, {' and '.join(dict.fromkeys(type(one).__name__ for one in self._parts()))}"
+
+    @property
+    def wrapper(self) -> str:
+        """Who reduces gradients."""
+        return f"megatron-core's {type(self.model[0]).__name__}"
+
+    def _parts(self) -> list[Any]:
+        return [one for one in self._chained.chained_optimizers if not getattr(one, "is_stub_optimizer", False)]
+
+    @property
+    def sharded(self) -> Sharded:  # type: ignore[override]
+        """The distributed optimizer divides states."""
+        return "optimizer" if any(hasattr(part, "shard_fp32_groups") for part in self._parts()) else "nothing"
+
+    def facts(self) -> LoopFacts:
+        """From the live configs."""
+        config = getattr(self._parts()[0], "config", None)
+        model = getattr(self.model[0], "config", None)
+        named = ((path, module) for chunk in self.model for path, module in chunk.named_modules())
+        tied = any(getattr(m, "share_embeddings_and_output_weights", False) for c in self.model for m in c.modules())
+        shape = shape_of(named, tied=tied)
+        return LoopFacts(
+            shape=type(shape)(**{**_fields(shape), "num_layers": int(getattr(model, "num_layers", shape.num_layers))}),
+            parallel=_parallel(model),
+            own_traits=self.kind,
+            optimizer=OptimizerFacts(
+                name=str(getattr(config, "optimizer", "adam")),
+                distributed=self.sharded != "nothing",
+                cpu_offload=bool(getattr(config, "optimizer_cpu_offload", False)),
+                settings=_section("optimizer", config),
+            ),
+            ddp=_section("ddp", getattr(self.model[0], "ddp_config", None)),
+        )
+
+    def audit_ranks(self) -> tuple[int, ...]:
+        """megatron-core's data-parallel group, context-parallel ranks among it."""
+        if self.group is None and dist.is_initialized():
+            from megatron.core import parallel_state as state
+
+            if state.model_parallel_is_initialized():
+                return tuple(dist.get_process_group_ranks(state.get_data_parallel_group(with_context_parallel=True)))
+        return super().audit_ranks()
+
+    def named_parameters(self) -> Iterable[tuple[str, Any]]:
+        """By global name, layers counted over all pipeline stages."""
+        from mpbridge.engines.live import bare, parameters
+
+        for chunk in self.model:
+            yield from parameters(bare(chunk))
+
+    def tensors(self) -> list[Live]:
+        """As megatron-core holds them."""
+        from mpbridge.engines.live import live
+
+        return live(self.model, self.optimizer)
+
+    @property
+    def loss_scale(self) -> float:
+        """megatron-core's own scaler's."""
+        return float(self.optimizer.get_loss_scale())
+
+    def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
+        """Behind the optimizer's own `step`, which also brings main weights to the model; gradients stay until the next step begins."""
+
+        def stepped(result: Any) -> None:
+            applied, norm = (result[0], result[1]) if isinstance(result, tuple) and len(result) > 1 else (result, None)
+            then(Update(applied=applied is not False, norm=None if norm is None else float(norm)))
+
+        return after_call(self.outer, "step", stepped)
+
+
+class CoreFsdpLoop(CoreLoop):
+    """Megatron-FSDP: the wrapper shards parameters and holds main weights."""
+
+    kind = traits("megatron_fsdp")
+    name = "megatron_fsdp"
+
+    @property
+    def sharded(self) -> Sharded:  # type: ignore[override]
+        """By the wrapper's strategy."""
+        strategy = str(getattr(getattr(self.model[0], "ddp_config", None), "data_parallel_sharding_strategy", ""))
+        known: Mapping[str, Sharded] = {"no_shard": "nothing", "optim": "optimizer", "optim_grads": "gradients"}
+        return known.get(strategy, "everything")
+
+    def named_parameters(self) -> list[tuple[str, Any]]:
+        """The sharded parameters that the optimizer updates."""
+        return list(inside_fsdp.parameters(self.model[0]).items())
+
+    def audit_holdings(self) -> Iterator[Held]:
+        """Main shards beside the model's own weights."""
+        owned = {
+            id(parameter): (part.optimizer, group)
+            for part in self._parts()
+            for group in part.optimizer.param_groups
+            for parameter in group["params"]
+        }
+        resting = {name: tensor for role, name, tensor in inside_fsdp.held(self.model[0]) if role == "params"}
+        for name, parameter in self.named_parameters():
+            inner, group = owned.get(id(parameter), (None, None))
+            shard = parameter._local_tensor if hasattr(parameter, "_local_tensor") else parameter
+            row = 1
+            for size in parameter.shape[1:]:
+                row *= size
+            yield Held(
+                name=name,
+                parameter=parameter,
+                part=resting.get(name, shard.detach()).reshape(-1),
+                updated=parameter,
+                begin=inside_fsdp.offset(self.model[0], name, parameter)[0] * row,
+                inner=inner,
+                group=group,
+                state={} if inner is None else dict(inner.state.get(parameter, {})),
+            )
+
+    def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
+        """Sizes of shards, and what the forward pass read."""
+        seen = Copies()
+        for name, parameter in self.named_parameters():
+            seen.shards[name] = (int(local(parameter).numel()), int(parameter.numel()))
+            if read is not None and name in read:
+                seen.whole[name, 0, 0] = read[name]
+        return seen
+
+    def audit_traffic(self, promised: dict[str, set[str]], watch: Watch, microbatches: int) -> Traffic:
+        """By the number of elements: its buckets are copies."""
+        group = self.audit_ranks()
+        seen = Traffic(ranks=len(group), promised=promised)
+        sizes = [int(parameter.numel()) for _, parameter in self.named_parameters()]
+        elements_into(seen, watch, group, sizes, times={1, max(1, microbatches)})
+        return seen
+
+    def tensors(self) -> Iterator[Live]:  # type: ignore[override]
+        """The wrapper's buffers and the optimizer's states."""
+        from mpbridge.witnessing.plain import states
+
+        buffers = [
+            Live(role=role, parameter=name, tensor=tensor) for role, name, tensor in inside_fsdp.held(self.model[0])
+        ]
+        yield from buffers
+        held_in = {one.tensor.untyped_storage().data_ptr() for one in buffers if one.role == "grads"}
+        for held in self.audit_holdings():
+            grad = getattr(held.updated, "grad", None)
+            inner = getattr(grad, "_local_tensor", grad)
+            if inner is not None and inner.untyped_storage().data_ptr() not in held_in:
+                yield Live(role="main_grads", parameter=held.name, tensor=inner)
+            yield from states(held)
+
+
+class _Chain:
+    """A single optimizer of megatron-core's in the shape of its chain."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.chained_optimizers = [optimizer]
+        self._only = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._only, name)
+
+
+def after_call(owner: Any, name: str, then: Callable[[Any], None]) -> Callable[[], None]:
+    """Calls `then` with the result of each call of `owner.name`; gives back what takes it off, leaving no trace."""
+    mine = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = mine(*args, **kwargs)
+        then(result)
+        return result
+
+    return _replaced(owner, name, call)
+
+
+def before_call(owner: Any, name: str, then: Callable[[], None]) -> Callable[[], None]:
+    """Calls `then` before each call of `owner.name`; gives back what takes it off."""
+    mine = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        then()
+        return mine(*args, **kwargs)
+
+    return _replaced(owner, name, call)
+
+
+def _replaced(owner: Any, name: str, call: Callable[..., Any]) -> Callable[[], None]:
+    before = owner.__dict__.get(name)
+    setattr(owner, name, call)
+
+    def undo() -> None:
+        if before is None:
+            owner.__dict__.pop(name, None)
+        else:
+            setattr(owner, name, before)
+
+    return undo
+
+
+def _fields(shape: Any) -> dict[str, Any]:
+    return {name: getattr(shape, name) for name in shape.__dataclass_fields__}
+
+
+def _section(name: str, config: Any) -> dict[str, Any]:
+    """What a live config says that is not its class's default, in plain types; what is not data is left out."""
+    faults: list[str] = []
+    found = {}
+    for key, value in as_mapping(name, config, faults).items():
+        try:
+            found[key] = plain(value)
+        except (ValueError, TypeError):
+            continue
+    return found
+
+
+def _parallel(config: Any) -> Parallel:
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if config is None:
+        return Parallel(world_size=size)
+    return Parallel(
+        world_size=size,
+        tensor=int(getattr(config, "tensor_model_parallel_size", 1) or 1),
+        pipeline=int(getattr(config, "pipeline_model_parallel_size", 1) or 1),
+        context=int(getattr(config, "context_parallel_size", 1) or 1),
+        expert=int(getattr(config, "expert_model_parallel_size", 1) or 1),
+    )
+
+
+def _run_of(configs: Any, facts: LoopFacts) -> Any:
+    from mpbridge.witnessing.loops import LoopRun, _neutral
+
+    inputs = {name: _section(name, getattr(configs, name)) for name in ("model", "optimizer", "ddp")}
+    return LoopRun(policy=_neutral(), facts=facts, inputs=inputs)

@@ -1,0 +1,84 @@
+"""The registered recipe that is nearest to what was observed, and what it says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mpbridge.errors import MpbridgeError
+from mpbridge.precision.registry import get_mixed_precision_config, recipes
+from mpbridge.precision.resolve import resolve
+from mpbridge.precision.words import rule_words
+from mpbridge.stacks.meaning import LABELS, LAYOUT, of_policy, rows
+from mpbridge.traits import DEFAULT, engine_names, traits
+from mpbridge.witnessing.describe import Description
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nearest:
+    """A recipe beside what was seen."""
+
+    recipe: str
+    differences: Mapping[str, tuple[str, str]]
+    """Row -> (the recipe's, what was seen)."""
+    other_master: bool = False
+    """Whether updates are added to weights of another dtype: then storage and main weights are no matter of layout."""
+
+    @property
+    def arithmetic(self) -> tuple[str, ...]:
+        """Rows that change numbers, not only where tensors lie."""
+        layout = tuple(row for row in LAYOUT if not (self.other_master and row in ("storage", "main")))
+        return tuple(row for row in self.differences if row not in layout)
+
+    def __str__(self) -> str:
+        if not self.differences:
+            return f"{self.recipe}, exactly"
+        kind = "the same arithmetic in another layout" if not self.arithmetic else "other arithmetic"
+        changes = "; ".join(f"{LABELS[row]}: {seen}, not {ours}" for row, (ours, seen) in self.differences.items())
+        return f"{self.recipe} but for ({kind}) {changes}"
+
+    def as_data(self) -> dict[str, Any]:
+        """JSON types."""
+        return {
+            "recipe": self.recipe,
+            "differences": {row: {"recipe": ours, "seen": seen} for row, (ours, seen) in self.differences.items()},
+        }
+
+
+def nearest(description: Description, *, layers: int) -> Nearest | None:
+    """Fewest rows of other arithmetic, then fewest rows of another layout, then the registry's order; None when no recipe can be read."""
+    found = [
+        one
+        for name in recipes
+        for engine in dict.fromkeys((recipes[name].engine or DEFAULT, *_engines(description)))
+        if (one := _compared(name, engine, description, layers)) is not None
+    ]
+    return min(found, key=lambda one: (len(one.arithmetic), len(one.differences)), default=None)
+
+
+def _engines(description: Description) -> tuple[str, ...]:
+    """The engines of ours that lay tensors out as this loop does: a recipe may be said on any of them."""
+    return (
+        tuple(name for name in engine_names() if traits(name).shards >= {"params", "grads"})
+        if (description.meaning.sharded == "everything")
+        else ()
+    )
+
+
+def _compared(name: str, engine: str, description: Description, layers: int) -> Nearest | None:
+    try:
+        policy = resolve(get_mixed_precision_config(name))
+        ours = of_policy(policy, engine=engine, sharded=description.meaning.sharded)
+    except MpbridgeError:  # a recipe of somebody's package that does not load
+        return None
+    mine, theirs = rows(ours), rows(description.meaning)
+    skipped = {*description.unseen, "quantization", "loss_scale", "sharded"}
+    found = {row: (mine[row], theirs[row]) for row in LABELS if row not in skipped and mine[row] != theirs[row]}
+    if (ours.loss_scale is None) is not (description.meaning.loss_scale is None):
+        found["loss_scale"] = mine["loss_scale"], theirs["loss_scale"]
+    other = sum(rule_words(policy.of_path(path, layers)) != rule for path, rule in description.paths.items())
+    if other:
+        found["quantization"] = mine["quantization"], f"{description.rows()['quantization']} ({other} linears differ)"
+    other_master = "main" not in skipped and ours.master is not description.meaning.master
+    return Nearest(recipe=name, differences=found, other_master=other_master)

@@ -1,0 +1,364 @@
+"""Loops of plain torch: one process, DistributedDataParallel, FSDP1, FSDP2; with torch's optimizers, Transformer Engine's, or any that has groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mpbridge.audit.flags import optimizer_faults
+from mpbridge.audit.holdings import Held
+from mpbridge.audit.places import bare
+from mpbridge.audit.promise import Promises
+from mpbridge.audit.replicas import Copies
+from mpbridge.audit.stored import local
+from mpbridge.audit.traffic import Traffic, buffers_into, elements_into
+from mpbridge.audit.values import digest
+from mpbridge.audit.watch import Watch
+from mpbridge.engines.contract import Live
+from mpbridge.facts import OptimizerFacts, Parallel
+from mpbridge.traits import EngineTraits, traits
+from mpbridge.witnessing.flat import Piece, flat_pieces
+from mpbridge.witnessing.loops import Loop, LoopFacts, Update, shape_of
+
+DDP = EngineTraits(
+    name="torch",
+    engine="",
+    summary="torch's own module, alone or in DistributedDataParallel, updated by a torch optimizer",
+    label="torch",
+    layout="whole",
+    distributed_optimizer="never",
+    main_weights="optimizer",
+    optimizers=("adam", "torch_adamw", "sgd"),
+    wide_storage=True,
+    checkpoints="",
+)
+FSDP = replace(traits("fsdp2"), rules="", checkpoints="")
+"""FSDP1 keeps what FSDP2 keeps, cut otherwise."""
+STATES = (
+    ("exp_avg", "exp_avg"),
+    ("exp_avg_sq", "exp_avg_sq"),
+    ("master_param", "main_params"),
+    ("momentum_buffer", "exp_avg"),
+)
+"""Key of an optimizer's state -> role (torch's Adam and SGD, Transformer Engine's FusedAdam)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """One tensor in one group of one optimizer."""
+
+    inner: Any
+    group: dict[str, Any]
+
+
+def optimizers_in(optimizer: Any) -> list[Any]:
+    """The torch optimizers inside of wrappers (accelerate's, Fabric's, DeepSpeed's), or in a list."""
+    if isinstance(optimizer, (list, tuple)):
+        return [one for each in optimizer for one in optimizers_in(each)]
+    inner = getattr(optimizer, "optimizer", None)
+    return optimizers_in(inner) if inner is not None and hasattr(inner, "param_groups") else [optimizer]
+
+
+def torch_loop(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> TorchLoop:
+    """The loop of this kind of wrapper."""
+    first = model[0] if isinstance(model, (list, tuple)) else model
+    modules = list(first.modules())
+    names = {base.__name__ for module in modules for base in type(module).__mro__}
+    if "FullyShardedDataParallel" in names and any(hasattr(module, "_handle") for module in modules):
+        kind: type[TorchLoop] = Fsdp1Loop
+    elif any(hasattr(parameter, "_local_tensor") for parameter in first.parameters()):
+        kind = Fsdp2Loop
+    else:
+        kind = TorchLoop
+    return kind(model, optimizer, scaler=scaler, group=group)
+
+
+class TorchLoop(Loop):
+    """Whole parameters on every rank: no wrapper, torch's DistributedDataParallel, or megatron-core's under a torch optimizer."""
+
+    kind = DDP
+    name = "torch"
+
+    def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
+        self.inner = optimizers_in(optimizer)
+        super().__init__(model, optimizer, scaler=scaler, group=group)
+        self.optimizer = SimpleNamespace(
+            optimizer=None,
+            chained_optimizers=self.inner,
+            param_groups=[group for inner in self.inner for group in inner.param_groups],
+            grad_scaler=scaler,
+            get_loss_scale=lambda: self.loss_scale,
+        )
+
+    @property
+    def words(self) -> str:  # type: ignore[override]
+        """'DistributedDataParallel, AdamW'."""
+        return f"{self.wrapper}, {' and '.join(dict.fromkeys(type(one).__name__ for one in self.inner))}"
+
+    @property
+    def wrapper(self) -> str:
+        """Who reduces gradients."""
+        for chunk in self.model:
+            for module in chunk.modules():
+                if type(module).__name__ == "DistributedDataParallel":
+                    mine = type(module).__module__.startswith("megatron")
+                    return "megatron-core's DistributedDataParallel" if mine else "torch DistributedDataParallel"
+        return "torch without a wrapper"
+
+    def facts(self) -> LoopFacts:
+        """Layers counted from names; Adam unless the optimizer is called SGD."""
+        name = "sgd" if all("SGD" in type(one).__name__ for one in self.inner) else "adam"
+        return LoopFacts(
+            shape=shape_of(self._modules(), tied=_tied(self.model[0])),
+            parallel=Parallel(world_size=len(self.audit_ranks())),
+            own_traits=self.kind,
+            optimizer=OptimizerFacts(name=name, settings={"sgd_momentum": _momentum(self.inner)}),
+        )
+
+    def _modules(self) -> Iterator[tuple[str, Any]]:
+        for chunk in self.model:
+            for path, module in chunk.named_modules():
+                yield bare(path), module
+
+    def named_parameters(self) -> list[tuple[str, Any]]:
+        """By cleaned name, each tensor once."""
+        found: dict[int, tuple[str, Any]] = {}
+        for chunk in self.model:
+            for name, parameter in chunk.named_parameters():
+                found.setdefault(id(parameter), (bare(name), parameter))
+        return list(found.values())
+
+    # --- who holds what ------------------------------------------------------------------------------------------------------------------
+    def _owned(self) -> dict[int, Owned]:
+        return {
+            id(parameter): Owned(inner, group)
+            for inner in self.inner
+            for group in inner.param_groups
+            for parameter in group["params"]
+        }
+
+    def audit_holdings(self) -> Iterator[Held]:
+        """Every parameter with the optimizer that updates it."""
+        owned = self._owned()
+        for name, parameter in self.named_parameters():
+            mine = owned.get(id(parameter))
+            if mine is None and not parameter.requires_grad:
+                yield Held(name=name, parameter=parameter)
+                continue
+            yield Held(
+                name=name,
+                parameter=parameter,
+                part=local(parameter).detach().reshape(-1),
+                updated=parameter,
+                begin=self._begin(name, parameter),
+                inner=None if mine is None else mine.inner,
+                group=None if mine is None else mine.group,
+                state={} if mine is None else dict(mine.inner.state.get(parameter, {})),
+            )
+
+    def _begin(self, name: str, parameter: Any) -> int:
+        return 0
+
+    def tensors(self) -> Iterator[Live]:
+        """Parameters, buffers, gradients where they accumulate, and the optimizer's states."""
+        for held in self.audit_holdings():
+            yield Live(role="params", parameter=held.name, tensor=held.parameter.detach())
+            grad = getattr(held.parameter, "main_grad", None)
+            grad = held.parameter.grad if grad is None else grad
+            if grad is not None:
+                yield Live(role="grads", parameter=held.name, tensor=grad)
+            yield from states(held)
+        for chunk in self.model:
+            for name, buffer in chunk.named_buffers():
+                yield Live(role="buffers", parameter=bare(name), tensor=buffer)
+
+    # --- the audit's questions -----------------------------------------------------------------------------------------------------------
+    def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
+        """Digests of whole parameters."""
+        return Copies(whole={(name, 0, 0): digest(parameter) for name, parameter in self.named_parameters()})
+
+    def audit_traffic(self, promised: dict[str, set[str]], watch: Watch, microbatches: int) -> Traffic:
+        """Reductions over this loop's ranks; megatron-core's buffers by their addresses, anybody else's by the number of elements."""
+        group = self.audit_ranks()
+        seen = Traffic(ranks=len(group), promised=promised)
+        if all(hasattr(chunk, "bucket_groups") for chunk in self.model):
+            names = {id(parameter): name for name, parameter in self.named_parameters()}
+            buffers_into(self.model, names, watch, seen)
+            return seen
+        named = self.named_parameters()
+        # frameworks say themselves whether each micro-batch is reduced or all of them at the end; that it comes to one mean, `gradients` shows by value
+        sizes = [self._size(name, parameter) for name, parameter in named if parameter.requires_grad]
+        whole = sum(self._size(name, parameter) for name, parameter in named) if self.sharded == "everything" else 0
+        elements_into(seen, watch, group, sizes, times={1, max(1, microbatches)}, gathered=whole)
+        return seen
+
+    def _size(self, name: str, parameter: Any) -> int:
+        return int(parameter.numel())
+
+    def audit_flags(self, promises: Promises) -> tuple[int, list[str]]:
+        """FusedAdam's flags, and whether losses are scaled as promised."""
+        looked, wrong = optimizer_faults(self, promises)
+        promised, scale = promises.policy.loss_scale, self.loss_scale
+        if promised is None and scale != 1.0:
+            wrong.append(f"loss scale: promised none, found {scale:g}")
+        if promised is not None and self.scaler is None:
+            wrong.append("loss scale: promised one, found none (witness(scaler=...) if the loop has one)")
+        return looked + 1, wrong
+
+    # --- the update ----------------------------------------------------------------------------------------------------------------------
+    def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
+        """Behind the last of the optimizers: torch's own hook, while gradients are still there."""
+        waiting = {id(inner) for inner in self.inner}
+
+        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+            waiting.discard(id(optimizer))
+            if not waiting:
+                waiting.update(id(inner) for inner in self.inner)
+                then(Update())
+
+        handles = [inner.register_step_post_hook(stepped) for inner in self.inner]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
+
+
+class Fsdp2Loop(TorchLoop):
+    """`fully_shard`: every parameter a DTensor cut along its rows."""
+
+    kind = FSDP
+    name = "fsdp2"
+    sharded = "everything"
+
+    @property
+    def wrapper(self) -> str:
+        """Who reduces gradients."""
+        return "torch FSDP2"
+
+    def audit_ranks(self) -> tuple[int, ...]:
+        """Those of the mesh that parameters are cut over."""
+        if self.group is None:
+            for chunk in self.model:
+                for parameter in chunk.parameters():
+                    mesh = getattr(parameter, "device_mesh", None)
+                    if mesh is not None:
+                        return tuple(mesh.mesh.flatten().tolist())
+        return super().audit_ranks()
+
+    def _begin(self, name: str, parameter: Any) -> int:
+        from mpbridge.engines.shard_optimizer import placed
+
+        if not hasattr(parameter, "_local_tensor"):
+            return 0
+        row = 1
+        for size in parameter.shape[1:]:
+            row *= size
+        return placed(name, parameter)[0] * row
+
+    def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
+        """Sizes of shards, and what the forward pass read of them."""
+        seen = Copies()
+        for name, parameter in self.named_parameters():
+            if hasattr(parameter, "_local_tensor"):
+                seen.shards[name] = (int(local(parameter).numel()), int(parameter.numel()))
+                if read is not None and name in read:
+                    seen.whole[name, 0, 0] = read[name]
+            else:
+                seen.whole[name, 0, 0] = digest(parameter)
+        return seen
+
+
+class Fsdp1Loop(TorchLoop):
+    """FullyShardedDataParallel: every unit one flat tensor, cut evenly; parameters are pieces of it."""
+
+    kind = replace(FSDP, label="torch FSDP1", layout="even")
+    name = "fsdp1"
+    sharded = "everything"
+
+    @property
+    def wrapper(self) -> str:
+        """Who reduces gradients."""
+        return "torch FSDP1"
+
+    def _pieces(self) -> list[Piece]:
+        return [piece for chunk in self.model for piece in flat_pieces(chunk)]
+
+    def named_parameters(self) -> list[tuple[str, Any]]:
+        """Pieces by the names of the parameters that they are parts of."""
+        return [(piece.name, piece.tensor) for piece in self._pieces()]
+
+    def audit_holdings(self) -> Iterator[Held]:
+        """Every piece with the optimizer that updates it, or the flat tensor that it lies in."""
+        owned = self._owned()
+        for piece in self._pieces():
+            mine = owned.get(id(piece.owner))
+            state = {} if mine is None else dict(mine.inner.state.get(piece.owner, {}))
+            grad = piece.owner.grad
+            yield Held(
+                name=piece.name,
+                parameter=piece.owner,
+                part=piece.of(piece.owner.detach()),
+                updated=piece.of(piece.owner.detach()),
+                begin=piece.begin,
+                elements=piece.whole,
+                inner=None if mine is None else mine.inner,
+                group=None if mine is None else mine.group,
+                state={key: piece.of(value) if _like(value, piece.owner) else value for key, value in state.items()},
+                grad=None if grad is None else piece.of(grad),
+            )
+
+    def tensors(self) -> Iterator[Live]:
+        """As they are held on this rank."""
+        for held in self.audit_holdings():
+            assert held.part is not None
+            yield Live(role="params", parameter=held.name, tensor=held.part)
+            if held.grad is not None:
+                yield Live(role="grads", parameter=held.name, tensor=held.grad)
+            yield from states(held)
+        for chunk in self.model:
+            for name, buffer in chunk.named_buffers():
+                yield Live(role="buffers", parameter=bare(name), tensor=buffer)
+
+    def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
+        """Sizes of pieces, and what the forward pass read."""
+        pieces = self._pieces()
+        seen = Copies(shards={piece.name: (piece.count, piece.whole) for piece in pieces})
+        for piece in pieces:
+            if read is not None and piece.name in read:
+                seen.whole[piece.name, 0, 0] = read[piece.name]
+        return seen
+
+    def _size(self, name: str, parameter: Any) -> int:
+        return next(piece.whole for piece in self._pieces() if piece.name == name)
+
+
+def states(held: Held) -> Iterator[Live]:
+    """The optimizer's states of one parameter."""
+    for key, role in STATES:
+        tensor = held.state.get(key)
+        if isinstance(tensor, torch.Tensor):
+            # Transformer Engine's FP8 moments: the codes are what is stored, the class calls itself FP32
+            yield Live(role=role, parameter=held.name, tensor=getattr(tensor, "_data", tensor))
+
+
+def _like(value: Any, owner: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == owner.shape
+
+
+def _momentum(inner: list[Any]) -> float:
+    return max((float(group.get("momentum", 0.0)) for one in inner for group in one.param_groups), default=0.0)
+
+
+def _tied(model: Any) -> bool:
+    seen: set[int] = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in seen:
+            return True
+        seen.add(id(parameter))
+    return False

@@ -1,0 +1,340 @@
+"""witness(): observes the steps that it is given in anybody's loop, and describes them or judges them by a policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Literal, Self
+
+import torch
+
+from mpbridge.audit.findings import Finding, Report
+from mpbridge.audit.gradients import gradient_findings
+from mpbridge.audit.observe import Observed, look
+from mpbridge.audit.promise import Promises
+from mpbridge.audit.replicas import replica_findings
+from mpbridge.audit.examine import everywhere, judge, promises_of
+from mpbridge.audit.traffic import traffic_findings
+from mpbridge.audit.unseen import why_unseen
+from mpbridge.audit.watch import Watch
+from mpbridge.audit.weights import Before, weight_findings
+from mpbridge.engines.contract import StepResult
+from mpbridge.errors import BadValue
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+from mpbridge.stacks.base import Imported
+from mpbridge.witnessing.describe import describe
+from mpbridge.witnessing.loops import Loop, LoopRun, Update, loop_of
+from mpbridge.witnessing.nearest import nearest
+from mpbridge.witnessing.report import Witnessed
+
+Policy = str | MixedPrecisionConfig | PrecisionPolicy | Imported
+"""A recipe's name, a config, a policy, or what a stack's configuration means (mpbridge.stacks.importers)."""
+OnFault = Literal["raise", "show"]
+
+
+def witness(
+    model: Any,
+    optimizer: Any,
+    policy: Policy | None = None,
+    *,
+    at: Collection[int] | Callable[[int], bool] = (1,),
+    on_fault: OnFault = "show",
+    show: Callable[[str], None] | None = None,
+    scaler: Any = None,
+    clip: float | None = None,
+    group: Any = None,
+    name: str = "",
+) -> Witness:
+    """A witness of this model's and optimizer's training steps; every rank makes one and takes the same steps under it.
+
+    model: as the loop calls it: wrapped by DistributedDataParallel, fully_shard, FSDP, DeepSpeed, megatron-core (a list of chunks of an interleaved
+    pipeline), or not at all. optimizer: as the loop steps it; a list where there are several. policy: None: the step is described, and judged only by
+    what holds of every sound run; else by all that it promises. at: the steps, from 1, that `step()` observes. on_fault: 'raise': AuditFailed behind the
+    step, on every rank. show: gets each report as text, on rank 0; None: nothing is printed. scaler: torch's GradScaler, where the loop has one.
+    clip: the norm that the loop clips gradients to (0: never), where it is known. group: the process group that averages gradients, where it is not all
+    ranks. name: what to call the policy. Raises BadValue for objects that are no model or optimizer.
+    """
+    return Witness(
+        model,
+        optimizer,
+        policy,
+        at=at,
+        on_fault=on_fault,
+        show=show,
+        scaler=scaler,
+        clip=clip,
+        group=group,
+        name=name,
+    )
+
+
+def policy_of(policy: Policy, name: str = "") -> tuple[PrecisionPolicy, str]:
+    """(policy, what to call it)."""
+    if isinstance(policy, str):
+        return resolve(get_mixed_precision_config(policy)), name or policy
+    if isinstance(policy, Imported):
+        if policy.cannot_express or not policy.fields:
+            reasons = "; ".join(policy.cannot_express) or "it says nothing that mpbridge has a setting for"
+            raise BadValue(f"{policy.stack}'s configuration cannot be said as a policy: {reasons}")
+        return resolve(MixedPrecisionConfig.from_data(policy.fields)), name or f"{policy.stack}'s configuration"
+    if isinstance(policy, PrecisionPolicy):
+        return policy, name or "the policy"
+    if isinstance(policy, MixedPrecisionConfig):
+        return resolve(policy), name or "the config"
+    raise BadValue(
+        f"policy is a {type(policy).__name__}: expected a recipe's name, a MixedPrecisionConfig, a PrecisionPolicy, or what mpbridge.stacks read"
+    )
+
+
+class Witness:
+    """`with witness(...):` around one step, or `with w.step():` around every step, of which those that are due are observed.
+
+    A step is everything from the first micro-batch's forward pass to the optimizer's update. Outside of an observed step no hook is in place.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Any,
+        policy: Policy | None = None,
+        *,
+        at: Collection[int] | Callable[[int], bool] = (1,),
+        on_fault: OnFault = "show",
+        show: Callable[[str], None] | None = None,
+        scaler: Any = None,
+        clip: float | None = None,
+        group: Any = None,
+        name: str = "",
+    ) -> None:
+        if on_fault not in ("raise", "show"):
+            raise BadValue(f"on_fault={on_fault!r}: expected 'raise' or 'show'")
+        self.policy: PrecisionPolicy | None = None
+        self.promised = ""
+        if policy is not None:
+            self.policy, self.promised = policy_of(policy, name)
+        self.due = at if callable(at) else at.__contains__
+        self.on_fault, self.show = on_fault, show
+        self.taken = 0
+        """Steps so far, observed or not."""
+        self.reports: list[Witnessed] = []
+        self._loop: Loop = loop_of(model, optimizer, scaler=scaler, group=group)
+        if clip is not None and self._loop.configs.optimizer is None:
+            self._loop.configs.optimizer = SimpleNamespace(clip_grad=clip)
+        self._observing: _Observation | None = None
+
+    @property
+    def report(self) -> Witnessed:
+        """The newest. Raises BadValue before there is one."""
+        if not self.reports:
+            raise BadValue("no step was observed yet: run one inside of `with witness.step():`")
+        return self.reports[-1]
+
+    @property
+    def observing(self) -> bool:
+        """Whether a step is being observed now."""
+        return self._observing is not None
+
+    # --- one step ------------------------------------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Observation begins; a step that is already observed goes on."""
+        if self._observing is None:
+            self._observing = _Observation(self._loop, self._promises())
+
+    def end(self, *, microbatches: int = 0) -> Witnessed:
+        """Observation ends and is judged; every rank must call it. microbatches: of the step; 0: as many as backward passes began.
+
+        Raises AuditFailed under on_fault='raise'.
+        """
+        watching, self._observing = self._observing, None
+        if watching is None:
+            raise BadValue("end() without begin()")
+        found = watching.concluded(self.taken, self.promised, microbatches)
+        self.reports.append(found)
+        if self.show is not None and _rank() == 0:
+            self.show(str(found))
+        return found.require() if self.on_fault == "raise" else found
+
+    def let_go(self) -> None:
+        """Takes every hook off and forgets what was seen of the step."""
+        watching, self._observing = self._observing, None
+        if watching is not None:
+            watching.stop()
+
+    def __enter__(self) -> Self:
+        self.taken += 1
+        self.begin()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None:
+            self.let_go()
+        else:
+            self.end()
+
+    @contextmanager
+    def step(self) -> Iterator[Witness]:
+        """One step of the loop, observed if it is due."""
+        if not self.due(self.taken + 1):
+            self.taken += 1
+            yield self
+            return
+        with self:
+            yield self
+
+    @contextmanager
+    def microbatch(self, last: Callable[[], bool]) -> Iterator[Witness]:
+        """One micro-batch of a loop whose body is one (accelerate's `accumulate`): a step ends behind that of which `last()` is true."""
+        if self._observing is None and self.due(self.taken + 1):
+            self.begin()
+        try:
+            yield self
+        except BaseException:
+            self.let_go()
+            raise
+        if last():
+            self.taken += 1
+            if self._observing is not None:
+                self.end()
+
+    def _promises(self) -> Promises | None:
+        if self.policy is None:
+            return None
+        loop = self._loop
+        run = loop.run
+        from mpbridge.sync.plan import plan
+
+        targets = {key: config for key, config in vars(loop.configs).items() if config is not None}
+        made = plan(self.policy, **targets) if targets and not loop.foreign else None
+        loop.run = LoopRun(policy=self.policy, facts=run.facts, recipe=self.promised, inputs=run.inputs, plan=made)
+        return promises_of(self.policy, loop)  # type: ignore[arg-type]
+
+
+class _Observation:
+    """One step under way."""
+
+    def __init__(self, loop: Loop, promises: Promises | None) -> None:
+        self.loop, self.promises = loop, promises
+        self.under = promises or _open(loop)
+        """What tensors are sorted by; without a policy nothing is judged by it."""
+        self.before = Before(loop)
+        self.scale = loop.loss_scale
+        self.updates: list[Update] = []
+        self.seen: Observed | None = None
+        self.result: StepResult | None = None
+        quantized = promises.gemms if promises is not None and promises.seen else lambda path: None
+        self.watch = Watch(quantized)
+        self._undo = loop.on_update(self._updated)
+        self.watch.start(loop.model)
+
+    def stop(self) -> None:
+        """Takes every hook off."""
+        self.watch.stop()
+        self._undo()
+
+    def _updated(self, update: Update) -> None:
+        """Right behind an update: what later goes away is looked at now."""
+        self.updates.append(update)
+        if update.applied and self.seen is None:
+            with self.watch.aside(), torch.no_grad():
+                self.result = self._result(update)
+                self.seen = self._look(self.result)
+
+    def _result(self, update: Update) -> StepResult:
+        nan = math.nan  # the loop's loss is its own business
+        return StepResult(loss=nan, applied=True, grad_norm=update.norm, loss_scale=self.scale, lr=self.loop.rate)
+
+    def _look(self, result: StepResult | None, microbatches: int = 1) -> Observed:
+        return look(self.loop, self.under, self.watch, self.before if result else None, result, microbatches)
+
+    def concluded(self, step: int, promised: str, microbatches: int) -> Witnessed:
+        """The report, the same on every rank."""
+        self.stop()
+        if self.seen is None:
+            with torch.no_grad():
+                self.seen = self._look(None, microbatches)
+        applied = len([one for one in self.updates if one.applied])
+        ranks = everywhere(self.seen)
+        findings = _sound(self.loop, ranks, self.result, self.under) if self.promises is None else self._judged(ranks)
+        findings = _noted(findings, applied, self.scale)
+        facts = {"engine": self.loop.words, "step": step, "world_size": len(ranks)}
+        report = Report(stage="live", findings=tuple(findings), facts=facts)
+        scaled = self.scale != 1.0
+        described = describe(self.loop, ranks, stepped=applied > 0, scaled=scaled, scale=self.scale)
+        near = nearest(described, layers=self.loop.run.facts.shape.num_layers)
+        return Witnessed(step=step, described=described, nearest=near, promised=promised, report=report)
+
+    def _judged(self, ranks: list[Observed]) -> list[Finding]:
+        assert self.promises is not None
+        stepped, micro = self.result is not None, max(1, len(self.watch.roots))
+        return judge(
+            self.loop,
+            self.promises,
+            ranks,
+            live=stepped,
+            watched=True,
+            moved=stepped,
+            result=self.result,
+            microbatches=micro,
+        )
+
+
+def _open(loop: Loop) -> Promises:
+    return promises_of(loop.run.policy, loop)  # type: ignore[arg-type]
+
+
+def _sound(loop: Loop, ranks: list[Observed], result: StepResult | None, under: Promises) -> list[Finding]:
+    """What holds of every sound run, whatever its precision."""
+    findings = weight_findings([rank.weights for rank in ranks], stepped=result is not None)
+    findings += replica_findings([rank.copies for rank in ranks])
+    travelled = [rank.traffic for rank in ranks if rank.traffic is not None]
+    for one in travelled:
+        one.promised = {"gradients": set(one.reduced) or {"reduced once"}, "parameters": set(one.gathered)}
+    findings += [found for found in traffic_findings(travelled, under) if found.subject != "wire: stages"]
+    followed = [rank.followed for rank in ranks if rank.followed is not None]
+    if result is None or not followed:
+        return findings
+    why = why_unseen(loop, under, "gradients")
+    if why:
+        unseen = Finding(subject="gradients", promised="reduced once", found="not observed", ok=False, unseen=why)
+        return [*findings, unseen]
+    seen = {found for rank in ranks for (role, _, found) in rank.tensors if role in ("grads", "main_grads")}
+    seen |= {dtype for one in travelled for dtype in one.reduced}
+    return findings + gradient_findings(
+        followed,
+        under,
+        scale=result.loss_scale,
+        norm=0.0,
+        clip=0.0,
+        known=False,
+        widths={dtype: dtype for dtype in seen},
+        most=1.0 / result.loss_scale if loop.foreign else None,
+    )
+
+
+def _noted(findings: list[Finding], applied: int, scale: float) -> list[Finding]:
+    """The findings, those that need exactly one update replaced where there was none, or more than one."""
+    if applied == 1:
+        return findings
+    if not applied:
+        why = "the optimizer took no step while it was watched"
+        why += f" (gradients that overflow at a loss scale of {scale:g}?)" if scale != 1.0 else ""
+        subjects: tuple[str, ...] = ("weights moved", "gradients")
+    else:
+        why = f"{applied} updates were watched as one step; gradients are followed through one"
+        subjects = ("gradients",)
+    kept = [one for one in findings if one.subject not in subjects]
+    return kept + [
+        Finding(subject=subject, promised="of one step", found="not observed", ok=False, unseen=why)
+        for subject in subjects
+    ]
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,413 @@
+"""What each word of each stack really is, read from live tensors of that stack's own loop, beside the table of words in mpbridge/stacks/words.py.
+
+    torchrun --nproc-per-node 2 scripts/witness_stacks.py [--only STACK] [--json FILE]
+
+Every case is a training step of the real package on a CPU: accelerate's Accelerator, transformers' Trainer, Lightning's Trainer and Fabric, DeepSpeed's
+engine, torch's FSDP2, megatron-core's objects as Megatron-LM's flags configure them. A stack that is not installed is left out with a line that says so.
+Exits with 1 where live tensors and the table disagree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from mpbridge.stacks.meaning import LABELS, rows
+from mpbridge.stacks.words import TABLE
+from mpbridge.witnessing.callbacks import FabricWitness, lightning_callback, trainer_callback
+from mpbridge.witnessing.report import Witnessed
+from mpbridge.witnessing.witness import witness
+
+COMPARED = tuple(row for row in LABELS if row not in ("quantization", "loss_scale"))
+VOCABULARY = 64
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setup of one stack."""
+
+    stack: str
+    where: str
+    """As in the table of words."""
+    run: Callable[[], Witnessed]
+    word: str = "bf16"
+
+
+class Net(torch.nn.Module):
+    """A residual network with a cross entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb = torch.nn.Embedding(VOCABULARY, 32)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2))
+        self.head = torch.nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.emb(tokens)
+        for layer in self.layers:
+            hidden = hidden + functional.gelu(layer(hidden))
+        return functional.cross_entropy(self.head(hidden).view(-1, VOCABULARY).float(), tokens.view(-1))
+
+
+def tokens(seed: int) -> torch.Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return torch.randint(0, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(97 * seed + rank))
+
+
+def together(value: Any) -> Any:
+    """The first rank's."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def adam(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+# --- accelerate --------------------------------------------------------------------------------------------------------------------------------
+def accelerate(model: Any, **how: Any) -> Witnessed:
+    from accelerate import Accelerator, DistributedType
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True, gradient_accumulation_steps=2, **how)
+    if "fsdp_plugin" in how:
+        # accelerate ignores the plugin on a CPU, without a word; its FSDP code itself runs there
+        how["fsdp_plugin"].set_mixed_precision("bf16")
+        accelerator.state.fsdp_plugin = how["fsdp_plugin"]
+        accelerator.state.distributed_type = DistributedType.FSDP
+    model, optimizer = accelerator.prepare(model, adam(model))
+    seen = witness(model, optimizer, at={2})
+    for step in range(4):
+        with seen.microbatch(lambda: accelerator.sync_gradients), accelerator.accumulate(model):
+            loss = model(tokens(step))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen.report
+
+
+def accelerate_fsdp() -> Witnessed:
+    """FSDP2; accelerate's path to FSDP1 puts DistributedDataParallel around the model on a CPU, whatever it is told."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, cpu_offload=False, auto_wrap_policy="size_based_wrap", min_num_params=10**9
+    )
+    return accelerate(Net(), fsdp_plugin=plugin)
+
+
+# --- transformers ------------------------------------------------------------------------------------------------------------------------------
+def transformers_trainer(dtype: Any = None) -> Witnessed:
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=32, **sizes))
+    with tempfile.TemporaryDirectory() as mine:
+        folder = together(mine)
+        if dtype is not None:  # as a checkpoint in that dtype is loaded; the first rank alone writes it
+            model.to(dtype).save_pretrained(folder)
+            if dist.is_initialized():
+                dist.barrier()
+            model = LlamaForCausalLM.from_pretrained(folder)
+        follows = trainer_callback(at={2})
+        arguments = TrainingArguments(
+            output_dir=folder,
+            bf16=True,
+            use_cpu=True,
+            max_steps=2,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        data = [{"input_ids": tokens(i)[0], "labels": tokens(i)[0]} for i in range(16)]
+        Trainer(model=model, args=arguments, train_dataset=data, callbacks=[follows]).train()
+    return follows.report
+
+
+# --- Lightning ---------------------------------------------------------------------------------------------------------------------------------
+def lightning_trainer(precision: str) -> Witnessed:
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+            return self.net(batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return adam(self)
+
+    follows = lightning_callback(at={2})
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=size,
+        strategy="ddp" if size > 1 else "auto",
+        precision=precision,
+        max_steps=2,
+        accumulate_grad_batches=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[follows],
+    )
+    trainer.fit(Module(), torch.utils.data.DataLoader(torch.randint(0, VOCABULARY, (64, 8)), batch_size=4))
+    return follows.report
+
+
+def lightning_fabric(precision: str) -> Witnessed:
+    from lightning.fabric import Fabric
+
+    follows = FabricWitness(at={2})
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=size,
+        strategy="ddp" if size > 1 else "auto",
+        precision=precision,
+        callbacks=[follows],
+    )
+    fabric.launch()
+    model = Net()
+    model, optimizer = fabric.setup(model, adam(model))
+    for step in range(2):
+        fabric.call("on_train_batch_start", model=model, optimizer=optimizer)
+        fabric.backward(model(tokens(step)))
+        optimizer.step()
+        optimizer.zero_grad()
+        fabric.call("on_train_batch_end")
+    return follows.report
+
+
+# --- DeepSpeed ---------------------------------------------------------------------------------------------------------------------------------
+def deepspeed_engine(**config: Any) -> Witnessed:
+    import deepspeed
+
+    model = Net()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=adam(model),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            **config,
+        },
+    )
+    seen = witness(engine, engine.optimizer, at={2})
+    for step in range(4):
+        with seen.microbatch(lambda: step % 2 == 1):  # noqa: B023 (called within the turn)
+            engine.backward(engine(tokens(step)))
+            engine.step()
+    return seen.report
+
+
+# --- torch -------------------------------------------------------------------------------------------------------------------------------------
+def fsdp2() -> Witnessed:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = Net()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    optimizer = adam(model)
+    seen = witness(model, optimizer, at={2})
+    for step in range(2):
+        with seen.step():
+            model(tokens(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen.report
+
+
+# --- megatron-core -----------------------------------------------------------------------------------------------------------------------------
+def megatron(
+    *, distributed: bool, policy: str | None = None, spoil: Callable[[Any, Any], None] = lambda wrapped, optimizer: None
+) -> Witnessed:
+    """megatron-core's objects with the facts that `--bf16` sets in Megatron-LM's validate_args: BF16 parameters, accumulate_allreduce_grads_in_fp32.
+
+    spoil: gets the wrapped model and the optimizer before the first step.
+    """
+    from mpbridge.devices import device_layer
+
+    with device_layer(False):
+        return _megatron(distributed, policy, spoil)
+
+
+def _megatron(distributed: bool, policy: str | None, spoil: Callable[[Any, Any], None]) -> Witnessed:
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(1, 1)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        bf16=True,
+        params_dtype=BF16,
+        pipeline_dtype=BF16,
+    )
+    model = GPTModel(
+        config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=16
+    )
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    wrapped = DistributedDataParallel(config, ddp, Float16Module(config, model))
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(lr=1e-3, bf16=True, params_dtype=BF16, use_distributed_optimizer=distributed, clip_grad=1.0),
+        [wrapped],
+    )
+    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
+
+    def forward(batches: Iterator[int], chunk: Any) -> Any:
+        batch = tokens(next(batches))
+        mask = torch.ones(4, 1, 8, 8).triu(1).bool()
+        out = chunk(batch, torch.arange(8).expand(4, 8), mask, labels=batch)
+        return out, lambda losses: (losses.float().mean(), {})
+
+    spoil(wrapped, optimizer)
+    seen = witness(wrapped, optimizer, policy, at={2})
+    for step in range(2):
+        with seen.step():
+            wrapped.zero_grad_buffer()
+            optimizer.zero_grad()
+            get_forward_backward_func()(
+                forward_step_func=forward,
+                data_iterator=iter(range(2 * step, 2 * step + 2)),
+                model=wrapped,
+                num_microbatches=2,
+                seq_length=8,
+                micro_batch_size=4,
+                forward_only=False,
+            )
+            optimizer.step()
+    return seen.report
+
+
+def bf16_net() -> Net:
+    return Net().to(BF16)
+
+
+_ZERO = {"bf16": {"enabled": True}}
+CASES = (
+    Case("megatron-lm", "DDP", lambda: megatron(distributed=False)),
+    Case("megatron-lm", "--use-distributed-optimizer", lambda: megatron(distributed=True)),
+    Case("fsdp2", "MixedPrecisionPolicy with nothing else said, module in FP32", fsdp2),
+    Case("accelerate", "one GPU or DDP, module in FP32", lambda: accelerate(Net())),
+    Case("accelerate", "one GPU or DDP, module loaded in BF16", lambda: accelerate(bf16_net())),
+    Case("accelerate", "FSDP1 and FSDP2", accelerate_fsdp),
+    Case("transformers", "DDP, checkpoint in FP32", transformers_trainer),
+    Case("transformers", "DDP, checkpoint in BF16 (its dtype is kept)", lambda: transformers_trainer(BF16)),
+    Case("lightning", "one GPU or DDP", lambda: lightning_trainer("bf16-mixed"), word="bf16-mixed"),
+    Case("lightning", "one GPU or DDP", lambda: lightning_trainer("bf16-true"), word="bf16-true"),
+    Case("lightning", "one GPU or DDP", lambda: lightning_fabric("bf16-mixed"), word="bf16-mixed"),
+    Case("lightning", "one GPU or DDP", lambda: lightning_fabric("bf16-true"), word="bf16-true"),
+    Case("deepspeed", "ZeRO 1", lambda: deepspeed_engine(**_ZERO, zero_optimization={"stage": 1}), word="bf16.enabled"),
+    Case(
+        "deepspeed",
+        "ZeRO 1, data_types.grad_accum_dtype fp32",
+        lambda: deepspeed_engine(**_ZERO, zero_optimization={"stage": 1}, data_types={"grad_accum_dtype": "fp32"}),
+        word="bf16.enabled",
+    ),
+)
+
+
+def told(case: Case) -> dict[str, str]:
+    """What the table of words says."""
+    found = [row for row in TABLE if row.stack == case.stack and row.where == case.where and case.word in row.words]
+    assert len(found) == 1, (case, len(found))
+    return {name: text for name, text in rows(found[0].meaning).items() if name in COMPARED}
+
+
+def different(case: Case, seen: Witnessed) -> dict[str, tuple[str, str]]:
+    """Row -> (the table's, what was seen); rows that one process cannot show are left out."""
+    described = seen.described
+    found = {name: text for name, text in rows(described.meaning).items() if name not in described.unseen}
+    return {name: (text, found[name]) for name, text in told(case).items() if name in found and found[name] != text}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="one stack")
+    parser.add_argument("--json", type=Path, help="every report")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    out, wrong = {}, 0
+    for case in CASES:
+        if options.only and case.stack != options.only:
+            continue
+        name = f"{case.stack}: {case.word}, {case.where}"
+        try:
+            seen = case.run()
+        except ImportError as error:
+            if first:
+                print(f"-    {name}: left out: {error}")
+            continue
+        found = different(case, seen)
+        faults = [str(fault) for fault in seen.report.faults]
+        wrong += bool(found or faults)
+        out[name] = seen.as_data() | {"differs": found}
+        if first:
+            print(f"{'NO' if found or faults else 'ok':<4} {name} ({seen.described.loop})")
+            for row, (table, live) in found.items():
+                print(f"       {LABELS[row]}: the table says {table}, live tensors say {live}")
+            for fault in faults:
+                print(f"       {fault}")
+            sys.stdout.flush()
+    if first and options.json:
+        options.json.write_text(json.dumps(out, indent=1))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
