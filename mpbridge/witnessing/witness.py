@@ -10,12 +10,12 @@ from typing import Any, Literal, Self
 
 import torch
 
+from mpbridge.audit.examine import everywhere, judge, promises_of
 from mpbridge.audit.findings import Finding, Report
 from mpbridge.audit.gradients import gradient_findings
 from mpbridge.audit.observe import Observed, look
 from mpbridge.audit.promise import Promises
 from mpbridge.audit.replicas import replica_findings
-from mpbridge.audit.examine import everywhere, judge, promises_of
 from mpbridge.audit.traffic import traffic_findings
 from mpbridge.audit.unseen import why_unseen
 from mpbridge.audit.watch import Watch
