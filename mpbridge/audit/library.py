@@ -23,7 +23,7 @@ class Library:
     """One rank's observation of a step."""
 
     cached: int = 0
-    """Quantized copies of weights that a forward pass read."""
+    """Quantized copies of weights that a forward pass read, and column copies that its backward pass reads."""
     stale: list[str] = field(default_factory=list)
     """Those that are not the weight, quantized."""
     begun: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -37,10 +37,14 @@ class Library:
 
     def leaves(self, module: Any, path: str) -> None:
         """To be called behind a linear's forward pass: is the copy that it has just read its weight, quantized?"""
-        held = getattr(module, "_fp8_workspaces", None)
-        if not held or path in self._seen:
+        if path in self._seen:
             return
         self._seen.add(path)
+        for name, weight in module.named_parameters(recurse=False):
+            if (agrees := _copies_agree(weight)) is not None:
+                self.cached += 1
+                self.stale += [] if agrees else [f"{path}.{name} (its column copy)"]
+        held = getattr(module, "_fp8_workspaces", None) or {}
         for name, copy in held.items():
             weight, quantizer = getattr(module, name, None), _quantizer(module, name)
             if not isinstance(weight, torch.Tensor) or quantizer is None or copy.shape != weight.shape:
@@ -50,6 +54,18 @@ class Library:
                 anew = quantizer(weight.detach())
             if not all(_same(getattr(copy, part, None), getattr(anew, part, None)) for part in _CODES):
                 self.stale.append(f"{path}.{name}")
+
+
+def _copies_agree(weight: Any) -> bool | None:
+    """Whether the column copy of a weight at rest has the codes of its row copy; None where it has no two copies that must have the same."""
+    rows, columns = getattr(weight, "_data", None), getattr(weight, "_transpose", None)
+    if getattr(weight, "_transpose_invalid", False):
+        columns = None  # it is made anew before it is read
+    if getattr(weight, "_is_2D_scaled", False) and "COMPACT" not in str(getattr(weight, "_data_format", "")):
+        rows, columns = weight._rowwise_data, weight._columnwise_data
+    if rows is None or columns is None:
+        return None
+    return torch.equal(columns.reshape(columns.shape[0], -1), rows.reshape(-1, rows.shape[-1]).t())
 
 
 def _quantizer(module: Any, name: str) -> Any:

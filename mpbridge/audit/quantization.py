@@ -187,7 +187,8 @@ def _cached_findings(ranks: Sequence[Quantizations]) -> list[Finding]:
             ok=not any(outdated),
             count=count,
             offenders=offenders(outdated),
-            cure="call set_is_first_microbatch() on the model in each step's first micro-batch: without it the copies of an earlier step are read"
+            cure="copies of an earlier step are read: call set_is_first_microbatch() on the model in each step's first micro-batch, and "
+            "post_all_gather_processing() behind a gather of FP8 weights"
             if any(outdated)
             else "",
         )

@@ -14,6 +14,7 @@ import torch
 from mpbridge.devices import device_layer
 from mpbridge.engines.contract import Batch
 from mpbridge.engines.optimizers import CpuFusedAdam
+from mpbridge.engines.te_state import forget_amaxes
 from mpbridge.rules.admit import require_here
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class BaseEngine(ABC):
         """Frees tensors and megatron-core's process-wide parallel state, so that another engine can be built."""
         with self._layer():
             self.model, self.optimizer, self.configs = [], None, None
+            forget_amaxes()
             if self._parallel is not None:
                 self._parallel.stop()
                 self._parallel = None

@@ -11,7 +11,7 @@ from mpbridge.engines import full_bf16
 from mpbridge.engines.base import BaseEngine
 from mpbridge.engines.contract import Batch, Live, StepResult
 from mpbridge.engines.mcore_traits import TRAITS
-from mpbridge.megatron.inside_optimizer import gather_mxfp8, refresh_mxfp8
+from mpbridge.megatron.inside_optimizer import gather_mxfp8, gather_now, refresh_mxfp8
 
 if TYPE_CHECKING:
     pass
@@ -109,8 +109,7 @@ class McoreEngine(BaseEngine):
         if self.configs.optimizer.reuse_grad_buf_for_mxfp8_param_ag:
             refresh_mxfp8(self.model, self.optimizer)
             return
-        for chunk in self.model:
-            chunk.start_param_sync(force_sync=True)
+        gather_now(self.model)
 
     def state(self, *, loading: bool = False) -> dict[str, Any]:
         """Sharded state dict of model ('model', or 'model0', ... where stages interleave) and 'optimizer', loss scaler included."""

@@ -76,6 +76,21 @@ def gather_mxfp8(optimizer: Any) -> None:
         part._copy_main_params_to_param_buffer()
 
 
+def gather_now(chunks: list[Any]) -> None:
+    """Gathers the parameters between two steps, where the next forward pass would.
+
+    megatron-core marks them as gathered, and the next forward pass then leaves out what follows a gather: weights in FP8 would keep the transposes of the step
+    before (`finish_param_sync` of 0.16.1: `post_all_gather_processing` runs behind its own gathers only).
+    """
+    from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
+
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)
+        quantized = [parameter for parameter in chunk.parameters() if is_float8tensor(parameter)]
+        if quantized:
+            post_all_gather_processing(quantized)
+
+
 class _Named:
     """What the grouping asks of a model."""
 

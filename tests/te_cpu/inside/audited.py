@@ -188,9 +188,27 @@ def test_a_loop_that_forgets_the_first_micro_batch_reads_old_weights_and_is_name
         told.append(model)
 
     monkeypatch.setattr(MegatronModule, "set_is_first_microbatch", once)
+    monkeypatch.setattr("mpbridge.megatron.inside_model.first_microbatch", lambda chunks: None)  # the engine's own word
     said = found(recipe, "mixed_precision.fp8_param_gather=false", "train.train_iters=4")
     assert "quantized copies as read" in said
     assert "set_is_first_microbatch" in said
+
+
+@on_hopper
+def test_transposes_of_an_earlier_step_are_named(monkeypatch) -> None:
+    """Behind a gather between two steps megatron-core makes none."""
+    monkeypatch.setattr("megatron.core.fp8_utils.post_all_gather_processing", lambda weights: None)
+    said = found(TENSORWISE, ALL, *OVERLAP)
+    assert "quantized copies as read" in said
+    assert "(its column copy)" in said
+
+
+@on_hopper
+def test_a_closed_model_leaves_no_amaxes_behind() -> None:
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    pretrain(tiny(DELAYED), quiet=True)
+    assert not FP8GlobalStateManager.global_amax_buffer
 
 
 @on_hopper

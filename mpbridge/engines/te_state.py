@@ -1,0 +1,19 @@
+"""What Transformer Engine keeps for the whole process: forgotten when an engine closes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def forget_amaxes() -> None:
+    """Empties the lists of amax histories that delayed scaling reduces and renews at the end of every quantization context.
+
+    They hold the tensors of every module that ever ran, and the groups they were reduced over: the next model of this process would go on reducing those
+    of the last one, and wait for ranks that do not (FP8GlobalStateManager.global_amax_buffer, pytorch/quantization.py; pytorch/fp8.py until release 2.7).
+    """
+    for name in ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8"):
+        manager: Any = getattr(sys.modules.get(name), "FP8GlobalStateManager", None)
+        if manager is not None:
+            manager.reset()
+            return
