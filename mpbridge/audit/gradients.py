@@ -52,7 +52,7 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
         seen.produced[held.name] = produced
         grad = _gradient(held) if held.updated is not None else None
         if held.samples is not None:
-            seen.read[held.name] = held.samples
+            seen.read |= {held.name: held.samples} if held.samples else {}
         elif grad is not None:
             seen.read[held.name] = sample(grad, held.begin, held.whole)
     return seen

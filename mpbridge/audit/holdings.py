@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,7 +78,9 @@ class Held:
         if not isinstance(stored, torch.Tensor):
             return None
         if hasattr(self.inner, "get_unscaled_state"):
-            stored = self.inner.get_unscaled_state(self.updated, name)
+            # a state in a dtype that its optimizer did not choose has no scale: what is stored is all there is
+            with suppress(KeyError):
+                stored = self.inner.get_unscaled_state(self.updated, name)
         return local(stored).detach().float().reshape(-1)  # type: ignore[no-any-return]
 
 

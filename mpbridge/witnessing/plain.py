@@ -107,7 +107,7 @@ class TorchLoop(Loop):
                 if type(module).__name__ == "DistributedDataParallel":
                     mine = type(module).__module__.startswith("megatron")
                     return "megatron-core's DistributedDataParallel" if mine else "torch DistributedDataParallel"
-        return "torch without a wrapper"
+        return "torch without a wrapper" if len(self.audit_ranks()) == 1 else "torch, wrapped elsewhere"
 
     def facts(self) -> LoopFacts:
         """Layers counted from names; Adam unless the optimizer is called SGD."""
@@ -158,7 +158,15 @@ class TorchLoop(Loop):
                 inner=None if mine is None else mine.inner,
                 group=None if mine is None else mine.group,
                 state={} if mine is None else dict(mine.inner.state.get(parameter, {})),
+                # a torch optimizer reads `.grad` alone, wherever a wrapper collects gradients
+                samples={} if _past_the_optimizer(parameter) else None,
             )
+
+    def unobserved(self) -> Mapping[str, str]:
+        """Gradients that no optimizer can read."""
+        lost = any(_past_the_optimizer(parameter) for _, parameter in self.named_parameters())
+        why = "gradients are in main_grad, and this optimizer reads .grad, where there is nothing"
+        return {"optimizer_reads": why} if lost else {}
 
     def _begin(self, name: str, parameter: Any) -> int:
         return 0
@@ -336,6 +344,10 @@ class Fsdp1Loop(TorchLoop):
 
     def _size(self, name: str, parameter: Any) -> int:
         return next(piece.whole for piece in self._pieces() if piece.name == name)
+
+
+def _past_the_optimizer(parameter: Any) -> bool:
+    return getattr(parameter, "main_grad", None) is not None and parameter.grad is None
 
 
 def states(held: Held) -> Iterator[Live]:
