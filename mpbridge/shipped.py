@@ -22,12 +22,13 @@ def configurations() -> dict[str, Path]:
 
 
 def configuration(wanted: str) -> Path:
-    """The file that `wanted` means: a path, or a name, 'gpt_tiny' or 'configs/gpt_tiny.yaml'. Raises UnknownName."""
+    """The file that `wanted` means: a path, there or not, or a name, 'gpt_tiny' or 'configs/gpt_tiny.yaml'. Raises UnknownName."""
     path = Path(wanted)
-    if path.suffix in YAML and path.exists():
+    ours = path.suffix in YAML and path.parent in (Path("."), Path("configs"))
+    if path.suffix in YAML and (path.exists() or not ours):
         return path
     known = configurations()
-    key = path.stem if path.suffix in YAML and path.parent in (Path("."), Path("configs")) else wanted
+    key = path.stem if ours else wanted
     if key in known:
         return known[key]
     if path.exists() and not path.is_dir():
