@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mpbridge.devices.gather import from_all
 from mpbridge.errors import AuditFailed
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -19,13 +20,11 @@ def agree(policy: PrecisionPolicy, *, group: Any = None) -> str:
     mine = policy.fingerprint()
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return mine
-    prints: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(prints, mine, group=group)
+    prints = from_all(mine, group=group)
     if len(set(prints)) == 1:
         return mine
     # whole policies are sent only now, when ranks differ
-    data: list[Any] = [None] * len(prints)
-    dist.all_gather_object(data, policy.as_data(), group=group)
+    data = from_all(policy.as_data(), group=group)
     votes = Counter(prints)
     most = max(votes.values())
     usual = next(one for one in prints if votes[one] == most)

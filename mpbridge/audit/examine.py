@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from mpbridge.audit.bounded import bounded
 from mpbridge.audit.compute import compute_findings
 from mpbridge.audit.findings import Finding, Report, Stage
-from mpbridge.audit.gradients import gradient_findings, scale_finding
+from mpbridge.audit.gradients import Followed, gradient_findings, scale_finding
 from mpbridge.audit.judge import flag_finding, rule_findings, tensor_findings
 from mpbridge.audit.observe import Observed, look
 from mpbridge.audit.places import is_attention, is_layer, is_norm, is_rotary, is_router, module_paths
@@ -22,6 +23,7 @@ from mpbridge.audit.traffic import traffic_findings
 from mpbridge.audit.unseen import why_unseen
 from mpbridge.audit.watch import Watch
 from mpbridge.audit.weights import Before, weight_findings
+from mpbridge.devices.gather import from_all
 from mpbridge.memory.keeps import wires
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -186,11 +188,7 @@ def widths_of(promises: Promises) -> dict[str, str]:
 
 def everywhere(seen: Observed) -> list[Observed]:
     """What every rank observed; every rank calls it."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [seen]
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, seen)
-    return ranks
+    return from_all(bounded(seen, dist.get_world_size() if dist.is_initialized() else 1), deeper={"followed": Followed})
 
 
 def _layouts(seen: Observed) -> tuple[dict[str, Any], ...]:

@@ -19,6 +19,7 @@ from mpbridge.audit.scaler import ScaleRule, scaler_of
 from mpbridge.audit.table import audit_table, fault_lines
 from mpbridge.audit.watch import Watch
 from mpbridge.audit.weights import Before
+from mpbridge.devices.gather import from_all
 from mpbridge.devices.together import agreed
 from mpbridge.errors import AuditFailed
 
@@ -88,7 +89,7 @@ class AuditHook:
         self.step = step
         self._follow_scale(engine)
         found = self._first_scale(engine) if not step else []
-        found += replica_findings(_from_all(copies(engine)))
+        found += replica_findings(from_all(copies(engine)))
         if found and not all(one.ok for one in found):
             self._conclude(training, self._small_report(engine, found), "before the first step")
         self._write()  # the loop may have written a fresh precision.json since the static audit
@@ -210,7 +211,7 @@ class AuditHook:
         faults = broken(engine, promises_of(engine.run.policy, engine), self._wiring)
         if not _largest(len(faults)):
             return
-        everyone = offenders(_from_all(faults))
+        everyone = offenders(from_all(faults))
         found = Finding(
             subject="invariants", promised="hold", found=f"{len(everyone)} broken", ok=False, offenders=everyone
         )
@@ -325,11 +326,3 @@ def _size() -> int:
 
 def _largest(value: int) -> int:
     return int(agreed(value)) if dist.is_initialized() else value
-
-
-def _from_all(mine: Any) -> list[Any]:
-    if _size() == 1:
-        return [mine]
-    found: list[Any] = [None] * _size()
-    dist.all_gather_object(found, mine)
-    return found

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from mpbridge.checkpoint import foreign
 from mpbridge.checkpoint.index import INDEX, Index, Piece, StoredTensor
 from mpbridge.checkpoint.writer import part_file
+from mpbridge.devices.gather import from_all
 from mpbridge.devices.together import agreed
 from mpbridge.errors import CheckpointError
 from mpbridge.files import read_json
@@ -43,9 +42,6 @@ def indexed(partial: Path, ranks: int) -> dict[str, Any]:
 def raise_first(said: str) -> None:
     """Raises CheckpointError on every rank where one of them has something to say."""
     if agreed(1 if said else 0):
-        everywhere: list[str] = [said]
-        if dist.get_world_size() > 1:
-            everywhere = [""] * dist.get_world_size()
-            dist.all_gather_object(everywhere, said)
+        everywhere = from_all(said)
         rank, text = next((rank, text) for rank, text in enumerate(everywhere) if text)
         raise OSError(text if len(everywhere) == 1 else f"rank {rank}: {text}")

@@ -26,7 +26,7 @@ from mpbridge.checkpoint.plain import encoded
 from mpbridge.checkpoint.reader import STATE, Contents
 from mpbridge.checkpoint.verdict import FILE, Fingerprint, Verdict, fingerprint, read_fingerprint, verdict
 from mpbridge.checkpoint.writer import Background, attempted, staged
-from mpbridge.devices.together import agreed, on_first_rank
+from mpbridge.devices.together import agreed, is_of_a_lost_rank, on_first_rank
 from mpbridge.errors import CheckpointError, MpbridgeError, Refused
 from mpbridge.megatron import sharded
 
@@ -375,6 +375,8 @@ def _explained(folder: Path, partial: Path | None) -> Iterator[None]:
         raise
     except Exception as error:
         _give_up(partial)
+        if is_of_a_lost_rank(error):  # no fault of the checkpoint's
+            raise
         raise CheckpointError(_reason(error, folder, saving=partial is not None)) from error
 
 

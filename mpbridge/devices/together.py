@@ -43,3 +43,22 @@ def on_first_rank(act: Callable[[], T]) -> T:
     if box[1] is not None:
         raise box[1]
     return box[0]  # type: ignore[no-any-return]
+
+
+_GONE = (
+    "closed by peer",
+    "connection reset",
+    "timed out",
+    "timeout",
+    "broken pipe",
+    "no response",
+    "unable to reach",
+    "socket closed",
+)
+"""How process groups of several back ends say that a rank does not answer."""
+
+
+def is_of_a_lost_rank(error: BaseException) -> bool:
+    """Whether a collective raised `error` because another rank is gone, whatever was under way."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return several and isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _GONE)

@@ -44,6 +44,19 @@ def fresh_buffers() -> None:
             getattr(parallel_state, make)()
 
 
+def forget_angles() -> None:
+    """Empties the caches of the rotary embeddings' methods, which are the classes': they hold modules and process groups of engines that are gone.
+
+    A gloo group that is held keeps its three threads (rotary_pos_embedding.py and yarn_rotary_pos_embedding.py: lru_cache around forward).
+    """
+    from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
+
+    for kind in (rotary_pos_embedding.RotaryEmbedding, yarn_rotary_pos_embedding.YarnRotaryEmbedding):
+        for method in vars(kind).values():
+            if hasattr(method, "cache_clear"):
+                method.cache_clear()
+
+
 def restore(state: State) -> None:
     """Puts the values back."""
     for owner, name, value in state:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from mpbridge.checkpoint.writer import end_with_parent
 from mpbridge.config.training import ANNOUNCED
-from mpbridge.devices.together import agreed
+from mpbridge.devices.together import agreed, is_of_a_lost_rank
 from mpbridge.errors import BadValue, MpbridgeError, Refused
 from mpbridge.files import opened_to_write
 from mpbridge.report.console import warn
@@ -202,18 +202,6 @@ def parse_nonfinite(setting: Any) -> tuple[Literal["skip", "stop", "rollback"], 
     return "rollback", int(found[1])
 
 
-_GONE = (
-    "closed by peer",
-    "connection reset",
-    "timed out",
-    "timeout",
-    "broken pipe",
-    "no response",
-    "unable to reach",
-    "socket closed",
-)
-
-
 @contextmanager
 def explained() -> Iterator[None]:
     """Turns what a process group raises when a rank is gone into LostRank, which says so."""
@@ -222,10 +210,9 @@ def explained() -> Iterator[None]:
     except MpbridgeError:
         raise
     except RuntimeError as error:
-        text = str(error)
-        if dist.is_initialized() and dist.get_world_size() > 1 and any(word in text.lower() for word in _GONE):
+        if is_of_a_lost_rank(error):
             raise LostRank(
-                f"rank {dist.get_rank()}: another rank of the job died or does not answer ({text.splitlines()[0][:200]}). "
+                f"rank {dist.get_rank()}: another rank of the job died or does not answer ({str(error).splitlines()[0][:200]}). "
                 "Start the job again from its newest checkpoint (checkpoint.load=...); the reason is in that rank's output"
             ) from error
         raise
