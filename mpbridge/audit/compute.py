@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,59 +19,81 @@ Seen = dict[str, dict[str, list[str]]]
 """Kind -> dtypes that would be as promised, joined by '/' -> 'place: dtype' of what was seen."""
 
 
+Place = tuple[str, tuple[str, ...], tuple[str, ...]]
+"""(where, dtypes that are as promised, dtypes seen)."""
+
+
 @dataclass
 class Computed:
     """One rank's observation."""
 
-    kinds: dict[str, list[tuple[str, tuple[str, ...], tuple[str, ...]]]] = field(default_factory=dict)
-    """Kind -> (place, dtypes that are as promised, dtypes seen)."""
+    kinds: dict[str, list[Place]] = field(default_factory=dict)
     wrong: dict[str, list[str]] = field(default_factory=dict)
     """Kind -> places whose values are not as promised though their dtype is."""
     autocast: list[str] = field(default_factory=list)
 
 
+Row = tuple[str, str, Iterable[str], Iterable[str]]
+"""(kind, place, dtypes that would be as promised, dtypes seen)."""
+
+
 def computed(engine: Any, promises: Promises, watch: Watch) -> Computed:
     """What `watch` saw, beside what is promised of each place."""
     seen = Computed(autocast=sorted(watch.autocast))
-    policy = promises.policy
-    compute, wide = policy.compute.short, "fp32"
+    compute = promises.policy.compute.short
     on_cpu = next(engine.model[0].parameters()).device.type == "cpu"
     # a CPU has no FP16 GEMM worth its name: the device layer multiplies FP16 factors in FP32 and rounds once, as tensor cores do
-    gemm = (compute, wide) if compute == "fp16" and on_cpu else (compute,)
-
-    def add(kind: str, place: str, promised: Iterable[str], dtypes: Iterable[str]) -> None:
-        seen.kinds.setdefault(kind, []).append((place, tuple(promised), tuple(dtypes)))
-
-    routers = {path for module, path in watch._paths.items() if is_router(module)}
-    for path, dtypes in watch.products.dtypes.items():
-        add(*_product(path, promises, gemm, routers), dtypes)
-    for path, dtypes in watch.outputs.items():
-        if not path.endswith("output_layer") or policy.logits is None:
-            kept = promises.kept_fp32(f"{path}.weight")
-            add("outputs of linears", path, (compute, wide) if kept else (compute,), dtypes)
-        else:
-            add("logits", path, (policy.logits.short,), dtypes)
-    for path, dtypes in watch.attention.items():
-        add("attention", path, (compute, wide) if path in watch.widened else gemm, dtypes)
-    for path, dtypes in watch.passed.items():
-        add("attention", path, (compute,), dtypes)
-    fused = (compute,) if policy.softmax_fp32 is False else (compute, wide)
-    for path, dtypes in watch.softmax.items():
-        add("softmax", path, fused, dtypes)
-    for path, dtypes in watch.norms.items():
-        add("norms", path, (wide,) if promises.kept_fp32(f"{path}.weight") else (compute, wide), dtypes)
-    # under autocast the stream is what a model's own additions make of it
-    stream = (wide,) if policy.residual_fp32 else (compute, wide) if promises.foreign else (compute,)
-    for path, dtypes in watch.stream.items():
-        add("residual stream", path, stream, dtypes)
-    # other models hand their angles on in the dtype of activations, and may give their loss logits of that dtype: its kernel adds up in FP32
-    final = (compute, wide) if promises.foreign else (wide,)
-    for path, dtype in watch.angles.items():
-        add("rotary angles", path, final, (dtype,))
-    if watch.loss:
-        add("loss", "cross entropy", final, watch.loss)
+    gemm = (compute, _WIDE) if compute == "fp16" and on_cpu else (compute,)
+    for rows in (_linears(promises, watch, gemm), _attention(promises, watch, gemm), _between(promises, watch)):
+        for kind, place, promised, dtypes in rows:
+            seen.kinds.setdefault(kind, []).append((place, tuple(promised), tuple(dtypes)))
     _values(engine, promises, watch, seen)
     return seen
+
+
+_WIDE = "fp32"
+
+
+def _linears(promises: Promises, watch: Watch, gemm: tuple[str, ...]) -> Iterator[Row]:
+    policy, compute = promises.policy, promises.policy.compute.short
+    routers = {path for module, path in watch._paths.items() if is_router(module)}
+    for path, dtypes in watch.products.dtypes.items():
+        yield *_product(path, promises, gemm, routers), dtypes
+    for path, dtypes in watch.outputs.items():
+        if path.endswith("output_layer") and policy.logits is not None:
+            yield "logits", path, (policy.logits.short,), dtypes
+        else:
+            kept = promises.kept_fp32(f"{path}.weight")
+            yield "outputs of linears", path, (compute, _WIDE) if kept else (compute,), dtypes
+
+
+def _attention(promises: Promises, watch: Watch, gemm: tuple[str, ...]) -> Iterator[Row]:
+    compute = promises.policy.compute.short
+    for path, dtypes in watch.attention.items():
+        yield "attention", path, (compute, _WIDE) if path in watch.widened else gemm, dtypes
+    for path, dtypes in watch.passed.items():
+        yield "attention", path, (compute,), dtypes
+    fused = (compute,) if promises.policy.softmax_fp32 is False else (compute, _WIDE)
+    for path, dtypes in watch.softmax.items():
+        yield "softmax", path, fused, dtypes
+
+
+def _between(promises: Promises, watch: Watch) -> Iterator[Row]:
+    """What lies between GEMMs: norms, the residual stream, rotary angles, the loss."""
+    compute = promises.policy.compute.short
+    either = (compute, _WIDE)
+    for path, dtypes in watch.norms.items():
+        yield "norms", path, (_WIDE,) if promises.kept_fp32(f"{path}.weight") else either, dtypes
+    # under autocast the stream is what a model's own additions make of it
+    stream = (_WIDE,) if promises.policy.residual_fp32 else either if promises.foreign else (compute,)
+    for path, dtypes in watch.stream.items():
+        yield "residual stream", path, stream, dtypes
+    # other models hand their angles on in the dtype of activations, and may give their loss logits of that dtype: its kernel adds up in FP32
+    final = either if promises.foreign else (_WIDE,)
+    for path, dtype in watch.angles.items():
+        yield "rotary angles", path, final, (dtype,)
+    if watch.loss:
+        yield "loss", "cross entropy", final, watch.loss
 
 
 def _product(
@@ -147,31 +169,35 @@ def compute_findings(
         kinds = [kind for kind in ORDER if SUBJECTS.get(kind, kind) == subject]
         rows = [[row for kind in kinds for row in rank.kinds.get(kind, ())] for rank in ranks]
         values = [[text for kind in kinds for text in rank.wrong.get(kind, ())] for rank in ranks]
-        if not any(rows):
-            if wanted(subject):
-                findings.append(_nothing(subject, why(subject)))
-            if not any(values):
-                continue
-        wrong = [
-            [place for place, promised, found in own if not set(found) <= set(promised)] + bad
-            for own, bad in zip(rows, values, strict=True)
-        ]
-        promised = joined(promised[0] for own in rows for _, promised, _ in own)
-        findings.append(
-            Finding(
-                subject=subject,
-                promised=promised,
-                found=joined(dtype for own in rows for _, _, found in own for dtype in found),
-                ok=not any(wrong),
-                count=sum(map(len, rows)),
-                offenders=offenders(wrong),
-            )
-        )
+        if not any(rows) and wanted(subject):
+            findings.append(_nothing(subject, why(subject)))
+        if any(rows) or any(values):
+            findings.append(_told(subject, rows, values))
+    return findings + _autocast(ranks, promises)
+
+
+def _told(subject: str, rows: list[list[Place]], values: list[list[str]]) -> Finding:
+    """What every rank saw of one subject. values: places whose numbers are wrong in spite of their dtype."""
+    wrong = [
+        [place for place, promised, found in own if not set(found) <= set(promised)] + bad
+        for own, bad in zip(rows, values, strict=True)
+    ]
+    return Finding(
+        subject=subject,
+        promised=joined(promised[0] for own in rows for _, promised, _ in own),
+        found=joined(dtype for own in rows for _, _, found in own for dtype in found),
+        ok=not any(wrong),
+        count=sum(map(len, rows)),
+        offenders=offenders(wrong),
+    )
+
+
+def _autocast(ranks: Sequence[Computed], promises: Promises) -> list[Finding]:
+    if not any(rank.autocast for rank in ranks):
+        return []
     promised = "off" if promises.policy.autocast is None else promises.policy.autocast.value
     states = joined(state for rank in ranks for state in rank.autocast)
-    if any(rank.autocast for rank in ranks):
-        findings.append(Finding(subject="autocast", promised=promised, found=states, ok=states == promised))
-    return findings
+    return [Finding(subject="autocast", promised=promised, found=states, ok=states == promised)]
 
 
 def _nothing(subject: str, why: str) -> Finding:

@@ -4,7 +4,7 @@ the optimizer reads, but for the loss scale and clipping. So it was reduced once
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,44 +100,59 @@ def gradient_findings(
     """
     factor = (min(1.0, clip / (norm + 1.0e-6)) if clip > 0 else 1.0) / scale
     tolerance = max(_ROUNDED.get(width, 0.15) for width in widths.values()) if widths else _EXACT
-    wrong: list[list[str]] = []
-    checked, ratios = 0, []
-    for rank in ranks:
-        bad = []
-        for name, values in rank.read.items():
-            expected = _mean(name, values, [ranks[other] for other in rank.group])
-            told = _compare(values, expected)
-            if told is None:
-                continue
-            ratio, rest = told
-            checked += 1
-            ratios.append(ratio)
-            if rest > tolerance:
-                bad.append(f"{name}: other numbers than its GEMMs gave")
-            elif known and abs(ratio / factor - 1) > tolerance:
-                bad.append(f"{name}: {_words(ratio / factor, scale, len(rank.group))}")
-            elif most is not None and not known and ratio > most * (1 + tolerance):
-                bad.append(f"{name}: {_words(ratio / most, scale, len(rank.group))}")
-        bad += [
-            f"{name}: no gradient for the optimizer"
-            for name in rank.produced
-            if name not in rank.read and _own(rank, name, ranks)
-        ]
-        wrong.append(bad)
+    aim = Aim(factor=factor if known else None, most=None if known else most, scale=scale, tolerance=tolerance)
+    told = [[*_told(rank, ranks, aim)] for rank in ranks]
+    wrong = [[text for _, text in own if text] + _lost(rank, ranks) for own, rank in zip(told, ranks, strict=True)]
+    ratios = [ratio for own in told for ratio, _ in own]
     if not known and ratios and max(ratios) - min(ratios) > 2 * tolerance * abs(min(ratios)):
         wrong[0].append("gradients of different parameters were scaled differently")
-    widest = "/".join(sorted(set(widths.values()))) or "fp32"
+    promised = f"reduced once, unscaled once, {'/'.join(sorted(set(widths.values()))) or 'fp32'}"
     return [
         Finding(
             subject="gradients",
-            promised=f"reduced once, unscaled once, {widest}",
-            found="others" if any(wrong) else f"reduced once, unscaled once, {widest}",
+            promised=promised,
+            found="others" if any(wrong) else promised,
             ok=not any(wrong),
-            count=checked,
+            count=len(ratios),
             offenders=offenders(wrong),
             cure="something between the backward pass and the optimizer changes them" if any(wrong) else "",
         )
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """What the factor between a gradient's GEMMs and its optimizer has to be."""
+
+    factor: float | None
+    """None: only that all share one is known."""
+    most: float | None
+    """The largest that it may be where it is not known; None: any."""
+    scale: float
+    tolerance: float
+
+
+def _told(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> Iterator[tuple[float, str]]:
+    """(factor found, what is wrong with it) of every gradient that this rank's optimizer read."""
+    group = [ranks[other] for other in rank.group]
+    for name, values in rank.read.items():
+        told = _compare(values, _mean(name, values, group))
+        if told is None:
+            continue
+        ratio, rest = told
+        text = ""
+        if rest > aim.tolerance:
+            text = "other numbers than its GEMMs gave"
+        elif aim.factor is not None and abs(ratio / aim.factor - 1) > aim.tolerance:
+            text = _words(ratio / aim.factor, aim.scale, len(group))
+        elif aim.most is not None and ratio > aim.most * (1 + aim.tolerance):
+            text = _words(ratio / aim.most, aim.scale, len(group))
+        yield ratio, f"{name}: {text}" if text else ""
+
+
+def _lost(rank: Followed, ranks: Sequence[Followed]) -> list[str]:
+    missing = (name for name in rank.produced if name not in rank.read and _own(rank, name, ranks))
+    return [f"{name}: no gradient for the optimizer" for name in missing]
 
 
 def _own(rank: Followed, name: str, ranks: Sequence[Followed]) -> bool:

@@ -286,51 +286,60 @@ def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]
 
 
 def _motion_findings(ranks: Sequence[Weights]) -> list[Finding]:
+    return [_moved_finding(ranks), _bits_finding(ranks)]
+
+
+def _moved_finding(ranks: Sequence[Weights]) -> Finding:
     names = {name for rank in ranks for name in rank.trainable}
     moved_anywhere = {name for rank in ranks for name in rank.moved}
-
-    def count(rows: Iterable[Iterable[str]]) -> set[str]:
-        return {name for row in rows for name in row}
-
-    # a shard of rows that no token touched says nothing: somewhere else its parameter was reached
-    reached = moved_anywhere | count(rank.small for rank in ranks)
-    unreached = [[name for name in rank.unreached if name not in reached] for rank in ranks]
     stuck = [[*rank.stuck, *rank.frozen_rate] for rank in ranks]
-    lost = count(rank.small for rank in ranks) - moved_anywhere
-    idle = count(rank.idle for rank in ranks) - moved_anywhere
+    unreached = _unreached(ranks, moved_anywhere)
     # nobody's optimizer says that it owns it
-    orphans = names - count(
+    orphans = names - _names(
         [*r.moved, *r.stuck, *r.small, *r.idle, *r.unreached, *r.outside, *r.frozen_rate] for r in ranks
     )
+    wrong = [[*a, *b, *sorted(orphans)] for a, b in zip(stuck, unreached, strict=True)]
+    cure = "no gradient arrived" if any(unreached) else ""
+    if any(stuck) or orphans:
+        cure = "the optimizer reads other gradients, or holds other parameters, than the model"
+    return Finding(
+        subject="weights moved",
+        promised="all that have gradients",
+        found=_how_many(ranks, names, moved_anywhere),
+        ok=not any(wrong),
+        count=len(names),
+        offenders=offenders(wrong),
+        cure=cure,
+    )
+
+
+def _names(rows: Iterable[Iterable[str]]) -> set[str]:
+    return {name for row in rows for name in row}
+
+
+def _unreached(ranks: Sequence[Weights], moved_anywhere: set[str]) -> list[list[str]]:
+    # a shard of rows that no token touched says nothing: somewhere else its parameter was reached
+    reached = moved_anywhere | _names(rank.small for rank in ranks)
+    return [[name for name in rank.unreached if name not in reached] for rank in ranks]
+
+
+def _how_many(ranks: Sequence[Weights], names: set[str], moved_anywhere: set[str]) -> str:
+    lost = _names(rank.small for rank in ranks) - moved_anywhere
+    idle = _names(rank.idle for rank in ranks) - moved_anywhere
     notes = [f"{len(moved_anywhere & names)} of {len(names)}"]
     notes += [f"{len(idle)} of experts without tokens"] if idle else []
     notes += [f"{len(lost)} below rounding at this learning rate"] if lost else []
-    wrong = [[*a, *b, *sorted(orphans)] for a, b in zip(stuck, unreached, strict=True)]
-    cure = (
-        "the optimizer reads other gradients, or holds other parameters, than the model"
-        if any(stuck) or orphans
-        else "no gradient arrived"
-        if any(unreached)
-        else ""
-    )
+    return ", ".join(notes)
+
+
+def _bits_finding(ranks: Sequence[Weights]) -> Finding:
     coarse = [rank.coarse for rank in ranks]
-    return [
-        Finding(
-            subject="weights moved",
-            promised="all that have gradients",
-            found=", ".join(notes),
-            ok=not any(wrong),
-            count=len(names),
-            offenders=offenders(wrong),
-            cure=cure,
-        ),
-        Finding(
-            subject="bits of states",
-            promised="as wide as their dtype",
-            found="BF16 numbers in FP32" if any(coarse) else "as wide as their dtype",
-            ok=not any(coarse),
-            count=sum(len(rank.moved) for rank in ranks),
-            offenders=offenders(coarse),
-            cure="something rounds them between updates" if any(coarse) else "",
-        ),
-    ]
+    return Finding(
+        subject="bits of states",
+        promised="as wide as their dtype",
+        found="BF16 numbers in FP32" if any(coarse) else "as wide as their dtype",
+        ok=not any(coarse),
+        count=sum(len(rank.moved) for rank in ranks),
+        offenders=offenders(coarse),
+        cure="something rounds them between updates" if any(coarse) else "",
+    )

@@ -12,14 +12,10 @@ import torch
 
 from mpbridge.audit.examine import everywhere, judge, promises_of
 from mpbridge.audit.findings import Finding, Report
-from mpbridge.audit.gradients import gradient_findings
 from mpbridge.audit.observe import Observed, look
 from mpbridge.audit.promise import Promises
-from mpbridge.audit.replicas import replica_findings
-from mpbridge.audit.traffic import traffic_findings
-from mpbridge.audit.unseen import why_unseen
 from mpbridge.audit.watch import Watch
-from mpbridge.audit.weights import Before, weight_findings
+from mpbridge.audit.weights import Before
 from mpbridge.engines.contract import StepResult
 from mpbridge.errors import BadValue
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -31,6 +27,7 @@ from mpbridge.witnessing.describe import describe
 from mpbridge.witnessing.loops import Loop, LoopRun, Update, loop_of
 from mpbridge.witnessing.nearest import nearest
 from mpbridge.witnessing.report import Witnessed
+from mpbridge.witnessing.sound import noted, sound
 
 Policy = str | MixedPrecisionConfig | PrecisionPolicy | Imported
 """A recipe's name, a config, a policy, or what a stack's configuration means (mpbridge.stacks.importers)."""
@@ -259,8 +256,8 @@ class _Observation:
                 self.seen = self._look(None, microbatches)
         applied = len([one for one in self.updates if one.applied])
         ranks = everywhere(self.seen)
-        findings = _sound(self.loop, ranks, self.result, self.under) if self.promises is None else self._judged(ranks)
-        findings = _noted(findings, applied, self.scale)
+        findings = sound(self.loop, ranks, self.result, self.under) if self.promises is None else self._judged(ranks)
+        findings = noted(findings, applied, self.scale)
         facts = {"engine": self.loop.words, "step": step, "world_size": len(ranks)}
         report = Report(stage="live", findings=tuple(findings), facts=facts)
         scaled = self.scale != 1.0
@@ -285,53 +282,6 @@ class _Observation:
 
 def _open(loop: Loop) -> Promises:
     return promises_of(loop.run.policy, loop)  # type: ignore[arg-type]
-
-
-def _sound(loop: Loop, ranks: list[Observed], result: StepResult | None, under: Promises) -> list[Finding]:
-    """What holds of every sound run, whatever its precision."""
-    findings = weight_findings([rank.weights for rank in ranks], stepped=result is not None)
-    findings += replica_findings([rank.copies for rank in ranks])
-    travelled = [rank.traffic for rank in ranks if rank.traffic is not None]
-    for one in travelled:
-        one.promised = {"gradients": set(one.reduced) or {"reduced once"}, "parameters": set(one.gathered)}
-    findings += [found for found in traffic_findings(travelled, under) if found.subject != "wire: stages"]
-    followed = [rank.followed for rank in ranks if rank.followed is not None]
-    if result is None or not followed:
-        return findings
-    why = why_unseen(loop, under, "gradients")
-    if why:
-        unseen = Finding(subject="gradients", promised="reduced once", found="not observed", ok=False, unseen=why)
-        return [*findings, unseen]
-    seen = {found for rank in ranks for (role, _, found) in rank.tensors if role in ("grads", "main_grads")}
-    seen |= {dtype for one in travelled for dtype in one.reduced}
-    return findings + gradient_findings(
-        followed,
-        under,
-        scale=result.loss_scale,
-        norm=0.0,
-        clip=0.0,
-        known=False,
-        widths={dtype: dtype for dtype in seen},
-        most=1.0 / result.loss_scale if loop.foreign else None,
-    )
-
-
-def _noted(findings: list[Finding], applied: int, scale: float) -> list[Finding]:
-    """The findings, those that need exactly one update replaced where there was none, or more than one."""
-    if applied == 1:
-        return findings
-    if not applied:
-        why = "the optimizer took no step while it was watched"
-        why += f" (gradients that overflow at a loss scale of {scale:g}?)" if scale != 1.0 else ""
-        subjects: tuple[str, ...] = ("weights moved", "gradients")
-    else:
-        why = f"{applied} updates were watched as one step; gradients are followed through one"
-        subjects = ("gradients",)
-    kept = [one for one in findings if one.subject not in subjects]
-    return kept + [
-        Finding(subject=subject, promised="of one step", found="not observed", ok=False, unseen=why)
-        for subject in subjects
-    ]
 
 
 def _rank() -> int:

@@ -1,0 +1,66 @@
+"""What holds of every sound training step, whatever its precision; and what cannot be said of a step with no update, or with several."""
+
+from __future__ import annotations
+
+from mpbridge.audit.findings import Finding
+from mpbridge.audit.gradients import gradient_findings
+from mpbridge.audit.observe import Observed
+from mpbridge.audit.promise import Promises
+from mpbridge.audit.replicas import replica_findings
+from mpbridge.audit.traffic import Traffic, traffic_findings
+from mpbridge.audit.unseen import why_unseen
+from mpbridge.audit.weights import weight_findings
+from mpbridge.engines.contract import StepResult
+from mpbridge.witnessing.loops import Loop
+
+
+def sound(loop: Loop, ranks: list[Observed], result: StepResult | None, under: Promises) -> list[Finding]:
+    """What holds of every sound run, whatever its precision."""
+    findings = weight_findings([rank.weights for rank in ranks], stepped=result is not None)
+    findings += replica_findings([rank.copies for rank in ranks])
+    travelled = [rank.traffic for rank in ranks if rank.traffic is not None]
+    for one in travelled:
+        one.promised = {"gradients": set(one.reduced) or {"reduced once"}, "parameters": set(one.gathered)}
+    findings += [found for found in traffic_findings(travelled, under) if found.subject != "wire: stages"]
+    return findings + ([] if result is None else _followed(loop, ranks, result, under, travelled))
+
+
+def _followed(
+    loop: Loop, ranks: list[Observed], result: StepResult, under: Promises, travelled: list[Traffic]
+) -> list[Finding]:
+    followed = [rank.followed for rank in ranks if rank.followed is not None]
+    why = why_unseen(loop, under, "gradients")
+    if not followed:
+        return []
+    if why:
+        return [Finding(subject="gradients", promised="reduced once", found="not observed", ok=False, unseen=why)]
+    seen = {found for rank in ranks for (role, _, found) in rank.tensors if role in ("grads", "main_grads")}
+    seen |= {dtype for one in travelled for dtype in one.reduced}
+    return gradient_findings(
+        followed,
+        under,
+        scale=result.loss_scale,
+        norm=0.0,
+        clip=0.0,
+        known=False,
+        widths={dtype: dtype for dtype in seen},
+        most=1.0 / result.loss_scale if loop.foreign else None,
+    )
+
+
+def noted(findings: list[Finding], applied: int, scale: float) -> list[Finding]:
+    """The findings, those that need exactly one update replaced where there was none, or more than one."""
+    if applied == 1:
+        return findings
+    if not applied:
+        why = "the optimizer took no step while it was watched"
+        why += f" (gradients that overflow at a loss scale of {scale:g}?)" if scale != 1.0 else ""
+        subjects: tuple[str, ...] = ("weights moved", "gradients")
+    else:
+        why = f"{applied} updates were watched as one step; gradients are followed through one"
+        subjects = ("gradients",)
+    kept = [one for one in findings if one.subject not in subjects]
+    return kept + [
+        Finding(subject=subject, promised="of one step", found="not observed", ok=False, unseen=why)
+        for subject in subjects
+    ]
