@@ -41,6 +41,7 @@ _HOME = {
     "Run": "config.run",
     "apply": "megatron.targets",
     "build": "megatron.targets",
+    "emulate": "emulation.modules",
     "get_mixed_precision_config": "precision.registry",
     "plan": "sync.plan",
     "pretrain": "train.loop",
@@ -48,6 +49,7 @@ _HOME = {
     "register": "precision.registry",
     "resolve": "precision.resolve",
     "transformer_engine_on_cpu": "te_cpu.context",
+    "tune_module": "tune.module",
     "witness": "witnessing.witness",
     "wrap": "engines.wrap",
 }
@@ -62,6 +64,7 @@ __all__ = [
     "__version__",
     "apply",
     "build",
+    "emulate",
     "get_mixed_precision_config",
     "plan",
     "pretrain",
@@ -69,6 +72,7 @@ __all__ = [
     "register",
     "resolve",
     "transformer_engine_on_cpu",
+    "tune_module",
     "witness",
     "wrap",
 ]
@@ -76,6 +80,7 @@ __all__ = [
 if TYPE_CHECKING:
     from mpbridge.config.container import ConfigContainer
     from mpbridge.config.run import Run
+    from mpbridge.emulation.modules import emulate
     from mpbridge.engines.wrap import wrap
     from mpbridge.errors import MpbridgeError
     from mpbridge.megatron.targets import apply, build
@@ -86,6 +91,7 @@ if TYPE_CHECKING:
     from mpbridge.sync.plan import Plan, Receipt, plan
     from mpbridge.te_cpu.context import transformer_engine_on_cpu
     from mpbridge.train.loop import pretrain
+    from mpbridge.tune.module import tune_module
     from mpbridge.witnessing.witness import witness
 
 if not TYPE_CHECKING:  # seen by mypy, this would make every name of the package an Any

@@ -38,6 +38,7 @@ ORDER = (
     "train",
     "launch",
     "rehearse",
+    "tune",
     "resume-check",
 )
 """Of the verbs in the help text; others follow by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from mpbridge.cli.list import as_data, needs
@@ -14,7 +15,7 @@ from mpbridge.facts import MOST
 from mpbridge.formats import say
 from mpbridge.memory.names import any_gpt, refuse_dead_regions
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.precision.registry import FOREIGN, describe, evidence_of, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.words import region_rule, region_text
 from mpbridge.rules.cards import Card, card, main_weights
@@ -42,10 +43,13 @@ def run(args: argparse.Namespace) -> int:
         raise BadValue(f"--layers {args.layers}: at most {MOST}")
     entry, config = describe(args.recipe), get_mixed_precision_config(args.recipe)
     policy = resolve(config, layers=args.layers).settled()
-    refuse_dead_regions(policy.module_regions, any_gpt(args.layers))
+    known = evidence_of(args.recipe)
+    if not known.get(FOREIGN):
+        refuse_dead_regions(policy.module_regions, any_gpt(args.layers))
     if args.json:
         meaning = {"config": config.as_data(), "policy": policy.as_data(), "fingerprint": policy.fingerprint()}
-        print_json(as_data(entry) | meaning | {"card": dataclasses.asdict(card(args.recipe))})
+        papers_of = {"card": dataclasses.asdict(card(args.recipe))} | ({"evidence": known} if known else {})
+        print_json(as_data(entry) | meaning | papers_of)
         return 0
     papers = [
         ("needs", needs(entry)),
@@ -67,6 +71,9 @@ def run(args: argparse.Namespace) -> int:
     print_table(("fact", "value"), facts(policy, args.layers, entry.engine), title="what it means")
     print()
     print_table(("", ""), _costs(card(args.recipe)), title="where it runs and what it costs")
+    if known:
+        print()
+        print_table(("", ""), evidence_rows(known), title="how it was found")
     return 0
 
 
@@ -112,6 +119,28 @@ def facts(policy: PrecisionPolicy, layers: int | None = None, engine: str | None
         ("softmax in fp32", policy.softmax_fp32),
     )
     return rows + [(label, say(value)) for label, value in stated if value is not None]
+
+
+def evidence_rows(known: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """A tuned recipe's evidence as label and text, whatever stands there."""
+    found: list[tuple[str, str]] = []
+    for name, value in known.items():
+        if isinstance(value, Mapping):
+            found += [(f"{name}: {key}", _said(item)) for key, item in value.items()]
+        elif isinstance(value, list):
+            found += [(str(name), str(item)) for item in value]
+        else:
+            found.append((str(name), str(value)))
+    return found
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(
+            f"{key} {_said(item)}" if not isinstance(item, Mapping) else f"{key}: {_said(item)};"
+            for key, item in value.items()
+        ).rstrip(";")
+    return str(value)
 
 
 def _scale(policy: PrecisionPolicy) -> str:

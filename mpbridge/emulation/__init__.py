@@ -13,6 +13,7 @@ recipe quantizes nothing):
     with emulation.paused(): ...                          # high precision inside, for comparisons
     saved = emulation.sharded_state("emulation.")         # entries for megatron-core's dist_checkpointing, resharding included
     emulation.load_state(saved)                           # takes the same keys back (prefix and all), or what state() gave
+    with emulation.listening(who): ...                    # the same, and `who` hears every linear's products (mpbridge.tune)
     emulation.switch(policy)                              # another recipe on the same model, as if built under it
     emulation.notes()                                     # what is not emulated, one sentence each: print them with every result
     emulation.detach()                                    # on close: hooks and caches gone

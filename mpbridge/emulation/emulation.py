@@ -13,6 +13,7 @@ import torch
 from mpbridge.emulation.gemm import Observer, Plug
 from mpbridge.emulation.kernels import compiler
 from mpbridge.emulation.linear import EmulatedLinear
+from mpbridge.emulation.listening import Listener
 from mpbridge.emulation.norms import unrounded
 from mpbridge.emulation.quantizer import Quantizer, Randomness
 from mpbridge.emulation.rules import Release, options_of, release_of, rules_for
@@ -77,6 +78,8 @@ class Emulation:
         self._rule(policy, release, environment)
         self.randomness = Randomness(seed, self.device)
         self.observer: Observer | None = None
+        self.listener: Listener | None = None
+        """Who hears the high-precision products; see `listening`."""
         self.is_paused = False
         self.quantizers: dict[Quant, Quantizer] = {}
         self.plugs: dict[str, Plug] = {}
@@ -235,7 +238,11 @@ class Emulation:
     # --- running -------------------------------------------------------------------------------------------------------------------------
     def step_begin(self) -> None:
         """Call before the first micro-batch of a training step: weights are quantized again, once, and new random bits are drawn."""
-        self.randomness.begin(self.randomness.step + 1)
+        self.step_at(self.randomness.step + 1)
+
+    def step_at(self, step: int) -> None:
+        """As `step_begin`, with the random bits of that step: two policies are compared under the same."""
+        self.randomness.begin(step)
         self.eval_begin()
 
     def eval_begin(self) -> None:
@@ -276,6 +283,22 @@ class Emulation:
             yield
         finally:
             self.is_paused = before
+
+    @contextlib.contextmanager
+    def listening(self, listener: Listener) -> Iterator[None]:
+        """High precision inside, and `listener` hears every product of the linears that are quantized outside."""
+        self.listener = listener
+        try:
+            with self.paused():
+                yield
+        finally:
+            self.listener = None
+
+    def linears(self) -> Iterator[tuple[Any, str, str, int | None, int]]:
+        """(linear, global name, name below its layer, 0-based layer, layers) of the quantized linears of this rank."""
+        for place in self._placed:
+            if place.name in self.plugs:
+                yield place.linear, place.name, place.below, place.layer, place.layers
 
     # --- state ---------------------------------------------------------------------------------------------------------------------------
     def state(self) -> dict[str, torch.Tensor]:

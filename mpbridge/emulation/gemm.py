@@ -56,15 +56,20 @@ class Plug:
             self.dgrad = self.wgrad = None
 
 
-def check_shapes(slot: str, scaling: Scaling, tokens: int, weight: torch.Size) -> None:
-    """Raises BadValue with every dimension that Transformer Engine would refuse for this recipe."""
+def misfits(scaling: Scaling, tokens: int, weight: torch.Size) -> list[str]:
+    """Every dimension of a linear that Transformer Engine refuses under that scaling, in words."""
     need = scaling.sizes
     sizes = (
         ("tokens", tokens, need.tokens),
         ("input features", weight[1], need.inner),
         ("output features", weight[0], need.outer),
     )
-    faults = [f"{name} {size} (expected a multiple of {multiple})" for name, size, multiple in sizes if size % multiple]
+    return [f"{name} {size} (expected a multiple of {multiple})" for name, size, multiple in sizes if size % multiple]
+
+
+def check_shapes(slot: str, scaling: Scaling, tokens: int, weight: torch.Size) -> None:
+    """Raises BadValue with every dimension that Transformer Engine would refuse for this recipe."""
+    faults = misfits(scaling, tokens, weight)
     if faults:
         raise BadValue(
             f"{slot}: {scaling.name} scaling cannot quantize {'; '.join(faults)}: Transformer Engine refuses it too "

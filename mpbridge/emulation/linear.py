@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from mpbridge.emulation.gemm import Plug, QuantizedLinear, check_shapes
+from mpbridge.emulation.listening import HeardLinear
 
 if TYPE_CHECKING:
     from mpbridge.emulation.emulation import Emulation
@@ -35,19 +36,26 @@ def apply(
     if torch.is_autocast_enabled(device):
         x = x.to(torch.get_autocast_dtype(device))
     if emulation.is_paused or x.numel() == 0:
+        if emulation.listener is not None and x.numel():
+            heard: torch.Tensor = HeardLinear.apply(x, weight, bias, plug.slot, expert, emulation.listener)  # type: ignore[no-untyped-call]
+            return heard
         # an expert without tokens: Transformer Engine's GEMMs see nothing, its amaxes stay 0
         return F.linear(x, weight.to(x.dtype), bias)
     tokens = x.numel() // x.shape[-1]
     filled = x
     if expert:
-        missing = -tokens % math.lcm(*(quant.row.sizes.expert for quant in plug.gemms.distinct))
-        filled = F.pad(x.reshape(tokens, -1), (0, 0, 0, missing))
+        filled = padded(x.reshape(tokens, -1), *plug.gemms.distinct)
     for quant in plug.gemms.distinct:
         check_shapes(plug.slot, quant.row, filled.numel() // filled.shape[-1], weight.shape)
     wanted = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     first, replay = _run(plug, recompute, wanted)
     y: torch.Tensor = QuantizedLinear.apply(filled, weight, bias, plug, first, replay, high)  # type: ignore[no-untyped-call]
     return y[:tokens].view(*x.shape[:-1], -1) if expert else y
+
+
+def padded(x: torch.Tensor, *quants: Quant) -> torch.Tensor:
+    """An expert's tokens [tokens, features] with as many of zeros as those rules ask for."""
+    return F.pad(x, (0, 0, 0, -x.shape[0] % math.lcm(*(quant.row.sizes.expert for quant in quants))))
 
 
 def _run(plug: Plug, recompute: bool, wanted: bool) -> tuple[bool, bool]:

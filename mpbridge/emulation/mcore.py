@@ -47,7 +47,7 @@ class _Emulated(OwnProduct):
         self, plain: Product, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """The quantized product; high precision where nothing is quantized, or while the emulation rests."""
-        if self.plug is None or self.plug.emulation.is_paused:
+        if self.plug is None or (self.plug.emulation.is_paused and self.plug.emulation.listener is None):
             return plain(input, weight, *args, **kwargs)
         if kwargs.get("gradient_accumulation_fusion"):
             raise Refused(

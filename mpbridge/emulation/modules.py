@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from mpbridge.emulation.emulation import Emulation
+from mpbridge.errors import BadValue, Refused
+from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+
+
+def emulate(module: torch.nn.Module, recipe: str | Path | MixedPrecisionConfig, **options: Any) -> Emulation:
+    """Makes the linears inside `module`'s layers run under `recipe`, emulated: call `step_begin()` of what comes back before each training step, and
+    `detach()` to undo it.
+
+    recipe: a name, a YAML file (such as one that `tune_module` wrote), or a config; its `modules:` name the module's own linears. options: those of
+    Emulation. Raises Refused for a module without linears in its layers, BadValue for a rule that names none of them.
+    """
+    policy = resolve(get_mixed_precision_config(recipe))
+    refuse_without_linears(module)
+    return emulate_linears(module, policy, **options)
 
 
 def emulate_linears(module: torch.nn.Module, policy: PrecisionPolicy, **options: Any) -> Emulation:
@@ -48,3 +65,15 @@ def _places(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear, str
         if owner is not None:
             number, _, below = name[len(owner) + 1 if owner else 0 :].partition(".")
             yield name, linear, below or number, int(number), len(named[owner])
+
+
+def refuse_without_linears(module: torch.nn.Module) -> None:
+    """Raises BadValue for anything but a module, Refused for one without a linear."""
+    if not isinstance(module, torch.nn.Module):
+        raise BadValue(f"got a {type(module).__name__}, expected a torch.nn.Module")
+    kinds = sorted({type(child).__name__ for child in module.modules()} - {type(module).__name__})
+    if not any(isinstance(child, torch.nn.Linear) for child in module.modules()):
+        raise Refused(
+            f"{type(module).__name__} has no torch.nn.Linear, so nothing can be quantized (modules: {', '.join(kinds[:8]) or 'none'}): "
+            "give the model that holds them, or replace its own projection classes by torch.nn.Linear"
+        )

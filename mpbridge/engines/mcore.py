@@ -72,6 +72,22 @@ class McoreEngine(BaseEngine):
             applied, norm = update(self.optimizer)
             return StepResult(loss=loss, applied=applied, grad_norm=norm, loss_scale=scale, lr=lr)
 
+    def backward(self, batches: Iterator[Batch], *, microbatches: int) -> float:
+        """Forward and backward without an update; the mean loss. The gradients are then in `counted_gradients`."""
+        with self._layer():
+            self._zero_grad()
+            return self._schedule(batches, microbatches, forward_only=False)
+
+    def counted_gradients(self) -> list[tuple[str, torch.Tensor]]:
+        """(parameter, its reduced gradient) as they are now, each element on one rank of the job only; needs gradients that are not sharded."""
+        from mpbridge.megatron.inside_optimizer import counted_here
+
+        return [
+            (name, parameter.main_grad)  # type: ignore[attr-defined]
+            for name, parameter in self.named_parameters()
+            if parameter.requires_grad and counted_here(parameter)
+        ]
+
     def _zero_grad(self) -> None:
         for chunk in self.model:
             chunk.train()

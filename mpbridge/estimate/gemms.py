@@ -33,7 +33,7 @@ def chunk_gemms(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iterato
     for place, layer in enumerate(chunk.layers):
         kinds.setdefault((place < again, *_kind(policy, run, layer)), []).append(layer)
     for (repeated, *_), layers in kinds.items():
-        for gemm in _layer(policy, run, layers[0], f"decoder.layers.{layers[0]}"):
+        for gemm in layer_gemms(policy, run, layers[0], f"decoder.layers.{layers[0]}"):
             yield replace(gemm, times=gemm.times * len(layers))
             if repeated and gemm.step == "forward":
                 yield replace(gemm, step="recompute", times=gemm.times * len(layers))
@@ -41,14 +41,14 @@ def chunk_gemms(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iterato
     if chunk.mtp:
         hidden = run.shape.hidden_size
         for index in range(run.shape.mtp_layers):
-            yield from _three(
+            yield from linear_gemms(
                 "mtp.eh_proj", tokens(run), hidden // run.parallel.tensor, 2 * hidden, (policy.compute.short, "")
             )
-            yield from _layer(policy, run, depth - 1, f"mtp.layers.{index}.transformer_layer")
+            yield from layer_gemms(policy, run, depth - 1, f"mtp.layers.{index}.transformer_layer")
     heads = int(chunk.last) + (run.shape.mtp_layers if chunk.mtp else 0)
     for _ in range(heads):
         rows = run.shape.vocab_size // run.parallel.tensor
-        yield from _three("output_layer", tokens(run), rows, run.shape.hidden_size, (policy.compute.short, ""))
+        yield from linear_gemms("output_layer", tokens(run), rows, run.shape.hidden_size, (policy.compute.short, ""))
 
 
 def _kind(policy: PrecisionPolicy, run: RunFacts, layer: int) -> tuple[object, ...]:
@@ -87,7 +87,8 @@ def full_layers(run: RunFacts, chunk_layers: int) -> int:
     return chunk_layers if run.model.get("recompute_method") != "block" else min(count, chunk_layers)
 
 
-def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int, prefix: str) -> Iterator[MatrixProduct]:
+def layer_gemms(policy: PrecisionPolicy, run: RunFacts, layer: int, prefix: str) -> Iterator[MatrixProduct]:
+    """Every product of one layer in one micro-batch; prefix: of its linears' paths ('decoder.layers.3')."""
     shape, parallel = run.shape, run.parallel
     mixture = shape.is_expert_layer(layer)
     here = (shape.experts or 0) // parallel.expert
@@ -105,7 +106,7 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int, prefix: str) -> I
         if weight.path == "mlp.router.weight":
             router = "fp32" if policy.router is not None or run.model.get("moe_router_dtype") else policy.compute.short
             rows = tokens(run) // (parallel.tensor if parallel.sequence else 1)
-            yield from _three(weight.module, rows, shape.experts or 0, shape.hidden_size, (router, ""))
+            yield from linear_gemms(weight.module, rows, shape.experts or 0, shape.hidden_size, (router, ""))
         if not weight.linear:
             continue
         # the first expert's products stand for all of the rank's experts
@@ -130,8 +131,8 @@ def _linear(
     elif whole and run.parallel.sequence:
         rows //= run.parallel.tensor
     times = experts if weight.expert else 1
-    for gemm in _three(name, rows, out, inner, (policy.compute.short, ""), times=times, grouped=weight.expert):
-        yield _quantized(gemm, rules[gemm.step])
+    for gemm in linear_gemms(name, rows, out, inner, (policy.compute.short, ""), times=times, grouped=weight.expert):
+        yield quantized(gemm, rules[gemm.step])
     if recomputed(run, weight.module, mixture=mixture):
         again = MatrixProduct(
             where=name,
@@ -143,10 +144,10 @@ def _linear(
             times=times,
             grouped=weight.expert,
         )
-        yield _quantized(again, rules["forward"])
+        yield quantized(again, rules["forward"])
 
 
-def _three(
+def linear_gemms(
     where: str,
     rows: int,
     out: int,
@@ -165,6 +166,6 @@ def _three(
         )
 
 
-def _quantized(gemm: MatrixProduct, quant: Quant | None) -> MatrixProduct:
+def quantized(gemm: MatrixProduct, quant: Quant | None) -> MatrixProduct:
     """The product with operands under that rule."""
     return gemm if quant is None else replace(gemm, format=f"fp{quant.bits}", scaling=quant.scaling)

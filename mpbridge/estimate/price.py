@@ -19,8 +19,8 @@ SATURATION = 64
 of tiles were tried on the fitted rows and made predictions worse (kernels choose their tiles, and split the last wave)."""
 
 
-def gemm_seconds(gemm: MatrixProduct, machine: Machine) -> tuple[str, float]:
-    """(the constant's name, ideal seconds of all its times). Raises BadValue for a machine without a rate for the format."""
+def gemm_seconds(gemm: MatrixProduct, machine: Machine, *, saturated: bool = True) -> tuple[str, float]:
+    """(the constant's name, ideal seconds of all its times). saturated: False prices even the smallest product at the peak. Raises BadValue for a machine without a rate for the format."""
     peak = machine.flops(gemm.format)
     if peak is None and gemm.format == "fp32":
         peak = machine.flops("tf32") or machine.flops("fp32")
@@ -29,7 +29,7 @@ def gemm_seconds(gemm: MatrixProduct, machine: Machine) -> tuple[str, float]:
             f"{machine.name} has no rate for {gemm.format} products in the table: another recipe, or a --machine-file that names it"
         )
     grown = (1 + SATURATION / max(1, gemm.m)) * (1 + SATURATION / max(1, gemm.n)) * (1 + SATURATION / max(1, gemm.k))
-    return f"gemm_{gemm.scaling or gemm.format}", grown * gemm.flops / peak
+    return f"gemm_{gemm.scaling or gemm.format}", (grown if saturated else 1.0) * gemm.flops / peak
 
 
 def attention_seconds(part: Attention, machine: Machine) -> float:

@@ -6,7 +6,7 @@ Counted for one token and layer, every operand read once and written once by eac
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from mpbridge.estimate.flops import attended
 from mpbridge.estimate.gemms import full_layers, tokens
@@ -77,7 +77,9 @@ def traffic(
                 found["routing"] += share * (12 * shape.expert_topk * shape.hidden_size + 8 * (shape.experts or 0))
         heads = int(chunk.last) + (shape.mtp_layers if chunk.mtp else 0)
         found["loss"] += heads * 12 * shape.vocab_size * rows / tensor
-    found["quantization"] += quantized_bytes(run, gemms) * (0.6 if fused and shape.experts else 1)
+    found["quantization"] += quantized_bytes(gemms, run.machine.arch if run.machine is not None else None) * (
+        0.6 if fused and shape.experts else 1
+    )
     found["weights"] += _weight_bytes(policy, run, at)
     return tuple(MemoryTraffic(kind=kind, bytes=size) for kind, size in found.items() if size)
 
@@ -94,10 +96,9 @@ def _attention_bytes(run: RunFacts) -> float:
     return 36 * shape.hidden_size + 8 * heads * keys + 6 * heads * latent["v_head_dim"]
 
 
-def quantized_bytes(run: RunFacts, gemms: tuple[MatrixProduct, ...]) -> float:
+def quantized_bytes(gemms: Iterable[MatrixProduct], arch: tuple[int, int] | None) -> float:
     """Read and written by casts of inputs and output gradients: each once, for the products that use it."""
     total = 0.0
-    arch = run.machine.arch if run.machine is not None else None
     for gemm in gemms:
         if not gemm.scaling or gemm.step == "wgrad":
             continue

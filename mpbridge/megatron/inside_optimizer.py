@@ -63,6 +63,21 @@ def gradients_for_norm(part: Any) -> list[torch.Tensor]:
     return found
 
 
+def counted_here(parameter: Any) -> bool:
+    """Whether this rank counts an unsharded gradient of that parameter, where each is counted once: no replica, no shared copy, no duplicate."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+    from megatron.core.transformer.module import param_is_not_shared
+
+    expert = not getattr(parameter, "allreduce", True)
+    replica = (
+        parallel_state.get_expert_data_parallel_rank()
+        if expert
+        else parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    )
+    return bool(replica == 0 and param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter))
+
+
 def set_moment_dtypes(part: Any, dtypes: Mapping[str, torch.dtype]) -> None:
     """Makes FusedAdam keep its moments in `dtypes`; other optimizers are left alone."""
     held = getattr(getattr(part, "optimizer", None), "name_to_dtype_map", None)

@@ -71,7 +71,7 @@ def _span(part: str) -> tuple[int, int]:
 
 def _region(pattern: str, rule: Any, base: DType) -> Region:
     if not isinstance(rule, Mapping):
-        return Region(modules=pattern, quant=_by_word(rule, base))
+        return Region(modules=pattern, quant=rule_of_word(rule, base))
     named = [name for name in GEMMS if name in rule]
     unknown = [str(name) for name in rule if name not in (*_QUANT_KEYS, *GEMMS, "layers", "precision")]
     if unknown:
@@ -87,7 +87,7 @@ def _region(pattern: str, rule: Any, base: DType) -> Region:
         raise BadValue(f"{' and '.join(ways)} say the same thing twice: keep one of them")
     layers = layer_spans(rule["layers"]) if "layers" in rule else None
     if "precision" in rule:
-        return Region(modules=pattern, layers=layers, quant=_by_word(rule["precision"], base))
+        return Region(modules=pattern, layers=layers, quant=rule_of_word(rule["precision"], base))
     if not named:
         return Region(modules=pattern, layers=layers, quant=_by_fields(fields))
     if len(named) < len(GEMMS):
@@ -99,14 +99,14 @@ def _region(pattern: str, rule: Any, base: DType) -> Region:
 
 
 def _of_gemm(name: str, rule: Any, base: DType) -> Quant | None:
-    quant = _by_fields(rule) if isinstance(rule, Mapping) else _by_word(rule, base)
+    quant = _by_fields(rule) if isinstance(rule, Mapping) else rule_of_word(rule, base)
     if quant is not None and (quant.stored or quant.attention != "none"):
         raise BadValue(f"{name}: weights at rest and attention belong to the whole linear, not to one of its GEMMs")
     return quant
 
 
-def _by_word(word: Any, base: DType) -> Quant | None:
-    """None for the compute dtype's name, the plain rule of a scaling for the scaling's."""
+def rule_of_word(word: Any, base: DType) -> Quant | None:
+    """What a word stands for in `modules`: None for the compute dtype's name, the plain rule of a scaling for the scaling's. Raises BadValue."""
     row = SCALINGS.get(word) if isinstance(word, str) else None
     if row is not None and not row.factory:
         return _by_fields(

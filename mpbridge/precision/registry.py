@@ -21,8 +21,12 @@ from mpbridge.precision.yaml_loader import read_yaml
 from mpbridge.shipped import recipe_file, recipe_files
 
 F = TypeVar("F", bound=Factory)
+EVIDENCE = "evidence"
+"""Key of a recipe file under which stands how it was found (`mpbridge tune`); no field, and nothing reads it but `show`."""
 ENTRY_POINTS = "mpbridge.recipes"
 """Entry point group in which other packages offer recipes: name -> a factory; loaded on use only."""
+FOREIGN = "names of another model"
+"""Key of the evidence of a recipe whose `modules:` name the linears of no GPT of megatron-core, but of that model."""
 
 
 _by_name: dict[str, Recipe] = {}
@@ -256,6 +260,14 @@ def _extended(path: Path, depth: int = 0) -> Recipe | None:
     return recipes[base] if base and not _is_place(base) and base in recipes else None
 
 
+def evidence_of(name: str) -> Mapping[str, Any]:
+    """What a recipe file says of how it was found; empty for any other recipe. The file was read before, so it can be read."""
+    if not name.endswith((".yaml", ".yml")):
+        return {}
+    found = (read_yaml(Path(name)) or {}).get(EVIDENCE)
+    return found if isinstance(found, Mapping) else {}
+
+
 def _call(factory: Any, name: str) -> MixedPrecisionConfig:
     try:
         made = factory()
@@ -321,6 +333,7 @@ def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
     if not isinstance(data, dict):
         raise RecipeError(f"recipe file {path}: expected a mapping of fields, got {type(data).__name__}")
     base = data.pop("extends", None)
+    data.pop(EVIDENCE, None)
     try:
         if base is None:
             start = MixedPrecisionConfig()

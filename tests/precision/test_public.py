@@ -23,6 +23,7 @@ NAMES = {
     "__version__",
     "apply",
     "build",
+    "emulate",
     "get_mixed_precision_config",
     "plan",
     "pretrain",
@@ -30,6 +31,7 @@ NAMES = {
     "register",
     "resolve",
     "transformer_engine_on_cpu",
+    "tune_module",
     "witness",
     "wrap",
 }

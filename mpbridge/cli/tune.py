@@ -1,0 +1,159 @@
+"""`mpbridge tune`: which linears may go low, measured on the model, under a budget; a recipe file."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpbridge.cli._target import add_target_arguments, target
+from mpbridge.cli.options import add_run_arguments, container, whole
+from mpbridge.cli.text import print_json, print_table
+from mpbridge.errors import BadValue
+
+if TYPE_CHECKING:
+    from mpbridge.tune.run import Where
+    from mpbridge.tune.tuning import Tuned
+
+SUMMARY = "find out which linears may go low, on this model and under a budget, and write the recipe"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    add_run_arguments(parser, world=False)
+    add_target_arguments(parser)
+    parser.add_argument(
+        "--levels",
+        metavar="A,B,...",
+        help="what linears may move up to, in the words of `modules:` (default: mxfp8 between four bits and high precision, which is always one)",
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="WHAT=X",
+        help="time=1.1 (predicted GEMM and quantization time over the all-low recipe's), memory=40GB (on the fullest rank) or gradient-error=0.3 "
+        "(default: what the last 15 %% of the layers in high precision cost)",
+    )
+    parser.add_argument(
+        "--batches", type=whole, default=8, metavar="N", help="global batches that are scored (default: 8)"
+    )
+    parser.add_argument(
+        "--unseen", type=whole, default=4, metavar="N", help="global batches for the proof (default: 4)"
+    )
+    parser.add_argument("--checkpoint", metavar="DIR", help="whose weights are looked at (default: weights as drawn)")
+    parser.add_argument(
+        "--hf",
+        type=Path,
+        metavar="DIR",
+        help="a causal LM in a local Hugging Face folder instead of a configuration's model",
+    )
+    parser.add_argument("--text", type=Path, metavar="FILE", help="with --hf: the text that it is measured on")
+    parser.add_argument(
+        "--seq-length", type=whole, default=128, metavar="N", help="with --hf: tokens of a sequence (default: 128)"
+    )
+    parser.add_argument(
+        "--batch-size", type=whole, default=4, metavar="N", help="with --hf: sequences of a batch (default: 4)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the recipe file (default: tuned.yaml)", default=Path("tuned.yaml")
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Tunes, prints what was found and writes the recipe; 1 where a simple rule is no worse, which is then named."""
+    from mpbridge.tune.budget import budget_of
+
+    _check(args)
+    budget = budget_of(args.budget)
+    from mpbridge.cli.train import UPSTREAM_CHATTER
+
+    for text in UPSTREAM_CHATTER:
+        warnings.filterwarnings("ignore", message=text)
+    from mpbridge.report.console import rank
+    from mpbridge.tune.evidence import write
+    from mpbridge.tune.arms import TUNED
+
+    levels = None if args.levels is None else tuple(word.strip() for word in args.levels.split(",") if word.strip())
+    first = rank() == 0
+    speak = print if first and not args.json else _silent
+    if args.hf is not None:
+        result, content, recipe = _of_folder(args, levels, budget, speak)
+    else:
+        result, content, recipe = _of_configuration(args, levels, budget, speak)
+    if first:
+        write(args.out, content)
+        if args.json:
+            print_json(content)
+        else:
+            _print(result, recipe, args.out)
+    return 0 if result.verdict.take == TUNED else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    from mpbridge.cli.options import find_config
+
+    faults = []
+    if args.recipe is None and args.hf is not None:
+        faults.append("--hf DIR without --recipe: name the recipe to tune, as in --recipe bf16_with_nvfp4_mixed")
+    if (args.hf is None) != (args.text is None):
+        faults.append("--hf DIR and --text FILE belong together: the model, and what it is measured on")
+    if args.hf is not None and (args.config or args.checkpoint or args.overrides):
+        faults.append("--hf DIR is the model: drop --config, --checkpoint and settings")
+    if not args.out.parent.is_dir() or args.out.is_dir():
+        faults.append(f"--out {args.out}: expected a file's name in a folder that exists")
+    if args.out.suffix not in (".yaml", ".yml"):
+        faults.append(f"--out {args.out}: a recipe file ends in .yaml")
+    if faults:
+        raise BadValue("; ".join(faults))
+    if args.hf is None:
+        find_config(args.config)
+
+
+def _of_configuration(
+    args: argparse.Namespace, levels: Any, budget: Any, say: Any
+) -> tuple[Tuned, dict[str, Any], str]:
+    from mpbridge.tune.run import tune
+
+    box = container(args)
+    if args.checkpoint:
+        box.checkpoint["load"] = args.checkpoint
+    result, content = tune(
+        box, levels=levels, budget=budget, batches=args.batches, unseen=args.unseen, where=_where(args), say=say
+    )
+    return result, content, str(content.get("extends", ""))
+
+
+def _of_folder(args: argparse.Namespace, levels: Any, budget: Any, say: Any) -> tuple[Tuned, dict[str, Any], str]:
+    from mpbridge.tune.folder import tune_folder
+
+    result, content = tune_folder(
+        args.hf, args.text, args.recipe, levels=levels, budget=budget, batches=args.batches, unseen=args.unseen,
+        seq_length=args.seq_length, batch_size=args.batch_size, where=_where(args), say=say,
+    )  # fmt: skip
+    return result, content, str(content.get("extends", ""))
+
+
+def _where(args: argparse.Namespace) -> Where:
+    from mpbridge.tune.run import Where
+
+    if args.target is None and getattr(args, "machine_file", None) is None:
+        return Where()
+    found = target(args)
+    return Where(machine=found.machine, versions=found.versions, constants=found.constants)
+
+
+def _print(result: Tuned, recipe: str, out: Path) -> None:
+    from mpbridge.tune.report import lines, sections
+
+    for title, columns, rows in sections(result, recipe):
+        print()
+        print_table(columns, rows, title=title)
+    print()
+    for line in lines(result, recipe):
+        print(line)
+    print(f"recipe: {out} (mpbridge show {out}; mpbridge train --recipe {out} --emulate)")
+
+
+def _silent(text: str) -> None:
+    """Says nothing."""

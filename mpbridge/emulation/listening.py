@@ -1,0 +1,57 @@
+"""Linears in high precision whose three products somebody hears: what a format would have done to them is found beside, one linear at a time."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+
+class Listener(Protocol):
+    """Who hears a linear's products in the backward pass."""
+
+    def hear(
+        self,
+        slot: str,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        dy: torch.Tensor,
+        dx: torch.Tensor | None,
+        dw: torch.Tensor | None,
+        *,
+        expert: bool,
+    ) -> None:
+        """slot: the linear's global name. x [tokens, in], weight [out, in], dy [tokens, out]; dx and dw as the high-precision GEMMs made them, None where
+        nobody asked. Valid until the call returns.
+        """
+
+
+class HeardLinear(torch.autograd.Function):
+    """Y = X Wt + b in high precision; the listener is called once dX and dW are there, so nothing outlives the linear's own backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        slot: str,
+        expert: bool,
+        listener: Listener,
+    ) -> torch.Tensor:
+        """x: [..., in]; expert: token counts vary, as in an expert's linear."""
+        ctx.save_for_backward(x, weight)
+        ctx.slot, ctx.expert, ctx.listener, ctx.has_bias = slot, expert, listener, bias is not None
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients of x, weight and bias."""
+        x, weight = ctx.saved_tensors
+        dy, flat = grad.reshape(-1, grad.shape[-1]).contiguous(), x.reshape(-1, x.shape[-1])
+        dx = dy @ weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
+        dw = (dy.t() @ flat).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        ctx.listener.hear(ctx.slot, flat, weight, dy, dx, dw, expert=ctx.expert)
+        db = dy.float().sum(0).to(grad.dtype) if ctx.has_bias else None
+        return None if dx is None else dx.view(x.shape), dw, db, None, None, None

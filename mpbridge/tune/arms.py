@@ -1,0 +1,64 @@
+"""The proposal's neighbours: simple rules that anybody can write down, and random choices at the same cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from mpbridge.tune.costs import Costs
+from mpbridge.tune.knapsack import least
+from mpbridge.tune.proposal import tail_of
+from mpbridge.tune.units import LOW, Unit, by_kind
+
+Options = Sequence[Mapping[str, float]]
+"""For each unit: the levels that it can take -> their damage."""
+TAIL = "last 15 %"
+ALL_LOW = "all low"
+KINDS = "whole kinds"
+TUNED = "tuned"
+
+
+def uniform(units: Sequence[Unit], options: Options, level: str, high: str) -> dict[str, str]:
+    """Every unit at `level`; one that cannot take it in high precision."""
+    return {unit.name: level if level in mine else high for unit, mine in zip(units, options, strict=True)}
+
+
+def tail(units: Sequence[Unit], options: Options, high: str) -> dict[str, str]:
+    """The last 15 % of the layers high, the others low."""
+    wanted = tail_of(units, high)
+    return {
+        unit.name: wanted[unit.name] if wanted[unit.name] in mine else high
+        for unit, mine in zip(units, options, strict=True)
+    }
+
+
+def kinds(units: Sequence[Unit], options: Options, costs: Costs, budget: float, swapped: bool) -> dict[str, str] | None:
+    """The best choice of whole kinds under the budget; None: none keeps within it. swapped: the budget is of damage."""
+    whole = by_kind(units)
+    owner = {slot: number for number, kind in enumerate(whole) for slot in kind.slots}
+    gains: list[dict[str, float]] = [{} for _ in whole]
+    prices: list[dict[str, float]] = [{} for _ in whole]
+    for number in range(len(whole)):
+        members = [i for i, unit in enumerate(units) if owner[unit.slots[0]] == number]
+        for level in set.intersection(*(set(options[i]) for i in members)):
+            gains[number][level] = sum(options[i][level] for i in members)
+            prices[number][level] = sum(costs[i][level] for i in members)
+    found = least(prices, gains, budget) if swapped else least(gains, prices, budget)
+    if found is None:
+        return None
+    return {unit.name: found[owner[unit.slots[0]]] for unit in units}
+
+
+def at_random(units: Sequence[Unit], options: Options, costs: Costs, limit: float, seed: int) -> dict[str, str]:
+    """Units drawn one by one, each to a random level that it can take, for as long as the cost stays within `limit`."""
+    draw = random.Random(seed)
+    chosen = [LOW if LOW in mine else min(mine, key=costs[i].__getitem__) for i, mine in enumerate(options)]
+    spent = sum(costs[i][level] for i, level in enumerate(chosen))
+    order = list(range(len(units)))
+    draw.shuffle(order)
+    for i in order:
+        level = draw.choice(sorted(options[i]))
+        more = costs[i][level] - costs[i][chosen[i]]
+        if spent + more <= limit * (1 + 1e-9):
+            chosen[i], spent = level, spent + more
+    return {unit.name: level for unit, level in zip(units, chosen, strict=True)}

@@ -1,0 +1,106 @@
+"""What each level of each unit costs: predicted seconds of its GEMMs and casts, or bytes on the fullest rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mpbridge.estimate.constants import Constants, constants
+from mpbridge.estimate.linears import Basis, layer_seconds, linear_seconds
+from mpbridge.facts import RunFacts
+from mpbridge.hardware.machines import Machine
+from mpbridge.memory.budget import memory
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.regions import Quant, Region
+from mpbridge.tune.units import Unit
+
+Costs = list[dict[str, float]]
+"""For each unit: level -> cost."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pricing:
+    """By what seconds are counted."""
+
+    machine: Machine
+    constants: Constants | None = None
+    """Of a --machine-file: measured there; None: the shipped ones."""
+    basis: Basis = "predicted"
+
+    def words(self) -> str:
+        """For the table and the recipe."""
+        if self.basis == "peaks":
+            return f"GEMMs at the peak of {self.machine.name}, casts left out: a limit that no kernel reaches"
+        kind = "measured rates of" if self.constants is not None else "predicted for"
+        return f"GEMMs and quantization, {kind} {self.machine.name}"
+
+
+def seconds(
+    units: Sequence[Unit],
+    levels: Mapping[str, Quant | None],
+    policy: PrecisionPolicy,
+    pricing: Pricing,
+    run: RunFacts | None,
+    shapes: Mapping[str, tuple[int, int, int]],
+) -> Costs:
+    """Seconds of a micro-batch on a rank. run: priced by its list of operations; None: by the shapes (tokens, out, in) that were seen.
+
+    Raises BadValue for a machine without a rate for one of the levels.
+    """
+    using = pricing.constants or constants()
+    if run is None:
+        return [
+            {
+                name: sum(
+                    linear_seconds(*shapes[slot], quant, policy.compute, pricing.machine, using, pricing.basis)
+                    for slot in unit.slots
+                    if slot in shapes
+                )
+                for name, quant in levels.items()
+            }
+            for unit in units
+        ]
+    known: dict[tuple[int, str], Mapping[str, float]] = {}
+    found: Costs = []
+    for unit in units:
+        cost = dict.fromkeys(levels, 0.0)
+        for layer, glob in unit.places:
+            for name, quant in levels.items():
+                key = (layer, name)
+                if key not in known:
+                    known[key] = layer_seconds(policy, run, layer, quant, pricing.machine, using, pricing.basis)
+                cost[name] += sum(value for where, value in known[key].items() if _is(where, glob))
+        found.append(cost)
+    return found
+
+
+def _is(where: str, glob: str) -> bool:
+    return where == glob or (glob.endswith(".*") and where.startswith(glob[:-1]))
+
+
+def bytes_of(
+    units: Sequence[Unit], levels: Mapping[str, Quant | None], policy: PrecisionPolicy, run: RunFacts
+) -> tuple[Costs, float]:
+    """(bytes that each level adds for each unit, bytes of the fullest rank with every unit at the first level).
+
+    Of one unit of each kind and layer kind, changed alone: bytes add up over linears. The sum stands for the fullest rank, so on several pipeline stages
+    it is too large, never too small.
+    """
+    base = dataclasses.replace(policy, regions=(Region(quant=next(iter(levels.values()))),))
+    whole = float(memory(base, run).needed)
+    known: dict[tuple[str, bool, str], float] = {}
+    found: Costs = []
+    for unit in units:
+        cost = {}
+        for name, quant in levels.items():
+            key = (unit.kind, run.shape.is_expert_layer(unit.layer), name)
+            if key not in known:
+                regions = tuple(
+                    Region(modules=glob, layers=((layer, layer),), quant=quant) for layer, glob in unit.places
+                )
+                changed = dataclasses.replace(base, regions=(*regions, *base.regions))
+                known[key] = float(memory(changed, run).needed) - whole
+            cost[name] = known[key]
+        found.append(cost)
+    return found, whole

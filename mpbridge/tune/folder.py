@@ -1,0 +1,121 @@
+"""A causal LM in a local Hugging Face folder: configuration and weights are data here, never code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mpbridge.errors import BadValue, DataError, Refused
+from mpbridge.files import read_json
+from mpbridge.tune.budget import Budget
+from mpbridge.tune.module import tune_module
+from mpbridge.tune.run import Where
+from mpbridge.tune.tuning import Tuned, refuse_bad
+
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
+
+
+def tune_folder(
+    folder: Path,
+    text: Path,
+    recipe: str,
+    *,
+    levels: Sequence[str] | None = None,
+    budget: Budget | None = None,
+    batches: int = 8,
+    unseen: int = 4,
+    seq_length: int = 128,
+    batch_size: int = 4,
+    where: Where | None = None,
+    say: Callable[[str], None] = print,
+) -> tuple[Tuned, dict[str, Any]]:
+    """As `tune_module`, for the model in `folder` on the text file. Nothing is downloaded and no code of the folder's runs.
+
+    Raises Refused for a folder that asks for code or has pickled weights only, DataError for a text that is too short, BadValue for numbers.
+    """
+    refuse_bad(batches, unseen)
+    if seq_length < 2 or batch_size < 1:
+        raise BadValue(f"--seq-length {seq_length}, --batch-size {batch_size}: at least 2 and 1")
+    refuse_code(folder)
+    model, encode = _loaded(folder, say)
+    tokens = encode(_read(text))
+    wanted = (batches + unseen) * batch_size * seq_length
+    if tokens.numel() < wanted:
+        raise DataError(
+            f"{text} has {tokens.numel()} tokens, expected {wanted} for {batches} + {unseen} batches of {batch_size} x {seq_length}: "
+            "a longer text, or smaller --batches, --batch-size or --seq-length"
+        )
+    every = tokens[:wanted].view(batches + unseen, batch_size, seq_length)
+    facts = {
+        "checkpoint": str(folder),
+        "data": str(text),
+        "batch": f"{batch_size} sequences of {seq_length} tokens",
+    }
+    return tune_module(
+        model,
+        _loss,
+        list(every),
+        recipe,
+        levels=levels,
+        budget=budget,
+        unseen=unseen,
+        where=where,
+        facts=facts,
+        say=say,
+    )
+
+
+def _loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model(input_ids=batch, labels=batch, use_cache=False).loss
+    return found
+
+
+def refuse_code(folder: Path) -> None:
+    """Raises Refused for a folder whose model is code (auto_map), whose weights are pickles, or that is none. Loads nothing."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise Refused(f"{folder} has no config.json: expected a folder as save_pretrained writes it")
+    for name in ("config.json", "tokenizer_config.json"):
+        if (folder / name).is_file() and "auto_map" in (said := read_json(folder / name)):
+            raise Refused(
+                f"{folder / name} names code of its own (auto_map: {said['auto_map']}), which is not run: take a model that transformers itself knows, "
+                "or call mpbridge.tune_module on a module that you have built"
+            )
+    if not any(folder.glob("*.safetensors")):
+        pickled = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLED)
+        found = f"weights are in {', '.join(pickled[:3])}, and unpickling can run code" if pickled else "there are none"
+        raise Refused(f"{folder} has no .safetensors weights ({found}): save them again with safe_serialization=True")
+
+
+def _loaded(folder: Path, say: Callable[[str], None]) -> tuple[torch.nn.Module, Callable[[str], torch.Tensor]]:
+    try:
+        import transformers
+    except ImportError:
+        raise Refused("a Hugging Face folder needs the package transformers: pip install 'mpbridge[hf]'") from None
+    safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, use_safetensors=True, dtype=torch.bfloat16, attn_implementation="eager", **safe
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise Refused(
+            f"{folder} cannot be loaded as a causal LM: {str(error).splitlines()[0]} (transformers {transformers.__version__})"
+        ) from error
+    vocabulary = int(model.config.vocab_size)
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        if vocabulary < 256:
+            raise Refused(f"{folder} has no tokenizer, and a vocabulary of {vocabulary} cannot take bytes either")
+        say(f"{folder} has no tokenizer: the text's bytes are its tokens")
+        return model, lambda text: torch.tensor(list(text.encode("utf-8")), dtype=torch.long)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **safe)
+    return model, lambda text: torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--text {path}: {error} (expected a UTF-8 text file)") from None

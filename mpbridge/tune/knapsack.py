@@ -1,0 +1,72 @@
+"""The choice: one level for each unit, so that the damage is least within a budget of costs (a multiple-choice knapsack)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+BINS, BINS_A_UNIT = 4096, 64
+"""Steps of the budget: enough that rounding each unit's cost up wastes at most 1/64 of it."""
+
+
+def least(
+    gains: Sequence[Mapping[str, float]], costs: Sequence[Mapping[str, float]], budget: float
+) -> list[str] | None:
+    """For each unit the level with which the sum of `gains` (damage, or whatever is to be small) is least while the sum of `costs` is at most `budget`.
+
+    gains, costs: level -> number for each unit, the same levels in both. None: not even the cheapest levels keep within the budget. The time grows
+    with units x levels x max(BINS, BINS_A_UNIT x units).
+    """
+    cheapest = [min(cost.values()) for cost in costs]
+    room = budget - math.fsum(cheapest)
+    if room < -1e-9 * abs(budget):
+        return None
+    bins = max(BINS, BINS_A_UNIT * len(gains))
+    step = max(room, 0.0) / bins
+    names = [list(gain) for gain in gains]
+    sizes = [_sizes(cost, low, step, bins) for cost, low in zip(costs, cheapest, strict=True)]
+    best, picked = np.zeros(bins + 1), np.zeros((len(gains), bins + 1), dtype=np.int8)
+    for number, gain in enumerate(gains):
+        rows = np.full((len(gain), bins + 1), np.inf)
+        for row, name in enumerate(names[number]):
+            size = sizes[number][name]
+            if size <= bins:
+                rows[row, size:] = best[: bins + 1 - size] + gain[name]
+        picked[number] = rows.argmin(0)
+        best = rows.min(0)
+    chosen, left = [], bins
+    for number in reversed(range(len(gains))):
+        name = names[number][int(picked[number, left])]
+        chosen.append(name)
+        left -= sizes[number][name]
+    return _topped_up(chosen[::-1], gains, costs, budget)
+
+
+def _sizes(cost: Mapping[str, float], low: float, step: float, bins: int) -> dict[str, int]:
+    """Bins that each level takes beyond the cheapest one, rounded up; one too many: it never fits."""
+    found = {}
+    for name, value in cost.items():
+        more = value - low
+        found[name] = 0 if more <= 0 else bins + 1 if step == 0 else min(bins + 1, math.ceil(more / step - 1e-9))
+    return found
+
+
+def _topped_up(
+    chosen: list[str], gains: Sequence[Mapping[str, float]], costs: Sequence[Mapping[str, float]], budget: float
+) -> list[str]:
+    """What rounding left of the budget goes to the exchange that gains most, until none fits."""
+    spent = math.fsum(cost[name] for cost, name in zip(costs, chosen, strict=True))
+    while True:
+        swaps = [
+            (gains[i][chosen[i]] - gains[i][name], i, name)
+            for i in range(len(chosen))
+            for name in gains[i]
+            if gains[i][name] < gains[i][chosen[i]] and spent + costs[i][name] - costs[i][chosen[i]] <= budget
+        ]
+        if not swaps:
+            return chosen
+        _, number, name = max(swaps)
+        spent += costs[number][name] - costs[number][chosen[number]]
+        chosen[number] = name

@@ -1,0 +1,127 @@
+"""The proof: gradients under several policies on batches that no score has seen, paired with high precision's by batch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.tune.subject import Subject, summed
+
+YARDSTICK = 1 / math.sqrt(3)
+"""Noise over the gradient's norm above which training degrades: "FP4 All the Way" (arXiv 2505.19115), the gradient's norm below sqrt(3) times the
+quantization noise."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """One policy's gradients against high precision's, over some batches."""
+
+    errors: list[float] = field(default_factory=list)
+    """||g_q - g|| / ||g|| of each global batch."""
+    gaps: list[float] = field(default_factory=list)
+    """Loss minus high precision's of each batch, nats per token."""
+    bias: float = 0.0
+    """Of the error's norm over the gradient's: what is the same in every batch, so that no larger batch averages it out."""
+    noise: float = 0.0
+    """The rest of it, which averages out over batches."""
+
+    @property
+    def error(self) -> float:
+        """Mean over batches."""
+        return statistics.fmean(self.errors)
+
+    @property
+    def se(self) -> float:
+        """Standard error of the mean."""
+        return _se(self.errors)
+
+    def better_than(self, other: Measured) -> tuple[float, float]:
+        """(other's error minus this one's, mean over the same batches; its standard error)."""
+        gaps = [theirs - mine for mine, theirs in zip(self.errors, other.errors, strict=True)]
+        return statistics.fmean(gaps), _se(gaps)
+
+    def as_data(self) -> dict[str, Any]:
+        """In JSON types."""
+        return {
+            "error": self.error,
+            "se": self.se,
+            "bias": self.bias,
+            "noise": self.noise,
+            "loss_gap": statistics.fmean(self.gaps),
+        }
+
+
+def _se(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+
+
+def prove(
+    subject: Subject, arms: Mapping[str, PrecisionPolicy], batches: int, *, split: str = "valid", first: int = 0
+) -> dict[str, Measured]:
+    """name -> its figures over that many unseen batches. Every rank calls it; the emulation is left under the policy that it had.
+
+    Every policy sees the same batches and the same random bits. Keeps one FP32 gradient for each policy, besides two.
+    """
+    found = {name: Measured() for name in arms}
+    sums: dict[str, list[torch.Tensor]] = {}
+    squares: dict[str, list[float]] = {name: [] for name in arms}
+    own = subject.emulation.policy
+    norms: list[float] = []
+    for number in range(first, first + batches):
+        with subject.emulation.paused():
+            high = subject.backward(split, number)
+        exact = [gradient.detach().float().clone() for gradient in subject.gradients()]
+        norms.append(summed([_norm2(exact)])[0])
+        if not norms[-1]:
+            raise_dead(number)
+        for name, policy in arms.items():
+            loss = under(subject, policy, split, number)
+            off = [
+                gradient.detach().float() - theirs for gradient, theirs in zip(subject.gradients(), exact, strict=True)
+            ]
+            squares[name].append(summed([_norm2(off)])[0])
+            found[name].errors.append(math.sqrt(squares[name][-1] / norms[-1]))
+            found[name].gaps.append(loss - high)
+            if name in sums:
+                torch._foreach_add_(sums[name], off)
+            else:
+                sums[name] = off
+    subject.emulation.switch(own)
+    scale = statistics.fmean(norms)
+    for name, mine in found.items():
+        whole = statistics.fmean(squares[name])
+        total = summed([_norm2(sums[name])])[0]
+        # unbiased: the products of different batches' errors only
+        shared = (total - math.fsum(squares[name])) / (batches * (batches - 1)) if batches > 1 else whole
+        mine.bias = math.sqrt(max(shared, 0.0) / scale)
+        mine.noise = math.sqrt(max(whole - max(shared, 0.0), 0.0) / scale)
+    return found
+
+
+def under(subject: Subject, policy: PrecisionPolicy, split: str, number: int) -> float:
+    """Forward and backward of a batch under `policy`; the loss."""
+    emulation = subject.emulation
+    emulation.switch(policy)
+    emulation.step_at(number + 1)
+    return subject.backward(split, number)
+
+
+def raise_dead(number: int) -> None:
+    """Raises DataError for a batch without any gradient."""
+    from mpbridge.errors import DataError
+
+    raise DataError(
+        f"unseen batch {number + 1} has no gradient at all: its error has no measure (is every token masked?)"
+    )
+
+
+def _norm2(tensors: Sequence[torch.Tensor]) -> float:
+    if not tensors:
+        return 0.0
+    return float(torch.stack([tensor.square().sum(dtype=torch.float64) for tensor in tensors]).sum())

@@ -1,0 +1,58 @@
+"""What a tuning says on a terminal: what was moved and why, the proof beside simple rules, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpbridge.tune.arms import TUNED
+from mpbridge.tune.evidence import fields, moved
+from mpbridge.tune.tuning import AGREE, Tuned
+
+PROOF = ("choice", "cost", "gradient error", "+-", "bias", "noise", "loss gap")
+EXPLAINED = (
+    "cost: {cost}. gradient error: ||g_q - g|| / ||g|| of a global batch, mean over the unseen batches, +- its standard error. bias: the part that is the same in every batch; "
+    "noise: the rest, which averages out over batches. loss gap: nats per token above high precision."
+)
+
+
+def sections(result: Tuned, recipe: str) -> list[tuple[str, Sequence[str], list[Sequence[str]]]]:
+    """(title, columns, rows) of each table."""
+    return [
+        ("what leaves the recipe's own format", ("linears", "layers", "to", "why"), list(moved(result))),
+        (f"before and after, on {result.asked.unseen} unseen batches", PROOF, rows(result)),
+    ]
+
+
+def rows(result: Tuned) -> list[Sequence[str]]:
+    """A row for each arm."""
+    memory = result.asked.budget.what == "memory"
+    return [
+        (
+            name,
+            f"{result.spent[name] / 1e9:.3f} GB" if memory else f"{result.spent[name]:.3f}",
+            f"{one.error:.4f}",
+            f"{one.se:.4f}",
+            f"{one.bias:.4f}",
+            f"{one.noise:.4f}",
+            f"{sum(one.gaps) / len(one.gaps):+.4f}",
+        )
+        for name, one in result.proof.items()
+    ]
+
+
+def lines(result: Tuned, recipe: str) -> list[str]:
+    """The sentences below the tables; the verdict last."""
+    asked = result.asked
+    cost = "bytes of the fullest rank" if asked.budget.what == "memory" else f"over all low's; {asked.pricing.words()}"
+    found = [EXPLAINED.format(cost=cost)]
+    agreement = f"two halves of the batches rank the decisions alike by {result.agreement:.2f} (Spearman)"
+    found.append(agreement + (f": below {AGREE}, so layers were pooled to whole kinds" if result.pooled else ""))
+    found.append(
+        f"expected gradient error of the choice: {result.predicted:.4f}; measured: {result.proof[TUNED].error:.4f}"
+    )
+    found += [f"note: {note}" for note in result.notes]
+    found += [f"verdict: {line}" for line in result.verdict.lines]
+    if result.verdict.take != TUNED:
+        said = fields(result.recipes[result.verdict.take], recipe)
+        found.append(f"take: {said}")
+    return found

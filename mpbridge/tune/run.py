@@ -1,0 +1,168 @@
+"""Tuning the model of a configuration: on megatron-core, on this machine, from a checkpoint's weights or from scratch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mpbridge.checkpoint import store
+from mpbridge.checkpoint.io import load_weights
+from mpbridge.config.training import microbatches
+from mpbridge.data.batches import Feed
+from mpbridge.devices import device_layer
+from mpbridge.engines.optimizers import CpuFusedAdam
+from mpbridge.engines.registry import build_engine
+from mpbridge.errors import Refused
+from mpbridge.estimate.constants import Constants
+from mpbridge.facts import Versions
+from mpbridge.hardware.capability import quant_faults
+from mpbridge.hardware.machines import Machine, machine
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.train.base import Training
+from mpbridge.train.machine import data_parallel, process_group, process_settings
+from mpbridge.train.metrics import Counters
+from mpbridge.traits import DEFAULT
+from mpbridge.tune.budget import Budget
+from mpbridge.tune.costs import Pricing
+from mpbridge.tune.evidence import evidence
+from mpbridge.tune.subject import EngineSubject
+from mpbridge.tune.tuning import Asked, Tuned, levels_of, prepared, refuse_bad, tuned
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import ConfigContainer, Run
+
+_STATES = {
+    "params_dtype": None, "use_precision_aware_optimizer": None, "store_param_remainders": None, "main_params_dtype": None, "main_grads_dtype": None,
+    "grad_accumulation_dtype": None, "exp_avg_dtype": None, "exp_avg_sq_dtype": None, "fp8_param": None, "fp8_param_gather": None, "fp4_param": None,
+    "fp4_param_gather": None, "reuse_grad_buf_for_mxfp8_param_ag": False, "grad_reduce_in_fp32": True, "pipeline_dtype": None, "keep_fp32": None,
+}  # fmt: skip
+"""Fields about states: gradients are measured on a plain engine, whatever the recipe keeps in which dtype."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """The machine that the choice is for."""
+
+    machine: Machine | None = None
+    """None: the first GPU of the table that runs the recipe."""
+    versions: Versions | None = None
+    constants: Constants | None = None
+    """Of a --machine-file."""
+
+
+def default_levels(config: MixedPrecisionConfig) -> tuple[str, ...]:
+    """MXFP8 between four bits and high precision; nothing between eight bits and it."""
+    return ("mxfp8",) if config.fp4 else ()
+
+
+def tune(
+    container: ConfigContainer,
+    *,
+    levels: Sequence[str] | None = None,
+    budget: Budget | None = None,
+    batches: int = 8,
+    unseen: int = 4,
+    where: Where | None = None,
+    say: Callable[[str], None] = print,
+) -> tuple[Tuned, dict[str, Any]]:
+    """Which linears of `container`'s model may go low under its recipe: the result, and what a recipe file keeps of it.
+
+    checkpoint.load gives the weights. batches: global batches that are scored; unseen: global batches of the validation split for the proof. Nothing is
+    trained and nothing of the run is written. Raises Refused for a recipe or level that cannot be tuned, BadValue for budgets and numbers,
+    CheckpointError, DataError. Every rank calls it.
+    """
+    refuse_bad(batches, unseen)
+    where = where or Where()
+    with process_group(torch.cuda.is_available()):
+        world = dist.get_world_size()
+        asked_for = container.resolved(world, training=False)
+        config = asked_for.stages[0].config
+        base, policy = prepared(config)
+        words = default_levels(config) if levels is None else levels
+        found = levels_of(words, config)
+        target = where.machine or natural(policy.quants)
+        for word, quant in {"the recipe": policy.quant, **found}.items():
+            faults = (
+                quant_faults(quant, target, where.versions) if quant is not None and where.versions is not None else ()
+            )
+            if faults:
+                raise Refused(
+                    f"{word if quant is policy.quant else 'level ' + word} does not run on {target.label}: {'; '.join(faults)}"
+                )
+        priced = container.resolved(world, machine=target, versions=where.versions, training=False)
+        asked = Asked(
+            config=config,
+            levels=found,
+            budget=budget or Budget(),
+            batches=batches,
+            unseen=unseen,
+            pricing=Pricing(machine=target, constants=where.constants),
+            run=dataclasses.replace(priced.facts, machine=target),
+            seed=int(asked_for.train.get("seed") or 1234),
+        )
+        with opened(container, base, batches=batches, unseen=unseen) as (subject, weights):
+            result = tuned(subject, asked, say)
+        return result, evidence(result, recipe=asked_for.recipe, facts=_facts(asked_for, weights))
+
+
+@contextmanager
+def opened(
+    container: ConfigContainer, config: MixedPrecisionConfig, *, batches: int, unseen: int
+) -> Iterator[tuple[EngineSubject, Path | None]]:
+    """(the container's model under `config`, emulated; the checkpoint that its weights are from). Inside a process group."""
+    load = dict(container.checkpoint).get("load")
+    weights = store.locate(Path(load)) if load else None
+    run = measuring(container, config, batches=batches, unseen=unseen)
+    with ExitStack() as stack:
+        stack.enter_context(process_settings(run.train))
+        stack.enter_context(device_layer(torch.cuda.is_available(), fused_adam=CpuFusedAdam))
+        engine = build_engine(run)
+        stack.callback(engine.close)
+        feed = Feed(run)
+        if weights is not None:
+            load_weights(Training(run=run, engine=engine, scheduler=None, feed=feed, counters=Counters()), weights)
+        rank, ranks = data_parallel()
+        yield EngineSubject(engine, feed, microbatches=microbatches(run.train, ranks), rank=rank, ranks=ranks), weights
+
+
+def measuring(container: ConfigContainer, config: MixedPrecisionConfig, *, batches: int, unseen: int) -> Run:
+    """The run that gradients are measured on: `config`'s linears, emulated, on an engine that shards no gradient."""
+    made = container.copy()
+    made.mixed_precision, made.emulate, made.engine = config.derive(**_STATES), True, DEFAULT
+    for section in (made.ddp, made.optimizer):
+        for name in ("use_distributed_optimizer", "overlap_param_gather"):
+            if section.get(name):
+                section[name] = False
+    made.train.train_iters, made.train.eval_interval, made.train.eval_iters, made.train.audit = (
+        batches,
+        1,
+        unseen,
+        "warn",
+    )
+    made.checkpoint, made.logger = {}, {"log_dir": None, "tensorboard": False, "progress": False}
+    return made.resolved(dist.get_world_size())
+
+
+def natural(quants: Sequence[Any]) -> Machine:
+    """What the choice is priced for where nobody named a machine."""
+    lowest = max((quant.row.hardware.low for quant in quants), default=(0, 0))
+    return machine("b200" if lowest >= (10, 0) else "h100")
+
+
+def _facts(run: Run, weights: Path | None) -> dict[str, Any]:
+    shape = run.facts.shape
+    return {
+        "model": f"{shape.num_layers} layers of width {shape.hidden_size}"
+        + (f", {shape.experts} experts" if shape.experts else ""),
+        "checkpoint": str(weights) if weights is not None else "none: weights as drawn",
+        "data": run.data["corpus"] if isinstance(run.data["corpus"], str) else list(map(str, run.data["corpus"])),
+        "batch": f"{run.train['global_batch_size']} sequences of {shape.seq_length} tokens",
+        "layout": f"{run.world_size} process{'es' if run.world_size > 1 else ''}",
+        "seed": run.train.get("seed"),
+    }

@@ -1,0 +1,107 @@
+"""What is decided: linears that must get one format together, and the kinds of layers that they belong to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+_EXPERTS = re.compile(r"^(.*\bexperts)\.(?:local_experts\.)?\d+\.")
+LOW = "low"
+"""The level of the recipe that is tuned; other levels go by the words of `modules:`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A linear that the recipe quantizes."""
+
+    slot: str
+    """Global name."""
+    below: str
+    """Name below its layer."""
+    layer: int
+    """0-based."""
+    layers: int
+    weight: Hashable
+    """The same for linears that share one weight."""
+
+    @property
+    def glob(self) -> str:
+        """What names it, in its layer, in a recipe: an expert by all experts of the layer."""
+        found = _EXPERTS.match(self.below)
+        return f"{found.group(1)}.*" if found else self.below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One decision."""
+
+    slots: tuple[str, ...]
+    places: tuple[tuple[int, str], ...]
+    """(layer, glob below it) that name its linears in a recipe."""
+
+    @property
+    def kind(self) -> str:
+        """Its globs, the same for such units of all layers."""
+        return " + ".join(dict.fromkeys(glob for _, glob in self.places))
+
+    @property
+    def layer(self) -> int:
+        """Of its first linear."""
+        return self.places[0][0]
+
+    @property
+    def name(self) -> str:
+        """'3.mlp.linear_fc1', where it stands alone in its kind and layer."""
+        return f"{self.layer}.{self.kind}"
+
+
+def units(places: Iterable[Place], inputs: Mapping[str, Hashable] | None = None) -> list[Unit]:
+    """The decisions, in the order of their first linears: an expert layer is one, so are linears with one weight, and those that read one input.
+
+    inputs: slot -> what is the same for linears of one layer that read one tensor (they are one GEMM in a stack that fuses them); None: the linears
+    are fused already.
+    """
+    known = list(places)
+    root: dict[Hashable, int] = {}
+    group = list(range(len(known)))
+
+    def find(index: int) -> int:
+        while group[index] != index:
+            index = group[index]
+        return index
+
+    for index, place in enumerate(known):
+        keys: list[Hashable] = [("weight", place.weight)]
+        if place.glob != place.below:
+            keys.append(("experts", place.layer, place.glob))
+        elif inputs is not None and place.slot in inputs:
+            keys.append(("input", place.layer, place.below.rpartition(".")[0], inputs[place.slot]))
+        for key in keys:
+            first = root.setdefault(key, index)
+            low, high = sorted((find(first), find(index)))
+            group[high] = low
+    members: dict[int, list[Place]] = {}
+    for index, place in enumerate(known):
+        members.setdefault(find(index), []).append(place)
+    return [
+        Unit(
+            slots=tuple(place.slot for place in several),
+            places=tuple(dict.fromkeys((place.layer, place.glob) for place in several)),
+        )
+        for several in members.values()
+    ]
+
+
+def by_kind(found: Iterable[Unit]) -> list[Unit]:
+    """Whole kinds as decisions: all layers' units of a kind in one."""
+    kinds: dict[str, list[Unit]] = {}
+    for unit in found:
+        kinds.setdefault(unit.kind, []).append(unit)
+    return [
+        Unit(
+            slots=tuple(slot for unit in several for slot in unit.slots),
+            places=tuple(place for unit in several for place in unit.places),
+        )
+        for several in kinds.values()
+    ]

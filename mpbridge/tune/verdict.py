@@ -1,0 +1,64 @@
+"""The verdict: whether the proposal beats the best simple rule that costs no more, and what to take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mpbridge.tune.arms import TUNED
+from mpbridge.tune.proof import YARDSTICK, Measured
+
+ERRORS = 2.0
+"""Standard errors of the paired difference that separate two choices."""
+SAME_COST = 1.005
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """In words, and what to take."""
+
+    take: str
+    """The arm: 'tuned', or a rule's name."""
+    lines: tuple[str, ...]
+
+
+def judged(proof: Mapping[str, Measured], spent: Mapping[str, float], same: Mapping[str, bool]) -> Verdict:
+    """proof and spent: by arm, the proposal's under TUNED; same: whether an arm's choice is the proposal itself."""
+    mine = proof[TUNED]
+    rules = {
+        name: one
+        for name, one in proof.items()
+        if not name.startswith("random") and name != TUNED and spent[name] <= spent[TUNED] * SAME_COST
+    }
+    lines = []
+    take = TUNED
+    if rules:
+        best = min(rules, key=lambda name: rules[name].error)
+        gap, se = mine.better_than(rules[best])
+        figures = f"gradient error {mine.error:.3f} against {rules[best].error:.3f}, {gap:+.3f} +- {se:.3f} on {len(mine.errors)} unseen batches"
+        if same[best]:
+            take, text = best, f"the choice is {best} itself ({figures}): take that"
+        elif gap > ERRORS * se:
+            text = f"better than {best}, the best simple rule at no higher cost: {figures}"
+        else:
+            take, text = best, f"no better than {best}: take that ({figures})"
+        lines.append(text)
+    drawn = [name for name in proof if name.startswith("random")]
+    if drawn:
+        mean = sum(proof[name].error for name in drawn) / len(drawn)
+        lines.append(f"{len(drawn)} random choices at the same cost are off by {mean:.3f} on average")
+    for name, one in proof.items():
+        if name.startswith("all ") and spent[name] > spent[TUNED] * SAME_COST and one.error < mine.error:
+            lines.append(f"{name} costs {spent[name] / spent[TUNED]:.2f} times as much and is off by {one.error:.3f}")
+    final = proof[take]
+    word = "keeps below" if final.noise <= YARDSTICK else "is above"
+    lines.append(
+        f"noise per global batch {final.noise:.3f} of the gradient {word} the yardstick {YARDSTICK:.3f} (1/sqrt 3), bias {final.bias:.3f}"
+        + (
+            ""
+            if final.noise <= YARDSTICK
+            else f": a global batch {math.ceil((final.noise / YARDSTICK) ** 2)} times as large averages it below"
+        )
+    )
+    return Verdict(take=take, lines=tuple(lines))
