@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     for text in UPSTREAM_CHATTER:
         warnings.filterwarnings("ignore", message=text)
     from mpbridge.report.console import rank
-    from mpbridge.tune.evidence import write
     from mpbridge.tune.arms import TUNED
+    from mpbridge.tune.evidence import write
 
     levels = None if args.levels is None else tuple(word.strip() for word in args.levels.split(",") if word.strip())
     first = rank() == 0

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 BINS, BINS_A_UNIT = 4096, 64
-"""Steps of the budget: enough that rounding each unit's cost up wastes at most 1/64 of it."""
+"""Steps of the budget: rounding all units' costs down hides at most 1/64 of it, and what came out too dear is looked for again below."""
 
 
 def least(
@@ -36,20 +36,33 @@ def least(
                 rows[row, size:] = best[: bins + 1 - size] + gain[name]
         picked[number] = rows.argmin(0)
         best = rows.min(0)
-    chosen, left = [], bins
-    for number in reversed(range(len(gains))):
+    for left in range(bins, -1, -1):
+        chosen = _traced(picked, names, sizes, left)
+        if _sum(costs, chosen) <= budget * (1 + 1e-12):
+            return _topped_up(chosen, gains, costs, budget)
+    return None
+
+
+def _traced(picked: np.ndarray, names: list[list[str]], sizes: list[dict[str, int]], left: int) -> list[str]:
+    """The levels that led to the least gain within `left` bins."""
+    chosen = []
+    for number in reversed(range(len(names))):
         name = names[number][int(picked[number, left])]
         chosen.append(name)
         left -= sizes[number][name]
-    return _topped_up(chosen[::-1], gains, costs, budget)
+    return chosen[::-1]
+
+
+def _sum(costs: Sequence[Mapping[str, float]], chosen: Sequence[str]) -> float:
+    return math.fsum(cost[name] for cost, name in zip(costs, chosen, strict=True))
 
 
 def _sizes(cost: Mapping[str, float], low: float, step: float, bins: int) -> dict[str, int]:
-    """Bins that each level takes beyond the cheapest one, rounded up; one too many: it never fits."""
+    """Bins that each level takes beyond the cheapest one, rounded down; one too many: it never fits."""
     found = {}
     for name, value in cost.items():
         more = value - low
-        found[name] = 0 if more <= 0 else bins + 1 if step == 0 else min(bins + 1, math.ceil(more / step - 1e-9))
+        found[name] = 0 if more <= 0 else bins + 1 if step == 0 else min(bins + 1, math.floor(more / step + 1e-9))
     return found
 
 
@@ -57,7 +70,7 @@ def _topped_up(
     chosen: list[str], gains: Sequence[Mapping[str, float]], costs: Sequence[Mapping[str, float]], budget: float
 ) -> list[str]:
     """What rounding left of the budget goes to the exchange that gains most, until none fits."""
-    spent = math.fsum(cost[name] for cost, name in zip(costs, chosen, strict=True))
+    spent = _sum(costs, chosen)
     while True:
         swaps = [
             (gains[i][chosen[i]] - gains[i][name], i, name)

@@ -1,0 +1,120 @@
+"""The command on a small GPT: its table, its recipe file, what trains with it, and two processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from mpbridge.cli.main import main
+from tests.worlds import ROOT, start
+
+NVFP4 = "bf16_with_nvfp4_mixed"
+TINY = [
+    "model.num_layers=3",
+    "model.hidden_size=64",
+    "model.ffn_hidden_size=128",
+    "model.max_sequence_length=32",
+    "data.seq_length=32",
+    "train.global_batch_size=2",
+    "train.micro_batch_size=1",
+]
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled() -> Any:
+    with torch._dynamo.config.patch(disable=True):
+        yield
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> list[str]:
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"Line {i}: the quick brown fox jumps over {i} lazy dogs." for i in range(2000)))
+    return [f"data.corpus={text}", f"data.cache_dir={tmp_path / 'cache'}", "data.split='90,10,0'"]
+
+
+def test_the_recipe_is_written_shown_and_trains(
+    tmp_path: Path, corpus: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, settings = tmp_path / "tuned.yaml", [*TINY, *corpus]
+    command = ["tune", "--recipe", NVFP4, "--batches", "4", "--unseen", "2", "--budget", "time=1.7", "--out", str(out)]
+    assert main([*command, *settings]) in (0, 1)
+    printed = capsys.readouterr().out
+    for word in ("last 15 % bf16", "whole kinds", "all mxfp8", "random 3", "verdict:", "Spearman", "yardstick"):
+        assert word in printed
+    content = yaml.safe_load(out.read_text())
+    assert content["extends"] == NVFP4
+    proof = content["evidence"]["proof"]
+    assert proof["tuned"]["cost"] <= 1.7
+    assert proof["tuned"]["error"] < proof["all low"]["error"]
+    assert main(["show", str(out)]) == 0
+    card = capsys.readouterr().out
+    assert "how it was found" in card
+    assert "weights as drawn" in card
+    trained = ["train.train_iters=1", "train.eval_interval=null", "scheduler.lr_warmup_iters=0", "train.audit=stop"]
+    assert main(["train", "--recipe", str(out), "--emulate", *settings, *trained]) == 0
+
+
+def test_a_budget_of_bytes_counts_the_fullest_rank(tmp_path: Path, corpus: list[str], capsys: Any) -> None:
+    out = tmp_path / "tuned.yaml"
+    command = ["tune", "--recipe", NVFP4, "--batches", "4", "--unseen", "2", "--target", "gb200", "--out", str(out)]
+    assert main([*command, "--budget", "memory=1KB", *TINY, *corpus]) == 2
+    assert "nothing meets it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--budget", "speed=3"], "expected time=1.1"),
+        (["--batches", "3"], "fewer than 4"),
+        (["--levels", "mxfp9"], "expected 'bf16'"),
+        (["--levels", "delayed"], "cannot be chosen per module"),
+        (["--target", "h100"], "does not run on H100"),
+        (["--out", "nowhere/tuned.yaml"], "in a folder that exists"),
+        (["--hf", "model"], "--text FILE belong together"),
+        (["--checkpoint", "nowhere"], "no such folder"),
+    ],
+)
+def test_bad_arguments_are_a_sentence(arguments: list[str], says: str, capsys: Any, corpus: list[str]) -> None:
+    assert main(["tune", "--recipe", NVFP4, *arguments, *TINY, *corpus]) in (1, 2)
+    assert says in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, corpus: list[str], capsys: Any) -> None:
+    kept = tmp_path / "kept"
+    settings = [*TINY, *corpus]
+    trained = [
+        "train.train_iters=1",
+        "scheduler.lr_warmup_iters=0",
+        "train.eval_interval=null",
+        f"checkpoint.save={kept}",
+    ]
+    assert main(["train", "--recipe", "bf16_mixed", *settings, *trained]) == 0
+    capsys.readouterr()
+    wider = [one for one in settings if not one.startswith("model.ffn")] + ["model.ffn_hidden_size=256"]
+    command = ["tune", "--recipe", NVFP4, "--checkpoint", str(kept), "--out", str(tmp_path / "t.yaml")]
+    assert main([*command, *wider]) != 0
+    assert "linear_fc1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_give_one_processs_answer(tmp_path: Path, corpus: list[str]) -> None:
+    found = []
+    for size in (1, 2):
+        out = tmp_path / f"{size}.yaml"
+        start(
+            size, str(ROOT / "mpbridge" / "__main__.py"), "tune", "--recipe", NVFP4, "--batches", "4", "--unseen", "2",
+            "--out", str(out), *TINY, *corpus, expect=None,
+        )  # fmt: skip
+        found.append(yaml.safe_load(out.read_text()))
+    one, two = found
+    assert {name: value for name, value in one.items() if name != "evidence"} == {
+        name: value for name, value in two.items() if name != "evidence"
+    }
+    for name, figures in one["evidence"]["proof"].items():
+        assert two["evidence"]["proof"][name]["error"] == pytest.approx(figures["error"], rel=0.02), json.dumps(found)
