@@ -12,6 +12,8 @@ import torch
 from mpbridge.config.training import train_iters
 from mpbridge.data.datasets import Corpus, open_corpus
 from mpbridge.errors import DataError
+from mpbridge.report.console import rank
+from mpbridge.report.progress import bar
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -33,9 +35,12 @@ class Feed:
         seed = int(run.train.get("seed", 1234))
         # a run on the user's own iterable, without evaluation, needs no corpus
         wanted = dataset is None or bool(run.train.get("eval_interval") and run.train.get("eval_iters"))
-        self.corpus: Corpus | None = (
-            open_corpus(run.data, seq_length=self.seq_length, seed=seed, vocab_size=self.vocab_size) if wanted else None
-        )
+        self.corpus: Corpus | None = None
+        if wanted:
+            with bar("packing the corpus", quiet=rank() != 0) as told:
+                self.corpus = open_corpus(
+                    run.data, seq_length=self.seq_length, seed=seed, vocab_size=self.vocab_size, told=told
+                )
         self._opened: dict[str, Any] = {}
 
     def batches(self, split: str, consumed: int = 0, dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:

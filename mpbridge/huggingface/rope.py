@@ -59,6 +59,8 @@ def _scaled(kind: str, inner: Fields, *, latent: bool) -> dict[str, Any]:
         return {"rope_scaling": True, "rope_scaling_factor": inner.number("factor", 8.0, least=1.0)}
     known = "default or yarn" if latent else "default, linear or llama3"
     inner.fault(f"rope_type={kind!r}: expected {known}; megatron-core's GPT has no such scaling of these layers")
+    for name in inner.left():  # its factors are no faults of their own
+        inner.raw(name)
     return plain
 
 

@@ -21,7 +21,7 @@ Section = dict[str, Any]
 
 
 def tree(reference: str) -> dict[str, Any]:
-    """What a configuration file for 'hf:DIR' would hold: the model section, the recipe bf16_mixed, the length of a sample, and the folder's tokenizer.
+    """What a configuration file for 'hf:DIR' would hold: the model section, the recipe bf16_mixed, one sample at a time, its length, the folder's tokenizer.
 
     Raises BadValue, and Contradiction with everything in config.json that is not mapped.
     """
@@ -30,7 +30,7 @@ def tree(reference: str) -> dict[str, Any]:
     data: Section = {"seq_length": min(model["max_sequence_length"], SEQUENCE)}
     if any((folder / name).is_file() for name in TOKENIZERS):
         data["tokenizer"] = str(folder)
-    return {"mixed_precision": "bf16_mixed", "model": model, "data": data}
+    return {"mixed_precision": "bf16_mixed", "model": model, "train": {"micro_batch_size": 1}, "data": data}
 
 
 def model_section(folder: Path) -> Section:

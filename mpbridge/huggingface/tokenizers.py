@@ -41,7 +41,8 @@ class TokenizerFiles:
 def is_factory(name: str) -> bool:
     """Whether `name` is package.module:function."""
     module, colon, function = name.partition(":")
-    return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+    names = all(part.isidentifier() for part in (*module.split("."), function))
+    return bool(colon) and names and not name.startswith(PREFIX)
 
 
 def tokenizer_files(name: str, end: str | int | None = None) -> TokenizerFiles:

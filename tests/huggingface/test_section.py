@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +206,35 @@ def test_a_name_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_has_none(tmp_path: Path) -> None:
     assert tensors(folder(tmp_path / "model", published.LLAMA_3_8B)) == {}
+
+
+def test_verbs_that_think_answer_for_a_folder_without_any_library(tmp_path: Path) -> None:
+    vocabulary = json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []}).encode()
+    place = folder(tmp_path / "model", published.LLAMA_3_1_8B, tokenizer__json=vocabulary)
+    words = [
+        "memory",
+        "--config",
+        f"hf:{place}",
+        "--target",
+        "b200",
+        "data.tokenizer=" + str(place),
+        "model.vocab_size=null",
+    ]
+    heavy = (
+        "torch",
+        "megatron",
+        "numpy",
+        "safetensors",
+        "tokenizers",
+        "transformers",
+        "datasets",
+        "huggingface_hub",
+        "pyarrow",
+    )
+    code = (
+        f"import sys\nfrom mpbridge.cli.main import main\nassert main({words!r}) in (0, 1)\n"
+        f"print(sorted(set({heavy!r}) & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stderr.strip() == "[]"
+    assert "parameters on 1 GPU" in done.stdout
