@@ -57,16 +57,20 @@ def run(args: argparse.Namespace) -> int:
         raise BadValue(f"--steps {args.steps}, --every {args.every}: at least 1")
     from mpbridge.cli.train import UPSTREAM_CHATTER
 
-    _room(args.out)
     for text in UPSTREAM_CHATTER:
         warnings.filterwarnings("ignore", message=text)
+    from mpbridge.pages.document import writable
     from mpbridge.rehearse.report import caveats, tables
     from mpbridge.report.console import console, rank
 
+    writable(args.out, folder=True)
     out = console(speaks=rank() == 0)
+    pictures = _pictures()
+    if not pictures:
+        out.print("no pictures: matplotlib is not installed (pip install 'mpbridge[plot]'); the page has its own charts", markup=False)  # fmt: skip
     result = _rehearsed(args)
     if rank() == 0:
-        page = _write(result, args.out)
+        page = _write(result, args.out, pictures=pictures)
     for table in tables(result):
         out.print(table)
     out.print(caveats(result), markup=False, soft_wrap=True)
@@ -75,15 +79,14 @@ def run(args: argparse.Namespace) -> int:
     return 1 if all(recipe.failure is not None for recipe in result.recipes) else 0
 
 
-def _room(folder: Path) -> None:
-    """Makes the report's folder, and finds what draws its pictures, before minutes of training are spent on them. Raises MpbridgeError."""
-    from mpbridge.rehearse.plots import pyplot
+def _pictures() -> bool:
+    """Whether PNG files can be drawn, asked before the work."""
+    import importlib.util
 
-    pyplot()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BadValue(f"--out {folder}: {error.strerror or error} (expected a folder, or a place for one)") from None
+        return importlib.util.find_spec("matplotlib") is not None
+    except ValueError:  # it stands in sys.modules without a spec
+        return False
 
 
 def _rehearsed(args: argparse.Namespace) -> Rehearsal:
@@ -102,12 +105,15 @@ def _rehearsed(args: argparse.Namespace) -> Rehearsal:
     return rehearsal.rehearse(container, recipes, steps=args.steps, every=args.every)
 
 
-def _write(result: Rehearsal, folder: Path) -> Path:
-    """report.json, the pictures and index.html in `folder`; the page's path."""
+def _write(result: Rehearsal, folder: Path, *, pictures: bool) -> Path:
+    """report.json first, then index.html and the pictures in `folder`; the page's path."""
     from mpbridge.rehearse.page import page
     from mpbridge.rehearse.plots import draw
 
+    folder.mkdir(parents=True, exist_ok=True)
     result.write(folder / "report.json")
     path = folder / "index.html"
-    path.write_text(page(result, draw(result, folder)), encoding="utf-8")
+    path.write_text(page(result), encoding="utf-8")
+    if pictures:
+        draw(result, folder)
     return path

@@ -1,34 +1,159 @@
-"""One self-contained HTML page of a rehearsal: verdicts, tables and the pictures inside it; it loads nothing from anywhere."""
+"""The page of a rehearsal: verdicts with links to their plots, losses, errors by layer, ranges, amaxes and all operands."""
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Iterable
-from pathlib import Path
+from typing import Any
 
-from mpbridge.rehearse.report import COLUMNS, NO_RANKING, Rehearsal, cells, overall
+from mpbridge.formats import FORMATS
+from mpbridge.pages.about import glossary, made_now
+from mpbridge.pages.document import Column, Page
+from mpbridge.rehearse.plots import LOW, SIDES
+from mpbridge.rehearse.report import NO_RANKING, Rehearsal, Rehearsed, Row, Word, place
 
-_OVERVIEW = ("recipe", "verdict", "last loss", "worst row error", "most flushed", "most saturated", "lowest SQNR dB", "seconds")  # fmt: skip
+TONES: dict[Word, str] = {
+    "high precision": "",
+    "sound": "good",
+    "look closer": "warn",
+    "damage": "bad",
+    "failed": "bad",
+}
+COLUMNS = [
+    Column(name="layer", number=False, layer=True, help="layer of the model"),
+    Column(name="tensor", number=False, help="linear and operand: x activations, w weights, dy gradients"),
+    Column(name="copy", number=False, help="row or column copy"),
+    Column(name="GEMMs", number=False, help="matrix products that read it"),
+    Column(name="format", number=False),
+    Column(name="row error", unit="percent", help="median relative error of a row"),
+    Column(name="relative error", unit="percent", help="error over norm of the whole tensor"),
+    Column(name="flushed", unit="percent", help="share of the nonzero elements that became zero"),
+    Column(name="saturated", unit="percent", help="share of the elements beyond the format's largest number"),
+    Column(name="SQNR, dB", help="signal to quantization noise"),
+    Column(name="staleness, log2", help="scale that the amax asks for over the one used; delayed scaling only"),
+]
+OVERVIEW = [
+    Column(name="recipe", number=False),
+    Column(name="verdict", number=False),
+    Column(name="last loss", help="nats per token, of the last step"),
+    Column(name="worst row error", unit="percent", help="of any operand"),
+    Column(name="most flushed", unit="percent", help="of any operand"),
+    Column(name="most saturated", unit="percent", help="of any operand"),
+    Column(name="lowest SQNR, dB", help="of any operand"),
+    Column(name="seconds"),
+]
+TERMS = ("amax", "copy", "dgrad, fprop, wgrad", "flushed", "operand", "row error", "saturated", "scale", "SQNR", "staleness")  # fmt: skip
 
 
-def page(rehearsal: Rehearsal, pictures: Iterable[Path]) -> str:
-    """The HTML; pictures: PNG files, put under their recipe by their names."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+def page(rehearsal: Rehearsal) -> str:
+    """The HTML: one file that loads nothing from anywhere."""
+    made = Page(rehearsal.title, made_now(**rehearsal.made), glossary(*TERMS))
+    place_ = len(made.blocks)
+    losses = ""
+    if any(recipe.losses for recipe in rehearsal.recipes):
+        series = [(recipe.recipe, list(enumerate(recipe.losses, start=1)), "") for recipe in rehearsal.recipes]
+        losses = made.chart("Loss of every recipe", series, y="loss, nats per token", note=NO_RANKING)
+    links = {recipe.recipe: _recipe(made, recipe, losses) for recipe in rehearsal.recipes}
+    body, made.blocks[place_:] = made.blocks[place_:], []
+    made.table("", OVERVIEW, [_overall(recipe, links[recipe.recipe]) for recipe in rehearsal.recipes])
+    if not losses:
+        made.text(NO_RANKING, dim=True)
+    made.blocks += body
+    return made.html()
 
-    environment = Environment(
-        loader=PackageLoader("mpbridge.rehearse", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+
+def _overall(recipe: Rehearsed, link: str) -> list[Any]:
+    def top(name: str) -> float | None:
+        return max((row[name] or 0.0 for row in recipe.tensors), default=None)
+
+    word, _ = recipe.verdict()
+    noise = [row["sqnr"] for row in recipe.tensors if row["sqnr"] is not None]
+    loss = recipe.losses[-1] if recipe.losses else None
+    return [
+        {"text": recipe.recipe, "href": link},
+        {"text": word, "tone": TONES[word]},
+        loss,
+        *(top(name) for name in ("row_error", "flushed", "saturated")),
+        min(noise, default=None),
+        round(recipe.seconds, 1),
+    ]
+
+
+def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
+    """A recipe's section; returns the id of its heading."""
+    word, reasons = recipe.verdict()
+    heading = made.heading(recipe.recipe, word, TONES[word])
+    if not recipe.tensors:
+        made.verdicts("", [{"text": reason, "href": losses or None} for reason in reasons])
+        return heading
+    at = len(made.blocks)
+    heat = _heat(made, recipe)
+    ranges = _ranges(made, recipe)
+    amax = _amaxes(made, recipe)
+    rows = [_cells(row) for row in recipe.tensors]
+    worst = {(row["tensor"], row["copy"]): rank for rank, row in enumerate(sorted(recipe.tensors, key=_error))}
+    order = sorted(range(len(rows)), key=lambda i: worst[recipe.tensors[i]["tensor"], recipe.tensors[i]["copy"]])
+    made.table(
+        "The worst operands, beyond what their format costs anyway", COLUMNS, [_cells(row) for row in recipe.worst]
     )
-    environment.filters["cells"] = cells
-    return environment.get_template("page.html.j2").render(
-        rehearsal=rehearsal,
-        pictures={path.stem: base64.b64encode(path.read_bytes()).decode("ascii") for path in pictures},
-        overview=_OVERVIEW,
-        columns=COLUMNS,
-        overall=overall,
-        no_ranking=NO_RANKING,
-    )
+    made.table("all operands", COLUMNS, rows, order=order, folded=True)
+    body, made.blocks[at:] = made.blocks[at:], []
+    made.verdicts("", [{"text": reason, "href": _plot_of(reason, heat, ranges, amax)} for reason in reasons])
+    made.text(f"{recipe.quantized} linears quantized, {recipe.high} kept high", dim=True)
+    made.blocks += body
+    if recipe.notes:
+        made.verdicts("What differs from the GPU", [{"text": note} for note in recipe.notes])
+    return heading
+
+
+def _error(row: Row) -> float:
+    return -(row["row_error"] or 0.0)
+
+
+def _plot_of(reason: str, heat: str, ranges: str, amax: str) -> str:
+    """Where a reason is to be seen."""
+    if "scale is off" in reason:
+        return amax or ranges
+    return ranges if "saturate" in reason or "become zero" in reason else heat
+
+
+def _cells(row: Row) -> list[Any]:
+    numbers = (row[name] for name in ("row_error", "relative_error", "flushed", "saturated", "sqnr", "staleness"))
+    return [place(row)[0], row["tensor"], row["copy"], " ".join(row["gemms"]), row["format"], *numbers]
+
+
+def _heat(made: Page, recipe: Rehearsed) -> str:
+    values = {place(row): row["row_error"] or 0.0 for row in recipe.tensors}
+    layers = sorted({layer for layer, _ in values}, key=lambda text: int(text or -1))
+    # one colour scale for all recipes: they are to be compared
+    return made.heat("Median row error by layer", layers, list(dict.fromkeys(kind for _, kind in values)), values, low=0.01, high=1.0)  # fmt: skip
+
+
+def _ranges(made: Page, recipe: Rehearsed) -> str:
+    """One chart for each side: where the rows' amaxes lie on the format's range."""
+    import math
+
+    first = ""
+    for side, word in SIDES.items():
+        rows = [row for row in recipe.tensors if row["side"] == side]
+        if not rows:
+            continue
+        counts = [sum(column) for column in zip(*(row["ranges"] for row in rows), strict=True)]
+        number = FORMATS[rows[0]["format"]]
+        found = made.chart(
+            f"{word} on the range of {number.name}",
+            [("rows", [(LOW + i, float(count)) for i, count in enumerate(counts)], "")],
+            x="log2 of a row's amax after scaling",
+            y="rows",
+            bars=True,
+            marks=[(math.log2(number.smallest), f"smallest {number.smallest:g}"), (math.log2(number.largest), f"largest {number.largest:g}")],
+        )  # fmt: skip
+        first = first or found
+    return first
+
+
+def _amaxes(made: Page, recipe: Rehearsed) -> str:
+    series = [
+        (row["tensor"], [(step, amax) for step, amax in row["amax"]], place(row)[0])
+        for row in sorted(recipe.tensors, key=_error)
+        if len(row["amax"]) > 1 and row["copy"] == "row"
+    ]
+    return made.chart("amax of every operand", series, y="amax", log=True) if series else ""

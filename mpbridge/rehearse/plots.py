@@ -6,9 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mpbridge.errors import MpbridgeError
 from mpbridge.formats import FORMATS
 from mpbridge.rehearse.report import Rehearsal, Rehearsed, place
+from mpbridge.report.curves import pyplot
 
 LOW = -32
 """The power of two of the first histogram bin, as in mpbridge.emulation.statistics.BINS."""
@@ -28,20 +28,6 @@ def draw(rehearsal: Rehearsal, folder: Path) -> list[Path]:
             if any(len(row["amax"]) > 1 for row in recipe.tensors):
                 found.append(_save(plt, _amaxes(plt, recipe), folder / f"amax_{recipe.recipe}.png"))
     return found
-
-
-def pyplot() -> Any:
-    """matplotlib's, drawing into files. Raises MpbridgeError where it is missing."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MpbridgeError(
-            "a rehearsal's pictures need matplotlib, which is not installed (pip install 'mpbridge[plot]')"
-        ) from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
 
 
 def _save(plt: Any, figure: Any, path: Path) -> Path:
@@ -78,7 +64,7 @@ def _heat(plt: Any, recipe: Rehearsed) -> Any:
     image = axes.imshow(grid, aspect="auto", cmap="inferno", norm=LogNorm(vmin=0.01, vmax=1.0))
     axes.set_xticks(range(len(layers)), layers)
     axes.set_yticks(range(len(kinds)), kinds, fontsize=8)
-    axes.set(xlabel="layer", title=f"{recipe.recipe}\nmedian relative error of a row, in percent")
+    axes.set(xlabel="layer", title=f"{recipe.recipe}\nmedian relative error of a row")
     if len(layers) * len(kinds) <= 400:
         for i, line in enumerate(grid):
             for j, value in enumerate(line):
@@ -92,7 +78,9 @@ def _heat(plt: Any, recipe: Rehearsed) -> Any:
                         fontsize=7,
                         color="white" if value < 0.2 else "black",
                     )
-    figure.colorbar(image, ax=axes)
+    bar = figure.colorbar(image, ax=axes, ticks=[0.01, 0.03, 0.1, 0.3, 1.0], format=lambda value, _: f"{100 * value:g}")
+    bar.set_label("percent")
+    bar.ax.minorticks_off()
     return figure
 
 

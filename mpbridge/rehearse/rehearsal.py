@@ -19,6 +19,7 @@ from mpbridge.emulation.quantizer import Quantizer, Randomness
 from mpbridge.emulation.scales import DEFAULT_RELEASE
 from mpbridge.emulation.statistics import Statistics
 from mpbridge.errors import DataError, MpbridgeError, Refused
+from mpbridge.pages.about import data_text, model_text
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
@@ -117,7 +118,10 @@ def _counted(recipes: Sequence[str]) -> str:
 def _made(container: ConfigContainer, steps: int) -> dict[str, Any]:
     import megatron.core
 
+    config = {name: dict(getattr(container, name)) for name in ("model", "data", "train")}
     return {
+        "model": model_text(config),
+        "data": data_text(config),
         "steps": steps,
         "seed": container.train.seed,
         "torch": torch.__version__,

@@ -117,8 +117,11 @@ def test_tables_and_page_take_every_kind_of_recipe_and_escape_names() -> None:
     ]
     rehearsal = Rehearsal(title="A & B", made={"steps": 1}, recipes=recipes)
     assert len(tables(rehearsal)) == 2
-    html = page(rehearsal, [])
-    assert "&lt;b&gt;" in html
-    assert "<b>" not in html
-    assert "because &lt;i&gt;" in html
-    assert "A &amp; B" in html
+    html = page(rehearsal)
+    # names are data of the page: no markup, and nothing that ends the element they stand in
+    data = html.partition('<script id="data" type="application/json">')[2].partition("</script>")[0]
+    found = json.loads(data)
+    assert found["title"] == "A & B"
+    assert [block["title"] for block in found["blocks"] if block["kind"] == "heading"] == ["<b>", "x"]
+    assert "because <i>" in data
+    assert "<title>A &amp; B</title>" in html

@@ -1,0 +1,62 @@
+"""`mpbridge precision`: what low precision does to a run's tensors while it trains."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+SUMMARY = "what low precision does to the tensors of a run in training: worst operands, and a page"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The verb's arguments."""
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder (logger.log_dir)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: precision.html in the folder)")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="operands to print (default: 10)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the worst operands of the newest measurement and writes the page; 1 where nothing was measured."""
+    from mpbridge.diagnose.evidence import gather
+    from mpbridge.diagnose.page import precision_page
+    from mpbridge.pages.document import writable
+    from mpbridge.report.console import console
+
+    target = args.out or args.run_folder / "precision.html"
+    writable(target)
+    found = gather(args.run_folder)
+    out = console()
+    target.write_text(precision_page(found).html(), encoding="utf-8")
+    for gap in found.gaps:
+        out.print(gap, markup=False, soft_wrap=True)
+    measured = [one for one in found.measured if one.tables["operands"]]
+    if measured:
+        out.print(_table(measured[-1].step, measured[-1].tables["operands"], args.top))
+    elif found.measured:
+        out.print("no GEMM of this run is quantized: its linears and weights are on the page", markup=False)
+    out.print(f"page: {target}", markup=False, soft_wrap=True)
+    return 0 if found.measured else 1
+
+
+def _table(step: int, rows: list[dict[str, object]], top: int) -> object:
+    from rich.text import Text
+
+    from mpbridge.report.tables import table
+
+    columns = ("linear", "operand", "format", "flushed", "saturated", "row error", "SQNR dB", "amax", "scale", "stale")
+    made = table(f"operands with the largest row errors, step {step}", columns, right=columns[3:])
+
+    def size(row: dict[str, object]) -> float:
+        error = row["row_error"]
+        return error if isinstance(error, float) else 0.0
+
+    for row in sorted(rows, key=size, reverse=True)[: max(0, top)]:
+        cells = [f"{row['linear']}", f"{row['side']} {row['copy']}", f"{row['format']}"]
+        cells += [_shown(row[name], "{:.2%}") for name in ("flushed", "saturated", "row_error")]
+        cells += [_shown(row[name], text) for name, text in (("sqnr", "{:.1f}"), ("amax", "{:.3g}"), ("scale", "{:.3g}"), ("staleness", "2**{:+.1f}"))]  # fmt: skip
+        made.add_row(*map(Text, cells))
+    return made
+
+
+def _shown(value: object, text: str) -> str:
+    return text.format(value) if isinstance(value, (int, float)) else ""

@@ -1,0 +1,213 @@
+"""Pages of a run: what low precision does to its tensors, and what went wrong with it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from mpbridge.diagnose.diagnosis import Diagnosis
+from mpbridge.diagnose.evidence import Evidence
+from mpbridge.diagnose.signals import operands
+from mpbridge.pages.about import data_text, glossary, made_now, model_text
+from mpbridge.pages.document import Column, Page
+from mpbridge.report.curves import CURVES
+
+CHARTS = (
+    ("linears", "linear", "x_amax", "amax of each linear's input", "amax", True),
+    ("linears", "linear", "x_outlier", "outlier channel of each linear's input", "largest over median channel", True),
+    ("linears", "linear", "dy_amax", "amax of each linear's output gradient", "amax", True),
+    ("linears", "linear", "grad_to_noise", "gradient to noise of each weight", "|g| over |noise|", True),
+    ("weights", "parameter", "rms", "RMS of each parameter", "RMS", True),
+)  # fmt: skip
+"""Table, key, number, title, axis, logarithmic."""
+OPERAND_COLUMNS = [
+    Column(name="layer", number=False, layer=True, help="layer of the model"),
+    Column(name="linear", number=False),
+    Column(name="operand", number=False, help="x: activations, w: weights, dy: gradients, and which copy"),
+    Column(name="GEMMs", number=False, help="matrix products that read it"),
+    Column(name="format", number=False),
+    Column(name="flushed", unit="percent", help="share of the nonzero elements that became zero"),
+    Column(name="saturated", unit="percent", help="share of the elements beyond the format's largest number"),
+    Column(name="row error", unit="percent", help="median relative error of a row"),
+    Column(name="SQNR, dB", help="signal to quantization noise"),
+    Column(name="amax", help="largest absolute value"),
+    Column(name="scale", help="what elements are multiplied by before the cast; with blocks the median one"),
+    Column(name="staleness, log2", help="scale that the amax asks for over the one used; delayed scaling only"),
+    Column(name="not finite", help="infinities and NaN"),
+]
+TERMS = (
+    "amax", "copy", "dgrad, fprop, wgrad", "flushed", "gradient to noise", "operand", "outlier", "row error", "saturated", "scale", "SQNR", "staleness",
+)  # fmt: skip
+
+
+def precision_page(run: Evidence) -> Page:
+    """Statistics of a run in training: heat map, curves by layer, the newest measurement's operands."""
+    page = Page(f"Low precision of {run.curves.name}", _made(run), glossary(*TERMS))
+    _gaps(page, run)
+    _operand_tables(page, run)
+    _curves(page, run, marks=[])
+    _tensor_charts(page, run, marks=[], first=[])
+    return page
+
+
+def diagnosis_page(found: Diagnosis) -> Page:
+    """The verdict with links to its plots, what changed before, the curves with marks, tensors, and the other run's differences."""
+    run = found.run
+    page = Page(f"Diagnosis of {run.curves.name}", _made(run), glossary(*TERMS, "main weight"))
+    place = len(page.blocks)
+    marks: list[tuple[float, str]] = [
+        (one.step, f"{one.number.replace('_', ' ')}: step {one.step}") for one in found.onsets
+    ]
+    page.heading("Curves")
+    charts = _curves(page, run, marks=marks)
+    page.heading("Tensors")
+    named = [name for suspect in found.suspects for name in suspect.tensors]
+    charts |= _tensor_charts(page, run, marks=marks[:1], first=[*named, *(odd.tensor for odd in found.odd)])
+    odd = page.table(
+        "Tensors out of line, earliest first",
+        [
+            Column(name="layer", number=False, layer=True),
+            Column(name="step"),
+            Column(name="tensor", number=False),
+            Column(name="number", number=False),
+            Column(name="before", help="median of what was measured before"),
+            Column(name="after"),
+            Column(name="factor", help="after over before"),
+        ],
+        [[layer_of(one.tensor), one.step, one.tensor, one.number, one.before, one.after, one.factor] for one in found.odd],
+    ) if found.odd else ""  # fmt: skip
+    _operand_tables(page, run)
+    body, page.blocks[place:] = page.blocks[place:], []
+    _verdict(page, found, charts, odd)
+    page.blocks += body
+    return page
+
+
+def layer_of(name: str) -> str:
+    """The layer's number in a tensor's name; '' outside of the layers."""
+    return next((part for part in name.split(" ")[0].split(".") if part.isdigit()), "")
+
+
+def _made(run: Evidence) -> dict[str, str]:
+    versions = {name: value for name, value in (run.precision.get("versions") or {}).items() if value}
+    return made_now(
+        recipe=run.recipe,
+        realization=run.measured[-1].facts.get("realization") if run.measured else None,
+        engine=run.precision.get("engine"),
+        model=model_text(run.config),
+        data=data_text(run.config),
+        steps=f"{len(run.curves.rows)}, {len(run.measured)} of them measured",
+        run=run.folder,
+        versions=", ".join(f"{name.replace('_', '-')} {value}" for name, value in versions.items()),
+    )
+
+
+def _verdict(page: Page, found: Diagnosis, charts: dict[str, str], odd: str) -> None:
+    tone = "good" if found.healthy else "bad"
+    page.verdicts("", [{"word": "healthy" if found.healthy else "out of line", "tone": tone, "text": found.verdict}])
+    links = {"loss": charts.get("loss"), "grad_norm": charts.get("grad_norm"), "applied": charts.get("loss")}
+    if found.onsets:
+        page.verdicts(
+            "First steps out of line",
+            [{"text": f"step {one.step}: {one.what}", "href": links.get(one.number)} for one in found.onsets],
+        )
+    if found.suspects:
+        page.heading("Causes that fit, the likeliest first")
+        page.verdicts(
+            "",
+            [
+                {
+                    "word": one.cause,
+                    "tone": "bad" if number == 0 else "warn",
+                    "text": f"{one.sentence} (step {one.step}, evidence {one.score:.2f})",
+                    "href": _plot_of(one.cause, charts, odd),
+                    "more": [*(f"seen: {line}" for line in one.evidence), *(f"try: {line}" for line in one.advice)],
+                }
+                for number, one in enumerate(found.suspects)
+            ],
+        )
+    for title, lines in (("What changed before", found.changes), ("Beside the other run", found.against)):
+        if lines:
+            page.verdicts(title, [{"text": line} for line in lines])
+    _gaps(page, found.run)
+
+
+_PLOTS = {
+    "outlier-channel": "x_outlier", "weight-corrupted": "rms", "moments-lost": "rms", "rate-too-high": "rms", "nan-source": "x_amax",
+    "wrong-scale": "operands", "frozen-scale": "operands", "recipe-switch": "operands", "loss-scale": "loss_scale",
+}  # fmt: skip
+"""Cause -> the number whose chart shows it; the loss otherwise."""
+
+
+def _plot_of(cause: str, charts: dict[str, str], odd: str) -> str | None:
+    return charts.get(_PLOTS.get(cause, "loss")) or odd or charts.get("loss")
+
+
+def _gaps(page: Page, run: Evidence) -> None:
+    if run.gaps:
+        page.verdicts("What cannot be told", [{"text": line} for line in run.gaps])
+
+
+def _curves(page: Page, run: Evidence, *, marks: list[tuple[float, str]]) -> dict[str, str]:
+    found = {}
+    for number, (label, log) in CURVES.items():
+        points = run.curves.series(number)
+        if not points or (number == "loss_scale" and {value for _, value in points} == {1.0}):
+            continue
+        series: list[tuple[str, Any, str]] = [(number.replace("_", " "), points, "")]
+        if number == "loss" and run.curves.evaluations:
+            series.append(("held out", [(row["iteration"], row["eval_loss"]) for row in run.curves.evaluations], ""))
+        found[number] = page.chart(label.partition(",")[0], series, y=label, log=log, marks=marks)
+    return found
+
+
+def _tensor_charts(page: Page, run: Evidence, *, marks: list[tuple[float, str]], first: list[str]) -> dict[str, str]:
+    """first: tensors whose curves come before the others', and stay where not all can."""
+    found = {}
+    for table, key, number, title, label, log in CHARTS:
+        series = []
+        for name in run.names(table, key):
+            points = run.series(table, name, number, key=key)
+            if points:
+                series.append((name, points, layer_of(name)))
+        series.sort(key=lambda one: (not any(one[0] in name for name in first), -_reach(one[1])))
+        if series:
+            found[number] = page.chart(title, series[:64], y=label, log=log, marks=marks, note="" if len(series) <= 64 else f"The 64 of {len(series)} curves that move most.")  # fmt: skip
+    stale = [
+        (name, [(step, row["staleness"]) for step, row in points if isinstance(row["staleness"], (int, float))], layer_of(name))
+        for name, points in operands(run)
+    ]  # fmt: skip
+    stale = [one for one in stale if one[1]]
+    if stale:
+        stale.sort(key=lambda one: -max(abs(value) for _, value in one[1]))
+        found["operands"] = page.chart("staleness of each delayed scale", stale[:64], y="log2 (asked for over used)", marks=marks)  # fmt: skip
+    return found
+
+
+def _reach(points: list[tuple[int, float]]) -> float:
+    """How far a curve moves, in powers of two."""
+    good = [value for _, value in points if math.isfinite(value) and value > 0]
+    return math.log2(max(good) / min(good)) if good else 0.0
+
+
+def _operand_tables(page: Page, run: Evidence) -> None:
+    measured = [one for one in run.measured if one.tables["operands"]]
+    if not measured:
+        return
+    last = measured[-1]
+    rows = last.tables["operands"]
+    shown = [
+        [layer_of(row["linear"]), row["linear"], f"{row['side']} {row['copy']}", row["gemms"].replace("+", " "), row["format"], *(row[name] for name in ("flushed", "saturated", "row_error", "sqnr", "amax", "scale", "staleness", "nonfinite"))]
+        for row in rows
+    ]  # fmt: skip
+    order = sorted(range(len(rows)), key=lambda i: -(rows[i]["row_error"] or 0.0))
+    values: dict[tuple[str, str], float] = {}
+    for row in rows:
+        layer = layer_of(row["linear"])
+        rest = row["linear"].partition(f".{layer}.")[2] or row["linear"]
+        if row["row_error"] is not None:
+            values[layer, f"{rest} {row['side']} {row['copy']}"] = row["row_error"]
+    layers = sorted({layer for layer, _ in values}, key=lambda text: int(text or -1))
+    if values:
+        page.heat(f"Median row error by layer, step {last.step}", layers, list(dict.fromkeys(kind for _, kind in values)), values, low=0.01, high=1.0)  # fmt: skip
+    page.table(f"Operands of step {last.step}", OPERAND_COLUMNS, shown, order=order)

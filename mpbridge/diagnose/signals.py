@@ -1,0 +1,149 @@
+"""First steps out of line: in the loss, the gradient norm, the updates, and in single tensors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mpbridge.diagnose.evidence import Evidence, finite, median
+
+WINDOW, FEWEST = 12, 6
+"""Steps that a step is compared with, and how many there have to be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Onset:
+    """A number's first step out of line."""
+
+    step: int
+    what: str
+    number: str
+    """'loss', 'grad_norm', 'applied'."""
+    value: float
+    usual: float
+
+
+def onsets(run: Evidence) -> list[Onset]:
+    """The first of each kind, earliest first."""
+    found = [_loss(run), _gradient(run), _nonfinite(run)]
+    return sorted((one for one in found if one is not None), key=lambda one: one.step)
+
+
+def jump(values: list[float], value: float) -> bool:
+    """Whether a loss is out of line with those before it: by eight times their spread, and by an eighth of their size."""
+    usual = median(values)
+    spread = 1.48 * median([abs(one - usual) for one in values])
+    return value > usual + max(8 * spread, 0.125 * abs(usual), 0.15)
+
+
+def _loss(run: Evidence) -> Onset | None:
+    points = finite(run.curves.series("loss"))
+    for i in range(FEWEST, len(points)):
+        before = [value for _, value in points[max(0, i - WINDOW) : i]]
+        step, value = points[i]
+        if jump(before, value):
+            return Onset(step=step, what=f"the loss jumps from {median(before):.3g} to {value:.3g}", number="loss", value=value, usual=median(before))  # fmt: skip
+    # a loss that rises slowly never jumps: higher at the end than its lowest point by half of what was learned
+    if len(points) >= 3 * FEWEST:
+        lowest = min(points, key=lambda point: point[1])
+        last = median([value for _, value in points[-FEWEST:]])
+        learned = max(points[0][1] - lowest[1], 0.2)
+        if last > lowest[1] + 0.5 * learned and lowest[0] != points[-1][0]:
+            return Onset(step=lowest[0] + 1, what=f"the loss rises from {lowest[1]:.3g} to {last:.3g}", number="loss", value=last, usual=lowest[1])  # fmt: skip
+    return None
+
+
+def _gradient(run: Evidence) -> Onset | None:
+    points = finite(run.curves.series("grad_norm"))
+    for i in range(FEWEST, len(points)):
+        usual = median([value for _, value in points[max(0, i - WINDOW) : i]])
+        step, value = points[i]
+        if value > 8 * usual:
+            return Onset(step=step, what=f"the gradient norm jumps from {usual:.3g} to {value:.3g}", number="grad_norm", value=value, usual=usual)  # fmt: skip
+    return None
+
+
+def _nonfinite(run: Evidence) -> Onset | None:
+    """The first step whose loss or gradient is not finite, overflows that a loss scale handles left out."""
+    before = 0
+    for row in run.curves.rows:
+        bad = int(row.get("nonfinite_steps") or 0)
+        if bad > before or not math.isfinite(float(row.get("loss") or 0.0)):
+            return Onset(step=row["iteration"], what="loss or gradients are not finite", number="applied", value=math.nan, usual=0.0)  # fmt: skip
+        before = bad
+    return None
+
+
+# --- tensors -------------------------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Odd:
+    """A tensor's first measured step out of line with what was measured of it before."""
+
+    step: int
+    tensor: str
+    number: str
+    before: float
+    after: float
+    factor: float
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.tensor}: {LABELS.get(self.number, self.number)} {self.before:.3g} -> {self.after:.3g}"
+
+
+LABELS = {
+    "x_amax": "amax of its input",
+    "x_rms": "RMS of its input",
+    "x_outlier": "largest input channel over the median one",
+    "dy_amax": "amax of its output's gradient",
+    "amax": "largest element",
+    "rms": "RMS",
+    "exp_avg_sq_mean": "mean second moment",
+    "exp_avg_rms": "RMS of the first moment",
+    "main_gap": "share of elements that differ from the main weight",
+    "flushed": "share flushed to zero",
+    "saturated": "share saturated",
+    "staleness": "staleness of its scale (log2)",
+}
+_WATCHED = (
+    ("linears", "linear", "x_amax", 8.0),
+    ("linears", "linear", "x_outlier", 10.0),
+    ("linears", "linear", "dy_amax", 30.0),
+    ("weights", "parameter", "amax", 8.0),
+    ("weights", "parameter", "rms", 3.0),
+)
+"""Table, key, number, and the factor over the median of what was measured before that is out of line."""
+
+
+def odd_tensors(run: Evidence) -> list[Odd]:
+    """Earliest first, in the order of the model within a step; a number that is not finite is out of line by an infinite factor."""
+    found = [odd for watched in _WATCHED for odd in _odd(run, *watched)]
+    return sorted(found, key=lambda one: one.step)
+
+
+def _odd(run: Evidence, table: str, key: str, number: str, limit: float) -> Iterator[Odd]:
+    for name in run.names(table, key):
+        if name.endswith("bias"):  # they begin at zero and grow by any factor
+            continue
+        points = run.series(table, name, number, key=key)
+        for (_, first), (step, value), before in zip(
+            points, points[1:], itertools.accumulate(([value] for _, value in points)), strict=False
+        ):
+            usual = median([one for one in before if math.isfinite(one)])
+            if not math.isfinite(value) and math.isfinite(first):
+                yield Odd(step=step, tensor=name, number=number, before=usual, after=value, factor=math.inf)
+                break
+            if usual > 0 and value > limit * usual:
+                yield Odd(step=step, tensor=name, number=number, before=usual, after=value, factor=value / usual)
+                break
+
+
+def operands(run: Evidence) -> Iterator[tuple[str, list[tuple[int, dict[str, Any]]]]]:
+    """(name of an operand, what was measured of it by step)."""
+    found: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    for one in run.measured:
+        for row in one.tables["operands"]:
+            found.setdefault(f"{row['linear']} {row['side']} ({row['copy']})", []).append((one.step, row))
+    yield from found.items()

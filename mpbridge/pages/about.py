@@ -1,0 +1,71 @@
+"""What stands on top of a page about a run, and the words that every page explains."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from mpbridge import __version__
+
+GLOSSARY: Mapping[str, str] = {
+    "amax": "The largest absolute value of a tensor.",
+    "copy": "A quantized tensor may exist twice: in rows (blocks along the features) and in columns (blocks along the tokens), each made of the high-precision one.",
+    "dgrad, fprop, wgrad": "The three matrix products of a linear: its output, the gradient of its input, the gradient of its weight.",
+    "flushed": "Share of the nonzero elements that became zero, since they are below the format's smallest number.",
+    "gradient to noise": "Norm of a weight's gradient over the norm of the error that quantization put into it, on a sample of 64 x 64 elements of the first micro-batch. Below about 2 training learns little more from that weight.",
+    "main weight": "The optimizer's own copy of a parameter in high precision; the model's parameter is that one, rounded.",
+    "operand": "One of the two tensors that a matrix product reads: x (activations), w (weights), dy (gradients).",
+    "outlier": "The largest input channel's amax over the median channel's. One scale for the whole tensor then leaves the other channels few of the format's numbers.",
+    "row error": "|q - x| / |x| of a row, the median over rows: what rounding did to an ordinary row, whatever an outlier elsewhere did to the norm of the whole.",
+    "saturated": "Share of the elements beyond the format's largest number, which stand for it afterwards.",
+    "scale": "What elements are multiplied by before they are rounded to the format; with blocks, the median block's.",
+    "SQNR": "Signal to quantization noise in decibels, -20 log10 of the relative error: E4M3 costs a Gaussian tensor about 32 dB, E5M2 26, NVFP4 19.",
+    "staleness": "Delayed scaling: log2 of the scale that this amax asks for over the one that was used. Below 0 elements saturate, far above 0 range is wasted.",
+}
+"""Term -> one sentence."""
+
+
+def glossary(*terms: str) -> dict[str, str]:
+    """The entries of these terms, in order."""
+    return {term: GLOSSARY[term] for term in sorted(terms, key=str.lower)}
+
+
+def made_now(**facts: Any) -> dict[str, str]:
+    """Facts on top of a page, behind them the command, the date and the version."""
+    command = shlex.join(["mpbridge", *sys.argv[1:]]) if sys.argv[0].endswith(("mpbridge", "__main__.py")) else ""
+    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    found = {name.replace("_", " "): str(value) for name, value in facts.items() if value not in (None, "", {})}
+    return {**found, **({"command": command} if command else {}), "date": now, "mpbridge": __version__}
+
+
+def model_text(config: Mapping[str, Any]) -> str:
+    """A model in a few words from its section: '4 layers, hidden 256 ...'; '' where nothing is known."""
+    model = config.get("model") or {}
+    words = [
+        f"{model[name]} {word}" if word in ("layers", "heads") else f"{word} {model[name]}"
+        for name, word in (
+            ("num_layers", "layers"),
+            ("hidden_size", "hidden"),
+            ("num_attention_heads", "heads"),
+            ("ffn_hidden_size", "FFN"),
+            ("num_moe_experts", "experts"),
+            ("vocab_size", "vocabulary"),
+        )
+        if model.get(name)
+    ]
+    return ", ".join(words)
+
+
+def data_text(config: Mapping[str, Any]) -> str:
+    """A run's data in a few words."""
+    data, train = config.get("data") or {}, config.get("train") or {}
+    words = [
+        f"corpus {data['corpus']}" if data.get("corpus") else "",
+        f"tokenizer {data['tokenizer']}" if data.get("tokenizer") else "",
+        f"{data['seq_length']} tokens a sample" if data.get("seq_length") else "",
+        f"{train['global_batch_size']} samples a step" if train.get("global_batch_size") else "",
+    ]
+    return ", ".join(filter(None, words))

@@ -1,0 +1,220 @@
+"""A page as data, and the HTML that shows it. What is too much for one file is sampled, and the page says so."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpbridge.errors import BadValue
+
+LARGEST = 2_000_000
+"""Bytes of a page at most."""
+POINTS = 600
+"""Points of a curve at most: more than a wide screen has columns for."""
+_HERE = Path(__file__).parent
+
+
+@dataclass(slots=True, kw_only=True)
+class Column:
+    """A column of a table. unit: 'percent' shows a share as percent; help: its tooltip; layer: clicking its cells shows that layer alone."""
+
+    name: str
+    help: str = ""
+    unit: str = ""
+    number: bool = True
+    layer: bool = False
+
+
+@dataclass(slots=True)
+class Page:
+    """Blocks in order, under a title. made: model, data, command, date ..., shown on top; glossary: term -> sentence, at the end."""
+
+    title: str
+    made: Mapping[str, str]
+    glossary: Mapping[str, str] = field(default_factory=dict)
+    blocks: list[dict[str, Any]] = field(default_factory=list)
+    _number: int = 0
+
+    def add(self, kind: str, title: str = "", **values: Any) -> str:
+        """Adds a block and returns its id, for links."""
+        self._number += 1
+        made = f"b{self._number}"
+        self.blocks.append({"kind": kind, "id": made, "title": title, **values})
+        return made
+
+    def heading(self, title: str, word: str = "", tone: str = "") -> str:
+        """A section begins. tone: 'good', 'warn', 'bad' or '' colours the word behind the title."""
+        return self.add("heading", title, word=word, tone=tone)
+
+    def text(self, text: str, *, dim: bool = False) -> str:
+        """A paragraph."""
+        return self.add("text", text=text, dim=dim)
+
+    def verdicts(self, title: str, items: Iterable[Mapping[str, Any]]) -> str:
+        """A list: text, and optionally word, tone, href (an id of a block) and more (lines below it)."""
+        return self.add("verdicts", title, items=[dict(item) for item in items])
+
+    def chart(
+        self,
+        title: str,
+        series: Iterable[tuple[str, Sequence[tuple[float, float]], str]],
+        *,
+        x: str = "step",
+        y: str,
+        log: bool = False,
+        bars: bool = False,
+        marks: Iterable[tuple[float, str]] = (),
+        note: str = "",
+    ) -> str:
+        """Curves: (name, points, layer or '') each. y: label with the unit. marks: upright lines at x with a word each."""
+        lines = [
+            {"name": name, "layer": layer, "points": [[x_, _plain(y_)] for x_, y_ in points]}
+            for name, points, layer in series
+        ]
+        return self.add(
+            "chart", title, series=lines, x=x, y=y, log=log, bars=bars, marks=[list(mark) for mark in marks], note=note
+        )
+
+    def table(
+        self,
+        title: str,
+        columns: Sequence[Column],
+        rows: Sequence[Sequence[Any]],
+        *,
+        order: Sequence[int] | None = None,
+        folded: bool = False,
+    ) -> str:
+        """A table that sorts and filters. order: rows by importance, where not all can stay; a cell may be {"text":, "href":, "tone":}."""
+        heads = [
+            {"name": c.name, "help": c.help, "unit": c.unit, "number": c.number, "layer": c.layer} for c in columns
+        ]
+        return self.add(
+            "table",
+            title,
+            columns=heads,
+            rows=[[_plain(cell) for cell in row] for row in rows],
+            order=list(order or range(len(rows))),
+            folded=folded,
+        )
+
+    def heat(
+        self,
+        title: str,
+        layers: Sequence[str],
+        kinds: Sequence[str],
+        values: Mapping[tuple[str, str], float],
+        *,
+        low: float,
+        high: float,
+        note: str = "",
+    ) -> str:
+        """Shares by layer (columns) and kind (rows), shown in percent on one logarithmic colour scale from `low` to `high`; a click chooses a layer."""
+        grid = [[_plain(values.get((layer, kind))) for layer in layers] for kind in kinds]
+        return self.add("heat", title, layers=list(layers), kinds=list(kinds), grid=grid, low=low, high=high, note=note)
+
+    def html(self, *, largest: int = LARGEST) -> str:
+        """The file's text, at most `largest` bytes. Raises BadValue where even the smallest sample is more."""
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+
+        environment = Environment(
+            loader=PackageLoader("mpbridge.pages", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        )
+        template = environment.get_template("page.html.j2")
+        assets = {name: (_HERE / path).read_text(encoding="utf-8") for name, path in _ASSETS.items()}
+        for block in self.blocks:
+            _thin(block, POINTS)
+        while True:
+            data = {"title": self.title, "made": self.made, "glossary": self.glossary, "blocks": self.blocks}
+            # the only sequence that could end the script element early
+            text = template.render(title=self.title, data=_json(data).replace("</", "<\\/"), **assets)
+            if len(text.encode()) <= largest:
+                return text
+            spared = [_halve(block) for block in self.blocks]
+            if not any(spared):
+                raise BadValue(f"the page cannot be made smaller than {len(text.encode()):,} bytes")
+
+
+_ASSETS = {
+    "uplot": "vendor/uPlot.iife.min.js",
+    "uplot_style": "vendor/uPlot.min.css",
+    "style": "page.css",
+    "script": "page.js",
+}
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    """Five digits; what is not finite as a word."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else str(value)
+    return value
+
+
+def _thin(block: dict[str, Any], most: int) -> None:
+    """At most so many points a curve: the smallest and largest of each stretch, so that no spike is lost."""
+    for line in block.get("series", ()):
+        points = line["points"]
+        if len(points) <= most:
+            continue
+        stride = math.ceil(2 * len(points) / most)
+        kept: list[Any] = []
+        for start in range(0, len(points), stride):
+            part = points[start : start + stride]
+            ends = {id(point): point for point in (min(part, key=_height), max(part, key=_height))}
+            kept += sorted(ends.values(), key=lambda point: point[0])
+        block["sampled"] = f"each curve drawn with the extremes of every {stride} points"
+        line["points"] = kept
+
+
+def _height(point: Sequence[Any]) -> float:
+    return float(point[1]) if isinstance(point[1], (int, float)) else math.inf
+
+
+def _halve(block: dict[str, Any]) -> bool:
+    """Half of a block's rows, curves or layers go, the less important ones; False where there is nothing to spare."""
+    if block["kind"] == "table" and len(block["rows"]) > 20:
+        whole = block.setdefault("whole", len(block["rows"]))
+        stay = sorted(block["order"][: len(block["order"]) // 2])
+        number = {old: new for new, old in enumerate(stay)}
+        block["order"] = [number[old] for old in block["order"] if old in number]
+        block["rows"] = [block["rows"][old] for old in stay]
+        block["sampled"] = f"{len(stay):,} of {whole:,} rows, the most important ones"
+        return True
+    if block["kind"] == "chart" and len(block["series"]) > 12:
+        whole = block.setdefault("whole", len(block["series"]))
+        block["series"] = block["series"][: len(block["series"]) // 2]
+        block["sampled"] = f"{len(block['series'])} of {whole} curves, the most important ones"
+        return True
+    if block["kind"] == "heat" and len(block["layers"]) > 24:
+        whole = block.setdefault("whole", len(block["layers"]))
+        block["layers"] = block["layers"][::2]
+        block["grid"] = [row[::2] for row in block["grid"]]
+        block["sampled"] = f"{len(block['layers'])} of {whole} layers, evenly spread"
+        return True
+    return False
+
+
+def writable(path: Path, *, folder: bool = False) -> None:
+    """Raises BadValue where a file (a folder) cannot be written at `path`: to be asked before the work, not after it."""
+    if folder:
+        place = path
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir():
+            raise BadValue(f"--out {path}: {place} is a file, expected a folder or a place for one")
+    else:
+        place = path.parent
+        if path.is_dir():
+            raise BadValue(f"--out {path} is a folder, expected a file")
+        if not place.is_dir():
+            raise BadValue(f"--out {path}: there is no folder {place}")
+    if not os.access(place, os.W_OK) or (path.is_file() and not os.access(path, os.W_OK)):
+        raise BadValue(f"--out {path}: {place} cannot be written")

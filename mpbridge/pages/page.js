@@ -1,0 +1,190 @@
+"use strict";
+(() => {
+  const doc = JSON.parse(document.getElementById("data").textContent);
+  const main = document.getElementById("main");
+  const state = { layer: null, watchers: [] };
+  const make = (tag, values = {}, ...children) => {
+    const node = document.createElement(tag);
+    for (const [name, value] of Object.entries(values)) {
+      if (name === "class") node.className = value;
+      else if (name === "text") node.textContent = value;
+      else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+      else if (value !== undefined && value !== null) node.setAttribute(name, value);
+    }
+    node.append(...children.filter((child) => child !== null && child !== undefined));
+    return node;
+  };
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const choose = (layer) => { state.layer = state.layer === layer ? null : layer; show(); };
+  const show = () => {
+    const place = document.getElementById("chosen");
+    place.hidden = state.layer === null;
+    place.replaceChildren(`layer ${state.layer} only `, make("button", { type: "button", text: "all layers", onclick: () => { state.layer = null; show(); } }));
+    state.watchers.forEach((watcher) => watcher());
+  };
+
+  // numbers: one unit a column, as many digits as tell something
+  const number = (value, unit) => {
+    if (value === null || value === undefined) return "";
+    if (typeof value !== "number") return String(value);
+    if (unit === "percent") { const part = 100 * value; return part === 0 ? "0 %" : part < 0.01 ? "<0.01 %" : `${part >= 10 ? part.toFixed(1) : part.toFixed(2)} %`; }
+    if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
+    const size = Math.abs(value);
+    if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+    return String(+value.toPrecision(4));
+  };
+  const key = (cell) => (cell !== null && typeof cell === "object" ? cell.text : cell);
+
+  // tooltips
+  const tip = document.getElementById("tip");
+  document.addEventListener("pointermove", (event) => {
+    const at = event.target.closest ? event.target.closest("[data-tip]") : null;
+    tip.hidden = !at;
+    if (!at) return;
+    tip.textContent = at.dataset.tip;
+    tip.style.left = `${Math.min(event.clientX + 14, innerWidth - tip.offsetWidth - 8)}px`;
+    tip.style.top = `${Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 8)}px`;
+  });
+
+  const palette = ["#3b7dd8", "#d9822b", "#2e9e5b", "#c23b4b", "#8a63d2", "#1aa3a3", "#b5651d", "#d15fa8", "#7d8a2e", "#5b7083"];
+  const charts = [];
+  const chart = (block) => {
+    const box = make("div", { class: "chart" });
+    let plot = null;
+    const draw = () => {
+      if (plot) plot.destroy();
+      const all = block.series.filter((line) => state.layer === null || line.layer === "" || line.layer === state.layer);
+      const lines = all.length ? all : block.series;
+      const xs = [...new Set(lines.flatMap((line) => line.points.map((point) => point[0])))].sort((a, b) => a - b);
+      const at = new Map(xs.map((x, i) => [x, i]));
+      const data = [xs, ...lines.map((line) => {
+        const values = new Array(xs.length).fill(undefined);
+        line.points.forEach(([x, y]) => { const good = typeof y === "number" && (!block.log || y > 0); values[at.get(x)] = good ? y : null; });
+        return values;
+      })];
+      const axis = { stroke: css("--fg"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line") } };
+      const narrow = box.clientWidth < 520;
+      const marks = { hooks: { draw: [(u) => {
+        const context = u.ctx;
+        context.save();
+        context.strokeStyle = context.fillStyle = css("--bad");
+        context.font = `${11 * devicePixelRatio}px system-ui`;
+        context.textAlign = "left";
+        context.setLineDash([4, 4]);
+        block.marks.forEach(([x, word], i) => {
+          const left = u.valToPos(x, "x", true);
+          if (left < u.bbox.left || left > u.bbox.left + u.bbox.width) return;
+          context.beginPath(); context.moveTo(left, u.bbox.top); context.lineTo(left, u.bbox.top + u.bbox.height); context.stroke();
+          const wide = context.measureText(word).width;
+          context.fillText(word, Math.min(left + 4, u.bbox.left + u.bbox.width - wide), u.bbox.top + (12 + 13 * (i % 4)) * devicePixelRatio);
+        });
+        context.restore();
+      }] } };
+      plot = new uPlot({
+        width: Math.max(260, box.clientWidth - 14), height: narrow ? 220 : 280, scales: { x: { time: false }, y: { distr: block.log ? 3 : 1 } },
+        axes: [{ ...axis, label: block.x, labelSize: 20 }, { ...axis, label: block.y, labelSize: 20, size: 66, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) }],
+        cursor: { focus: { prox: 24 } }, focus: { alpha: 0.25 }, legend: { live: true, isolate: true, show: lines.length <= 40 },
+        series: [{ label: block.x }, ...lines.map((line, i) => ({ label: line.name, stroke: palette[i % palette.length], width: 1.5, spanGaps: true, fill: block.bars ? `${palette[i % palette.length]}66` : undefined, paths: block.bars ? uPlot.paths.bars({ size: [0.9, 60] }) : undefined, points: { show: xs.length < 40 && !block.bars, size: 5 }, value: (u, value) => (value === null || value === undefined ? "–" : number(value)) }))],
+        plugins: block.marks.length ? [marks] : [],
+      }, data, box);
+    };
+    charts.push(draw);
+    state.watchers.push(() => { if (block.series.some((line) => line.layer !== "")) draw(); });
+    requestAnimationFrame(draw);
+    return box;
+  };
+
+  const table = (block) => {
+    const body = make("tbody");
+    let sorted = -1, down = true, wanted = "";
+    const count = make("span", { class: "dim" });
+    const at = block.columns.findIndex((column) => column.layer);
+    const fill = () => {
+      let rows = block.rows.filter((row) => (wanted === "" || row.some((cell) => String(key(cell)).toLowerCase().includes(wanted))) && (state.layer === null || at < 0 || String(key(row[at])) === state.layer));
+      if (sorted >= 0) {
+        const value = (row) => { const cell = key(row[sorted]); return typeof cell === "string" && cell !== "" && !Number.isNaN(Number(cell)) ? Number(cell) : cell; };
+        rows = [...rows].sort((one, two) => {
+          const [a, b] = [value(one), value(two)];
+          if (a === null || a === undefined || a === "") return 1;
+          if (b === null || b === undefined || b === "") return -1;
+          const order = typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b));
+          return down ? -order : order;
+        });
+      }
+      body.replaceChildren(...rows.map((row) => make("tr", {}, ...row.map((cell, i) => {
+        const column = block.columns[i];
+        const rich = cell !== null && typeof cell === "object" ? cell : {};
+        const text = number(key(cell), column.unit);
+        const node = make("td", { class: `${column.number ? "" : "text"} ${rich.tone || ""} ${column.layer ? "layer" : ""}`, "data-tip": column.layer ? "click: this layer alone" : rich.tip });
+        node.append(rich.href ? make("a", { href: `#${rich.href}`, text }) : text);
+        if (column.layer) node.addEventListener("click", () => choose(String(key(cell))));
+        return node;
+      }))));
+      count.textContent = `${rows.length} of ${block.rows.length} rows`;
+    };
+    const heads = block.columns.map((column, i) => make("th", {
+      class: column.number ? "" : "text", text: column.name, "data-tip": `${column.help || column.name} (click: sort)`, tabindex: "0",
+      onclick: (event) => {
+        down = sorted === i ? !down : column.number; sorted = i;
+        heads.forEach((head) => head.removeAttribute("aria-sort"));
+        event.currentTarget.setAttribute("aria-sort", down ? "descending" : "ascending");
+        fill();
+      },
+    }));
+    const tools = block.rows.length > 8 ? make("div", { class: "tools" }, make("input", { type: "search", placeholder: "filter rows", "aria-label": "filter rows", oninput: (event) => { wanted = event.target.value.toLowerCase(); fill(); } }), count) : null;
+    state.watchers.push(fill);
+    fill();
+    const whole = make("div", {}, tools, make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...heads)), body)));
+    return block.folded ? make("details", {}, make("summary", { text: `${block.title} (${block.rows.length})` }), whole) : whole;
+  };
+
+  const stops = [[13, 8, 135], [126, 3, 168], [204, 71, 120], [248, 149, 64], [240, 249, 33]];
+  const colour = (part) => {
+    const place = Math.max(0, Math.min(1, part)) * (stops.length - 1), low = Math.min(Math.floor(place), stops.length - 2);
+    return `rgb(${stops[low].map((value, i) => Math.round(value + (stops[low + 1][i] - value) * (place - low))).join(",")})`;
+  };
+  const heat = (block) => {
+    const span = Math.log(block.high / block.low);
+    const cells = [];
+    const rows = block.kinds.map((kind, i) => make("tr", {}, make("th", { class: "text", text: kind }), ...block.layers.map((layer, j) => {
+      const value = block.grid[i][j];
+      if (value === null || value === undefined) return make("td", { class: "none" });
+      const part = typeof value === "number" ? Math.log(Math.max(value, block.low) / block.low) / span : 1;
+      const cell = make("td", { class: part < 0.55 ? "lit" : "", style: `background:${colour(part)}`, "data-tip": `layer ${layer}, ${kind}: ${number(value, "percent")} (click: this layer alone)`, text: block.layers.length <= 40 ? (typeof value === "number" ? (100 * value >= 10 ? (100 * value).toFixed(0) : (100 * value).toFixed(1)) : value) : "", onclick: () => choose(layer) });
+      cells.push([layer, cell]);
+      return cell;
+    })));
+    state.watchers.push(() => cells.forEach(([layer, cell]) => cell.classList.toggle("chosen", layer === state.layer)));
+    const gradient = `linear-gradient(to right, ${[0, 0.25, 0.5, 0.75, 1].map(colour).join(",")})`;
+    return make("div", { class: "heat" },
+      make("div", { class: "scale" }, number(block.low, "percent"), make("i", { style: `background:${gradient}` }), number(block.high, "percent"), "(logarithmic; cells in percent)"),
+      make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, make("th", { class: "text", text: "layer" }), ...block.layers.map((layer) => make("th", { text: layer || "–" })))), make("tbody", {}, ...rows))));
+  };
+
+  const item = (one) => make("li", {}, one.word ? make("span", { class: `word ${one.tone || ""}`, text: one.word }) : null, one.word ? " " : null, one.href ? make("a", { href: `#${one.href}`, text: one.text }) : one.text, one.more && one.more.length ? make("ul", {}, ...one.more.map((line) => make("li", { text: line }))) : null);
+  const kinds = {
+    heading: (block) => make("h2", {}, block.title, " ", block.word ? make("span", { class: `word ${block.tone}`, text: block.word }) : ""),
+    text: (block) => make("p", { class: block.dim ? "dim" : "", text: block.text }),
+    verdicts: (block) => make("ul", { class: "verdicts" }, ...block.items.map(item)),
+    chart, table, heat,
+  };
+  document.getElementById("title").textContent = doc.title;
+  document.getElementById("made").append(...Object.entries(doc.made).flatMap(([name, value]) => [make("dt", { text: name }), make("dd", { text: String(value) })]));
+  main.replaceChildren(...doc.blocks.map((block) => make("section", { id: block.id },
+    block.title && block.kind !== "heading" && !block.folded ? make("h3", { text: block.title }) : null,
+    kinds[block.kind](block),
+    block.note ? make("p", { class: "dim", text: block.note }) : null,
+    block.sampled ? make("p", { class: "dim warn", text: `Sampled: ${block.sampled}.` }) : null)));
+  const glossary = Object.entries(doc.glossary);
+  document.getElementById("glossary").hidden = !glossary.length;
+  document.querySelector("#glossary dl").append(...glossary.flatMap(([name, value]) => [make("dt", { text: name }), make("dd", { text: value })]));
+  const redraw = () => charts.forEach((draw) => draw());
+  document.getElementById("theme").addEventListener("click", () => {
+    const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    document.documentElement.dataset.theme = dark ? "light" : "dark";
+    redraw();
+  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  let waiting = 0;
+  addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(redraw, 120); });
+})();

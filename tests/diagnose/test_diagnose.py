@@ -1,0 +1,263 @@
+"""Causes from files alone: each with runs written by hand, beside neighbours in which it is not the cause, and files in any state."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpbridge.cli.main import main
+from mpbridge.diagnose.diagnosis import Diagnosis, diagnose
+from mpbridge.errors import BadValue
+from mpbridge.telemetry.records import FILE, LINEARS, OPERANDS, WEIGHTS, line
+
+STEPS = 60
+LAYERS = [f"decoder.layers.{i}.mlp.linear_fc{j}" for i in (0, 1) for j in (1, 2)]
+
+
+class Written:
+    """A healthy run's files, which a test then changes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.rows: list[dict[str, Any]] = [
+            {"iteration": i, "loss": 2.0 + 3.0 * math.exp(-i / 10) + 0.01 * (i * 7 % 5), "grad_norm": 1.0 + 0.05 * (i * 3 % 7), "lr": 1e-3, "loss_scale": 1.0, "applied": True, "skipped_steps": 0, "nonfinite_steps": 0, "consumed_samples": 8 * i, "tokens_per_second": 100.0}
+            for i in range(1, STEPS + 1)
+        ]  # fmt: skip
+        self.operands: dict[tuple[int, str, str], dict[str, Any]] = {}
+        self.linears: dict[tuple[int, str], dict[str, Any]] = {}
+        self.weights: dict[tuple[int, str], dict[str, Any]] = {}
+        self.steps = list(range(5, STEPS + 1, 5))
+        for step in self.steps:
+            for name in LAYERS:
+                for side in ("x", "w", "dy"):
+                    # scales follow amaxes that wander
+                    amax = 2.0 + 0.1 * (step % 3)
+                    self.operands[step, name, side] = {
+                        "linear": name, "side": side, "copy": "row", "gemms": "fprop", "format": "e4m3", "scaling": "delayed", "flushed": 0.0, "saturated": 0.0,
+                        "amax": amax, "scale": 448 / 2.2, "staleness": math.log2(2.2 / amax), "sqnr": 31.0, "row_error": 0.026, "nonfinite": 0,
+                    }  # fmt: skip
+                self.linears[step, name] = {"linear": name, "x_amax": 2.0, "x_rms": 0.5, "x_outlier": 2.0, "x_channel": 3, "dy_amax": 1e-3, "dy_rms": 1e-4, "nonfinite": 0, "grad_to_noise": 20.0}  # fmt: skip
+                self.weights[step, f"{name}.weight"] = {"parameter": f"{name}.weight", "rms": 0.02 + 0.0002 * step, "amax": 0.1, "nonfinite": 0, "main_gap": 0.0, "exp_avg_rms": 1e-3, "exp_avg_sq_mean": 1e-6}  # fmt: skip
+            name = "decoder.layers.1.input_layernorm.weight"
+            self.weights[step, name] = {"parameter": name, "rms": 1.0, "amax": 1.1, "nonfinite": 0, "main_gap": 0.0, "exp_avg_rms": 1e-3, "exp_avg_sq_mean": 1e-6}  # fmt: skip
+        self.events: list[dict[str, Any]] = []
+
+    def loss(self, steps: range, by: float) -> None:
+        for row in self.rows:
+            if row["iteration"] in steps:
+                row["loss"] += by
+
+    def write(self) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        plain = [{k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()} for row in self.rows]  # fmt: skip
+        (self.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in plain))
+        lines = []
+        for step in self.steps:
+            tables = {}
+            for name, columns, kept in (("operands", OPERANDS, self.operands), ("linears", LINEARS, self.linears), ("weights", WEIGHTS, self.weights)):  # fmt: skip
+                tables[name] = [[row[column] for column in columns] for key, row in kept.items() if key[0] == step]  # type: ignore[index]
+            lines.append(line({"iteration": step, "realization": "emulated", "recipe": "r"}, tables))
+        (self.folder / FILE).write_text("".join(lines))
+        if self.events:
+            (self.folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in self.events))
+        (self.folder / "precision.json").write_text(json.dumps({"recipe": "r", "audit": {"history": []}}))
+        return self.folder
+
+    def diagnosed(self) -> Diagnosis:
+        return diagnose(self.write())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Written:
+    return Written(tmp_path / "run")
+
+
+def first(found: Diagnosis) -> str | None:
+    return found.suspects[0].cause if found.suspects else None
+
+
+def test_a_healthy_run_is_accused_of_nothing(run: Written) -> None:
+    found = run.diagnosed()
+    assert (found.healthy, found.suspects, found.onsets, found.run.gaps) == (True, [], [], [])
+
+
+def test_a_jump_right_behind_a_resume_is_the_resumes(run: Written) -> None:
+    run.loss(range(31, 61), 1.5)
+    run.events = [{"iteration": 30, "event": "resumed", "text": "resumed from step_30: same"}]
+    assert first(run.diagnosed()) == "bad-resume"
+    run.events[0]["iteration"] = 12
+    assert first(run.diagnosed()) != "bad-resume"
+
+
+def test_a_jump_behind_a_change_of_recipe_is_the_recipes(run: Written) -> None:
+    run.loss(range(33, 61), 1.5)
+    run.events = [{"iteration": 30, "event": "recipe", "text": "a -> b", "after": "b"}]
+    found = run.diagnosed()
+    assert first(found) == "recipe-switch"
+    assert found.changes == ["step 30: a -> b"]
+
+
+def test_data_that_spoil_single_steps_are_told_from_a_model_that_recovers_slowly(run: Written) -> None:
+    run.loss(range(30, 32), 3.0)
+    found = run.diagnosed()
+    assert first(found) == "data-spike"
+    assert "232 to 240" in " ".join(found.suspects[0].advice)
+    slow = Written(run.folder.parent / "slow")
+    for i in range(30, 61):
+        slow.loss(range(i, i + 1), 3.0 * math.exp(-(i - 30) / 8))
+    assert first(slow.diagnosed()) != "data-spike"
+
+
+def test_a_scale_that_is_off_and_scales_that_stand_still(run: Written) -> None:
+    for step in run.steps[6:]:
+        run.operands[step, LAYERS[2], "x"] |= {"scale": 448 / 2.2 * 2**9, "staleness": -9.0, "saturated": 0.9}
+    found = run.diagnosed()
+    assert first(found) == "wrong-scale"
+    assert found.suspects[0].tensors == [f"{LAYERS[2]} x (row)"]
+    still = Written(run.folder.parent / "still")
+    for step in still.steps:
+        for name in LAYERS:
+            still.operands[step, name, "x"] |= {"staleness": -step / 20}
+    assert first(still.diagnosed()) == "frozen-scale"
+
+
+def test_an_outlier_channel_and_a_flipped_bit(run: Written) -> None:
+    for step in run.steps[6:]:
+        run.linears[step, LAYERS[2]] |= {"x_outlier": 3000.0, "x_amax": 4000.0}
+        run.weights[step, "decoder.layers.1.input_layernorm.weight"] |= {"amax": 3000.0}
+    found = run.diagnosed()
+    assert first(found) == "outlier-channel"
+    assert "channel 3" in found.suspects[0].sentence
+    bit = Written(run.folder.parent / "bit")
+    for step in bit.steps[6:]:
+        bit.weights[step, f"{LAYERS[1]}.weight"] |= {"amax": 1e4, "rms": 5.0}
+    assert first(bit.diagnosed()) == "weight-corrupted"
+
+
+def test_main_weights_that_do_not_reach_the_model(run: Written) -> None:
+    for step in run.steps[6:]:
+        for name in LAYERS:
+            run.weights[step, f"{name}.weight"] |= {"main_gap": 0.9}
+    found = run.diagnosed()
+    assert first(found) == "lost-main-weights"
+    assert found.suspects[0].step == 35
+
+
+def test_nan_out_of_nowhere_names_the_first_input(run: Written) -> None:
+    for row in run.rows[29:]:
+        row |= {"loss": math.nan, "grad_norm": None, "applied": False, "nonfinite_steps": row["iteration"] - 29}
+    for step in run.steps[6:]:
+        for name in LAYERS[2:]:
+            run.linears[step, name] |= {"x_amax": math.nan}
+    found = run.diagnosed()
+    assert first(found) == "nan-source"
+    assert found.suspects[0].step == 30
+    assert LAYERS[2] in found.suspects[0].sentence
+
+
+def test_a_loss_scale_that_its_rule_cannot_make(run: Written) -> None:
+    for row in run.rows:
+        row["loss_scale"] = 4096.0 if row["iteration"] < 30 else 2.0**40
+        row["applied"] = row["iteration"] < 30
+    assert first(run.diagnosed()) == "loss-scale"
+    usual = Written(run.folder.parent / "usual")
+    for row in usual.rows:  # a run finds its scale in a few steps, and doubles it now and then
+        row |= {
+            "loss_scale": 2.0 ** max(24 - row["iteration"], 18 + row["iteration"] // 40),
+            "applied": row["iteration"] > 6,
+        }
+    assert usual.diagnosed().healthy
+
+
+def test_updates_of_the_size_of_the_weights(run: Written) -> None:
+    for row in run.rows:
+        row["lr"] = min(0.3, 0.015 * row["iteration"])
+    run.loss(range(18, 61), 2.0)
+    for step in run.steps[3:]:
+        for name in LAYERS:
+            run.weights[step, f"{name}.weight"] |= {"rms": 0.5, "amax": 2.0}
+    assert first(run.diagnosed()) == "rate-too-high"
+
+
+def test_second_moments_that_are_gone(run: Written) -> None:
+    run.loss(range(34, 61), 2.0)
+    for step in run.steps[6:]:
+        for name in LAYERS:
+            run.weights[step, f"{name}.weight"] |= {"exp_avg_sq_mean": 1e-9}
+    assert first(run.diagnosed()) == "moments-lost"
+
+
+# --- files in any state --------------------------------------------------------------------------------------------------------------------
+def test_half_written_files_say_what_can_still_be_told(run: Written, capsys: pytest.CaptureFixture[str]) -> None:
+    run.loss(range(30, 32), 3.0)
+    folder = run.write()
+    for name in ("metrics.jsonl", FILE):
+        text = (folder / name).read_text()
+        (folder / name).write_text(text[:-40])
+    (folder / "precision.json").write_text("{")
+    (folder / "events.jsonl").write_text("nonsense\n")
+    assert main(["diagnose", str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert "1. data-spike" in out
+    for gap in (
+        "metrics.jsonl, line 60: cut off",
+        "statistics.jsonl, line 12: cut off",
+        "no audits",
+        "events.jsonl, line 1",
+    ):
+        assert gap in out
+
+
+def test_a_run_without_statistics_is_diagnosed_by_its_curves(run: Written) -> None:
+    run.loss(range(30, 32), 3.0)
+    folder = run.write()
+    (folder / FILE).unlink()
+    found = diagnose(folder)
+    assert first(found) == "data-spike"
+    assert any("precision_every" in gap for gap in found.run.gaps)
+    assert first(diagnose(folder / "metrics.jsonl")) == "data-spike"
+
+
+def test_what_another_version_wrote_is_left_out_and_said(run: Written) -> None:
+    folder = run.write()
+    text = (folder / FILE).read_text().replace('"schema":1', '"schema":7')
+    (folder / FILE).write_text(text)
+    assert any("schema 7" in gap for gap in diagnose(folder).run.gaps)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadValue, match="expected the folder of a run"):
+        diagnose(tmp_path)
+
+
+def test_another_run_beside_it_says_where_they_part(run: Written) -> None:
+    other = Written(run.folder.parent / "other").write()
+    run.loss(range(30, 61), 2.0)
+    for step in run.steps[6:]:
+        run.linears[step, LAYERS[0]] |= {"x_amax": 50.0}
+    found = diagnose(run.write(), other)
+    text = "\n".join(found.against)
+    assert "step 30: loss" in text
+    assert f"step 35: the first measured one at which tensors differ by more than a factor of two: {LAYERS[0]}" in text
+
+
+def test_the_page_links_the_verdict_to_its_plot(run: Written, tmp_path: Path) -> None:
+    for step in run.steps[6:]:
+        run.operands[step, LAYERS[2], "x"] |= {"scale": 448 / 2.2 * 2**9, "staleness": -9.0, "saturated": 0.9}
+    assert main(["diagnose", str(run.write()), "--out", str(tmp_path / "page.html")]) == 1
+    text = (tmp_path / "page.html").read_text()
+    data = json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])
+    by_id = {block["id"]: block for block in data["blocks"]}
+    (cause,) = [item for block in data["blocks"] if block["kind"] == "verdicts" for item in block["items"] if item.get("word") == "wrong-scale"]  # fmt: skip
+    assert by_id[cause["href"]]["title"] == "staleness of each delayed scale"
+    assert main(["precision", str(run.folder)]) == 0
+    assert (run.folder / "precision.html").stat().st_size < 2_000_000
+
+
+def test_out_is_checked_before_the_work(run: Written, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["diagnose", str(run.write()), "--out", str(run.folder / "nowhere" / "page.html")]) == 2
+    assert "there is no folder" in capsys.readouterr().err

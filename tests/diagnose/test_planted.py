@@ -1,0 +1,37 @@
+"""The planted runs of scripts/planted.py: real trainings whose cause is known."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.worlds import ROOT
+
+SCRIPT = str(ROOT / "scripts" / "planted.py")
+
+
+def planted(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", SCRIPT, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_causes_are_named_first_and_healthy_runs_are_not_accused(tmp_path: Path) -> None:
+    planted("make", str(tmp_path / "runs"))
+    said = planted("judge", str(tmp_path / "runs"))
+    assert "healthy runs accused: 0 of 20" in said
+
+
+def test_one_planted_cause_and_one_healthy_run(tmp_path: Path) -> None:
+    chosen = ["make", str(tmp_path / "runs"), "--kinds", "outlier-channel", "--seeds", "1", "--healthy", "1"]
+    planted(*chosen)
+    said = planted("judge", str(tmp_path / "runs"))
+    assert "named first: 1 of 1" in said
+    assert "healthy runs accused: 0 of 1" in said
