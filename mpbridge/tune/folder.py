@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from mpbridge.errors import BadValue, DataError, Refused
-from mpbridge.files import read_json
+from mpbridge.huggingface.folder import read_config, read_json_file, tensors
 from mpbridge.tune.budget import Budget
 from mpbridge.tune.module import tune_module
 from mpbridge.tune.run import Where
 from mpbridge.tune.tuning import Tuned, refuse_bad
 
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5")
+TOKENIZER = "tokenizer_config.json"
 
 
 def tune_folder(
@@ -34,7 +34,7 @@ def tune_folder(
 ) -> tuple[Tuned, dict[str, Any]]:
     """As `tune_module`, for the model in `folder` on the text file. Nothing is downloaded and no code of the folder's runs.
 
-    Raises Refused for a folder that asks for code or has pickled weights only, DataError for a text that is too short, BadValue for numbers.
+    Raises what `refuse_code` raises, DataError for a text that is too short, BadValue for numbers.
     """
     refuse_bad(batches, unseen)
     if seq_length < 2 or batch_size < 1:
@@ -74,20 +74,15 @@ def _loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_code(folder: Path) -> None:
-    """Raises Refused for a folder whose model is code (auto_map), whose weights are pickles, or that is none. Loads nothing."""
-    config = folder / "config.json"
-    if not config.is_file():
-        raise Refused(f"{folder} has no config.json: expected a folder as save_pretrained writes it")
-    for name in ("config.json", "tokenizer_config.json"):
-        if (folder / name).is_file() and "auto_map" in (said := read_json(folder / name)):
-            raise Refused(
-                f"{folder / name} names code of its own (auto_map: {said['auto_map']}), which is not run: take a model that transformers itself knows, "
-                "or call mpbridge.tune_module on a module that you have built"
-            )
-    if not any(folder.glob("*.safetensors")):
-        pickled = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLED)
-        found = f"weights are in {', '.join(pickled[:3])}, and unpickling can run code" if pickled else "there are none"
-        raise Refused(f"{folder} has no .safetensors weights ({found}): save them again with safe_serialization=True")
+    """Refuses a folder whose model or tokenizer is code, whose weights are pickles or damaged, or that is none. Loads nothing. Raises Contradiction,
+    BadValue, Refused."""
+    read_config(folder)
+    if (folder / TOKENIZER).is_file() and "auto_map" in (read_json_file(folder / TOKENIZER) or {}):
+        raise Refused(
+            f"{folder / TOKENIZER} names Python code to be run (auto_map), which mpbridge never does: take a tokenizer that transformers itself knows"
+        )
+    if not tensors(folder):
+        raise Refused(f"{folder} holds no weights: expected .safetensors files beside config.json")
 
 
 def _loaded(folder: Path, say: Callable[[str], None]) -> tuple[torch.nn.Module, Callable[[str], torch.Tensor]]:
