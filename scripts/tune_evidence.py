@@ -116,12 +116,20 @@ def ranks(args: argparse.Namespace) -> dict[str, Any]:
         ]
     found = {name: rank_correlation(values, truth) for name, values in candidates.items()}
     together = sum(e * e for e in proof["all"].errors)
-    print(f"{len(some)} decisions, {args.batches} scoring batches, {args.unseen} unseen; Spearman with the squared gradient error alone")
+    print(
+        f"{len(some)} decisions, {args.batches} scoring batches, {args.unseen} unseen; Spearman with the squared gradient error alone"
+    )
     for name, value in found.items():
         print(f"{value:6.2f}  {name}")
     print(f"{rank_correlation(*halves):6.2f}  one half of the scoring batches with the other")
     print(f"squared errors one at a time add up to {sum(truth) / together:.2f} times the joint one")
-    return {"spearman": found, "halves": rank_correlation(*halves), "additive": sum(truth) / together, "truth": truth, "scores": candidates}
+    return {
+        "spearman": found,
+        "halves": rank_correlation(*halves),
+        "additive": sum(truth) / together,
+        "truth": truth,
+        "scores": candidates,
+    }
 
 
 def planted(args: argparse.Namespace) -> dict[str, Any]:
@@ -152,7 +160,9 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for name, more in (("one forward and backward", []), ("scoring the same batch", ["--score"])):
         command = [sys.executable, __file__, "measure", "--parameters", str(args.parameters), *more]
-        found[name] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+        found[name] = json.loads(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
+        )
         print(f"{name}: {found[name]['gib']:.2f} GiB above what the weights alone take")
     a, b = (one["gib"] for one in found.values())
     print(f"scoring over one forward and backward: {b / a:.2f}")

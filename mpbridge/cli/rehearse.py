@@ -44,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for report.json, the pictures and index.html",
     )
     parser.add_argument(
+        "--suggest",
+        action="store_true",
+        help="also tune the last of the recipes that can be (mpbridge tune, with its defaults): DIR/tuned.yaml, its figures on the page",
+    )
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
@@ -55,6 +60,8 @@ def run(args: argparse.Namespace) -> int:
     """Rehearses, prints the tables and writes the report; 1 when no recipe could run."""
     if args.steps < 1 or (args.every is not None and args.every < 1):
         raise BadValue(f"--steps {args.steps}, --every {args.every}: at least 1")
+    if args.suggest and args.tensors is not None:
+        raise BadValue("--suggest with --tensors: a choice needs a model and its data (--config), not single tensors")
     from mpbridge.cli.train import UPSTREAM_CHATTER
 
     for text in UPSTREAM_CHATTER:
@@ -74,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     for table in tables(result):
         out.print(table)
     out.print(caveats(result), markup=False, soft_wrap=True)
+    for line in result.suggestion:
+        out.print(line, markup=False, soft_wrap=True)
     if rank() == 0:
         out.print(f"report: {page}", markup=False, soft_wrap=True)
     return 1 if all(recipe.failure is not None for recipe in result.recipes) else 0
@@ -103,6 +112,41 @@ def _rehearsed(args: argparse.Namespace) -> Rehearsal:
 
     container = ConfigContainer.load(find_config(args.config), args.overrides, check=False)
     return rehearsal.rehearse(container, recipes, steps=args.steps, every=args.every)
+
+
+def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
+    """Tunes the last recipe that a choice could improve on, and notes what came out."""
+    from mpbridge.config.container import ConfigContainer
+    from mpbridge.errors import MpbridgeError
+    from mpbridge.precision.registry import get_mixed_precision_config
+    from mpbridge.report.console import rank
+    from mpbridge.tune.evidence import moved, write
+    from mpbridge.tune.report import lines
+    from mpbridge.tune.run import tune
+    from mpbridge.tune.tuning import prepared
+
+    for recipe in reversed([one.recipe for one in result.recipes if one.failure is None]):
+        try:
+            prepared(get_mixed_precision_config(recipe))
+        except MpbridgeError:
+            continue
+        quoted = recipe.replace("'", "''")
+        settings = [*args.overrides, f"mixed_precision.recipe='{quoted}'"]
+        tuned, content = tune(
+            ConfigContainer.load(find_config(args.config), settings, check=False), say=lambda text: None
+        )
+        place = args.out / "tuned.yaml"
+        if rank() == 0:
+            write(place, content)
+        result.suggestion = [
+            f"suggestion for {recipe}: {place}",
+            *(f"{kind}, layers {layers}, to {level}: {why}" for kind, layers, level, why in moved(tuned)),
+            *lines(tuned, recipe),
+        ]
+        return
+    result.suggestion = [
+        "suggestion: none, since no recipe that ran can be tuned (it quantizes, without delayed scaling)"
+    ]
 
 
 def _write(result: Rehearsal, folder: Path, *, pictures: bool) -> Path:

@@ -7,6 +7,7 @@ from typing import Any
 from mpbridge.formats import FORMATS
 from mpbridge.pages.about import glossary, made_now
 from mpbridge.pages.document import Column, Page
+from mpbridge.rehearse.measure import Measured
 from mpbridge.rehearse.plots import LOW, SIDES
 from mpbridge.rehearse.report import NO_RANKING, Rehearsal, Rehearsed, Row, Word, place
 
@@ -34,11 +35,26 @@ OVERVIEW = [
     Column(name="recipe", number=False),
     Column(name="verdict", number=False),
     Column(name="last loss", help="nats per token, of the last step"),
+    Column(
+        name="gradient error",
+        help="||g_q - g|| / ||g|| of a global batch, g in high precision; mean over a few batches",
+    ),
+    Column(name="bias", help="the part of it that is the same in every batch: no larger batch averages it out"),
+    Column(name="noise", help="the rest of it; training degrades above 0.577, 1 over the square root of 3"),
     Column(name="worst row error", unit="percent", help="of any operand"),
     Column(name="most flushed", unit="percent", help="of any operand"),
     Column(name="most saturated", unit="percent", help="of any operand"),
     Column(name="lowest SQNR, dB", help="of any operand"),
     Column(name="seconds"),
+]
+PRODUCTS = [
+    Column(name="layer", number=False, layer=True, help="layer of the model"),
+    Column(name="linear", number=False),
+    *(
+        Column(name=f"{gemm} error", unit="percent", help=f"||e|| / ||output|| of {words}")
+        for gemm, words in (("fprop", "Y = X Wt"), ("dgrad", "dX = dY W"), ("wgrad", "dW = dYt X"))
+    ),
+    Column(name="beyond its format", help="the largest of the three over what the format costs a Gaussian tensor"),
 ]
 TERMS = ("amax", "copy", "dgrad, fprop, wgrad", "flushed", "operand", "row error", "saturated", "scale", "SQNR", "staleness")  # fmt: skip
 
@@ -56,6 +72,8 @@ def page(rehearsal: Rehearsal) -> str:
     made.table("", OVERVIEW, [_overall(recipe, links[recipe.recipe]) for recipe in rehearsal.recipes])
     if not losses:
         made.text(NO_RANKING, dim=True)
+    if rehearsal.suggestion:
+        made.verdicts("What tuning suggests", [{"text": line} for line in rehearsal.suggestion])
     made.blocks += body
     return made.html()
 
@@ -71,6 +89,7 @@ def _overall(recipe: Rehearsed, link: str) -> list[Any]:
         {"text": recipe.recipe, "href": link},
         {"text": word, "tone": TONES[word]},
         loss,
+        *((None, None, None) if recipe.measured is None else _gradient(recipe.measured)),
         *(top(name) for name in ("row_error", "flushed", "saturated")),
         min(noise, default=None),
         round(recipe.seconds, 1),
@@ -94,6 +113,9 @@ def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
     made.table(
         "The worst operands, beyond what their format costs anyway", COLUMNS, [_cells(row) for row in recipe.worst]
     )
+    if recipe.measured is not None and recipe.measured.products:
+        rows_of = [[*one.place, *one.errors.values(), round(one.excess, 2)] for one in recipe.measured.products]
+        made.table("Products of every linear, against high precision's", PRODUCTS, rows_of)
     made.table("all operands", COLUMNS, rows, order=order, folded=True)
     body, made.blocks[at:] = made.blocks[at:], []
     made.verdicts("", [{"text": reason, "href": _plot_of(reason, heat, ranges, amax)} for reason in reasons])
@@ -102,6 +124,10 @@ def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
     if recipe.notes:
         made.verdicts("What differs from the GPU", [{"text": note} for note in recipe.notes])
     return heading
+
+
+def _gradient(measured: Measured) -> tuple[float, float, float]:
+    return measured.gradient.error, measured.gradient.bias, measured.gradient.noise
 
 
 def _error(row: Row) -> float:

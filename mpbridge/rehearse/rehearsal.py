@@ -23,6 +23,7 @@ from mpbridge.pages.about import data_text, model_text
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
+from mpbridge.rehearse.measure import Measured, measure
 from mpbridge.rehearse.report import Rehearsal, Rehearsed
 from mpbridge.report.console import rank
 from mpbridge.train.base import Hook
@@ -51,6 +52,14 @@ class Listen(Hook):
     def __init__(self, statistics: Statistics, weights: Path | None) -> None:
         self.statistics, self.weights, self.losses = statistics, weights, list[float]()
         self.quantized, self.high, self.notes = list[str](), list[str](), list[str]()
+        self.measured: Measured | None = None
+
+    def finished(self, training: Training) -> None:
+        """Compares gradients, and the products of every linear, with high precision's."""
+        emulation: Emulation | None = getattr(training.engine, "emulation", None)
+        if emulation is not None:
+            emulation.observer = None
+            self.measured = measure(training)
 
     def built(self, training: Training) -> None:
         """Takes the checkpoint's weights."""
@@ -165,6 +174,7 @@ def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Re
         high=len({name for part in parts for name in part[2]}),
         notes=ear.notes,
         tensors=list(tensors.values()),
+        measured=ear.measured,
         failure=next((part[3] for part in parts if part[3] is not None), None),
     )
 

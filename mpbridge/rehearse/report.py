@@ -13,6 +13,7 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
+from mpbridge.rehearse.measure import OWN_ERROR, Measured
 from mpbridge.report.tables import table
 
 SCHEMA = 1
@@ -21,20 +22,9 @@ Row = Mapping[str, Any]
 """A tensor's summary: what mpbridge.emulation's Track.summary returns."""
 
 NO_RANKING = (
-    "The verdicts are about the rounding errors of these tensors. They do not rank recipes: over a rehearsal of this length the loss curves "
-    "of all recipes lie within noise of each other, whatever they do to single tensors."
+    "The verdicts are about what rounding does to gradients and products (to single tensors, where only those were given). They do not rank "
+    "recipes: over a rehearsal of this length the loss curves of all recipes lie within noise of each other."
 )
-OWN_ERROR: Mapping[tuple[str, str], float] = {
-    ("e4m3", "x"): 0.0265,
-    ("e4m3", "w"): 0.0265,
-    ("e4m3", "dy"): 0.0265,
-    ("e5m2", "dy"): 0.0527,
-    ("e2m1", "x"): 0.095,
-    ("e2m1", "w"): 0.112,
-    ("e2m1", "dy"): 0.137,
-}
-"""(format, side) -> median row error of a Gaussian tensor: what rounding costs when nothing goes wrong. Measured on 1024 x 1024 elements
-of N(0,1); NVFP4's weights share a scale among 16 x 16 elements and its gradients are rounded stochastically, hence three numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +75,8 @@ class Rehearsed:
     tensors: Sequence[Row] = ()
     failure: str | None = None
     """Why the recipe could not be rehearsed."""
+    measured: Measured | None = None
+    """Gradients and products against high precision's; None where only operands were looked at: the verdict is then about those."""
 
     @property
     def complaints(self) -> list[Complaint]:
@@ -106,6 +98,10 @@ class Rehearsed:
         if not self.tensors:
             return "high precision", ["no GEMM is quantized"]
         found = self.complaints
+        if self.measured is not None:
+            broken_operands = [c for c in found if "infinities or NaN" in c.what]
+            word, reasons = self.measured.verdict()
+            return ("damage" if broken_operands else word), [*_reasons(broken_operands, len(self.tensors)), *reasons]
         if not found:
             return "sound", [f"each of the {len(self.tensors)} operands keeps to what its format costs"]
         return ("damage" if found[0].severe else "look closer"), _reasons(found, len(self.tensors))
@@ -114,6 +110,7 @@ class Rehearsed:
         """In JSON types."""
         word, reasons = self.verdict()
         return asdict(self) | {
+            "measured": None if self.measured is None else self.measured.as_data(),
             "verdict": {"word": word, "reasons": reasons},
             "worst": [f"{row['tensor']} ({row['copy']})" for row in self.worst],
             "layers": by_layer(self.tensors),
@@ -128,6 +125,8 @@ class Rehearsal:
     made: dict[str, Any]
     """Steps, seed, versions ...: what it takes to repeat it."""
     recipes: list[Rehearsed] = field(default_factory=list)
+    suggestion: list[str] = field(default_factory=list)
+    """What tuning one of the recipes brought, in lines; empty where nobody asked."""
 
     def as_data(self) -> dict[str, Any]:
         """In JSON types."""
@@ -136,6 +135,7 @@ class Rehearsal:
             "title": self.title,
             "made": self.made,
             "remark": NO_RANKING,
+            "suggestion": self.suggestion,
             "recipes": [recipe.as_data() for recipe in self.recipes],
         }
 
@@ -209,12 +209,24 @@ def place(row: Row) -> tuple[str, str]:
 
 def tables(rehearsal: Rehearsal) -> list[Table]:
     """For the terminal: one row per recipe, then the worst tensors of each."""
-    columns = ("recipe", "verdict", "loss", "row error", "flushed", "saturated", "SQNR dB", "s")
+    columns = (
+        "recipe",
+        "verdict",
+        "loss",
+        "gradient error",
+        "bias",
+        "noise",
+        "row error",
+        "flushed",
+        "saturated",
+        "SQNR dB",
+        "s",
+    )
     overview = table(rehearsal.title, columns, right=columns[2:])
     for recipe in rehearsal.recipes:
         word, _ = recipe.verdict()
         loss = f"{recipe.losses[-1]:.4f}" if recipe.losses else ""
-        cells = (recipe.recipe, word, loss, *overall(recipe), f"{recipe.seconds:.0f}")
+        cells = (recipe.recipe, word, loss, *gradients(recipe), *overall(recipe), f"{recipe.seconds:.0f}")
         overview.add_row(
             *map(Text, cells), style={"damage": "bold red", "failed": "bold red", "look closer": "yellow"}.get(word)
         )
@@ -231,6 +243,14 @@ def caveats(rehearsal: Rehearsal) -> str:
     return "\n".join(
         [NO_RANKING, *(["What differs from the GPU:"] if notes else []), *(f"  - {note}" for note in notes)]
     )
+
+
+def gradients(recipe: Rehearsed) -> tuple[str, str, str]:
+    """Error of a global batch's gradient over its norm, its bias and its noise, as text."""
+    if recipe.measured is None:
+        return "", "", ""
+    one = recipe.measured.gradient
+    return f"{one.error:.3f}", f"{one.bias:.3f}", f"{one.noise:.3f}"
 
 
 def overall(recipe: Rehearsed) -> tuple[str, str, str, str]:

@@ -93,8 +93,8 @@ def _loaded(folder: Path, say: Callable[[str], None]) -> tuple[torch.nn.Module, 
     safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, use_safetensors=True, dtype=torch.bfloat16, attn_implementation="eager", **safe
-        )
+            folder, use_safetensors=True, attn_implementation="eager", **safe
+        ).to(torch.bfloat16)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise Refused(
             f"{folder} cannot be loaded as a causal LM: {str(error).splitlines()[0]} (transformers {transformers.__version__})"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mpbridge.errors import DataError
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.tune.subject import Subject, summed
 
@@ -79,7 +80,9 @@ def prove(
         exact = [gradient.detach().float().clone() for gradient in subject.gradients()]
         norms.append(summed([_norm2(exact)])[0])
         if not norms[-1]:
-            raise_dead(number)
+            raise DataError(
+                f"batch {number + 1} has no gradient at all: its error has no measure (is every token masked?)"
+            )
         for name, policy in arms.items():
             loss = under(subject, policy, split, number)
             off = [
@@ -92,7 +95,8 @@ def prove(
                 torch._foreach_add_(sums[name], off)
             else:
                 sums[name] = off
-    subject.emulation.switch(own)
+    if subject.emulation.policy != own:
+        subject.emulation.switch(own)
     scale = statistics.fmean(norms)
     for name, mine in found.items():
         whole = statistics.fmean(squares[name])
@@ -107,18 +111,10 @@ def prove(
 def under(subject: Subject, policy: PrecisionPolicy, split: str, number: int) -> float:
     """Forward and backward of a batch under `policy`; the loss."""
     emulation = subject.emulation
-    emulation.switch(policy)
+    if policy != emulation.policy:  # a switch begins anew, histories of delayed scaling too
+        emulation.switch(policy)
     emulation.step_at(number + 1)
     return subject.backward(split, number)
-
-
-def raise_dead(number: int) -> None:
-    """Raises DataError for a batch without any gradient."""
-    from mpbridge.errors import DataError
-
-    raise DataError(
-        f"unseen batch {number + 1} has no gradient at all: its error has no measure (is every token masked?)"
-    )
 
 
 def _norm2(tensors: Sequence[torch.Tensor]) -> float:

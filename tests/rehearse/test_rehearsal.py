@@ -202,6 +202,15 @@ def test_the_command_writes_report_pictures_and_page(
     first = [recipe["losses"][0] for recipe in by_name.values()]
     assert max(first) - min(first) < 0.02
     assert by_name["bf16_mixed"]["verdict"]["word"] == "high precision"
+    assert by_name["bf16_mixed"]["measured"] is None
+    # eight bits: the gradient is off by a few percent, and no product by more than its operands' formats explain
+    for name in (CURRENT, DELAYED):
+        assert 0.001 < by_name[name]["measured"]["gradient"]["error"] < 0.3
+    assert {row["linear"] for row in by_name[CURRENT]["measured"]["products"]} == {
+        f"decoder.layers.1.{name}"
+        for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    }
+    assert all(0.005 < row["fprop"] < 0.1 for row in by_name[CURRENT]["measured"]["products"])
     assert by_name[CURRENT]["quantized"] == 4
     assert by_name[DELAYED]["quantized"] == 12
     assert any(row["staleness"] is not None for row in by_name[DELAYED]["tensors"])

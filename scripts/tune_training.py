@@ -1,0 +1,138 @@
+"""Truth by training: what a tuned recipe's evaluation loss is beside its neighbours', from one BF16 checkpoint a seed, with an A/A arm.
+
+    python scripts/tune_training.py --out FOLDER [--seeds 5] [--before 2000] [--steps 300] [key=value ...]
+    python scripts/tune_training.py --out FOLDER --report
+
+For each seed: BF16 for --before steps (once), `tune` on its checkpoint, then --steps steps an arm from that checkpoint, optimizer states and data position
+included: bf16, A/A (bf16 from other random bits of the data order: another rounding seed is the emulation's, so all NVFP4 runs twice), all NVFP4, the last
+15 % in BF16, whole kinds, tuned at the same predicted cost, all MXFP8. Every finished arm is a file in FOLDER: the script goes on where it was stopped,
+and the report says which arms and seeds there are. A gap whose interval overlaps the A/A pair's is called not separated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+warnings.filterwarnings("ignore")
+
+NVFP4, BF16 = "bf16_with_nvfp4_mixed", "bf16_mixed"
+STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
+"""Seeds -> factor on the standard error for 95 % (Student's t with one degree of freedom less)."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--config", default=str(ROOT / "configs" / "gpt_tiny.yaml"))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--before", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.report:
+        for seed in range(1, args.seeds + 1):
+            _seed(args, seed)
+    report(args.out)
+
+
+def _box(args: argparse.Namespace, seed: int, *more: str) -> Any:
+    from mpbridge.config.container import ConfigContainer
+
+    common = [
+        f"train.seed={seed}", f"train.train_iters={args.before + args.steps}", "train.eval_interval=null", "logger.progress=false", "train.audit=warn",
+        "optimizer.min_lr=0.0",
+    ]  # fmt: skip
+    return ConfigContainer.load(Path(args.config), [*common, *args.overrides, *more], check=False)
+
+
+def _seed(args: argparse.Namespace, seed: int) -> None:
+    import yaml
+
+    from mpbridge.train.loop import pretrain
+    from mpbridge.tune.evidence import fields, write
+    from mpbridge.tune.run import tune
+
+    folder = args.out / f"seed{seed}"
+    folder.mkdir(exist_ok=True)
+    kept, plan = folder / "before", folder / "arms.yaml"
+    if not plan.is_file():
+        box = _box(
+            args, seed, f"mixed_precision={BF16}", f"train.exit_interval={args.before}", f"checkpoint.save={kept}"
+        )
+        pretrain(box.resolved(1), quiet=True)
+        box = _box(args, seed, f"mixed_precision={NVFP4}", f"checkpoint.load={kept}")
+        result, content = tune(box, say=lambda text: None)
+        write(folder / "tuned.yaml", content)
+        arms = {name: fields(config, NVFP4) for name, config in result.recipes.items() if not name.startswith("random")}
+        plan.write_text(yaml.safe_dump(arms, sort_keys=False))
+    arms = {"bf16": {"extends": BF16}, **yaml.safe_load(plan.read_text())}
+    arms["all low, other bits"] = arms["all low"]
+    for name, said in arms.items():
+        done = folder / f"{name.replace(' ', '_').replace('%', 'percent')}.json"
+        if done.is_file():
+            continue
+        recipe = folder / f"{done.stem}.yaml"
+        recipe.write_text(yaml.safe_dump(said, sort_keys=False))
+        evaluated = [
+            f"train.eval_interval={args.before + args.steps}",
+            "train.eval_iters=32",
+            f"checkpoint.load={kept}",
+        ]
+        box = _box(args, seed, f"mixed_precision={recipe}", "emulate=true", *evaluated)
+        summary = pretrain(box.resolved(1), hooks=[_OtherBits()] if "other bits" in name else [], quiet=True)
+        done.write_text(
+            json.dumps({"arm": name, "seed": seed, "loss": summary.eval_losses[-1][1], "steps": args.steps})
+        )
+        print(f"seed {seed}: {name}: {summary.eval_losses[-1][1]:.5f}", flush=True)
+
+
+class _OtherBits:
+    """Another seed of stochastic rounding, nothing else."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+    def started(self, training: Any) -> None:
+        emulation = getattr(training.engine, "emulation", None)
+        if emulation is not None:
+            emulation.randomness.seed += 1
+
+
+def report(folder: Path) -> None:
+    """Gaps to the same seed's BF16, mean over seeds with a 95 % interval."""
+    rows = [json.loads(path.read_text()) for path in sorted(folder.glob("seed*/*.json"))]
+    losses: dict[str, dict[int, float]] = {}
+    for row in rows:
+        losses.setdefault(row["arm"], {})[row["seed"]] = row["loss"]
+    base = losses.get("bf16", {})
+    pairs = losses.get("all low", {}), losses.get("all low, other bits", {})
+    twice = [abs(pairs[0][seed] - pairs[1][seed]) for seed in pairs[0].keys() & pairs[1].keys()]
+    print("arm, seeds, mean gap to BF16 in nats per token, half of the 95 % interval")
+    for name, found in losses.items():
+        gaps = [found[seed] - base[seed] for seed in found.keys() & base.keys()]
+        if name != "bf16" and gaps:
+            half = (
+                STUDENT.get(len(gaps), math.nan) * statistics.stdev(gaps) / math.sqrt(len(gaps))
+                if len(gaps) > 1
+                else math.nan
+            )
+            print(f"{name:24} {len(gaps)}  {statistics.fmean(gaps):+.5f}  {half:.5f}")
+    if twice:
+        print(
+            f"A/A: the same recipe under other random bits differs by {statistics.fmean(twice):.5f} ({len(twice)} seeds): gaps below that are not separated"
+        )
+
+
+if __name__ == "__main__":
+    main()
