@@ -84,9 +84,10 @@ def _optimizer_tensors(part: Any, names: dict[torch.Tensor, str]) -> Iterable[Li
 
 
 def _one_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether one is a view of the other; a quantized weight (a wrapper without storage of its own) shares none with a plain tensor."""
-    plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in (first, second))
-    return plain and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    """Whether one is a view of the other, or two quantized weights (wrappers without storage of their own) have their codes in one place."""
+    codes = [getattr(tensor, "_data", None) if hasattr(tensor, "_scale_inv") else tensor for tensor in (first, second)]
+    plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in codes)
+    return plain and codes[0].untyped_storage().data_ptr() == codes[1].untyped_storage().data_ptr()  # type: ignore[union-attr]
 
 
 def forget_main_weights(optimizer: Any) -> None:

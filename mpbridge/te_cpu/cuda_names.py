@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from mpbridge.devices.coalesce import one_by_one
 from mpbridge.devices.redirect import Patch, cuda_patches, names_cuda, nothing, on_cpu
@@ -153,6 +154,9 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield torch.Tensor, "get_device", lambda tensor: 0
     for owner in (dist, distributed_c10d):
         yield owner, "_coalescing_manager", one_by_one
+    yield DeviceMesh, "from_group", staticmethod(_on_a_cpus_mesh(DeviceMesh.from_group))
+    for owner in (dist, device_mesh):
+        yield owner, "init_device_mesh", _on_a_cpus_mesh(device_mesh.init_device_mesh)
     yield cuda, "default_generators", (torch.default_generator,)
     yield torch, "set_default_device", _default_device(torch.set_default_device)
     for owner in (dist, distributed_c10d):
@@ -171,6 +175,19 @@ def _on_gloo(original: Any) -> Any:
             kwargs["backend"] = "gloo"
         for name in ("device_id", "pg_options"):
             kwargs.pop(name, None)
+        return original(*args, **kwargs)
+
+    return make
+
+
+def _on_a_cpus_mesh(original: Any) -> Any:
+    """A function that makes device meshes, of CPUs where CUDA devices are asked for."""
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        args = tuple("cpu" if isinstance(arg, str) and names_cuda(arg) else arg for arg in args)
+        if names_cuda(kwargs.get("device_type")):
+            kwargs["device_type"] = "cpu"
         return original(*args, **kwargs)
 
     return make

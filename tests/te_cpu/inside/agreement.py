@@ -71,7 +71,7 @@ def test_every_linear_is_the_same_but_for_the_order_of_fp32_sums(recipe, script)
 def test_another_recipe_is_beyond_the_bound(script, monkeypatch) -> None:
     """What the comparison finds when the two do not do the same."""
     real = script.resolved
-    other = "bf16_with_fp8_subchannel_scaling_mixed"
+    other = BLACKWELLS[1] if BLACKWELL else HOPPERS[2]
     recipe = (BLACKWELLS if BLACKWELL else HOPPERS)[0]
     monkeypatch.setattr(
         script, "resolved", lambda name, emulate, **more: real(name if emulate == "te" else other, emulate, **more)
