@@ -77,7 +77,9 @@ class Held:
         stored = self.state.get(name)
         if not isinstance(stored, torch.Tensor):
             return None
-        if hasattr(self.inner, "get_unscaled_state"):
+        # FusedAdam's own reading asserts the dtype that it was told; a moment in another one is for the audit to name
+        scaled = hasattr(stored, "_data") or stored.dtype in (torch.float16, torch.uint8)
+        if scaled and hasattr(self.inner, "get_unscaled_state"):
             # a state in a dtype that its optimizer did not choose has no scale: what is stored is all there is
             with suppress(KeyError):
                 stored = self.inner.get_unscaled_state(self.updated, name)
