@@ -101,6 +101,7 @@ def test_the_installed_command_says_its_version(installed: Path, tmp_path: Path)
     assert quiet(installed / "mpbridge", "--version", cwd=tmp_path).startswith("mpbridge 0.")
 
 
+@pytest.mark.slow
 def test_a_starter_folder_trains_from_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
     quiet(installed / "mpbridge", "init", "first", cwd=tmp_path)
     tiny = ["train.train_iters=2", "train.eval_iters=0", "model.num_layers=1", "model.hidden_size=64", "model.ffn_hidden_size=128", "data.seq_length=32"]  # fmt: skip
