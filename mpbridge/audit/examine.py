@@ -126,6 +126,17 @@ def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], m
         why=lambda subject: why_unseen(engine, promises, subject),
     )
     found += traffic_findings([rank.traffic for rank in ranks if rank.traffic is not None], promises)
+    whose = why_unseen(engine, promises, "wire: which gradients")
+    if whose:
+        found.append(
+            Finding(
+                subject="wire: which gradients",
+                promised="every parameter's",
+                found="not observed",
+                ok=False,
+                unseen=whose,
+            )
+        )
     quantized = [rank.quantized for rank in ranks if rank.quantized is not None]
     return found + quantization_findings(
         quantized, promises, steps=microbatches, why=why_unseen(engine, promises, "quantized GEMMs")

@@ -14,6 +14,7 @@ from mpbridge.audit.promise import Promises
 from mpbridge.audit.ranks import joined, offenders
 from mpbridge.audit.subject import answer
 from mpbridge.audit.watch import Watch
+from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
 from mpbridge.memory.keeps import wires
 
@@ -32,6 +33,8 @@ class Traffic:
     ranks: int = 1
     """Of the data-parallel group."""
     stages: int = 1
+    to_pass: int | None = None
+    """Elements of activations and of their gradients that this stage hands on; None: not known."""
     promised: dict[str, set[str]] = field(default_factory=dict)
 
 
@@ -46,11 +49,28 @@ def traffic(engine: Any, promises: Promises, watch: Watch, microbatches: int) ->
     for one in watch.sent:
         if one.kind == "passed" and one.floating:
             seen.passed[one.dtype] += one.elements
+    if seen.stages > 1:
+        seen.to_pass = _to_pass(engine.run.facts, microbatches)
     if hasattr(engine.optimizer, "shards"):
         _sharded(engine, watch, group, seen, microbatches)
     else:
         _buffers(engine, watch, seen)
     return seen
+
+
+def _to_pass(facts: RunFacts, microbatches: int) -> int | None:
+    """What this stage of a pipeline hands on in a step: every chunk its activations to the next stage, and their gradients to the one before."""
+    from megatron.core import parallel_state as state
+
+    shape, parallel = facts.shape, facts.parallel
+    if not shape.hidden_size or not state.model_parallel_is_initialized() or facts.model.get("variable_seq_lengths"):
+        return None
+    stage: int = state.get_pipeline_model_parallel_rank()
+    chunks = 2 * (parallel.virtual_pipeline or 1)
+    # the model's first chunk hands no gradient on, its last one no activation
+    handed: int = chunks - (stage == 0) - (stage == parallel.pipeline - 1)
+    length = shape.seq_length // parallel.context // (parallel.tensor if parallel.sequence else 1)
+    return handed * microbatches * length * facts.micro_batch_size * shape.hidden_size
 
 
 def _promised(promises: Promises) -> dict[str, set[str]]:
@@ -219,6 +239,10 @@ def _between_stages(ranks: Sequence[Traffic], promises: Promises) -> Finding:
     wrong = [
         [f"{count} elements in {dtype}" for dtype, count in rank.passed.items() if dtype != promised] for rank in ranks
     ]
+    for own, rank in zip(wrong, ranks, strict=True):
+        sent = sum(rank.passed.values())
+        if rank.to_pass is not None and sent != rank.to_pass:
+            own.append(f"{sent} elements were handed on, {rank.to_pass} were to be")
     count = sum(sum(rank.passed.values()) for rank in ranks)
     return Finding(
         subject="wire: stages",

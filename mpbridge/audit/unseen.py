@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from mpbridge.audit.gradients import data_parallel
 from mpbridge.audit.promise import Promises
 
 
@@ -29,6 +30,12 @@ def _fused_accumulation(engine: Any, promises: Promises) -> bool:
     return bool(getattr(engine.configs.model, "gradient_accumulation_fusion", False))
 
 
+def _copied(engine: Any, promises: Promises) -> bool:
+    """Whether gradients are copied together before they are sent, so that no address says whose they are."""
+    sharded = hasattr(engine.optimizer, "shards") or engine.run.facts.traits.layout != "buffers"
+    return sharded and len(data_parallel(engine)) > 1
+
+
 _TE = "Transformer Engine computes it inside its own library, past torch's dispatcher; what its modules take, return and hold is checked"
 
 UNSEEN = (
@@ -39,6 +46,11 @@ UNSEEN = (
     Unseen(subject="quantized GEMMs", when=_library, why=_TE),
     Unseen(subject="gradients", when=_library, why=_TE),
     Unseen(subject="loss", when=_library, why="a fused cross entropy is one kernel"),
+    Unseen(
+        subject="wire: which gradients",
+        when=_copied,
+        why="they are copied together before they are sent: how many elements is checked, and those of linear weights by value",
+    ),
     Unseen(
         subject="gradients",
         when=_fused_accumulation,

@@ -24,6 +24,7 @@ ENGINES: dict[str, tuple[Any, dict[str, Any]]] = {
     "moe": ({"recipe": "bf16_mixed", "moe_router_dtype": "fp32"}, {"model": MOE}),
     "residual": ({"recipe": "bf16_mixed", "fp32_residual_connection": True}, {}),
     "logits": ({"recipe": "bf16_mixed", "logit_dtype": "fp32"}, {}),
+    "pipeline": ("bf16", {"parallel": {"pipeline_model_parallel_size": 2}}),
     "fsdp2": ("fp32_params_bf16_compute", {"engine": "fsdp2"}),
     "fsdp2 a": ("bf16_params_fp32_states", {"engine": "fsdp2"}),
     "mfsdp": ("bf16_megatron_fsdp", {"engine": "megatron_fsdp"}),

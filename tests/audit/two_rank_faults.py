@@ -65,6 +65,34 @@ def _no_gather(engine: Any) -> None:
         chunk.start_param_sync = nothing
 
 
+def _last_weight_doubled(engine: Any) -> None:
+    """A weight of the stage's last layer is updated by twice its gradient."""
+    from tests.audit.faults import gpt
+
+    weight = gpt(engine).decoder.layers[-1].mlp.linear_fc2.weight
+    real = engine.configs.model.finalize_model_grads_func
+
+    def finalize(*args: Any, **kwargs: Any) -> None:
+        real(*args, **kwargs)
+        weight.main_grad.mul_(2)
+
+    engine.configs.model.finalize_model_grads_func = finalize
+
+
+def _more_between_stages(engine: Any) -> None:
+    """Something else travels along the pipeline than activations."""
+    import torch
+    import torch.distributed as dist
+
+    from tests.audit.faults import after
+
+    def send() -> None:
+        tensor = torch.zeros(64, dtype=torch.bfloat16)
+        dist.send(tensor, 1) if dist.get_rank() == 0 else dist.recv(tensor, 0)
+
+    after(engine, "train_step", send)
+
+
 def _drift(engine: Any) -> None:
     import torch
 
@@ -129,6 +157,9 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
         "rank 1 unquantized": ("tensorwise", _on_rank_1(f.paused), 0, {"quantized GEMMs"}),
         "rank 1's scales frozen": ("delayed", _on_rank_1(_stale_scales), 1, {"delayed scales"}),
         "rank 1 loses a gradient": ("ddp", _on_rank_1(f.change_gradients(torch.zeros_like)), 0, {"gradients", "weights moved", "replicas"}),
+        "more travels between stages": ("pipeline", _more_between_stages, 0, {"wire: stages"}),
+        "a gradient doubled on the second stage": ("pipeline", _on_rank_1(_last_weight_doubled), 0, {"gradients"}),
+        "healthy, pipeline": ("pipeline", f.nothing, 0, set()),
         "healthy": ("ddp", f.nothing, 0, set()),
         "healthy, sharded": ("dist", f.nothing, 0, set()),
         "healthy, FSDP2": ("fsdp2", f.nothing, 0, set()),
@@ -140,7 +171,6 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
 
 def found(name: str) -> dict[str, Any]:
     """What the audits of two processes name."""
-    import torch.distributed as dist
 
     from mpbridge.audit import AuditHook
     from mpbridge.devices import device_layer
@@ -154,7 +184,13 @@ def found(name: str) -> dict[str, Any]:
         engine = build_engine(tiny.run(kind, world=2, **sections))
     engine.undo = []
     hook, training = AuditHook(mode="warn", every=2, invariants=1), SimpleNamespace(engine=engine)
-    batches = tiny.batches(rank=dist.get_rank(), size=2)
+    from megatron.core import parallel_state
+
+    # the stages of a pipeline read the same batches
+    micro = 4 // parallel_state.get_data_parallel_world_size()  # as tiny's run says: eight samples, two at a time
+    batches = tiny.batches(
+        rank=parallel_state.get_data_parallel_rank(), size=parallel_state.get_data_parallel_world_size()
+    )
     hook.built(training)
     for step in range(at + 2):
         if step == at:
@@ -162,7 +198,7 @@ def found(name: str) -> dict[str, Any]:
         if step == 0:
             hook.started(training)
         hook.stepping(training)
-        hook.stepped(training, engine.train_step(batches, microbatches=2))
+        hook.stepped(training, engine.train_step(batches, microbatches=micro))
     hook.closed()
     engine.close()
     named = sorted({subject for one in hook.history for subject, fact in one["facts"].items() if fact[2] == "NO"})
@@ -178,6 +214,8 @@ QUICK = (
     "rank 1's shard frozen",
     "rank 1's FSDP2 shard frozen",
     "healthy, sharded",
+    "more travels between stages",
+    "healthy, pipeline",
 )
 """What the default suite plants."""
 

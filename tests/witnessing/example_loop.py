@@ -1,7 +1,7 @@
 """Megatron-LM's examples/run_simple_mcore_train_loop.py under a witness, on a CPU: its model, its wrapper, its forward step, its optimizer and its
 loop, as its `__main__` has them; batches of random tokens in the place of its mock dataset, which needs a compiled helper.
 
-    python example_loop.py MEGATRON_LM OUT.json [--mended]
+    MPBRIDGE_MEGATRON_LM=CHECKOUT[:WHAT ITS CORE NEEDS] python example_loop.py OUT.json [--mended]
 
 --mended: with megatron-core's optimizer, which reads the gradients that the wrapper collects.
 """
@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(1, os.environ["MPBRIDGE_MEGATRON_LM"].partition(os.pathsep)[0])
+sys.path.append(os.environ["MPBRIDGE_MEGATRON_LM"].partition(os.pathsep)[2])
 
 import torch
 
@@ -49,10 +52,10 @@ def batches(length: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def main() -> None:
-    root, out, *rest = sys.argv[1:]
+    out, *rest = sys.argv[1:]
     torch.distributed.init_process_group("gloo")
     with device_layer(False):
-        theirs = example(Path(root))
+        theirs = example(Path(sys.path[1]))
         theirs.parallel_state.initialize_model_parallel(1, 1)
         theirs.model_parallel_cuda_manual_seed(123)
         model = theirs.model_provider()
