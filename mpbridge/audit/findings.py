@@ -94,6 +94,14 @@ class Report:
         )
         return f"{when}: {', '.join(parts)}"
 
+    def _repr_html_(self) -> str:
+        """For notebooks: every fact; those that are not as promised are marked."""
+        from mpbridge.cells import table
+
+        rows = [(one.subject, one.promised, one.found, one.state, one.offenders) for one in self.findings]
+        tones = ["bad" if not one.ok and not one.unseen else "warn" if one.unseen else "" for one in self.findings]
+        return table(self.line, ("subject", "promised", "found", "", "where"), rows, tones=tones)
+
     @property
     def ok(self) -> bool:
         """True when nothing differs from the promise."""

@@ -199,6 +199,17 @@ class ConfigContainer:
             out |= {f"{section}.{name}": self.origin.get(f"{section}.{name}", in_python) for name in values}
         return out | {name: source for name, source in self.origin.items() if name.partition(".")[0] not in SECTIONS}
 
+    def _repr_html_(self) -> str:
+        """For notebooks: what was given, by section."""
+        from mpbridge.cells import table
+
+        rows = [
+            (section, name, value)
+            for section, values in self.as_data().items()
+            for name, value in (values.items() if isinstance(values, Mapping) else [("", values)])
+        ]
+        return table("ConfigContainer", ("section", "setting", "value"), rows)
+
     def as_data(self) -> dict[str, Any]:
         """What was given, in canonical plain form: `ConfigContainer(**data)` is equal to this one. Raises Contradiction for what cannot be said so."""
         faults: list[str] = []

@@ -45,6 +45,16 @@ class Section(dict[str, Any]):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *settings(self._section, latent=True)})
 
+    def _ipython_key_completions_(self) -> list[str]:
+        """What a notebook offers behind `section["`."""
+        return sorted(settings(self._section, latent=True))
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from mpbridge.cells import facts
+
+        return facts(self._section, self)
+
     def __copy__(self) -> Self:
         return type(self)(self._section, self)
 

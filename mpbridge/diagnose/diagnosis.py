@@ -27,6 +27,16 @@ class Diagnosis:
     against: list[str] = field(default_factory=list)
     """How the run differs from the other one."""
 
+    def _repr_html_(self) -> str:
+        """For notebooks: the suspects with their evidence."""
+        from mpbridge.cells import table
+
+        rows = [
+            (one.cause, one.step, one.sentence, "; ".join(one.evidence), "; ".join(one.advice)) for one in self.suspects
+        ]
+        columns = ("cause", "step", "what", "seen", "try")
+        return table(self.verdict, columns, rows, tones=["bad"], note="; ".join(self.run.gaps))
+
     @property
     def healthy(self) -> bool:
         """Nothing is out of line."""

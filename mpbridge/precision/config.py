@@ -209,6 +209,12 @@ class MixedPrecisionConfig:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from mpbridge.cells import facts
+
+        return facts(type(self).__name__, self.as_data())
+
     def __repr__(self) -> str:
         return f"MixedPrecisionConfig({', '.join(f'{name}={value!r}' for name, value in self.given().items())})"
 

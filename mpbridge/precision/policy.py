@@ -93,6 +93,12 @@ class PrecisionPolicy:
     residual_fp32: bool | None = None
     softmax_fp32: bool | None = None
 
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from mpbridge.cells import fields
+
+        return fields("precision policy", self)
+
     @property
     def quant(self) -> Quant | None:
         """The rule of the linears that no narrower region names."""

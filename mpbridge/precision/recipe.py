@@ -36,6 +36,14 @@ class Recipe:
     foreign: bool = False
     """It comes from an installed package, which is loaded when the recipe is used and not before."""
 
+    def _repr_html_(self) -> str:
+        """For notebooks: what it is, and what its fields are."""
+        from mpbridge.cells import facts
+
+        about = {"summary": self.summary, "status": self.status, "source": self.source, "engine": self.engine}
+        config = {} if self.foreign else self.make().as_data()
+        return facts(f"recipe {self.name}", {**about, **config})
+
     @property
     def policy(self) -> PrecisionPolicy | None:
         """What it means; None where a package would have to be loaded to know, or it cannot be resolved."""

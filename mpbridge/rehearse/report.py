@@ -128,6 +128,19 @@ class Rehearsal:
     suggestion: list[str] = field(default_factory=list)
     """What tuning one of the recipes brought, in lines; empty where nobody asked."""
 
+    def _repr_html_(self) -> str:
+        """For notebooks: a row for each recipe."""
+        from mpbridge.cells import table
+
+        words = [recipe.verdict() for recipe in self.recipes]
+        rows = [
+            (recipe.recipe, word, *overall(recipe), reasons[0])
+            for recipe, (word, reasons) in zip(self.recipes, words, strict=True)
+        ]
+        tones = [{"damage": "bad", "failed": "bad", "look closer": "warn"}.get(word, "") for word, _ in words]
+        columns = ("recipe", "verdict", "row error", "flushed", "saturated", "SQNR dB", "why")
+        return table(self.title, columns, rows, tones=tones, note=NO_RANKING)
+
     def as_data(self) -> dict[str, Any]:
         """In JSON types."""
         return {

@@ -11,6 +11,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from mpbridge.cells import Bar, in_notebook
+
 REDRAW = 0.25
 """Minimum seconds between redraws: rich's own refresh thread would compete with training for the cores."""
 
@@ -23,6 +25,7 @@ class ProgressLine:
         self._bar: Progress | None = None
         self._task: TaskID = TaskID(0)
         self._drawn = 0.0
+        self._cell = Bar(total) if bar and in_notebook() and not console.quiet else None
         if bar and console.is_terminal:
             columns = (
                 BarColumn(bar_width=24),
@@ -35,7 +38,12 @@ class ProgressLine:
 
     def step(self, iteration: int, text: str) -> None:
         """Step `iteration` is finished; `text` describes it."""
-        if self._bar is not None:
+        if self._cell is not None:
+            now = time.monotonic()
+            if now - self._drawn > REDRAW or iteration == self.total:
+                self._drawn = now
+                self._cell.draw(iteration, text)
+        elif self._bar is not None:
             now = time.monotonic()
             self._bar.update(self._task, completed=iteration, description=text)
             if now - self._drawn > REDRAW or iteration == self.total:
@@ -46,7 +54,12 @@ class ProgressLine:
 
     def due(self, iteration: int) -> bool:
         """Whether this step's text will be shown, or drawn soon: making it costs a little."""
-        return self._bar is not None or iteration in (1, self.total) or iteration % self.interval == 0
+        return (
+            self._bar is not None
+            or self._cell is not None
+            or iteration in (1, self.total)
+            or iteration % self.interval == 0
+        )
 
     def say(self, text: str) -> None:
         """A line that stays."""

@@ -80,6 +80,16 @@ class Receipt:
     unchecked: tuple[str, ...] = ()
     """Targets whose own validation already failed before anything was written, with its words: nothing was checked there."""
 
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from mpbridge.cells import table
+
+        rows = [
+            (f"{target}.{name}", show(before), show(after)) for (target, name), (before, after) in self.fields.items()
+        ]
+        note = "not checked: " + "; ".join(self.unchecked) if self.unchecked else ""
+        return table("written so far", ("field", "before any recipe", "written"), rows, note=note)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -93,6 +103,17 @@ class Plan:
     targets: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """The mappings or live objects that were read."""
     after: Receipt = field(default_factory=Receipt, repr=False)
+
+    def _repr_html_(self) -> str:
+        """For notebooks: every write; those that override an author's value are marked."""
+        from mpbridge.cells import table
+
+        rows = [
+            (write.name, show(write.before), show(write.after), write.why, write.keep if write.conflict else "")
+            for write in self.writes
+        ]
+        tones = ["warn" if write.conflict else "" for write in self.writes]
+        return table("what the recipe decides", ("field", "before", "after", "why", "to keep it"), rows, tones=tones)
 
     @property
     def conflicts(self) -> tuple[Write, ...]:
