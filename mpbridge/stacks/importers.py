@@ -20,7 +20,13 @@ MOST = 4_000_000
 def read_file(
     path: Path, *, stack: str | None = None, version: str | None = None, env: Mapping[str, str] = {}
 ) -> Imported:
-    """What a stack's file means. stack: None: recognized from its contents. Raises DataError or BadValue naming the file."""
+    """What a stack's file means; of a Python file's functions the one behind a colon ('config_registry.py:llama3_8b').
+
+    stack: None: recognized from its contents. Raises DataError or BadValue naming the file.
+    """
+    file, colon, function = str(path).rpartition(".py:")
+    if colon:
+        path = Path(f"{file}.py")
     if path.is_dir() and (path / "common.pt").is_file():
         path = path / "common.pt"
     if not path.is_file():
@@ -32,7 +38,38 @@ def read_file(
     if path.stat().st_size > MOST:
         raise DataError(f"{path}: larger than {MOST} bytes, which no configuration is")
     text = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix == ".py":
+        return read_python(text, path, function if colon else "", stack=stack, version=version)
     return read_text(text, stack=stack, version=version, name=path.name, env=env)
+
+
+def read_python(
+    text: str, path: Path | None, function: str = "", *, stack: str | None = None, version: str | None = None
+) -> Imported:
+    """What a function of a Python configuration hands back means, from the text alone. Raises DataError where the stack has no such files."""
+    from mpbridge.stacks.python_text import Reading
+
+    name = path.name if path is not None else "the file"
+    stack = stack or next((found for mark, found in _PYTHON if mark in text), None)
+    module = None if stack is None else _importer(stack)
+    if stack is None or not hasattr(module, "read_made"):
+        known = " and ".join(found for _, found in _PYTHON)
+        raise DataError(
+            f"{name}: a Python configuration would have to be executed; only functions of {known} are read as text: give the file that it"
+            " writes, or the arguments"
+        )
+    reading = Reading(opaque=module.OPAQUE)
+    source = reading.module(text, path, name)
+    if not function:
+        public = [one for one in source.functions if not one.startswith("_")]
+        if len(public) != 1:
+            some = ", ".join(public[:4])
+            raise DataError(f"{name} holds {len(public)} functions: name one, {name}:FUNCTION ({some}, ...)")
+        function = public[0]
+    found: Imported = module.read_made(
+        reading.function(source, function), reading.notes, name=function, version=_version(stack, version)
+    )
+    return found
 
 
 def read_args(text: str, *, stack: str = "megatron-lm", version: str | None = None) -> Imported:
@@ -52,9 +89,7 @@ def read_text(
 ) -> Imported:
     """What a file's text means. name: the file's, which helps to recognize the stack."""
     if name.endswith(".py"):
-        raise DataError(
-            f"{name}: a Python configuration would have to be executed; give the file that it writes, or the arguments"
-        )
+        return read_python(text, None, stack=stack, version=version)
     stack = stack or recognize(text, name)
     if stack == "megatron-lm" and not name.endswith((".yaml", ".yml", ".json")):
         script = read_script(text, env)
@@ -111,6 +146,10 @@ _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("torchtitan", ("training", "job", "parallelism")),
     ("deepspeed", ("bf16", "fp16")),
 )
+
+
+_PYTHON = (("megatron.bridge", "megatron-bridge"), ("torchtitan", "torchtitan"))
+"""What stands in the text of a stack's Python configurations, and the stack."""
 
 
 def _importer(stack: str) -> Any:

@@ -5,7 +5,9 @@ What mixed_precision says wins over the same field of model, optimizer and ddp; 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from mpbridge.errors import BadValue, DataError, MpbridgeError, UnknownName, nearest
@@ -15,7 +17,8 @@ from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.meaning import Meaning, of_policy
-from mpbridge.stacks.megatron_bridge import FIELDS, NAME
+from mpbridge.stacks.megatron_bridge import FIELDS, NAME, TARGET
+from mpbridge.stacks.python_values import Made, Unknown, plain, without_unknown
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.traits import DEFAULT
 
@@ -86,6 +89,61 @@ def read_data(data: Any, *, version: str) -> Imported:
         inert=tuple(notes.inert), contradicts=tuple(notes.contradicts), cannot_express=tuple(notes.cannot),
         unknown=tuple(notes.unknown), assumed=tuple(notes.assumed),
     )  # fmt: skip
+
+
+OPAQUE = frozenset({"get_mixed_precision_config"})
+"""Functions whose arguments tell, not their text."""
+_SECTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "mixed_precision": frozenset(FIELDS),
+        "optimizer": frozenset({*_OPTIMIZER, "use_distributed_optimizer"}),
+        "ddp": frozenset({
+            "grad_reduce_in_fp32", "use_distributed_optimizer", "use_megatron_fsdp", "megatron_fsdp_main_params_dtype",
+            "megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype",
+        }),
+        "model": frozenset({
+            *_MODEL, "bf16", "fp16", "fp8", "fp8_param", "fp8_recipe", "fp4", "first_last_layers_bf16",
+        }),
+        "dist": frozenset({"use_megatron_fsdp"}),
+    }
+)  # fmt: skip
+"""What is asked of a recipe function's sections."""
+
+
+def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Imported:
+    """What the ConfigContainer that a recipe function hands back means, from the function's text. Raises DataError where that does not tell its precision."""
+    if not isinstance(made, Made) or "mixed_precision" not in made.attributes:
+        raise DataError(f"{name}: hands back no configuration whose mixed_precision its text tells")
+    data: dict[str, Any] = {}
+    not_known: list[str] = []
+    for section, wanted in _SECTIONS.items():
+        value = made.attributes.get(section)
+        if section == "mixed_precision":
+            value = _named_recipe(value, name)
+        if isinstance(value, Made):
+            kept = {field: plain(inner) for field, inner in value.attributes.items() if field in wanted}
+            data[section] = without_unknown(kept, not_known, section)
+        elif isinstance(value, str):
+            data[section] = value
+    found = read_data(data, version=version)
+    assumed = [f"{one}: only running it would tell; left at its default" for one in not_known]
+    return dataclasses.replace(found, assumed=(*found.assumed, *assumed, *dict.fromkeys(notes)))
+
+
+def _named_recipe(value: Any, name: str) -> Any:
+    """mixed_precision as a recipe's name, or as the object that a call made, with what was set on it since."""
+    if isinstance(value, Unknown):
+        raise DataError(f"{name}: mixed_precision = {value.text}: only running it would tell")
+    if not isinstance(value, Made) or value.callee.endswith("MixedPrecisionConfig"):
+        return value
+    last = value.callee.rpartition(".")[2]
+    asked = value.arguments[0] if last in OPAQUE and value.arguments else last
+    if not isinstance(asked, str) or key(asked) not in recipes:
+        raise DataError(f"{name}: mixed_precision = {value.callee}(...): no recipe of that name, and its text is not in this checkout")
+    said = get_mixed_precision_config(key(asked)).stored()
+    base = {field: said[field].short if isinstance(said[field], DType) else said[field] for field in FIELDS}
+    set_since = value.attributes
+    return Made(callee=TARGET, attributes={**{n: v for n, v in base.items() if v is not None}, **set_since})
 
 
 class _Notes:

@@ -1,12 +1,13 @@
 """torchtitan's arguments, its TOML of earlier versions and the names of its configs as what they mean. Read at b5bcd76c.
 
-A config_registry function is Python and is not run: only what its name says is taken from it.
+A config_registry function is Python and is not run: it is read as text (`read_made`), or only what its name says is taken (`--config NAME`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from mpbridge.errors import BadValue, DataError
@@ -14,8 +15,9 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.meaning import Meaning
+from mpbridge.stacks.python_values import Made, Unknown, plain, without_unknown
 from mpbridge.stacks.reading import Reader, raise_faults
-from mpbridge.stacks.torch_import import fields_of
+from mpbridge.stacks.torch_import import fields_of, quant_fields
 from mpbridge.stacks.torchtitan import NAME
 
 _OLD = ("float8", "mx", "quantize", "model.converters")
@@ -74,6 +76,86 @@ def read_data(data: Any, *, version: str) -> Imported:
         stack=NAME, version=version, fields=fields, engine=engine_with("optimizer"), meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
+
+
+OPAQUE = frozenset({"model_registry", "nvfp4_bf16_tail_fqns"})
+"""Functions whose arguments tell, not their text."""
+_CONVERTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "Float8LinearConverter": ("e4m3", "rowwise"),
+        "MXFP8LinearConverter": ("e4m3", "mxfp8"),
+        "NVFP4LinearConverter": ("e2m1", "nvfp4"),
+    }
+)
+"""Format and scaling of what each converter makes."""
+
+
+def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Imported:
+    """What the Trainer.Config that a config_registry function hands back means, from the function's text. Raises DataError where it hands back none."""
+    if not isinstance(made, Made) or not {"training", "model_spec"} & made.attributes.keys():
+        raise DataError(f"{name}: hands back no Trainer.Config that its text tells")
+    not_known: list[str] = []
+    data: dict[str, Any] = {}
+    for section, wanted in (("training", _TRAINING), ("optimizer", ("implementation",))):
+        value = made.attributes.get(section)
+        inside = value.attributes if isinstance(value, Made) else {}
+        data[section] = without_unknown({n: plain(v) for n, v in inside.items() if n in wanted}, not_known, section)
+    found = read_data(data, version=version)
+    quant, cannot = _converted(made.attributes.get("model_spec"))
+    fields, meaning = dict(found.fields), found.meaning
+    if quant is not None:
+        fields |= quant_fields(quant) if fields else {}
+        meaning = dataclasses.replace(meaning, regions=(Region(quant=quant),))
+    assumed = [f"{one}: only running it would tell; left at its default" for one in not_known]
+    return dataclasses.replace(
+        found,
+        fields=fields,
+        meaning=meaning,
+        cannot_express=(*found.cannot_express, *cannot),
+        assumed=(*found.assumed, *assumed, *dict.fromkeys(notes)),
+    )
+
+
+_TRAINING = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
+
+
+def _converted(spec: Any) -> tuple[Quant | None, list[str]]:
+    """The quantization of model_registry's converters, and what of them has no setting here."""
+    given = spec.attributes.get("converters") if isinstance(spec, Made) else None
+    quant, cannot = None, []
+    for converter in given if isinstance(given, list) else []:
+        if not isinstance(converter, Made):
+            cannot.append(f"a converter that its text does not tell: {getattr(converter, 'text', converter)}")
+            continue
+        word = converter.callee.removesuffix(".Config").rpartition(".")[2]
+        if word not in _CONVERTERS:
+            cannot.append(f"{word}: no setting of a recipe")
+            continue
+        format, scaling = _CONVERTERS[word]
+        said = converter.attributes
+        if said.get("recipe_name") == "rowwise_with_gw_hp":
+            scaling = "rowwise_gw_hp"
+        quant = Quant(format=format, scaling=scaling)
+        cannot += _filters(word, said)
+    return quant, cannot
+
+
+def _filters(word: str, said: Mapping[str, Any]) -> list[str]:
+    """What is to be said of the modules that a converter covers; mpbridge's own linears are those of the layers."""
+    found = []
+    if said.get("emulate") is True:
+        found.append(f"{word}: emulate=True computes torchao's tensorwise default, whatever its recipe")
+    covered, left = said.get("fqns"), said.get("filter_fqns")
+    if isinstance(covered, (Unknown, Made)):
+        found.append(f"{word}: a share of the last layers stays in BF16; give the model's depth and num_layers_at_end_in_bf16")
+    elif covered and covered != ["layers"]:
+        found.append(f"{word}: only linears whose names hold {', '.join(map(str, covered))}")
+    elif not covered and (not isinstance(left, list) or "lm_head" not in left):
+        found.append(f"{word}: the output layer (lm_head) is quantized too; here it never is")
+    others = [str(one) for one in left or [] if one != "lm_head"] if isinstance(left, list) else []
+    if others:
+        found.append(f"{word}: left out by substring: {', '.join(others)}")
+    return found
 
 
 def _quant(read_: Reader, cannot: list[str], inert: list[str], assumed: list[str]) -> Quant | None:

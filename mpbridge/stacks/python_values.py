@@ -1,0 +1,82 @@
+"""What Python's text evaluates to here: constants, names, objects with attributes, and what is not known."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A value that only running the code would tell."""
+
+    text: str
+    """The expression."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dotted:
+    """Something of a module that is not read: 'torch.bfloat16', a class, a function."""
+
+    path: str
+
+    @property
+    def last(self) -> str:
+        """The name behind the last dot."""
+        return self.path.rpartition(".")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function in a file that was read as text."""
+
+    node: ast.FunctionDef
+    module: Any
+    """python_text.Module: where its names are looked up."""
+
+
+@dataclass(slots=True, eq=False)
+class Made:
+    """An object: what was called with which arguments, and the attributes that were set since. Objects are shared, as in Python."""
+
+    callee: str = ""
+    arguments: tuple[Any, ...] = ()
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+    def child(self, name: str) -> Made:
+        """The object behind an attribute, made where nothing is known of it."""
+        found = self.attributes.get(name)
+        if not isinstance(found, Made):
+            found = self.attributes[name] = Made()
+        return found
+
+
+def plain(value: Any, depth: int = 12) -> Any:
+    """Data for an importer: objects as mappings, dtypes and other names as text. Unknown values stay."""
+    if depth == 0:
+        return Unknown("...")
+    if isinstance(value, Made):
+        return {name: plain(inner, depth - 1) for name, inner in value.attributes.items()}
+    if isinstance(value, Dotted):
+        return value.path
+    if isinstance(value, (list, tuple)):
+        return [plain(inner, depth - 1) for inner in value]
+    if isinstance(value, Mapping):
+        return {name: plain(inner, depth - 1) for name, inner in value.items()}
+    return value
+
+
+def without_unknown(data: Mapping[str, Any], found: list[str], path: str = "") -> dict[str, Any]:
+    """`data` without what is not known; 'a.b: expression' of each is added to `found`."""
+    kept: dict[str, Any] = {}
+    for name, value in data.items():
+        here = f"{path}.{name}" if path else str(name)
+        if isinstance(value, Unknown):
+            found.append(f"{here} = {value.text}")
+        elif isinstance(value, Mapping):
+            kept[name] = without_unknown(value, found, here)
+        else:
+            kept[name] = value
+    return kept

@@ -1,0 +1,257 @@
+"""Public configurations that are Python (torchtitan's config_registry functions, Megatron Bridge's recipes): read as text here, run there.
+
+    python scripts/stacks/python_configs.py --torchtitan CHECKOUT --bridge CHECKOUT
+
+Each function is read as text by `mpbridge import` and then really called, with stand-ins for whatever its file imports except its own
+repository's configuration files, precision classes and torch. Counted: functions read, refused by name, called, and read as they run. Exit
+code 0 when nothing crashed and all that was called reads alike. Needs torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+sys.path[:] = [
+    path for path in sys.path if Path(path or ".").resolve() != Path(__file__).resolve().parent
+]  # names of packages
+
+
+class StandIn(types.ModuleType):
+    """A module that has every name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        made = MagicMock(name=name)
+        if name == "ConfigContainer":
+            made = lambda **given: MagicMock(**given)  # noqa: E731
+        elif name == "Trainer" or name.endswith("Trainer"):
+            made = types.SimpleNamespace(Config=lambda **given: MagicMock(**given))
+        elif name == "cast":
+            made = lambda _, value: value  # noqa: E731
+        setattr(self, name, made)
+        return made
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """The named modules from their files, everything else of those packages (and whatever is not installed) as a stand-in."""
+
+    def __init__(self, source: Path, packages: tuple[str, ...], real: Callable[[str], bool]) -> None:
+        self.source, self.packages, self.real = source, packages, real
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] not in self.packages:
+            return None
+        place = self.source.joinpath(*name.split("."))
+        if self.real(name):
+            package = place.is_dir()
+            file = place / "__init__.py" if package else place.with_suffix(".py")
+            if file.is_file():
+                return importlib.util.spec_from_file_location(
+                    name, file, submodule_search_locations=[str(place)] if package else None
+                )
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> Any:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: Any) -> None:
+        module.__path__ = []
+
+
+class Rest(Finder):
+    """Whatever is not installed at all, as a stand-in; asked last."""
+
+    def __init__(self) -> None: ...
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        known = name.partition(".")[0] in ("torch", "mpbridge", "typing_extensions", "yaml", "transformer_engine_torch")
+        return None if known else importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+
+def functions(file: Path) -> Iterator[str]:
+    """Public functions of a file that take no argument which they need."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            needed = len(node.args.args) - len(node.args.defaults)
+            needed += sum(default is None for default in node.args.kw_defaults)
+            if not needed:
+                yield node.name
+
+
+def bridge(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], dict[str, Any] | None]]:
+    """Files with their module names, and what a recipe's ConfigContainer says as fields."""
+    source = checkout / "src"
+    base = "megatron.bridge."
+    own = (f"{base}recipes", f"{base}perf_recipes", f"{base}training.mixed_precision", f"{base}training.flat")
+
+    def real(name: str) -> bool:
+        return name.startswith(own) and not name.endswith("run_plugins")
+
+    sys.meta_path.insert(0, Finder(source, ("megatron",), real))
+    files = [
+        (file, ".".join(file.relative_to(source).with_suffix("").parts))
+        for folder in ("recipes", "perf_recipes")
+        for file in sorted((source / "megatron" / "bridge" / folder).rglob("*.py"))
+        if file.name not in ("__init__.py", "run_plugins.py", "common.py", "environment.py") and "utils" not in file.parts
+    ]
+    from mpbridge.stacks.megatron_bridge import FIELDS
+    from mpbridge.stacks.megatron_bridge_import import _SECTIONS, read_data
+
+    mixed = importlib.import_module(f"{base}training.mixed_precision")
+
+    def said(made: Any) -> dict[str, Any] | None:
+        policy = getattr(made, "mixed_precision", None)
+        if isinstance(policy, str):
+            policy = mixed.get_mixed_precision_config(policy)
+        if not isinstance(policy, mixed.MixedPrecisionConfig):
+            return None
+        data: dict[str, Any] = {"mixed_precision": {name: _plain(getattr(policy, name)) for name in FIELDS}}
+        for section, names in _SECTIONS.items():
+            held = getattr(made, section, None)
+            if section != "mixed_precision" and held is not None:
+                values = {name: _plain(vars(held).get(name, getattr(held, name, None))) for name in names}
+                data[section] = {name: value for name, value in values.items() if not isinstance(value, MagicMock)}
+        found = read_data(data, version="0.6")
+        return {**found.fields, "engine": found.engine}
+
+    return files, said
+
+
+def torchtitan(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], dict[str, Any] | None]]:
+    """Files with their module names, and what a Trainer.Config says."""
+    own = ("torchtitan.config.configs", "torchtitan.components.optimizer")
+
+    def real(name: str) -> bool:
+        return name.endswith("config_registry") or name.startswith(own)
+
+    sys.meta_path.insert(0, Finder(checkout, ("torchtitan",), real))
+    configs = importlib.import_module("torchtitan.config.configs")
+    sys.modules["torchtitan.config"].TrainingConfig = configs.TrainingConfig  # type: ignore[attr-defined]
+    files = [
+        (file, ".".join(file.relative_to(checkout).with_suffix("").parts))
+        for file in sorted((checkout / "torchtitan").rglob("config_registry.py"))
+    ]
+    from mpbridge.stacks.torchtitan_import import _CONVERTERS
+
+    def said(made: Any) -> dict[str, Any] | None:
+        training = getattr(made, "training", None)
+        if not isinstance(training, configs.TrainingConfig):
+            return None
+        spec = made.model_spec
+        given = getattr(spec, "_given", None)
+        words = [_name(one) for one in (given or {}).get("converters", ())]
+        scaling = next((_CONVERTERS[word] for word in words if word in _CONVERTERS), None)
+        return {
+            "storage": training.dtype, "compute": training.mixed_precision_param, "wire": training.mixed_precision_reduce,
+            "quantized": scaling,
+        }  # fmt: skip
+
+    return files, said
+
+
+def _registry(*given: Any, **named: Any) -> Any:
+    """model_registry: what it was asked for."""
+    made = MagicMock()
+    made._given = named
+    return made
+
+
+def _name(converter: Any) -> str:
+    """A converter's class, from the stand-in that its Config() returned."""
+    return str(converter._extract_mock_name()).partition(".")[0]
+
+
+def _plain(value: Any) -> Any:
+    text = str(value)
+    return text if text.startswith("torch.") else value
+
+
+def ours(stack: str, found: Any) -> dict[str, Any]:
+    """The same facts of an import."""
+    if stack == "megatron-bridge":
+        return {**found.fields, "engine": found.engine}
+    meaning, quant = found.meaning, found.meaning.regions[0].quant if found.meaning.regions else None
+    return {
+        "storage": meaning.storage.value, "compute": meaning.compute.value, "wire": meaning.wire.value,
+        "quantized": None if quant is None else (quant.format, quant.scaling),
+    }  # fmt: skip
+
+
+def judge(stack: str, files: list[tuple[Path, str]], said: Callable[[Any], dict[str, Any] | None]) -> bool:
+    """Reads and calls every function; prints what differs and a line of counts."""
+    from mpbridge.errors import MpbridgeError
+    from mpbridge.stacks.importers import read_file
+
+    count: collections.Counter[str] = collections.Counter()
+    for file, module_name in files:
+        package = module_name.rpartition(".")[0]
+        try:
+            holder = importlib.import_module(package)
+            if isinstance(holder, StandIn):
+                holder.model_registry = _registry  # type: ignore[attr-defined]
+            module: Any = importlib.import_module(module_name)
+        except Exception as error:  # a file that cannot be run beside stand-ins is read only
+            print(f"{module_name}: not run: {type(error).__name__}: {str(error)[:80]}")
+            module = None
+        for function in functions(file):
+            try:
+                found = read_file(Path(f"{file}:{function}"), stack=stack)
+            except MpbridgeError:
+                count["refused by name"] += 1
+                continue
+            count["read"] += 1
+            try:
+                there = None if module is None else said(getattr(module, function)())
+            except Exception:
+                there = None
+            if there is None:
+                count["read, not run"] += 1
+                continue
+            count["called"] += 1
+            mine = ours(stack, found)
+            count["alike"] += mine == there
+            if mine != there:
+                differs = {
+                    name: (mine.get(name), there.get(name))
+                    for name in {*mine, *there}
+                    if mine.get(name) != there.get(name)
+                }
+                print(f"{function}: text and run differ: {differs}")
+    print(f"{stack}: {dict(count)}", flush=True)
+    return count["called"] > 0 and count["called"] == count["alike"]
+
+
+def main() -> int:
+    """The command line of this script."""
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    arguments.add_argument("--torchtitan", type=Path)
+    arguments.add_argument("--bridge", type=Path)
+    args = arguments.parse_args()
+    import torch  # noqa: F401  # before the stand-ins: its optional parts must not become some
+
+    sys.meta_path.append(Rest())
+    good = True
+    if args.torchtitan is not None:
+        good &= judge("torchtitan", *torchtitan(args.torchtitan.resolve()))
+    if args.bridge is not None:
+        good &= judge("megatron-bridge", *bridge(args.bridge.resolve()))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
