@@ -433,6 +433,29 @@ def stack_coverage_table() -> str:
     return markdown(("recipe", *STACKS), rows)
 
 
+@table("loop-edits")
+def loop_edits_table() -> str:
+    """What is edited in a copy of Megatron-LM's example loop."""
+    spec = importlib.util.spec_from_file_location("simple_loop", ROOT / "scripts" / "stacks" / "simple_loop.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    before = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = before
+
+    def code(text: str) -> str:
+        lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+        return "<br>".join(f"`{line}`" for line in lines) or "(nothing)"
+
+    rows = [
+        (edit.kind, edit.why or "(belongs to the one above)", code(edit.before), code(edit.after))
+        for edit in module.EDITS
+    ]
+    return markdown(("for", "why", "before", "after"), rows)
+
+
 @table("stack-words")
 def stack_word_table() -> str:
     """One word in many stacks."""

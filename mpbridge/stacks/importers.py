@@ -51,8 +51,8 @@ def read_python(
 
     name = path.name if path is not None else "the file"
     stack = stack or next((found for mark, found in _PYTHON if mark in text), None)
-    module = None if stack is None else _importer(stack)
-    if stack is None or not hasattr(module, "read_made"):
+    module: Any = _importer(stack) if stack in [found for _, found in _PYTHON] else None
+    if stack is None or module is None:
         known = " and ".join(found for _, found in _PYTHON)
         raise DataError(
             f"{name}: a Python configuration would have to be executed; only functions of {known} are read as text: give the file that it"
@@ -102,6 +102,11 @@ def read_text(
             script.words, version=_version(stack, version), assumed=(*script.notes, *assumed)
         )
     return _importer(stack).read_data(load(text, name), version=_version(stack, version))  # type: ignore[no-any-return]
+
+
+def read_data_of(stack: str, data: Any, *, version: str | None = None) -> Imported:
+    """What plain data means in a stack's configuration."""
+    return _importer(stack).read_data(data, version=_version(stack, version))  # type: ignore[no-any-return]
 
 
 def load(text: str, name: str) -> Any:

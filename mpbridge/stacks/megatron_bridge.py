@@ -29,6 +29,12 @@ FIELDS: dict[str, Any] = {
 }  # fmt: skip
 """Its fields and their defaults; a script compares them with its source."""
 
+DIFFERS: dict[str, dict[str, Any]] = {
+    "bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
+    "nemotron_3_super_bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
+}
+"""Its values of the recipes that have the same name here and others here; scripts/stacks/bridge_exports.py compares all of them."""
+
 
 def export(request: Request) -> Export:
     """The mixed_precision section, and what only the model, optimizer and ddp sections can say."""

@@ -17,7 +17,7 @@ from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.meaning import Meaning, of_policy
-from mpbridge.stacks.megatron_bridge import FIELDS, NAME, TARGET
+from mpbridge.stacks.megatron_bridge import DIFFERS, FIELDS, NAME, TARGET
 from mpbridge.stacks.python_values import Made, Unknown, plain, without_unknown
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.traits import DEFAULT
@@ -139,8 +139,10 @@ def _named_recipe(value: Any, name: str) -> Any:
     last = value.callee.rpartition(".")[2]
     asked = value.arguments[0] if last in OPAQUE and value.arguments else last
     if not isinstance(asked, str) or key(asked) not in recipes:
-        raise DataError(f"{name}: mixed_precision = {value.callee}(...): no recipe of that name, and its text is not in this checkout")
-    said = get_mixed_precision_config(key(asked)).stored()
+        raise DataError(
+            f"{name}: mixed_precision = {value.callee}(...): no recipe of that name, and its text is not in this checkout"
+        )
+    said = get_mixed_precision_config(key(asked)).derive(**DIFFERS.get(key(asked), {})).stored()
     base = {field: said[field].short if isinstance(said[field], DType) else said[field] for field in FIELDS}
     set_since = value.attributes
     return Made(callee=TARGET, attributes={**{n: v for n, v in base.items() if v is not None}, **set_since})
@@ -166,7 +168,7 @@ def _precision(read_: Reader, notes: _Notes) -> dict[str, Any]:
         name = key(section)
         if name not in recipes:
             raise UnknownName("recipe", section, recipes)
-        return get_mixed_precision_config(name).as_data()
+        return get_mixed_precision_config(name).derive(**DIFFERS.get(name, {})).as_data()
     if not isinstance(section, Mapping):
         read_.faults.append(f"mixed_precision={section!r}: expected a recipe's name or a mapping")
         return {}

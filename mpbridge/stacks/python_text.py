@@ -7,6 +7,7 @@ known, and an assignment that depends on a condition which is not known makes it
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -16,10 +17,13 @@ from types import MappingProxyType
 from typing import Any
 
 from mpbridge.errors import DataError, UnknownName
-from mpbridge.stacks.python_values import Dotted, Function, Made, Unknown
+from mpbridge.stacks.python_values import Dotted, Function, Made, Unknown, is_known
 
 LARGEST, DEEPEST, MOST_STEPS = 1_000_000, 12, 100_000
 """Bytes of a file, calls within calls, and expressions that are looked at: no configuration comes near."""
+
+LARGEST_NUMBER = 1 << 62
+"""What is reckoned with: a product of products must not fill the memory."""
 
 _COMPARE: Mapping[type, Callable[[Any, Any], Any]] = MappingProxyType(
     {
@@ -30,6 +34,10 @@ _COMPARE: Mapping[type, Callable[[Any, Any], Any]] = MappingProxyType(
 _ARITHMETIC: Mapping[type, Callable[[Any, Any], Any]] = MappingProxyType(
     {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 )
+
+
+_HARMLESS = frozenset({*dir(builtins), "copy", "logging", "logger", "math", "os", "sys", "warnings"})
+"""Whose functions change no configuration that they are given."""
 
 
 class _Returned(Exception):
@@ -194,7 +202,7 @@ class Reading:
 
     def _If(self, node: ast.If, scope: dict[str, Any], module: Module) -> None:
         test = self.value(node.test, scope, module)
-        if not isinstance(test, (Unknown, Dotted)):
+        if is_known(test):
             self._run(node.body if test else node.orelse, scope, module)
             return
         with self._in_doubt(f"if {ast.unparse(node.test)}"):
@@ -286,7 +294,7 @@ class Reading:
 
     def _of_UnaryOp(self, node: ast.UnaryOp, scope: dict[str, Any], module: Module) -> Any:
         value = self.value(node.operand, scope, module)
-        if isinstance(node.op, ast.Not) and not isinstance(value, (Unknown, Dotted)):
+        if isinstance(node.op, ast.Not) and is_known(value):
             return not value
         if isinstance(node.op, ast.USub) and isinstance(value, (int, float)):
             return -value
@@ -294,14 +302,14 @@ class Reading:
 
     def _of_BinOp(self, node: ast.BinOp, scope: dict[str, Any], module: Module) -> Any:
         left, right = self.value(node.left, scope, module), self.value(node.right, scope, module)
-        numbers = isinstance(left, (int, float)) and isinstance(right, (int, float))
+        numbers = all(isinstance(side, (int, float)) and abs(side) < LARGEST_NUMBER for side in (left, right))
         if numbers and type(node.op) in _ARITHMETIC:
             return _ARITHMETIC[type(node.op)](left, right)
         return Unknown(ast.unparse(node))
 
     def _of_Compare(self, node: ast.Compare, scope: dict[str, Any], module: Module) -> Any:
         left, right = self.value(node.left, scope, module), self.value(node.comparators[0], scope, module)
-        known = not any(isinstance(side, (Unknown, Dotted)) for side in (left, right))
+        known = is_known(left) and is_known(right)
         compare = _COMPARE.get(type(node.ops[0]))
         if len(node.ops) > 1 or compare is None or not known:
             return Unknown(ast.unparse(node))
@@ -313,7 +321,7 @@ class Reading:
     def _of_BoolOp(self, node: ast.BoolOp, scope: dict[str, Any], module: Module) -> Any:
         decides = isinstance(node.op, ast.Or)
         values = [self.value(item, scope, module) for item in node.values]
-        known = [value for value in values if not isinstance(value, (Unknown, Dotted))]
+        known = [value for value in values if is_known(value)]
         settled = next((value for value in known if bool(value) is decides), None)
         if settled is not None and values[0] is settled:
             return settled
@@ -323,20 +331,20 @@ class Reading:
 
     def _of_IfExp(self, node: ast.IfExp, scope: dict[str, Any], module: Module) -> Any:
         test = self.value(node.test, scope, module)
-        if isinstance(test, (Unknown, Dotted)):
+        if not is_known(test):
             return Unknown(ast.unparse(node))
         return self.value(node.body if test else node.orelse, scope, module)
 
     def _of_Call(self, node: ast.Call, scope: dict[str, Any], module: Module) -> Any:
         callee = self.value(node.func, scope, module)
-        arguments = tuple(
-            self.value(item, scope, module) for item in node.args if not isinstance(item, ast.Starred)
-        )
+        arguments = tuple(self.value(item, scope, module) for item in node.args if not isinstance(item, ast.Starred))
         named = {item.arg: self.value(item.value, scope, module) for item in node.keywords if item.arg is not None}
         if isinstance(callee, Function) and callee.node.name not in self.opaque:
             return self.call(callee, arguments, named)
         name = ast.unparse(node.func)
         if isinstance(callee, Dotted):
+            if callee.path == "isinstance" and len(arguments) == 2:
+                return _is_instance(*arguments, ast.unparse(node))
             if callee.last == "cast" and len(arguments) == 2:
                 return arguments[1]
             name = callee.path
@@ -345,7 +353,12 @@ class Reading:
         elif isinstance(node.func, ast.Attribute) and not arguments and not named:
             return Made(callee=name)
         touched = [one for one in (*arguments, *named.values()) if isinstance(one, Made)]
-        if touched and isinstance(callee, Dotted) and name[:1].islower() and callee.last[:1].islower():
+        if (
+            touched
+            and isinstance(callee, Dotted)
+            and callee.last[:1].islower()
+            and name.partition(".")[0] not in _HARMLESS
+        ):
             self.notes.append(f"{name}(...): is not in this checkout; what it changes is not known")
         return Made(callee=name, arguments=arguments, attributes=named)
 
@@ -373,7 +386,10 @@ class Reading:
         parents = module.path.resolve().parents
         roots = [parents[level - 1]] if 0 < level <= len(parents) else [] if level else list(parents)
         for root in roots:
-            for candidate in (root.joinpath(*parts).with_suffix(".py") if parts else None, root.joinpath(*parts, "__init__.py")):
+            for candidate in (
+                root.joinpath(*parts).with_suffix(".py") if parts else None,
+                root.joinpath(*parts, "__init__.py"),
+            ):
                 if candidate is not None and candidate.is_file() and not candidate.is_symlink():
                     return candidate
         return None
@@ -388,6 +404,17 @@ class Reading:
                 except (OSError, DataError):
                     self.notes.append(f"{path.name}: cannot be read")
         return self._modules[path]
+
+
+def _is_instance(value: Any, kind: Any, text: str) -> Any:
+    """isinstance() of a value of plain data, or of an object, against plain data's types or the class that made it."""
+    asked = kind.last if isinstance(kind, Dotted) else ""
+    plain_kinds = {"str": str, "bool": bool, "int": int, "float": float, "list": list, "dict": dict}
+    if asked in plain_kinds and is_known(value):
+        return isinstance(value, plain_kinds[asked])
+    if isinstance(value, Made) and is_known(value) and asked == value.callee.rpartition(".")[2]:
+        return True
+    return Unknown(text)
 
 
 def _short(value: Any) -> str:

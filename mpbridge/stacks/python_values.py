@@ -53,6 +53,13 @@ class Made:
         return found
 
 
+def is_known(value: Any) -> bool:
+    """Whether a condition may rest on it: no name of another module, and not what an unread function hands back (a class makes an object)."""
+    if isinstance(value, Made):
+        return value.callee.removesuffix(".Config").rpartition(".")[2][:1].isupper()
+    return not isinstance(value, (Unknown, Dotted))
+
+
 def plain(value: Any, depth: int = 12) -> Any:
     """Data for an importer: objects as mappings, dtypes and other names as text. Unknown values stay."""
     if depth == 0:

@@ -147,7 +147,9 @@ def _filters(word: str, said: Mapping[str, Any]) -> list[str]:
         found.append(f"{word}: emulate=True computes torchao's tensorwise default, whatever its recipe")
     covered, left = said.get("fqns"), said.get("filter_fqns")
     if isinstance(covered, (Unknown, Made)):
-        found.append(f"{word}: a share of the last layers stays in BF16; give the model's depth and num_layers_at_end_in_bf16")
+        found.append(
+            f"{word}: a share of the last layers stays in BF16; give the model's depth and num_layers_at_end_in_bf16"
+        )
     elif covered and covered != ["layers"]:
         found.append(f"{word}: only linears whose names hold {', '.join(map(str, covered))}")
     elif not covered and (not isinstance(left, list) or "lm_head" not in left):

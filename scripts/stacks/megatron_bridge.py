@@ -43,8 +43,8 @@ def package(name: str, path: Path | None = None, **names: Any) -> None:
     sys.modules[name] = module
 
 
-def prepare(checkout: Path, core: Path) -> tuple[type, type, type]:
-    """Bridge's package with our module in the place of its own; its three deferred config classes."""
+def prepare(checkout: Path, core: Path, *, ours: bool = True) -> tuple[type, type, type]:
+    """Bridge's package, with our module in the place of its own unless ours=False; its three deferred config classes."""
     sys.path.insert(0, str(core))
     if not hasattr(typing, "override"):
         from typing_extensions import override
@@ -83,9 +83,10 @@ def prepare(checkout: Path, core: Path) -> tuple[type, type, type]:
         package(f"megatron.bridge.models.{name}", None, **{found: model})
     package("megatron.bridge.training", source / "training")
     package("megatron.bridge.training.config", None, DistributedDataParallelConfig=ddp, OptimizerConfig=optimizer)
-    from mpbridge.compat import megatron_bridge
+    if ours:
+        from mpbridge.compat import megatron_bridge
 
-    megatron_bridge.install()
+        megatron_bridge.install()
     return model, optimizer, ddp
 
 

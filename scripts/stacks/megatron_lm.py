@@ -86,8 +86,7 @@ def parsed(modules: Any, flags: list[str]) -> dict[str, Any]:
 
 def recipes_agree(modules: Any) -> tuple[int, int]:
     """Facts compared and facts equal, over every recipe that can be said; prints each difference."""
-    from mpbridge import get_mixed_precision_config, plan, recipes, resolve
-    from mpbridge.formats import say
+    from mpbridge import recipes
     from mpbridge.stacks.exporters import export
 
     compared = equal = said = 0
@@ -102,19 +101,28 @@ def recipes_agree(modules: Any) -> tuple[int, int]:
             compared += 1
             continue
         said += 1
-        policy = resolve(get_mixed_precision_config(name))
-        ddp = {"use_megatron_fsdp": True} if recipes[name].engine == "megatron_fsdp" else {}
-        for write in plan(policy, model={}, optimizer={}, ddp=ddp).writes:
-            there = getattr(got[write.target], write.field, None)
-            if not hasattr(got[write.target], write.field):
-                print(f"{name}: {write.name}: not in this megatron-core")
-                continue
-            compared += 1
-            same = say(there) == say(write.after)
-            equal += same
-            if not same:
-                print(f"{name}: {write.name}: planned {say(write.after)}, parsed {say(there)}")
+        more, alike = as_planned(name, got)
+        compared, equal = compared + more, equal + alike
     print(f"recipes said: {said}; planned facts compared: {compared}, equal: {equal}")
+    return compared, equal
+
+
+def as_planned(name: str, got: dict[str, Any]) -> tuple[int, int]:
+    """Planned facts of a recipe that the configs of `got` (model, optimizer, ddp) have, and how many are equal; prints each difference."""
+    from mpbridge import get_mixed_precision_config, plan, recipes, resolve
+    from mpbridge.formats import say
+
+    compared = equal = 0
+    ddp = {"use_megatron_fsdp": True} if recipes[name].engine == "megatron_fsdp" else {}
+    for write in plan(resolve(get_mixed_precision_config(name)), model={}, optimizer={}, ddp=ddp).writes:
+        if not hasattr(got[write.target], write.field):
+            print(f"{name}: {write.name}: not in this megatron-core")
+            continue
+        there = getattr(got[write.target], write.field)
+        compared += 1
+        equal += say(there) == say(write.after)
+        if say(there) != say(write.after):
+            print(f"{name}: {write.name}: planned {say(write.after)}, found {say(there)}")
     return compared, equal
 
 

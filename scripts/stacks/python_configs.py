@@ -36,15 +36,21 @@ class StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        made = MagicMock(name=name)
-        if name == "ConfigContainer":
-            made = lambda **given: MagicMock(**given)  # noqa: E731
-        elif name == "Trainer" or name.endswith("Trainer"):
-            made = types.SimpleNamespace(Config=lambda **given: MagicMock(**given))
-        elif name == "cast":
-            made = lambda _, value: value  # noqa: E731
+        if name == "model_registry":
+            return _registry
+        made = MagicMock(name=name, side_effect=fresh)
+        made.Config = MagicMock(side_effect=lambda *given, **named: fresh(*given, made_by=name, **named))
+        made.from_hf_pretrained = MagicMock(side_effect=fresh)
         setattr(self, name, made)
         return made
+
+
+def fresh(*given: Any, **named: Any) -> Any:
+    """An object with these attributes and every other; a new one for each call, since recipes set attributes on it."""
+    made = MagicMock()
+    for name, value in named.items():
+        setattr(made, name, value)
+    return made
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -74,13 +80,17 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class Rest(Finder):
-    """Whatever is not installed at all, as a stand-in; asked last."""
+    """What a file of the checkout imports and is not installed, as a stand-in; asked last."""
 
-    def __init__(self) -> None: ...
+    def __init__(self, checkouts: list[Path]) -> None:
+        self.checkouts = tuple(str(path) for path in checkouts)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        known = name.partition(".")[0] in ("torch", "mpbridge", "typing_extensions", "yaml", "transformer_engine_torch")
-        return None if known else importlib.machinery.ModuleSpec(name, self, is_package=True)
+        asking = sys._getframe(1)
+        while asking.f_back is not None and "importlib" in asking.f_code.co_filename:
+            asking = asking.f_back
+        inside = asking.f_code.co_filename.startswith(self.checkouts)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if inside else None
 
 
 def functions(file: Path) -> Iterator[str]:
@@ -107,7 +117,8 @@ def bridge(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], dict
         (file, ".".join(file.relative_to(source).with_suffix("").parts))
         for folder in ("recipes", "perf_recipes")
         for file in sorted((source / "megatron" / "bridge" / folder).rglob("*.py"))
-        if file.name not in ("__init__.py", "run_plugins.py", "common.py", "environment.py") and "utils" not in file.parts
+        if file.name not in ("__init__.py", "run_plugins.py", "common.py", "environment.py")
+        and "utils" not in file.parts
     ]
     from mpbridge.stacks.megatron_bridge import FIELDS
     from mpbridge.stacks.megatron_bridge_import import _SECTIONS, read_data
@@ -126,15 +137,14 @@ def bridge(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], dict
             if section != "mixed_precision" and held is not None:
                 values = {name: _plain(vars(held).get(name, getattr(held, name, None))) for name in names}
                 data[section] = {name: value for name, value in values.items() if not isinstance(value, MagicMock)}
-        found = read_data(data, version="0.6")
-        return {**found.fields, "engine": found.engine}
+        return ours("megatron-bridge", read_data(data, version="0.6"))
 
     return files, said
 
 
 def torchtitan(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], dict[str, Any] | None]]:
     """Files with their module names, and what a Trainer.Config says."""
-    own = ("torchtitan.config.configs", "torchtitan.components.optimizer")
+    own = ("torchtitan.config.configs",)
 
     def real(name: str) -> bool:
         return name.endswith("config_registry") or name.startswith(own)
@@ -153,8 +163,8 @@ def torchtitan(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], 
         if not isinstance(training, configs.TrainingConfig):
             return None
         spec = made.model_spec
-        given = getattr(spec, "_given", None)
-        words = [_name(one) for one in (given or {}).get("converters", ())]
+        asked = vars(spec).get("asked") or {}
+        words = [one.made_by for one in asked.get("converters", ())]
         scaling = next((_CONVERTERS[word] for word in words if word in _CONVERTERS), None)
         return {
             "storage": training.dtype, "compute": training.mixed_precision_param, "wire": training.mixed_precision_reduce,
@@ -166,14 +176,7 @@ def torchtitan(checkout: Path) -> tuple[list[tuple[Path, str]], Callable[[Any], 
 
 def _registry(*given: Any, **named: Any) -> Any:
     """model_registry: what it was asked for."""
-    made = MagicMock()
-    made._given = named
-    return made
-
-
-def _name(converter: Any) -> str:
-    """A converter's class, from the stand-in that its Config() returned."""
-    return str(converter._extract_mock_name()).partition(".")[0]
+    return fresh(asked=named)
 
 
 def _plain(value: Any) -> Any:
@@ -184,7 +187,9 @@ def _plain(value: Any) -> Any:
 def ours(stack: str, found: Any) -> dict[str, Any]:
     """The same facts of an import."""
     if stack == "megatron-bridge":
-        return {**found.fields, "engine": found.engine}
+        from mpbridge.stacks.meaning import rows
+
+        return {**rows(found.meaning), "engine": found.engine}
     meaning, quant = found.meaning, found.meaning.regions[0].quant if found.meaning.regions else None
     return {
         "storage": meaning.storage.value, "compute": meaning.compute.value, "wire": meaning.wire.value,
@@ -199,11 +204,7 @@ def judge(stack: str, files: list[tuple[Path, str]], said: Callable[[Any], dict[
 
     count: collections.Counter[str] = collections.Counter()
     for file, module_name in files:
-        package = module_name.rpartition(".")[0]
         try:
-            holder = importlib.import_module(package)
-            if isinstance(holder, StandIn):
-                holder.model_registry = _registry  # type: ignore[attr-defined]
             module: Any = importlib.import_module(module_name)
         except Exception as error:  # a file that cannot be run beside stand-ins is read only
             print(f"{module_name}: not run: {type(error).__name__}: {str(error)[:80]}")
@@ -242,9 +243,7 @@ def main() -> int:
     arguments.add_argument("--torchtitan", type=Path)
     arguments.add_argument("--bridge", type=Path)
     args = arguments.parse_args()
-    import torch  # noqa: F401  # before the stand-ins: its optional parts must not become some
-
-    sys.meta_path.append(Rest())
+    sys.meta_path.append(Rest([path.resolve() for path in (args.torchtitan, args.bridge) if path is not None]))
     good = True
     if args.torchtitan is not None:
         good &= judge("torchtitan", *torchtitan(args.torchtitan.resolve()))

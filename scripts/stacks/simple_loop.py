@@ -106,7 +106,7 @@ EDITS = (
         "a CPU where there is no GPU, with an Adam that computes as the fused one of CUDA does",
         'if __name__ == "__main__":\n    initialize_distributed(tensor_model_parallel_size=2, pipeline_model_parallel_size=1)\n',
         'if __name__ == "__main__":\n    layer = contextlib.ExitStack()\n    layer.enter_context(device_layer(torch.cuda.is_available(), fused_adam=CpuFusedAdam))\n'
-        '    atexit.register(layer.close)\n'
+        "    atexit.register(layer.close)\n"
         '    initialize_distributed(int(os.environ["WORLD_SIZE"]), pipeline_model_parallel_size=1)\n',
     ),
     Edit(
