@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--score", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("overrides", nargs="*")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     found = {"ranks": ranks, "planted": planted, "memory": memory, "measure": measure}[args.what](args)
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1) + "\n")

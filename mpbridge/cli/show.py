@@ -135,12 +135,11 @@ def evidence_rows(known: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _said(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(
-            f"{key} {_said(item)}" if not isinstance(item, Mapping) else f"{key}: {_said(item)};"
-            for key, item in value.items()
-        ).rstrip(";")
-    return str(value)
+    if not isinstance(value, Mapping):
+        return str(value)
+    if any(isinstance(item, Mapping) for item in value.values()):
+        return "; ".join(f"{key}: {_said(item)}" for key, item in value.items())
+    return ", ".join(f"{key} {item}" for key, item in value.items())
 
 
 def _scale(policy: PrecisionPolicy) -> str:
