@@ -19,6 +19,12 @@ from mpbridge.traits import DEFAULT
 
 _WORDS = {"no": DType.FP32, "fp16": DType.FP16, "bf16": DType.BF16, "fp8": DType.BF16}
 
+_MACHINE = {
+    "fp16": "a GPU: on a CPU accelerate trains FP32 under fp16, without a word",
+    "fp8": "a GPU with FP8: on another accelerate trains FP16 under fp8, without a word",
+}
+"""What the machine must be for a word to mean what it says."""
+
 
 def read_data(data: Any, *, version: str) -> Imported:
     """What the file means for a model loaded in FP32. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
@@ -32,6 +38,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     raise_faults(read.faults, "this accelerate configuration")
     kind = str(read.at("distributed_type", "NO")).upper()
     assumed = ["the model is loaded in FP32", f"accelerate {version}: what FSDP upcasts differs between versions"]
+    assumed += [_MACHINE[word]] if word in _MACHINE else []
     if kind == "DEEPSPEED":
         return _deepspeed(read, word, version, assumed)
     cannot: list[str] = []
@@ -76,6 +83,8 @@ def _fsdp(base: DType) -> Meaning:
 def _quant(read: Reader, cannot: list[str]) -> Quant | None:
     backend = str(read.at("fp8_config.backend", "TE")).upper()
     if backend == "AO":
+        if read.flag("fp8_config.enable_fsdp_float8_all_gather", default=True):
+            cannot.append("fp8_config.enable_fsdp_float8_all_gather: parameters travel in FP8 and rest in FP32")
         return Quant(format="hybrid", scaling="tensorwise")
     if backend != "TE":
         cannot.append(f"fp8_config.backend={backend}")

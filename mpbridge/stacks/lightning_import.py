@@ -49,14 +49,25 @@ def read_data(data: Any, *, version: str) -> Imported:
     base, cast = _WORDS[word]
     cannot: list[str] = []
     assumed = ["the module is FP32 before the trainer sees it"]
+    if base is DType.FP16:
+        assumed.append("a GPU: on a CPU Lightning trains BF16 under 16")
+    contradicts = _refused(base, cast, name, assumed)
     meaning = _meaning(base, cast, name, strategy, assumed)
     fields = fields_of(meaning, cannot) if meaning.main is None else _megatron_like(meaning)
     if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
         cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     return Imported(
         stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if "fsdp" in name else DEFAULT, meaning=meaning,
-        cannot_express=tuple(cannot), assumed=tuple(assumed),
+        contradicts=contradicts, cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
+
+
+def _refused(base: DType, cast: bool, strategy: str, assumed: list[str]) -> tuple[str, ...]:
+    """What ModelParallelStrategy makes of a precision: no loss scaler, and FSDP2's dtypes are the author's."""
+    if "modelparallel" not in strategy.replace("_", ""):
+        return ()
+    assumed.append("ModelParallelStrategy leaves FSDP2's MixedPrecisionPolicy to configure_model: read as FSDP's")
+    return ("16-mixed: ModelParallelStrategy refuses it",) if base is DType.FP16 and not cast else ()
 
 
 def _meaning(base: DType, cast: bool, strategy: str, given: Any, assumed: list[str]) -> Meaning:

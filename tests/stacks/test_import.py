@@ -333,6 +333,36 @@ def test_accelerate_fp8_runs_as_delayed_with_the_maximum() -> None:
     assert "mxfp8" in read_text(block, name="a.yaml").meaning.quantization
 
 
+def test_accelerate_says_what_a_machine_would_make_of_a_word() -> None:
+    def read(word: str, more: str = "") -> Imported:
+        return read_text(
+            f"{{compute_environment: X, distributed_type: FSDP, mixed_precision: {word}{more}}}", name="a.yaml"
+        )
+
+    assert any("on a CPU accelerate trains FP32" in line for line in read("fp16").assumed)
+    assert any("trains FP16 under fp8" in line for line in read("fp8").assumed)
+    assert not any("without a word" in line for line in read("bf16").assumed)
+    gathered = read("fp8", ", fp8_config: {backend: AO}")
+    assert "tensorwise" in gathered.meaning.quantization
+    assert any("travel in FP8" in line for line in gathered.cannot_express)
+    apart = read("fp8", ", fp8_config: {backend: AO, enable_fsdp_float8_all_gather: false}")
+    assert not any("travel in FP8" in line for line in apart.cannot_express)
+    assert (gathered.meaning.wire, gathered.meaning.compute) == (BF16, BF16)
+
+
+def test_lightning_refuses_fp16_under_model_parallelism_and_trains_bf16_on_a_cpu() -> None:
+    assert any(
+        "on a CPU Lightning trains BF16" in line for line in read_args("precision=16", stack="lightning").assumed
+    )
+    refused = read_args(
+        "precision=16-mixed strategy=lightning.pytorch.strategies.ModelParallelStrategy", stack="lightning"
+    )
+    assert refused.contradicts == ("16-mixed: ModelParallelStrategy refuses it",)
+    kept = read_args("precision=bf16-true strategy=ModelParallelStrategy", stack="lightning")
+    assert not kept.contradicts
+    assert any("configure_model" in line for line in kept.assumed)
+
+
 def test_lightnings_mixed_and_true_are_one_under_deepspeed_and_two_elsewhere() -> None:
     def meaning(text: str) -> Any:
         return read_args(text, stack="lightning").meaning
