@@ -383,7 +383,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--kinds", default=",".join(PLANTS))
     parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--healthy", type=int, default=21)
+    parser.add_argument("--healthy", type=int, default=24)
     args = parser.parse_args()
     if args.what == "judge":
         return judge(args.out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,9 @@ def planted(*arguments: str) -> str:
 def test_causes_are_named_first_and_healthy_runs_are_not_accused(tmp_path: Path) -> None:
     planted("make", str(tmp_path / "runs"))
     said = planted("judge", str(tmp_path / "runs"))
-    assert "healthy runs accused: 0 of 20" in said
+    found = re.search(r"healthy runs accused: 0 of (\d+)", said)
+    assert found is not None
+    assert int(found[1]) >= 20, "runs that spike without a plant are not counted"
 
 
 def test_one_planted_cause_and_one_healthy_run(tmp_path: Path) -> None:

@@ -113,3 +113,13 @@ def test_mlflow_keeps_its_numbers_in_sqlite_and_goes_on_in_the_same_run(
     losses = client.get_metric_history(run.info.run_id, "loss")
     assert [(one.step, one.value) for one in losses] == [(step, 4.0 / step) for step in range(1, 6)]
     assert run.data.tags["recipe"] == "bf16_mixed"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_server_that_cannot_be_reached_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("mlflow", reason="needs the extra mlflow")
+    write(tmp_path, range(1, 4), ["mlflow"], mlflow_uri="http://127.0.0.1:9")
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tracker")]
+    assert len(said) == 1
+    assert "the run goes on without it" in said[0]
+    assert len(read(tmp_path / "metrics.jsonl")) == 3
