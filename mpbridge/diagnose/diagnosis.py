@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.diagnose.against import differences
-from mpbridge.diagnose.causes import Case, Suspect, suspects
+from mpbridge.diagnose.causes import suspects
 from mpbridge.diagnose.evidence import Evidence, gather
 from mpbridge.diagnose.signals import Odd, Onset, odd_tensors, onsets
+from mpbridge.diagnose.suspects import Case, Suspect
 
 
 @dataclass(slots=True, kw_only=True)

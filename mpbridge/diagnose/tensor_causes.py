@@ -1,0 +1,193 @@
+"""Causes that single tensors show: scales, main weights, moments, one weight, one channel. Each answers with a suspect, or None."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+from mpbridge.diagnose.evidence import median
+from mpbridge.diagnose.signals import operands
+from mpbridge.diagnose.suspects import Case, Suspect, flushed_operands
+
+
+def scales(case: Case) -> Suspect | None:
+    """Delayed scales beside the amaxes that they should follow: one that is far off, or all that stand still."""
+    wrong: list[tuple[int, str, float]] = []
+    still: list[tuple[int, str]] = []
+    followed = 0
+    for name, points in operands(case.run):
+        for (_, before), (step, row) in itertools.pairwise(points):
+            stale, earlier = row.get("staleness"), before.get("staleness")
+            if not isinstance(stale, float) or not isinstance(earlier, float):
+                continue
+            # what it was asked for then, it still has not got: its history is not read
+            if earlier < -0.3 and row["scale"] == before["scale"]:
+                still.append(
+                    (step, f"{name}: scale {row['scale']:.4g} stays, though the amax asked for 2**{earlier:.1f} of it")
+                )
+                break
+            followed += row["scale"] != before["scale"]
+        for step, row in points[1:]:
+            stale = row.get("staleness")
+            if isinstance(stale, float) and (stale < -3 or stale > 8):
+                wrong.append((step, name, stale))
+                break
+    audited = [
+        str(fault) for audit in case.run.audits for fault in audit.get("faults", []) if "delayed scales" in str(fault)
+    ]
+    if len(still) >= 2 and len(still) > 2 * len(wrong):
+        step = min(at for at, _ in still)
+        return Suspect(
+            cause="frozen-scale", step=step, score=1.0,
+            sentence="delayed scales do not follow their amax histories any more",
+            evidence=[*(text for _, text in still[:3]), *audited[:1]], tensors=[text.partition(":")[0] for _, text in still[:4]],
+            advice=["the scale update is skipped: look at who calls it (a hook, a resume that restored scales alone, a graph captured with its update outside)", "bf16_with_fp8_current_scaling_mixed keeps no history"],
+        )  # fmt: skip
+    if not wrong:
+        return None
+    step = min(at for at, _, _ in wrong)
+    named = [(name, stale) for at, name, stale in wrong if at == step]
+    # where every amax outruns its history at once, the tensors changed, not the scales
+    # and where one is right again at the next measurement
+    states = dict(operands(case.run))
+    passing = all(_passes(states[name], step) for name, _ in named)
+    many = passing or len(wrong) > max(3, 0.25 * sum(1 for _ in operands(case.run)))
+    return Suspect(
+        cause="wrong-scale", step=step, score=0.6 if many else 0.97,
+        sentence=f"the delayed scale of {named[0][0]} is wrong by 2**{named[0][1]:+.1f}",
+        evidence=[*(f"step {step}: {name}: 2**{stale:+.1f} off, {'elements saturate' if stale < 0 else 'range is wasted'}" for name, stale in named[:3]), *audited[:1]],
+        tensors=[name for name, _ in named[:4]],
+        advice=["a scale that was loaded or set by hand: compare it with 448 (E4M3) or 57344 (E5M2) over the amax beside it", "bf16_with_fp8_current_scaling_mixed keeps no scale"],
+    )  # fmt: skip
+
+
+def _passes(points: list[tuple[int, dict[str, Any]]], step: int) -> bool:
+    """Whether a scale that was off at that measurement is right again at the next."""
+    later = [row.get("staleness") for at, row in points if at > step]
+    return bool(later) and isinstance(later[0], float) and -3 <= later[0] <= 8
+
+
+def main_weights(case: Case) -> Suspect | None:
+    """The model's parameters are not what its main weights say."""
+    gaps = [
+        (one.step, row["parameter"], row["main_gap"])
+        for one in case.run.measured
+        for row in one.tables["weights"]
+        if (row.get("main_gap") or 0.0) > 0.02
+    ]
+    audited = [
+        str(fault)
+        for audit in case.run.audits
+        for fault in audit.get("faults", [])
+        if any(word in str(fault) for word in ("main weights", "weights moved", "refreshed"))
+    ]
+    if not gaps:
+        return None
+    step = gaps[0][0]
+    here = [(name, gap) for at, name, gap in gaps if at == step]
+    return Suspect(
+        cause="lost-main-weights", step=step, score=0.98,
+        sentence="the model is not what its main weights say: updates do not reach it",
+        evidence=[f"step {step}: {len(here)} parameters differ from their main weights, {here[0][0]} in {here[0][1]:.0%} of its elements", *audited[:2]],
+        tensors=[name for name, _ in here[:4]],
+        advice=["look at what copies main weights back after the update (a wrapper, a patched optimizer, a skipped parameter gather)", "mpbridge audit: 'weights moved' and 'parameters' say the same of the live tensors"],
+    )  # fmt: skip
+
+
+def moments(case: Case) -> Suspect | None:
+    """Second moments that are suddenly a fraction of what they were, or one update that moves every weight at once at an unchanged rate."""
+    ratios: dict[int, list[float]] = {}
+    names = case.run.names("weights", "parameter")
+    for name in names:
+        points = case.run.series("weights", name, "exp_avg_sq_mean", key="parameter")
+        firsts = dict(case.run.series("weights", name, "exp_avg_rms", key="parameter"))
+        for (before, low), (step, value) in itertools.pairwise(points):
+            # the ratio of the moments, not their size: gradients grow and shrink
+            if low > 0 and value > 0 and firsts.get(before) and firsts.get(step):
+                ratios.setdefault(step, []).append(
+                    (firsts[step] / math.sqrt(value)) / (firsts[before] / math.sqrt(low))
+                )
+    for step, found in sorted(ratios.items()):
+        if len(found) >= 3 and median(found) > 4 and case.near(step - case.every):
+            return Suspect(
+                cause="moments-lost", step=step, score=0.93,
+                sentence="the optimizer's second moments were lost while the first ones stayed: updates far too large",
+                evidence=[f"step {step}: first over root of second moment grew {median(found):.1f}-fold in the median parameter since the measurement before"],
+                advice=["look at what touches the optimizer's state (a reload, an offload, a cast to a format that flushes small numbers)", "go back to the last checkpoint: a warm-up behind a reset of moments avoids the same jump"],
+            )  # fmt: skip
+    return _update_of_all(case, names)
+
+
+def _update_of_all(case: Case, names: list[str]) -> Suspect | None:
+    """Most weights jump between two measurements although rate and clipped gradients are what they were."""
+    loss = case.onset("loss") or case.onset("grad_norm")
+    if loss is None:
+        return None
+    rates = {row["iteration"]: row.get("lr") or 0.0 for row in case.run.curves.rows}
+    for step in [one.step for one in case.run.measured][1:]:
+        if not loss.step - 2 * case.every <= step <= loss.step + 2 * case.every:
+            continue
+        grew = _growth(case, names, step)
+        steady = rates.get(step, 0.0) <= 1.05 * rates.get(loss.step - 2, math.inf)
+        calm = step <= loss.step + 2 and loss.step > 1
+        if len(grew) >= 4 and median(grew) > 1.5 and steady and calm:
+            return Suspect(
+                cause="moments-lost", step=step, score=0.75,
+                sentence="one update moved every weight far at an unchanged rate: the optimizer's second moments are wrong",
+                evidence=[f"step {step}: RMS of the median weight {median(grew):.2g} times that of the measurement before", f"step {loss.step}: {loss.what}"],
+                advice=["look at what touches the optimizer's state", "go back to the last checkpoint"],
+            )  # fmt: skip
+    return None
+
+
+def _growth(case: Case, names: list[str], step: int) -> list[float]:
+    """RMS of each weight over that of the measurement before."""
+    found = []
+    for name in names:
+        points = case.run.series("weights", name, "rms", key="parameter")
+        if "norm" not in name:
+            found += [two / one for (_, one), (at, two) in itertools.pairwise(points) if at == step and one > 0]
+    return found
+
+
+def one_weight(case: Case) -> Suspect | None:
+    """One parameter has elements of another size than before, and no other has."""
+    jumps = [one for one in case.odd if one.number == "amax" and "norm" not in one.tensor]
+    if not jumps:
+        return None
+    step = jumps[0].step
+    here = [one for one in jumps if one.step == step]
+    gains = [one for one in case.odd if one.number == "amax" and "norm" in one.tensor and one.step < step]
+    if len(here) > 2 or gains:
+        return None
+    odd = max(here, key=lambda one: one.factor)
+    rms = dict(case.run.series("weights", odd.tensor, "rms", key="parameter")).get(step, math.nan)
+    return Suspect(
+        cause="weight-corrupted", step=step, score=0.95,
+        sentence=f"elements of {odd.tensor} are of another size than before, and no other parameter's are",
+        evidence=[str(odd), f"its RMS there is {rms:.3g}: a few elements hold it" if odd.after > 20 * rms else f"its RMS there is {rms:.3g}"],
+        tensors=[one.tensor for one in here],
+        advice=["a flipped bit in memory or in a file: compare the tensor with the last checkpoint's", "go back to that checkpoint; check the machine's memory errors (ECC)"],
+    )  # fmt: skip
+
+
+def outlier(case: Case) -> Suspect | None:
+    """One channel of a linear's input is far larger than the others, and was not before."""
+    channels = [one for one in case.odd if one.number == "x_outlier" and one.after > 30]
+    gains = [one for one in case.odd if one.number == "amax" and one.tensor.endswith("norm.weight")]
+    if not channels:
+        return None
+    first = channels[0]
+    source = [one for one in gains if one.step <= first.step]
+    many = sum(one.step <= first.step and one.number == "amax" and "norm" not in one.tensor for one in case.odd)
+    if many > 2:
+        return None
+    row = next(row for one in case.run.measured if one.step == first.step for row in one.tables["linears"] if row["linear"] == first.tensor)  # fmt: skip
+    return Suspect(
+        cause="outlier-channel", step=first.step, score=0.96 if source else 0.7,
+        sentence=f"channel {row.get('x_channel')} of the input of {first.tensor} is {first.after:.0f} times the median channel",
+        evidence=[str(first), *(str(one) for one in source[:2]), *flushed_operands(case)[:2]],
+        tensors=[one.tensor for one in [*source, *channels][:4]],
+        advice=["a scaling with blocks (bf16_with_mxfp8_mixed, bf16_with_fp8_subchannel_scaling_mixed) loses only the block of an outlier", "keep that linear in high precision: mixed_precision.modules", *(["look at the norm's gain named above"] if source else [])],
+    )  # fmt: skip
