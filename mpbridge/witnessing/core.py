@@ -40,7 +40,10 @@ class CoreLoop(Loop):
             optimizer=getattr(self._parts()[0], "config", None),
             ddp=getattr(first, "ddp_config", None),
         )
-        self.run = _run_of(self.configs, self.facts())
+        # linears of mpbridge.emulation say so themselves
+        plugs = [getattr(m, "plug", None) for chunk in self.model for m in chunk.modules()]
+        emulated = any(getattr(plug, "emulated", True) for plug in plugs if plug is not None)
+        self.run = _run_of(self.configs, self.facts(), emulated=emulated)
 
     @property
     def words(self) -> str:  # type: ignore[override]
@@ -270,8 +273,8 @@ def _parallel(config: Any) -> Parallel:
     )
 
 
-def _run_of(configs: Any, facts: LoopFacts) -> Any:
+def _run_of(configs: Any, facts: LoopFacts, *, emulated: bool) -> Any:
     from mpbridge.witnessing.loops import LoopRun, _neutral
 
     inputs = {name: _section(name, getattr(configs, name)) for name in ("model", "optimizer", "ddp")}
-    return LoopRun(policy=_neutral(), facts=facts, inputs=inputs)
+    return LoopRun(policy=_neutral(), facts=facts, inputs=inputs, emulate=emulated)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal, Self
 
@@ -24,7 +25,7 @@ from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Imported
 from mpbridge.witnessing.describe import describe
-from mpbridge.witnessing.loops import Loop, LoopRun, Update, loop_of
+from mpbridge.witnessing.loops import Loop, Update, loop_of
 from mpbridge.witnessing.nearest import nearest
 from mpbridge.witnessing.report import Witnessed
 from mpbridge.witnessing.sound import noted, sound
@@ -206,8 +207,9 @@ class Witness:
         from mpbridge.sync.plan import plan
 
         targets = {key: config for key, config in vars(loop.configs).items() if config is not None}
-        made = plan(self.policy, **targets) if targets and not loop.foreign else None
-        loop.run = LoopRun(policy=self.policy, facts=run.facts, recipe=self.promised, inputs=run.inputs, plan=made)
+        kind: Literal["emulated", "native"] = "emulated" if run.emulate else "native"
+        made = plan(self.policy, realization=kind, **targets) if targets and not loop.foreign else None
+        loop.run = replace(run, policy=self.policy, recipe=self.promised, plan=made)
         return promises_of(self.policy, loop)  # type: ignore[arg-type]
 
 
