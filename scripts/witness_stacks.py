@@ -339,7 +339,7 @@ CASES = (
     Case("fsdp2", "MixedPrecisionPolicy with nothing else said, module in FP32", fsdp2),
     Case("accelerate", "one GPU or DDP, module in FP32", lambda: accelerate(Net())),
     Case("accelerate", "one GPU or DDP, module loaded in BF16", lambda: accelerate(bf16_net())),
-    Case("accelerate", "FSDP1 and FSDP2", accelerate_fsdp),
+    Case("accelerate", "FSDP2", accelerate_fsdp),
     Case("transformers", "DDP, checkpoint in FP32", transformers_trainer),
     Case("transformers", "DDP, checkpoint in BF16 (its dtype is kept)", lambda: transformers_trainer(BF16)),
     Case("lightning", "one GPU or DDP", lambda: lightning_trainer("bf16-mixed"), word="bf16-mixed"),

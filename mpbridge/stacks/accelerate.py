@@ -1,7 +1,7 @@
 """Hugging Face accelerate: a recipe as an Accelerator with FSDP2.
 
-Read at 1.15.0: accelerator.py, utils/dataclasses.py, utils/fsdp_utils.py. Its autocast stays on over FSDP, and its YAML cannot name a reduction
-dtype, so the policy is Python.
+Read at 1.15.0: accelerator.py, utils/dataclasses.py, utils/fsdp_utils.py. Its autocast stays on over FSDP1, not over FSDP2 (seen live by scripts/witness_stacks.py). Its
+YAML cannot name a reduction dtype, so the policy is Python.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ def export(request: Request) -> Export:
         lines.append(
             Line(fidelity="different", fact="keep_fp32", text="pass them as ignored_params: neither cast nor sharded")
         )
-    costs = {"autocast": "norms, softmax and loss run in FP32, in more memory"}
-    lines += compared(of_policy(policy, engine=request.engine), theirs, costs, ignore=("loss_scale",))
+    lines += compared(of_policy(policy, engine=request.engine), theirs, ignore=("loss_scale",))
     piece = Fragment(name="python", text=_python(request, theirs))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
 
 
 def _meaning(policy: PrecisionPolicy) -> Meaning:
-    theirs = torch_meaning(policy, autocast=True, scalings=tuple(SCALINGS))
+    theirs = dataclasses.replace(torch_meaning(policy, scalings=tuple(SCALINGS)), autocast=None)
     if theirs.storage is not DType.FP32:  # a 16-bit module under mixed_precision="no"
-        return dataclasses.replace(theirs, autocast=None)
+        return theirs
     return dataclasses.replace(
         theirs, regions=tuple(as_run(region) for region in theirs.regions if region.first is None)
     )

@@ -43,7 +43,8 @@ def read_data(data: Any, *, version: str) -> Imported:
         return _deepspeed(read, word, version, assumed)
     cannot: list[str] = []
     base = _WORDS[word]
-    meaning = _fsdp(base) if kind in ("FSDP", "TPU_FSDP") else _ddp(base)
+    second = str(read.at("fsdp_config.fsdp_version", 1)) == "2"
+    meaning = _fsdp(base, second=second) if kind in ("FSDP", "TPU_FSDP") else _ddp(base)
     quant = _quant(read, cannot) if word == "fp8" else None
     if quant is not None:
         meaning = dataclasses.replace(meaning, regions=(Region(quant=quant),))
@@ -72,9 +73,9 @@ def _ddp(base: DType) -> Meaning:
     return Meaning(storage=DType.FP32, compute=base, autocast=autocast, wire=DType.FP32, accumulator=DType.FP32)
 
 
-def _fsdp(base: DType) -> Meaning:
-    """FSDP1 and FSDP2: parameters upcast to FP32, gathered and reduced in the 16-bit dtype, autocast on top."""
-    autocast = None if base is DType.FP32 else base
+def _fsdp(base: DType, *, second: bool) -> Meaning:
+    """Parameters upcast to FP32, gathered and reduced in the 16-bit dtype; autocast on top of FSDP1 only."""
+    autocast = None if base is DType.FP32 or second else base
     return Meaning(
         storage=DType.FP32, compute=base, autocast=autocast, wire=base, accumulator=DType.FP32, sharded="everything"
     )

@@ -324,6 +324,9 @@ def test_accelerate_reduces_in_bf16_on_fsdp_and_in_fp32_on_ddp() -> None:
         "{compute_environment: X, distributed_type: MULTI_GPU, mixed_precision: bf16}", name="a.yaml"
     ).meaning
     assert (fsdp.wire, fsdp.autocast, ddp.wire, ddp.autocast) == (BF16, BF16, FP32, BF16)
+    text = "{compute_environment: X, distributed_type: FSDP, mixed_precision: bf16, fsdp_config: {fsdp_version: 2}}"
+    second = read_text(text, name="a.yaml").meaning
+    assert (second.wire, second.autocast) == (BF16, None)
 
 
 def test_accelerate_fp8_runs_as_delayed_with_the_maximum() -> None:
