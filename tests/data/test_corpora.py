@@ -53,11 +53,18 @@ def test_a_table_is_read_row_by_row(tmp_path: Path, name: str, stream: bool) -> 
 
 
 @pytest.mark.filterwarnings("ignore")  # the library's own, of what it pickles
-def test_a_data_set_of_the_library_is_its_arrow_files(tmp_path: Path) -> None:
+def test_a_data_set_of_the_library_is_its_arrow_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = pytest.importorskip("datasets", reason="pip install 'mpbridge[hf]'")
-    library.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
-    done = prepare(find(str(tmp_path / "saved")).files, cache=tmp_path / "cache", keys=["text"])
-    assert sorted(tokens(done.prefixes[0])) == sorted(expected())
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    # what load_dataset takes as an id: a repository's, or a folder's
+    files = find(f"hf:{tmp_path / 'rows'}").files
+    assert {path.suffix for path in files} == {".arrow"}
+    done = prepare(files, cache=tmp_path / "cache", keys=["text"])
+    assert tokens(done.prefixes[0]) == expected()
+    with pytest.raises(DataError, match="not a data set that this machine has or reaches"):
+        find(f"hf:{tmp_path / 'none'}")
 
 
 def test_a_damaged_table_is_refused_by_name(tmp_path: Path) -> None:
