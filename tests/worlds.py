@@ -12,8 +12,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def start(size: int, script: str, *arguments: str, timeout: float = 280.0, expect: int | None = 0) -> str:
-    """What `size` processes running `script` printed; the test fails where the exit status is not the expected one (None: any)."""
+def start(size: int, script: str, *arguments: str, timeout: float = 280.0, expect: int = 0) -> str:
+    """What `size` processes running `script` printed; the test fails where the exit status is not the expected one."""
     command = [
         sys.executable,
         "-m",
@@ -25,7 +25,7 @@ def start(size: int, script: str, *arguments: str, timeout: float = 280.0, expec
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    assert expect is None or done.returncode == expect, done.stdout[-6000:] + done.stderr[-8000:]
+    assert done.returncode == expect, done.stdout[-6000:] + done.stderr[-8000:]
     return done.stdout
 
 

@@ -12,7 +12,7 @@ import torch
 
 from mpbridge.errors import DataError
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.tune.subject import Subject, summed
+from mpbridge.tune.subject import Subject, high_precision, summed
 
 YARDSTICK = 1 / math.sqrt(3)
 """Noise over the gradient's norm above which training degrades: "FP4 All the Way" (arXiv 2505.19115), the gradient's norm below sqrt(3) times the
@@ -44,6 +44,8 @@ class Measured:
 
     def better_than(self, other: Measured) -> tuple[float, float]:
         """(other's error minus this one's, mean over the same batches; its standard error)."""
+        if not math.isfinite(self.error) or not math.isfinite(other.error):
+            return (math.inf if math.isfinite(self.error) else -math.inf), 0.0
         gaps = [theirs - mine for mine, theirs in zip(self.errors, other.errors, strict=True)]
         return statistics.fmean(gaps), _se(gaps)
 
@@ -59,13 +61,15 @@ class Measured:
 
 
 def _se(values: Sequence[float]) -> float:
+    if not all(math.isfinite(value) for value in values):
+        return math.inf
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
 
 
 def prove(
     subject: Subject, arms: Mapping[str, PrecisionPolicy], batches: int, *, split: str = "valid", first: int = 0
 ) -> dict[str, Measured]:
-    """name -> its figures over that many unseen batches. Every rank calls it; the emulation is left under the policy that it had.
+    """name -> its figures over that many unseen batches; infinite errors where a policy's gradient overflows. Every rank calls it; the emulation is left under the policy that it had.
 
     Every policy sees the same batches and the same random bits. Keeps one FP32 gradient for each policy, besides two.
     """
@@ -75,8 +79,7 @@ def prove(
     own = subject.emulation.policy
     norms: list[float] = []
     for number in range(first, first + batches):
-        with subject.emulation.paused():
-            high = subject.backward(split, number)
+        high = high_precision(subject, split, number)
         exact = [gradient.detach().float().clone() for gradient in subject.gradients()]
         norms.append(summed([_norm2(exact)])[0])
         if not norms[-1]:
@@ -88,18 +91,22 @@ def prove(
             off = [
                 gradient.detach().float() - theirs for gradient, theirs in zip(subject.gradients(), exact, strict=True)
             ]
-            squares[name].append(summed([_norm2(off)])[0])
+            squared = summed([_norm2(off)])[0]
+            squares[name].append(squared if math.isfinite(squared) else math.inf)
             found[name].errors.append(math.sqrt(squares[name][-1] / norms[-1]))
             found[name].gaps.append(loss - high)
-            if name in sums:
-                torch._foreach_add_(sums[name], off)
-            else:
+            if name not in sums:
                 sums[name] = off
+            elif off:  # a replica counts no gradient of its own
+                torch._foreach_add_(sums[name], off)
     if subject.emulation.policy != own:
         subject.emulation.switch(own)
     scale = statistics.fmean(norms)
     for name, mine in found.items():
         whole = statistics.fmean(squares[name])
+        if not math.isfinite(whole):
+            mine.bias = mine.noise = math.inf
+            continue
         total = summed([_norm2(sums[name])])[0]
         # unbiased: the products of different batches' errors only
         shared = (total - math.fsum(squares[name])) / (batches * (batches - 1)) if batches > 1 else whole

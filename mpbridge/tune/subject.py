@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -27,7 +28,7 @@ class Subject(Protocol):
     emulation: Emulation
 
     def backward(self, split: Split, number: int) -> float:
-        """Forward and backward of a global batch, under whatever the emulation does now; the loss. Raises DataError where it is not finite."""
+        """Forward and backward of a global batch, under whatever the emulation does now; the loss, which need not be finite."""
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients of that batch, each element on one rank of the job only; valid until the next one."""
@@ -44,7 +45,7 @@ class EngineSubject:
         """See Subject."""
         size = int(self.feed.run.train["global_batch_size"])
         stream: Iterator[Batch] = islice(self.feed.batches(split, number * size, self._rank, self._ranks), self._micro)
-        return _finite(self.engine.backward(stream, microbatches=self._micro), split, number)
+        return float(self.engine.backward(stream, microbatches=self._micro))
 
     def gradients(self) -> list[torch.Tensor]:
         """See Subject."""
@@ -81,7 +82,7 @@ class ModuleSubject:
                 "batch's loss: a scalar tensor with its graph, on which backward has not been called"
             )
         torch.autograd.backward(loss)
-        return _finite(float(loss.detach()), split, number)
+        return float(loss.detach())
 
     def gradients(self) -> list[torch.Tensor]:
         """See Subject."""
@@ -91,7 +92,12 @@ class ModuleSubject:
         return found
 
 
-def _finite(loss: float, split: Split, number: int) -> float:
+def high_precision(subject: Subject, split: Split, number: int) -> float:
+    """Forward and backward of a global batch in high precision; the loss. Raises DataError where it is not finite: every rank has the same."""
+    with contextlib.ExitStack() as stack:
+        if not subject.emulation.is_paused:
+            stack.enter_context(subject.emulation.paused())
+        loss = subject.backward(split, number)
     if not math.isfinite(loss):
         raise DataError(
             f"the loss of {'scoring' if split == 'train' else 'unseen'} batch {number + 1} is {loss}: a NaN or an overflow in the data or the "

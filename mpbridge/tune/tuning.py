@@ -22,7 +22,7 @@ from mpbridge.tune.knapsack import least
 from mpbridge.tune.proof import Measured, prove
 from mpbridge.tune.proposal import base_of, configured
 from mpbridge.tune.scores import Scorer, Scores, merged
-from mpbridge.tune.subject import Subject, everywhere
+from mpbridge.tune.subject import Subject, everywhere, high_precision
 from mpbridge.tune.units import LOW, Place, Unit, by_kind, units
 from mpbridge.tune.verdict import Verdict, judged
 
@@ -160,7 +160,7 @@ def _score(subject: Subject, asked: Asked, low: Mapping[str, Quant], say: Callab
     for number in range(asked.batches):
         scorer.batch(number)
         with emulation.listening(scorer):
-            subject.backward("train", number)
+            high_precision(subject, "train", number)
     say(f"scored {len(own)} linears on {asked.batches} batches")
     parts = everywhere((own, scorer.halves, scorer.refused, scorer.inputs, scorer.shapes))
     places: dict[str, Place] = {}

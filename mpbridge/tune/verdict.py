@@ -38,7 +38,9 @@ def judged(proof: Mapping[str, Measured], spent: Mapping[str, float], same: Mapp
         gap, se = mine.better_than(rules[best])
         figures = f"gradient error {mine.error:.3f} against {rules[best].error:.3f}, {gap:+.3f} +- {se:.3f} on {len(mine.errors)} unseen batches"
         if same[best]:
-            take, text = best, f"the choice is {best} itself ({figures}): take that"
+            text = (
+                f"the choice is {best} itself, the best simple rule at no higher cost: gradient error {mine.error:.3f}"
+            )
         elif gap > ERRORS * se:
             text = f"better than {best}, the best simple rule at no higher cost: {figures}"
         else:
@@ -47,7 +49,9 @@ def judged(proof: Mapping[str, Measured], spent: Mapping[str, float], same: Mapp
     drawn = [name for name in proof if name.startswith("random")]
     if drawn:
         mean = sum(proof[name].error for name in drawn) / len(drawn)
-        lines.append(f"{len(drawn)} random choices at the same cost are off by {mean:.3f} on average")
+        lines.append(
+            f"{len(drawn)} random choice{'s' if len(drawn) > 1 else ''} at the same cost: off by {mean:.3f} on average"
+        )
     for name, one in proof.items():
         if name.startswith("all ") and spent[name] > spent[TUNED] * SAME_COST and one.error < mine.error:
             lines.append(f"{name} costs {spent[name] / spent[TUNED]:.2f} times as much and is off by {one.error:.3f}")

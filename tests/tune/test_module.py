@@ -205,3 +205,56 @@ def poisoned(number: int) -> list[torch.Tensor]:
 def test_bad_input_is_a_sentence(what: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         what()
+
+
+def test_a_format_that_overflows_is_infinitely_wrong_and_no_fault_of_the_data() -> None:
+    """By hand: a policy whose emulated gradient is not finite in one batch, beside one that is high precision itself."""
+    import math
+
+    from mpbridge.tune.proof import prove
+
+    class Stub:
+        class emulation:
+            policy, is_paused = "own", False
+
+            @classmethod
+            def switch(cls, policy: Any) -> None:
+                cls.policy = policy
+
+            @staticmethod
+            def step_at(step: int) -> None: ...
+
+            @classmethod
+            def paused(cls) -> Any:
+                import contextlib
+
+                @contextlib.contextmanager
+                def held() -> Any:
+                    before, cls.policy = cls.policy, "high"
+                    yield
+                    cls.policy = before
+
+                return held()
+
+        number = 0
+
+        def backward(self, split: str, number: int) -> float:
+            self.number = number
+            return math.nan if self.emulation.policy == "bad" and number == 1 else 1.0
+
+        def gradients(self) -> list[torch.Tensor]:
+            exact = torch.tensor([3.0, 4.0])
+            off = {"bad": [math.nan, 0.0] if self.number else [0.0, 0.0], "shared": [0.0, 1.0]}
+            off["alternating"] = [0.0, 1.0 if self.number % 2 else -1.0]
+            return [exact + torch.tensor(off.get(self.emulation.policy, [0.0, 0.0]))]
+
+    arms: Any = {"bad": "bad", "shared": "shared", "alternating": "alternating", "exact": "exact"}
+    found = prove(Stub(), arms, 4)  # type: ignore[arg-type]
+    assert found["bad"].error == math.inf
+    assert found["exact"].error == 0.0
+    # off by 1 of 5: all of it the same in every batch, or none of it
+    assert found["shared"].error == found["alternating"].error == pytest.approx(0.2)
+    assert (found["shared"].bias, found["shared"].noise) == (pytest.approx(0.2), 0.0)
+    assert found["alternating"].bias == 0.0
+    assert found["alternating"].noise == pytest.approx(0.2)
+    assert found["exact"].better_than(found["bad"])[0] == math.inf

@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from mpbridge.cli.main import main
-from tests.worlds import ROOT, start
+from tests.worlds import start
 
 NVFP4 = "bf16_with_nvfp4_mixed"
 TINY = [
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, corpus: list[s
     wider = [one for one in settings if not one.startswith("model.ffn")] + ["model.ffn_hidden_size=256"]
     command = ["tune", "--recipe", NVFP4, "--checkpoint", str(kept), "--out", str(tmp_path / "t.yaml")]
     assert main([*command, *wider]) != 0
-    assert "linear_fc1" in capsys.readouterr().err
+    assert "another model: ffn_hidden_size is 128 in the checkpoint and 256 in the run" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -107,10 +107,8 @@ def test_two_processes_give_one_processs_answer(tmp_path: Path, corpus: list[str
     found = []
     for size in (1, 2):
         out = tmp_path / f"{size}.yaml"
-        start(
-            size, str(ROOT / "mpbridge" / "__main__.py"), "tune", "--recipe", NVFP4, "--batches", "4", "--unseen", "2",
-            "--out", str(out), *TINY, *corpus, expect=None,
-        )  # fmt: skip
+        arguments = ["--recipe", NVFP4, "--batches", "4", "--unseen", "2", "--out", str(out)]
+        start(size, str(Path(__file__).with_name("worker.py")), *arguments, *TINY, *corpus)
         found.append(yaml.safe_load(out.read_text()))
     one, two = found
     assert {name: value for name, value in one.items() if name != "evidence"} == {
