@@ -50,6 +50,8 @@ class Case:
     """As in the table of words."""
     run: Callable[[], Witnessed]
     word: str = "bf16"
+    several: bool = False
+    """Whether it is something only in several processes."""
 
 
 class Net(torch.nn.Module):
@@ -336,10 +338,10 @@ _ZERO = {"bf16": {"enabled": True}}
 CASES = (
     Case("megatron-lm", "DDP", lambda: megatron(distributed=False)),
     Case("megatron-lm", "--use-distributed-optimizer", lambda: megatron(distributed=True)),
-    Case("fsdp2", "MixedPrecisionPolicy with nothing else said, module in FP32", fsdp2),
+    Case("fsdp2", "MixedPrecisionPolicy with nothing else said, module in FP32", fsdp2, several=True),
     Case("accelerate", "one GPU or DDP, module in FP32", lambda: accelerate(Net())),
     Case("accelerate", "one GPU or DDP, module loaded in BF16", lambda: accelerate(bf16_net())),
-    Case("accelerate", "FSDP2", accelerate_fsdp),
+    Case("accelerate", "FSDP2", accelerate_fsdp, several=True),
     Case("transformers", "DDP, checkpoint in FP32", transformers_trainer),
     Case("transformers", "DDP, checkpoint in BF16 (its dtype is kept)", lambda: transformers_trainer(BF16)),
     Case("lightning", "one GPU or DDP", lambda: lightning_trainer("bf16-mixed"), word="bf16-mixed"),
@@ -385,6 +387,9 @@ def main() -> int:
         if options.only and case.stack != options.only:
             continue
         name = f"{case.stack}: {case.word}, {case.where}"
+        if case.several and not dist.is_initialized():
+            print(f"-    {name}: left out: it takes torchrun and several processes")
+            continue
         try:
             seen = case.run()
         except ImportError as error:
