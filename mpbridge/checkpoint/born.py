@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpbridge.checkpoint.index import Index
+from mpbridge.checkpoint.verdict import Verdict
 from mpbridge.formats import DType, dtype
 from mpbridge.memory.keeps import keeps_of
 
@@ -20,6 +21,25 @@ _HALVES = (DType.BF16, DType.FP16)
 def holds_weights_alone(path: Path) -> bool:
     """Whether a checkpoint was converted from a folder of weights, so that nothing else can be in it."""
     return (path / SOURCE).is_file()
+
+
+def why_alone(path: Path) -> str:
+    """Why only weights can be taken from a checkpoint that no run of mpbridge saved, as the rest of a sentence."""
+    if holds_weights_alone(path):
+        return "holds weights alone"
+    return "was not written by mpbridge, so nothing says what its optimizer states mean"
+
+
+def taken_alone(run: Run, index: Index, path: Path) -> Verdict:
+    """The verdict on weights that were taken from such a checkpoint because that was asked for."""
+    alone = holds_weights_alone(path)
+    why = "it holds nothing else" if alone else "mpbridge did not write the checkpoint"
+    return Verdict(
+        kind="weights only",
+        why=(f"it was asked for (checkpoint.reset_optimizer), and {why}",),
+        lost=() if alone else ("optimizer states, schedule, counters and random states",),
+        notes=born(run, index),
+    )
 
 
 def born(run: Run, index: Index) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mpbridge.audit.wire import unobserved
 from mpbridge.checkpoint import foreign, state, store
 from mpbridge.checkpoint.assemble import indexed, raise_first
-from mpbridge.checkpoint.born import born, holds_weights_alone
+from mpbridge.checkpoint.born import taken_alone, why_alone
 from mpbridge.checkpoint.convert import converted, needs_converting
 from mpbridge.checkpoint.index import INDEX
 from mpbridge.checkpoint.plain import encoded
@@ -141,22 +141,13 @@ def load_weights(training: Training, path: Path) -> None:
 
 def _strangers_weights(training: Training, place: Path, path: Path, *, reset: bool) -> Verdict:
     """The weights of a checkpoint that another program wrote; raises Refused where that was not asked for."""
-    alone = holds_weights_alone(place)
     if not reset:
-        said = (
-            "holds weights alone"
-            if alone
-            else "was not written by mpbridge, so nothing says what its optimizer states mean"
+        raise Refused(
+            f"{path} {why_alone(place)}: go on with the weights alone (--reset-optimizer), or from a checkpoint of a run"
         )
-        raise Refused(f"{path} {said}: go on with the weights alone (--reset-optimizer), or from a checkpoint of a run")
     with _explained(path, None), Contents(place) as contents:
         _take_up(training, contents, weights_only=True)
-        notes = born(training.run, contents.index)
-    why = "it holds nothing else" if alone else "mpbridge did not write the checkpoint"
-    lost = () if alone else ("optimizer states, schedule, counters and random states",)
-    return Verdict(
-        kind="weights only", why=(f"it was asked for (checkpoint.reset_optimizer), and {why}",), lost=lost, notes=notes
-    )
+        return taken_alone(training.run, contents.index, place)
 
 
 @contextmanager
