@@ -14,6 +14,7 @@ from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.estimate.predict import Estimate, estimate
 from mpbridge.estimate.timing import Timing, timing
 from mpbridge.hardware.capability import refuse_unless_native
+from mpbridge.memory.budget import memory
 from mpbridge.memory.compare import REFERENCE
 
 if TYPE_CHECKING:
@@ -28,7 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     add_target_arguments(parser)
     parser.add_argument("--price", type=float, metavar="X", help="of one GPU hour, in any currency")
-    parser.add_argument("--plot", metavar="FILE", help="a picture: where the time goes, by recipe (needs matplotlib)")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="a picture: where the time goes and what memory holds, beside bf16_mixed (needs matplotlib)",
+    )
     parser.add_argument(
         "--against", metavar="RUN_DIR", help="the configuration and the measured step of a run (its logger.log_dir)"
     )
@@ -49,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     mine = estimate(made.policy, where.facts(made.facts), None, where.constants)
     other = _reference(made, where)
     if args.plot:
-        _plot(Path(args.plot), made, mine, other)
+        _plot(Path(args.plot), made, where, mine, other)
     if args.json:
         print_json(
             _data(made, mine, args.price) | {"reference": None if other is None else _data(made, other, args.price)}
@@ -74,12 +79,19 @@ def _run_of(measured: Timing, where: Target) -> Run:
 
 def _reference(made: Run, where: Target) -> Estimate | None:
     """bf16_mixed on the same machine and layout; None where it cannot run there or is what was asked."""
+    run = _plain_run(made, where)
+    try:
+        return None if run is None else estimate(run.policy, where.facts(run.facts), None, where.constants)
+    except MpbridgeError:
+        return None
+
+
+def _plain_run(made: Run, where: Target) -> Run | None:
     if made.recipe == REFERENCE:
         return None
     plain = dataclasses.replace(made.container, mixed_precision=REFERENCE, engine=made.engine, emulate=False)
     try:
-        run = plain.resolved(made.world_size, machine=where.machine, versions=where.versions, training=False)
-        return estimate(run.policy, where.facts(run.facts), None, where.constants)
+        return plain.resolved(made.world_size, machine=where.machine, versions=where.versions, training=False)
     except MpbridgeError:
         return None
 
@@ -137,8 +149,22 @@ def _print(made: Run, where: Target, mine: Estimate, other: Estimate | None, pri
         print(f"left out: {line}")
 
 
-def _plot(path: Path, made: Run, mine: Estimate, other: Estimate | None) -> None:
-    from mpbridge.report.bars import stacked_bars
+def _plot(path: Path, made: Run, where: Target, mine: Estimate, other: Estimate | None) -> None:
+    """Two panels: where the time goes, and what the fullest rank's memory holds, the recipe above bf16_mixed."""
+    from mpbridge.report.bars import Panel, stacked_bars
 
-    bars = {made.recipe: mine.parts} | ({REFERENCE: other.parts} if other is not None else {})
-    stacked_bars(path, bars, unit="seconds per step", title=f"Predicted, {mine.world} GPUs")
+    time = {made.recipe: mine.parts} | ({REFERENCE: other.parts} if other is not None else {})
+    plain = _plain_run(made, where)
+    held = {run.recipe: _by_role(run, where) for run in (made, plain) if run is not None}
+    panels = (
+        Panel(f"Predicted step, {mine.world} GPUs", "seconds per step", time),
+        Panel("Predicted memory of the fullest rank, by role", "GiB", held),
+    )
+    stacked_bars(path, panels)
+
+
+def _by_role(run: Run, where: Target) -> dict[str, float]:
+    """GiB by role: states, activations, and what lies beside them and outside of what torch counts."""
+    one = memory(run.policy, where.facts(run.facts))
+    beside = {part.name: part.bytes for part in (*one.beside, *one.outside)}
+    return {name: held / 2**30 for name, held in {**one.roles, "activations": one.activations, **beside}.items()}

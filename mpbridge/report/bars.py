@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mpbridge.errors import BadValue, MpbridgeError
 
 
-def stacked_bars(path: Path, bars: Mapping[str, Mapping[str, float]], *, unit: str, title: str) -> None:
-    """Writes one horizontal bar for each name of `bars`, its parts one after another. Raises MpbridgeError where matplotlib is missing, BadValue
-    where the file cannot be written."""
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One set of bars: by name, each of parts in their order."""
+
+    title: str
+    unit: str
+    bars: Mapping[str, Mapping[str, float]]
+
+
+def stacked_bars(path: Path, panels: Sequence[Panel]) -> None:
+    """Writes a picture of the panels, one above the other, a horizontal bar for each name with its parts one after another. Raises MpbridgeError
+    where matplotlib is missing, BadValue where the file cannot be written."""
     try:
         import matplotlib
     except ImportError as error:
@@ -20,19 +31,24 @@ def stacked_bars(path: Path, bars: Mapping[str, Mapping[str, float]], *, unit: s
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
-    figure, axes = plt.subplots(figsize=(10, 1.6 + 0.7 * len(bars)))
-    colours = plt.get_cmap("tab20")
-    for index, part in enumerate(parts):
-        left = [sum(bar.get(earlier, 0.0) for earlier in parts[:index]) for bar in bars.values()]
-        width = [bar.get(part, 0.0) for bar in bars.values()]
-        axes.barh(list(bars), width, left=left, label=part, color=colours(index % 20))
-    axes.set(xlabel=unit, title=title)
-    axes.invert_yaxis()
-    axes.legend(fontsize=7, ncol=3, loc="upper center", bbox_to_anchor=(0.5, -0.35))
+    height = sum(2.2 + 0.6 * len(panel.bars) for panel in panels)
+    figure, places = plt.subplots(len(panels), 1, figsize=(10, height), squeeze=False, layout="constrained")
+    for panel, axes in zip(panels, places[:, 0], strict=True):
+        _draw(axes, panel, plt.get_cmap("tab20"))
     try:
-        figure.savefig(path, dpi=110, bbox_inches="tight")
+        figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:
         raise BadValue(f"picture {path} cannot be written: {error}") from None
     finally:
         plt.close(figure)
+
+
+def _draw(axes: Any, panel: Panel, colours: Any) -> None:
+    parts = list(dict.fromkeys(part for bar in panel.bars.values() for part in bar))
+    for index, part in enumerate(parts):
+        left = [sum(bar.get(earlier, 0.0) for earlier in parts[:index]) for bar in panel.bars.values()]
+        width = [bar.get(part, 0.0) for bar in panel.bars.values()]
+        axes.barh(list(panel.bars), width, left=left, label=part, color=colours(index % 20))
+    axes.set(xlabel=panel.unit, title=panel.title)
+    axes.invert_yaxis()
+    axes.legend(fontsize=7, ncol=4, loc="upper center", bbox_to_anchor=(0.5, -0.3))
