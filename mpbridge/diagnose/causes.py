@@ -41,6 +41,11 @@ def suspects(case: Case) -> list[Suspect]:
     found = [one for cause in CAUSES.values() if (one := cause(case)) is not None]
     if not found:
         return []
-    earliest = min(one.step for one in found)
+    # a spike of the data that was over at once explains nothing that came later
+    lasting = [one for one in found if one.cause != "data-spike" and one.score >= 0.9]
+    for one in found:
+        if one.cause == "data-spike" and lasting:
+            one.score = 0.5
+    earliest = min(one.step for one in lasting or found)
     # evidence from the same measurement is simultaneous
     return sorted(found, key=lambda one: -(one.score - 0.02 * max(0, one.step - earliest - case.every)))

@@ -27,8 +27,9 @@ class Onset:
 
 
 def onsets(run: Evidence) -> list[Onset]:
-    """The first of each kind, earliest first."""
-    found = [_loss(run), _gradient(run), _nonfinite(run)]
+    """Every jump of the loss that follows a recovery, and the first of each other kind, earliest first."""
+    found = [*_jumps(run), _gradient(run), _nonfinite(run)]
+    found += [] if any(one is not None and one.number == "loss" for one in found) else [_rise(run)]
     return sorted((one for one in found if one is not None), key=lambda one: one.step)
 
 
@@ -39,21 +40,31 @@ def jump(values: list[float], value: float) -> bool:
     return value > usual + max(8 * spread, 0.125 * abs(usual), 0.15)
 
 
-def _loss(run: Evidence) -> Onset | None:
+def _jumps(run: Evidence) -> list[Onset]:
+    """Steps at which the loss leaves what it was before; after one the next can come only once it is back."""
     points = finite(run.curves.series("loss"))
-    for i in range(FEWEST, len(points)):
-        before = [value for _, value in points[max(0, i - WINDOW) : i]]
-        step, value = points[i]
-        if jump(before, value):
-            return Onset(step=step, what=f"the loss jumps from {median(before):.3g} to {value:.3g}", number="loss", value=value, usual=median(before))  # fmt: skip
-    # a loss that rises slowly never jumps: higher at the end than its lowest point by half of what was learned
-    if len(points) >= 3 * FEWEST:
-        lowest = min(points, key=lambda point: point[1])
-        last = median([value for _, value in points[-FEWEST:]])
-        learned = max(points[0][1] - lowest[1], 0.2)
-        if last > lowest[1] + 0.5 * learned and lowest[0] != points[-1][0]:
-            return Onset(step=lowest[0] + 1, what=f"the loss rises from {lowest[1]:.3g} to {last:.3g}", number="loss", value=last, usual=lowest[1])  # fmt: skip
-    return None
+    found: list[Onset] = []
+    calm: list[float] = []
+    for step, value in points:
+        before = calm[-WINDOW:]
+        if len(before) < FEWEST or not jump(before, value):
+            calm.append(value)
+        elif not found or found[-1].usual != median(before):
+            found.append(Onset(step=step, what=f"the loss jumps from {median(before):.3g} to {value:.3g}", number="loss", value=value, usual=median(before)))  # fmt: skip
+    return found[:8]
+
+
+def _rise(run: Evidence) -> Onset | None:
+    """A loss that rises slowly never jumps: higher at the end than its lowest point by half of what was learned."""
+    points = finite(run.curves.series("loss"))
+    if len(points) < 3 * FEWEST:
+        return None
+    lowest = min(points, key=lambda point: point[1])
+    last = median([value for _, value in points[-FEWEST:]])
+    learned = max(points[0][1] - lowest[1], 0.2)
+    if last <= lowest[1] + 0.5 * learned or lowest[0] == points[-1][0]:
+        return None
+    return Onset(step=lowest[0] + 1, what=f"the loss rises from {lowest[1]:.3g} to {last:.3g}", number="loss", value=last, usual=lowest[1])  # fmt: skip
 
 
 def _gradient(run: Evidence) -> Onset | None:

@@ -278,12 +278,12 @@ def test_a_failure_in_the_middle_ends_behind_a_checkpoint_that_is_marked(tmp_pat
     kept = {"save": str(tmp_path), "load": str(tmp_path), "save_interval": 1, "keep_last": 1}
 
     class First(Fails):
-        """After the audit, before the keeper."""
+        """After statistics and audit, before the keeper."""
 
     import mpbridge.train.loop as loop
 
     default = loop.default_hooks
-    loop.default_hooks = lambda *args: [(made := default(*args))[0], First(), *made[1:]]
+    loop.default_hooks = lambda *args: [*(made := default(*args))[:2], First(), *made[2:]]
     try:
         with pytest.raises(Refused, match="stand still"):
             go(run(iters=6, checkpoint=kept))
