@@ -163,10 +163,10 @@ def memory(args: argparse.Namespace) -> dict[str, Any]:
         found[name] = json.loads(
             subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
         )
-        print(f"{name}: {found[name]['gib']:.2f} GiB above what the weights alone take")
-    a, b = (one["gib"] for one in found.values())
-    print(f"scoring over one forward and backward: {b / a:.2f}")
-    return {**found, "ratio": b / a}
+        print(f"{name}: peak {found[name]['whole']:.2f} GiB, {found[name]['gib']:.2f} GiB above the built model")
+    ratios = {key: found[b][key] / found[a][key] for a, b in [tuple(found)] for key in ("whole", "gib")}
+    print(f"scoring over one forward and backward: {ratios['whole']:.2f}, above the built model {ratios['gib']:.2f}")
+    return {**found, "ratios": ratios}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
