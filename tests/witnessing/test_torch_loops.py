@@ -11,6 +11,7 @@ import torch
 
 import mpbridge
 from mpbridge.errors import AuditFailed, BadValue
+from mpbridge.stacks.importers import read_text
 from tests.witnessing.loops import AUTOCAST, Tiny, adam, loss_of, tokens, train
 from tests.worlds import reported
 
@@ -62,6 +63,16 @@ def test_autocast_that_is_off_where_it_was_promised_is_named() -> None:
     promised = mpbridge.MixedPrecisionConfig(**AUTOCAST)
     assert train(model, adam(model), promised, autocast=True).report.ok
     assert {"autocast", "compute"} <= faults(train(model, adam(model), promised).report.as_data())
+
+
+def test_a_stacks_own_configuration_is_a_policy() -> None:
+    text = "{compute_environment: X, distributed_type: MULTI_GPU, mixed_precision: bf16}"
+    promised = read_text(text, name="accelerate.yaml")
+    model = Tiny()
+    seen = train(model, adam(model), promised, autocast=True)
+    assert seen.report.ok
+    assert seen.promised == "accelerate's configuration"
+    assert not train(model, adam(model), promised).report.ok
 
 
 def test_a_weight_that_the_optimizer_does_not_hold_is_named() -> None:
