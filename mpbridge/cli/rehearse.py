@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
     if not pictures:
         out.print("no pictures: matplotlib is not installed (pip install 'mpbridge[plot]'); the page has its own charts", markup=False)  # fmt: skip
     result = _rehearsed(args)
+    if args.suggest:
+        _suggest(args, result)
     if rank() == 0:
         page = _write(result, args.out, pictures=pictures)
     for table in tables(result):

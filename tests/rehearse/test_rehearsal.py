@@ -189,11 +189,32 @@ def test_the_command_writes_report_pictures_and_page(
     out = tmp_path / "out"
     recipes = f"bf16_mixed,{CURRENT},{DELAYED}"
     assert (
-        main(["rehearse", "--recipes", recipes, "--steps", "3", "--every", "1", "--out", str(out), *TINY, *corpus]) == 0
+        main(
+            [
+                "rehearse",
+                "--suggest",
+                "--recipes",
+                recipes,
+                "--steps",
+                "3",
+                "--every",
+                "1",
+                "--out",
+                str(out),
+                *TINY,
+                *corpus,
+            ]
+        )
+        == 0
     )
     printed = capsys.readouterr().out
     assert "do not rank recipes" in printed
     assert printed.count("accumulation order") == 1
+    # delayed scaling, the last recipe, cannot be tuned: the one before it is
+    assert f"suggestion for {CURRENT}: {out / 'tuned.yaml'}" in printed
+    assert "verdict:" in printed
+    assert f"extends: {CURRENT}" in (out / "tuned.yaml").read_text()
+    assert "What tuning suggests" in (out / "index.html").read_text()
     report = json.loads((out / "report.json").read_text())
     by_name = {recipe["recipe"]: recipe for recipe in report["recipes"]}
     assert list(by_name) == recipes.split(",")
