@@ -139,6 +139,7 @@ def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
         )
         place = args.out / "tuned.yaml"
         if rank() == 0:
+            args.out.mkdir(parents=True, exist_ok=True)
             write(place, content)
         result.suggestion = [
             f"suggestion for {recipe}: {place}",
