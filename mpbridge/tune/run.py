@@ -24,6 +24,7 @@ from mpbridge.facts import Versions
 from mpbridge.hardware.capability import quant_faults
 from mpbridge.hardware.machines import Machine, machine
 from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.resolve import resolve
 from mpbridge.train.base import Training
 from mpbridge.train.machine import data_parallel, process_group, process_settings
 from mpbridge.train.metrics import Counters
@@ -31,6 +32,7 @@ from mpbridge.traits import DEFAULT
 from mpbridge.tune.budget import Budget
 from mpbridge.tune.costs import Pricing
 from mpbridge.tune.evidence import evidence
+from mpbridge.tune.proposal import base_of
 from mpbridge.tune.subject import EngineSubject
 from mpbridge.tune.tuning import Asked, Tuned, levels_of, prepared, refuse_bad, tuned
 
@@ -57,8 +59,9 @@ class Where:
 
 
 def default_levels(config: MixedPrecisionConfig) -> tuple[str, ...]:
-    """MXFP8 between four bits and high precision; nothing between eight bits and it."""
-    return ("mxfp8",) if config.fp4 else ()
+    """Between four bits and high precision what stands nearest to them in the table of scalings; nothing between eight bits and it."""
+    quant = resolve(base_of(config)).quant
+    return quant.row.substitutes[:1] if quant is not None and quant.bits < 8 else ()
 
 
 def tune(
