@@ -15,7 +15,7 @@ import torch
 
 from mpbridge.formats import FORMATS
 from mpbridge.precision.regions import Gemm, Gemms
-from mpbridge.te_cpu.operands import gemm_operand
+from mpbridge.te_cpu.contents import codes_at_limit, scale_of, values_of
 from mpbridge.te_cpu.storages import storage_kind
 from mpbridge.telemetry.noise import Noise, spread
 from mpbridge.telemetry.probe import Probe
@@ -100,7 +100,7 @@ class Tap:
                 known["gemms"].append(gemm)
             return
         try:
-            values = _values(operand, column=column)
+            values = values_of(operand, column=column)
         except (
             Exception
         ) as error:  # a release, a layout or a device whose copies cannot be read: said, and the run goes on
@@ -109,10 +109,10 @@ class Tap:
             return
         source = None if name != path else self._exact(path, side, values, column=column, bits=quant.bits)
         number = FORMATS[quant.element(gradient=side == "dy")]
-        scale = _scale(operand, column=column)
+        scale = scale_of(operand, column=column)
         self.found[name, side, copy] = {
             "gemms": [gemm], "format": number.name, "scaling": quant.scaling, "scale": scale,
-            **_compared(values, source, _at_limit(operand, values.shape, column=column)),
+            **_compared(values, source, codes_at_limit(operand, values.shape, column=column)),
         }  # fmt: skip
         if quant.row.history:
             wanted = number.largest * 2.0**-quant.margin / max(self.found[name, side, copy]["amax"] or 0.0, 1e-38)
@@ -149,51 +149,6 @@ def _normalised(module: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.layer_norm(
         wide, (wide.shape[-1],), gain, None if bias is None else bias.detach().float(), module.eps
     )
-
-
-def _values(operand: Any, *, column: bool) -> torch.Tensor:
-    """[rows, columns] of the logical tensor in FP32, of the copy that the GEMM reads."""
-    from mpbridge.te_cpu import played
-
-    if played._now:
-        found = gemm_operand(operand, "operand", column=column)
-        return found.values.float() if found.alpha is None else found.values.float() * found.alpha
-    made: torch.Tensor = operand.dequantize()
-    return made.detach().float().reshape(-1, made.shape[-1])
-
-
-def _scale(operand: Any, *, column: bool) -> float | None:
-    """What elements are multiplied by before the cast: the inverse of what is stored, the median one where there are many."""
-    for name in ("_scale_inv", "_columnwise_scale_inv" if column else "_rowwise_scale_inv"):
-        stored = getattr(operand, name, None)
-        if isinstance(stored, torch.Tensor) and stored.numel():
-            if stored.dtype is torch.uint8 and storage_kind(operand) == "mxfp8":
-                return float(2.0 ** (127 - float(stored.float().median())))
-            if stored.dtype is torch.float32:
-                positive = stored[stored > 0]
-                return 1.0 / float(positive.median()) if positive.numel() else None
-    return None
-
-
-def _at_limit(operand: Any, shape: torch.Size, *, column: bool) -> torch.Tensor | None:
-    """Where the code is the format's largest, in the logical shape; None where the codes cannot be laid out so."""
-    kind = storage_kind(operand)
-    if kind == "delayed":
-        data, turned = operand._data, False
-        if data is None:
-            data, turned = operand._transpose, True
-    else:
-        data, turned = (operand._columnwise_data, kind != "mxfp8") if column else (operand._rowwise_data, False)
-    if data is None:
-        return None
-    codes = data.view(torch.uint8)
-    if kind == "nvfp4":
-        codes = torch.stack([codes & 7, codes >> 4 & 7], -1).flatten(-2)
-        top = codes == 7
-    else:
-        top = (codes & 0x7F) == (0x7B if "E5M2" in str(operand._fp8_dtype) else 0x7E)
-    top = top.reshape(top.shape[0], -1).t() if turned else top.reshape(-1, top.shape[-1])
-    return top if top.shape == shape else None
 
 
 def _compared(values: torch.Tensor, source: torch.Tensor | None, limit: torch.Tensor | None) -> dict[str, Any]:

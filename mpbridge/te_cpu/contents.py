@@ -1,0 +1,54 @@
+"""What Transformer Engine's quantized tensors hold, by the layout of their storage: values, scales, codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpbridge.te_cpu import played
+from mpbridge.te_cpu.operands import gemm_operand
+from mpbridge.te_cpu.storages import storage_kind
+
+
+def values_of(operand: Any, *, column: bool) -> torch.Tensor:
+    """[rows, columns] of the logical tensor in FP32, of the copy that the GEMM reads."""
+    if played._now:
+        found = gemm_operand(operand, "operand", column=column)
+        return found.values.float() if found.alpha is None else found.values.float() * found.alpha
+    made: torch.Tensor = operand.dequantize()
+    return made.detach().float().reshape(-1, made.shape[-1])
+
+
+def scale_of(operand: Any, *, column: bool) -> float | None:
+    """What elements are multiplied by before the cast: the inverse of what is stored, the median one where there are many."""
+    for name in ("_scale_inv", "_columnwise_scale_inv" if column else "_rowwise_scale_inv"):
+        stored = getattr(operand, name, None)
+        if isinstance(stored, torch.Tensor) and stored.numel():
+            if stored.dtype is torch.uint8 and storage_kind(operand) == "mxfp8":
+                return float(2.0 ** (127 - float(stored.float().median())))
+            if stored.dtype is torch.float32:
+                positive = stored[stored > 0]
+                return 1.0 / float(positive.median()) if positive.numel() else None
+    return None
+
+
+def codes_at_limit(operand: Any, shape: torch.Size, *, column: bool) -> torch.Tensor | None:
+    """Where the code is the format's largest, in the logical shape; None where the codes cannot be laid out so."""
+    kind = storage_kind(operand)
+    if kind == "delayed":
+        data, turned = operand._data, False
+        if data is None:
+            data, turned = operand._transpose, True
+    else:
+        data, turned = (operand._columnwise_data, kind != "mxfp8") if column else (operand._rowwise_data, False)
+    if data is None:
+        return None
+    codes = data.view(torch.uint8)
+    if kind == "nvfp4":
+        codes = torch.stack([codes & 7, codes >> 4 & 7], -1).flatten(-2)
+        top = codes == 7
+    else:
+        top = (codes & 0x7F) == (0x7B if "E5M2" in str(operand._fp8_dtype) else 0x7E)
+    top = top.reshape(top.shape[0], -1).t() if turned else top.reshape(-1, top.shape[-1])
+    return top if top.shape == shape else None
