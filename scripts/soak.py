@@ -77,7 +77,8 @@ class Fault(Hook):
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
         elif self.kind == "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif self.kind in DAMAGE:
+        elif self.kind in (*DAMAGE, "reader"):
+            # training goes on without a reader: it is stopped here, so that the faults that are left have their turn
             os.kill(os.getpid(), signal.SIGTERM)
 
 
