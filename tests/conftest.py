@@ -1,8 +1,13 @@
 """Before any test imports megatron: a Transformer Engine without its CUDA parts must not be in its way."""
 
+import os
 import signal
 
 import mpbridge  # noqa: F401
+
+# a suite's worker knows the width of the terminal that the suite was started in; what commands print without one is not broken to it
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
 
 # a suite started in the background or under nohup inherits ignored signals, and a run leaves those alone: tests that send them would see nothing
 for _number, _usual in (
