@@ -10,7 +10,7 @@ from typing import Any
 from mpbridge.errors import MpbridgeError
 from mpbridge.formats import say
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.policy import PrecisionPolicy, own_main
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.meaning import Meaning, differences, of_policy
@@ -58,7 +58,7 @@ def answer(fields: Mapping[str, Any], *, engine: str = DEFAULT, meaning: Meaning
     if meaning is not None:
         for name in recipes:
             own = recipes[name].engine or DEFAULT
-            if own == engine and _policy_free(wanted) and _means(name, own, meaning):
+            if own == engine and _policy_free(wanted) and _means(name, own, meaning, wanted):
                 return Answer(recipe=name, overrides={})
     found = [_from(name, config, wanted, engine) for name in recipes]
     candidates = [one for one in found if one is not None]
@@ -71,12 +71,14 @@ def _policy_free(policy: PrecisionPolicy) -> bool:
     return not any(facts)
 
 
-def _means(name: str, engine: str, meaning: Meaning) -> bool:
+def _means(name: str, engine: str, meaning: Meaning, wanted: PrecisionPolicy) -> bool:
     try:
-        mine = of_policy(resolve(get_mixed_precision_config(name)), engine=engine, sharded=meaning.sharded)
+        policy = resolve(get_mixed_precision_config(name))
+        mine = of_policy(policy, engine=engine, sharded=meaning.sharded)
     except MpbridgeError:  # a recipe of somebody's package that does not load
         return False
-    return not differences(mine, meaning)
+    # a recipe whose parameters are their own main weights never stands for one that keeps others, not even where a sharded optimizer would
+    return own_main(policy) == own_main(wanted) and not differences(mine, meaning)
 
 
 def _from(name: str, config: MixedPrecisionConfig, wanted: PrecisionPolicy, engine: str) -> Answer | None:

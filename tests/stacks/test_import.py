@@ -32,6 +32,17 @@ def told(found: Imported) -> str:
 # Megatron-LM
 
 
+@pytest.mark.parametrize("sharded", ["", " --use-distributed-optimizer"])
+def test_a_bf16_reduction_beside_fp32_main_weights_is_bf16_mixed_without_the_fp32_reduction(sharded: str) -> None:
+    assert told(lm("--bf16 --grad-reduce-in-bf16" + sharded)) == "bf16_mixed, grad_reduce_in_fp32=false"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeeds_bf16_keeps_fp32_main_weights(stage: int) -> None:
+    text = f'{{"bf16": {{"enabled": true}}, "zero_optimization": {{"stage": {stage}}}}}'
+    assert told(read_text(text, stack="deepspeed")).startswith("bf16_mixed, grad_reduce_in_fp32=false")
+
+
 def test_fp8_format_alone_is_delayed_scaling_there_and_tensorwise_in_bridge() -> None:
     assert lm("--bf16 --fp8-format hybrid").fields["fp8_recipe"] == "delayed"
     bridge = read_text("mixed_precision: {bf16: true, fp8: hybrid}", stack="megatron-bridge", name="run_config.yaml")
