@@ -302,10 +302,10 @@ def engine_release_table() -> str:
     for number, what in RELEASES.items():
         ends = number in (oldest, newest)
         rows.append(
-            [".".join(map(str, number)), what, "yes, in the default suite" if ends else "yes, in the slow suite"]
+            [".".join(map(str, number)), what, "in the default suite" if ends else "its tests stand in the slow suite"]
         )
     rows.append([f"{newest[0]}.{newest[1] + 1} and later", "", "no: refused on a CPU, a warning on a GPU"])
-    return markdown(("release", "what it changed below Transformer Engine's Python", "has run here"), rows)
+    return markdown(("release", "what it changed below Transformer Engine's Python", "runs in"), rows)
 
 
 @table("bytes")
