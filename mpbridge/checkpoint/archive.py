@@ -77,7 +77,8 @@ def members(stream: IO[bytes], start: int, stop: int) -> dict[str, tuple[int, in
                 if not start <= at <= at + info.file_size <= stop:
                     raise CheckpointError(f"{info.filename[:80]} lies outside of its archive")
                 found[info.filename.partition("/")[2]] = (at, info.file_size)
-    except (zipfile.BadZipFile, struct.error, OSError, ValueError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, struct.error, OSError, ValueError, RuntimeError) as error:
+        # RuntimeError: zipfile's word for what it has no means to read
         raise CheckpointError(f"not an archive of torch.save ({error})") from error
     return found
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.errors import Contradiction, MpbridgeError, UnknownName
 from mpbridge.formats import DType, dtype, say
-from mpbridge.megatron_spec.fields import TABLE, TARGETS, UNSET, Target
+from mpbridge.megatron_spec.fields import TABLE
+from mpbridge.megatron_spec.places import TARGETS, UNSET, Target
 from mpbridge.precision import registry
 from mpbridge.precision.config import MixedPrecisionConfig as OurConfig
 from mpbridge.precision.config import twin_clashes

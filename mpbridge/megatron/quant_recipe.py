@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from mpbridge.errors import Refused
-from mpbridge.megatron_spec.fields import ModuleRules
+from mpbridge.megatron_spec.places import ModuleRules
 from mpbridge.megatron_spec.versions import SINCE_017, current
 from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, below, matches
 from mpbridge.precision.policy import Quant, Region

@@ -19,7 +19,7 @@ from mpbridge.formats import DType, dtype
 from mpbridge.hardware.capability import refuse_unless_native
 from mpbridge.hardware.machines import Machine
 from mpbridge.hardware.probe import installed, this_machine
-from mpbridge.megatron_spec.fields import TARGETS
+from mpbridge.megatron_spec.places import TARGETS
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.sync.apply import commit, refusal, spelled
 from mpbridge.sync.plan import Plan, Realization, Receipt

@@ -6,114 +6,13 @@ demands that every precision-looking field of every described version is in exac
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from mpbridge.errors import BadValue
 from mpbridge.formats import DType, dtype
-from mpbridge.hardware.versions import Window
+from mpbridge.megatron_spec.places import KEEP, TARGETS, Facts, ModuleRules, Place, Target, Value
 from mpbridge.megatron_spec.versions import BEFORE_017, SINCE_017
-from mpbridge.precision.policy import PrecisionPolicy, Quant, Region, own_main
-
-Target = Literal["model", "optimizer", "ddp"]
-TARGETS: tuple[Target, ...] = ("model", "optimizer", "ddp")
-
-
-class _Absent:
-    """A value that stands for none."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return self._name
-
-    def __copy__(self) -> _Absent:
-        return self
-
-    def __deepcopy__(self, memo: object) -> _Absent:
-        return self
-
-    def __reduce__(self) -> str:
-        return self._name
-
-
-ALWAYS: Final = Window(package="megatron_core")
-"""Every described version."""
-KEEP: Final = _Absent("KEEP")
-"""The policy does not decide this field: it stays, or goes back to, what it was before any recipe."""
-UNSET: Final = _Absent("UNSET")
-"""The inputs do not name this field."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleRules:
-    """What model.quant_recipe must say, free of megatron-core's types: the policy's regions in order.
-
-    megatron.quant_recipe makes megatron-core's RecipeConfig of it, for one pipeline stage: megatron-core counts layers per stage, regions do not.
-    """
-
-    regions: tuple[Region, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What a row's value is made of."""
-
-    policy: PrecisionPolicy
-    """As written to megatron-core: without quantization when that is emulated."""
-    fp8: Quant | None
-    """The FP8 that runs, emulated or not."""
-    own: Callable[[Target, str, Any], Any]
-    """(target, field, default) -> what the target says apart from any recipe."""
-    core: str
-    """The described version of megatron-core that stands for the targets'."""
-
-    @property
-    def aware(self) -> bool:
-        """Whether the optimizer will be precision-aware."""
-        stated = self.policy.precision_aware
-        return bool(self.own("optimizer", "use_precision_aware_optimizer", False)) if stated is None else stated
-
-    @property
-    def wide_stages(self) -> bool:
-        """Whether megatron-core itself sends FP32 between stages: since 0.17 its post-init sets pipeline_dtype so under an FP32 residual stream."""
-        if not SINCE_017.holds(self.core):
-            return False
-        stated = self.policy.residual_fp32
-        return bool(self.own("model", "fp32_residual_connection", False)) if stated is None else stated
-
-    @property
-    def megatron_fsdp(self) -> bool:
-        """Whether Megatron-FSDP shards."""
-        return bool(self.own("ddp", "use_megatron_fsdp", False))
-
-
-Value = Callable[[Facts], Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """One row."""
-
-    target: Target
-    field: str
-    value: Value
-    """The field's value under a policy, dtypes as DType; or KEEP."""
-    why: str
-    default: Any
-    """megatron-core's own, dtypes as DType; a test compares it with the schema of each version."""
-    knob: str | None = None
-    """Field of MixedPrecisionConfig that keeps an author's value here; None: only another recipe does."""
-    turns: Callable[[Facts, Any], bool] = lambda facts, value: True
-    """(facts, the author's value) -> whether that knob alone keeps it under this policy."""
-    kind: Literal["owned", "cleared"] = "owned"
-    """cleared: reset only where the policy makes it illegal or fatal, else left alone."""
-    holds: Window = ALWAYS
-    """The versions of megatron-core that have the field."""
-    required: bool = False
-    """Nothing else tells a version without the field: a policy that wants more than the default is refused there."""
+from mpbridge.precision.policy import Quant, own_main
 
 
 def _of(low: Literal["fp8", "fp4", "quant"], attribute: str, off: Any) -> Value:

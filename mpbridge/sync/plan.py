@@ -13,7 +13,8 @@ from mpbridge.errors import BadValue, UnknownName
 from mpbridge.formats import DType, dtype, say
 from mpbridge.formats import plain as plain_data
 from mpbridge.megatron_spec.classes import PROCESS_WIDE, USERS_OWN
-from mpbridge.megatron_spec.fields import ALWAYS, KEEP, TABLE, TARGETS, UNSET, Facts, ModuleRules, Place, Target
+from mpbridge.megatron_spec.fields import TABLE
+from mpbridge.megatron_spec.places import ALWAYS, KEEP, TARGETS, UNSET, Facts, ModuleRules, Place, Target
 from mpbridge.megatron_spec.versions import current, nearest
 from mpbridge.precision.policy import PrecisionPolicy, Region
 from mpbridge.sync.targets import class_default, has, holder, is_inputs, normal, read, same

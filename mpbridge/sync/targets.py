@@ -8,7 +8,7 @@ from typing import Any
 
 from mpbridge.errors import BadValue
 from mpbridge.formats import DType, dtype
-from mpbridge.megatron_spec.fields import UNSET, ModuleRules, Place
+from mpbridge.megatron_spec.places import UNSET, ModuleRules, Place
 
 CARRIED_AS = ("transformer", "config")
 """Attributes under which an outer object (a model provider, a training script's namespace) carries the config that megatron-core reads."""
