@@ -184,7 +184,7 @@ def _told(subject: str, rows: list[list[Place]], values: list[list[str]]) -> Fin
     ]
     return Finding(
         subject=subject,
-        promised=joined(promised[0] for own in rows for _, promised, _ in own),
+        promised=joined(" or ".join(promised) for own in rows for _, promised, _ in own),
         found=joined(dtype for own in rows for _, _, found in own for dtype in found),
         ok=not any(wrong),
         count=sum(map(len, rows)),
