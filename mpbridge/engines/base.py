@@ -99,7 +99,10 @@ class BaseEngine(ABC):
 
     def close(self) -> None:
         """Frees tensors and megatron-core's process-wide parallel state, so that another engine can be built."""
+        from mpbridge.megatron.inside_model import forget_activations
+
         with self._layer():
+            forget_activations(self.model)
             self.model, self.optimizer, self.configs = [], None, None
             forget_amaxes()
             if self._parallel is not None:

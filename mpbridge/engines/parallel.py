@@ -86,6 +86,7 @@ class ModelParallel:
         """Puts megatron-core's globals back; its process groups wait for the next engine of the same layout."""
         state.restore(self._before)
         state.forget_angles()
+        state.forget_router_losses()
         for name, value in self._variables.items():
             os.environ.pop(name, None)
             if value is not None:

@@ -46,6 +46,23 @@ def first_microbatch(chunks: Iterable[torch.nn.Module]) -> None:
                 module.is_first_microbatch = True
 
 
+def forget_activations(chunks: Iterable[torch.nn.Module]) -> None:
+    """Drops the activations that helpers of the modules keep from their last forward pass, so that a model that nobody uses can be freed.
+
+    A token dispatcher keeps the probabilities that it permuted (megatron-core 0.16.1 to 0.20 transformer/moe/token_dispatcher.py), with their graph: that
+    leads to the gradient hooks of the data-parallel wrapper and so back to the model, a circle through C++ that Python's collector cannot see. The model
+    would live, and with it the process groups' threads, as long as the process.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            dispatcher = getattr(module, "token_dispatcher", None)
+            # a flexible dispatcher keeps them one object further in
+            for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
+                for name, value in list(getattr(owner, "__dict__", {}).items()):
+                    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                        setattr(owner, name, None)
+
+
 def multiply_in(output_layer: Any, dtype: torch.dtype) -> None:
     """Makes the output layer multiply, and so return, in `dtype`; parameters and gradients keep theirs."""
     multiply = output_layer._forward_impl

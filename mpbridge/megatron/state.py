@@ -57,6 +57,18 @@ def forget_angles() -> None:
                 method.cache_clear()
 
 
+def forget_router_losses() -> None:
+    """Empties megatron-core's tracker of the routers' losses: it holds process groups, and its length is the depth of the first model that wrote to it."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if hasattr(moe_utils, "_MOE_LAYER_WISE_LOGGING_TRACKER"):
+        moe_utils._MOE_LAYER_WISE_LOGGING_TRACKER.clear()
+    else:  # since 0.17 an object of a module of its own
+        from megatron.core.transformer.moe import moe_logging
+
+        moe_logging.destroy_moe_metrics_tracker()
+
+
 def restore(state: State) -> None:
     """Puts the values back."""
     for owner, name, value in state:

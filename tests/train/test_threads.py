@@ -17,9 +17,29 @@ def gloo() -> int:
     return sum("gloo" in (task / "comm").read_text() for task in TASKS.iterdir())
 
 
+EXPERTS = {
+    "num_moe_experts": 2,
+    "moe_router_topk": 1,
+    "moe_router_pre_softmax": True,
+    "moe_aux_loss_coeff": 0.01,
+    "add_bias_linear": False,
+}
+
+
+@pytest.mark.filterwarnings("ignore:moe_ffn_hidden_size is not set")
+@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.skipif(not TASKS.exists(), reason="counts threads in Linux's /proc")
-def test_a_run_leaves_no_thread_of_its_process_groups_behind(tmp_path: Path) -> None:
+def test_a_run_leaves_no_thread_of_its_process_groups_behind(tmp_path: Path, experts: dict[str, object]) -> None:
     before = gloo()
-    run = tiny_run(tmp_path, model={"position_embedding_type": "rope"}, train={"train_iters": 1, "eval_interval": None})
-    pretrain(run, quiet=True)
+    model = {"position_embedding_type": "rope", **experts}
+    pretrain(tiny_run(tmp_path, model=model, train={"train_iters": 1, "eval_interval": None}), quiet=True)
     assert gloo() == before
+
+
+@pytest.mark.filterwarnings("ignore:moe_ffn_hidden_size is not set")
+def test_a_deeper_model_with_experts_follows_a_shallow_one(tmp_path: Path) -> None:
+    for layers in (1, 3):
+        folder = tmp_path / str(layers)
+        folder.mkdir()
+        model = {**EXPERTS, "num_layers": layers}
+        pretrain(tiny_run(folder, model=model, train={"train_iters": 1, "eval_interval": None}), quiet=True)
