@@ -314,18 +314,28 @@ def healthy(out: Path, number: int) -> None:
         train(base(out, recipe, seed, optimizer={"lr": (1e-3, 4e-3, 8e-3)[number % 3]}))
 
 
-def make(out: Path, kinds: list[str], seeds: list[int], count: int) -> None:
+Job = tuple[str, str | None, Callable[[Path], None]]
+"""Name of a run, what is planted in it (None: nothing), what makes it."""
+
+
+def planted_jobs(kinds: list[str], seeds: list[int]) -> list[Job]:
+    return [
+        (f"{kind}-{seed}", kind, lambda folder, k=kind, s=seed: PLANTS[k](folder, s, 31 + 3 * s))  # type: ignore[misc]
+        for kind in kinds
+        for seed in seeds
+    ]
+
+
+def healthy_jobs(numbers: range) -> list[Job]:
+    return [(f"healthy-{i}", None, lambda folder, i=i: healthy(folder, i)) for i in numbers]  # type: ignore[misc]
+
+
+def make(out: Path, jobs: list[Job]) -> None:
     import torch
 
     torch._dynamo.config.disable = True
     warnings.filterwarnings("ignore")
     out.mkdir(parents=True, exist_ok=True)
-    jobs: list[tuple[str, str | None, Callable[[Path], None]]] = [
-        (f"{kind}-{seed}", kind, lambda folder, k=kind, s=seed: PLANTS[k](folder, s, 31 + 3 * s))  # type: ignore[misc]
-        for kind in kinds
-        for seed in seeds
-    ]
-    jobs += [(f"healthy-{i}", None, lambda folder, i=i: healthy(folder, i)) for i in range(count)]  # type: ignore[misc]
     for name, cause, plant in jobs:
         folder = out / name
         if (folder / "CAUSE.json").exists():
@@ -334,45 +344,53 @@ def make(out: Path, kinds: list[str], seeds: list[int], count: int) -> None:
         try:
             plant(folder)
         except Exception as error:
-            print(f"{name}: the run ended with {type(error).__name__}: {str(error).splitlines()[0][:120]}", flush=True)
-        folder.mkdir(exist_ok=True)
+            print(f"{name}: the run ended with {type(error).__name__}: {str(error)[:300]}", flush=True)
+        if not (folder / "metrics.jsonl").exists():
+            continue
         (folder / "CAUSE.json").write_text(json.dumps({"cause": cause}))
         print(f"{name}: made in {time.perf_counter() - began:.1f} s", flush=True)
 
 
 def spiking(folder: Path) -> int | None:
-    """The first step whose loss is a nat above the one before: such a run is not healthy, whatever made it so."""
+    """The first step whose loss is a nat above the one before."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     pairs = itertools.pairwise(rows)
     return next((two["iteration"] for one, two in pairs if float(two["loss"]) > float(one["loss"]) + 1), None)
 
 
-def judge(out: Path) -> int:
-    """Right when the planted cause is named first; a healthy run is right when nothing is accused."""
+def judge(out: Path, damage: Callable[[Path], bool] = lambda folder: True) -> int:
+    """Right when the planted cause is named first; a healthy run is right when nothing is accused, a spike of its own accord included.
+
+    damage: whether there is anything to explain in a planted run; those without are counted apart.
+    """
     from mpbridge.diagnose.diagnosis import diagnose
 
     right: dict[str, list[bool]] = {}
+    harmless: list[bool] = []
     for path in sorted(out.glob("*/CAUSE.json")):
-        planted = json.loads(path.read_text())["cause"]
-        if planted is None and (step := spiking(path.parent)):
-            print(
-                f"{path.parent.name:24} not counted: nothing was planted, but its loss rises by more than 1 nat at step {step}"
-            )
-            continue
-        found = diagnose(path.parent)
+        planted, folder = json.loads(path.read_text())["cause"], path.parent
+        found = diagnose(folder)
         named = found.suspects[0].cause if found.suspects else None
-        right.setdefault(planted or "healthy", []).append(named == planted)
-        mark = (
-            ""
+        notes = (
+            []
             if named == planted
-            else f"   <- planted {planted}; all: {[(s.cause, round(s.score, 2)) for s in found.suspects]}"
+            else [f"<- planted {planted}; all: {[(s.cause, round(s.score, 2)) for s in found.suspects]}"]
         )
-        print(f"{path.parent.name:24} {named}{mark}")
+        if planted is None and (step := spiking(folder)):
+            notes.append(f"nothing was planted, its loss rises by more than 1 nat at step {step}")
+        if planted is not None and not damage(folder):
+            notes.append("no visible damage")
+            harmless.append(named == planted)
+        else:
+            right.setdefault(planted or "healthy", []).append(named == planted)
+        print(f"{folder.name:24} {named}   {'; '.join(notes)}".rstrip())
     healthy_runs = right.pop("healthy", [])
     hits, runs = sum(map(sum, right.values())), sum(map(len, right.values()))
     for cause, results in sorted(right.items()):
         print(f"{cause:20} {sum(results)} of {len(results)}")
     print(f"named first: {hits} of {runs} planted ({100 * hits / max(runs, 1):.0f} %)")
+    if harmless:
+        print(f"with those that did no visible damage: {hits + sum(harmless)} of {runs + len(harmless)}")
     print(f"healthy runs accused: {len(healthy_runs) - sum(healthy_runs)} of {len(healthy_runs)}")
     return 0 if hits >= 0.8 * runs and all(healthy_runs) else 1
 
@@ -387,12 +405,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.what == "judge":
         return judge(args.out)
-    make(
-        args.out,
-        [kind for kind in args.kinds.split(",") if kind],
-        [int(seed) for seed in args.seeds.split(",")],
-        args.healthy,
-    )
+    kinds, seeds = [kind for kind in args.kinds.split(",") if kind], [int(seed) for seed in args.seeds.split(",")]
+    make(args.out, planted_jobs(kinds, seeds) + healthy_jobs(range(args.healthy)))
     return 0
 
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from mpbridge.config.training import microbatches
+from mpbridge.devices.gather import from_all
 from mpbridge.precision.regions import GEMMS, Gemm, Quant
 from mpbridge.train.machine import data_parallel
 from mpbridge.tune.proof import YARDSTICK, prove
 from mpbridge.tune.proof import Measured as GradientError
 from mpbridge.tune.scores import Scorer, merged
-from mpbridge.tune.subject import EngineSubject, everywhere
+from mpbridge.tune.subject import EngineSubject
 
 if TYPE_CHECKING:
     from mpbridge.train.base import Training
@@ -118,8 +119,8 @@ def measure(training: Training) -> Measured | None:
             subject.backward("train", 0)
     own = {name: plug.quantizer.quant.scaling for name, plug in emulation.plugs.items()}
     found = []
-    known = {slot: scaling for part in everywhere(own) for slot, scaling in part.items()}
-    for (slot, scaling), sums in merged(everywhere(scorer.halves[0])).items():
+    known = {slot: scaling for part in from_all(own) for slot, scaling in part.items()}
+    for (slot, scaling), sums in merged(from_all(scorer.halves[0])).items():
         if known.get(slot) == scaling:
             errors = {gemm: sums.relative(gemm) for gemm in GEMMS}
             excess = max(error / _own(quants[scaling], gemm) for gemm, error in errors.items())

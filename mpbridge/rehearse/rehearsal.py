@@ -13,6 +13,7 @@ import torch
 
 from mpbridge.checkpoint import store
 from mpbridge.checkpoint.io import load_weights
+from mpbridge.devices.gather import from_all
 from mpbridge.emulation import Emulation, emulate_linears
 from mpbridge.emulation.operands import COPY_OF, Side
 from mpbridge.emulation.quantizer import Quantizer, Randomness
@@ -160,7 +161,7 @@ def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Re
     except MpbridgeError as error:
         failure = str(error)
     # the first fifth is left out: delayed scaling is still finding its scales then
-    parts = _everywhere((ear.statistics.summary(warmup=steps // 5), ear.quantized, ear.high, failure))
+    parts = from_all((ear.statistics.summary(warmup=steps // 5), ear.quantized, ear.high, failure))
     tensors: dict[tuple[str, str], dict[str, Any]] = {}
     for row in (row for part in parts for row in part[0]):
         known = tensors.setdefault((row["tensor"], row["copy"]), row)
@@ -177,15 +178,6 @@ def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Re
         measured=ear.measured,
         failure=next((part[3] for part in parts if part[3] is not None), None),
     )
-
-
-def _everywhere(mine: Any) -> list[Any]:
-    """Every rank's result, on every rank."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return [mine]
-    parts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(parts, mine)
-    return parts
 
 
 def rehearse_module(

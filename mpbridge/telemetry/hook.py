@@ -20,7 +20,8 @@ from mpbridge.report.console import warn
 from mpbridge.telemetry.native import Tap
 from mpbridge.telemetry.noise import SAMPLE, Noise, spread
 from mpbridge.telemetry.probe import Probe
-from mpbridge.telemetry.records import FILE, OPERANDS, headlines, kept, line, merged
+from mpbridge.telemetry.ranks import worst_of_all
+from mpbridge.telemetry.records import FILE, OPERANDS, WORDS, headlines, kept, line
 from mpbridge.telemetry.weights import weight_rows
 
 ELEMENTS = 1 << 14
@@ -79,7 +80,7 @@ class StatisticsHook:
         if look is not None:
             began = time.perf_counter()
             tables, notes = look.stop()
-            tables = merged(_everywhere(tables))
+            tables = worst_of_all(tables)
             training.measured |= headlines(tables)
             run = training.run
             facts = {
@@ -218,17 +219,9 @@ def _operand_rows(statistics: Statistics) -> list[list[Any]]:
     rows = []
     for track in statistics.tracks.values():
         names = (track.slot, track.side, track.copy, "+".join(track.gemms), track.format, track.scaling)
-        rows.append([*names, *(getattr(track.samples[-1], name) for name in OPERANDS[len(names) :])])
+        rows.append([*names, *(getattr(track.samples[-1], name) for name in OPERANDS[WORDS:])])
     return rows
 
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _everywhere(mine: Any) -> list[Any]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    return parts

@@ -31,30 +31,44 @@ WEIGHTS = ("parameter", "rms", "amax", "nonfinite", "main_gap", "exp_avg_rms", "
 TABLES: Mapping[str, tuple[str, ...]] = {"operands": OPERANDS, "linears": LINEARS, "weights": WEIGHTS}
 KEYS: Mapping[str, int] = {"operands": 3, "linears": 1, "weights": 1}
 """Table -> how many of its first columns name a row."""
-_SMALLEST = frozenset({"sqnr", "grad_to_noise", "scale"})
-"""Columns of which the smallest value over ranks is the one to look at; of others the largest."""
+WORDS = 6
+"""How many of an operand's first columns are words, the same on every rank."""
+SMALLEST = frozenset({"sqnr", "grad_to_noise", "scale"})
+"""Columns of which the smallest value is the one to look at; of others the largest, staleness by its size."""
 
 
 def merged(parts: Sequence[Mapping[str, Sequence[Sequence[Any]]]]) -> dict[str, list[list[Any]]]:
-    """The tables of all ranks as one: of a row that several have, the worst value of each column."""
+    """Tables as one: of a row that several have, the worst value of each column."""
     found: dict[str, list[list[Any]]] = {}
     for name, columns in TABLES.items():
         rows: dict[tuple[Any, ...], list[Any]] = {}
         for row in (row for part in parts for row in part.get(name, ())):
-            known = rows.setdefault(tuple(row[: KEYS[name]]), list(row))
-            for i, column in enumerate(columns[KEYS[name] :], start=KEYS[name]):
-                known[i] = _worse(known[i], row[i], column)
+            key = tuple(row[: KEYS[name]])
+            rows[key] = _together(rows[key], row, columns) if key in rows else list(row)
         found[name] = list(rows.values())
     return found
 
 
+def _together(known: Sequence[Any], row: Sequence[Any], columns: Sequence[str]) -> list[Any]:
+    made = [_worse(one, other, column) for one, other, column in zip(known, row, columns, strict=True)]
+    if "x_channel" in columns:
+        # a channel's number has no worst: it belongs to the outlier beside it
+        channel, outlier = columns.index("x_channel"), columns.index("x_outlier")
+        made[channel] = known[channel] if made[outlier] == known[outlier] else row[channel]
+    return made
+
+
 def _worse(first: Any, second: Any, column: str) -> Any:
     numbers = (int, float)
+    if isinstance(first, float) and math.isnan(first):
+        return first
+    if isinstance(second, float) and math.isnan(second):
+        return second
     if not isinstance(first, numbers) or not isinstance(second, numbers):
         return second if first is None else first
     if column == "staleness":
         return max(first, second, key=abs)
-    return min(first, second) if column in _SMALLEST else max(first, second)
+    return min(first, second) if column in SMALLEST else max(first, second)
 
 
 def line(facts: Mapping[str, Any], tables: Mapping[str, Sequence[Sequence[Any]]]) -> str:
@@ -145,7 +159,7 @@ def headlines(tables: Mapping[str, Iterable[Sequence[Any]]]) -> dict[str, float]
         values = [float(row[at]) for row in tables.get(table, ()) if isinstance(row[at], (int, float))]
         values = [abs(value) if column == "staleness" else value for value in values if math.isfinite(value)]
         if values:
-            found[f"precision/{name}"] = min(values) if column in _SMALLEST else max(values)
+            found[f"precision/{name}"] = min(values) if column in SMALLEST else max(values)
     return found
 
 

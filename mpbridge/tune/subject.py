@@ -115,14 +115,5 @@ def summed(values: list[float]) -> list[float]:
     return [float(value) for value in found]
 
 
-def everywhere(mine: Any) -> list[Any]:
-    """Every rank's value, on every rank."""
-    if not _several():
-        return [mine]
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
-    return parts
-
-
 def _several() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpbridge.devices.gather import from_all
 from mpbridge.errors import BadValue, Refused
 from mpbridge.facts import RunFacts
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -22,7 +23,7 @@ from mpbridge.tune.knapsack import least
 from mpbridge.tune.proof import Measured, prove
 from mpbridge.tune.proposal import base_of, configured
 from mpbridge.tune.scores import Scorer, Scores, merged
-from mpbridge.tune.subject import Subject, everywhere, high_precision
+from mpbridge.tune.subject import Subject, high_precision
 from mpbridge.tune.units import LOW, Place, Unit, by_kind, units
 from mpbridge.tune.verdict import Verdict, judged
 
@@ -162,7 +163,7 @@ def _score(subject: Subject, asked: Asked, low: Mapping[str, Quant], say: Callab
         with emulation.listening(scorer):
             high_precision(subject, "train", number)
     say(f"scored {len(own)} linears on {asked.batches} batches")
-    parts = everywhere((own, scorer.halves, scorer.refused, scorer.inputs, scorer.shapes))
+    parts = from_all((own, scorer.halves, scorer.refused, scorer.inputs, scorer.shapes))
     places: dict[str, Place] = {}
     for number, part in enumerate(parts):
         for place in part[0]:
