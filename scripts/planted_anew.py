@@ -235,12 +235,9 @@ def loss_scale(out: Path, draw: Draw) -> None:
 
 def recipe_switch(out: Path, draw: Draw) -> None:
     """A schedule goes on with a margin that leaves FP8 no range."""
-    before = draw.pick("bf16_mixed", CURRENT, MXFP8)
-    train(
-        draw.run(
-            out, [{"recipe": before, "until": draw.at}, {"recipe": DELAYED, "fp8_margin": draw.random.randint(13, 20)}]
-        )
-    )
+    before = draw.pick({"recipe": "bf16_mixed"}, CURRENT, MXFP8)
+    after = {"recipe": DELAYED, "fp8_margin": draw.random.randint(13, 20)}
+    train(draw.run(out, [{**before, "until": draw.at}, after]))
 
 
 def weight_corrupted(out: Path, draw: Draw) -> None:
