@@ -99,10 +99,10 @@ class BaseEngine(ABC):
 
     def close(self) -> None:
         """Frees tensors and megatron-core's process-wide parallel state, so that another engine can be built."""
-        from mpbridge.megatron.inside_model import forget_activations
+        from mpbridge.megatron.inside_model import release
 
         with self._layer():
-            forget_activations(self.model)
+            release(self.model)
             self.model, self.optimizer, self.configs = [], None, None
             forget_amaxes()
             if self._parallel is not None:
@@ -127,6 +127,13 @@ class ShardedEngine(BaseEngine):
                 "model": parameter_state(self.optimizer),
                 "optimizer": optimizer_state(self.optimizer, loading=loading),
             }
+
+    def close(self) -> None:
+        """Frees tensors, megatron-core's process-wide parallel state, and what torch remembers of the mesh."""
+        from mpbridge.engines.shard_state import forget_shardings
+
+        super().close()
+        forget_shardings()
 
     def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
         """Takes back what `state` described; optimizer=False: weights only, main weights rebuilt from them."""

@@ -105,6 +105,8 @@ class MegatronFsdpEngine(ShardedEngine):
         if self.model and not self.cuda:
             with self._stepping():
                 self._settle()
+        for wrapped in self.model:
+            inside.release(wrapped)
         super().close()
 
     def tensors(self) -> Iterable[Live]:

@@ -182,3 +182,12 @@ def _load_main(part: Any, shard: torch.nn.Parameter, main: torch.Tensor) -> None
     shard.copy_(main)
     if stored is not None:
         part.set_scaled_state(shard, "master_param", main.float())
+
+
+def forget_shardings() -> None:
+    """Empties torch's memory of how operations on DTensors are sharded: it keeps the meshes, and so the process groups, of engines that are gone."""
+    from torch.distributed.tensor import debug
+
+    clear: Any = getattr(debug, "_clear_sharding_prop_cache", None)  # older releases keep the meshes
+    if clear is not None:
+        clear()

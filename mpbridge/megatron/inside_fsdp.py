@@ -45,6 +45,18 @@ def settle(wrapped: Any) -> None:
         pipeline.wait_bucket_ready(*next(iter(pipeline.param_gather_event_map)))
 
 
+def release(wrapped: Any) -> None:
+    """Takes the wrapper's hooks off its parameters' gradients, so that a model that nobody uses can be freed.
+
+    They hold the wrapper, and torch holds them with the parameters in C++, where Python's collector cannot follow: the model and the threads of its
+    process groups would live as long as the process.
+    """
+    hooks = wrapped.module.grad_acc_hooks
+    for hook in hooks.values():
+        hook.remove()
+    hooks.clear()
+
+
 def do_not_reduce(wrapped: Any) -> None:
     """Takes the reduction out where one process holds everything.
 

@@ -46,21 +46,21 @@ def first_microbatch(chunks: Iterable[torch.nn.Module]) -> None:
                 module.is_first_microbatch = True
 
 
-def forget_activations(chunks: Iterable[torch.nn.Module]) -> None:
-    """Drops the activations that helpers of the modules keep from their last forward pass, so that a model that nobody uses can be freed.
+def release(chunks: Iterable[Any]) -> None:
+    """Takes megatron-core's DistributedDataParallel's hooks off the gradients, so that a model that nobody uses can be freed; other chunks are left alone.
 
-    A token dispatcher keeps the probabilities that it permuted (megatron-core 0.16.1 to 0.20 transformer/moe/token_dispatcher.py), with their graph: that
-    leads to the gradient hooks of the data-parallel wrapper and so back to the model, a circle through C++ that Python's collector cannot see. The model
-    would live, and with it the process groups' threads, as long as the process.
+    The hooks hold the wrapper, and torch holds them in C++ with every graph that a parameter is a leaf of: one tensor that is kept with its graph (a token
+    dispatcher keeps its last probabilities, a distributed optimizer its slices of FP32 parameters) leads back to the model in a circle that Python's
+    collector cannot see. The model would live, and with it the threads of its process groups, as long as the process.
     """
     for chunk in chunks:
-        for module in chunk.modules():
-            dispatcher = getattr(module, "token_dispatcher", None)
-            # a flexible dispatcher keeps them one object further in
-            for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None)):
-                for name, value in list(getattr(owner, "__dict__", {}).items()):
-                    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                        setattr(owner, name, None)
+        for node in getattr(chunk, "grad_accs", ()):
+            # a node's hooks are in one dictionary, which only the handle of a hook leads to
+            node.register_hook(_nothing).hooks_dict_ref().clear()
+
+
+def _nothing(*_: Any) -> None:
+    """A hook that does nothing."""
 
 
 def multiply_in(output_layer: Any, dtype: torch.dtype) -> None:

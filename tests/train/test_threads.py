@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,13 +28,24 @@ EXPERTS = {
 }
 
 
+ROPE = {"position_embedding_type": "rope"}
+SHARDED = {"use_distributed_optimizer": True}
+RUNS: dict[str, dict[str, Any]] = {
+    "dense": {"model": ROPE},
+    "experts": {"model": {**ROPE, **EXPERTS}},
+    "fp32, distributed optimizer": {"recipe": "fp32", "ddp": SHARDED},
+    "fsdp2": {"recipe": "fp32_params_bf16_compute", "engine": "fsdp2"},
+    "megatron-fsdp": {"recipe": "bf16_megatron_fsdp", "engine": "megatron_fsdp"},
+}
+
+
 @pytest.mark.filterwarnings("ignore:moe_ffn_hidden_size is not set")
-@pytest.mark.parametrize("experts", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("kind", RUNS)
 @pytest.mark.skipif(not TASKS.exists(), reason="counts threads in Linux's /proc")
-def test_a_run_leaves_no_thread_of_its_process_groups_behind(tmp_path: Path, experts: dict[str, object]) -> None:
+def test_a_run_leaves_no_thread_of_its_process_groups_behind(tmp_path: Path, kind: str) -> None:
     before = gloo()
-    model = {"position_embedding_type": "rope", **experts}
-    pretrain(tiny_run(tmp_path, model=model, train={"train_iters": 1, "eval_interval": None}), quiet=True)
+    pretrain(tiny_run(tmp_path, **RUNS[kind], train={"train_iters": 1, "eval_interval": None}), quiet=True)
+    gc.collect()
     assert gloo() == before
 
 

@@ -14,7 +14,9 @@ MODEL = {
 }  # fmt: skip
 
 
-def tiny(folder: Path, recipe: Any = "bf16_mixed", **sections: dict[str, Any]) -> ConfigContainer:
+def tiny(
+    folder: Path, recipe: Any = "bf16_mixed", *, engine: str | None = None, **sections: dict[str, Any]
+) -> ConfigContainer:
     """A container that trains `recipe` on a text under `folder`; `sections` are laid over its own."""
     text = folder / "text.txt"
     if not text.exists():
@@ -34,9 +36,9 @@ def tiny(folder: Path, recipe: Any = "bf16_mixed", **sections: dict[str, Any]) -
         "logger": {"log_dir": str(folder / "run")},
     }
     merged = {name: {**own.get(name, {}), **sections.get(name, {})} for name in {*own, *sections}}
-    return ConfigContainer(mixed_precision=recipe, **merged)
+    return ConfigContainer(mixed_precision=recipe, engine=engine, **merged)
 
 
-def tiny_run(folder: Path, recipe: Any = "bf16_mixed", **sections: dict[str, Any]) -> Run:
+def tiny_run(folder: Path, recipe: Any = "bf16_mixed", *, engine: str | None = None, **sections: dict[str, Any]) -> Run:
     """The same, resolved for one process."""
-    return tiny(folder, recipe, **sections).resolved()
+    return tiny(folder, recipe, engine=engine, **sections).resolved()
