@@ -44,7 +44,9 @@ def suspects(case: Case) -> list[Suspect]:
     # a spike of the data that was over at once explains nothing that came later
     lasting = [one for one in found if one.cause != "data-spike" and one.score >= 0.9]
     for one in found:
-        if one.cause == "data-spike" and lasting:
+        # unless all of it began with those very tokens
+        at_once = all(one.step <= other.step <= one.step + 2 * case.every for other in lasting)
+        if one.cause == "data-spike" and lasting and not (at_once and case.tokens_counted):
             one.score = 0.5
     earliest = min(one.step for one in lasting or found)
     # evidence from the same measurement is simultaneous

@@ -50,8 +50,17 @@ class Diagnosis:
             first = self.suspects[0]
             return f"{first.cause}: {first.sentence} (from step {first.step})"
         if self.onsets:
-            return f"step {self.onsets[0].step}: {self.onsets[0].what}; nothing in the files explains it"
+            return f"step {self.onsets[0].step}: {self.onsets[0].what}; {self.unexplained}"
         return "nothing is out of line"
+
+    @property
+    def unexplained(self) -> str:
+        """What was looked at without finding a cause: a jump of a healthy run accuses nothing."""
+        if not self.run.measured:
+            return "nothing in the files explains it"
+        case = Case(run=self.run, onsets=self.onsets, odd=self.odd)
+        tokens = ", and its tokens are like those before" if case.tokens_counted else ""
+        return f"no cause in precision is seen{tokens}: the optimization itself may do that (a longer warm-up or a lower optimizer.lr makes it rarer)"
 
     def as_data(self) -> dict[str, Any]:
         """In JSON types."""

@@ -11,10 +11,9 @@ from typing import Any
 
 from mpbridge.errors import BadValue
 from mpbridge.report.curves import Curves, read_curves
+from mpbridge.report.events import EVENTS
 from mpbridge.report.history import PRECISION, read_history
 from mpbridge.telemetry.records import Measured, read
-
-EVENTS = "events.jsonl"
 
 
 @dataclass(slots=True)

@@ -46,21 +46,56 @@ def recipe_changed(case: Case) -> Suspect | None:
 
 
 def not_finite(case: Case) -> Suspect | None:
-    """NaN or infinity out of nowhere: the losses before it are ordinary."""
+    """NaN or infinity out of nowhere: the losses right before it are ordinary, or the loss never shows it at all."""
     onset = case.onset("applied")
-    if onset is None or any(one.step < onset.step - 1 for one in case.onsets):
+    if onset is not None and any(onset.step - 10 <= one.step < onset.step - 1 for one in case.onsets):
         return None
     bad = [one for one in case.odd if math.isinf(one.factor) and one.number in ("x_amax", "amax")]
     inputs = [one.tensor for one in bad if one.number == "x_amax"]
+    seen = _first_nonfinite(case)
+    if onset is None and seen is None:
+        return None
     where = inputs[0] if inputs else bad[0].tensor if bad else ""
+    step = min([one.step for one in (onset,) if one is not None] + [seen[0] for seen in (seen,) if seen is not None])
+    shown = (
+        [f"step {onset.step}: {onset.what}; the steps before are ordinary"]
+        if onset is not None
+        else ["the loss does not show it"]
+    )
     events = [str(event["text"]) for event in case.events("nonfinite")[:2]]
+    rows = [f"step {seen[0]}: elements that are not finite in {', '.join(seen[1][:3])}"] if seen is not None else []
+    place = (
+        f", first seen in the input of {where}"
+        if inputs
+        else f", first seen in {seen[1][0]}"
+        if seen is not None
+        else ""
+    )
     return Suspect(
-        cause="nan-source", step=onset.step, score=0.95 if inputs else 0.8,
-        sentence="NaN or infinity appears at once" + (f", first seen in the input of {where}" if inputs else ""),
-        evidence=[f"step {onset.step}: {onset.what}; the steps before are ordinary", *events, *(str(one) for one in bad[:3])],
-        tensors=[one.tensor for one in bad[:4]],
+        cause="nan-source", step=step, score=0.95 if inputs or seen is not None else 0.8,
+        sentence="NaN or infinity appears at once" + place,
+        evidence=[*shown, *events, *(str(one) for one in bad[:3]), *rows],
+        tensors=[one.tensor for one in bad[:4]] or (seen[1][:4] if seen is not None else []),
         advice=[f"look at what computes the input of {where}: the module right before it" if inputs else "train the step again from the last checkpoint with logger.precision_every=1", "the same step on another machine: a NaN that stays away is the hardware's"],
     )  # fmt: skip
+
+
+def _first_nonfinite(case: Case) -> tuple[int, list[str]] | None:
+    """The first measured step with elements that are not finite, and where, inputs before gradients; an overflow that a loss scale caught is none."""
+    steps = {row["iteration"]: row for row in case.run.curves.rows}
+    for one in case.run.measured:
+        row = steps.get(one.step, {})
+        if row.get("loss_scale", 1.0) != 1.0 and not row.get("applied", True):
+            continue
+        tables = one.tables
+        forward = [f"the input of {row['linear']}" for row in tables["linears"] if row.get("nonfinite") and not math.isfinite(row.get("x_amax") or 0.0)]  # fmt: skip
+        weights = [row["parameter"] for row in tables["weights"] if row.get("nonfinite")]
+        backward = [f"the gradient that {row['linear']} gets" for row in tables["linears"] if row.get("nonfinite") and math.isfinite(row.get("x_amax") or 0.0)]  # fmt: skip
+        operands = [f"{row['linear']} {row['side']}" for row in tables["operands"] if row.get("nonfinite")]
+        # backward runs from the end: what is last in the order of the model got its gradient first
+        if found := [*forward, *weights, *backward[::-1], *operands]:
+            return one.step, list(dict.fromkeys(found))
+    return None
 
 
 def scale_of_the_loss(case: Case) -> Suspect | None:
@@ -69,6 +104,7 @@ def scale_of_the_loss(case: Case) -> Suspect | None:
     if not rows or all(row["loss_scale"] == 1.0 for row in rows):
         return None
     evidence, step, first_applied = [], None, None
+    sentence = "the loss scale is far above what the gradients allow"
     streak = 0
     for before, row in zip([None, *rows], rows, strict=False):
         now = row["iteration"]
@@ -77,6 +113,11 @@ def scale_of_the_loss(case: Case) -> Suspect | None:
                 f"step {now}: loss scale {before['loss_scale']:g} -> {row['loss_scale']:g}; its rule doubles it at most"
             )
             step = step or now
+        if before is not None and row["loss_scale"] < before["loss_scale"] / 4:
+            evidence.append(
+                f"step {now}: loss scale {before['loss_scale']:g} -> {row['loss_scale']:g}; its rule halves it behind overflows"
+            )
+            step, sentence = step or now, "the loss scale is far below what the gradients need: they vanish"
         first_applied = first_applied or (now if row.get("applied") else None)
         streak = 0 if row.get("applied") else streak + 1
         if streak == 8 and first_applied:
@@ -90,14 +131,28 @@ def scale_of_the_loss(case: Case) -> Suspect | None:
         return None
     return Suspect(
         cause="loss-scale", step=step, score=1.0,
-        sentence="the loss scale is far above what the gradients allow",
+        sentence=sentence,
         evidence=evidence[:4],
         advice=["a lower mixed_precision.initial_loss_scale, or a shorter loss_scale_window", "bf16_mixed needs no loss scale"],
     )  # fmt: skip
 
 
 def data(case: Case) -> Suspect | None:
-    """A loss that jumps and is back at once, while no tensor of the model had changed before it: the batch was other text."""
+    """Tokens unlike those before at the step where the loss jumps; without a count of tokens, a loss that jumps and is back at once."""
+    if not case.tokens_counted:
+        return _short_spike(case)
+    for onset in (one for one in case.onsets if one.number == "loss"):
+        unlike = [event for event in case.events("tokens") if onset.step - 1 <= event["iteration"] <= onset.step]
+        if unlike:
+            first, last = onset.step, max(event["iteration"] for event in case.events("tokens") if event["iteration"] <= onset.step + 20)  # fmt: skip
+            return _spike(
+                case, first, last, [f"step {first}: {onset.what}", *(str(event["text"]) for event in unlike[:2])], 0.97
+            )
+    return None
+
+
+def _short_spike(case: Case) -> Suspect | None:
+    """A loss that jumps and is back at once, while no tensor of the model had changed before it."""
     onset = case.onset("loss")
     if onset is None:
         return None
@@ -112,11 +167,16 @@ def data(case: Case) -> Suspect | None:
     before = [one for one in case.odd if one.step < onset.step]
     if not sharp or before:
         return None
+    seen = [f"step {onset.step}: {onset.what}", f"step {points[high][0]}: back at {points[high][1]:.3g} in one step", "no tensor was out of line before"]  # fmt: skip
+    return _spike(case, onset.step, points[high - 1][0], seen, 0.85)
+
+
+def _spike(case: Case, first: int, last: int, evidence: list[str], score: float) -> Suspect:
     return Suspect(
-        cause="data-spike", step=onset.step, score=0.85,
-        sentence=f"the data of steps {onset.step} to {points[high - 1][0]} are unlike those around them",
-        evidence=[f"step {onset.step}: {onset.what}", f"step {points[high][0]}: back at {points[high][1]:.3g} in one step", "no tensor was out of line before"],
-        advice=[f"look at the samples of those steps (consumed_samples in metrics.jsonl: {_samples(case, onset.step)})", "train.nonfinite='rollback N' skips such data only where the loss is not finite; cleaning the corpus is the cure"],
+        cause="data-spike", step=first, score=score,
+        sentence=f"the data of steps {first} to {last} are unlike those around them",
+        evidence=evidence,
+        advice=[f"look at the samples of those steps (consumed_samples in metrics.jsonl: {_samples(case, first)})", "train.nonfinite='rollback N' skips such data only where the loss is not finite; cleaning the corpus is the cure"],
     )  # fmt: skip
 
 

@@ -49,6 +49,11 @@ class Case:
         return any(step - 2 <= one.step <= step + 2 * self.every for one in self.onsets)
 
     @property
+    def tokens_counted(self) -> bool:
+        """Whether the run counted its tokens: a jump of the loss on ordinary ones is then not the data's."""
+        return any("nats_per_token" in one.facts for one in self.run.measured)
+
+    @property
     def every(self) -> int:
         """Steps between two measurements."""
         steps = [one.step for one in self.run.measured]

@@ -165,10 +165,20 @@ def one_weight(case: Case) -> Suspect | None:
         return None
     odd = max(here, key=lambda one: one.factor)
     rms = dict(case.run.series("weights", odd.tensor, "rms", key="parameter")).get(step, math.nan)
+    peak = dict(case.run.series("weights", odd.tensor, "peak", key="parameter")).get(step)
+    # a row or a column of a matrix is a channel of what it computes: many large elements, none of which holds most
+    spread = peak is not None and peak < 0.2
+    held = (
+        f": {peak:.0%} of its sum of squares is in one element"
+        if peak is not None
+        else ": a few elements hold it"
+        if odd.after > 20 * rms
+        else ""
+    )
     return Suspect(
-        cause="weight-corrupted", step=step, score=0.95,
+        cause="weight-corrupted", step=step, score=0.65 if spread else 0.95,
         sentence=f"elements of {odd.tensor} are of another size than before, and no other parameter's are",
-        evidence=[str(odd), f"its RMS there is {rms:.3g}: a few elements hold it" if odd.after > 20 * rms else f"its RMS there is {rms:.3g}"],
+        evidence=[str(odd), f"its RMS there is {rms:.3g}{held}"],
         tensors=[one.tensor for one in here],
         advice=["a flipped bit in memory or in a file: compare the tensor with the last checkpoint's", "go back to that checkpoint; check the machine's memory errors (ECC)"],
     )  # fmt: skip

@@ -17,17 +17,21 @@ from mpbridge.errors import BadValue
 from mpbridge.files import opened_to_write
 from mpbridge.precision.regions import Gemm
 from mpbridge.report.console import warn
+from mpbridge.report.events import record
 from mpbridge.telemetry.native import Tap
 from mpbridge.telemetry.noise import SAMPLE, Noise, spread
 from mpbridge.telemetry.probe import Probe
 from mpbridge.telemetry.ranks import worst_of_all
 from mpbridge.telemetry.records import FILE, OPERANDS, WORDS, headlines, kept, line
+from mpbridge.telemetry.tokens import Tokens
 from mpbridge.telemetry.weights import weight_rows
 
 ELEMENTS = 1 << 14
 """Elements of an operand that a measured step looks at, in whole rows: a fourth of a rehearsal's, since training waits for it."""
 PATIENCE = 10
 """Steps between two measurements that were not due: a run that is wrong at every step is not measured at every step."""
+UNLIKE = 100
+"""Events about tokens that a run writes at most."""
 RECENT = 20
 """Steps that a loss or a gradient norm is compared with."""
 
@@ -48,11 +52,14 @@ class StatisticsHook:
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=RECENT) for name in ("loss", "grad_norm")}
         self._look: _Look | None = None
         self._begun = self._gone = False
+        self._tokens, self._unlike = Tokens(), 0
 
     # --- moments -------------------------------------------------------------------------------------------------------------------------
     def built(self, training: Any) -> None:
         """Lets go of an engine that a schedule has replaced."""
         self._let_go()
+        if self.on and _rank() == 0:
+            self._tokens.attach(training.engine.model)
 
     def started(self, training: Any) -> None:
         """Drops lines of steps that will be done again, where a run goes on."""
@@ -67,6 +74,7 @@ class StatisticsHook:
     def stepping(self, training: Any) -> None:
         """Begins to look, where the step to come is due."""
         step = int(training.counters.iteration) + 1
+        self._tokens.on = True
         if not self.on or (step % self.every and not self._alarm):
             return
         self._look = _Look(training.engine, self._alarm or f"every {self.every} steps")
@@ -77,6 +85,7 @@ class StatisticsHook:
         """Collects and writes, where the step was looked at; asks for another look where it went wrong."""
         step = int(training.counters.iteration)
         look, self._look = self._look, None
+        nats = self._data(training)
         if look is not None:
             began = time.perf_counter()
             tables, notes = look.stop()
@@ -89,6 +98,7 @@ class StatisticsHook:
                 "recipe": run.recipe,
                 "why": look.why,
                 "seconds": round(time.perf_counter() - began + look.seconds, 6),
+                **({} if nats is None else {"nats_per_token": round(nats, 4)}),
                 **({"notes": notes} if notes else {}),
             }
             self._write(line(facts, tables))
@@ -103,8 +113,22 @@ class StatisticsHook:
     def closed(self) -> None:
         """Takes every hook off."""
         self._let_go()
+        self._tokens.close()
 
     # --- parts ---------------------------------------------------------------------------------------------------------------------------
+    def _data(self, training: Any) -> float | None:
+        """Nats a token of rank 0's samples; tokens unlike those before are an event, up to a number that a log can hold."""
+        self._tokens.on = False
+        found = self._tokens.step()
+        if found is None:
+            return None
+        nats, usual = found
+        if usual is not None and self._unlike < UNLIKE:
+            self._unlike += 1
+            text = f"the tokens of step {training.counters.iteration} are unlike those before: {nats:.3g} nats a token by how often each was seen, usual {usual:.3g}"
+            record(training, "tokens", text, say=False, nats=nats, usual=usual)
+        return nats
+
     def _judge(self, step: int, result: Any) -> None:
         """Every rank has the same result, so every rank comes to the same answer."""
         why = ""

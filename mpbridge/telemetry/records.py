@@ -1,6 +1,6 @@
 """statistics.jsonl: what was measured of a run's tensors, one line a measured step. Loads no framework.
 
-A line is {"schema", "iteration", "realization", "recipe", "why", "seconds", "notes", "operands": {"columns", "rows"}, "linears": ..., "weights": ...};
+A line is {"schema", "iteration", "realization", "recipe", "why", "seconds", "nats_per_token", "notes", "operands": {"columns", "rows"}, "linears": ..., "weights": ...};
 a table's rows are lists in the order of its columns, so that a model of a hundred layers stays small.
 """
 
@@ -26,8 +26,9 @@ LINEARS = (
 )  # fmt: skip
 """A linear's own tensors, quantized or not. x_outlier: amax of the largest input channel over the median channel's; x_channel: which one;
 grad_to_noise: norm of the weight's gradient over the norm of what quantization added to it, on a sample of 64 x 64 elements, first micro-batch."""
-WEIGHTS = ("parameter", "rms", "amax", "nonfinite", "main_gap", "exp_avg_rms", "exp_avg_sq_mean")
-"""A parameter after the update. main_gap: share of its elements that differ from the main weight rounded to its dtype."""
+WEIGHTS = ("parameter", "rms", "amax", "nonfinite", "main_gap", "exp_avg_rms", "exp_avg_sq_mean", "peak")
+"""A parameter after the update. main_gap: share of its elements that differ from the main weight rounded to its dtype; peak: share of
+its sum of squares that its largest element holds."""
 TABLES: Mapping[str, tuple[str, ...]] = {"operands": OPERANDS, "linears": LINEARS, "weights": WEIGHTS}
 KEYS: Mapping[str, int] = {"operands": 3, "linears": 1, "weights": 1}
 """Table -> how many of its first columns name a row."""

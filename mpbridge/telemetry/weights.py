@@ -24,18 +24,19 @@ def weight_rows(tensors: Iterable[Any]) -> list[list[Any]]:
         source = weight if weight is not None else _numbers(roles.get("main_params"))
         if source is None:
             continue
-        peak = float(source.abs().amax())
+        peak, size = float(source.abs().amax()), _rms(source)
         # an integer moment is a code without its scale here
         first, second = (_numbers(roles.get(role)) for role in ("exp_avg", "exp_avg_sq"))
         rows.append(
             [
                 name,
-                _rms(source),
+                size,
                 peak,
                 0 if math.isfinite(peak) else int((~source.isfinite()).sum()),
                 _gap(weight, roles.get("main_params")),
                 None if first is None else _rms(first),
                 None if second is None else float(second.float().mean()),
+                peak * peak / (size * size * source.numel()) if 0 < peak < math.inf else None,
             ]
         )
     return rows

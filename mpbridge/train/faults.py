@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import re
 import signal
@@ -11,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
@@ -20,8 +17,7 @@ from mpbridge.checkpoint.writer import end_with_parent
 from mpbridge.config.training import ANNOUNCED
 from mpbridge.devices.together import agreed, is_of_a_lost_rank
 from mpbridge.errors import BadValue, MpbridgeError, Refused
-from mpbridge.files import opened_to_write
-from mpbridge.report.console import warn
+from mpbridge.report.events import record
 from mpbridge.train.base import Hook
 
 if TYPE_CHECKING:
@@ -29,30 +25,9 @@ if TYPE_CHECKING:
     from mpbridge.train.base import Training
     from mpbridge.train.keeper import Keeper
 
-EVENTS = "events.jsonl"
-"""In the run's folder: one JSON object for everything that happened to the run besides steps."""
-
 
 class LostRank(Refused):
     """Another rank of the job died or hangs."""
-
-
-def record(training: Training, event: str, text: str, **facts: Any) -> None:
-    """Prints `text` and adds it to the run's events; non-finite numbers are written as words. A file that cannot grow is said on stderr."""
-    training.say(text)
-    folder = training.run.logger.get("log_dir")
-    if folder and dist.get_rank() == 0:
-        plain = {
-            name: value if not isinstance(value, float) or math.isfinite(value) else str(value)
-            for name, value in facts.items()
-        }
-        row = {"iteration": training.counters.iteration, "event": event, "text": text} | plain
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            with opened_to_write(Path(folder) / EVENTS, append=True) as stream:
-                stream.write(json.dumps(row) + "\n")
-        except OSError as error:
-            warn(f"{Path(folder) / EVENTS} cannot grow ({error.strerror}); what it should hold: {json.dumps(row)}")
 
 
 class Signals(Hook):
@@ -163,7 +138,7 @@ class Nonfinite(Hook):
         self.before = training.counters.nonfinite
         at, norm = training.counters.iteration, result.grad_norm
         what = f"loss {result.loss:g}, gradient norm {'not finite' if norm is None else format(norm, 'g')}"
-        facts = {"loss": result.loss, "grad_norm": norm, "nonfinite_steps": training.counters.nonfinite}
+        facts: dict[str, Any] = {"loss": result.loss, "grad_norm": norm, "nonfinite_steps": training.counters.nonfinite}
         text = f"step {at} is not finite ({what}; {training.counters.nonfinite} such steps so far)"
         training.notes["non-finite steps"] = training.counters.nonfinite
         if self.act == "skip":

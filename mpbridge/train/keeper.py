@@ -14,8 +14,8 @@ from mpbridge.checkpoint import io as checkpoint
 from mpbridge.checkpoint import store
 from mpbridge.devices.together import on_first_rank
 from mpbridge.errors import CheckpointError
+from mpbridge.report.events import record
 from mpbridge.train.base import Hook
-from mpbridge.train.faults import record
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run

@@ -127,6 +127,9 @@ class _Steps:
             ProgressLine(out, total=self.total, done=counters.iteration, interval=interval, bar=bar)
         )
         stream, training.moved = training.feed.batches("train", counters.consumed, self.rank, self.ranks), False
+        if self.eval_iters and self.eval_interval:
+            # opened now: a corpus that has nothing left for its held-out part is refused before a step is trained
+            training.feed.batches("valid", 0, self.rank, self.ranks)
         self.hooks.started(training)
         while counters.iteration < self.total and training.stop is None:
             if training.next_run is not None:

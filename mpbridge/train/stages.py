@@ -15,8 +15,8 @@ from mpbridge.checkpoint.verdict import Verdict, verdict
 from mpbridge.devices.together import on_first_rank
 from mpbridge.errors import Contradiction, MpbridgeError, Refused
 from mpbridge.precision.schedule import Span, spans
+from mpbridge.report.events import record
 from mpbridge.train.base import Hook
-from mpbridge.train.faults import record
 from mpbridge.train.keeper import resume_point
 
 if TYPE_CHECKING:

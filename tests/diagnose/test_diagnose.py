@@ -45,6 +45,7 @@ class Written:
             name = "decoder.layers.1.input_layernorm.weight"
             self.weights[step, name] = {"parameter": name, "rms": 1.0, "amax": 1.1, "nonfinite": 0, "main_gap": 0.0, "exp_avg_rms": 1e-3, "exp_avg_sq_mean": 1e-6}  # fmt: skip
         self.events: list[dict[str, Any]] = []
+        self.facts: dict[str, Any] = {}
 
     def loss(self, steps: range, by: float) -> None:
         for row in self.rows:
@@ -59,8 +60,8 @@ class Written:
         for step in self.steps:
             tables = {}
             for name, columns, kept in (("operands", OPERANDS, self.operands), ("linears", LINEARS, self.linears), ("weights", WEIGHTS, self.weights)):  # fmt: skip
-                tables[name] = [[row[column] for column in columns] for key, row in kept.items() if key[0] == step]  # type: ignore[index]
-            lines.append(line({"iteration": step, "realization": "emulated", "recipe": "r"}, tables))
+                tables[name] = [[row.get(column) for column in columns] for key, row in kept.items() if key[0] == step]  # type: ignore[index]
+            lines.append(line({"iteration": step, "realization": "emulated", "recipe": "r", **self.facts}, tables))
         (self.folder / FILE).write_text("".join(lines))
         if self.events:
             (self.folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in self.events))
@@ -110,6 +111,66 @@ def test_data_that_spoil_single_steps_are_told_from_a_model_that_recovers_slowly
     for i in range(30, 61):
         slow.loss(range(i, i + 1), 3.0 * math.exp(-(i - 30) / 8))
     assert first(slow.diagnosed()) != "data-spike"
+
+
+def test_where_tokens_are_counted_they_decide_whether_the_data_did_it(run: Written) -> None:
+    run.facts = {"nats_per_token": 2.6}
+    run.loss(range(33, 35), 6.0)
+    assert first(run.diagnosed()) is None
+    assert run.diagnosed().verdict.startswith("step 33: the loss jumps")
+    assert "no cause in precision is seen, and its tokens are like those before" in run.diagnosed().verdict
+    # a model that takes long to recover is the data's too, where the tokens say so
+    run.loss(range(35, 42), 3.0)
+    run.events = [{"iteration": 33, "event": "tokens", "text": "the tokens of step 33 are unlike those before", "nats": 5.5, "usual": 2.6}]  # fmt: skip
+    found = run.diagnosed()
+    assert first(found) == "data-spike"
+    assert found.suspects[0].step == 33
+    # what was unlike long before a jump did not cause it
+    run.events[0]["iteration"] = 20
+    assert first(run.diagnosed()) is None
+
+
+def test_elements_that_are_not_finite_are_named_where_the_loss_does_not_show_them(run: Written) -> None:
+    run.linears[40, LAYERS[1]] |= {"x_amax": math.nan, "nonfinite": 1}
+    found = run.diagnosed()
+    assert first(found) == "nan-source"
+    assert found.suspects[0].step == 40
+    assert LAYERS[1] in found.suspects[0].sentence
+    # an overflow that fp16's loss scale caught is its business
+    for row in run.rows:
+        row["loss_scale"] = 4096.0
+    run.rows[39]["applied"] = False
+    run.linears[40, LAYERS[1]]["x_amax"] = 2.0
+    assert first(run.diagnosed()) is None
+
+
+def test_a_jump_long_before_does_not_excuse_a_nan(run: Written) -> None:
+    run.loss(range(15, 16), 3.0)
+    run.facts = {"nats_per_token": 2.6}
+    for row in run.rows[39:]:
+        row |= {"loss": math.nan, "grad_norm": None, "applied": False, "nonfinite_steps": row["iteration"] - 39}
+    assert first(run.diagnosed()) == "nan-source"
+    run.loss(range(37, 39), 3.0)
+    assert first(run.diagnosed()) is None, "a loss that rises first ends in an overflow"
+
+
+def test_a_loss_scale_that_falls_without_overflows(run: Written) -> None:
+    for row in run.rows:
+        row["loss_scale"] = 4096.0 if row["iteration"] < 30 else 2.0**-20
+    found = run.diagnosed()
+    assert (first(found), found.suspects[0].step) == ("loss-scale", 30)
+    assert "vanish" in found.suspects[0].sentence
+
+
+def test_a_row_of_a_matrix_is_a_channel_and_one_element_is_a_flipped_bit(run: Written) -> None:
+    run.loss(range(31, 60), 1.0)
+    for step in [one for one in run.steps if one > 30]:
+        run.weights[step, f"{LAYERS[0]}.weight"] |= {"amax": 40.0, "rms": 1.0, "peak": 0.9}
+        run.linears[step, LAYERS[1]] |= {"x_outlier": 90.0, "x_channel": 7}
+    assert first(run.diagnosed()) == "weight-corrupted"
+    for step in [one for one in run.steps if one > 30]:
+        run.weights[step, f"{LAYERS[0]}.weight"]["peak"] = 0.05
+    assert first(run.diagnosed()) == "outlier-channel"
 
 
 def test_a_scale_that_is_off_and_scales_that_stand_still(run: Written) -> None:

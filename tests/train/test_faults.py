@@ -16,7 +16,8 @@ import pytest
 
 from mpbridge.checkpoint import store
 from mpbridge.errors import BadValue, CheckpointError
-from mpbridge.train.faults import EVENTS, parse_nonfinite
+from mpbridge.report.events import EVENTS
+from mpbridge.train.faults import parse_nonfinite
 from tests.train.forked import forked
 from tests.train.survival import Hook, go, run
 
