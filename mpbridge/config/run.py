@@ -12,7 +12,7 @@ from mpbridge.config.shape import model_shape, padded_vocabulary, parallel_of, s
 from mpbridge.config.stages import Stage
 from mpbridge.config.training import batch_faults, training_faults
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError
-from mpbridge.facts import OptimizerFacts, Parallel, RunFacts, Versions
+from mpbridge.facts import ModelShape, OptimizerFacts, Parallel, RunFacts, Versions
 from mpbridge.formats import say
 from mpbridge.hardware.probe import environment, installed
 from mpbridge.memory.keeps import updater
@@ -182,11 +182,7 @@ class Draft:
 
     def run(self, world_size: int, machine: Any, versions: Versions | None, training: bool) -> Run | None:
         """The Run, or None when there are faults."""
-        if is_played(self.container.emulate) and not self.faults:
-            try:
-                machine, versions = played(self.container.target, self.container.te)
-            except MpbridgeError as error:
-                self.faults.append(str(error))
+        machine, versions = self._machine(machine, versions)
         inputs, sizes = joined(self.given, self.engine, self.faults)
         brought = self._bring_along(inputs)
         full = {
@@ -203,31 +199,13 @@ class Draft:
         if self.faults or not self.stages or parallel is None:
             return None
         full["data"]["seq_length"] = seq
-        full["train"]["micro_batch_size"] = (
-            full["train"]["micro_batch_size"] or full["train"]["global_batch_size"] // parallel.data
-        )
-        versions = versions or installed()
-        planned = self._plan(inputs, versions)
-        facts = RunFacts(
-            shape=model_shape(model, vocab_size=rows, seq_length=seq),
-            parallel=parallel,
-            engine=self.engine,
-            realization=planned.realization,
-            optimizer=_optimizer_facts(_after("optimizer", inputs, planned), self.stages[0].policy, self.engine),
-            model=_after("model", inputs, planned),
-            ddp=_after("ddp", inputs, planned),
-            micro_batch_size=full["train"]["micro_batch_size"],
-            global_batch_size=full["train"]["global_batch_size"],
-            versions=versions,
-            machine=machine,
-            inert=_inert(self.stages),
-            environment=environment(),
-        )
-        inputs["model"] = (
-            {name: model[name] for name in GPT_FILLED}
-            | inputs["model"]
-            | {"vocab_size": rows, "max_sequence_length": most}
-        )
+        train = full["train"]
+        train["micro_batch_size"] = train["micro_batch_size"] or train["global_batch_size"] // parallel.data
+        planned = self._plan(inputs, versions := versions or installed())
+        shape = model_shape(model, vocab_size=rows, seq_length=seq)
+        facts = self._facts(shape, parallel, inputs, planned, train, versions=versions, machine=machine)
+        filled_in = {name: model[name] for name in GPT_FILLED}
+        inputs["model"] = filled_in | inputs["model"] | {"vocab_size": rows, "max_sequence_length": most}
         return Run(
             container=self.container,
             recipe=self.stages[0].recipe,
@@ -241,6 +219,43 @@ class Draft:
             te=self.container.te,
             stages=self.stages,
             **full,
+        )
+
+    def _machine(self, machine: Any, versions: Versions | None) -> tuple[Any, Versions | None]:
+        """The machine and the versions that count: those that are played, where the run plays any."""
+        if is_played(self.container.emulate) and not self.faults:
+            try:
+                return played(self.container.target, self.container.te)
+            except MpbridgeError as error:
+                self.faults.append(str(error))
+        return machine, versions
+
+    def _facts(
+        self,
+        shape: ModelShape,
+        parallel: Parallel,
+        inputs: Mapping[str, Section],
+        planned: Plan,
+        train: Section,
+        *,
+        versions: Versions,
+        machine: Any,
+    ) -> RunFacts:
+        """What rules, memory and estimates ask about the run."""
+        return RunFacts(
+            shape=shape,
+            parallel=parallel,
+            engine=self.engine,
+            realization=planned.realization,
+            optimizer=_optimizer_facts(_after("optimizer", inputs, planned), self.stages[0].policy, self.engine),
+            model=_after("model", inputs, planned),
+            ddp=_after("ddp", inputs, planned),
+            micro_batch_size=train["micro_batch_size"],
+            global_batch_size=train["global_batch_size"],
+            versions=versions,
+            machine=machine,
+            inert=_inert(self.stages),
+            environment=environment(),
         )
 
     def _bring_along(self, inputs: dict[str, Section]) -> dict[str, str]:

@@ -13,33 +13,13 @@ from mpbridge.diagnose.suspects import Case, Suspect, flushed_operands
 
 def scales(case: Case) -> Suspect | None:
     """Delayed scales beside the amaxes that they should follow: one that is far off, or all that stand still."""
-    wrong: list[tuple[int, str, float]] = []
-    still: list[tuple[int, str]] = []
-    followed = 0
-    for name, points in operands(case.run):
-        for (_, before), (step, row) in itertools.pairwise(points):
-            stale, earlier = row.get("staleness"), before.get("staleness")
-            if not isinstance(stale, float) or not isinstance(earlier, float):
-                continue
-            # what it was asked for then, it still has not got: its history is not read
-            if earlier < -0.3 and row["scale"] == before["scale"]:
-                still.append(
-                    (step, f"{name}: scale {row['scale']:.4g} stays, though the amax asked for 2**{earlier:.1f} of it")
-                )
-                break
-            followed += row["scale"] != before["scale"]
-        for step, row in points[1:]:
-            stale = row.get("staleness")
-            if isinstance(stale, float) and (stale < -3 or stale > 8):
-                wrong.append((step, name, stale))
-                break
+    still, wrong = _still(case), _off(case)
     audited = [
         str(fault) for audit in case.run.audits for fault in audit.get("faults", []) if "delayed scales" in str(fault)
     ]
     if len(still) >= 2 and len(still) > 2 * len(wrong):
-        step = min(at for at, _ in still)
         return Suspect(
-            cause="frozen-scale", step=step, score=1.0,
+            cause="frozen-scale", step=min(at for at, _ in still), score=1.0,
             sentence="delayed scales do not follow their amax histories any more",
             evidence=[*(text for _, text in still[:3]), *audited[:1]], tensors=[text.partition(":")[0] for _, text in still[:4]],
             advice=["the scale update is skipped: look at who calls it (a hook, a resume that restored scales alone, a graph captured with its update outside)", "bf16_with_fp8_current_scaling_mixed keeps no history"],
@@ -54,7 +34,7 @@ def scales(case: Case) -> Suspect | None:
     passing = all(_passes(states[name], step) for name, _ in named)
     # after a spike a history wastes range for as long as it is
     weak = all(8 < stale <= 12 for _, stale in named)
-    many = passing or weak or len(wrong) > max(3, 0.25 * sum(1 for _ in operands(case.run)))
+    many = passing or weak or len(wrong) > max(3, 0.25 * len(states))
     return Suspect(
         cause="wrong-scale", step=step, score=0.6 if many else 0.97,
         sentence=f"the delayed scale of {named[0][0]} is wrong by 2**{named[0][1]:+.1f}",
@@ -62,6 +42,34 @@ def scales(case: Case) -> Suspect | None:
         tensors=[name for name, _ in named[:4]],
         advice=["a scale that was loaded or set by hand: compare it with 448 (E4M3) or 57344 (E5M2) over the amax beside it", "bf16_with_fp8_current_scaling_mixed keeps no scale"],
     )  # fmt: skip
+
+
+def _still(case: Case) -> list[tuple[int, str]]:
+    """Operands whose scale stays where its amax asked for another one: (step, sentence)."""
+    found = []
+    for name, points in operands(case.run):
+        for (_, before), (step, row) in itertools.pairwise(points):
+            stale, earlier = row.get("staleness"), before.get("staleness")
+            if not isinstance(stale, float) or not isinstance(earlier, float):
+                continue
+            # what it was asked for then, it still has not got: its history is not read
+            if earlier < -0.3 and row["scale"] == before["scale"]:
+                text = f"{name}: scale {row['scale']:.4g} stays, though the amax asked for 2**{earlier:.1f} of it"
+                found.append((step, text))
+                break
+    return found
+
+
+def _off(case: Case) -> list[tuple[int, str, float]]:
+    """Operands whose scale is far from what their amax asks for: (step, operand, staleness)."""
+    found = []
+    for name, points in operands(case.run):
+        for step, row in points[1:]:
+            stale = row.get("staleness")
+            if isinstance(stale, float) and (stale < -3 or stale > 8):
+                found.append((step, name, stale))
+                break
+    return found
 
 
 def _passes(points: list[tuple[int, dict[str, Any]]], step: int) -> bool:

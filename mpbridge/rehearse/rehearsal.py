@@ -199,29 +199,37 @@ def rehearse_module(
         made={"steps": steps, "torch": torch.__version__, "rules of Transformer Engine": RELEASE},
     )
     for name in recipes:
-        own, statistics, began = copy.deepcopy(module), Statistics(every=every), time.perf_counter()
-        policy = resolve(get_mixed_precision_config(name))
-        found = Rehearsed(recipe=name)
-        emulation = None
-        try:
-            emulation = emulate_linears(own, policy, **options) if policy.quantized else None
-            for number in range(1, steps + 1):
-                statistics.step(number)
-                if emulation is not None:
-                    emulation.observer = statistics
-                    emulation.step_begin()
-                found.losses.append(float(step(own).detach()))
-        except MpbridgeError as error:
-            found.failure = str(error)
-        if emulation is not None:
-            found.quantized, found.high, found.notes = (
-                len(emulation.plugs),
-                len(emulation.high),
-                list(emulation.notes()[1:]),
-            )
-        found.tensors, found.seconds = statistics.summary(warmup=steps // 5), time.perf_counter() - began
-        result.recipes.append(found)
+        result.recipes.append(_module_under(name, copy.deepcopy(module), step, steps, Statistics(every=every), options))
     return result
+
+
+def _module_under(
+    recipe: str,
+    own: torch.nn.Module,
+    step: Callable[[torch.nn.Module], torch.Tensor],
+    steps: int,
+    statistics: Statistics,
+    options: Mapping[str, Any],
+) -> Rehearsed:
+    """`steps` steps of the module `own` under one recipe."""
+    began, found = time.perf_counter(), Rehearsed(recipe=recipe)
+    policy = resolve(get_mixed_precision_config(recipe))
+    emulation = None
+    try:
+        emulation = emulate_linears(own, policy, **options) if policy.quantized else None
+        for number in range(1, steps + 1):
+            statistics.step(number)
+            if emulation is not None:
+                emulation.observer = statistics
+                emulation.step_begin()
+            found.losses.append(float(step(own).detach()))
+    except MpbridgeError as error:
+        found.failure = str(error)
+    if emulation is not None:
+        found.quantized, found.high = len(emulation.plugs), len(emulation.high)
+        found.notes = list(emulation.notes()[1:])
+    found.tensors, found.seconds = statistics.summary(warmup=steps // 5), time.perf_counter() - began
+    return found
 
 
 # --- tensors from a file ------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,101 @@
+"""A page in a real browser: it draws, sorts, filters and drills down, light and dark, wide and narrow, and asks nobody for anything."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpbridge.pages.document import Column, Page
+
+BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome", "chrome") if (found := shutil.which(name))), None)  # fmt: skip
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on this machine")
+
+# what a reader does, in order; what the page then shows goes into the title's place in the dumped document
+ACTS = """
+<script>
+addEventListener("load", () => setTimeout(() => {
+  const seen = { errors: window.faults, width: document.documentElement.scrollWidth, inner: innerWidth };
+  const rows = () => [...document.querySelectorAll(".scroll table tbody tr")].map((row) => [...row.cells].map((cell) => cell.textContent));
+  const heads = [...document.querySelectorAll(".scroll table thead th")];
+  const type = (text) => { const box = document.querySelector("input[type=search]"); box.value = text; box.dispatchEvent(new Event("input")); };
+  seen.unsorted = rows().map((row) => row[2]);
+  heads[2].click(); seen.down = rows().map((row) => row[2]); seen.aria = heads[2].getAttribute("aria-sort");
+  heads[2].click(); seen.up = rows().map((row) => row[2]);
+  heads[1].click(); seen.words = rows().map((row) => row[1]);
+  type("FC2"); seen.filtered = rows().map((row) => row[1]);
+  seen.count = document.querySelector(".tools span").textContent;
+  type(""); document.querySelector("td.layer").click(); seen.layer = rows().map((row) => row[0]);
+  seen.chosen = document.getElementById("chosen").textContent;
+  document.querySelector("#chosen button").click(); seen.all = rows().length;
+  seen.canvases = document.querySelectorAll("canvas").length;
+  seen.legend = [...document.querySelectorAll(".u-legend .u-label")].map((one) => one.textContent);
+  const style = getComputedStyle(document.body); seen.background = style.backgroundColor; seen.text = style.color;
+  seen.requests = performance.getEntriesByType("resource").map((one) => one.name);
+  const out = document.createElement("pre"); out.id = "seen"; out.textContent = JSON.stringify(seen); document.body.append(out);
+}, 300));
+</script>
+"""
+LISTEN = "<script>window.faults = []; addEventListener('error', (event) => window.faults.push(event.message));</script>"
+
+
+def page() -> str:
+    made = Page("a run", {"model": "2 layers", "command": "mpbridge diagnose run"}, {"SQNR": "signal to quantization noise"})  # fmt: skip
+    made.chart("amax", [(f"layer {i}", [(x, 1.0 + i * x) for x in range(30)], str(i)) for i in range(2)], y="amax")
+    columns = [Column(name="layer", layer=True), Column(name="linear", number=False), Column(name="error"), Column(name="flushed", unit="percent")]  # fmt: skip
+    rows = [[str(i % 2), f"mlp.linear_fc{1 + i % 3}", (7 * i % 11) / 10, 0.01 * i] for i in range(11)]
+    made.table("operands", columns, rows)
+    return made.html()
+
+
+def shown(tmp_path: Path, width: int, *, dark: bool = False) -> dict[str, Any]:
+    path = tmp_path / "page.html"
+    text = page().replace("<head>", f"<head>{LISTEN}", 1)
+    path.write_text(text.replace("</body>", f"{ACTS}</body>", 1), encoding="utf-8")
+    command = [
+        str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--virtual-time-budget=4000",
+        f"--user-data-dir={tmp_path / 'profile'}", f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom", path.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    found = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found is not None, done.stdout[-500:] + done.stderr[-1500:]
+    return dict(json.loads(html.unescape(found[1])))
+
+
+@pytest.mark.timeout(600)
+def test_tables_sort_and_filter_and_a_layer_stands_alone(tmp_path: Path) -> None:
+    seen = shown(tmp_path, 1400)
+    assert seen["errors"] == []
+    assert seen["requests"] == [], "one file, nothing asked for"
+    numbers = [float(one) for one in seen["unsorted"]]
+    assert [float(one) for one in seen["down"]] == sorted(numbers, reverse=True) != numbers
+    assert seen["aria"] == "descending"
+    assert [float(one) for one in seen["up"]] == sorted(numbers)
+    assert seen["words"] == sorted(seen["words"])
+    assert seen["filtered"] == ["mlp.linear_fc2"] * 4
+    assert seen["count"] == "4 of 11 rows"
+    assert len(set(seen["layer"])) == 1
+    assert seen["chosen"].startswith(f"layer {seen['layer'][0]} only")
+    assert seen["all"] == 11
+    assert seen["canvases"] == 1
+    assert "layer 1" in seen["legend"]
+
+
+@pytest.mark.timeout(600)
+def test_light_and_dark_wide_and_narrow(tmp_path: Path) -> None:
+    def brightness(colour: str) -> float:
+        return sum(map(float, re.findall(r"[\d.]+", colour)[:3]))
+
+    for width in (1400, 600):
+        light, dark = shown(tmp_path, width), shown(tmp_path, width, dark=True)
+        for seen in (light, dark):
+            assert seen["inner"] <= width
+            assert seen["width"] <= seen["inner"], "nothing to scroll sideways"
+        assert brightness(light["background"]) > 600 > 200 > brightness(light["text"])
+        assert brightness(dark["text"]) > 500 > 200 > brightness(dark["background"])
