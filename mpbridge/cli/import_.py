@@ -14,6 +14,7 @@ from mpbridge.stacks.meaning import LABELS, rows
 from mpbridge.stacks.nearest import Answer, answer
 
 SUMMARY = "what another stack's configuration means here"
+QUOTED = frozenset({"--args"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="a variable of a launch script; may be repeated",
+        help="a variable of a launch script or of --args (1=..., 2=... are a script's own arguments); may be repeated",
     )
     parser.add_argument("--write", type=Path, metavar="FILE", help="write a recipe file that says the same")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -67,7 +68,7 @@ def _read(args: argparse.Namespace) -> Imported:
             raise BadValue(f"--env {pair}: expected NAME=VALUE")
         env[name] = value
     if args.args is not None:
-        return read_args(args.args, stack=args.stack or "megatron-lm", version=args.stack_version)
+        return read_args(args.args, stack=args.stack or "megatron-lm", version=args.stack_version, env=env)
     return read_file(Path(args.file), stack=args.stack, version=args.stack_version, env=env)
 
 
@@ -92,7 +93,8 @@ def _print(found: Imported, told: Answer) -> None:
             for line in lines:
                 print(f"  {line}")
     if found.other:
-        print(f"\n{len(found.other)} other options are not about precision")
+        many = "settings are" if len(found.other) > 1 else "setting is"
+        print(f"\n{len(found.other)} other {many} not about precision")
 
 
 def _data(found: Imported, told: Answer) -> dict[str, object]:

@@ -140,6 +140,19 @@ class Interrupted(MpbridgeError):
 class Parser(argparse.ArgumentParser):
     """Says what is wrong with arguments in one line."""
 
+    quoted: frozenset[str] = frozenset()
+    """Options whose value may begin with a dash: a command line in quotes."""
+
+    def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As argparse does, where the word behind an option of `quoted` is its value, whatever it begins with."""
+        joined: list[str] = []
+        for word in sys.argv[1:] if args is None else args:
+            if joined and joined[-1] in self.quoted:
+                joined[-1] += f"={word}"
+            else:
+                joined.append(word)
+        return super().parse_intermixed_args(joined, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Raises BadValue, where argparse would print its usage and exit."""
         raise BadValue(f"{self.prog}: {message} (mpbridge help {self.prog.partition(' ')[2]})")
@@ -152,6 +165,7 @@ def parser_of(verb: str, module: str) -> argparse.ArgumentParser:
         prog=f"mpbridge {verb}", description=found.SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     found.add_arguments(parser)
+    parser.quoted = getattr(found, "QUOTED", frozenset())
     if verb in FOREIGN:
         parser.parse_intermixed_args = parser.parse_args  # type: ignore[method-assign]
     return parser

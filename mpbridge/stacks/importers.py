@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from mpbridge.errors import BadValue, DataError
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.exporters import stack_module, version_of
-from mpbridge.stacks.shell import read_script
+from mpbridge.stacks.shell import read_script, read_words
 
 MOST = 4_000_000
 """Bytes of a configuration file."""
@@ -40,7 +40,7 @@ def read_file(
     text = path.read_text(encoding="utf-8", errors="replace")
     if path.suffix == ".py":
         return read_python(text, path, function if colon else "", stack=stack, version=version)
-    return read_text(text, stack=stack, version=version, name=path.name, env=env)
+    return read_text(text, stack=stack, version=version, name=path.name, env=env, path=path)
 
 
 def read_python(
@@ -72,35 +72,34 @@ def read_python(
     return found
 
 
-def read_args(text: str, *, stack: str = "megatron-lm", version: str | None = None) -> Imported:
-    """What arguments on a command line mean."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise BadValue(f"--args cannot be split into words: {error}") from None
+def read_args(
+    text: str, *, stack: str = "megatron-lm", version: str | None = None, env: Mapping[str, str] = {}
+) -> Imported:
+    """What arguments on a command line mean. env: values of the variables in them. Raises BadValue for text that is no command line."""
+    script = read_words(text, env)
     module = _importer(stack)
     if not hasattr(module, "read"):
         raise BadValue(f"{stack} is configured by files, not by arguments: give the file")
-    return module.read(words, version=_version(stack, version))  # type: ignore[no-any-return]
+    found: Imported = module.read(script.words, version=_version(stack, version))
+    return dataclasses.replace(found, assumed=(*script.notes, *found.assumed))
 
 
 def read_text(
-    text: str, *, stack: str | None = None, version: str | None = None, name: str = "", env: Mapping[str, str] = {}
+    text: str,
+    *,
+    stack: str | None = None,
+    version: str | None = None,
+    name: str = "",
+    env: Mapping[str, str] = {},
+    path: Path | None = None,
 ) -> Imported:
-    """What a file's text means. name: the file's, which helps to recognize the stack."""
+    """What a file's text means. name: the file's, which helps to recognize the stack. path: the file's, for others that a script sources."""
     if name.endswith(".py"):
         return read_python(text, None, stack=stack, version=version)
     stack = stack or recognize(text, name)
     if stack == "megatron-lm" and not name.endswith((".yaml", ".yml", ".json")):
-        script = read_script(text, env)
-        assumed = [
-            f"${variable} has no value: taken as empty (--env {variable}=...)"
-            for variable in script.unset
-            if not variable.isdigit()
-        ]
-        return _lm(version).read(  # type: ignore[no-any-return]
-            script.words, version=_version(stack, version), assumed=(*script.notes, *assumed)
-        )
+        script = read_script(text, env, path)
+        return _lm(version).read(script.words, version=_version(stack, version), assumed=tuple(script.notes))  # type: ignore[no-any-return]
     return _importer(stack).read_data(load(text, name), version=_version(stack, version))  # type: ignore[no-any-return]
 
 

@@ -153,7 +153,12 @@ def _parse(words: list[str]) -> Parsed:
         values: list[str] = [attached] if equals else []
         if name not in known:
             near = nearest(name, known, most=1)
-            read.unknown.append(name + (f" (nearest: {near[0]})" if near else ""))
+            whole = (
+                f" (one word, in quotes: its parser takes {name.split()[0]} apart from its value)"
+                if " " in name
+                else ""
+            )
+            read.unknown.append(name + (whole or (f" (nearest: {near[0]})" if near else "")))
             continue
         arity = known[name]
         while not equals and position < len(words) and not _is_option(words[position]):

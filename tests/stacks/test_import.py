@@ -142,13 +142,15 @@ elif [ "$DTYPE" = fp16 ]; then
 fi
 echo --fp16 > $(touch DANGER)
 torchrun --nproc_per_node 8 pretrain_gpt.py \\
-    "${ARGS[@]}" --lr 1e-4
+    ${ARGS[@]} --lr 1e-4
 """
     found = read_text(script, name="train.sh", env={"RECIPE": "tensorwise"})
     assert told(found).startswith("bf16_with_fp8_current_scaling_mixed")
     assert found.meaning.wire is BF16
     assert not Path("DANGER").exists()
     assert "fp8" not in read_text(script, name="train.sh", env={"RECIPE": "x", "DTYPE": "bf16"}).fields
+    whole = read_text(script.replace("${ARGS[@]}", '"${ARGS[@]}"'), name="train.sh", env={"RECIPE": "x"})
+    assert any("one word" in line for line in whole.unknown)
 
 
 def test_a_variable_without_a_value_is_said() -> None:

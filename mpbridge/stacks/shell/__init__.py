@@ -1,0 +1,142 @@
+"""The arguments that a shell script hands to its Python program, read as text: nothing is executed.
+
+The script is followed as bash would follow it, with the variables that are given: assignments, arrays, expansions, branches, loops, functions,
+sourced files that lie beside it, here-documents, and commands inside of strings. What only running would tell (`$(nproc)`, whether a file is
+there, a command's exit code) counts as empty or false, and each such assumption that the answer rests on is a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpbridge.errors import BadValue
+from mpbridge.stacks.shell.commands import Follower
+from mpbridge.stacks.shell.fields import bare, clean, unknown_word
+from mpbridge.stacks.shell.syntax import Command, parse
+from mpbridge.stacks.shell.values import NO_VALUE, Value, Values
+
+MOST = 400_000
+"""Characters of a script; launch scripts are a hundredth of it."""
+
+
+@dataclass
+class Script:
+    """What was read."""
+
+    words: list[str] = field(default_factory=list)
+    """Of the command that starts the program, expanded, from behind the program's name on."""
+    notes: list[str] = field(default_factory=list)
+    """What was passed over, and what was assumed."""
+
+
+def read_script(text: str, env: Mapping[str, str], path: Path | None = None) -> Script:
+    """The arguments in a launch script. Raises BadValue for what is no script.
+
+    env: values of variables that it takes from outside; '1', '2', ... are its own arguments. path: the script's, for files that it sources.
+    """
+    if len(text) > MOST or "\0" in text:
+        raise BadValue("this is not a launch script: it is larger than 400,000 characters or holds NUL bytes")
+    follower = _follower(env, path)
+    follower.follow(parse(clean(text).replace("\r\n", "\n"), follower.notes))
+    follower.said_of_functions()
+    words, said = _chosen(follower)
+    notes = grouped(list(dict.fromkeys([*follower.notes, *said])))
+    unread = [
+        f"--env {name}: nothing of the script reads it" for name in env if not name.isdigit() and name not in text
+    ]
+    return Script(words=words, notes=[*notes, *unread])
+
+
+def read_words(text: str, env: Mapping[str, str]) -> Script:
+    """The words of one command line without its command. Raises BadValue for quotes that are never closed."""
+    follower = _follower(env, None)
+    made = parse(f": {clean(text)}", follower.notes)
+    if follower.notes:
+        raise BadValue(f"--args cannot be split into words: {follower.notes[0]}")
+    if len(made) != 1 or not isinstance(made[0], Command):
+        raise BadValue(
+            "--args cannot be split into words: expected the arguments of one command, without ; | & and parentheses"
+        )
+    words = [word for raw in made[0].words[1:] for word in follower.values.fields(raw)]
+    return Script(words=[bare(word) for word in words if not unknown_word(word)], notes=_said(follower, words))
+
+
+def _follower(env: Mapping[str, str], path: Path | None) -> Follower:
+    positional: list[str] = []
+    while str(len(positional) + 1) in env:
+        positional.append(env[str(len(positional) + 1)])
+    # a script is started where it lies unless the variable says something else
+    variables: dict[str, Value] = {"PWD": "." if path is None else str(path.parent)}
+    variables |= {name: clean(value) for name, value in env.items() if not name.isdigit()}
+    values = Values(
+        variables=variables, positional=[clean(one) for one in positional], script="" if path is None else str(path)
+    )
+    return Follower(values, given=frozenset(env), folder=None if path is None else path.parent)
+
+
+def _chosen(follower: Follower) -> tuple[list[str], list[str]]:
+    """The words behind the program's name in the command with the most options, and what is to be said of them."""
+    found = [(command, _behind_program(command)) for command in follower.commands]
+    started = [(command, rest) for command, rest in found if rest is not None]
+    said: list[str] = []
+    if started:
+        counts = [_options(rest) for _, rest in started]
+        most = max(range(len(started)), key=lambda i: (counts[i], i))
+        words = started[most][1] or []
+        others = {tuple(map(bare, rest)) for _, rest in started if _options(rest)} - {tuple(map(bare, words))}
+        if others:
+            said.append(f"{len(others) + 1} commands start a program with options: the one with the most is read")
+    else:
+        held = [value for name, value in follower.values.variables.items() if name not in ("PWD", "?")]
+        texts = [one for value in held for one in _texts(value)]
+        given = [word for command in follower.commands for word in command]
+        pieces = texts if any("--" in one for one in texts) else given  # a job's submission has options of its own
+        words = [part for piece in pieces for part in _again(piece)] if any("--" in piece for piece in pieces) else []
+        if any(words):
+            said.append("no command starts a Python program here: every option of the text counts")
+    told = [text for word in words for text in follower.values.told(word)]
+    return [bare(word) for word in words if not unknown_word(word)], [*said, *told]
+
+
+def _texts(value: Value) -> list[str]:
+    return [value] if isinstance(value, str) else list(value.values()) if isinstance(value, dict) else value
+
+
+def _said(follower: Follower, words: list[str]) -> list[str]:
+    """What is to be said of the marks in words; many variables share a line."""
+    said = list(dict.fromkeys(text for word in words for text in follower.values.told(word)))
+    return grouped(said)
+
+
+def grouped(said: list[str]) -> list[str]:
+    """Lines of marks, with one line for all variables without a value where there are more than four."""
+    unset = [found[1] for line in said if (found := NO_VALUE.match(line))]
+    if len(unset) <= 4:
+        return said
+    rest = [line for line in said if not NO_VALUE.match(line)]
+    return [*rest, f"{', '.join(unset)} have no value: taken as empty (--env NAME=...)"]
+
+
+def _behind_program(command: list[str]) -> list[str] | None:
+    """The words behind `x.py` or `-m module`; None where neither stands there."""
+    plain = [bare(word) for word in command]
+    at = next((at for at, word in enumerate(plain) if word.endswith(".py")), None)
+    if at is None:
+        found = (at + 1 for at, word in enumerate(plain[:-1]) if word == "-m" and at and _is_python(plain[:at]))
+        at = next(found, None)
+    return None if at is None else command[at + 1 :]
+
+
+def _is_python(words: list[str]) -> bool:
+    return any(Path(word).name.startswith(("python", "torchrun", "accelerate", "deepspeed")) for word in words)
+
+
+def _options(words: list[str] | None) -> int:
+    return sum(word.startswith("--") for word in words or [])
+
+
+def _again(value: str) -> list[str]:
+    """The words of an unquoted expansion, which the shell splits once more."""
+    return value.split() if not bare(value) or bare(value).lstrip().startswith("-") or " --" in value else [value]

@@ -1,0 +1,235 @@
+"""Commands of bash's own, as far as a script's text tells what they do: each takes the words behind its name."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from mpbridge.errors import MpbridgeError
+from mpbridge.stacks.shell.conditions import Truth
+from mpbridge.stacks.shell.fields import bare, unknown_word
+from mpbridge.stacks.shell.syntax import Command, parse
+from mpbridge.stacks.shell.values import ASSIGNMENT
+
+if TYPE_CHECKING:
+    from mpbridge.stacks.shell.commands import Follower
+
+
+class Stop(Exception):
+    """break, continue, return or exit."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+
+class NotText(Exception):
+    """Only running would tell what a substituted command prints."""
+
+
+def declare(follower: Follower, raws: list[str]) -> None:
+    """`export`, `local`, `declare`: the assignments among their words."""
+    keyed = any(raw.startswith("-") and "A" in raw for raw in raws)
+    for raw in raws:
+        found = ASSIGNMENT.fullmatch(raw)
+        if found:
+            follower.assign(found)
+        elif keyed and re.fullmatch(r"[A-Za-z_]\w*", raw):
+            follower.values.variables.setdefault(raw, {})
+
+
+def prints(name: str, words: list[str], unknown: bool) -> list[str]:
+    """The output of a command that works on its words alone. Raises NotText for any other."""
+    paths = [word for word in words if not word.startswith("-")]
+    if name in ("dirname", "basename", "realpath", "readlink") and paths and not unknown and paths[0]:
+        first = paths[0]
+        changed = {
+            "dirname": posixpath.dirname(first) or ".",
+            "basename": posixpath.basename(first.rstrip("/")).removesuffix(
+                paths[1] if name == "basename" and len(paths) > 1 else "\0"
+            ),
+        }.get(name, posixpath.normpath(first))
+        return [f"{changed}\n"]
+    if name == "seq" and all(re.fullmatch(r"-?\d{1,5}", word) for word in words) and 1 <= len(words) <= 2:
+        start, end = (1, int(words[0])) if len(words) == 1 else (int(words[0]), int(words[1]))
+        return [f"{one}\n" for one in range(start, min(end, start + 200) + 1)]
+    raise NotText
+
+
+def _nothing(follower: Follower, rest: list[str], command: Command) -> Truth:
+    return True
+
+
+def _false(follower: Follower, rest: list[str], command: Command) -> Truth:
+    return False
+
+
+def _test(follower: Follower, rest: list[str], command: Command) -> Truth:
+    # a word that is empty because a variable is: gone, as in bash
+    words = [word for word in rest if not unknown_word(word)]
+    for word in rest:
+        follower.matters(word)
+    return follower.held(words[:-1] if words[-1:] == ["]"] else words, patterns=False)
+
+
+def _echo(follower: Follower, rest: list[str], command: Command) -> Truth:
+    if follower.output is not None:
+        words = [word for word in rest if word not in ("-n", "-e", "-ne", "-en")]
+        follower.output.append(" ".join(words) + "\n")
+    return True
+
+
+def _printf(follower: Follower, rest: list[str], command: Command) -> Truth:
+    if rest[:1] == ["-v"] and len(rest) > 2:
+        follower.values.variables[bare(rest[1])] = rest[-1]
+        return True
+    if follower.output is not None:
+        if not rest or (bare(rest[0]) not in ("%s", "%s\\n", "%s\n") and "%" in bare(rest[0])):
+            raise NotText
+        follower.output.append(rest[0] if "%" not in rest[0] else "".join(rest[1:]))
+    return True
+
+
+def _cd(follower: Follower, rest: list[str], command: Command) -> Truth:
+    if rest:
+        before, there = str(follower.values.variables.get("PWD", "")), rest[-1]
+        follower.values.variables["PWD"] = (
+            there if there.startswith("/") else posixpath.normpath(posixpath.join(before, there))
+        )
+    return True
+
+
+def _pwd(follower: Follower, rest: list[str], command: Command) -> Truth:
+    if follower.output is not None:
+        follower.output.append(f"{follower.values.variables.get('PWD', '')}\n")
+    return True
+
+
+def _set(follower: Follower, rest: list[str], command: Command) -> Truth:
+    if "--" in rest:
+        follower.values.positional = rest[rest.index("--") + 1 :]
+    return True
+
+
+def _shift(follower: Follower, rest: list[str], command: Command) -> Truth:
+    count = int(bare(rest[0])) if rest and bare(rest[0]).isdigit() else 1
+    done = bool(follower.values.positional)
+    follower.values.positional = follower.values.positional[count:]
+    return done
+
+
+def _unset(follower: Follower, rest: list[str], command: Command) -> Truth:
+    for word in rest:
+        follower.values.variables.pop(bare(word), None)
+    return True
+
+
+def _read(follower: Follower, rest: list[str], command: Command) -> Truth:
+    names = [
+        bare(word)
+        for at, word in enumerate(rest)
+        if re.fullmatch(r"[A-Za-z_]\w*", bare(word)) and (not at or rest[at - 1] not in ("-p", "-t", "-d", "-n", "-u"))
+    ]
+    if command.inputs and names:
+        here = command.inputs[-1]
+        follower.values.variables[names[-1]] = here.text if here.literal else follower.values.here(here.text)
+        return True
+    for name in names:
+        follower.values.variables[name] = follower.values.mark(
+            f"`read {name}` waits for input: taken as empty (--env {name}=...)"
+        )
+    return None
+
+
+def _getopts(follower: Follower, rest: list[str], command: Command) -> Truth:
+    if follower.values.positional:
+        follower.notes.append("getopts is not followed: the script's own arguments are passed over there")
+    return False
+
+
+def _eval(follower: Follower, rest: list[str], command: Command) -> Truth:
+    return follower.deeper(parse(" ".join(rest), follower.notes))
+
+
+def _exec(follower: Follower, rest: list[str], command: Command) -> Truth:
+    if rest:
+        follower.external(rest, command)
+    return None
+
+
+def _break(follower: Follower, rest: list[str], command: Command) -> Truth:
+    raise Stop("break")
+
+
+def _continue(follower: Follower, rest: list[str], command: Command) -> Truth:
+    raise Stop("continue")
+
+
+def _return(follower: Follower, rest: list[str], command: Command) -> Truth:
+    raise Stop("return")
+
+
+def _exit(follower: Follower, rest: list[str], command: Command) -> Truth:
+    if follower.output is not None or any(".py" in bare(word) for one in follower.commands for word in one):
+        raise Stop("exit")
+    follower.notes.append(
+        f"`{' '.join(command.words)}` would end the script before it starts a program: read on as if it did not"
+    )
+    return True
+
+
+def _source(follower: Follower, rest: list[str], command: Command) -> Truth:
+    name = " ".join(rest[:1])
+    where = _beside(follower, bare(name))
+    shown = " ".join(command.words[1:2])
+    if where is None:
+        follower.notes += [
+            *follower.values.told(name),
+            f"`source {shown}` is not read: no such file beside the script, so what it sets is not known",
+        ]
+        return None
+    follower.notes.append(f"`source {shown}`: the file {where.name} beside the script is read too")
+    kept = follower.values.positional
+    if len(rest) > 1:
+        follower.values.positional = rest[1:]
+    try:
+        return follower.deeper(
+            parse(where.read_text(encoding="utf-8", errors="replace").replace("\0", ""), follower.notes)
+        )
+    except Stop as stop:
+        if stop.what != "return":
+            raise
+        return None
+    finally:
+        follower.values.positional = kept
+
+
+def _beside(follower: Follower, name: str) -> Path | None:
+    """A file that a script sources, where it lies in the script's folder, one folder up, or below; never through a link out of it."""
+    if follower.folder is None or not name:
+        return None
+    here = follower.folder.resolve()
+    for path in (here / name, follower.folder / Path(name).name if "/" not in name else here / name):
+        try:
+            found = path.resolve()
+            inside = found.is_relative_to(here.parent)
+            if inside and found.is_file() and found.stat().st_size < 400_000:
+                return found
+        except (OSError, ValueError, MpbridgeError):
+            continue
+    return None
+
+
+Builtin = Callable[["Follower", list[str], Command], Truth]
+BUILTINS: Mapping[str, Builtin] = MappingProxyType(
+    {
+        **dict.fromkeys((":", "true", "ulimit", "trap", "alias", "shopt", "let", "wait", "umask", "hash", "type", "jobs", "disown"), _nothing),
+        "false": _false, "test": _test, "echo": _echo, "printf": _printf, "cd": _cd, "pwd": _pwd, "set": _set, "shift": _shift, "unset": _unset, "read": _read, "getopts": _getopts, "eval": _eval, "exec": _exec, "break": _break, "continue": _continue, "return": _return, "exit": _exit, "source": _source,
+        "[": _test, ".": _source, "pushd": _cd, "mapfile": _read, "readarray": _read,
+    }
+)  # fmt: skip
+"""Commands of bash's own that are followed; every other is a program."""

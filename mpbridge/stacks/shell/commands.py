@@ -1,0 +1,405 @@
+"""A shell script's commands followed in their order: variables, branches, loops and functions, without running anything."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import posixpath
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mpbridge.errors import BadValue
+from mpbridge.stacks.shell.builtins import BUILTINS, NotText, Stop, declare, prints
+from mpbridge.stacks.shell.conditions import Truth, holds
+from mpbridge.stacks.shell.fields import bare, matches, unknown_word
+from mpbridge.stacks.shell.inside import first_word, tells, text_of
+from mpbridge.stacks.shell.syntax import Block, Case, Chain, Command, For, Function, Group, If, Node, Pipe, While, parse
+from mpbridge.stacks.shell.values import ASSIGNMENT, Values
+
+MOST_STEPS = 20_000
+MOST_ROUNDS = 200
+"""Of one loop."""
+MOST_CALLS = 20
+"""Functions, sourced files and strings of commands inside each other."""
+_DECLARE = frozenset({"export", "local", "declare", "readonly", "typeset"})
+_QUIET = frozenset(
+    {
+        "mkdir",
+        "echo",
+        "printf",
+        "cd",
+        "set",
+        "sleep",
+        "wait",
+        "trap",
+        "ulimit",
+        "pushd",
+        "popd",
+        "rm",
+        "touch",
+        "module",
+        "ls",
+    }
+)
+"""Commands that are taken to succeed without a word."""
+_SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ssh", "sbatch"})
+"""Programs that run commands given as text."""
+_TESTS = frozenset({"[", "[[", "test", "(("})
+
+
+@dataclass
+class Follower:
+    """Where a script stands while it is followed."""
+
+    values: Values
+    given: frozenset[str] = frozenset()
+    """Variables from outside."""
+    folder: Path | None = None
+    """Of the script: files that it sources are read there."""
+    commands: list[list[str]] = field(default_factory=list)
+    """Programs that it starts: their words, with marks."""
+    notes: list[str] = field(default_factory=list)
+    functions: dict[str, Block] = field(default_factory=dict)
+    called: set[str] = field(default_factory=set)
+    output: list[str] | None = None
+    """What was printed, where a substitution asks for it."""
+    files: list[str] = field(default_factory=list)
+    """What tests have asked for since the last branch: `-f name`."""
+    steps: int = 0
+    depth: int = 0
+
+    def __post_init__(self) -> None:
+        self.values.run = self._printed
+
+    def follow(self, block: Block) -> None:
+        """A whole script; what stops it ends it."""
+        with contextlib.suppress(Stop):
+            self.block(block)
+
+    def said_of_functions(self) -> None:
+        """A note for each function that nothing calls and that has options inside."""
+        for name, body in self.functions.items():
+            if name not in self.called and tells(body):
+                self.notes.append(f"the function {name} is never called: its options do not count")
+
+    def block(self, block: Block) -> Truth:
+        """The last command's success; None where only running would tell."""
+        truth: Truth = True
+        for node in block:
+            truth = self._node(node)
+        return truth
+
+    def _node(self, node: Node) -> Truth:
+        self.steps += 1
+        if self.steps > MOST_STEPS:
+            raise BadValue(f"this script takes more than {MOST_STEPS} steps: no launch script does")
+        truth = self._any(node)
+        if isinstance(node, Command):
+            status = "1" if truth is False else "0"
+            said = self.values.mark(f"`{text_of(node)}` is not run: taken to succeed") if truth is None else ""
+            self.values.variables["?"] = said + status
+        return truth
+
+    def _any(self, node: Node) -> Truth:
+        match node:
+            case Command():
+                return self._command(node)
+            case Chain():
+                return self._chain(node)
+            case Pipe():
+                return self._pipe(node)
+            case If():
+                return self._if_(node)
+            case Case():
+                return self._case(node)
+            case For():
+                return self._for_(node)
+            case While():
+                return self._while_(node)
+            case Function():
+                self.functions[node.name] = node.body
+                return True
+            case Group():
+                return self.apart(node.body) if node.subshell else self.block(node.body)
+
+    def apart(self, block: Block) -> Truth:
+        """Commands whose variables end with them."""
+        kept = dict(self.values.variables), list(self.values.positional)
+        try:
+            return self.block(block)
+        except Stop as stop:
+            if stop.what not in ("exit", "return"):
+                raise
+            return None
+        finally:
+            self.values.variables, self.values.positional = kept
+
+    def _chain(self, chain: Chain) -> Truth:
+        truth: Truth = True
+        before = chain.items[0][1]
+        for operator, node in chain.items:
+            if truth is None:
+                truth = first_word(before) not in _TESTS
+                if tells((node,)) and first_word(before) not in _QUIET:
+                    taken = "to succeed" if truth else "as false"
+                    goes = "counts" if truth == (operator == "&&") else "is passed over"
+                    self.notes.append(
+                        f"`{text_of(before)}` is not run: taken {taken}, what stands behind {operator} {goes}"
+                    )
+            if operator:
+                self._not_there((node,))
+            if operator and truth != (operator == "&&"):
+                continue
+            truth, before = self._node(node), node
+        return truth
+
+    def _pipe(self, pipe: Pipe) -> Truth:
+        if len(pipe.parts) > 1:
+            if self.output is not None:
+                raise NotText
+            truth: Truth = None
+            for part in pipe.parts:
+                self.apart((part,))
+        else:
+            truth = self._node(pipe.parts[0])
+        return None if truth is None else truth != pipe.negated
+
+    # branches and loops
+
+    def _if_(self, node: If) -> Truth:
+        whole = tuple(inner for _, body in node.branches for inner in body)
+        for condition, body in node.branches:
+            if condition is None or self._judged(condition, whole):
+                return self.block(body)
+        return True
+
+    def _judged(self, condition: Block, branches: Block) -> bool:
+        self.files.clear()
+        truth = self.block(condition)
+        self._not_there(branches)
+        if truth is None and tells(branches):
+            text = "; ".join(map(text_of, condition))
+            self.notes.append(f"the condition `{text}` is not run: taken as false, its branch is passed over")
+        return bool(truth)
+
+    def _not_there(self, rest: Block) -> None:
+        """A note for each file that a condition asked for, where what follows matters."""
+        if tells(rest):
+            self.notes += [f"`[ {one} ]` is not looked at: taken as not there" for one in self.files]
+        self.files.clear()
+
+    def _case(self, node: Case) -> Truth:
+        word = self.values.text(node.word)
+        self.matters(word)
+        falls = False
+        for patterns, body, ending in node.clauses:
+            if falls or any(matches(word, self.values.pattern(one)) for one in patterns):
+                truth = self.block(body)
+                if ending in (";;", ""):
+                    return truth
+                falls = ending == ";&"
+        return True
+
+    def _for_(self, node: For) -> Truth:
+        if node.name == "":  # for ((...))
+            self.notes.append(f"the loop `for (({' '.join(node.words or ())}))` is read once")
+            rounds = [""]
+        else:
+            raws = ('"$@"',) if node.words is None else node.words
+            rounds = [word for raw in raws for word in self.values.fields(raw)]
+        unknown = [one for one in rounds if one and not bare(one)]
+        if unknown and len(unknown) == len(rounds):
+            if node.words is None or all("@" in raw for raw in node.words):
+                rounds = []
+            else:
+                self.notes.append(
+                    f"what the loop over {' '.join(node.words)} goes through is not known: its body is read once"
+                )
+                rounds = unknown[:1]
+        for value in rounds[:MOST_ROUNDS]:
+            if node.name:
+                self.values.variables[node.name] = value
+            if not self._round(node.body):
+                break
+        return True
+
+    def _while_(self, node: While) -> Truth:
+        for _ in range(MOST_ROUNDS):
+            truth = self.block(node.condition)
+            if truth is None and tells(node.body):
+                text = "; ".join(map(text_of, node.condition))
+                self.notes.append(f"the loop's condition `{text}` is not run: its body is read once")
+                self._round(node.body)
+            if truth is None or truth == node.until or not self._round(node.body):
+                return True
+        self.notes.append(f"a loop goes on after {MOST_ROUNDS} rounds: read no further")
+        return True
+
+    def _round(self, body: Block) -> bool:
+        """One round of a loop; False where it ends the loop."""
+        try:
+            self.block(body)
+        except Stop as stop:
+            if stop.what not in ("break", "continue"):
+                raise
+            return stop.what == "continue"
+        return True
+
+    def matters(self, text: str) -> None:
+        """A value that decides a branch: what is not known of it is said."""
+        self.notes += self.values.told(text)
+
+    # commands
+
+    def _command(self, command: Command) -> Truth:
+        raws = list(command.words)
+        if not raws:
+            return True
+        if raws[0] in ("[[", "(("):
+            return self._test(raws)
+        at = next((at for at, raw in enumerate(raws) if not ASSIGNMENT.fullmatch(raw)), len(raws))
+        settings, raws = [ASSIGNMENT.fullmatch(raw) for raw in raws[:at]], raws[at:]
+        # A=x command: for that command alone, whose own words are expanded before
+        words = None if not raws or raws[0] in _DECLARE else [word for raw in raws for word in self.values.fields(raw)]
+        kept = {one[1]: self.values.variables.get(one[1]) for one in settings if one and raws}
+        for one in settings:
+            if one is not None:
+                self.assign(one)
+        if words is None:
+            declare(self, raws[1:])
+            return True
+        try:
+            return self._called(words, command)
+        finally:
+            for name, value in kept.items():
+                if value is None:
+                    self.values.variables.pop(name, None)
+                else:
+                    self.values.variables[name] = value
+
+    def assign(self, found: re.Match[str]) -> None:
+        """One assignment, as ASSIGNMENT takes it apart."""
+        name, index, more, raw = found[1], found[2], bool(found[3]), found[4]
+        given = self.values.variables.get(name) if name in self.given else None
+        self.values.assign(name, index, more, raw)
+        made = self.values.variables[name]
+        if given is not None and not more and made != given and not re.search(rf"\$\{{?{name}\b", raw):
+            self.notes.append(f"--env {name}={given} has no effect: the script sets {name}={raw} itself")
+
+    def _test(self, raws: list[str]) -> Truth:
+        if raws[0] == "((":
+            for name, operator, value in re.findall(r"([A-Za-z_]\w*)\s*(\+\+|--|[-+*/]?=(?!=))\s*([^,;]*)", raws[1]):
+                change = (
+                    f"{name} + 1"
+                    if operator == "++"
+                    else f"{name} - 1"
+                    if operator == "--"
+                    else f"{name} {operator[0]} ({value})"
+                )
+                self.values.variables[name] = self.values.arithmetic(value if operator == "=" else change)
+                return True
+            text = self.values.arithmetic(raws[1])
+            self.matters(text)
+            return bare(text) not in ("", "0")
+        words = [
+            self.values.pattern(raw) if at and raws[at - 1] in ("=", "==", "!=") else self.values.text(raw)
+            for at, raw in enumerate(raws[1:], 1)
+        ]
+        return self.held(words, patterns=True)
+
+    def held(self, words: list[str], *, patterns: bool) -> Truth:
+        """Whether a test holds; what it looks at matters."""
+        truth, seen, files = holds(words, self.values, patterns=patterns)
+        self.files += files
+        for word in seen:
+            self.matters(word)
+        return truth
+
+    def _called(self, words: list[str], command: Command) -> Truth:
+        unknown = 0
+        while unknown < len(words) and unknown_word(words[unknown]):
+            unknown += 1
+        before, words = words[:unknown], words[unknown:]
+        if not words:
+            return True
+        name, rest = bare(words[0]), words[1:]
+        if name in self.functions:
+            return self._function(name, rest)
+        if name in BUILTINS:
+            return BUILTINS[name](self, rest, command)
+        if self.output is not None:
+            self.output += prints(name, [bare(word) for word in rest], any(self.values.told(word) for word in rest))
+            return True
+        self.external([*before, *words], command)
+        return None
+
+    def _function(self, name: str, rest: list[str]) -> Truth:
+        self.called.add(name)
+        kept, self.values.positional = self.values.positional, rest
+        try:
+            return self.deeper(self.functions[name])
+        except Stop as stop:
+            if stop.what != "return":
+                raise
+            return None
+        finally:
+            self.values.positional = kept
+
+    def deeper(self, block: Block) -> Truth:
+        """Commands of a function, a file or a string. Raises BadValue where they go on without end."""
+        self.depth += 1
+        if self.depth > MOST_CALLS:
+            raise BadValue(f"this script calls more than {MOST_CALLS} functions, files or strings inside each other")
+        try:
+            return self.block(block)
+        finally:
+            self.depth -= 1
+
+    def external(self, words: list[str], command: Command) -> None:
+        """A program: kept, or where it is a shell, the commands that it is given."""
+        plain = [bare(word) for word in words]
+        starts = any(re.fullmatch(r"\S+\.py", word) for word in plain)
+        shell = any(posixpath.basename(word) in _SHELLS for word in plain)
+        for at, word in enumerate(words):
+            inside = re.search(r"\.py\b|\bpython3?\b|torchrun", plain[at]) and re.search(r"\s", plain[at].strip())
+            if not starts and inside and (shell or plain[at - 1] == "--wrap" or plain[at].startswith("--wrap=")):
+                self._text(word.removeprefix("--wrap="))
+                return
+        for here in command.inputs:
+            if shell and not starts:
+                self._text(here.text if here.literal else self.values.here(here.text))
+                return
+            if re.search(r"(?m)(^|\s)--\w", here.text):
+                self.notes.append(f"the text of a here-document for `{plain[0]}` is passed over")
+        self.commands.append(words)
+
+    def _text(self, text: str) -> None:
+        """Commands inside of a string: in a shell of their own, which has the variables too."""
+        self.depth += 1
+        if self.depth > MOST_CALLS:
+            raise BadValue(f"this script calls more than {MOST_CALLS} functions, files or strings inside each other")
+        try:
+            self.apart(parse(text, self.notes))
+        finally:
+            self.depth -= 1
+
+    # what substituted commands print
+
+    def _printed(self, text: str) -> str | None:
+        child = Follower(
+            dataclasses.replace(self.values, variables=dict(self.values.variables)), folder=self.folder, functions=dict(self.functions), output=[],
+            depth=self.depth + 1, given=self.given, called=self.called, steps=self.steps,
+        )  # fmt: skip
+        child.values.marks = self.values.marks
+        if child.depth > MOST_CALLS:
+            return None
+        try:
+            child.block(parse(text, child.notes))
+        except NotText:
+            return None
+        except Stop:
+            return None
+        finally:
+            self.steps = child.steps
+        return None if child.commands else "".join(child.output or []).rstrip("\n")

@@ -1,0 +1,51 @@
+"""What stands inside of commands: every simple command, whether it matters to the answer, and a few words to name it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpbridge.stacks.shell.syntax import Block, Case, Chain, Command, For, Function, Group, If, Node, Pipe, While
+from mpbridge.stacks.shell.values import ASSIGNMENT
+
+
+def tells(block: Block) -> bool:
+    """Whether commands set a variable, have options, or start a program."""
+    return any(
+        "--" in word or word.endswith(".py") or ASSIGNMENT.fullmatch(word) or word in ("source", ".", "eval")
+        for command in commands_in(block)
+        for word in command.words
+    )
+
+
+def commands_in(block: Block) -> Iterator[Command]:
+    """Every command in a block, those of inner constructs too."""
+    for node in block:
+        match node:
+            case Command():
+                yield node
+            case Chain():
+                yield from commands_in(tuple(inner for _, inner in node.items))
+            case Pipe():
+                yield from commands_in(node.parts)
+            case If():
+                for condition, body in node.branches:
+                    yield from commands_in((*(condition or ()), *body))
+            case Case():
+                for _, body, _ in node.clauses:
+                    yield from commands_in(body)
+            case While():
+                yield from commands_in((*node.condition, *node.body))
+            case For() | Function() | Group():
+                yield from commands_in(node.body)
+
+
+def text_of(node: Node) -> str:
+    """A node in a few words."""
+    words = " ".join(" ".join(command.words) for command in commands_in((node,)))
+    flat = " ".join(words.split())
+    return flat if len(flat) < 70 else flat[:66] + " ..."
+
+
+def first_word(node: Node) -> str:
+    """The first word of a node's first command."""
+    return next((command.words[0] for command in commands_in((node,)) if command.words), "")

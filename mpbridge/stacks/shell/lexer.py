@@ -1,0 +1,207 @@
+"""Shell text taken apart into words and operators: quotes, nesting, comments, here-documents."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from mpbridge.errors import BadValue
+
+DEEPEST = 60
+"""Constructs inside each other; launch scripts have a handful."""
+_ARRAY = re.compile(r"[A-Za-z_]\w*(?:\[[^\]]*\])?\+?=$")
+_OPERATORS = ("<<<", "<<-", "&>>", "&&", "||", ";;&", ";;", ";&", "|&", "<<", ">>", ">&", "<&", "<>", "&>", ">|", "|", "&", ";", "<", ">", "(", ")")  # fmt: skip
+
+
+@dataclass(slots=True)
+class Here:
+    """The text of a here-document or here-string."""
+
+    text: str = ""
+    literal: bool = False
+    """Its end was quoted: nothing in it is expanded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A word, an operator, a line's end or the text's."""
+
+    kind: str
+    """'word', 'op', 'newline' or 'end'."""
+    text: str
+    start: int
+
+
+def words_of(text: str) -> list[str]:
+    """The words of an array's inside: line ends count as spaces, comments go."""
+    lexer, found = Lexer(text, []), []
+    while (token := lexer.take()).kind != "end":
+        if token.kind == "word":
+            found.append(token.text)
+    return found
+
+
+def end_of(text: str, at: int) -> int:
+    """Behind the quote, `${...}`, `$(...)` or backtick that starts at `at`; -1 where it is never closed; at + 1 for a plain sign."""
+    sign = text[at]
+    if sign == "'":
+        return text.find("'", at + 1) + 1 or -1
+    if sign == "`":
+        return closing(text, at + 1, "`")
+    if sign == '"':
+        return closing(text, at + 1, '"')
+    if sign == "$" and text[at + 1 : at + 2] in ("{", "("):
+        return closing(text, at + 2, "}" if text[at + 1] == "{" else ")")
+    if sign == "$" and text[at + 1 : at + 2] == "'":
+        found = re.compile(r"(?:[^'\\]|\\.)*'", re.DOTALL).match(text, at + 2)
+        return found.end() if found else -1
+    return at + (2 if sign == "\\" else 1)
+
+
+def closing(text: str, at: int, closer: str) -> int:
+    """Behind the `closer` that ends what opened before `at`, quotes and nesting respected; -1 without one."""
+    depth, quoted = [closer], closer == '"'
+    while at < len(text):
+        sign = text[at]
+        if sign == depth[-1]:
+            depth.pop()
+            at += 1
+            if not depth:
+                return at
+            quoted = depth[-1] == '"'
+        elif sign == "\\" or (sign == "'" and not quoted) or text.startswith("$'", at):
+            at = end_of(text, at) if not (quoted and text.startswith("$'", at)) else at + 1
+            if at < 0:
+                return -1
+        elif sign == "#" and depth[-1] == ")" and text[at - 1] in " \t\n":
+            at = text.find("\n", at)
+            if at < 0:
+                return -1
+        else:
+            opened = {"${": "}", "$(": ")"}.get(text[at : at + 2]) or ({'"': '"', "`": "`"}.get(sign) if sign != "`" or "`" not in depth else None)  # fmt: skip
+            opened = opened or (")" if sign == "(" and depth[-1] == ")" else None)
+            if opened:
+                depth.append(opened)
+                quoted = opened == '"'
+                if len(depth) > DEEPEST:
+                    raise BadValue(f"this script nests more than {DEEPEST} constructs")
+            at += 2 if text[at : at + 2] in ("${", "$(") else 1
+    return -1
+
+
+class Lexer:
+    """Words and operators, one at a time."""
+
+    def __init__(self, text: str, notes: list[str]) -> None:
+        self.text, self.notes, self.at = text, notes, 0
+        self.waiting: list[tuple[str, bool, Here]] = []
+        """Here-documents whose text begins behind the next line end: end word, whether tabs go, where the text belongs."""
+
+    def line(self, at: int) -> int:
+        """The line of a place, from 1."""
+        return self.text.count("\n", 0, at) + 1
+
+    def peek(self) -> Token:
+        """The next token, which stays."""
+        at, waiting = self.at, self.waiting
+        self.waiting = []  # their text is read when the line end is taken, not when it is looked at
+        token = self.take()
+        self.at, self.waiting = at, waiting
+        return token
+
+    def take(self) -> Token:
+        """The next token, which goes."""
+        text = self.text
+        while self.at < len(text):
+            if text[self.at] in " \t\r":
+                self.at += 1
+            elif text.startswith(("\\\n", "\\\r\n"), self.at):
+                self.at = text.index("\n", self.at) + 1
+            elif text[self.at] == "#":
+                end = text.find("\n", self.at)
+                self.at = len(text) if end < 0 else end
+            else:
+                break
+        start = self.at
+        if start >= len(text):
+            return Token("end", "", start)
+        if text[start] == "\n":
+            self.at += 1
+            self._here_documents()
+            return Token("newline", "\n", start)
+        if text[start] in "|&;<>()" and not (text[start] in "<>" and text[start + 1 : start + 2] == "("):
+            operator = next(sign for sign in _OPERATORS if text.startswith(sign, start))
+            self.at += len(operator)
+            return Token("op", operator, start)
+        return Token("word", self._word(), start)
+
+    def _word(self) -> str:
+        text, start = self.text, self.at
+        while self.at < len(text):
+            sign = text[self.at]
+            if sign == "(" and (_ARRAY.fullmatch(text[start : self.at]) or text[self.at - 1] in "<>"):
+                self._past(closing(text, self.at + 1, ")"), "a parenthesis")
+            elif sign in " \t\r\n|&;()" or (sign in "<>" and text[self.at + 1 : self.at + 2] != "("):
+                break
+            else:
+                self._past(end_of(text, self.at), "a quote" if sign in "\"'" else f"{text[self.at : self.at + 2]!r}")
+        return text[start : self.at]
+
+    def _past(self, end: int, what: str) -> None:
+        """On to `end`; where nothing closes, to the end of the line for a quote and of the text for the rest."""
+        if end < 0:
+            line_end = self.text.find("\n", self.at)
+            to_line = what == "a quote" and line_end >= 0
+            until = "that line" if to_line else "the text"
+            self.notes.append(
+                f"{what} opened in line {self.line(self.at)} is never closed: read as if it ended with {until}"
+            )
+            end = line_end if to_line else len(self.text)
+        self.at = min(end, len(self.text))
+
+    def _here_documents(self) -> None:
+        for end_word, tabs, here in self.waiting:
+            lines: list[str] = []
+            closed = False
+            while self.at < len(self.text) and not closed:
+                line_end = self.text.find("\n", self.at)
+                line_end = len(self.text) if line_end < 0 else line_end
+                line = self.text[self.at : line_end]
+                self.at = min(line_end + 1, len(self.text))
+                line = line.lstrip("\t") if tabs else line
+                closed = line.rstrip("\r") == end_word
+                lines += [] if closed else [line]
+            if not closed:
+                self.notes.append(f"the here-document that ends at {end_word} is never closed: read to the end")
+            here.text = "".join(f"{line}\n" for line in lines)
+        self.waiting = []
+
+    def inside_test(self) -> list[str]:
+        """The words of `[[ ... ]]` up to its end, operators as words."""
+        found: list[str] = []
+        text = self.text
+        while self.at < len(text):
+            sign = text[self.at]
+            if sign in " \t\r\n" or text.startswith("\\\n", self.at):
+                self.at += 2 if sign == "\\" else 1
+                continue
+            if found and found[-1] == "=~":
+                end = re.compile(r"(?:\"[^\"]*\"|'[^']*'|\\.|\S)*").match(text, self.at)
+                assert end is not None
+                found.append(end[0])
+                self.at = end.end()
+                continue
+            operator = next((one for one in ("&&", "||", "(", ")", "<", ">") if text.startswith(one, self.at)), None)
+            if operator:
+                self.at += len(operator)
+                found.append(operator)
+                continue
+            before = self.at
+            word = self._word()
+            if word == "]]":
+                return found
+            if self.at == before:  # a stray operator: the test ends here
+                break
+            found.append(word)
+        self.notes.append("a [[ test is never closed: read as if it ended there")
+        return found

@@ -1,0 +1,325 @@
+"""Words of a shell script expanded as bash expands them: variables, arrays, arithmetic, quotes, splitting. What is not known leaves a mark.
+
+A mark stands in the place of a value that only running would give, or that comes from outside. It goes along through assignments and
+substitutions, counts as empty in every comparison, and tells in the end which of the words that matter were not known.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from mpbridge.errors import BadValue
+from mpbridge.stacks.shell.arithmetic import computed
+from mpbridge.stacks.shell.fields import END, MARK, PLAIN, Fields, bare, braces, matches
+from mpbridge.stacks.shell.lexer import end_of, words_of
+
+LONGEST = 1_000_000
+"""Characters of one value: a script that doubles a variable in a loop ends here."""
+_NAME = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]")
+_PARAMETER = re.compile(r"([#!]?)([A-Za-z_]\w*|\d+|[@*?$#!-])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=(.*)", re.DOTALL)
+
+NO_VALUE = re.compile(r"(\$\w+) has no value: taken as empty")
+"""What is said of a variable that nothing sets; its name first."""
+
+Value = str | list[str] | dict[str, str]
+
+
+@dataclass
+class Values:
+    """Variables, and the texts that marks stand for."""
+
+    variables: dict[str, Value] = field(default_factory=dict)
+    positional: list[str] = field(default_factory=list)
+    script: str = ""
+    """$0."""
+    marks: list[str] = field(default_factory=list)
+    """What is to be said of each mark."""
+    run: Callable[[str], str | None] = lambda _: None
+    """Text of a command -> what it prints, where that follows from the text alone."""
+
+    def mark(self, text: str) -> str:
+        """The mark of something that is not known."""
+        if text not in self.marks:
+            self.marks.append(text)
+        return f"{PLAIN}{self.marks.index(text)}{END}"
+
+    def told(self, text: str) -> list[str]:
+        """What is to be said of the marks in a text."""
+        return [self.marks[int(found[1])] for found in MARK.finditer(text)]
+
+    # expansion
+
+    def fields(self, raw: str) -> list[str]:
+        """The words that bash makes of one word. A word that is nothing but marks stays, for `told`."""
+        made = Fields()
+        for one in braces(raw):
+            self._into(made, one, quoted=False)
+            made.close()
+        return made.whole()
+
+    def text(self, raw: str) -> str:
+        """A word that is not split: an assignment's value, a pattern."""
+        made = Fields(splits=False)
+        self._into(made, raw, quoted=False)
+        return " ".join(made.whole())
+
+    def pattern(self, raw: str) -> str:
+        """A word as a pattern, whose quoted parts mean themselves."""
+        made = Fields(splits=False, pattern=True)
+        self._into(made, raw, quoted=False)
+        return "".join(made.whole())
+
+    def here(self, raw: str) -> str:
+        """A here-document's text: expanded, not split, its quotes plain signs."""
+        made = Fields(splits=False)
+        self._into(made, raw, quoted=True)
+        return "".join(made.whole())
+
+    def _into(self, made: Fields, raw: str, *, quoted: bool) -> None:
+        at = 0
+        while at < len(raw):
+            sign = raw[at]
+            if sign == "\\":
+                at = self._escaped(made, raw, at, quoted)
+                continue
+            end = (
+                end_of(raw, at)
+                if not (quoted and sign in "'\"") and not (quoted and raw.startswith("$'", at))
+                else at + 1
+            )
+            end = len(raw) if end < 0 else end
+            if sign == "'" and not quoted:
+                made.add(raw[at + 1 : end - 1 if raw[end - 1 : end] == "'" and end - 1 > at else end], quoted=True)
+            elif sign == '"' and not quoted:
+                made.add("", quoted=True)
+                inside = raw[at + 1 : end - 1] if raw[end - 1] == '"' and end - 1 > at else raw[at + 1 : end]
+                self._into(made, inside, quoted=True)
+            elif sign == "$" and raw.startswith("$'", at) and not quoted:
+                made.add(_ansi(raw[at + 2 : end - 1]), quoted=True)
+            elif sign == "`":
+                made.add(self._output(raw[at + 1 : end - 1].replace("\\`", "`")), quoted=quoted)
+            elif sign == "$":
+                end = self._dollar(made, raw, at, end, quoted)
+            else:
+                # plain signs up to the next that means something go at once
+                stop = re.compile(r"[^\\'\"`$]+").match(raw, at)
+                end = stop.end() if stop else at + 1
+                made.add(raw[at:end], quoted=quoted, literal=True)
+            at = end
+
+    def _escaped(self, made: Fields, raw: str, at: int, quoted: bool) -> int:
+        after = raw[at + 1 : at + 2]
+        if after != "\n":
+            keeps = quoted and after not in ("$", "`", '"', "\\")
+            made.add(f"\\{after}" if keeps else after, quoted=True)
+        return at + 2
+
+    def _dollar(self, made: Fields, raw: str, at: int, end: int, quoted: bool) -> int:
+        if raw.startswith("$((", at) and raw[end - 2 : end] == "))":
+            made.add(self.arithmetic(raw[at + 3 : end - 2]), quoted=quoted)
+        elif raw.startswith("$(", at):
+            made.add(self._output(raw[at + 2 : end - 1]), quoted=quoted)
+        elif raw.startswith("${", at):
+            self._parameter(made, raw[at + 2 : end - 1], quoted)
+        else:
+            name = _NAME.match(raw, at + 1)
+            if name is None:
+                made.add("$", quoted=quoted, literal=True)
+                return at + 1
+            text = name[0] if not name[0].isdigit() else name[0][0]
+            self._parameter(made, text, quoted)
+            return at + 1 + len(text)
+        return end
+
+    def _output(self, command: str) -> str:
+        """What a substituted command prints, or a mark."""
+        found = self.run(command)
+        return self.mark(f"$({' '.join(command.split())}) is not run: taken as empty") if found is None else found
+
+    def _parameter(self, made: Fields, inside: str, quoted: bool) -> None:
+        found = _PARAMETER.fullmatch(inside)
+        if found is None:
+            made.add(self.mark(f"${{{inside}}} is not understood: taken as empty"), quoted=quoted)
+            return
+        kind, name, index, operation = found[1], found[2], found[3], found[4]
+        if kind == "!" and index is None and not operation:
+            name, kind = bare(str(self.get(name) or "")) or "?", ""
+        value = self._indexed(name, index)
+        if kind in ("#", "!"):
+            many = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else None
+            if kind == "!" and isinstance(value, dict):
+                made.add_all(list(value), quoted)
+            else:
+                count = len(many) if many is not None else len(bare(value or "")) if isinstance(value, str) else 0
+                made.add(str(count), quoted=quoted)
+            return
+        if operation:
+            value = self._changed(name, value, operation)
+        if value is None:
+            value = self._missing(name)
+        if isinstance(value, str):
+            made.add(value, quoted=quoted)
+        else:
+            joined = name == "*" or index == "*"
+            items = list(value.values()) if isinstance(value, dict) else value
+            made.add(" ".join(items), quoted=True) if joined and quoted else made.add_all(items, quoted)
+
+    def get(self, name: str) -> Value | None:
+        """A variable's value; None without one."""
+        if name in ("@", "*"):
+            return self.positional or None
+        if name.isdigit():
+            at = int(name)
+            return self.script if not at else self.positional[at - 1] if at <= len(self.positional) else None
+        if name == "#":
+            return str(len(self.positional))
+        return self.variables.get(name)
+
+    def _indexed(self, name: str, index: str | None) -> Value | None:
+        value = self.get(name)
+        if name == "BASH_SOURCE":
+            return self.script
+        if index in ("@", "*"):
+            return [value] if isinstance(value, str) else value
+        if name in ("@", "*"):
+            return value
+        if isinstance(value, dict):
+            return value.get(bare(self.text(index)) if index is not None else "0")
+        if isinstance(value, list):
+            try:
+                return value[int(bare(self.arithmetic(index)) or 0) if index is not None else 0]
+            except (IndexError, ValueError):
+                return None
+        return value
+
+    def _missing(self, name: str) -> Value:
+        if name in ("@", "*"):
+            return [self.mark('"$@" has no values: taken as none (--env 1=... --env 2=...)')]
+        if name in "?$!-#":
+            return self.mark(f"${name} is known only while the script runs: taken as empty")
+        return self.mark(f"${name} has no value: taken as empty (--env {name}=...)")
+
+    def _changed(self, name: str, value: Value | None, operation: str) -> Value | None:
+        """`${A operation}`."""
+        default = re.fullmatch(r"(:?)([-=+?])(.*)", operation, re.DOTALL)
+        if default:
+            empty = value is None or (
+                bool(default[1]) and not bare(value if isinstance(value, str) else "".join(value))
+            )
+            if default[2] == "+":
+                return "" if empty else self.text(default[3])
+            if not empty or default[2] == "?":
+                return value
+            made = self.text(default[3])
+            if default[2] == "=":
+                self.variables[name] = made
+            return made
+        if value is None:
+            return None
+        if isinstance(value, str):
+            return self._cut(value, operation)
+        if isinstance(value, list) and operation.startswith(":"):
+            start, _, length = operation[1:].partition(":")
+            first = int(bare(self.arithmetic(start)) or 0) - (value is self.positional and start.strip() != "0")
+            return value[first:][: int(bare(self.arithmetic(length)) or 0)] if length else value[first:]
+        items = list(value.values()) if isinstance(value, dict) else value
+        return [self._cut(item, operation) for item in items]
+
+    def _cut(self, value: str, operation: str) -> str:
+        if operation[0] in "#%":
+            twice = operation[:2] in ("##", "%%")
+            wanted = self.pattern(operation[2 if twice else 1 :])
+            ends = range(len(value) + 1)
+            front = operation[0] == "#"
+            fits = [at for at in ends if matches(value[:at] if front else value[at:], wanted)]
+            if not fits:
+                return value
+            at = (max(fits) if twice else min(fits)) if front else (min(fits) if twice else max(fits))
+            return value[at:] if front else value[:at]
+        if operation[0] == "/":
+            every = operation.startswith("//")
+            parts = re.fullmatch(r"((?:[^/\\]|\\.)*)(?:/(.*))?", operation[2 if every else 1 :], re.DOTALL)
+            old, new = (parts[1], parts[2] or "") if parts else ("", "")
+            pattern = re.compile(fnmatch.translate(self.pattern(old)).removesuffix(r"\Z").removesuffix(r"\z"))
+            replacement = self.text(new)
+            return pattern.sub(lambda _: replacement, value, count=0 if every else 1) if old else value
+        if operation in ("^^", ",,"):
+            return value.upper() if operation == "^^" else value.lower()
+        if operation in ("^", ","):
+            return (value[:1].upper() if operation == "^" else value[:1].lower()) + value[1:]
+        part = re.fullmatch(r":\s*(-?\d+)(?::(-?\d+))?", operation)
+        if part:
+            start = int(part[1])
+            rest = value[start:] if start >= 0 or len(value) + start >= 0 else ""
+            return rest if part[2] is None else rest[: int(part[2])]
+        return self.mark(f"${{...{operation}}} is not understood: taken as empty")
+
+    def arithmetic(self, text: str) -> str:
+        """`$(( text ))` of whole numbers; a mark where it is none."""
+        expanded = self.here(text)
+        named = re.sub(r"[A-Za-z_]\w*", lambda found: str(self._number(found[0])), bare(expanded))
+        marks = "".join(found[0] for found in MARK.finditer(expanded))
+        try:
+            return f"{computed(named)}{marks}"
+        except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError):
+            return self.mark(f"$(({' '.join(text.split())})) is not computed: taken as empty")
+
+    def _number(self, name: str) -> int:
+        value = self.get(name)
+        text = bare(value) if isinstance(value, str) else ""
+        return int(text) if re.fullmatch(r"-?\d+", text) else 0
+
+    # assignment
+
+    def assign(self, name: str, index: str | None, more: bool, raw: str) -> None:
+        """`NAME=raw`, `NAME+=raw`, `NAME=(...)`, `NAME[index]=raw`."""
+        before = self.variables.get(name)
+        made: Value
+        if raw.startswith("(") and index is None:
+            made = self._array(raw[1:].removesuffix(")"), before, more)
+        else:
+            text = self.text(raw)
+            if index is not None:
+                made = self._element(before, index, text, more)
+            elif isinstance(before, list):
+                made = [(before[0] if before and more else "") + text if more else text, *before[1:]]
+            else:
+                made = (before if isinstance(before, str) else "") + text if more else text
+        if (len(made) if isinstance(made, str) else sum(map(len, made))) > LONGEST:
+            raise BadValue(f"${name} grows beyond {LONGEST} characters")
+        self.variables[name] = made
+
+    def _array(self, inside: str, before: Value | None, more: bool) -> Value:
+        words = words_of(inside)
+        keyed = [re.fullmatch(r"\[([^\]]*)\]=(.*)", word, re.DOTALL) for word in words]
+        if words and all(keyed):
+            made = dict(before) if more and isinstance(before, dict) else {}
+            return made | {bare(self.text(one[1])): self.text(one[2]) for one in keyed if one}
+        old = [] if not more or before is None else [before] if isinstance(before, str) else list(before)
+        return [*old, *(one for word in words for one in self.fields(word))]
+
+    def _element(self, before: Value | None, index: str, text: str, more: bool) -> Value:
+        if (
+            isinstance(before, dict)
+            or not re.fullmatch(r"[\s\w$+*-]*", index)
+            or not bare(self.arithmetic(index)).isdigit()
+        ):
+            key = bare(self.text(index))
+            held: Mapping[str, str] = before if isinstance(before, dict) else {}
+            return {**held, key: held.get(key, "") + text if more else text}
+        items = [before] if isinstance(before, str) else list(before or [])
+        at = int(bare(self.arithmetic(index)))
+        if at > 1000:
+            raise BadValue(f"an array of {at} elements: no launch script has one")
+        items += [""] * (at + 1 - len(items))
+        items[at] = items[at] + text if more else text
+        return items
+
+
+def _ansi(text: str) -> str:
+    named = {"n": "\n", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
+    return re.sub(r"\\(.)", lambda found: named.get(found[1], found[0]), text)

@@ -1,0 +1,212 @@
+"""What bash itself hands to a script's programs: the judge of how mpbridge reads launch scripts.
+
+    python scripts/stacks/real_bash.py CHECKOUT [FOLDER ...]      (FOLDER: of the checkout, default: examples)
+
+Each script is really run by bash on a copy of its folder, with an empty environment and a PATH on which the text tools alone are real (dirname,
+basename, readlink, realpath, seq): every other program is a recorder of its arguments. Scripts that name a program by an absolute path, or
+write to one, are left out. Existing files cannot be overwritten there (noclobber), and where the machine allows it there is no network.
+Exit code 0 when the words that mpbridge reads are those that bash hands over, for every script that starts a program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+REAL = ("dirname", "basename", "readlink", "realpath", "seq", "bash", "sh")
+RECORDER = r"""
+unset RANDOM SECONDS HOSTNAME
+set -o noclobber
+command_not_found_handle() {
+    local at
+    for ((at = 1; at <= $#; at++)); do
+        if [[ ${!at} == */bash || ${!at} == bash || ${!at} == sh ]]; then
+            local next=$((at + 1)) text=$((at + 2))
+            if [[ ${!next} == -c || ${!next} == -lc ]]; then bash -c "${!text}"; return 0; fi
+        fi
+    done
+    printf '%s\0' "$@" >> "$RECORD"
+    printf '\n\0' >> "$RECORD"
+}
+left() {
+    local name value
+    for name in $(compgen -v); do
+        if [[ $name != BASH* && $name != [A-Z_]*ARGV ]]; then
+            local -n held=$name
+            for value in "${held[@]}"; do printf '%s\0' "$value" >> "$VALUES"; done
+        fi
+    done
+}
+if [[ -n $VALUES ]]; then
+    trap left EXIT
+fi
+"""
+"""Records every program that is not there. With VALUES set, what the script leaves in its variables, for files of options that start none."""
+NOT_ALLOWED = re.compile(
+    r">\s*[\"']?/(?!dev/(?:null|stdout|stderr))|(?:^|[;&|(]|\bexec)\s*/(?:usr|bin|sbin|opt|root|home)\S*|/dev/(?:tcp|udp)",
+    re.MULTILINE,
+)
+SECONDS = 20
+
+
+def runs(script: Path, env: dict[str, str], work: Path, *, fragment: bool = False) -> list[list[str]] | str:
+    """Argument vectors of the programs that a script starts, or why it was not run. script: inside of a copy that may be written to."""
+    text = re.sub(r"(?m)(^|\s)#.*$", "", script.read_text(encoding="utf-8", errors="replace"))
+    if NOT_ALLOWED.search(text):
+        return "names a program or a file by an absolute path"
+    tools, record = work / "bin", work / "record"
+    tools.mkdir(exist_ok=True)
+    for name in REAL:
+        real = shutil.which(name)
+        if real and not (tools / name).exists():
+            (tools / name).symlink_to(real)
+    # scripts for the checkout's root ask whether it is there; `<path to image>` in others reads a file of that name
+    for name in ("pretrain_gpt.py", "pretrain_hybrid.py", "path", "some"):
+        (script.parent / name).touch()
+    (work / "recorder.sh").write_text(RECORDER)
+    record.unlink(missing_ok=True)
+    arguments = [env[str(i)] for i in range(1, 20) if str(i) in env]
+    given = {name: value for name, value in env.items() if not name.isdigit()}
+    command = [*_alone(), "bash", "--noprofile", "--norc", str(script), *arguments]
+    values = work / "values"
+    values.unlink(missing_ok=True)
+    given |= {"VALUES": str(values)} if fragment else {}
+    whole = {
+        **given,
+        "PATH": str(tools),
+        "BASH_ENV": str(work / "recorder.sh"),
+        "RECORD": str(record),
+        "HOME": str(work),
+    }
+    try:
+        subprocess.run(
+            command, cwd=script.parent, env=whole, capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired:
+        return f"runs for longer than {SECONDS} s"
+    if fragment:
+        held = values.read_bytes().decode("utf-8", "replace").split("\0")[:-1] if values.exists() else []
+        return [[word for value in held if "--" in value for word in value.split()]]
+    if not record.exists():
+        return []
+    found: list[list[str]] = [[]]
+    for word in record.read_bytes().decode("utf-8", "replace").split("\0")[:-1]:
+        if word == "\n":
+            found.append([])
+        else:
+            found[-1].append(word)
+    return [one for one in found if one]
+
+
+def _alone() -> list[str]:
+    """What runs a command without network, where this machine allows that."""
+    found = shutil.which("unshare")
+    if found and not subprocess.run([found, "-rn", "true"], capture_output=True).returncode:
+        return [found, "-rn"]
+    return []
+
+
+def program(vectors: list[list[str]]) -> list[str] | None:
+    """The words behind the Python program in the vector with the most options; the last of several. None: none starts one."""
+    best: list[str] | None = None
+    for words in vectors:
+        at = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+        at = next((i + 1 for i, word in enumerate(words[:-1]) if word == "-m" and i), None) if at is None else at
+        if at is not None and (best is None or _options(words[at + 1 :]) >= _options(best)):
+            best = words[at + 1 :]
+    return best
+
+
+def _options(words: list[str]) -> int:
+    return sum(word.startswith("--") for word in words)
+
+
+def compared(script: Path, env: dict[str, str], work: Path) -> tuple[str, list[str], list[str]]:
+    """('alike' | 'differs' | why not, bash's words, ours)."""
+    from mpbridge.stacks.shell import read_script
+
+    text = script.read_text(encoding="utf-8", errors="replace")
+    first = read_script(text, env, script)
+    # variables that come from outside get a value, in both: most scripts end at once where theirs are missing
+    names = (
+        {name for note in first.notes if "no value" in note for name in re.findall(r"\$(\w+)", note)}
+        - env.keys()
+        - NOT_GIVEN
+    )
+    env = {**dict.fromkeys(sorted(names), "1"), **env}
+    while any(name.isdigit() for name in env) and not all(
+        str(i) in env for i in range(1, max(int(n) for n in env if n.isdigit()))
+    ):
+        env |= {str(i): "1" for i in range(1, max(int(n) for n in env if n.isdigit())) if str(i) not in env}
+    bash = shutil.which("bash") or "bash"
+    if subprocess.run([bash, "-n", str(script)], capture_output=True).returncode:
+        return "bash refuses its syntax", [], []
+    vectors = runs(script, env, work)
+    if isinstance(vectors, str):
+        return vectors, [], []
+    theirs, ours = program(vectors), read_script(text, env, script).words
+    if theirs is not None:
+        return ("alike" if _comparable(ours) == _comparable(theirs) else "differs"), theirs, ours
+    if any("would end the script" in note for note in read_script(text, env, script).notes):
+        return "ends before it starts a program, which is said", [], ours
+    made = runs(script, env, work, fragment=True)
+    options = (
+        sorted(set(_comparable([word for word in made[0] if word.startswith("--")]))) if isinstance(made, list) else []
+    )
+    if not options:
+        return "neither starts a program nor sets options", [], ours
+    mine = sorted(set(_comparable([word for one in ours for word in one.split() if word.startswith("--")])))
+    return ("options alike" if mine == options else "differs"), options, mine
+
+
+MORE = {
+    "gptoss": {"1": "--checkpoint-path", "2": ".", "3": "--tensorboard-logs-path", "4": "."},
+    "inference": {"1": "--hf-token", "2": "x", "3": "--hf-home", "4": "y", "5": "--checkpoint", "6": "z"},
+    "modelopt": {"1": "Qwen/Qwen3-8B", "MLM_MODEL_CKPT": "ckpt", "TP": "2"},
+}
+"""Folder -> what its scripts are started with."""
+NOT_GIVEN = frozenset(
+    {"RANDOM", "SECONDS", "HOSTNAME", "LAUNCH_SCRIPT", "SANDBOX_ENV_SETUP", "SANDBOX_ROOT", "MLM_ENV_SETUP"}
+)
+
+
+def _comparable(words: list[str]) -> list[str]:
+    """Words without process numbers: `$$` is another one in every run."""
+    return [re.sub(r"\d{3,}(?=\D*$)", "", word) if "/" in word else word for word in words]
+
+
+def main() -> int:
+    """The command line of this script."""
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    arguments.add_argument("checkout", type=Path)
+    arguments.add_argument("folders", nargs="*", default=["examples"])
+    arguments.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
+    args = arguments.parse_args()
+    env = dict(pair.split("=", 1) for pair in args.env)
+    counts: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as place:
+        work = Path(place).resolve()
+        for folder in args.folders:
+            shutil.copytree(args.checkout / folder, work / "copy" / folder, symlinks=True)
+        for script in sorted((work / "copy").rglob("*.sh")):
+            verdict, theirs, ours = compared(script, env | MORE.get(script.parent.name, {}), work)
+            counts[verdict] = counts.get(verdict, 0) + 1
+            if verdict == "differs":
+                print(
+                    f"{script.relative_to(work / 'copy')}: bash {[w for w in theirs if w not in ours][:8]}, here {[w for w in ours if w not in theirs][:8]}"
+                )
+            elif not verdict.endswith("alike"):
+                print(f"{script.relative_to(work / 'copy')}: {verdict}")
+    print(f"scripts: {sum(counts.values())}; {counts}")
+    return 0 if counts.get("alike") and not counts.get("differs") else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
