@@ -71,21 +71,18 @@ def recipe_table() -> str:
 
 @table("recipes-short")
 def short_recipe_table() -> str:
-    """Every recipe once; those that quantize, by their scaling."""
+    """Every recipe once, by the arithmetic of its GEMMs."""
     from mpbridge.precision.recipes import BUILT_IN
 
-    rows, scalings = [], dict[tuple[str, str], list[str]]()
+    kinds = dict[str, list[str]]()
     for r in BUILT_IN:
         config = r.make()
+        kind = "FP32, BF16 or FP16"
         if config.fp8 or config.fp4:
             scaling = str(config.fp4_recipe or "nvfp4" if config.fp4 else config.fp8_recipe or "tensorwise")
-            scalings.setdefault(("FP4" if config.fp4 else "FP8", scaling), []).append(f"`{r.name}`")
-        else:
-            rows.append((f"`{r.name}`", r.summary))
-    rows += [
-        (", ".join(names), f"{width} GEMMs with {scaling} scaling") for (width, scaling), names in scalings.items()
-    ]
-    return markdown(("recipe", "what it does"), rows)
+            kind = f"{'FP4' if config.fp4 else 'FP8'}, {scaling} scaling"
+        kinds.setdefault(kind, []).append(f"`{r.name}`")
+    return markdown(("GEMMs", "recipes"), [(kind, ", ".join(names)) for kind, names in kinds.items()])
 
 
 @table("sources")
