@@ -9,77 +9,114 @@ from __future__ import annotations
 import dataclasses
 
 from mpbridge.formats import DType
-from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
-from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.regions import Quant
+from mpbridge.stacks.base import Export, Fragment, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
-from mpbridge.stacks.sharded_torch import SPELL, missing_scalings, torch_meaning
+from mpbridge.stacks.sharded_torch import (
+    SCALER_COST,
+    SPELL,
+    environment,
+    filter_lines,
+    output_layer,
+    regions_there,
+    scaler_arguments,
+    torch_meaning,
+    torch_scaler,
+)
 
 NAME = "accelerate"
 VERSIONS = {"1.15": "1.15.0"}
 DEFAULT_VERSION = "1.15"
 SCALINGS = {"delayed": "TERecipeKwargs", "mxfp8": "TERecipeKwargs", "tensorwise": "AORecipeKwargs"}
+COSTS = {
+    "quantization": "TERecipeKwargs(use_mxfp8_block_scaling=True)",
+    "modules": "AORecipeKwargs(module_filter_func=...) takes the model's own names",
+    "edge layers": "TERecipeKwargs converts every layer",
+    "loss_scale": f"{SCALER_COST}; fp8 has no scaler at all",
+    "keep_fp32": "pass them as ignored_params: neither cast nor sharded",
+    "logits": "its loss casts them up afterwards",
+    "router": "the model's code decides",
+    "residual_fp32": "the blocks' inputs are cast to param_dtype",
+    "softmax_fp32": "the attention kernel decides",
+    "pipeline": "it has no pipeline for training",
+    "accumulator": "the reduced gradient is added up in the parameter's dtype",
+}
+"""What a difference costs, or the nearest thing there."""
+DELAYED = "most_recent cannot be asked for: it is accelerate's own default, so it drops it, and Transformer Engine's is max; the rest is TE's own"
 
 
 def export(request: Request) -> Export:
     """Python that makes the Accelerator; the model is loaded in FP32 unless the recipe keeps no FP32 weights at all."""
     policy = request.policy
-    lines = list(missing_scalings(policy, SCALINGS, "TERecipeKwargs(use_mxfp8_block_scaling=True)"))
     theirs = _meaning(policy)
-    if policy.loss_scale is not None:
-        text = "its GradScaler starts at 2**16, grows every 2000 steps and has no hysteresis"
-        lines.append(Line(fidelity="different", fact="loss scale", text=text))
-    if policy.keep_fp32:
-        lines.append(
-            Line(fidelity="different", fact="keep_fp32", text="pass them as ignored_params: neither cast nor sharded")
-        )
-    lines += compared(of_policy(policy, engine=request.engine), theirs, ignore=("loss_scale",))
-    piece = Fragment(name="python", text=_python(request, theirs))
-    return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
+    quant = theirs.regions[-1].quant
+    by_te = quant is not None and SCALINGS[quant.scaling] == "TERecipeKwargs"
+    lines = [*output_layer(quant if by_te else None, "accelerate's convert_model")]
+    costs = COSTS | ({"quantization": DELAYED} if quant is not None and quant.row.history else {})
+    lines += compared(of_policy(policy, engine=request.engine), theirs, costs)
+    pieces = (Fragment(name="python", text=_python(policy, theirs)), *environment([quant] if quant else ()))
+    return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
 
 
 def _meaning(policy: PrecisionPolicy) -> Meaning:
-    theirs = dataclasses.replace(torch_meaning(policy, scalings=tuple(SCALINGS)), autocast=None)
-    if theirs.storage is not DType.FP32:  # a 16-bit module under mixed_precision="no"
+    quant = policy.quant
+    words = {"tensorwise": Quant(format="hybrid", scaling="tensorwise")}
+    if quant is not None and quant.scaling == "mxfp8":
+        words["mxfp8"] = Quant(format="e4m3", scaling="mxfp8", options=quant.options)
+    if quant is not None and quant.scaling == "delayed":
+        words["delayed"] = as_run(quant)
+    regions = regions_there(policy, words, edges=quant is not None and quant.scaling == "tensorwise")
+    theirs = torch_meaning(policy, hands_on=True, regions=regions)
+    if _mode(theirs) != "fp16":
         return theirs
-    return dataclasses.replace(
-        theirs, regions=tuple(as_run(region) for region in theirs.regions if region.first is None)
-    )
+    return dataclasses.replace(theirs, loss_scale=torch_scaler(policy.loss_scale, policy))
 
 
-def as_run(region: Region) -> Region:
-    """TERecipeKwargs drops values that equal accelerate's own defaults, and Transformer Engine's apply: hybrid, a history of 1024, the maximum."""
-    quant = region.quant
-    if quant is None or quant.scaling != "delayed":
-        return region
-    run = dataclasses.replace(quant, format="hybrid", amax_history=1024, amax_algo="max", margin=0, wgrad=True)
-    return dataclasses.replace(region, quant=run)
+def as_run(quant: Quant) -> Quant:
+    """Delayed scaling as TERecipeKwargs hands it on: a value that equals accelerate's own default is dropped, and Transformer Engine's applies.
+
+    The defaults are alike (hybrid, 1024, margin 0) except for the algorithm: most_recent is dropped, and max runs.
+    """
+    return dataclasses.replace(quant, stored=False, amax_algo="max", wgrad=True, attention="none")
 
 
-def _python(request: Request, theirs: Meaning) -> str:
-    policy, quant = request.policy, request.policy.quant
+def _mode(theirs: Meaning) -> str:
+    """The word of mixed_precision: 'no' for a module that is not FP32, or is nothing else."""
+    if theirs.regions[-1].quant is not None:
+        return "fp8"
     full = theirs.storage is not DType.FP32 or theirs.compute is DType.FP32
-    known = quant is not None and quant.scaling in SCALINGS
-    mode = "fp8" if known else "no" if full else theirs.compute.short
+    return "no" if full else theirs.compute.short
+
+
+def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
+    quant = theirs.regions[-1].quant
     lines = ["import torch", "from accelerate import Accelerator, FullyShardedDataParallelPlugin"]
     lines += ["from torch.distributed.fsdp import MixedPrecisionPolicy"]
     handlers = []
-    if known and quant is not None:
+    before: list[str] = []
+    if quant is not None:
         lines.append(f"from accelerate.utils import {SCALINGS[quant.scaling]}")
         handlers = [_handler(quant)]
         if SCALINGS[quant.scaling] == "AORecipeKwargs":
             lines.append("from torchao.float8 import Float8LinearConfig")
+            before = filter_lines(policy, "model.config.num_hidden_layers")
+    if theirs.loss_scale is not None:
+        lines.append("from accelerate.utils import GradScalerKwargs")
+        handlers.append(f"GradScalerKwargs({scaler_arguments(theirs.loss_scale)})")
     lines += [
         "",
+        *before,
         f"model.to(torch.{SPELL[theirs.storage]})",
         "plugin = FullyShardedDataParallelPlugin(",
         "    fsdp_version=2,",
         "    mixed_precision_policy=MixedPrecisionPolicy(",
         f"        param_dtype=torch.{SPELL[theirs.compute]}, reduce_dtype=torch.{SPELL[theirs.wire]},"
-        f" output_dtype=torch.{SPELL[policy.output]},",
+        f" output_dtype=torch.{SPELL[theirs.output or theirs.compute]},",
         "    ),",
         ")",
-        f'accelerator = Accelerator(mixed_precision="{mode}", fsdp_plugin=plugin'
-        + (f", kwargs_handlers=[{handlers[0]}]" if handlers else "")
+        f'accelerator = Accelerator(mixed_precision="{_mode(theirs)}", fsdp_plugin=plugin'
+        + (f", kwargs_handlers=[{', '.join(handlers)}]" if handlers else "")
         + ")",
     ]
     return "\n".join(lines)
@@ -87,7 +124,12 @@ def _python(request: Request, theirs: Meaning) -> str:
 
 def _handler(quant: Quant) -> str:
     if quant.scaling == "tensorwise":
-        return 'AORecipeKwargs(config=Float8LinearConfig.from_recipe_name("tensorwise"))'
+        config = 'Float8LinearConfig.from_recipe_name("tensorwise")'
+        return f"AORecipeKwargs(config={config}, module_filter_func=quantized)"
     if quant.scaling == "mxfp8":
         return 'TERecipeKwargs(fp8_format="E4M3", use_mxfp8_block_scaling=True)'
-    return f'TERecipeKwargs(fp8_format="{quant.format.upper()}", amax_history_len={quant.amax_history}, amax_compute_algo="{quant.amax_algo}")'
+    margin = f", margin={quant.margin}" if quant.margin else ""
+    return (
+        f'TERecipeKwargs(fp8_format="{quant.format.upper()}", amax_history_len={quant.amax_history},'
+        f' amax_compute_algo="{quant.amax_algo}"{margin})'
+    )

@@ -5,26 +5,47 @@ Read at 36044ad3: components/distributed/config.py, components/quantization/fp8.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
+from mpbridge.precision.regions import Quant, Region
+from mpbridge.stacks.base import Export, Fragment, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
-from mpbridge.stacks.sharded_torch import SPELL, ends_text, missing_scalings, torch_meaning
+from mpbridge.stacks.sharded_torch import SPELL, environment, output_layer, regions_there, torch_meaning
 
 NAME = "automodel"
 VERSIONS = {"main": "36044ad3"}
 DEFAULT_VERSION = "main"
-SCALINGS = {
-    "tensorwise": "current",
-    "blockwise": "block",
-    "mxfp8": "mxfp8",
-    "rowwise": "rowwise",
-    "rowwise_gw_hp": "rowwise_with_gw_hp",
+TE_FP8 = {
+    "block": Quant(format="e4m3", scaling="blockwise"),
+    "mxfp8": Quant(format="e4m3", scaling="mxfp8"),
+    "current": Quant(format="hybrid", scaling="tensorwise"),
 }
-_TORCHAO = ("rowwise", "rowwise_gw_hp")
+"""Word of model.backend.te_fp8.recipe -> Transformer Engine's recipe with its own defaults; every linear is converted, the output layer too."""
+TORCHAO = {
+    "tensorwise": Quant(format="hybrid", scaling="tensorwise"),
+    "rowwise": Quant(format="e4m3", scaling="rowwise"),
+    "rowwise_with_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
+}
+"""Word of fp8.recipe_name -> what torchao runs under it; fp8.filter_fqns leaves modules out."""
 FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+COSTS = {
+    "quantization": "te_fp8.recipe: mxfp8, or BF16",
+    "modules": "fp8.filter_fqns leaves modules out by substrings of the model's own names",
+    "edge layers": "fp8.filter_fqns needs the numbers of the last layers: give --config, whose depth is then used",
+    "loss_scale": "it has no loss scaler: small FP16 gradients vanish",
+    "keep_fp32": "a module keeps the dtype that its checkpoint has: store them in FP32 there",
+    "logits": "its loss casts them up afterwards",
+    "router": "the model's code decides",
+    "residual_fp32": "the blocks' inputs are cast to param_dtype",
+    "softmax_fp32": "the attention backend decides",
+    "pipeline": "distributed.pipeline derives it",
+    "accumulator": "the reduced gradient is added up in the parameter's dtype",
+    "autocast": "distributed.autocast_dtype exists, and no recipe of language models reads it",
+}
+"""What a difference costs, or the nearest thing there."""
 
 
 def export(request: Request) -> Export:
@@ -32,37 +53,43 @@ def export(request: Request) -> Export:
     import yaml
 
     policy = request.policy
-    theirs = torch_meaning(policy, fused_adam=True, scalings=tuple(SCALINGS))
+    by_torchao = {quant.scaling: quant for quant in TORCHAO.values()}
+    by_te = {quant.scaling: quant for quant in TE_FP8.values() if quant.scaling not in by_torchao}
+    theirs = torch_meaning(policy, fused_adam=True, hands_on=True, regions=regions_there(policy, by_te | by_torchao))
     if request.main_weights == "wrapper":
-        theirs = _megatron_fsdp_meaning(policy)
-    sections = _sections(request, theirs)
-    lines = list(missing_scalings(policy, SCALINGS, "te_fp8.recipe: mxfp8, or BF16"))
-    if policy.loss_scale is not None:
-        lines.append(
-            Line(fidelity="different", fact="loss scale", text="it has no loss scaler: small FP16 gradients vanish")
-        )
-    if policy.ends is not None and policy.quantized:
-        text = f"name {ends_text(policy)} in fp8.filter_fqns as substrings ('layers.0.', 'layers.31.')"
-        lines.append(Line(fidelity="exact", fact="edge layers", text=text))
-    if policy.keep_fp32:
-        text = "a module keeps the dtype that its checkpoint has: store them in FP32 there"
-        lines.append(Line(fidelity="different", fact="keep_fp32", text=text))
-    lines += compared(of_policy(policy, engine=request.engine), theirs, ignore=("loss_scale",))
-    text = yaml.safe_dump(sections, sort_keys=False).rstrip()
-    return Export(
-        stack=NAME,
-        version=request.version,
-        pieces=(Fragment(name="recipe.yaml", text=text),),
-        meaning=theirs,
-        lines=tuple(lines),
-    )
+        theirs = _megatron_fsdp_meaning(policy, theirs)
+    quant = theirs.regions[-1].quant
+    left: list[str] = []
+    costs = dict(COSTS)
+    if quant is not None and quant.scaling in by_torchao:
+        ends, left = _left_out(policy, request)
+        theirs = dataclasses.replace(theirs, regions=(*ends, Region(quant=quant)))
+    elif quant is not None:
+        costs["edge layers"] = "te_fp8 converts every layer"
+        quant = dataclasses.replace(quant, options=policy.quant.options if policy.quant else ())
+        theirs = dataclasses.replace(theirs, regions=(Region(quant=quant),))
+    lines = [*output_layer(quant if quant is not None and quant.scaling in by_te else None, "te_fp8")]
+    lines += compared(of_policy(policy, engine=request.engine), theirs, costs)
+    text = yaml.safe_dump(_sections(request, theirs, left), sort_keys=False).rstrip()
+    pieces = (Fragment(name="recipe.yaml", text=text), *environment([quant] if quant else ()))
+    return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
 
 
-def _sections(request: Request, theirs: Meaning) -> dict[str, Any]:
-    policy = request.policy
+def _left_out(policy: PrecisionPolicy, request: Request) -> tuple[tuple[Region, ...], list[str]]:
+    """What fp8.filter_fqns leaves out: as a region, and as substrings, each layer's with its dots ('layers.1' would be 'layers.10' too)."""
+    first, last = policy.ends or (0, 0)
+    depth = None if request.run is None else request.run.facts.shape.num_layers
+    numbers = [*range(first), *(range(max(depth - last, first), depth) if depth is not None else ())]
+    words = ["lm_head", *(f"layers.{number}." for number in numbers)]
+    if policy.ends is None or not numbers:
+        return (), words
+    return (Region(first=first, last=last if depth is not None else 0),), words
+
+
+def _sections(request: Request, theirs: Meaning, left: list[str]) -> dict[str, Any]:
     sections: dict[str, Any] = {"model": {"torch_dtype": SPELL[theirs.storage]}, "optimizer": _optimizer(theirs)}
     if request.main_weights == "wrapper":
-        sections["distributed"] = {"strategy": "megatron_fsdp", "grad_reduce_in_fp32": policy.reduce is DType.FP32}
+        sections["distributed"] = {"strategy": "megatron_fsdp", "grad_reduce_in_fp32": theirs.wire is DType.FP32}
         sections["distributed"]["preserve_fp32_weights"] = True
     else:
         # all four keys: a policy that names some of them replaces the whole default
@@ -72,15 +99,17 @@ def _sections(request: Request, theirs: Meaning) -> dict[str, Any]:
                 "_target_": "torch.distributed.fsdp.MixedPrecisionPolicy",
                 "param_dtype": SPELL[theirs.compute],
                 "reduce_dtype": SPELL[theirs.wire],
-                "output_dtype": SPELL[policy.output],
+                "output_dtype": SPELL[theirs.output or theirs.compute],
                 "cast_forward_inputs": True,
             },
         }
-    quant = policy.quant
-    if quant is not None and quant.scaling in _TORCHAO:
-        sections["fp8"] = {"enabled": True, "recipe_name": SCALINGS[quant.scaling], "filter_fqns": ["lm_head"]}
-    elif quant is not None and quant.scaling in SCALINGS:
-        sections["model"]["backend"] = {"linear": "te", "te_fp8": {"recipe": SCALINGS[quant.scaling]}}
+    quant = theirs.regions[-1].quant
+    if quant is not None and left:
+        word = next(word for word, one in TORCHAO.items() if one.scaling == quant.scaling)
+        sections["fp8"] = {"enabled": True, "recipe_name": word, "filter_fqns": left}
+    elif quant is not None:
+        word = next(word for word, one in TE_FP8.items() if one.scaling == quant.scaling)
+        sections["model"]["backend"] = {"linear": "te", "te_fp8": {"recipe": word}}
     return sections
 
 
@@ -91,15 +120,15 @@ def _optimizer(theirs: Meaning) -> dict[str, Any]:
         "_target_": FUSED_ADAM,
         "master_weights": True,
         "store_param_remainders": theirs.remainders,
-        "exp_avg_dtype": SPELL[theirs.exp_avg],
-        "exp_avg_sq_dtype": SPELL[theirs.exp_avg_sq],
+        "exp_avg_dtype": theirs.exp_avg.value,
+        "exp_avg_sq_dtype": theirs.exp_avg_sq.value,
         "adam_w_mode": True,
     }
 
 
-def _megatron_fsdp_meaning(policy: PrecisionPolicy) -> Meaning:
+def _megatron_fsdp_meaning(policy: PrecisionPolicy, theirs: Meaning) -> Meaning:
     settled = policy.settled()
     return Meaning(
-        storage=settled.params, compute=settled.compute, main=DType.FP32, wire=settled.reduce, accumulator=settled.reduce,
-        sharded="everything",
+        storage=settled.params, compute=settled.compute, main=DType.FP32 if settled.mixed else None, wire=settled.reduce,
+        accumulator=settled.reduce, sharded="everything", regions=theirs.regions, residual_fp32=theirs.residual_fp32,
     )  # fmt: skip

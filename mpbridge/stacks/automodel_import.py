@@ -9,14 +9,12 @@ from typing import Any
 from mpbridge.errors import DataError
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
-from mpbridge.stacks.automodel import NAME
+from mpbridge.stacks.automodel import NAME, TE_FP8
 from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.stacks.torch_import import fields_of
 from mpbridge.traits import DEFAULT
-
-_TE = {"current": "tensorwise", "block": "blockwise", "mxfp8": "mxfp8"}
 
 
 def read_data(data: Any, *, version: str) -> Imported:
@@ -123,11 +121,10 @@ def _with_optimizer(read: Reader, meaning: Meaning) -> Meaning:
 def _quant(read: Reader, inert: list[str], cannot: list[str]) -> Quant | None:
     recipe = read.at("model.backend.te_fp8.recipe", "current" if read.at("model.backend.te_fp8") is not None else None)
     if recipe is not None:
-        if recipe not in _TE:
+        if recipe not in TE_FP8:
             cannot.append(f"model.backend.te_fp8.recipe={recipe!r}: a recipe object of Transformer Engine")
             return None
-        scaling = _TE[str(recipe)]
-        return Quant(format="e4m3" if scaling == "mxfp8" else "hybrid", scaling=scaling)
+        return TE_FP8[str(recipe)]
     if not read.flag("fp8.enabled"):
         if read.section("fp8"):
             inert.append("fp8 without enabled: true")

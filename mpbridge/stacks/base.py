@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.stacks.meaning import Meaning, arithmetic_differs, differences
+from mpbridge.precision.regions import Region
+from mpbridge.precision.words import quant_text, region_rule, region_text
+from mpbridge.stacks.meaning import LAYOUT, STATED, Meaning, arithmetic_regions, differences, stored
 from mpbridge.traits import DEFAULT, MainWeights, engine_names, traits
 
 Fidelity = Literal["exact", "layout", "different", "impossible"]
@@ -107,23 +110,64 @@ def engine_with(main_weights: MainWeights) -> str:
 def compared(
     ours: Meaning, theirs: Meaning, costs: Mapping[str, str] = MappingProxyType({}), *, ignore: tuple[str, ...] = ()
 ) -> tuple[Line, ...]:
-    """A Line for each row in which the exported meaning differs. costs: row -> what it means for bits or bytes. ignore: rows that the stack leaves open."""
-    kind: Fidelity = "different" if arithmetic_differs(ours, theirs) else "layout"
-    found = []
+    """A Line for each fact of ours that the exported meaning does not hold: the one place where an export is judged.
+
+    costs: row -> what it means for bits or bytes, or the nearest thing; 'modules' and 'edge layers' are rows too. ignore: rows that the stack leaves open.
+    """
+    # what ours leaves to the model is no promise that another stack could break
+    left = {name: getattr(ours, name) for name in STATED if getattr(ours, name) is None}
+    theirs = dataclasses.replace(theirs, **left)
+    found = list(_regions_lost(ours, theirs, costs))
     for row, (mine, there) in differences(ours, theirs).items():
-        if row in ignore or row == "bytes":
-            continue
-        fidelity: Fidelity = "layout" if row in ("storage", "main", "optimizer_reads", "stored") else kind
-        if row in ("storage", "main") and ours.master is not theirs.master:
-            fidelity = "different"
-        if row == "sharded":  # who divides what is the layout's choice, not the recipe's
-            fidelity = "exact"
-        cost = costs.get(row, "")
-        found.append(
-            Line(fidelity=fidelity, fact=row, text=f"{mine} here, {there} there" + (f": {cost}" if cost else ""))
-        )
+        if row not in ("bytes", "quantization", "stored", *ignore):
+            text = f"{mine} here, {there} there" + (f": {costs[row]}" if row in costs else "")
+            fact = STATED[row][1] if row in STATED else "autocast_enabled" if row == "autocast" else row
+            found.append(Line(fidelity=_fidelity(row, ours, theirs), fact=fact, text=text))
     if found and ours.bytes != theirs.bytes and "bytes" not in ignore:
         worst = max((line.fidelity for line in found), key=ORDER.index)
         text = f"{ours.bytes_text} here, {theirs.bytes_text} there"
         found.append(Line(fidelity="exact" if worst == "exact" else "layout", fact="bytes per parameter", text=text))
     return tuple(found)
+
+
+def _fidelity(row: str, ours: Meaning, theirs: Meaning) -> Fidelity:
+    if (row in STATED and row not in LAYOUT) or (row == "autocast" and theirs.autocast is None):
+        return "impossible"
+    if row == "sharded":  # who divides what is the layout's choice, not the recipe's
+        return "exact"
+    if row in ("storage", "main") and ours.master is not theirs.master:
+        return "different"
+    return "layout" if row in LAYOUT else "different"
+
+
+def _regions_lost(ours: Meaning, theirs: Meaning, costs: Mapping[str, str]) -> Iterator[Line]:
+    """Rules by module, edge layers and the quantization of all other linears, where they are not the same there."""
+    mine, there = arithmetic_regions(ours.regions), arithmetic_regions(theirs.regions)
+    base, other = mine[-1], there[-1]
+    for region in mine[:-1]:
+        if region in there or (
+            region.ends and not any(one.rules.distinct for one in there)
+        ):  # nothing is quantized there anyway
+            continue
+        fact, kind = ("edge layers", "different") if region.ends else ("modules", "impossible")
+        text = f"{region_text(region)}: {region_rule(region)} here, {_instead(region, there)} there"
+        yield Line(fidelity=kind, fact=fact, text=text + (f": {costs[fact]}" if fact in costs else ""))  # type: ignore[arg-type]
+    if base.rules != other.rules:
+        cost = costs.get("quantization", "")
+        lacking = [quant for quant in ours.regions[-1].rules.distinct if not other.rules.distinct]
+        for quant in lacking:
+            text = f"{quant_text(quant)} is not there" + (f"; nearest: {cost}" if cost else "")
+            yield Line(fidelity="impossible", fact=f"{quant.scaling} quantization", text=text)
+        if not lacking:
+            text = f"{region_rule(base)} here, {region_rule(other)} there" + (f": {cost}" if cost else "")
+            yield Line(fidelity="different", fact="quantization", text=text)
+    if other.rules.distinct and stored(ours.regions) != stored(theirs.regions):
+        yield Line(
+            fidelity="layout", fact="stored", text=f"{stored(ours.regions)} here, {stored(theirs.regions)} there"
+        )
+
+
+def _instead(region: Region, there: tuple[Region, ...]) -> str:
+    """What the linears of a region that was lost run in: a narrower edge region, or the rule of all linears."""
+    edges = [one for one in there[:-1] if region.ends and one.ends]
+    return "only " + region_text(edges[0]) if edges else region_rule(there[-1])

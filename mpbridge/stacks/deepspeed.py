@@ -14,21 +14,31 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
 from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
-from mpbridge.stacks.sharded_torch import missing_scalings, without_storage
 
 NAME = "deepspeed"
 VERSIONS = {"0.19": "0.19.8"}
 DEFAULT_VERSION = "0.19"
+COSTS = {
+    "quantization": "16-bit GEMMs",
+    "modules": "16-bit GEMMs",
+    "keep_fp32": "data_types.keep_in_fp32_modules keeps buffers of named modules, no parameters",
+    "autocast": "torch_autocast instead of bf16.enabled, which makes FP32 storage of it",
+    "output": "the whole model is in one dtype",
+    "pipeline": "its pipeline engine sends what a stage returns",
+    "residual_fp32": "the whole model is in one dtype",
+    "logits": "the whole model is in one dtype",
+    "router": "its TopKGate computes in FP32 where the model uses deepspeed.moe, else the model's code decides",
+    "softmax_fp32": "the attention kernel decides",
+    "loss_scale": "fp16 alone has a loss scale, whose start is a power of two",
+}
+"""The nearest thing there."""
 
 
 def export(request: Request) -> Export:
     """The JSON on ZeRO 1, whose accumulator can be FP32."""
     policy = request.policy.settled()
     theirs = _meaning(policy)
-    lines = list(missing_scalings(policy, {}, "16-bit GEMMs"))
-    if policy.keep_fp32:
-        text = "data_types.keep_in_fp32_modules keeps buffers of named modules, no parameters"
-        lines.append(Line(fidelity="impossible", fact="keep_fp32", text=text))
+    lines = []
     low = {policy.exp_avg, policy.exp_avg_sq} - {None, DType.FP32}
     if low and theirs.exp_avg is DType.FP32:
         text = "bf16_optimizer_states needs bf16_master_weights_and_grads: BF16 moments come with BF16 weights"
@@ -38,7 +48,7 @@ def export(request: Request) -> Export:
             "check_grad_overflow is on for bf16 too: such a step is skipped, as here; Megatron-LM's own loop ends there"
         )
         lines.append(Line(fidelity="exact", fact="non-finite gradients", text=text))
-    lines += compared(of_policy(policy, engine=request.engine), theirs)
+    lines += compared(of_policy(policy, engine=request.engine), theirs, COSTS)
     piece = Fragment(name="ds_config.json", text=json.dumps(_config(policy, theirs), indent=2))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
 
@@ -60,14 +70,17 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
         exp_avg=DType.BF16 if own else DType.FP32,
         exp_avg_sq=DType.BF16 if own else DType.FP32,
         sharded="optimizer",
-        loss_scale=_scale(policy.loss_scale),
-        regions=without_storage(policy.regions, ()),
+        loss_scale=_scale(policy),
+        residual_fp32=False if policy.mixed else None,
     )
 
 
-def _scale(scale: LossScale | None) -> LossScale | None:
-    """As its JSON can say one: the first scale is a power of two."""
-    if scale is None or scale.static is not None:
+def _scale(policy: PrecisionPolicy) -> LossScale | None:
+    """As its JSON can say one: under FP16 alone, and the first scale is a power of two."""
+    scale = policy.loss_scale
+    if scale is None or policy.compute is not DType.FP16:
+        return None
+    if scale.static is not None:
         return scale
     return dataclasses.replace(scale, initial=2.0 ** round(math.log2(scale.initial)))
 

@@ -3,69 +3,105 @@
 from __future__ import annotations
 
 from mpbridge.formats import DType
-from mpbridge.precision.policy import Quant
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.regions import Quant
 from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
-from mpbridge.stacks.sharded_torch import SPELL, ends_text, missing_scalings, torch_meaning
+from mpbridge.stacks.sharded_torch import (
+    SCALER_COST,
+    SPELL,
+    filter_lines,
+    regions_there,
+    scaler_arguments,
+    torch_meaning,
+    torch_scaler,
+)
 
 NAME = "fsdp2"
 VERSIONS = {"2.13": "torch 2.13, torchao 0.18"}
 DEFAULT_VERSION = "2.13"
 SCALINGS = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_gw_hp": "rowwise_with_gw_hp", "mxfp8": "mxfp8"}
+TORCHAO = {
+    "tensorwise": Quant(format="hybrid", scaling="tensorwise"),
+    "rowwise": Quant(format="e4m3", scaling="rowwise"),
+    "rowwise_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
+    "mxfp8": Quant(format="e4m3", scaling="mxfp8"),
+}
+"""Our scaling -> what torchao 0.18 runs under its word for it (float8/config.py, prototype/moe_training)."""
+COSTS = {
+    "quantization": "torchao's rowwise or mxfp8",
+    "modules": "torchao's filter function takes the model's own names",
+    "loss_scale": SCALER_COST,
+    "keep_fp32": "pass those parameters to fully_shard(ignored_params=...): they are neither cast nor sharded",
+    "logits": "cast the output layer's result, or give that module an mp_policy of its own",
+    "router": "cast inside the router's module",
+    "residual_fp32": "the blocks' inputs are cast to param_dtype",
+    "softmax_fp32": "the attention kernel decides",
+    "pipeline": "torch.distributed.pipelining sends what a stage returns",
+    "accumulator": "the reduced gradient is added up in the parameter's dtype",
+}
 
 
 def export(request: Request) -> Export:
     """Python to paste around a model called `model` with blocks `model.layers`."""
     policy = request.policy
-    theirs = torch_meaning(policy, fused_adam=True, scalings=tuple(SCALINGS))
-    lines = list(missing_scalings(policy, SCALINGS, "torchao's rowwise or mxfp8"))
-    if policy.loss_scale is not None:
-        text = "use torch.distributed.fsdp's ShardedGradScaler, which starts at 2**16 and has no hysteresis"
-        lines.append(Line(fidelity="different", fact="loss scale", text=text))
-    if policy.keep_fp32:
-        text = "pass those parameters to fully_shard(ignored_params=...): they are neither cast nor sharded"
-        lines.append(Line(fidelity="different", fact="keep_fp32", text=text))
+    theirs = torch_meaning(
+        policy,
+        fused_adam=True,
+        hands_on=True,
+        scaler=torch_scaler(policy.loss_scale, policy),
+        regions=regions_there(policy, TORCHAO, edges=True),
+    )
+    lines = []
     if theirs.main is not None:
         lines.append(
             Line(fidelity="exact", fact="main weights", text="Transformer Engine's FusedAdam holds them, on CUDA only")
         )
-    lines += compared(of_policy(policy, engine=request.engine), theirs, ignore=("loss_scale",))
-    piece = Fragment(name="python", text=_python(request, theirs))
+    lines += compared(of_policy(policy, engine=request.engine), theirs, COSTS)
+    piece = Fragment(name="python", text=_python(policy, theirs))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
 
 
-def _python(request: Request, theirs: Meaning) -> str:
-    policy, quant = request.policy, request.policy.quant
+def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
+    quant = theirs.regions[-1].quant
     lines = ["import torch", "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard", ""]
     lines += [f"model.to(torch.{SPELL[theirs.storage]})"]
-    lines += _quantized(quant, ends_text(policy)) if quant is not None and quant.scaling in SCALINGS else []
+    lines += _quantized(quant, policy) if quant is not None else []
     lines += [
         "policy = MixedPrecisionPolicy(",
         f"    param_dtype=torch.{SPELL[theirs.compute]},",
         f"    reduce_dtype=torch.{SPELL[theirs.wire]},",
-        f"    output_dtype=torch.{SPELL[policy.output]},",
+        f"    output_dtype=torch.{SPELL[theirs.output or theirs.compute]},",
         "    cast_forward_inputs=False,",
         ")",
         "for block in model.layers:",
         "    fully_shard(block, mp_policy=policy)",
         "fully_shard(model, mp_policy=policy)",
+        *_optimizer(theirs),
     ]
-    return "\n".join([*lines, *_optimizer(theirs)])
+    if theirs.loss_scale is not None:
+        lines += [
+            "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler",
+            f"scaler = ShardedGradScaler({scaler_arguments(theirs.loss_scale)})",
+        ]
+    return "\n".join(lines)
 
 
-def _quantized(quant: Quant, ends: str) -> list[str]:
-    keep = f"  # leave out the output layer{f', and {ends}' if ends else ''}"
+def _quantized(quant: Quant, policy: PrecisionPolicy) -> list[str]:
+    lines = filter_lines(policy, "len(model.layers)")
     if quant.scaling == "mxfp8":
         return [
+            *lines,
             "from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe",
             "from torchao.quantization import quantize_",
             "config = MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_RCEIL)",
-            "quantize_(model.layers, config, lambda module, name: isinstance(module, torch.nn.Linear))" + keep,
+            "quantize_(model, config, quantized)",
         ]
     return [
+        *lines,
         "from torchao.float8 import Float8LinearConfig, convert_to_float8_training",
         f'config = Float8LinearConfig.from_recipe_name("{SCALINGS[quant.scaling]}")',
-        "convert_to_float8_training(model.layers, config=config)" + keep,
+        "convert_to_float8_training(model, config=config, module_filter_fn=quantized)",
     ]
 
 

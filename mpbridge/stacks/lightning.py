@@ -9,57 +9,101 @@ import dataclasses
 
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.stacks.accelerate import as_run
-from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
+from mpbridge.precision.regions import Quant
+from mpbridge.stacks.base import Export, Fragment, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
-from mpbridge.stacks.sharded_torch import SPELL, missing_scalings, torch_meaning
+from mpbridge.stacks.sharded_torch import (
+    SCALER_COST,
+    SPELL,
+    TORCH_SCALER,
+    environment,
+    output_layer,
+    regions_there,
+    torch_meaning,
+)
 
 NAME = "lightning"
 VERSIONS = {"2.6": "2.6.6"}
 DEFAULT_VERSION = "2.6"
 SCALINGS = {"delayed": "TransformerEnginePrecision"}
+COSTS = {
+    "quantization": "TransformerEnginePrecision with DelayedScaling",
+    "modules": "TransformerEnginePrecision(replace_layers=False) on a model whose linears are Transformer Engine's where you want them",
+    "edge layers": "TransformerEnginePrecision(replace_layers=False) on a model whose other layers are Transformer Engine's",
+    "autocast": "norms, softmax and loss run in FP32, in more memory",
+    "loss_scale": f"FSDPPrecision takes no scaler of yours, the FP8 plugin has none; {SCALER_COST}",
+    "keep_fp32": "one dtype for every parameter",
+    "logits": "the model's code decides",
+    "router": "the model's code decides",
+    "residual_fp32": "the module is in one dtype",
+    "softmax_fp32": "the attention kernel decides",
+    "output": "the module returns what it computed",
+    "pipeline": "it has no pipeline",
+    "wire": "torch DDP reduces in the parameter's dtype",
+    "accumulator": "gradients are added up in the parameter's dtype",
+}
+"""What a difference costs, or the nearest thing there."""
 
 
 def export(request: Request) -> Export:
     """Python that makes the Trainer."""
     policy = request.policy
     theirs = _meaning(policy)
-    lines = list(missing_scalings(policy, SCALINGS, "TransformerEnginePrecision with DelayedScaling"))
-    if policy.loss_scale is not None:
-        text = "its GradScaler starts at 2**16, grows every 2000 steps and has no hysteresis"
-        lines.append(Line(fidelity="different", fact="loss scale", text=text))
-    if policy.keep_fp32:
-        lines.append(Line(fidelity="impossible", fact="keep_fp32", text="one dtype for every parameter"))
-    costs = {"autocast": "norms, softmax and loss run in FP32, in more memory"}
-    lines += compared(of_policy(policy, engine=request.engine), theirs, costs, ignore=("loss_scale",))
-    piece = Fragment(name="python", text=_python(policy, theirs))
-    return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
+    quant = theirs.regions[-1].quant
+    lines = [*output_layer(quant, "the plugin")]
+    lines += compared(of_policy(policy, engine=request.engine), theirs, COSTS)
+    pieces = (Fragment(name="python", text=_python(theirs)), *environment([quant] if quant else ()))
+    return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
 
 
 def _meaning(policy: PrecisionPolicy) -> Meaning:
-    theirs = torch_meaning(policy, autocast=True, scalings=tuple(SCALINGS))
+    quant = policy.quant
+    delayed = quant is not None and quant.scaling in SCALINGS
+    words = {quant.scaling: dataclasses.replace(quant, stored=False)} if quant is not None and delayed else {}
+    theirs = torch_meaning(policy, autocast=True, regions=regions_there(policy, words))
+    if delayed:
+        # its fallback autocast is always on; torch DDP reduces gradients in the dtype of the weights
+        return dataclasses.replace(theirs, wire=theirs.storage, sharded="nothing")
     if theirs.storage is not DType.FP32:
         # "bf16-true": gradients and moments follow the module's dtype, and so does the reduction
-        return dataclasses.replace(theirs, autocast=None, wire=theirs.storage)
-    regions = tuple(as_run(region) for region in theirs.regions if region.first is None)
-    quantized = any(region.quant is not None for region in regions)
-    return dataclasses.replace(theirs, regions=regions, sharded="nothing" if quantized else "everything")
+        return dataclasses.replace(theirs, autocast=None, wire=theirs.storage, residual_fp32=False, softmax_fp32=None)
+    if theirs.compute is DType.FP32:
+        return dataclasses.replace(theirs, wire=DType.FP32, sharded="nothing")
+    return dataclasses.replace(theirs, loss_scale=TORCH_SCALER if theirs.compute is DType.FP16 else None)
 
 
-def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
-    quant = policy.quant
-    if quant is not None and quant.scaling in SCALINGS:
-        return "\n".join(
-            [
-                "import torch",
-                "from lightning.pytorch import Trainer",
-                "from lightning.pytorch.plugins.precision import TransformerEnginePrecision",
-                "",
-                f'recipe = {{"amax_history_len": {quant.amax_history}, "amax_compute_algo": "{quant.amax_algo}", "margin": {quant.margin}}}',
-                f"plugin = TransformerEnginePrecision(weights_dtype=torch.{SPELL[theirs.compute]}, recipe=recipe)",
-                "trainer = Trainer(plugins=[plugin])",
-            ]
-        )
+def _plugin(quant: Quant, theirs: Meaning) -> str:
+    recipe: dict[str, object] = {
+        "fp8_format": quant.format.upper(),
+        "amax_history_len": quant.amax_history,
+        "amax_compute_algo": quant.amax_algo,
+        "margin": quant.margin,
+    }
+    recipe |= {} if quant.wgrad else {"override_linear_precision": (False, False, True)}
+    recipe |= {} if quant.attention == "none" else {"fp8_dpa": True}
+    recipe |= {"fp8_mha": True} if quant.attention == "multi_head" else {}
+    return "\n".join(
+        [
+            "import torch",
+            "from lightning.pytorch import Trainer",
+            "from lightning.pytorch.plugins.precision import TransformerEnginePrecision",
+            "",
+            "recipe = {",
+            *(f'    "{name}": {value!r},'.replace("'", '"') for name, value in recipe.items()),
+            "}",
+            "# weights_dtype is what the optimizer updates: there are no main weights beside it",
+            "plugin = TransformerEnginePrecision(",
+            f"    weights_dtype=torch.{SPELL[theirs.storage]}, fallback_compute_dtype=torch.{SPELL[theirs.compute]}, recipe=recipe,",
+            ")",
+            "trainer = Trainer(plugins=[plugin])",
+        ]
+    )
+
+
+def _python(theirs: Meaning) -> str:
+    quant = theirs.regions[-1].quant
+    if quant is not None:
+        return _plugin(quant, theirs)
     if theirs.compute is DType.FP32:
         return 'from lightning.pytorch import Trainer\n\ntrainer = Trainer(precision="32-true")'
     base = "16" if theirs.compute is DType.FP16 else "bf16"

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from mpbridge.facts import OptimizerFacts
 from mpbridge.formats import DType, say
@@ -46,6 +46,19 @@ class Meaning:
     loss_scale: LossScale | None = None
     regions: tuple[Region, ...] = (Region(),)
     """Quantization by module and layer, first match decides."""
+    reuse_grad_buffer: bool = False
+    """MXFP8 parameters are gathered through the gradient buffer."""
+    output: DType | None = None
+    """What a wrapped module hands on; None: as computed."""
+    pipeline: DType | None = None
+    """Activations between pipeline stages; None: as handed on."""
+    keep_fp32: tuple[str, ...] = ()
+    """Globs over parameters that stay FP32."""
+    logits: DType | None = None
+    """Of this and the facts below None says: the model's own code decides."""
+    router: DType | None = None
+    residual_fp32: bool | None = None
+    softmax_fp32: bool | None = None
     note: str = ""
     """What no other field says."""
 
@@ -102,7 +115,21 @@ LABELS: Mapping[str, str] = MappingProxyType(
 )
 """Row of a comparison -> what people read."""
 
-LAYOUT = ("storage", "main", "optimizer_reads", "sharded", "bytes")
+STATED: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "reuse_grad_buffer": ("MXFP8 gather through the gradient buffer", "reuse_grad_buf_for_mxfp8_param_ag"),
+        "output": ("handed on by a wrapped module", "output_dtype"),
+        "pipeline": ("activations between pipeline stages", "pipeline_dtype"),
+        "keep_fp32": ("parameters kept in FP32", "keep_fp32"),
+        "logits": ("logits", "logit_dtype"),
+        "router": ("experts' router", "moe_router_dtype"),
+        "residual_fp32": ("residual stream in FP32", "fp32_residual_connection"),
+        "softmax_fp32": ("attention's softmax in FP32", "attention_softmax_in_fp32"),
+    }
+)
+"""Rows that are shown where a policy states them: what people read, and the setting that states it."""
+
+LAYOUT = ("storage", "main", "optimizer_reads", "sharded", "bytes", "reuse_grad_buffer")
 """Rows that may differ while the arithmetic of a step stays the same, provided that `master` agrees."""
 
 
@@ -135,7 +162,22 @@ def of_policy(policy: PrecisionPolicy, *, engine: str = DEFAULT, sharded: Sharde
         sharded=divided,
         loss_scale=settled.loss_scale,
         regions=settled.regions,
+        reuse_grad_buffer=settled.reuse_grad_buffer,
+        **stated(settled),
     )
+
+
+def stated(policy: PrecisionPolicy) -> dict[str, Any]:
+    """The facts of a policy that a Meaning holds where they are stated: how activations travel, and what is the model's."""
+    return {
+        "output": None if policy.output is policy.compute else policy.output,
+        "pipeline": None if policy.pipeline is policy.output else policy.pipeline,
+        "keep_fp32": policy.keep_fp32,
+        "logits": policy.logits,
+        "router": policy.router,
+        "residual_fp32": policy.residual_fp32,
+        "softmax_fp32": policy.softmax_fp32,
+    }
 
 
 def quantization_text(regions: tuple[Region, ...]) -> str:
@@ -146,7 +188,7 @@ def quantization_text(regions: tuple[Region, ...]) -> str:
 
 
 def rows(meaning: Meaning) -> dict[str, str]:
-    """Every row of LABELS as text."""
+    """Every row of LABELS as text, and those of STATED that say something."""
     values = {name: getattr(meaning, name) for name in LABELS if name not in ("bytes", "loss_scale")}
     shown = {name: say(value) for name, value in values.items()}
     shown["main"] = (
@@ -155,13 +197,26 @@ def rows(meaning: Meaning) -> dict[str, str]:
     shown["optimizer_reads"] = say(meaning.optimizer_reads or meaning.accumulator)
     shown["loss_scale"] = _scale(meaning.loss_scale)
     shown["bytes"] = meaning.bytes_text
-    return {name: shown[name] for name in LABELS}
+    found = {name: shown[name] for name in LABELS}
+    defaults = {name: Meaning.__dataclass_fields__[name].default for name in STATED}
+    return found | {name: stated_text(meaning, name) for name in STATED if getattr(meaning, name) != defaults[name]}
+
+
+def stated_text(meaning: Meaning, name: str) -> str:
+    """A row of STATED as text."""
+    value = getattr(meaning, name)
+    if name == "keep_fp32":
+        return ", ".join(value) or "none"
+    return say(value) if value is not None else "as computed" if name in ("output", "pipeline") else "the model's own"
 
 
 def differences(ours: Meaning, theirs: Meaning) -> dict[str, tuple[str, str]]:
     """row -> (ours, theirs) wherever the two are not the same. Storage of quantized weights counts as layout, not as quantization."""
     a, b = rows(ours), rows(theirs)
     found = {name: (a[name], b[name]) for name in LABELS if a[name] != b[name]}
+    for name in STATED:
+        if getattr(ours, name) != getattr(theirs, name):
+            found[name] = stated_text(ours, name), stated_text(theirs, name)
     if arithmetic_regions(ours.regions) == arithmetic_regions(theirs.regions):
         found.pop("quantization", None)
         if ours.regions != theirs.regions and stored(ours.regions) != stored(theirs.regions):
@@ -211,4 +266,5 @@ def _scale(scale: LossScale | None) -> str:
         return "none"
     if scale.static is not None:
         return f"static {say(scale.static)}"
-    return f"dynamic from {say(scale.initial)}, window {scale.window:g}, hysteresis {scale.hysteresis}"
+    text = f"dynamic from {say(scale.initial)}, window {scale.window:g}, hysteresis {scale.hysteresis}"
+    return text if scale.minimum == 1 else f"{text}, minimum {scale.minimum:g}"

@@ -5,14 +5,19 @@ Read at 067f987d: `MixedPrecisionConfig` (training/mixed_precision.py) is heard 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 from mpbridge.formats import DType
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.regions import Region
 from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
+from mpbridge.stacks.megatron_modules import in_core
+from mpbridge.stacks.sharded_torch import environment
+from mpbridge.traits import DEFAULT
 
 NAME = "megatron-bridge"
 VERSIONS = {"0.6": "main, 067f987d"}
@@ -47,23 +52,46 @@ def export(request: Request) -> Export:
     sections["model"] = _model(policy)
     text = yaml.safe_dump({name: values for name, values in sections.items() if values}, sort_keys=False)
     theirs = meaning(request)
-    lines = [*_unsayable(request), *compared(of_policy(policy, engine=request.engine), theirs)]
+    lines = [*_unsayable(request), *compared(of_policy(policy, engine=request.engine), theirs, _COSTS)]
     return Export(
         stack=NAME,
         version=request.version,
-        pieces=(Fragment(name="run_config.yaml", text=text.rstrip()),),
+        pieces=(Fragment(name="run_config.yaml", text=text.rstrip()), *environment(policy.quants)),
         meaning=theirs,
         lines=tuple(lines),
     )
 
 
+_COSTS = {
+    "autocast": "autocast_enabled reaches no field of megatron-core there (its name is enable_autocast)",
+    "keep_fp32": "nothing keeps parameters in FP32",
+    "modules": "model.quant_recipe is a Python object there: use the precision.yaml of --to megatron-lm with load_quantization_recipe",
+    "logits": "an argument of GPTModel that its providers do not pass",
+    "accumulator": "one field is about both; ddp.megatron_fsdp_* alone tell them apart (--engine megatron_fsdp)",
+    "output": "no field",
+    "quantization": "fp8_recipe: tensorwise",
+}
+"""What a difference costs, or the nearest thing there."""
+
+
 def meaning(request: Request) -> Meaning:
-    """What the sections amount to on megatron-core's engines."""
+    """What the sections amount to on megatron-core's engines. What has no field is as Bridge has it whatever the recipe states."""
     from mpbridge.stacks.megatron_lm import on_megatron
 
-    if request.main_weights == "optimizer":
-        return of_policy(on_megatron(request.policy.settled()))
-    return of_policy(request.policy, engine=request.engine)
+    policy, wrapped = request.policy.settled(), request.main_weights == "wrapper"
+    quant = in_core(policy.quant)
+    said = dataclasses.replace(
+        policy,
+        accumulate=policy.accumulate if wrapped else None,
+        autocast=None,
+        keep_fp32=(),
+        output=policy.compute,
+        logits=None,
+        regions=(*(region for region in policy.regions[:-1] if region.ends and quant), Region(quant=quant)),
+    )
+    wide = said.params is not said.compute
+    said = on_megatron(said) if wide or request.main_weights == "optimizer" else said
+    return of_policy(said, engine=DEFAULT if request.main_weights == "optimizer" else request.engine)
 
 
 def torch_dtype(dtype: DType) -> dict[str, Any]:
@@ -82,7 +110,9 @@ def _section(config: MixedPrecisionConfig, policy: PrecisionPolicy) -> dict[str,
             value = 1 if value is None else value  # None means one layer here and is no value there
         if value is not None and value != default:
             values[name] = value
-    quant = policy.quant
+    quant = in_core(policy.quant)
+    if policy.quant is not None and quant is None:
+        values = {name: value for name, value in values.items() if not name.startswith(("fp8", "fp4"))}
     if quant is not None:
         # the default differs between stacks, so it is always written
         values[f"fp{quant.bits}_recipe"] = quant.scaling
@@ -125,6 +155,8 @@ def _model(policy: PrecisionPolicy) -> dict[str, Any]:
         found["fp32_residual_connection"] = policy.residual_fp32
     if policy.softmax_fp32 is not None:
         found["attention_softmax_in_fp32"] = policy.softmax_fp32
+    if policy.quant is not None and policy.quant.factory:
+        found[f"fp{policy.quant.bits}_quantizer_factory"] = policy.quant.factory
     return found
 
 
@@ -135,18 +167,6 @@ def _unsayable(request: Request) -> Iterator[Line]:
             fidelity="impossible",
             fact="main_params_dtype",
             text="its optimizers always make FP32 main weights of 16-bit parameters",
-        )
-    if policy.autocast is not None:
-        text = "autocast_enabled reaches no field of megatron-core there (its name is enable_autocast)"
-        yield Line(fidelity="impossible", fact="autocast_enabled", text=text)
-    if policy.keep_fp32:
-        yield Line(fidelity="impossible", fact="keep_fp32", text=f"nothing keeps {', '.join(policy.keep_fp32)} in FP32")
-    if policy.module_regions:
-        text = "model.quant_recipe is a Python object there: use the precision.yaml of --to megatron-lm with load_quantization_recipe"
-        yield Line(fidelity="impossible", fact="modules", text=text)
-    if policy.logits is not None:
-        yield Line(
-            fidelity="impossible", fact="logit_dtype", text="an argument of GPTModel that its providers do not pass"
         )
     if policy.precision_aware and not policy.quantized:
         # B1 of the trap list: a tensorwise fp8_recipe leaks into the optimizer although FP8 is off

@@ -31,7 +31,9 @@ _OPTIMIZER = (
     "exp_avg_sq_dtype",
     "store_param_remainders",
 )
-_MODEL = ("moe_router_dtype", "fp32_residual_connection", "attention_softmax_in_fp32")
+_MODEL = (
+    "moe_router_dtype", "fp32_residual_connection", "attention_softmax_in_fp32", "fp8_quantizer_factory", "fp4_quantizer_factory",
+)  # fmt: skip
 
 
 def read(words: Iterable[str], *, version: str) -> Imported:

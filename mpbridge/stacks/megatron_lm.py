@@ -9,14 +9,22 @@ import dataclasses
 from collections.abc import Iterator
 
 from mpbridge.formats import DType
-from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
+from mpbridge.megatron_spec.schema import records
+from mpbridge.megatron_spec.versions import SINCE_017
+from mpbridge.precision.policy import PrecisionPolicy, Quant
+from mpbridge.stacks import megatron_modules
 from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
+from mpbridge.stacks.sharded_torch import environment
+from mpbridge.traits import DEFAULT
 
 NAME = "megatron-lm"
 VERSIONS = {"0.16": "release core_v0.16", "0.20": "main, d98e8a64"}
 """What was read of it; the first is what the released megatron-core belongs to."""
 DEFAULT_VERSION = "0.20"
+
+CORE = {"0.16": "0.16.1", "0.20": "0.20.0"}
+"""Version -> the megatron-core that belongs to it."""
 
 Flags = Iterator[str]
 
@@ -25,11 +33,20 @@ def export(request: Request) -> Export:
     """The precision part of a Megatron-LM command line."""
     policy, lines = request.policy, list(_unsayable(request))
     fsdp = request.main_weights == "wrapper"
-    words = [*_base(policy), *_gradients(policy, fsdp), *_scale(policy), *_quantization(policy), *_model(policy)]
+    softmax = softmax_of(request)
+    words = [
+        *_base(policy),
+        *_gradients(policy, fsdp),
+        *_scale(policy),
+        *_quantization(policy),
+        *_model(policy, softmax),
+    ]
     words += [*_optimizer(policy, request), *(_megatron_fsdp(policy) if fsdp else ())]
     pieces = [Fragment(name="arguments", text=_wrapped(words))]
     if policy.module_regions:
-        pieces.append(Fragment(name="precision.yaml", text=modules_file(policy)))
+        pieces.append(Fragment(name="precision.yaml", text=megatron_modules.rules_file(request, core=_core(request))))
+        lines += megatron_modules.notes(request)
+    pieces += environment(policy.quants)
     theirs = _meaning(request)
     lines += compared(of_policy(policy, engine=request.engine), theirs, _COSTS)
     return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
@@ -38,15 +55,59 @@ def export(request: Request) -> Export:
 _COSTS = {
     "main": "main weights of Megatron-LM start from the 16-bit rounded parameters",
     "storage": "checkpoints hold 16-bit parameters and FP32 main weights",
+    "autocast": "no flag; weights and activations are cast by the model instead",
+    "accumulator": "one flag is about both; the three --megatron-fsdp-*-dtype flags alone tell them apart (--engine megatron_fsdp)",
+    "keep_fp32": "no flag keeps parameters in FP32",
+    "output": "no flag",
+    "pipeline": "no flag; FP32 under --fp32-residual-connection, else the parameters' dtype",
+    "logits": "the flag exists from core 0.20 on",
+    "quantization": "--fp8-recipe tensorwise",
+    "modules": "--te-precision-config-file names a scaling and a format for whole linears, of layers counted from the start; give --config for its depth",
+    "reuse_grad_buffer": "the switch acts beside --fp8-format alone",
 }
+"""What a difference costs, or the nearest thing there."""
+
+
+def softmax_of(request: Request) -> bool:
+    """Whether attention's softmax is in FP32: as the policy states it, else as the run's model section or megatron-core's own default has it.
+
+    Megatron-LM's parser and megatron-core's class have different defaults, so the flag is written for both.
+    """
+    if request.policy.softmax_fp32 is not None:
+        return request.policy.softmax_fp32
+    own = None if request.run is None else dict(request.run.container.model).get("attention_softmax_in_fp32")
+    return bool(
+        records("model", version=_core(request))["attention_softmax_in_fp32"]["default"] if own is None else own
+    )
+
+
+def _core(request: Request) -> str:
+    return CORE[request.version]
 
 
 def _meaning(request: Request) -> Meaning:
     """What the flags amount to in Megatron-LM: sharded FP32 main weights wherever parameters have 16 bits."""
-    policy = request.policy.settled()
-    if request.main_weights != "optimizer":
-        return of_policy(policy, engine=request.engine)
-    return of_policy(on_megatron(policy))
+    policy = said(request)
+    wide = policy.params is not policy.compute
+    policy = on_megatron(policy) if wide or request.main_weights == "optimizer" else policy
+    return of_policy(policy, engine=DEFAULT if request.main_weights == "optimizer" else request.engine)
+
+
+def said(request: Request) -> PrecisionPolicy:
+    """The policy that the flags say. What has no flag is as Megatron-LM has it whatever the recipe states."""
+    policy, new = request.policy.settled(), SINCE_017.holds(_core(request))
+    wide = DType.FP32 if policy.residual_fp32 else policy.compute
+    return dataclasses.replace(
+        policy,
+        accumulate=policy.accumulate if request.main_weights == "wrapper" and new else None,
+        autocast=None,
+        keep_fp32=(),
+        output=policy.compute,
+        pipeline=wide,
+        logits=policy.logits if new else None,
+        remainders=True,
+        regions=tuple(megatron_modules.regions_said(request, core=_core(request))),
+    )
 
 
 def on_megatron(policy: PrecisionPolicy) -> PrecisionPolicy:
@@ -80,7 +141,7 @@ def _scale(policy: PrecisionPolicy) -> Flags:
 
 
 def _quantization(policy: PrecisionPolicy) -> Flags:
-    quant = policy.quant
+    quant = megatron_modules.in_core(policy.quant)
     if quant is not None:
         yield from _one(quant)
         if policy.reuse_grad_buffer:
@@ -108,10 +169,10 @@ def _one(quant: Quant) -> Flags:
         yield f"--{low}-param-gather"
 
 
-def _model(policy: PrecisionPolicy) -> Flags:
+def _model(policy: PrecisionPolicy, softmax: bool) -> Flags:
     if policy.residual_fp32:
         yield "--fp32-residual-connection"
-    if policy.softmax_fp32:
+    if softmax:
         yield "--attention-softmax-in-fp32"
     if policy.router is not None:
         yield f"--moe-router-dtype {policy.router.short}"
@@ -160,65 +221,22 @@ def _unsayable(request: Request) -> Iterator[Line]:
             f"--{policy.compute.short} always makes FP32 main weights, and --main-params-dtype has no {policy.params.short};"
             " nearest: --use-precision-aware-optimizer with BF16 moments, 6 bytes per parameter more than asked for (unsharded)",
         )
-    if policy.autocast is not None:
-        yield _impossible("autocast_enabled", "no flag; weights and activations are cast by the model instead")
     if policy.remainders is False and policy.precision_aware:
         yield _impossible(
             "store_param_remainders", "no flag, it is on: the same FP32 value in 2 bytes less per parameter"
         )
-    if policy.keep_fp32:
-        yield _impossible("keep_fp32", f"no flag keeps {', '.join(policy.keep_fp32)} in FP32")
-    for name, value in (("pipeline_dtype", policy.pipeline), ("output_dtype", policy.output)):
-        if value is not policy.compute and not (name == "pipeline_dtype" and policy.residual_fp32):
-            yield _impossible(name, f"no flag; {policy.compute.short} there")
-    yield from _unsayable_at_that_version(request)
-
-
-def _unsayable_at_that_version(request: Request) -> Iterator[Line]:
-    policy, new = request.policy, not request.version.startswith("0.16")
-    if policy.softmax_fp32 is False:
-        yield Line(fidelity="exact", fact="attention_softmax_in_fp32", text="off is the flag's default there")
+    new = SINCE_017.holds(_core(request))
     for quant in policy.quants:
         if quant.attention != "none":
             yield _impossible("fp8_dot_product_attention", "no flag; attention stays in 16 bits")
         if quant.bits == 4 and quant.stored and not new:
             yield _impossible("fp4_param_gather", "the flag exists from core 0.20 on; weights are gathered in 16 bits")
-    if policy.logits is not None and not new:
-        yield _impossible("logit_dtype", "the flag exists from core 0.20 on")
     if request.main_weights == "wrapper" and not new:
         yield _impossible("grad_reduce_in_fp32", "the three --megatron-fsdp-*-dtype flags exist from core 0.20 on")
 
 
 def _impossible(fact: str, text: str) -> Line:
     return Line(fidelity="impossible", fact=fact, text=text)
-
-
-def modules_file(policy: PrecisionPolicy) -> str:
-    """The file of --te-precision-config-file for the policy's regions that name modules."""
-    import yaml
-
-    configs: dict[str, object] = {}
-    matchers: dict[str, object] = {}
-    for index, region in enumerate(policy.module_regions):
-        name = f"rule_{index}"
-        configs[name] = _rule(region)
-        matchers[name] = {"type": "glob", "enabled": True, "pattern": _pattern(region), "config": name}
-    return yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
-
-
-def _rule(region: Region) -> dict[str, object]:
-    quant = region.quant
-    if quant is None:
-        return {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}
-    low = "fp4" if quant.bits == 4 else "fp8"
-    recipe: dict[str, object] = {f"{low}_quantization_recipe": quant.scaling}
-    if low == "fp8":
-        recipe["fp8_format"] = quant.format
-    return {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": recipe}
-
-
-def _pattern(region: Region) -> str:
-    return region.modules if region.modules.startswith("*") else f"*{region.modules}"
 
 
 def number(value: float) -> str:

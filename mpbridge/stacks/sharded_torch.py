@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from mpbridge.formats import DType
-from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.policy import LossScale, PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
-from mpbridge.stacks.base import Line
-from mpbridge.stacks.meaning import Meaning, changed
+from mpbridge.stacks.base import Fragment, Line
+from mpbridge.stacks.meaning import Meaning
 
 
 def torch_meaning(
@@ -19,23 +18,27 @@ def torch_meaning(
     wire: DType | None = None,
     accumulator: DType | None = None,
     autocast: bool = False,
-    scalings: tuple[str, ...] = (),
-    loss_scale: bool = False,
+    hands_on: bool = False,
+    scaler: LossScale | None = None,
+    regions: tuple[Region, ...] = (Region(),),
 ) -> Meaning:
     """The nearest thing to `policy` that fully_shard with a MixedPrecisionPolicy and a torch optimizer make.
 
     fused_adam: the stack can use Transformer Engine's FusedAdam, with main weights as 16-bit remainders. wire, accumulator: None: the
-    policy's reduction, and the stored dtype. autocast: it is on whatever the policy says. scalings: those that the stack has.
+    policy's reduction, and the stored dtype. autocast: it is on whatever the policy says. hands_on: the stack has a word for what a wrapped
+    module returns. scaler: the loss scale as the stack has it. regions: what of the quantization it can say. No other fact is claimed: what a
+    policy states beyond these is missing there until the stack's module adds it.
     """
     settled = policy.settled()
     own = (settled.main_params or DType.FP32) is settled.params
     aware = fused_adam and bool(settled.precision_aware) and settled.params is DType.BF16 and not own
     storage = settled.params if own or aware else (settled.main_params or DType.FP32)
     adam = storage if not aware else None
+    cast = settled.compute if autocast and settled.mixed else None
     return Meaning(
         storage=storage,
         compute=settled.compute,
-        autocast=settled.compute if autocast and settled.mixed else settled.autocast,
+        autocast=cast,
         main=DType.FP32 if aware else None,
         remainders=aware,
         wire=wire or settled.reduce,
@@ -43,35 +46,73 @@ def torch_meaning(
         exp_avg=adam or settled.exp_avg or DType.FP32,
         exp_avg_sq=adam or settled.exp_avg_sq or DType.FP32,
         sharded="everything",
-        loss_scale=settled.loss_scale if loss_scale else None,
-        regions=without_storage(settled.regions, scalings),
+        loss_scale=scaler,
+        regions=regions,
+        output=settled.output if hands_on and settled.output is not settled.compute else None,
+        # the residual stream follows the embeddings: FP32 under autocast, else the compute dtype
+        residual_fp32=cast is not None or not settled.mixed,
+        softmax_fp32=True if cast is not None or not settled.mixed else None,
     )
 
 
-def without_storage(regions: tuple[Region, ...], scalings: tuple[str, ...]) -> tuple[Region, ...]:
-    """Regions whose weights rest in 16 bits, and which lose a scaling that the stack lacks."""
+def regions_there(policy: PrecisionPolicy, words: Mapping[str, Quant], *, edges: bool = False) -> tuple[Region, ...]:
+    """The policy's quantization as a stack runs it: without rules by module, stored in 16 or 32 bits, each scaling as its word means it there.
 
-    def there(quant: Quant) -> Quant | None:
-        return dataclasses.replace(quant, stored=False) if quant.scaling in scalings else None
-
-    return tuple(changed(region, there) for region in regions)
-
-
-def missing_scalings(policy: PrecisionPolicy, scalings: Mapping[str, str], nearest: str) -> tuple[Line, ...]:
-    """A line for each scaling that a stack does not have. scalings: ours -> its word."""
-    lacking = dict.fromkeys(quant.scaling for quant in policy.quants if quant.scaling not in scalings)
-    return tuple(
-        Line(fidelity="impossible", fact=f"{scaling} quantization", text=f"not there; nearest: {nearest}")
-        for scaling in lacking
-    )
+    words: our name of a scaling -> what runs under the stack's name for it. edges: whether it can leave layers at the ends out.
+    """
+    quant = None if policy.quant is None else words.get(policy.quant.scaling)
+    ends = [region for region in policy.regions if region.ends and edges and quant is not None]
+    return (*ends, Region(quant=quant))
 
 
-def ends_text(policy: PrecisionPolicy) -> str:
-    """The edge layers that stay in 16 bits, for a note; '' without any."""
-    if policy.ends is None:
-        return ""
-    first, last = policy.ends
-    return " and ".join(f"the {word} {count} layers" for word, count in (("first", first), ("last", last)) if count)
+def torch_scaler(scale: LossScale | None, policy: PrecisionPolicy) -> LossScale | None:
+    """A policy's loss scale as torch's GradScaler can keep it: its start and its window, no hysteresis, no minimum."""
+    if scale is None or policy.compute is not DType.FP16:
+        return None
+    start = scale.static if scale.static is not None else scale.initial
+    return LossScale(initial=start, window=scale.window, minimum=0.0, hysteresis=1)
+
+
+def scaler_arguments(scale: LossScale) -> str:
+    """Arguments of torch's GradScaler, and of accelerate's GradScalerKwargs, that say it."""
+    return f"init_scale={scale.initial!r}, growth_interval={scale.window:g}"
+
+
+TORCH_SCALER = LossScale(initial=2.0**16, window=2000.0, minimum=0.0, hysteresis=1)
+"""torch's GradScaler where nobody says anything."""
+SCALER_COST = "torch's GradScaler halves at every overflow and knows no minimum"
+
+
+def output_layer(quant: Quant | None, who: str) -> tuple[Line, ...]:
+    """A line where a stack converts the output layer too. who: what converts."""
+    if quant is None:
+        return ()
+    text = f"in high precision here; {who} converts every linear, the output layer among them"
+    return (Line(fidelity="different", fact="output layer", text=text),)
+
+
+def filter_lines(policy: PrecisionPolicy, depth: str) -> list[str]:
+    """Python of `quantized(module, name)`: whether a linear belongs to a layer that is quantized. depth: an expression for the number of layers."""
+    first, last = policy.ends or (0, 0)
+    return [
+        f"depth = {depth}",
+        "",
+        "def quantized(module, name):",
+        '    """Whether a linear is one of the layers\' that are quantized; the output layer is none of them."""',
+        '    number = name.rpartition("layers.")[2].partition(".")[0]',
+        f"    return isinstance(module, torch.nn.Linear) and number.isdigit() and {first} <= int(number) < depth - {last}",
+        "",
+    ]
+
+
+def environment(quants: Iterable[Quant]) -> tuple[Fragment, ...]:
+    """What Transformer Engine is told by variables alone: the options that a recipe states; nothing without any."""
+    said = [quant.row.option(name).setting(value) for quant in quants for name, value in quant.options]
+    words = [
+        f"unset {one.removesuffix(' unset')}" if one.endswith(" unset") else f"export {one}"
+        for one in dict.fromkeys(said)
+    ]
+    return (Fragment(name="environment", text="\n".join(words)),) if words else ()
 
 
 SPELL: Mapping[DType, str] = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.FP16: "float16"}

@@ -9,9 +9,10 @@ import dataclasses
 
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.regions import Quant
 from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
-from mpbridge.stacks.sharded_torch import SPELL, missing_scalings, torch_meaning
+from mpbridge.stacks.sharded_torch import SPELL, regions_there, torch_meaning
 
 NAME = "torchtitan"
 VERSIONS = {"main": "b5bcd76c"}
@@ -22,13 +23,34 @@ SCALINGS = {
     "rowwise": "Float8LinearConverter",
     "rowwise_gw_hp": "Float8LinearConverter",
 }
+CONVERTED = {
+    "mxfp8": Quant(format="e4m3", scaling="mxfp8"),
+    "nvfp4": Quant(format="e2m1", scaling="nvfp4"),
+    "rowwise": Quant(format="e4m3", scaling="rowwise"),
+    "rowwise_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
+}
+"""Our scaling -> what its converter runs."""
+COSTS = {
+    "quantization": "Float8LinearConverter with recipe_name='rowwise'",
+    "modules": "several converters, whose fqns and filter_fqns are substrings of the model's own names",
+    "wire": "mixed_precision_reduce takes float32 only",
+    "accumulator": "the reduced gradient is added up in the parameter's dtype",
+    "keep_fp32": "one dtype for every parameter",
+    "router": "its router computes in FP32",
+    "residual_fp32": "blocks compute in mixed_precision_param",
+    "logits": "its loss casts them up afterwards",
+    "softmax_fp32": "the attention kernel decides",
+    "output": "as computed",
+    "pipeline": "stages send what they computed",
+    "loss_scale": "it has no loss scaler",
+}
 _IMPORTS = "from torchtitan.components.quantization import {converter}"
 
 
 def export(request: Request) -> Export:
     """Arguments, and Python for converters: quantization is not on its command line."""
     policy = request.policy
-    lines = list(missing_scalings(policy, SCALINGS, "Float8LinearConverter with recipe_name='rowwise'"))
+    lines = []
     if policy.compute is DType.FP16:
         text = "training.dtype and mixed_precision_param know bfloat16 and float32 only"
         lines.append(Line(fidelity="impossible", fact="fp16", text=text))
@@ -41,18 +63,16 @@ def export(request: Request) -> Export:
     words += ["--training.mixed_precision_reduce float32"]
     words += ["--optimizer.implementation fused_opt_states_bf16"] if low else []
     pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
-    quant = policy.quant
-    if quant is not None and quant.scaling in SCALINGS:
+    if theirs.regions[-1].quant is not None:
         pieces.append(Fragment(name="config_registry.py", text=_python(policy)))
-    if policy.keep_fp32:
-        lines.append(Line(fidelity="impossible", fact="keep_fp32", text="one dtype for every parameter"))
-    lines += compared(of_policy(policy, engine=request.engine), theirs, ignore=("loss_scale",))
+    lines += compared(of_policy(policy, engine=request.engine), theirs, COSTS)
     return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
 
 
 def _meaning(policy: PrecisionPolicy) -> Meaning:
     # mixed_precision_reduce takes float32 only
-    return torch_meaning(policy, wire=DType.FP32, scalings=tuple(SCALINGS))
+    found = torch_meaning(policy, wire=DType.FP32, regions=regions_there(policy, CONVERTED, edges=True))
+    return dataclasses.replace(found, router=DType.FP32)
 
 
 def _python(policy: PrecisionPolicy) -> str:
@@ -61,11 +81,14 @@ def _python(policy: PrecisionPolicy) -> str:
     assert quant is not None  # asked for quantized recipes only
     converter = SCALINGS[quant.scaling]
     first, last = policy.ends or (0, 0)
-    layers = f'[f"layers.{{i}}." for i in range({first}, len(config.model_spec.model.layers) - {last})]'
-    chosen = f"fqns={layers}" if policy.ends else 'fqns=["layers"]'
+    depth = "len(config.model_spec.model.layers)"
+    inner = f'[f"layers.{{i}}." for i in range({first}, {depth} - {last})]'
+    chosen = f"fqns={inner}" if policy.ends else 'fqns=["layers"]'
     if converter == "Float8LinearConverter":
         name = "rowwise" if quant.scaling == "rowwise" else "rowwise_with_gw_hp"
-        chosen = f'recipe_name="{name}", filter_fqns=["lm_head"]'
+        outer = f'*(f"layers.{{i}}." for i in (*range({first}), *range({depth} - {last}, {depth})))'
+        left = f'["lm_head", {outer}]' if policy.ends else '["lm_head"]'
+        chosen = f'recipe_name="{name}", filter_fqns={left}'
     return "\n".join(
         [
             _IMPORTS.format(converter=converter),

@@ -9,35 +9,46 @@ import dataclasses
 
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
+from mpbridge.stacks.base import Export, Fragment, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
-from mpbridge.stacks.sharded_torch import SPELL, missing_scalings, torch_meaning
+from mpbridge.stacks.sharded_torch import SCALER_COST, SPELL, TORCH_SCALER, torch_meaning
 
 NAME = "transformers"
 VERSIONS = {"5.23": "5.23.0"}
 DEFAULT_VERSION = "5.23"
+COSTS = {
+    "quantization": "accelerate launch --mixed_precision fp8, which decides by its own file",
+    "modules": "accelerate's own file of FP8 settings",
+    "autocast": "norms, softmax and loss run in FP32, in more memory",
+    "loss_scale": f"no argument of it reaches the scaler; {SCALER_COST}",
+    "keep_fp32": "the model's own _keep_in_fp32_modules",
+    "logits": "its loss casts them up afterwards",
+    "router": "the model's code decides",
+    "residual_fp32": "the model is in one dtype",
+    "softmax_fp32": "attn_implementation decides",
+    "output": "the model returns what it computed",
+    "pipeline": "it has no pipeline",
+}
+"""What a difference costs, or the nearest thing there."""
 
 
 def export(request: Request) -> Export:
     """Python with the two settings that decide: the loaded dtype, and the arguments. Data parallelism is torch's DDP."""
     policy = request.policy
     theirs = _meaning(policy)
-    lines = list(missing_scalings(policy, {}, "accelerate launch --mixed_precision fp8, which decides by its own file"))
-    if policy.loss_scale is not None:
-        text = "its GradScaler starts at 2**16, grows every 2000 steps and has no hysteresis"
-        lines.append(Line(fidelity="different", fact="loss scale", text=text))
-    costs = {"autocast": "norms, softmax and loss run in FP32, in more memory"}
-    lines += compared(of_policy(policy, engine=request.engine), theirs, costs, ignore=("loss_scale",))
+    lines = compared(of_policy(policy, engine=request.engine), theirs, COSTS)
     piece = Fragment(name="python", text=_python(theirs))
-    return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
+    return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=lines)
 
 
 def _meaning(policy: PrecisionPolicy) -> Meaning:
     full = torch_meaning(policy, autocast=True)
     storage = full.storage
     mixed = storage is DType.FP32 and full.compute is not DType.FP32
+    scaler = TORCH_SCALER if mixed and full.compute is DType.FP16 else None
     return dataclasses.replace(
         full,
+        loss_scale=scaler,
         # under autocast the stored FP32 weights are cast op by op: they are what the forward pass is given
         compute=full.compute,
         autocast=full.compute if mixed else None,

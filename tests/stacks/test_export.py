@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mpbridge import MixedPrecisionConfig, recipes
+from mpbridge import ConfigContainer, MixedPrecisionConfig, recipes
 from mpbridge.errors import BadValue, UnknownName
+from mpbridge.stacks.base import Export
 from mpbridge.stacks.exporters import STACKS, export
 from mpbridge.stacks.importers import read_args, read_text
 from mpbridge.stacks.nearest import answer
@@ -100,8 +101,8 @@ def test_flags_that_megatron_lm_lacks_are_named_and_not_invented() -> None:
     made = export(config, "megatron-lm")
     assert made.fidelity == "impossible"
     facts = {line.fact for line in made.lines if line.fidelity == "impossible"}
-    assert facts == {"fp8_dot_product_attention", "autocast_enabled", "keep_fp32", "output_dtype", "pipeline_dtype"}
-    assert "attention" not in made.pieces[0].text
+    assert facts == {"fp8_dot_product_attention", "autocast_enabled", "keep_fp32", "output_dtype"}
+    assert "fp8-dot" not in made.pieces[0].text
 
 
 def test_fp4_gather_exists_from_core_0_20_on() -> None:
@@ -146,13 +147,106 @@ def test_deepspeed_says_wire_and_accumulator_apart_and_the_first_loss_scale() ->
     assert json.loads(export("bf16_mixed", "deepspeed").pieces[0].text)["communication_data_type"] == "fp32"
 
 
-def test_delayed_scaling_under_accelerate_runs_as_hybrid_with_the_maximum() -> None:
+def test_delayed_scaling_under_accelerate_runs_with_the_maximum() -> None:
     config = MixedPrecisionConfig(
         bf16=True, fp8="e4m3", fp8_recipe="delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="most_recent"
     )
     made = export(config, "accelerate")
-    assert "hybrid, delayed scaling, amax history 1024 (max)" in made.meaning.quantization
+    assert "e4m3, delayed scaling, amax history 16 (max)" in made.meaning.quantization
     assert any(line.fact == "quantization" and line.fidelity == "different" for line in made.lines)
+
+
+def test_lightning_trains_fp8_around_fp32_weights_and_says_where_gradients_travel() -> None:
+    made = export("bf16_with_fp8_delayed_scaling_mixed", "lightning")
+    assert "weights_dtype=torch.float32, fallback_compute_dtype=torch.bfloat16" in made.pieces[0].text
+    assert (made.meaning.storage.short, made.meaning.wire.short, made.meaning.sharded) == ("fp32", "fp32", "nothing")
+    config = MixedPrecisionConfig(
+        bf16=True, fp8="e4m3", fp8_recipe="delayed", fp8_amax_compute_algo="most_recent", fp8_dot_product_attention=True
+    )
+    text = export(config, "lightning").pieces[0].text
+    assert '"fp8_format": "E4M3"' in text
+    assert '"amax_compute_algo": "most_recent"' in text
+    assert '"fp8_dpa": True' in text
+
+
+def test_rules_by_module_are_named_where_a_stack_has_none() -> None:
+    config = MixedPrecisionConfig(
+        bf16=True, fp8="e4m3", fp8_recipe="mxfp8", modules={"mlp.linear_fc2": "bf16"}, fp32_residual_connection=True
+    )
+    for stack in STACKS:
+        made = export(config, stack)
+        impossible = {line.fact for line in made.lines if line.fidelity == "impossible"}
+        assert ("modules" in impossible) is (stack != "megatron-lm"), stack
+        residual = stack not in ("megatron-lm", "megatron-bridge", "lightning", "transformers")
+        assert ("fp32_residual_connection" in impossible) is residual, stack
+
+
+def test_an_accumulator_without_a_flag_is_never_exact() -> None:
+    config = MixedPrecisionConfig(bf16=True, grad_reduce_in_fp32=False, grad_accumulation_dtype="fp32")
+    for stack in ("megatron-lm", "megatron-bridge"):
+        assert any(line.fact == "accumulator" for line in export(config, stack).lines)
+        assert export(config, stack).fidelity == "different"
+        assert export(config, stack, engine="megatron_fsdp").fidelity == "exact"
+
+
+def test_the_softmax_flag_is_written_where_megatron_core_has_it_on() -> None:
+    flag = "--attention-softmax-in-fp32"
+    assert flag in export("bf16_mixed", "megatron-lm").pieces[0].text
+    assert (
+        flag
+        not in export(MixedPrecisionConfig(bf16=True, attention_softmax_in_fp32=False), "megatron-lm").pieces[0].text
+    )
+
+
+def test_layers_at_the_ends_are_left_out_by_code_and_not_by_a_comment() -> None:
+    for stack in ("fsdp2", "accelerate"):
+        text = export("nemotron_h_bf16_with_fp8_current_scaling_mixed", stack).pieces[0].text
+        names: dict[str, object] = {}
+        lines = text.splitlines()
+        start = next(at for at, line in enumerate(lines) if line.startswith("def quantized"))
+        exec("\n".join(lines[start : start + 4]), names)
+        torch = pytest.importorskip("torch")
+        names |= {"depth": 12, "torch": torch}
+        linear, ask = torch.nn.Linear(1, 1), names["quantized"]
+        assert callable(ask)
+        kept = [n for n in range(12) if not ask(linear, f"model.layers.{n}.mlp.up")]
+        assert kept == [0, 1, 10, 11]
+        assert not ask(linear, "lm_head")
+        assert not ask(torch.nn.LayerNorm(1), "model.layers.5.norm")
+
+
+def test_automodel_names_the_last_layers_where_the_depth_is_known() -> None:
+    def sections(made: Export) -> object:
+        return yaml.safe_load(made.pieces[0].text)["fp8"]["filter_fqns"]
+
+    name = "nemotron_h_bf16_with_fp8_current_scaling_mixed"
+    assert any(line.fact == "edge layers" for line in export(name, "automodel").lines)
+    made = export(name, "automodel", run=container(name, layers=12).resolved(1, training=False))
+    assert sections(made) == ["lm_head", "layers.0.", "layers.1.", "layers.10.", "layers.11."]
+    assert not any(line.fact == "edge layers" for line in made.lines)
+
+
+def test_what_transformer_engine_hears_by_variables_alone_is_a_piece_of_its_own() -> None:
+    config = MixedPrecisionConfig(bf16=True, fp4="e2m1", fp4_options={"stochastic_rounding": False})
+    pieces = {piece.name: piece.text for piece in export(config, "megatron-lm").pieces}
+    assert pieces["environment"] == "export NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1"
+
+
+def test_a_scaling_of_torchao_is_no_flag_of_megatron() -> None:
+    for stack in ("megatron-lm", "megatron-bridge"):
+        made = export("bf16_with_fp8_rowwise", stack)
+        assert made.fidelity == "impossible"
+        assert "rowwise" not in made.pieces[0].text
+
+
+def container(recipe: str, *, layers: int) -> ConfigContainer:
+    return ConfigContainer(
+        mixed_precision={"recipe": recipe},
+        model={"num_layers": layers, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128},
+        optimizer={"lr": 1e-3, "use_distributed_optimizer": True},
+        ddp={"use_distributed_optimizer": True},
+        data={"seq_length": 32},
+    )
 
 
 def test_an_unknown_stack_or_version_is_named_with_the_known_ones() -> None:
@@ -182,8 +276,6 @@ def test_an_accumulator_apart_from_the_wire_is_said_where_a_stack_has_both() -> 
 
 
 def test_a_run_is_exported_with_its_additions_engine_and_optimizer() -> None:
-    from mpbridge import ConfigContainer
-
     container = ConfigContainer(
         mixed_precision={"recipe": "bf16_mixed", "grad_reduce_in_fp32": False},
         model={"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128},
@@ -193,4 +285,6 @@ def test_a_run_is_exported_with_its_additions_engine_and_optimizer() -> None:
         data={"seq_length": 32},
     )
     made = export("bf16_mixed", "megatron-lm", run=container.resolved(1))
-    assert made.pieces[0].text.split(" \\\n") == ["--bf16", "--grad-reduce-in-bf16", "--use-distributed-optimizer"]
+    assert made.pieces[0].text.split(" \\\n") == [
+        "--bf16", "--grad-reduce-in-bf16", "--attention-softmax-in-fp32", "--use-distributed-optimizer",
+    ]  # fmt: skip

@@ -1,0 +1,85 @@
+"""What Megatron-LM's flags and its --te-precision-config-file say of quantization by module and layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from mpbridge.megatron_spec.module_rules import as_dict, params
+from mpbridge.megatron_spec.places import ModuleRules
+from mpbridge.megatron_spec.versions import SINCE_017
+from mpbridge.precision.regions import Quant, Region
+from mpbridge.stacks.base import Line, Request
+
+
+def regions_said(request: Request, *, core: str) -> Iterator[Region]:
+    """The policy's regions as flags and file have them: attention in 16 bits, and a rule of the file is a scaling and a format."""
+    new, depth = SINCE_017.holds(core), _depth(request)
+    for region in request.policy.regions[:-1]:
+        if region.ends:
+            # the switch acts beside a format alone; with the depth known the file itself leaves those layers out
+            if request.policy.quant is not None or depth is not None:
+                yield region
+        elif _sayable(region, depth):
+            yield dataclasses.replace(region, quant=region.quant and _of_the_file(region.quant, new=new))
+    quant = in_core(request.policy.quant)
+    stored = quant is not None and quant.stored and (new or quant.bits == 8)
+    yield Region(quant=quant and dataclasses.replace(quant, attention="none", stored=stored))
+
+
+def in_core(quant: Quant | None) -> Quant | None:
+    """A rule that megatron-core has a word for; None for the others."""
+    return quant if quant is not None and quant.row.core else None
+
+
+def _depth(request: Request) -> int | None:
+    return None if request.run is None else int(request.run.facts.shape.num_layers)
+
+
+def _sayable(region: Region, depth: int | None) -> bool:
+    """Whether the file can hold a rule: one for all three GEMMs, of layers whose numbers are known."""
+    known = region.quant is None or in_core(region.quant) is not None
+    return known and region.gemms is None and (depth is not None or all(min(span) >= 0 for span in region.layers or ()))
+
+
+def _of_the_file(quant: Quant, *, new: bool) -> Quant:
+    said = Quant(format=quant.format, scaling=quant.scaling, factory=quant.factory, options=quant.options)
+    return dataclasses.replace(said, stored=quant.stored and new)
+
+
+def rules_file(request: Request, *, core: str) -> str:
+    """The text of that file. With a run's depth it is what the plan writes to model.quant_recipe; without one its patterns hold for any depth."""
+    import yaml
+
+    depth, regions = _depth(request), request.policy.regions
+    if depth is not None:
+        kept = tuple(region for region in regions if region.ends or _sayable(region, depth))
+        return yaml.safe_dump(as_dict(ModuleRules(regions=kept), range(depth), depth, core=core), sort_keys=False)
+    configs: dict[str, Any] = {}
+    matchers: dict[str, Any] = {}
+    for index, region in enumerate(request.policy.module_regions):
+        if not _sayable(region, None):
+            continue
+        name = f"rule_{index}"
+        configs[name] = params(region.quant, outside=request.policy.quant is None, core=core)
+        for number, pattern in enumerate(_patterns(region)):
+            matchers[f"{name}_{number}"] = {"type": "glob", "enabled": True, "pattern": pattern, "config": name}
+    return yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False)
+
+
+def _patterns(region: Region) -> Iterator[str]:
+    if region.layers is None:
+        yield region.modules if region.modules.startswith("*") else f"*{region.modules}"
+        return
+    for first, last in region.layers:
+        yield from (f"*layers.{number}.{region.modules}" for number in range(first, last + 1))
+
+
+def notes(request: Request) -> Iterator[Line]:
+    """What a reader of the file must know."""
+    numbered = any(region.layers is not None or "layers." in region.modules for region in request.policy.module_regions)
+    split = request.run is not None and request.run.facts.parallel.pipeline > 1
+    if numbered or (_depth(request) is not None and split):
+        text = "layers are counted from 0 in each pipeline stage there, and over the whole model here"
+        yield Line(fidelity="different" if split else "exact", fact="modules", text=text)
