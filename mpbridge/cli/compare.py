@@ -8,8 +8,9 @@ from pathlib import Path
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.precision.registry import describe, get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
+from mpbridge.stacks.handover import Side, handover
 from mpbridge.stacks.importers import read_file
-from mpbridge.stacks.meaning import LABELS, Meaning, arithmetic_differs, differences, of_policy, rows
+from mpbridge.stacks.meaning import LABELS, STATED, differences, of_policy, rows
 from mpbridge.traits import DEFAULT
 
 SUMMARY = "two recipes or files of any stack, side by side in what they mean"
@@ -26,12 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the differences first; 0 whether there are any or not."""
-    (first, one), (second, other) = _meaning(args.a), _meaning(args.b)
+    a, b = _side(args.a), _side(args.b)
+    first, second = a.meaning, b.meaning
     apart = differences(first, second)
     left, right = rows(first), rows(second)
-    verdict = _verdict(first, second, bool(apart))
-    if one and other and one != other:
-        verdict += f"; checkpoints of the engines {one} and {other} do not read each other here"
+    verdict = handover(a, b)
     if args.json:
         print_json(
             {
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0
-    labels = {**LABELS, "stored": "quantized weights at rest"}
+    labels = {**LABELS, **{row: text for row, (text, _) in STATED.items()}, "stored": "quantized weights at rest"}
     if apart:
         print_table(("differs", args.a, args.b), [(labels[name], *pair) for name, pair in apart.items()])
         print()
@@ -55,22 +55,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _meaning(name: str) -> tuple[Meaning, str | None]:
-    """What a name or file means, and for a recipe of ours its engine."""
+def _side(name: str) -> Side:
+    """What a name or file means, and whose it is."""
     known = key(name) in recipes
     path = Path(name)
     if (
         not known
         and ":" not in name
         and (path.is_dir() or path.suffix not in (".yaml", ".yml") or not _is_recipe(path))
+        and path.exists()
     ):
-        return (read_file(path).meaning, None) if path.exists() else _recipe(name)
-    return _recipe(name)
-
-
-def _recipe(name: str) -> tuple[Meaning, str | None]:
+        found = read_file(path)
+        return Side(meaning=found.meaning, stack=found.stack, engine=found.engine)
     engine = describe(name).engine or DEFAULT
-    return of_policy(resolve(get_mixed_precision_config(name)), engine=engine), engine
+    return Side(meaning=of_policy(resolve(get_mixed_precision_config(name)), engine=engine), engine=engine)
 
 
 def _is_recipe(path: Path) -> bool:
@@ -85,14 +83,3 @@ def _is_recipe(path: Path) -> bool:
     data = load(path.read_text(encoding="utf-8"), path.name)
     fields = {*MixedPrecisionConfig.__dataclass_fields__, "extends", "summary", "engine", "hints", "source", "name"}
     return isinstance(data, Mapping) and all(str(name) in fields for name in data)
-
-
-def _verdict(first: Meaning, second: Meaning, apart: bool) -> str:
-    """Whether a checkpoint can go from one to the other."""
-    if not apart:
-        return "they mean the same: a checkpoint of one goes on in the other unchanged"
-    if not arithmetic_differs(first, second):
-        return "the same arithmetic in another layout: a checkpoint goes on after its tensors are converted, and nothing is lost"
-    if first.master.bytes > second.master.bytes:
-        return f"B updates {second.master.short} weights, A {first.master.short} ones: going from A to B rounds them, and the way back does not restore them"
-    return "different arithmetic: a checkpoint can be converted, and the run goes on as B says"

@@ -124,5 +124,6 @@ def _write(path: Path, found: Imported, told: Answer) -> None:
         for name, value in told.overrides.items()
         if name not in said and isinstance(value, (bool, int, float, str))
     }
-    text = yaml.safe_dump({"extends": told.recipe, **said}, sort_keys=False)
+    engine = {} if told.engine is None else {"engine": told.engine}
+    text = yaml.safe_dump({"extends": told.recipe, **engine, **said}, sort_keys=False)
     path.write_text(f"# from {found.stack} {found.version}\n{text}", encoding="utf-8")

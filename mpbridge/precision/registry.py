@@ -19,10 +19,13 @@ from mpbridge.precision.recipe import Factory, Recipe
 from mpbridge.precision.recipes import BUILT_IN
 from mpbridge.precision.yaml_loader import read_yaml
 from mpbridge.shipped import recipe_file, recipe_files
+from mpbridge.traits import traits
 
 F = TypeVar("F", bound=Factory)
 EVIDENCE = "evidence"
 """Key of a recipe file under which stands how it was found (`mpbridge tune`); no field, and nothing reads it but `show`."""
+ENGINE = "engine"
+"""Key of a recipe file under which stands the engine that it is meant for; no field: the run's own `engine` setting comes first."""
 ENTRY_POINTS = "mpbridge.recipes"
 """Entry point group in which other packages offer recipes: name -> a factory; loaded on use only."""
 FOREIGN = "names of another model"
@@ -241,9 +244,25 @@ def describe(name: str) -> Recipe:
         make=lambda: get_mixed_precision_config(name),
         summary=f"from {name}",
         source=name,
-        prefers=None if base is None else base.prefers,
+        prefers=_stated_engine(file) or (None if base is None else base.prefers),
         advice=() if base is None else base.advice,
     )
+
+
+def _stated_engine(path: Path | None, depth: int = 0) -> str | None:
+    """The engine that a recipe file, or the nearest of the files that it extends, states. Raises UnknownName for one that there is not."""
+    import yaml
+
+    try:
+        data = None if path is None else read_yaml(path)
+    except (OSError, UnicodeDecodeError, ValueError, yaml.YAMLError, MpbridgeError):
+        return None  # its use says so
+    if path is None or not isinstance(data, dict):
+        return None
+    if data.get(ENGINE) is not None:
+        return traits(str(data[ENGINE])).name
+    base = str(data.get("extends") or "")
+    return _stated_engine(path.parent / base, depth + 1) if base.endswith((".yaml", ".yml")) and depth < 20 else None
 
 
 def _extended(path: Path, depth: int = 0) -> Recipe | None:
@@ -334,7 +353,10 @@ def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
         raise RecipeError(f"recipe file {path}: expected a mapping of fields, got {type(data).__name__}")
     base = data.pop("extends", None)
     data.pop(EVIDENCE, None)
+    engine = data.pop(ENGINE, None)
     try:
+        if engine is not None:
+            traits(str(engine))
         if base is None:
             start = MixedPrecisionConfig()
         elif str(base).endswith((".yaml", ".yml")):

@@ -1,0 +1,111 @@
+"""Whether a checkpoint can go from one setup to another: by its form first, then by the precision of what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from mpbridge.stacks.meaning import Meaning, arithmetic_differs, differences
+from mpbridge.traits import traits
+
+OURS = "mpbridge"
+"""In the place of a stack: a recipe that runs here."""
+_MEGATRON = ("megatron-lm", "megatron-bridge")
+_TO_FOLDER: Mapping[str, str] = MappingProxyType(
+    {
+        OURS: "mpbridge convert ckpt:DIR hf:DIR",
+        "megatron-lm": "Megatron Bridge's AutoBridge.export_ckpt",
+        "megatron-bridge": "AutoBridge.export_ckpt",
+        "automodel": "checkpoint.save_consolidated",
+        "torchtitan": "checkpoint.last_save_in_hf",
+        "fsdp2": "a full state dict and the model's save_pretrained",
+        "accelerate": "unwrap_model and save_pretrained",
+        "transformers": "save_model",
+        "lightning": "the module's own save_pretrained",
+        "deepspeed": "zero_to_fp32.py and save_pretrained",
+    }
+)
+"""Stack -> how its weights become a folder in Hugging Face's layout."""
+_FROM_FOLDER: Mapping[str, str] = MappingProxyType(
+    {
+        OURS: "mpbridge convert hf:DIR ckpt:DIR",
+        "megatron-lm": "Megatron Bridge's AutoBridge.import_ckpt",
+        "megatron-bridge": "AutoBridge.import_ckpt",
+        "torchtitan": "checkpoint.initial_load_in_hf",
+    }
+)
+"""Stack -> how it takes such a folder; the others by from_pretrained."""
+_MEGATRON_WAYS: Mapping[str, str] = MappingProxyType(
+    {
+        "megatron-bridge": "Bridge has a way to read Megatron-LM's, by the arguments inside; what it takes of the states is for its loader to say",
+        "megatron-lm": "Whether Megatron-LM takes Bridge's is for its loader to say: nothing here has looked at it",
+    }
+)
+"""Bridge: training/checkpointing.py at 067f987d, 'extracting config from legacy Megatron-LM checkpoint'."""
+ALONE = "the weights alone: moments, loss scale, schedule and the data's position stay behind"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """One of the two setups."""
+
+    meaning: Meaning
+    stack: str = OURS
+    engine: str
+    """Of ours: that of a recipe, or the one that a stack's settings correspond to."""
+
+
+def handover(a: Side, b: Side) -> str:
+    """What becomes of a checkpoint of A in B, in one or two sentences.
+
+    Forms come first: a format that B does not read is not made readable by equal dtypes. Which formats: docs/stacks/index.md.
+    """
+    return f"{_arithmetic(a.meaning, b.meaning)}. {_way(a, b)}{_rounded(a, b)}"
+
+
+def _arithmetic(a: Meaning, b: Meaning) -> str:
+    if not differences(a, b):
+        return "They mean the same"
+    return (
+        "They compute differently" if arithmetic_differs(a, b) else "The same arithmetic, with tensors kept otherwise"
+    )
+
+
+def _way(a: Side, b: Side) -> str:
+    if a.stack == b.stack:
+        return _here(a, b) if a.stack == OURS else _there(a, b)
+    if a.stack in _MEGATRON and b.stack in _MEGATRON:
+        return f"Both write megatron-core's distributed checkpoints. {_MEGATRON_WAYS[b.stack]}"
+    if a.stack in _MEGATRON and b.stack == OURS and traits(b.engine).checkpoints == "mcore":
+        return f"No checkpoint of A goes on in B. checkpoint.load of A's torch_dist folder with --reset-optimizer takes {ALONE}"
+    take = _FROM_FOLDER.get(b.stack, "from_pretrained")
+    return f"No checkpoint of A goes on in B. By way of a Hugging Face folder ({_TO_FOLDER[a.stack]}, then {take}) go {ALONE}"
+
+
+def _here(a: Side, b: Side) -> str:
+    if traits(a.engine).checkpoints != traits(b.engine).checkpoints:
+        return (
+            f"No checkpoint of engine {a.engine} goes on with engine {b.engine}: names and shapes differ."
+            f" By way of a Hugging Face folder (mpbridge convert) go {ALONE}"
+        )
+    if not differences(a.meaning, b.meaning):
+        return "A checkpoint of A goes on in B unchanged"
+    return "A checkpoint of A goes on in B after the verdict of mpbridge resume-check, which knows the run"
+
+
+def _there(a: Side, b: Side) -> str:
+    same = not differences(a.meaning, b.meaning)
+    state = (
+        "the dtypes of all it holds are alike"
+        if same
+        else "tensors are cast as that loader sees fit, which nothing here has looked at"
+    )
+    return f"Both are {a.stack}: its own loader decides; {state}"
+
+
+def _rounded(a: Side, b: Side) -> str:
+    one, other = a.meaning.master, b.meaning.master
+    if one.bytes <= other.bytes:
+        return ""
+    return f". B updates {other.short} weights, A {one.short} ones: they are rounded on the way, and the way back does not restore them"

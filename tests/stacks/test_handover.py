@@ -1,0 +1,97 @@
+"""Whether a checkpoint goes on elsewhere, and a recipe file that keeps the engine of what was imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mpbridge import recipes, resolve
+from mpbridge.cli.main import main
+from mpbridge.errors import RecipeError
+from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.stacks.exporters import STACKS
+from mpbridge.stacks.handover import ALONE, OURS, Side, handover
+from mpbridge.stacks.meaning import of_policy
+from mpbridge.traits import DEFAULT
+
+MEANING = of_policy(resolve(get_mixed_precision_config("bf16_mixed")))
+MEGATRON = {"megatron-lm", "megatron-bridge"}
+
+
+def side(stack: str = OURS, engine: str = DEFAULT, recipe: str = "bf16_mixed") -> Side:
+    return Side(
+        meaning=of_policy(resolve(get_mixed_precision_config(recipe)), engine=engine), stack=stack, engine=engine
+    )
+
+
+@pytest.mark.parametrize("a", [OURS, *STACKS])
+@pytest.mark.parametrize("b", [OURS, *STACKS])
+def test_equal_dtypes_never_carry_a_checkpoint_into_another_format(a: str, b: str) -> None:
+    said = handover(side(a), side(b))
+    assert said.startswith("They mean the same. ")
+    if a == b:
+        assert ("goes on in B unchanged" in said) is (a == OURS)
+        assert ("its own loader decides" in said) is (a != OURS)
+    elif {a, b} == MEGATRON:
+        assert "for its loader to say" in said
+    else:
+        assert "No checkpoint of A goes on in B." in said
+        assert ALONE in said
+
+
+def test_a_folder_of_megatron_gives_its_weights_here_without_a_detour() -> None:
+    assert "--reset-optimizer" in handover(side("megatron-lm"), side())
+    assert "mpbridge convert hf:DIR ckpt:DIR" in handover(side("megatron-lm"), side(engine="fsdp2"))
+    assert "AutoBridge.import_ckpt" in handover(side(), side("megatron-bridge"))
+
+
+def test_engines_of_other_forms_do_not_read_each_other_and_lost_bits_are_named() -> None:
+    assert "No checkpoint of engine mcore goes on with engine fsdp2" in handover(side(), side(engine="fsdp2"))
+    assert "resume-check" in handover(side(), side(recipe="bf16_mixed_bf16_moments"))
+    assert "they are rounded on the way" in handover(side(), side(recipe="full_bf16"))
+    assert "rounded" not in handover(side(recipe="full_bf16"), side())
+
+
+def test_compare_says_so_for_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}, "communication_data_type": "fp32",'
+        ' "data_types": {"grad_accum_dtype": "fp32"}}'
+    )
+    assert main(["compare", "bf16_mixed", str(path)]) == 0
+    assert "They mean the same. No checkpoint of A goes on in B." in capsys.readouterr().out
+
+
+def test_facts_of_the_model_are_rows_where_one_side_states_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: bf16_mixed\nfp32_residual_connection: true\nkeep_fp32: ['*norm*']\n")
+    assert main(["compare", "bf16_mixed", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "residual stream in FP32" in shown
+    assert "*norm*" in shown
+    assert "They compute differently" in shown
+
+
+def test_a_written_import_keeps_its_engine(tmp_path: Path) -> None:
+    written = tmp_path / "mine.yaml"
+    args = "--bf16 --use-megatron-fsdp --megatron-fsdp-main-grads-dtype fp32 --megatron-fsdp-grad-comm-dtype bf16 --init-model-with-meta-device"
+    assert main(["import", f"--args={args}", "--write", str(written)]) == 0
+    data = yaml.safe_load(written.read_text())
+    engine = data.get("engine") or recipes[data["extends"]].engine
+    assert engine == "megatron_fsdp"
+    assert describe(str(written)).engine == "megatron_fsdp"
+
+
+def test_a_recipe_file_states_its_engine_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+    base, more = tmp_path / "base.yaml", tmp_path / "more.yaml"
+    base.write_text("extends: bf16_mixed\nengine: megatron_fsdp\n")
+    more.write_text("extends: base.yaml\ngrad_reduce_in_fp32: false\n")
+    assert describe(str(more)).engine == "megatron_fsdp"
+    assert get_mixed_precision_config(str(base)) == get_mixed_precision_config("bf16_mixed")
+    base.write_text("extends: bf16_mixed\nengine: fsdp3\n")
+    with pytest.raises(RecipeError, match=r"fsdp3.*nearest: fsdp2"):
+        get_mixed_precision_config(str(base))
