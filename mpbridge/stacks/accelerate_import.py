@@ -12,6 +12,7 @@ from mpbridge.precision.policy import LossScale, Quant, Region
 from mpbridge.stacks import deepspeed_import
 from mpbridge.stacks.accelerate import NAME
 from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.stacks.torch_import import fields_of
@@ -57,7 +58,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
         cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     engine = engine_with("optimizer") if kind == "FSDP" else DEFAULT
-    return Imported(
+    found = Imported(
         stack=NAME,
         version=version,
         fields=fields,
@@ -66,6 +67,7 @@ def read_data(data: Any, *, version: str) -> Imported:
         cannot_express=tuple(cannot),
         assumed=tuple(assumed),
     )
+    return with_rest(found, read)
 
 
 def _ddp(base: DType) -> Meaning:
@@ -101,10 +103,10 @@ def _quant(read: Reader, cannot: list[str]) -> Quant | None:
 
 
 def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imported:
-    section = dict(read.section("deepspeed_config"))
-    if "deepspeed_config_file" in section:
-        assumed.append(f"{section['deepspeed_config_file']} decides: give that file (--from deepspeed)")
-    data: dict[str, Any] = {"zero_optimization": {"stage": section.get("zero_stage", 2)}}
+    file, stage = read.at("deepspeed_config.deepspeed_config_file"), read.at("deepspeed_config.zero_stage", 2)
+    if file is not None:
+        assumed.append(f"{file} decides: give that file (--from deepspeed)")
+    data: dict[str, Any] = {"zero_optimization": {"stage": stage}}
     data |= {word: {"enabled": True}} if word in ("bf16", "fp16") else {}
     inner = deepspeed_import.read_data(data, version="0.19")
-    return dataclasses.replace(inner, stack=NAME, version=version, assumed=tuple(assumed))
+    return with_rest(dataclasses.replace(inner, stack=NAME, version=version, assumed=tuple(assumed)), read)

@@ -11,6 +11,7 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks.automodel import NAME, TE_FP8
 from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.stacks.torch_import import fields_of
@@ -39,10 +40,11 @@ def read_data(data: Any, *, version: str) -> Imported:
         cannot.append("peft: only adapters are trained")
     raise_faults(read.faults, "this AutoModel configuration")
     engine = DEFAULT if strategy == "ddp" else engine_with("wrapper" if "megatron" in strategy else "optimizer")
-    return Imported(
+    found = Imported(
         stack=NAME, version=version, fields=fields_of(meaning, cannot, quant), engine=engine, meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
+    return with_rest(found, read)
 
 
 def _storage(read: Reader, assumed: list[str]) -> DType:

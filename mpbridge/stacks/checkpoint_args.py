@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import pickletools
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from mpbridge.errors import DataError
 
@@ -36,9 +37,10 @@ def read_arguments(path: Path) -> Mapping[str, Any]:
     path: `common.pt` of a distributed checkpoint, or `model_optim_rng.pt`. Raises DataError.
     """
     try:
-        found = _run(_stream(path))
-    except DataError:
-        raise
+        with _stream(path) as stream:
+            found = _loaded(_Bounded(stream))
+    except DataError as error:
+        raise DataError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
     except Exception as error:
         raise DataError(f"{path}: not a checkpoint that can be read: {type(error).__name__}: {error}") from None
     args = found.get("args") if isinstance(found, dict) else None
@@ -48,16 +50,80 @@ def read_arguments(path: Path) -> Mapping[str, Any]:
     return {str(name): _plain(value) for name, value in state.items() if isinstance(name, str)}
 
 
-def _stream(path: Path) -> bytes:
+def arguments_file(folder: Path) -> Path:
+    """The file of a checkpoint's folder that says how it was trained: of its root, of one iteration, or beside the shards. Raises DataError.
+
+    Bridge's run_config.yaml where there is one; Megatron-LM's common.pt or mp_rank_*/model_optim_rng.pt. Of a root the iteration that its
+    latest_checkpointed_iteration.txt names.
+    """
+    latest = folder / "latest_checkpointed_iteration.txt"
+    inside = folder
+    if latest.is_file():
+        text = latest.read_text(encoding="utf-8", errors="replace")[:40].strip()
+        if text != "release" and not (text.isascii() and text.isdigit()):
+            raise DataError(f"{latest}: holds {text!r}, expected an iteration's number or 'release'")
+        inside = folder / (text if text == "release" else f"iter_{int(text):07d}")
+        if not inside.is_dir():
+            raise DataError(f"{latest} names {text}, and {inside} is not there")
+    ranks = sorted(inside.glob("mp_rank_*/model_optim_rng.pt"))
+    for file in (inside / "run_config.yaml", inside / "common.pt", *ranks[:1]):
+        if file.is_file():
+            return file
+    found = ", ".join(sorted(one.name for one in inside.iterdir())[:6]) or "nothing"
+    raise DataError(
+        f"{inside}: no checkpoint of Megatron-LM's or Bridge's: expected latest_checkpointed_iteration.txt, common.pt, run_config.yaml or"
+        f" mp_rank_*/model_optim_rng.pt, found {found}"
+    )
+
+
+_LEGACY = 0x1950A86A20F9469CFC6C
+"""The number that torch's format before its archives begins with; two more pickles stand between it and the object."""
+
+
+def _loaded(stream: _Bounded) -> Any:
+    """The object of a file: of a plain pickle the first, of torch's earlier format the fourth."""
+    first = _run(stream)
+    if first != _LEGACY:
+        return first
+    for _ in range(2):
+        _run(stream)
+    return _run(stream)
+
+
+class _Bounded:
+    """A file that is read no further than MOST_BYTES."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.left = file, MOST_BYTES
+
+    def read(self, size: int) -> bytes:
+        return self._counted(self.file.read(min(size, self.left + 1)), size)
+
+    def readline(self) -> bytes:
+        return self._counted(self.file.readline(self.left + 1), 0)
+
+    def _counted(self, data: bytes, wanted: int) -> bytes:
+        self.left -= max(len(data), wanted if wanted > MOST_BYTES else 0)
+        if self.left < 0:
+            raise DataError(f"its pickle is larger than {MOST_BYTES} bytes, which no list of arguments is")
+        return data
+
+
+def _stream(path: Path) -> IO[bytes]:
+    """The pickle of a file: inside of torch's archive, or the file itself. Raises DataError for formats without arguments."""
     if not zipfile.is_zipfile(path):
-        if path.stat().st_size > MOST_BYTES:
-            raise DataError(f"{path}: larger than {MOST_BYTES} bytes without torch's archive around it")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            start = file.read(512)
+        if start[257:262] == b"ustar":
+            raise DataError(f"{path}: a tar archive (torch before 0.1.10): load and save it again with a later torch")
+        if not start.startswith((b"\x80", b"(", b"}", b"c", b"]")):
+            raise DataError(f"{path}: neither torch's archive nor a pickle: it begins with {start[:8]!r}")
+        return path.open("rb")
     with zipfile.ZipFile(path) as archive:
         inside = [entry for entry in archive.infolist() if entry.filename.endswith("data.pkl")]
         if len(inside) != 1 or inside[0].file_size > MOST_BYTES:
             raise DataError(f"{path}: expected one data.pkl of at most {MOST_BYTES} bytes")
-        return archive.read(inside[0])
+        return io.BytesIO(archive.read(inside[0]))
 
 
 def _plain(value: Any) -> Any:
@@ -75,9 +141,9 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (type(None), bool, int, float, str)) else str(type(value).__name__)
 
 
-def _run(stream: bytes) -> Any:
+def _run(stream: _Bounded) -> Any:
     machine = _Machine()
-    for steps, (opcode, argument, _) in enumerate(pickletools.genops(stream)):
+    for steps, (opcode, argument, _) in enumerate(pickletools.genops(cast(IO[bytes], stream))):
         if steps > MOST_STEPS:
             raise DataError("the pickle has too many instructions for a list of arguments")
         if opcode.name == "STOP":
@@ -108,6 +174,10 @@ class _Machine:
         items = self.stack[at + 1 :]
         del self.stack[at:]
         return items
+
+    def drop(self) -> None:
+        """The group goes without a trace."""
+        self.group()
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -222,5 +292,9 @@ _ACTIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
     "BINGET": lambda m, argument: m.stack.append(m.memo[int(argument)]),
     "LONG_BINGET": lambda m, argument: m.stack.append(m.memo[int(argument)]),
     "GET": lambda m, argument: m.stack.append(m.memo[int(argument)]),
+    "POP_MARK": lambda m, _: m.drop(),
+    "DUP": lambda m, _: m.stack.append(m.stack[-1]),
+    "NEWOBJ_EX": lambda m, _: m.call((m.stack.pop(), m.stack.pop())[1]),
+    "FROZENSET": lambda m, _: m.stack.append(m.group()),
     "POP": lambda m, _: m.stack.__delitem__(-1),
 }

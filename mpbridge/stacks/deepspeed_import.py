@@ -11,6 +11,7 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.deepspeed import NAME
+from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.meaning import Meaning, Sharded
 from mpbridge.stacks.reading import Reader, base_field, raise_faults
 from mpbridge.traits import DEFAULT
@@ -24,13 +25,15 @@ def read_data(data: Any, *, version: str) -> Imported:
     if not isinstance(data, Mapping):
         raise DataError(f"a DeepSpeed configuration is a mapping, found {type(data).__name__}")
     said = _said(Reader(data))
+    said.read.asked.add("data_types.param_dtype")  # held to the model's dtype there
     raise_faults(said.read.faults, "this DeepSpeed configuration")
-    return Imported(
+    found = Imported(
         stack=NAME, version=version, fields=_fields(said), engine=DEFAULT, meaning=_meaning(said),
         inert=tuple(f"{key}: unknown at the top level, accepted and ignored" for key in _INERT if key in data),
         contradicts=tuple(_contradictions(said)),
         assumed=(f"DeepSpeed {version}: the wire's default differs between versions",),
     )  # fmt: skip
+    return with_rest(found, said.read)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

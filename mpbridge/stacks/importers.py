@@ -10,6 +10,7 @@ from typing import Any
 
 from mpbridge.errors import BadValue, DataError
 from mpbridge.stacks.base import Imported
+from mpbridge.stacks.checkpoint_args import arguments_file, read_arguments
 from mpbridge.stacks.exporters import stack_module, version_of
 from mpbridge.stacks.shell import read_script, read_words
 
@@ -27,14 +28,13 @@ def read_file(
     file, colon, function = str(path).rpartition(".py:")
     if colon:
         path = Path(f"{file}.py")
-    if path.is_dir() and (path / "common.pt").is_file():
-        path = path / "common.pt"
+    if path.is_dir():
+        path = arguments_file(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     if path.suffix in (".pt", ".ckpt", ".pth"):
-        from mpbridge.stacks.checkpoint_args import read_arguments
-
-        return _lm(version).read_values(read_arguments(path), version=_version("megatron-lm", version))  # type: ignore[no-any-return]
+        made = _lm().read_values(read_arguments(path), version=_version("megatron-lm", version))
+        return _never_read(made, version)
     if path.stat().st_size > MOST:
         raise DataError(f"{path}: larger than {MOST} bytes, which no configuration is")
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -69,7 +69,7 @@ def read_python(
     found: Imported = module.read_made(
         reading.function(source, function), reading.notes, name=function, version=_version(stack, version)
     )
-    return found
+    return _never_read(found, version)
 
 
 def read_args(
@@ -81,7 +81,7 @@ def read_args(
     if not hasattr(module, "read"):
         raise BadValue(f"{stack} is configured by files, not by arguments: give the file")
     found: Imported = module.read(script.words, version=_version(stack, version))
-    return dataclasses.replace(found, assumed=(*script.notes, *found.assumed))
+    return _never_read(dataclasses.replace(found, assumed=(*script.notes, *found.assumed)), version)
 
 
 def read_text(
@@ -99,13 +99,14 @@ def read_text(
     stack = stack or recognize(text, name)
     if stack == "megatron-lm" and not name.endswith((".yaml", ".yml", ".json")):
         script = read_script(text, env, path)
-        return _lm(version).read(script.words, version=_version(stack, version), assumed=tuple(script.notes))  # type: ignore[no-any-return]
-    return _importer(stack).read_data(load(text, name), version=_version(stack, version))  # type: ignore[no-any-return]
+        made = _lm().read(script.words, version=_version(stack, version), assumed=tuple(script.notes))
+        return _never_read(made, version)
+    return read_data_of(stack, load(text, name), version=version)
 
 
 def read_data_of(stack: str, data: Any, *, version: str | None = None) -> Imported:
     """What plain data means in a stack's configuration."""
-    return _importer(stack).read_data(data, version=_version(stack, version))  # type: ignore[no-any-return]
+    return _never_read(_importer(stack).read_data(data, version=_version(stack, version)), version)
 
 
 def load(text: str, name: str) -> Any:
@@ -165,12 +166,23 @@ def _importer(stack: str) -> Any:
         raise BadValue(f"{stack} has no configuration file to read: its settings are Python arguments") from None
 
 
-def _lm(version: str | None) -> Any:
+def _lm() -> Any:
     return importlib.import_module("mpbridge.stacks.megatron_lm_import")
 
 
 def _version(stack: str, asked: str | None) -> str:
-    return version_of(stack_module(stack), asked)
+    """The version that is read for: the one asked for where it was read, else the newest; `_never_read` tells of the difference."""
+    module = stack_module(stack)
+    return version_of(module, asked if asked in module.VERSIONS else None)
+
+
+def _never_read(found: Imported, asked: str | None) -> Imported:
+    """`found` with a note where another version was asked for than any that was read."""
+    if asked is None or asked == found.version:
+        return found
+    known = ", ".join(stack_module(found.stack).VERSIONS)
+    text = f"{found.stack} {asked} was never read for this (known: {known}): read as {found.version}, where its words may mean something else"
+    return dataclasses.replace(found, assumed=(text, *found.assumed))
 
 
 def _plain_loader() -> Any:

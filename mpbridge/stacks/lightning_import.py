@@ -10,6 +10,7 @@ from mpbridge.errors import BadValue, DataError
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale
 from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.lightning import NAME
 from mpbridge.stacks.meaning import Meaning, Sharded
 from mpbridge.stacks.reading import Reader, raise_faults
@@ -41,6 +42,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     read_ = Reader(data.get("trainer", data) if isinstance(data.get("trainer", data), Mapping) else {})
     word = str(read_.at("precision", "32-true")).lower()
     strategy = read_.at("strategy", "auto")
+    read_.whole |= {"strategy"} if isinstance(strategy, Mapping) else set()
     name = str(strategy.get("class_path", "") if isinstance(strategy, Mapping) else strategy).lower().rsplit(".", 1)[-1]
     if word not in _WORDS:
         hint = "; transformer-engine needs its plugin's recipe" if "transformer" in word else ""
@@ -56,10 +58,11 @@ def read_data(data: Any, *, version: str) -> Imported:
     fields = fields_of(meaning, cannot) if meaning.main is None else _megatron_like(meaning)
     if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
         cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
-    return Imported(
+    found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if "fsdp" in name else DEFAULT, meaning=meaning,
         contradicts=contradicts, cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
+    return with_rest(found, read_, under="trainer")
 
 
 def _refused(base: DType, cast: bool, strategy: str, assumed: list[str]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.meaning import Meaning, of_policy
 from mpbridge.stacks.megatron_bridge import DIFFERS, FIELDS, NAME, TARGET
 from mpbridge.stacks.python_values import Made, Unknown, plain, without_unknown
@@ -86,11 +87,12 @@ def read_data(data: Any, *, version: str) -> Imported:
     except MpbridgeError as error:
         notes.contradicts.append(str(error))
         meaning = _plain(fields)
-    return Imported(
+    found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning,
         inert=tuple(notes.inert), contradicts=tuple(notes.contradicts), cannot_express=tuple(notes.cannot),
         unknown=tuple(notes.unknown), assumed=tuple(notes.assumed),
     )  # fmt: skip
+    return with_rest(found, read_)
 
 
 OPAQUE = frozenset({"get_mixed_precision_config"})
@@ -163,6 +165,7 @@ class _Notes:
 
 def _precision(read_: Reader, notes: _Notes) -> dict[str, Any]:
     section = read_.at("mixed_precision")
+    read_.whole.add("mixed_precision")
     if section is None:
         notes.assumed.append("no mixed_precision section: model, optimizer and ddp are read as they are")
         return _without_section(read_)

@@ -17,6 +17,7 @@ from mpbridge.formats import DType, dtype
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.known_keys import PRECISION
 from mpbridge.stacks.meaning import Meaning, Sharded, of_policy
 from mpbridge.stacks.megatron_lm import NAME
 from mpbridge.stacks.megatron_lm_notes import Parsed, cannot_express, contradictions, inert
@@ -211,10 +212,12 @@ def _meaning(read: Parsed, *, version: str, assumed: tuple[str, ...]) -> Importe
         meaning = _plain_meaning(fields, sharded)
     if not (read.on("bf16") or read.on("fp16")):
         more.append("neither --bf16 nor --fp16: everything in FP32")
+    precise = [one for one in read.other if PRECISION.search(one.replace("-", "_"))]
+    open_ = [f"{one}: about precision, and decides nothing that is read here" for one in precise]
     return Imported(
         stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, inert=tuple(inert_),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot_express(read, values)), unknown=tuple(read.unknown),
-        other=tuple(read.other), assumed=(*assumed, *more),
+        other=tuple(one for one in read.other if one not in precise), assumed=(*assumed, *more, *open_),
     )  # fmt: skip
 
 

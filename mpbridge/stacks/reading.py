@@ -15,10 +15,17 @@ class Reader:
     def __init__(self, data: Mapping[str, Any], faults: list[str] | None = None) -> None:
         self.data = data
         self.faults: list[str] = [] if faults is None else faults
+        self.asked: set[str] = set()
+        """Paths that were looked at."""
+        self.whole: set[str] = set()
+        """Paths of which everything below was looked at."""
+        self.autos: list[tuple[str, str]] = []
+        """Values 'auto', and what they were taken as."""
 
     def at(self, path: str, default: Any = None) -> Any:
         """The value at 'a.b.c'; keys that hold dots themselves work too."""
         value: Any = self.data
+        self.asked.add(path)
         if path in self.data:
             return self.data[path]
         for part in path.split("."):
@@ -35,6 +42,9 @@ class Reader:
     def flag(self, path: str, default: bool = False) -> bool:
         """A truth value, also written as a word."""
         value = self.at(path, default)
+        if value == "auto":
+            self.autos.append((path, "on" if default else "off"))
+            return default
         if isinstance(value, str):
             return value.strip().lower() in ("true", "yes", "1", "on")
         return bool(value)
@@ -43,6 +53,7 @@ class Reader:
         """A dtype in any spelling, `{_target_: torch.bfloat16}` included; a fault where it is none."""
         value = self.at(path)
         if isinstance(value, Mapping):
+            self.whole.add(path)
             value = value.get("_target_")
         if value is None or value == "auto":
             return default
@@ -55,6 +66,9 @@ class Reader:
     def number(self, path: str, default: float) -> float:
         """A number; a fault where it is none."""
         value = self.at(path, default)
+        if value == "auto":
+            self.autos.append((path, f"{default:g}"))
+            return default
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             try:
                 return float(value)

@@ -14,6 +14,7 @@ from mpbridge.errors import BadValue, DataError
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.python_values import Made, Unknown, plain, without_unknown
 from mpbridge.stacks.reading import Reader, raise_faults
@@ -72,10 +73,11 @@ def read_data(data: Any, *, version: str) -> Imported:
     fields = fields_of(meaning, cannot, quant)
     if states is not storage:
         cannot.append("both moments in BF16 beside FP32 parameters: its own optimizer, on CUDA")
-    return Imported(
+    found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine_with("optimizer"), meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
+    return with_rest(found, read_)
 
 
 OPAQUE = frozenset({"model_registry", "nvfp4_bf16_tail_fqns"})

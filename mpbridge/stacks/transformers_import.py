@@ -10,6 +10,7 @@ from mpbridge.errors import DataError
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale
 from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.stacks.torch_import import fields_of
@@ -64,10 +65,11 @@ def read_data(data: Any, *, version: str) -> Imported:
         fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
     if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
         cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
-    return Imported(
+    found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if sharded else DEFAULT, meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
+    return with_rest(found, read_, own=" unless the script itself takes it")
 
 
 def _meaning(storage: DType, base: DType | None, sharded: bool) -> Meaning:

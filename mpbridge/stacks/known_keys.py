@@ -1,0 +1,94 @@
+"""What of a configuration was not read: keys that the stack does not know, keys that are not about precision, and those that are and decide nothing here.
+
+The names are the stack's own, at the version that its list was made from (scripts/stacks/known_keys.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from mpbridge.errors import nearest
+from mpbridge.stacks.base import Imported
+from mpbridge.stacks.reading import Reader
+
+PRECISION = re.compile(
+    r"dtype|precision|fp(4|8|16|32)\b|fp(4|8|16|32)_|bf16|float(8|16|32)|mxfp8|nvfp4|autocast|quanti[sz]|loss_scale|amax|tf32|half_"
+)
+"""Names that speak of precision."""
+MANY = 6
+"""Lines of one kind; beyond it they share one."""
+_OFF = (None, False, "", "no", "No", "none", "None", "null", "false")
+
+
+@functools.cache
+def known(stack: str) -> Mapping[str, frozenset[str]]:
+    """section -> the keys that it knows; '' is the top level. A section that is not here takes what its `_target_` or its owner takes."""
+    text = (Path(__file__).parent / "data" / "known_keys.json").read_text(encoding="utf-8")
+    keys: Mapping[str, list[str]] = json.loads(text).get(stack, {}).get("keys", {})
+    return MappingProxyType({section: frozenset(names) for section, names in keys.items()})
+
+
+def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") -> Imported:
+    """`found` with what of the data was not read: unknown keys with the nearest name, keys that are not about precision, and what is left open.
+
+    under: the section that `read` holds, where that is not a whole file. own: whose keys count as well that no list has (a script's own).
+    """
+    sections = known(found.stack)
+    unknown, other, open_ = [*found.unknown], [*found.other], [*found.assumed]
+    said = " ".join((*found.unknown, *found.inert, *found.cannot_express))
+    for path, value in _leaves(read.data):
+        where = f"{under}.{path}" if under else path
+        if path in read.asked or any(path.startswith(f"{one}.") for one in read.whole):
+            continue
+        fault = _unknown(where, sections)
+        if fault is not None:
+            if f"{where} " not in f"{said} " and f"{where}:" not in said:
+                unknown.append(f"{fault}{own}" if own else fault)
+        elif PRECISION.search(where) and value not in _OFF and where not in said:
+            open_.append(f"{where}={value}: about precision, and decides nothing that is read here")
+        else:
+            other.append(where)
+    if len(open_) - len(found.assumed) > MANY:
+        names = ", ".join(line.partition("=")[0] for line in open_[len(found.assumed) :])
+        open_ = [*found.assumed, f"{names}: about precision, and decide nothing that is read here"]
+    open_ += [
+        f"{path}=auto: filled in by what starts the run (Trainer, accelerate); taken as {text}"
+        for path, text in read.autos
+    ]
+    return dataclasses.replace(
+        found,
+        unknown=tuple(dict.fromkeys(unknown)),
+        other=tuple(dict.fromkeys(other)),
+        assumed=tuple(dict.fromkeys(open_)),
+    )
+
+
+def _unknown(path: str, sections: Mapping[str, frozenset[str]]) -> str | None:
+    """A key that its section does not know, with the nearest that it does; None where it is known."""
+    if not sections:
+        return None
+    parts = path.split(".")
+    for depth in range(len(parts)):
+        section = ".".join(parts[:depth])
+        names = sections.get(section)
+        if names is not None and parts[depth] not in names and not parts[depth].startswith("_"):
+            here = ".".join(parts[: depth + 1])
+            near = nearest(parts[depth], names, most=1)
+            return here + (f" (nearest: {f'{section}.' if section else ''}{near[0]})" if near else "")
+    return None
+
+
+def _leaves(data: Mapping[str, Any], path: str = "", depth: int = 12) -> Iterator[tuple[str, Any]]:
+    for name, value in data.items():
+        here = f"{path}.{name}" if path else str(name)
+        if isinstance(value, Mapping) and value and depth:
+            yield from _leaves(value, here, depth - 1)
+        else:
+            yield here, value
