@@ -42,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Converts and says what became of the weights."""
+    from mpbridge.report.chatter import without_chatter
+
+    without_chatter()
     source, target = args.source, args.target
     if is_reference(source) and target.startswith(CHECKPOINT):
         _only_to_folders(args)

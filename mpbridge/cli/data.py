@@ -50,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Packs or looks; 0."""
+    from mpbridge.report.chatter import without_chatter
+
+    without_chatter()
     if args.action == "prepare":
         return _prepare(args)
     return _inspect(args)

@@ -40,7 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how often a failed run goes back into the queue (default: 0)",
     )
     parser.add_argument("--name", default="mpbridge", metavar="NAME", help="the job's name")
-    parser.add_argument("--image", metavar="IMAGE", help="a container image (Slurm's pyxis plugin)")
+    parser.add_argument(
+        "--image",
+        metavar="IMAGE",
+        help="a container image for Slurm's pyxis plugin: [REGISTRY#]NAME[:TAG], or a squashfs file",
+    )
     parser.add_argument("--mount", action="append", default=[], metavar="FROM:TO", help="a folder for the container")
     parser.add_argument(
         "--slurm", action="append", default=[], metavar="OPTION", help="another option of sbatch, as partition=long"
@@ -60,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     """Checks the run on that many processes, and prints or submits the script."""
     if min(args.nodes, args.gpus_per_node, args.notice) < 1 or args.retries < 0:
         raise BadValue("--nodes, --gpus-per-node and --notice: at least 1; --retries: at least 0")
+    _check_image(args.image or "")
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not words:
         raise BadValue(f"what is to run is missing: {USAGE}")
@@ -83,6 +88,14 @@ def run(args: argparse.Namespace) -> int:
     )
     _submit(script(job)) if args.submit else print(script(job), end="")
     return 0
+
+
+def _check_image(image: str) -> None:
+    """Raises BadValue for a registry written as for docker: pyxis would ask Docker Hub for an image of that name, on the node, after the queue."""
+    first, slash, rest = image.partition("/")
+    is_file = image.endswith((".sqsh", ".squashfs")) or not first or first.startswith(".")
+    if slash and "#" not in image and not is_file and ("." in first or ":" in first or first == "localhost"):
+        raise BadValue(f"--image {image}: expected --image {first}#{rest}: pyxis sets the registry off by #")
 
 
 def _resumable(words: list[str], world: int) -> list[str]:

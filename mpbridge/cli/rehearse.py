@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,10 +61,9 @@ def run(args: argparse.Namespace) -> int:
         raise BadValue(f"--steps {args.steps}, --every {args.every}: at least 1")
     if args.suggest and args.tensors is not None:
         raise BadValue("--suggest with --tensors: a choice needs a model and its data (--config), not single tensors")
-    from mpbridge.cli.train import UPSTREAM_CHATTER
+    from mpbridge.report.chatter import without_chatter
 
-    for text in UPSTREAM_CHATTER:
-        warnings.filterwarnings("ignore", message=text)
+    without_chatter()
     from mpbridge.pages.document import writable
     from mpbridge.rehearse.report import caveats, tables
     from mpbridge.report.console import console, rank

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,6 @@ if TYPE_CHECKING:
 SUMMARY = "pretrain a GPT with a recipe"
 STOPPED = 3
 """Exit code of a run that stopped before its end: `train && evaluate` does not go on, and a scheduler may start it again."""
-UPSTREAM_CHATTER = (
-    "Transformer Engine and Apex are not installed",
-    "Apex is not installed",
-    "full scope is deprecated",
-)
-"""Warnings that megatron-core 0.16.1 gives at every import or construction on a machine without Transformer Engine; `doctor` reports it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,11 +74,11 @@ def _train(args: argparse.Namespace, made: Run) -> int:
 
     if len(made.stages) == 1:  # with a schedule, only a checkpoint knows which recipe is next
         require_here(made.policy, made.facts)
-    for text in UPSTREAM_CHATTER:
-        warnings.filterwarnings("ignore", message=text)
     from mpbridge.config.training import train_iters
+    from mpbridge.report.chatter import without_chatter
     from mpbridge.train.loop import pretrain
 
+    without_chatter()
     done = pretrain(made)
     if done.stopped is not None and done.iterations < train_iters(made.train):
         return STOPPED

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,10 +65,9 @@ def run(args: argparse.Namespace) -> int:
 
     _check(args)
     budget = budget_of(args.budget)
-    from mpbridge.cli.train import UPSTREAM_CHATTER
+    from mpbridge.report.chatter import without_chatter
 
-    for text in UPSTREAM_CHATTER:
-        warnings.filterwarnings("ignore", message=text)
+    without_chatter()
     from mpbridge.report.console import rank
     from mpbridge.tune.arms import TUNED
     from mpbridge.tune.evidence import write

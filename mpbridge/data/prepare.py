@@ -26,6 +26,7 @@ from mpbridge.data.sources import JSON_LINES, READ, TABLES
 from mpbridge.data.tokenizer import identity, tokenizer
 from mpbridge.errors import DataError
 from mpbridge.locks import lock
+from mpbridge.report.chatter import without_chatter
 
 FORMAT = "1"
 """Part of every key: increase it when the same files would be written differently."""
@@ -224,7 +225,8 @@ def _encode_shares(
     told(ready, sum(sizes))
     left = [number for number, tally in enumerate(done) if tally is None]
     # spawn: a fork would inherit torch's threads and the process group's sockets
-    with ProcessPoolExecutor(max(1, min(workers, len(left) or 1)), mp_context=get_context("spawn")) as pool:
+    processes = max(1, min(workers, len(left) or 1))
+    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=without_chatter) as pool:
         jobs = {pool.submit(_work, shares[number], work, parts / _share_name(number)): number for number in left}
         try:
             for job in as_completed(jobs):

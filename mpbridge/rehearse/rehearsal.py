@@ -43,6 +43,8 @@ RECIPES = (
 )
 """What is rehearsed by default: high precision and each scaling once."""
 RELEASE = ".".join(map(str, DEFAULT_RELEASE))
+LR = 1e-4
+"""Where a configuration sets no learning rate, as one that is a Hugging Face folder."""
 SAMPLES = 10
 """Steps that are looked at in a rehearsal, unless `every` says otherwise."""
 
@@ -129,9 +131,11 @@ def _made(container: ConfigContainer, steps: int) -> dict[str, Any]:
     import megatron.core
 
     config = {name: dict(getattr(container, name)) for name in ("model", "data", "train")}
+    given = container.optimizer.get("lr")
     return {
         "model": model_text(config),
         "data": data_text(config),
+        "learning rate": f"{LR:g} (none was set)" if given is None else given,
         "steps": steps,
         "seed": container.train.seed,
         "torch": torch.__version__,
@@ -144,6 +148,9 @@ def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
     """The run of one recipe: emulated, nothing evaluated, nothing written, resumed from nowhere."""
     made = container.copy()
     made.mixed_precision, made.emulate = recipe, True
+    if made.optimizer.get("lr") is None:
+        # a Hugging Face folder says nothing of how it is trained
+        made.optimizer["lr"] = LR
     made.train.train_iters, made.train.eval_interval, made.train.eval_iters, made.train.audit = steps, None, 0, "warn"
     made.checkpoint = {}
     made.logger = {"log_dir": None, "tensorboard": False, "progress": False, "precision_every": 0}

@@ -89,10 +89,16 @@ def _counters(played: Played) -> dict[str, Any]:
 
 
 def _generator(original: Any) -> Any:
-    def generator(device: Any = "cpu") -> Any:
-        return original("cpu" if names_cuda(device) else device)
+    """A class, since libraries that are imported later annotate with `torch.Generator | None` and ask isinstance."""
 
-    return generator
+    class Kind(type):
+        def __call__(cls, device: Any = "cpu") -> Any:
+            return original("cpu" if names_cuda(device) else device)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, original)
+
+    return Kind("Generator", (), {})
 
 
 def _scaled_mm(original: Any) -> Any:

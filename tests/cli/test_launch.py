@@ -47,6 +47,19 @@ def test_an_image_is_handed_to_srun(printed) -> None:
     assert "exec python -m torch.distributed.run" in text
 
 
+@pytest.mark.parametrize("image", ["registry.example/group/image:1", "localhost/image", "host:5000/image"])
+def test_a_registry_written_as_for_docker_is_refused_before_the_queue(
+    capsys: pytest.CaptureFixture[str], image: str
+) -> None:
+    assert main(["launch", "--nodes", "2", "--gpus-per-node", "8", "--image", image, "--", *TRAIN]) == 2
+    assert f"expected --image {image.replace('/', '#', 1)}:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("image", ["group/image:1", "/shared/image.sqsh", "./image.sqsh", "images.d/image.sqsh"])
+def test_names_of_docker_hub_and_files_are_images(printed, image: str) -> None:
+    assert f"--container-image={image} " in printed("--image", image)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

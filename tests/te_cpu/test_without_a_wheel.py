@@ -155,3 +155,16 @@ assert total.tolist() == [1, 1, 1]
         [sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_generators_stay_a_class_that_libraries_can_annotate_with() -> None:
+    import torch
+
+    from mpbridge.te_cpu.cuda_names import _generator
+
+    played = _generator(torch.Generator)
+    made = played("cuda")
+    assert isinstance(made, torch.Generator)
+    assert isinstance(made, played)
+    assert isinstance(torch.Generator(), played | None)
+    assert not isinstance(1, played)
