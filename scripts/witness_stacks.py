@@ -16,8 +16,6 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,65 +26,16 @@ os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
 from mpbridge.stacks.meaning import LABELS, rows
 from mpbridge.stacks.words import TABLE
 from mpbridge.witnessing.callbacks import FabricWitness, lightning_callback, trainer_callback
 from mpbridge.witnessing.report import Witnessed
 from mpbridge.witnessing.witness import witness
+from scripts import witness_megatron, witness_sharded
+from scripts.witness_common import BF16, VOCABULARY, Case, Net, adam, together, tokens
 
 COMPARED = tuple(row for row in LABELS if row not in ("quantization", "loss_scale"))
-VOCABULARY = 64
-BF16 = torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Case:
-    """One setup of one stack."""
-
-    stack: str
-    where: str
-    """As in the table of words."""
-    run: Callable[[], Witnessed]
-    word: str = "bf16"
-    several: bool = False
-    """Whether it is something only in several processes."""
-
-
-class Net(torch.nn.Module):
-    """A residual network with a cross entropy."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.emb = torch.nn.Embedding(VOCABULARY, 32)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2))
-        self.head = torch.nn.Linear(32, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.emb(tokens)
-        for layer in self.layers:
-            hidden = hidden + functional.gelu(layer(hidden))
-        return functional.cross_entropy(self.head(hidden).view(-1, VOCABULARY).float(), tokens.view(-1))
-
-
-def tokens(seed: int) -> torch.Tensor:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    return torch.randint(0, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(97 * seed + rank))
-
-
-def together(value: Any) -> Any:
-    """The first rank's."""
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box)
-    return box[0]
-
-
-def adam(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 # --- accelerate --------------------------------------------------------------------------------------------------------------------------------
@@ -257,87 +206,14 @@ def fsdp2() -> Witnessed:
     return seen.report
 
 
-# --- megatron-core -----------------------------------------------------------------------------------------------------------------------------
-def megatron(
-    *, distributed: bool, policy: str | None = None, spoil: Callable[[Any, Any], None] = lambda wrapped, optimizer: None
-) -> Witnessed:
-    """megatron-core's objects with the facts that `--bf16` sets in Megatron-LM's validate_args: BF16 parameters, accumulate_allreduce_grads_in_fp32.
-
-    spoil: gets the wrapped model and the optimizer before the first step.
-    """
-    from mpbridge.devices import device_layer
-
-    with device_layer(False):
-        return _megatron(distributed, policy, spoil)
-
-
-def _megatron(distributed: bool, policy: str | None, spoil: Callable[[Any, Any], None]) -> Witnessed:
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-    from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(1, 1)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=2,
-        use_cpu_initialization=True,
-        bf16=True,
-        params_dtype=BF16,
-        pipeline_dtype=BF16,
-    )
-    model = GPTModel(
-        config=config, transformer_layer_spec=get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=16
-    )
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-    wrapped = DistributedDataParallel(config, ddp, Float16Module(config, model))
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=1e-3, bf16=True, params_dtype=BF16, use_distributed_optimizer=distributed, clip_grad=1.0),
-        [wrapped],
-    )
-    config.grad_scale_func, config.finalize_model_grads_func = optimizer.scale_loss, finalize_model_grads
-
-    def forward(batches: Iterator[int], chunk: Any) -> Any:
-        batch = tokens(next(batches))
-        mask = torch.ones(4, 1, 8, 8).triu(1).bool()
-        out = chunk(batch, torch.arange(8).expand(4, 8), mask, labels=batch)
-        return out, lambda losses: (losses.float().mean(), {})
-
-    spoil(wrapped, optimizer)
-    seen = witness(wrapped, optimizer, policy, at={2})
-    for step in range(2):
-        with seen.step():
-            wrapped.zero_grad_buffer()
-            optimizer.zero_grad()
-            get_forward_backward_func()(
-                forward_step_func=forward,
-                data_iterator=iter(range(2 * step, 2 * step + 2)),
-                model=wrapped,
-                num_microbatches=2,
-                seq_length=8,
-                micro_batch_size=4,
-                forward_only=False,
-            )
-            optimizer.step()
-    return seen.report
-
-
 def bf16_net() -> Net:
     return Net().to(BF16)
 
 
 _ZERO = {"bf16": {"enabled": True}}
 CASES = (
-    Case("megatron-lm", "DDP", lambda: megatron(distributed=False)),
-    Case("megatron-lm", "--use-distributed-optimizer", lambda: megatron(distributed=True)),
+    *witness_megatron.CASES,
+    *witness_sharded.CASES,
     Case("fsdp2", "MixedPrecisionPolicy with nothing else said, module in FP32", fsdp2, several=True),
     Case("accelerate", "one GPU or DDP, module in FP32", lambda: accelerate(Net())),
     Case("accelerate", "one GPU or DDP, module loaded in BF16", lambda: accelerate(bf16_net())),
@@ -348,6 +224,7 @@ CASES = (
     Case("lightning", "one GPU or DDP", lambda: lightning_trainer("bf16-true"), word="bf16-true"),
     Case("lightning", "one GPU or DDP", lambda: lightning_fabric("bf16-mixed"), word="bf16-mixed"),
     Case("lightning", "one GPU or DDP", lambda: lightning_fabric("bf16-true"), word="bf16-true"),
+    Case("deepspeed", "ZeRO 2", lambda: deepspeed_engine(**_ZERO, zero_optimization={"stage": 2}), word="bf16.enabled"),
     Case("deepspeed", "ZeRO 1", lambda: deepspeed_engine(**_ZERO, zero_optimization={"stage": 1}), word="bf16.enabled"),
     Case(
         "deepspeed",
@@ -387,8 +264,10 @@ def main() -> int:
         if options.only and case.stack != options.only:
             continue
         name = f"{case.stack}: {case.word}, {case.where}"
-        if case.several and not dist.is_initialized():
-            print(f"-    {name}: left out: it takes torchrun and several processes")
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        if case.several and size < case.ranks:
+            if first:
+                print(f"-    {name}: left out: it takes torchrun and {case.ranks} processes")
             continue
         try:
             seen = case.run()

@@ -179,7 +179,7 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
             clip=float(clip or 0.0),
             known=known,
             widths=widths_of(promises),
-            most=1.0 / result.loss_scale if promises.foreign else None,
+            most=getattr(engine, "of_the_mean", 1.0) / result.loss_scale if promises.foreign else None,
         )
     if not math.isnan(result.loss):
         findings += scale_finding(followed, scale=result.loss_scale, promised=f"{result.loss_scale:g}", known=known)

@@ -130,7 +130,7 @@ class Products:
             # a product on the way to the linear's own: a rotation, or Transformer Engine making its Hadamard matrix (FP32, on first use)
             return
         self.dtypes[path][_both(left, right)] += 1
-        if module is None:
+        if module is None or _cut(left, right):
             return
         if isinstance(weight, torch.Tensor):
             self._shapes[path] = weight.shape
@@ -160,7 +160,7 @@ class Products:
             return
         self.dtypes[path][_both(left, right)] += 1
         shape = self._shapes.get(path)
-        if path not in self.modules or shape is None:
+        if path not in self.modules or shape is None or _cut(left, right):
             return
         if right.shape != shape and out.shape not in (shape, shape[::-1]):
             return
@@ -254,6 +254,11 @@ def _is(factor: torch.Tensor, weight: torch.Tensor) -> bool:
     if factor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr():
         return True
     return factor.shape == weight.shape and torch.equal(factor, weight.detach().to(factor.dtype))
+
+
+def _cut(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether a factor is a DTensor: tensor parallelism cut it, and what this rank holds is a piece of the product."""
+    return hasattr(left, "_local_tensor") or hasattr(right, "_local_tensor")
 
 
 def _both(left: torch.Tensor, right: torch.Tensor) -> str:

@@ -144,7 +144,7 @@ def of_policy(policy: PrecisionPolicy, *, engine: str = DEFAULT, sharded: Sharde
     whole = own_main(settled) and settled.params is not DType.FP32
     divided: Sharded = sharded or ("everything" if not optional else "nothing" if whole else "optimizer")
     name = updater("adam", settled, kind)
-    optimizer = OptimizerFacts(name=name, distributed=optional and divided != "nothing")
+    optimizer = OptimizerFacts(name=name, distributed=optional and divided != "nothing" and not whole)
     kept = keeps(settled, kind, optimizer)
     grads, main = settled.accumulate or kept["grads"].dtype, kept.get("main_params")
     read = kept["main_grads"].dtype if "main_grads" in kept else grads

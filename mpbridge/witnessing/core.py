@@ -1,23 +1,17 @@
-"""Loops around megatron-core's own objects: its DistributedDataParallel and optimizers in Megatron-LM's, Bridge's or a hand-written loop, and Megatron-FSDP."""
+"""Loops around megatron-core's own objects: its DistributedDataParallel and optimizers in Megatron-LM's, Bridge's or a hand-written loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
-from mpbridge.audit.holdings import Held
-from mpbridge.audit.replicas import Copies
-from mpbridge.audit.stored import local
-from mpbridge.audit.traffic import Traffic, elements_into
-from mpbridge.audit.watch import Watch
 from mpbridge.config.live import as_mapping
 from mpbridge.engines.contract import Live
 from mpbridge.facts import OptimizerFacts, Parallel
 from mpbridge.formats import plain
-from mpbridge.megatron import inside_fsdp
 from mpbridge.stacks.meaning import Sharded
 from mpbridge.traits import traits
 from mpbridge.witnessing.loops import Loop, LoopFacts, Update, shape_of
@@ -118,83 +112,6 @@ class CoreLoop(Loop):
             then(Update(applied=applied is not False, norm=None if norm is None else float(norm)))
 
         return after_call(self.outer, "step", stepped)
-
-
-class CoreFsdpLoop(CoreLoop):
-    """Megatron-FSDP: the wrapper shards parameters and holds main weights."""
-
-    kind = traits("megatron_fsdp")
-    name = "megatron_fsdp"
-
-    @property
-    def sharded(self) -> Sharded:  # type: ignore[override]
-        """By the wrapper's strategy."""
-        strategy = str(getattr(getattr(self.model[0], "ddp_config", None), "data_parallel_sharding_strategy", ""))
-        known: Mapping[str, Sharded] = {"no_shard": "nothing", "optim": "optimizer", "optim_grads": "gradients"}
-        return known.get(strategy, "everything")
-
-    def named_parameters(self) -> list[tuple[str, Any]]:
-        """The sharded parameters that the optimizer updates."""
-        return list(inside_fsdp.parameters(self.model[0]).items())
-
-    def audit_holdings(self) -> Iterator[Held]:
-        """Main shards beside the model's own weights."""
-        owned = {
-            id(parameter): (part.optimizer, group)
-            for part in self._parts()
-            for group in part.optimizer.param_groups
-            for parameter in group["params"]
-        }
-        resting = {name: tensor for role, name, tensor in inside_fsdp.held(self.model[0]) if role == "params"}
-        for name, parameter in self.named_parameters():
-            inner, group = owned.get(id(parameter), (None, None))
-            shard = parameter._local_tensor if hasattr(parameter, "_local_tensor") else parameter
-            row = 1
-            for size in parameter.shape[1:]:
-                row *= size
-            yield Held(
-                name=name,
-                parameter=parameter,
-                part=resting.get(name, shard.detach()).reshape(-1),
-                updated=parameter,
-                begin=inside_fsdp.offset(self.model[0], name, parameter)[0] * row,
-                inner=inner,
-                group=group,
-                state={} if inner is None else dict(inner.state.get(parameter, {})),
-            )
-
-    def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
-        """Sizes of shards, and what the forward pass read."""
-        seen = Copies()
-        for name, parameter in self.named_parameters():
-            seen.shards[name] = (int(local(parameter).numel()), int(parameter.numel()))
-            if read is not None and name in read:
-                seen.whole[name, 0, 0] = read[name]
-        return seen
-
-    def audit_traffic(self, promised: dict[str, set[str]], watch: Watch, microbatches: int) -> Traffic:
-        """By the number of elements: its buckets are copies."""
-        group = self.audit_ranks()
-        seen = Traffic(ranks=len(group), promised=promised)
-        sizes = [int(parameter.numel()) for _, parameter in self.named_parameters()]
-        elements_into(seen, watch, group, sizes, times={1, max(1, microbatches)})
-        return seen
-
-    def tensors(self) -> Iterator[Live]:  # type: ignore[override]
-        """The wrapper's buffers and the optimizer's states."""
-        from mpbridge.witnessing.plain import states
-
-        buffers = [
-            Live(role=role, parameter=name, tensor=tensor) for role, name, tensor in inside_fsdp.held(self.model[0])
-        ]
-        yield from buffers
-        held_in = {one.tensor.untyped_storage().data_ptr() for one in buffers if one.role == "grads"}
-        for held in self.audit_holdings():
-            grad = getattr(held.updated, "grad", None)
-            inner = getattr(grad, "_local_tensor", grad)
-            if inner is not None and inner.untyped_storage().data_ptr() not in held_in:
-                yield Live(role="main_grads", parameter=held.name, tensor=inner)
-            yield from states(held)
 
 
 class _Chain:

@@ -69,6 +69,11 @@ class Loop(ABC):
     foreign = True
     """Whether the model is another's than megatron-core's."""
 
+    @property
+    def of_the_mean(self) -> float:
+        """What the wrapper makes of gradients, as a multiple of their mean over ranks: 1, or the number of ranks where it is told to sum them."""
+        return 1.0
+
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
         self.model: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
         self.outer = optimizer
@@ -111,6 +116,10 @@ class Loop(ABC):
     def unobserved(self) -> Mapping[str, str]:
         """Row -> why it cannot be seen in this loop."""
         return _EMPTY
+
+    def cut_twice(self) -> list[str]:
+        """Parameters that tensor parallelism cuts before a wrapper shards them."""
+        return []
 
     def audit_ranks(self) -> tuple[int, ...]:
         """Global ranks that average gradients with this one."""
@@ -168,10 +177,7 @@ def loop_of(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None
     names = {base.__name__ for base in type(optimizer).__mro__}
     first = next(chunks(model))
     if "MegatronOptimizer" in names or hasattr(optimizer, "chained_optimizers"):
-        from mpbridge.witnessing.core import CoreFsdpLoop, CoreLoop
-
-        kind = CoreFsdpLoop if hasattr(first, "param_and_grad_buffer") else CoreLoop
-        return kind(model, optimizer, scaler=scaler, group=group)
+        return _core_kind(first)(model, optimizer, scaler=scaler, group=group)
     zero = getattr(optimizer, "optimizer", optimizer) if "DeepSpeedOptimizerWrapper" in names else optimizer
     if type(zero).__module__.startswith("deepspeed.runtime"):
         from mpbridge.witnessing.zero import ZeroLoop
@@ -187,3 +193,13 @@ def loop_of(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None
 
     own = getattr(optimizer, "scaler", None)  # accelerate's optimizers carry theirs
     return torch_loop(model, optimizer, scaler=own if scaler is None else scaler, group=group)
+
+
+def _core_kind(first: Any) -> type[Loop]:
+    """By who wraps the model."""
+    from mpbridge.witnessing.core import CoreLoop
+    from mpbridge.witnessing.core_sharded import CoreFsdp2Loop, CoreFsdpLoop
+
+    if hasattr(first, "param_and_grad_buffer"):
+        return CoreFsdpLoop
+    return CoreFsdp2Loop if any(hasattr(one, "_local_tensor") for one in first.parameters()) else CoreLoop

@@ -21,7 +21,6 @@ from mpbridge.audit.watch import Watch
 from mpbridge.engines.contract import Live
 from mpbridge.facts import OptimizerFacts, Parallel
 from mpbridge.traits import EngineTraits, traits
-from mpbridge.witnessing.flat import Piece, flat_pieces
 from mpbridge.witnessing.loops import Loop, LoopFacts, Update, shape_of
 
 DDP = EngineTraits(
@@ -65,6 +64,8 @@ def optimizers_in(optimizer: Any) -> list[Any]:
 
 def torch_loop(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> TorchLoop:
     """The loop of this kind of wrapper."""
+    from mpbridge.witnessing.sharded import Fsdp1Loop, Fsdp2Loop
+
     first = model[0] if isinstance(model, (list, tuple)) else model
     modules = list(first.modules())
     names = {base.__name__ for module in modules for base in type(module).__mro__}
@@ -237,115 +238,6 @@ class TorchLoop(Loop):
         return undo
 
 
-class Fsdp2Loop(TorchLoop):
-    """`fully_shard`: every parameter a DTensor cut along its rows."""
-
-    kind = FSDP
-    name = "fsdp2"
-    sharded = "everything"
-
-    @property
-    def wrapper(self) -> str:
-        """Who reduces gradients."""
-        return "torch FSDP2"
-
-    def audit_ranks(self) -> tuple[int, ...]:
-        """Those of the mesh that parameters are cut over."""
-        if self.group is None:
-            for chunk in self.model:
-                for parameter in chunk.parameters():
-                    mesh = getattr(parameter, "device_mesh", None)
-                    if mesh is not None:
-                        return tuple(mesh.mesh.flatten().tolist())
-        return super().audit_ranks()
-
-    def _begin(self, name: str, parameter: Any) -> int:
-        from mpbridge.engines.shard_optimizer import placed
-
-        if not hasattr(parameter, "_local_tensor"):
-            return 0
-        row = 1
-        for size in parameter.shape[1:]:
-            row *= size
-        return placed(name, parameter)[0] * row
-
-    def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
-        """Sizes of shards, and what the forward pass read of them."""
-        seen = Copies()
-        for name, parameter in self.named_parameters():
-            if hasattr(parameter, "_local_tensor"):
-                seen.shards[name] = (int(local(parameter).numel()), int(parameter.numel()))
-                if read is not None and name in read:
-                    seen.whole[name, 0, 0] = read[name]
-            else:
-                seen.whole[name, 0, 0] = digest(parameter)
-        return seen
-
-
-class Fsdp1Loop(TorchLoop):
-    """FullyShardedDataParallel: every unit one flat tensor, cut evenly; parameters are pieces of it."""
-
-    kind = replace(FSDP, label="torch FSDP1", layout="even")
-    name = "fsdp1"
-    sharded = "everything"
-
-    @property
-    def wrapper(self) -> str:
-        """Who reduces gradients."""
-        return "torch FSDP1"
-
-    def _pieces(self) -> list[Piece]:
-        return [piece for chunk in self.model for piece in flat_pieces(chunk)]
-
-    def named_parameters(self) -> list[tuple[str, Any]]:
-        """Pieces by the names of the parameters that they are parts of."""
-        return [(piece.name, piece.tensor) for piece in self._pieces()]
-
-    def audit_holdings(self) -> Iterator[Held]:
-        """Every piece with the optimizer that updates it, or the flat tensor that it lies in."""
-        owned = self._owned()
-        for piece in self._pieces():
-            mine = owned.get(id(piece.owner))
-            state = {} if mine is None else dict(mine.inner.state.get(piece.owner, {}))
-            grad = piece.owner.grad
-            yield Held(
-                name=piece.name,
-                parameter=piece.owner,
-                part=piece.of(piece.owner.detach()),
-                updated=piece.of(piece.owner.detach()),
-                begin=piece.begin,
-                elements=piece.whole,
-                inner=None if mine is None else mine.inner,
-                group=None if mine is None else mine.group,
-                state={key: piece.of(value) if _like(value, piece.owner) else value for key, value in state.items()},
-                grad=None if grad is None else piece.of(grad),
-            )
-
-    def tensors(self) -> Iterator[Live]:
-        """As they are held on this rank."""
-        for held in self.audit_holdings():
-            assert held.part is not None
-            yield Live(role="params", parameter=held.name, tensor=held.part)
-            if held.grad is not None:
-                yield Live(role="grads", parameter=held.name, tensor=held.grad)
-            yield from states(held)
-        for chunk in self.model:
-            for name, buffer in chunk.named_buffers():
-                yield Live(role="buffers", parameter=bare(name), tensor=buffer)
-
-    def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
-        """Sizes of pieces, and what the forward pass read."""
-        pieces = self._pieces()
-        seen = Copies(shards={piece.name: (piece.count, piece.whole) for piece in pieces})
-        for piece in pieces:
-            if read is not None and piece.name in read:
-                seen.whole[piece.name, 0, 0] = read[piece.name]
-        return seen
-
-    def _size(self, name: str, parameter: Any) -> int:
-        return next(piece.whole for piece in self._pieces() if piece.name == name)
-
-
 def _past_the_optimizer(parameter: Any) -> bool:
     return getattr(parameter, "main_grad", None) is not None and parameter.grad is None
 
@@ -357,10 +249,6 @@ def states(held: Held) -> Iterator[Live]:
         if isinstance(tensor, torch.Tensor):
             # Transformer Engine's FP8 moments: the codes are what is stored, the class calls itself FP32
             yield Live(role=role, parameter=held.name, tensor=getattr(tensor, "_data", tensor))
-
-
-def _like(value: Any, owner: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == owner.shape
 
 
 def _momentum(inner: list[Any]) -> float:

@@ -44,8 +44,19 @@ def _followed(
         clip=0.0,
         known=False,
         widths={dtype: dtype for dtype in seen},
-        most=1.0 / result.loss_scale if loop.foreign else None,
+        most=loop.of_the_mean / result.loss_scale if loop.foreign else None,
     )
+
+
+def hidden(loop: Loop) -> list[Finding]:
+    """What tensor parallelism under a sharding wrapper hides."""
+    names = loop.cut_twice()
+    if not names:
+        return []
+    why = f"{len(names)} are cut by tensor parallelism as well ({', '.join(names[:3])}): a rank's products are pieces of their gradients"
+    return [
+        Finding(subject="gradients of cut linears", promised="reduced once", found="not observed", ok=False, unseen=why)
+    ]
 
 
 def noted(findings: list[Finding], applied: int, scale: float) -> list[Finding]:

@@ -28,7 +28,7 @@ from mpbridge.witnessing.describe import describe
 from mpbridge.witnessing.loops import Loop, Update, loop_of
 from mpbridge.witnessing.nearest import nearest
 from mpbridge.witnessing.report import Witnessed
-from mpbridge.witnessing.sound import noted, sound
+from mpbridge.witnessing.sound import hidden, noted, sound
 
 Policy = str | MixedPrecisionConfig | PrecisionPolicy | Imported
 """A recipe's name, a config, a policy, or what a stack's configuration means (mpbridge.stacks.importers)."""
@@ -259,7 +259,7 @@ class _Observation:
         applied = len([one for one in self.updates if one.applied])
         ranks = everywhere(self.seen)
         findings = sound(self.loop, ranks, self.result, self.under) if self.promises is None else self._judged(ranks)
-        findings = noted(findings, applied, self.scale)
+        findings = [*noted(findings, applied, self.scale), *hidden(self.loop)]
         facts = {"engine": self.loop.words, "step": step, "world_size": len(ranks)}
         report = Report(stage="live", findings=tuple(findings), facts=facts)
         scaled = self.scale != 1.0

@@ -14,10 +14,10 @@ from tests.worlds import reported
 @pytest.fixture(scope="module", params=["quick", pytest.param("all", marks=pytest.mark.slow)])
 def two(request: Any, tmp_path_factory: Any) -> Any:
     out = pathlib.Path(tmp_path_factory.mktemp("audit")) / "two.json"
-    return reported(2, two_rank_faults.__file__, out, request.param, timeout=900)
+    return reported(2, two_rank_faults.__file__, out, request.param, timeout=1400)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1400)
 def test_every_fault_of_a_rank_or_of_the_wire_is_named(two: Any) -> None:
     slipped = {
         name: row["named"] for name, row in two.items() if row["wanted"] and not set(row["named"]) & set(row["wanted"])
@@ -27,7 +27,7 @@ def test_every_fault_of_a_rank_or_of_the_wire_is_named(two: Any) -> None:
 
 def test_what_one_rank_does_names_that_rank(two: Any) -> None:
     for name, row in two.items():
-        if name.startswith("rank 1") and name != "rank 1 under autocast":
+        if name.startswith("rank 1") and not name.startswith("rank 1 under autocast"):
             assert any("rank 1" in text for text in row["texts"]), (name, row["texts"])
 
 

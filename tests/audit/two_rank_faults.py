@@ -10,6 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 SHARDED = {"use_distributed_optimizer": True}
+LATE = 50
+START = "rank 1 starts from other weights"
+"""Its later form is a drift, which is a case of its own."""
 
 
 def _on_rank_1(plant: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -44,6 +47,33 @@ def _reduced_twice(engine: Any) -> None:
                     dist.all_reduce(bucket.grad_data)
 
             group.start_grad_sync = twice
+
+
+def _reduced_in_bf16(engine: Any) -> None:
+    """Gradients travel in BF16 and come back into their FP32 buffers."""
+    import torch
+    import torch.distributed as dist
+
+    for chunk in engine.model:
+        for group in chunk.bucket_groups:
+
+            def narrow(*args: Any, group: Any = group, **kwargs: Any) -> None:
+                for bucket in group.buckets:
+                    travels = bucket.grad_data.to(torch.bfloat16)
+                    dist.all_reduce(travels)
+                    bucket.grad_data.copy_(travels / dist.get_world_size())
+
+            group.start_grad_sync = group.finish_grad_sync = narrow
+
+
+def _fsdp2_reduces_in_bf16(engine: Any) -> None:
+    import torch
+
+    for module in engine.model[0].modules():
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        group = getattr(state, "_fsdp_param_group", None)
+        if group is not None:
+            group._reduce_dtype = torch.bfloat16
 
 
 def _other_weights(engine: Any) -> None:
@@ -137,6 +167,7 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
     """Name -> (engine of the catalogue, what is planted, after which step, rows that may name it)."""
     import torch
 
+    from tests.audit import compute_faults as c
     from tests.audit import faults as f
 
     return {
@@ -144,8 +175,10 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
         "never reduced, sharded": ("dist", _never_reduced, 0, {"wire: gradients", "gradients"}),
         "never reduced, late": ("ddp", _never_reduced, 4, {"wire: gradients", "gradients", "replicas"}),
         "reduced twice": ("ddp", _reduced_twice, 0, {"wire: gradients", "gradients"}),
+        "reduced in BF16": ("ddp", _reduced_in_bf16, 0, {"wire: gradients", "gradients"}),
+        "FSDP2 reduces in BF16": ("fsdp2", _fsdp2_reduces_in_bf16, 0, {"wire: gradients", "gradients"}),
         "FSDP2 never reduces": ("fsdp2", _unsynced, 0, {"wire: gradients", "gradients", "weights moved"}),
-        "rank 1 starts from other weights": ("ddp", _on_rank_1(_other_weights), 0, {"replicas"}),
+        START: ("ddp", _on_rank_1(_other_weights), 0, {"replicas"}),
         "rank 1 drifts": ("ddp", _on_rank_1(_drift), 4, {"replicas"}),
         "parameters not gathered": ("dist", _no_gather, 0, {"replicas"}),
         "rank 1's optimizer frozen": ("ddp", _on_rank_1(f.optimizer_frozen), 0, {"weights moved", "replicas"}),
@@ -153,8 +186,9 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
         "rank 1's FSDP2 shard frozen": ("fsdp2", _on_rank_1(f.optimizer_frozen), 0, {"weights moved"}),
         "rank 1's moment in BF16": ("dist", _on_rank_1(f.cast_state("exp_avg", torch.bfloat16)), 4, {"exp_avg", "invariants"}),
         "rank 1 never refreshes": ("dist", _on_rank_1(f.model_never_refreshed), 0, {"weights as read"}),
-        "rank 1 under autocast": ("ddp", _on_rank_1(f.autocast_on), 0, {"autocast"}),
-        "rank 1 unquantized": ("tensorwise", _on_rank_1(f.paused), 0, {"quantized GEMMs"}),
+        "rank 1 under autocast": ("ddp", _on_rank_1(c.autocast_on), 0, {"autocast"}),
+        "rank 1 unquantized": ("tensorwise", _on_rank_1(c.paused), 0, {"quantized GEMMs"}),
+        "rank 1 has a linear unplugged": ("tensorwise", _on_rank_1(c.unplugged), 0, {"linears", "invariants"}),
         "rank 1's scales frozen": ("delayed", _on_rank_1(_stale_scales), 1, {"delayed scales"}),
         "rank 1 loses a gradient": ("ddp", _on_rank_1(f.change_gradients(torch.zeros_like)), 0, {"gradients", "weights moved", "replicas"}),
         "more travels between stages": ("pipeline", _more_between_stages, 0, {"wire: stages"}),
@@ -169,21 +203,25 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
     }  # fmt: skip
 
 
-def found(name: str) -> dict[str, Any]:
-    """What the audits of two processes name."""
+def found(name: str, moment: int | None = None) -> dict[str, Any]:
+    """What the audits of two processes name. moment: the step after which the fault is planted; None: the case's own."""
 
     from mpbridge.audit import AuditHook
     from mpbridge.devices import device_layer
     from mpbridge.engines.registry import build_engine
-    from tests.audit.faults import ENGINES
+    from tests.audit.catalogue import ENGINES
     from tests.engines import tiny
 
     engine_name, plant, at, wanted = cases()[name]
+    at = at if moment is None else moment
     kind, sections = ENGINES[engine_name]
     with device_layer(False):
         engine = build_engine(tiny.run(kind, world=2, **sections))
     engine.undo = []
-    hook, training = AuditHook(mode="warn", every=2, invariants=1), SimpleNamespace(engine=engine)
+    hook, training = (
+        AuditHook(mode="warn", every=2 if at < LATE else LATE + 1, invariants=1),
+        SimpleNamespace(engine=engine),
+    )
     from megatron.core import parallel_state
 
     # the stages of a pipeline read the same batches
@@ -209,7 +247,7 @@ def found(name: str) -> dict[str, Any]:
 QUICK = (
     "never reduced",
     "never reduced, sharded",
-    "rank 1 starts from other weights",
+    START,
     "parameters not gathered",
     "rank 1's shard frozen",
     "rank 1's FSDP2 shard frozen",
@@ -218,6 +256,13 @@ QUICK = (
     "healthy, pipeline",
 )
 """What the default suite plants."""
+
+
+def moments(name: str) -> tuple[int | None, ...]:
+    """Before the first step, after it, and late; a run without a fault is gone through once, as long as the longest."""
+    if not cases()[name][3]:
+        return (LATE,)
+    return (None,) if name == START else ((1, LATE) if name == "rank 1's scales frozen" else (0, 1, LATE))
 
 
 def main(out: Path, *, quick: bool, first: int = 0) -> None:
@@ -229,8 +274,10 @@ def main(out: Path, *, quick: bool, first: int = 0) -> None:
     start_process_group(False)
     report = {}
     for name in QUICK if quick else list(cases())[first:]:
-        report[name] = found(name)
-        print(name, report[name]["named"], flush=True) if dist.get_rank() == 0 else None
+        for moment in (None,) if quick else moments(name):
+            key = name if moment is None else f"{name} (after step {moment})"
+            report[key] = found(name, moment)
+            print(key, report[key]["named"], flush=True) if dist.get_rank() == 0 else None
     if dist.get_rank() == 0:
         out.write_text(json.dumps(report))
     dist.destroy_process_group()

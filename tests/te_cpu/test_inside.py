@@ -44,7 +44,7 @@ def inside(te: str, machine: str, *files: str, options: tuple[str, ...] = (), ti
     assert " passed" in done.stdout
 
 
-RUNS = ("training.py", "audited.py", "matrix.py", "agreement.py")
+RUNS = ("training.py", "audited.py", "witnessed.py", "matrix.py", "agreement.py")
 """Runs of the engine, faults planted into them, what has to train, and the agreement with the emulation."""
 
 

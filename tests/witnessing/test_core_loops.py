@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mpbridge.engines.parallel import start_process_group, stop_process_group
-from scripts.witness_stacks import megatron
+from scripts.witness_megatron import megatron
 from tests.worlds import reported
 
 
@@ -28,7 +28,7 @@ def group() -> Iterator[None]:
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["DDP", "distributed optimizer"])
 def test_bf16_in_megatrons_loop_is_bf16_mixed(distributed: bool) -> None:
-    seen = megatron(distributed=distributed, policy="bf16_mixed")
+    seen = megatron(wrapper="distributed" if distributed else "ddp", policy="bf16_mixed")
     assert seen.ok, seen.report.faults
     assert str(seen.nearest) == "bf16_mixed, exactly"
     found = seen.as_data()["described"]
@@ -44,7 +44,7 @@ def test_a_model_that_main_weights_never_reach_is_named() -> None:
         for part in optimizer.chained_optimizers:
             part._copy_main_params_to_model_params = lambda *a, **k: None
 
-    seen = megatron(distributed=False, spoil=spoil)
+    seen = megatron(spoil=spoil)
     assert [fault.subject for fault in seen.report.faults] == ["weights as read"]
 
 
@@ -58,7 +58,7 @@ def test_gradients_doubled_on_their_way_are_named() -> None:
 
         wrapped.config.finalize_model_grads_func = finalize
 
-    seen = megatron(distributed=False, policy="bf16_mixed", spoil=spoil)
+    seen = megatron(policy="bf16_mixed", spoil=spoil)
     (fault,) = seen.report.faults
     assert fault.subject == "gradients"
     assert "decoder.layers.0.mlp.linear_fc1.weight" in str(fault)
@@ -68,14 +68,14 @@ def test_a_config_flag_that_the_recipe_decides_is_read_from_the_live_objects() -
     def spoil(wrapped: Any, optimizer: Any) -> None:
         wrapped.ddp_config.grad_reduce_in_fp32 = False
 
-    seen = megatron(distributed=False, policy="bf16_mixed", spoil=spoil)
+    seen = megatron(policy="bf16_mixed", spoil=spoil)
     assert [fault.subject for fault in seen.report.faults] == ["derived flags"]
     assert "grad_reduce_in_fp32" in str(seen.report.faults[0])
 
 
 def test_nothing_is_left_on_megatrons_optimizer() -> None:
     kept: list[Any] = []
-    megatron(distributed=False, spoil=lambda wrapped, optimizer: kept.extend((wrapped, optimizer)))
+    megatron(spoil=lambda wrapped, optimizer: kept.extend((wrapped, optimizer)))
     wrapped, optimizer = kept
     assert "step" not in vars(optimizer)
     assert not torch.nn.modules.module._global_forward_hooks

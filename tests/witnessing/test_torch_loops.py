@@ -182,6 +182,7 @@ MEANT: dict[str, tuple[str, str, str, str, str, str, str, str, float]] = {
     "ddp no_sync": ("fp32", "fp32", "none", "none: the parameters", "fp32", "fp32", "fp32", "nothing", 16.0),
     "fsdp2 defaults": ("fp32", "bf16", "none", "none: the parameters", "bf16", "fp32", "fp32", "everything", 8.0),
     "fsdp2 fp32 wire": ("fp32", "bf16", "none", "none: the parameters", "fp32", "fp32", "fp32", "everything", 8.0),
+    "fsdp2 summed": ("fp32", "bf16", "none", "none: the parameters", "fp32", "fp32", "fp32", "everything", 8.0),
     "fsdp2 bf16": ("bf16", "bf16", "none", "none: the parameters", "bf16", "bf16", "bf16", "everything", 4.0),
     "fsdp1": ("fp32", "bf16", "none", "none: the parameters", "fp32", "fp32", "fp32", "everything", 8.0),
     "fsdp1 bf16 wire": ("fp32", "bf16", "none", "none: the parameters", "bf16", "fp32", "fp32", "everything", 8.0),

@@ -39,6 +39,15 @@ def fsdp2(model: Any = None, **dtypes: Any) -> Any:
     return model
 
 
+def fsdp2_summed() -> Any:
+    """torchtitan's way: the loss is divided by the tokens of all ranks, and gradients are summed."""
+    model = fsdp2(param_dtype=BF16, reduce_dtype=torch.float32)
+    for module in (*model.layers, model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    return run(model, "fp32_params_bf16_compute", micro=1)
+
+
 def fsdp1(
     *, original: bool = True, strategy: Any = ShardingStrategy.FULL_SHARD, model: Any = None, **dtypes: Any
 ) -> Any:
@@ -128,6 +137,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "ddp no_sync": lambda: (model := ddp(), run(model, "fp32", unsync=no_sync(model), clip=0.1))[1],
     "fsdp2 defaults": lambda: run(fsdp2(param_dtype=BF16), None),
     "fsdp2 fp32 wire": lambda: run(fsdp2(param_dtype=BF16, reduce_dtype=torch.float32), "fp32_params_bf16_compute"),
+    "fsdp2 summed": fsdp2_summed,
     "fsdp2 bf16": lambda: run(fsdp2(Tiny().to(BF16), param_dtype=BF16), "full_bf16"),
     "fsdp1": lambda: run(fsdp1(param_dtype=BF16, reduce_dtype=torch.float32), "fp32_params_bf16_compute"),
     "fsdp1 bf16 wire": lambda: run(fsdp1(param_dtype=BF16, reduce_dtype=BF16, buffer_dtype=BF16)),

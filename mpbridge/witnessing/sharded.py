@@ -1,0 +1,165 @@
+"""Loops of plain torch whose wrapper shards parameters: FSDP2 (`fully_shard`) and FSDP1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mpbridge.audit.holdings import Held
+from mpbridge.audit.places import bare
+from mpbridge.audit.replicas import Copies
+from mpbridge.audit.stored import local
+from mpbridge.audit.values import digest
+from mpbridge.engines.contract import Live
+from mpbridge.engines.shard_optimizer import placed
+from mpbridge.witnessing.flat import Piece, flat_pieces
+from mpbridge.witnessing.plain import FSDP, TorchLoop, states
+
+
+class Fsdp2Loop(TorchLoop):
+    """`fully_shard`: every parameter a DTensor cut along its rows."""
+
+    kind = FSDP
+    name = "fsdp2"
+    sharded = "everything"
+
+    @property
+    def wrapper(self) -> str:
+        """Who reduces gradients."""
+        return "torch FSDP2"
+
+    def _units(self) -> Iterator[Any]:
+        """torch's own state of every sharded unit."""
+        for chunk in self.model:
+            for module in chunk.modules():
+                unit = getattr(getattr(module, "_get_fsdp_state", lambda: None)(), "_fsdp_param_group", None)
+                if unit is not None:
+                    yield unit
+
+    def audit_ranks(self) -> tuple[int, ...]:
+        """Those that share or replicate shards; tensor-parallel ranks are not among them."""
+        unit = next(self._units(), None)
+        if self.group is not None or unit is None:
+            return super().audit_ranks()
+        return tuple(unit.mesh_info.mesh.mesh.flatten().tolist())
+
+    @property
+    def of_the_mean(self) -> float:
+        """As `set_gradient_divide_factor` says (torchtitan: 1, the loss is divided by the tokens of all ranks)."""
+        factors = {unit.gradient_divide_factor for unit in self._units()} - {None}
+        return len(self.audit_ranks()) / min(factors) if factors else 1.0
+
+    def _begin(self, name: str, parameter: Any) -> int:
+        return first_element(name, parameter)
+
+    def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
+        """Sizes of shards, and what the forward pass read of them."""
+        seen = Copies()
+        for name, parameter in self.named_parameters():
+            if hasattr(parameter, "_local_tensor"):
+                # every rank of a dimension along which it is replicated holds all of what it is cut into along the others
+                copies = math.prod(
+                    size
+                    for size, how in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+                    if how.is_replicate()
+                )
+                seen.shards[name] = (int(local(parameter).numel()), int(parameter.numel()) * copies)
+                if read is not None and name in read:
+                    seen.whole[name, self._slice(parameter), 0] = read[name]
+            else:
+                seen.whole[name, 0, 0] = digest(parameter)
+        return seen
+
+    def _slice(self, parameter: Any) -> int:
+        """Which of the slices that tensor-parallel ranks hold: that of the first rank of those that average its gradients."""
+        return min(self.audit_ranks()) if self._is_cut_twice(parameter) else 0
+
+    def cut_twice(self) -> list[str]:
+        """Those whose mesh has more ranks than average their gradients."""
+        return [name for name, parameter in self.named_parameters() if self._is_cut_twice(parameter)]
+
+    def _is_cut_twice(self, parameter: Any) -> bool:
+        mesh = getattr(parameter, "device_mesh", None)
+        return mesh is not None and math.prod(mesh.shape) > len(self.audit_ranks())
+
+
+class Fsdp1Loop(TorchLoop):
+    """FullyShardedDataParallel: every unit one flat tensor, cut evenly; parameters are pieces of it."""
+
+    kind = replace(FSDP, label="torch FSDP1", layout="even")
+    name = "fsdp1"
+    sharded = "everything"
+
+    @property
+    def wrapper(self) -> str:
+        """Who reduces gradients."""
+        return "torch FSDP1"
+
+    def _pieces(self) -> list[Piece]:
+        return [piece for chunk in self.model for piece in flat_pieces(chunk)]
+
+    def named_parameters(self) -> list[tuple[str, Any]]:
+        """Pieces by the names of the parameters that they are parts of."""
+        return [(piece.name, piece.tensor) for piece in self._pieces()]
+
+    def audit_holdings(self) -> Iterator[Held]:
+        """Every piece with the optimizer that updates it, or the flat tensor that it lies in."""
+        owned = self._owned()
+        for piece in self._pieces():
+            mine = owned.get(id(piece.owner))
+            state = {} if mine is None else dict(mine.inner.state.get(piece.owner, {}))
+            grad = piece.owner.grad
+            yield Held(
+                name=piece.name,
+                parameter=piece.owner,
+                part=piece.of(piece.owner.detach()),
+                updated=piece.of(piece.owner.detach()),
+                begin=piece.begin,
+                elements=piece.whole,
+                inner=None if mine is None else mine.inner,
+                group=None if mine is None else mine.group,
+                state={key: piece.of(value) if _like(value, piece.owner) else value for key, value in state.items()},
+                grad=None if grad is None else piece.of(grad),
+            )
+
+    def tensors(self) -> Iterator[Live]:
+        """As they are held on this rank."""
+        for held in self.audit_holdings():
+            assert held.part is not None
+            yield Live(role="params", parameter=held.name, tensor=held.part)
+            if held.grad is not None:
+                yield Live(role="grads", parameter=held.name, tensor=held.grad)
+            yield from states(held)
+        for chunk in self.model:
+            for name, buffer in chunk.named_buffers():
+                yield Live(role="buffers", parameter=bare(name), tensor=buffer)
+
+    def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
+        """Sizes of pieces, and what the forward pass read."""
+        pieces = self._pieces()
+        seen = Copies(shards={piece.name: (piece.count, piece.whole) for piece in pieces})
+        for piece in pieces:
+            if read is not None and piece.name in read:
+                seen.whole[piece.name, 0, 0] = read[piece.name]
+        return seen
+
+    def _size(self, name: str, parameter: Any) -> int:
+        return next(piece.whole for piece in self._pieces() if piece.name == name)
+
+
+def first_element(name: str, parameter: Any) -> int:
+    """Where this rank's rows of a parameter begin, in elements."""
+    return placed(name, parameter)[0] * row_of(parameter) if hasattr(parameter, "_local_tensor") else 0
+
+
+def row_of(parameter: Any) -> int:
+    """Elements of one row."""
+    return math.prod(parameter.shape[1:])
+
+
+def _like(value: Any, owner: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == owner.shape

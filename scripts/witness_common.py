@@ -1,0 +1,76 @@
+"""What the live runs of scripts/witness_stacks.py share: a small network, its batches, and one case of one stack."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from mpbridge.witnessing.report import Witnessed
+
+VOCABULARY = 64
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setup of one stack."""
+
+    stack: str
+    where: str
+    """As in the table of words."""
+    run: Callable[[], Witnessed]
+    word: str = "bf16"
+    several: bool = False
+    """Whether it is something only in several processes."""
+    ranks: int = 2
+    """The fewest of them."""
+
+
+class Net(torch.nn.Module):
+    """A residual network with a cross entropy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb = torch.nn.Embedding(VOCABULARY, 32)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(2))
+        self.head = torch.nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.emb(tokens)
+        for layer in self.layers:
+            hidden = hidden + functional.gelu(layer(hidden))
+        return functional.cross_entropy(self.head(hidden).view(-1, VOCABULARY).float(), tokens.view(-1))
+
+
+def tokens(seed: int) -> torch.Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return torch.randint(0, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(97 * seed + rank))
+
+
+def together(value: Any) -> Any:
+    """The first rank's."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def checkout(name: str) -> Path:
+    """A clone of another project. Raises ImportError where there is none."""
+    place = Path(os.environ.get("MPBRIDGE_CHECKOUTS", "")) / name
+    if not os.environ.get("MPBRIDGE_CHECKOUTS") or not place.is_dir():
+        raise ImportError(f"no checkout of {name} (MPBRIDGE_CHECKOUTS=FOLDER, which holds {name})")
+    return place
+
+
+def adam(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
