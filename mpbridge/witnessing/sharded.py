@@ -61,13 +61,7 @@ class Fsdp2Loop(TorchLoop):
         seen = Copies()
         for name, parameter in self.named_parameters():
             if hasattr(parameter, "_local_tensor"):
-                # every rank of a dimension along which it is replicated holds all of what it is cut into along the others
-                copies = math.prod(
-                    size
-                    for size, how in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-                    if how.is_replicate()
-                )
-                seen.shards[name] = (int(local(parameter).numel()), int(parameter.numel()) * copies)
+                seen.shards[f"{name}{_copy(parameter)}"] = (int(local(parameter).numel()), int(parameter.numel()))
                 if read is not None and name in read:
                     seen.whole[name, self._slice(parameter), 0] = read[name]
             else:
@@ -81,6 +75,12 @@ class Fsdp2Loop(TorchLoop):
     def cut_twice(self) -> list[str]:
         """Those whose mesh has more ranks than average their gradients."""
         return [name for name, parameter in self.named_parameters() if self._is_cut_twice(parameter)]
+
+    def _size(self, name: str, parameter: Any) -> int:
+        """Elements that the ranks which average it hold together: a tensor-parallel slice, or all of it."""
+        if not self._is_cut_twice(parameter):
+            return int(parameter.numel())
+        return int(local(parameter).numel()) * len(self.audit_ranks())
 
     def _is_cut_twice(self, parameter: Any) -> bool:
         mesh = getattr(parameter, "device_mesh", None)
@@ -149,6 +149,14 @@ class Fsdp1Loop(TorchLoop):
 
     def _size(self, name: str, parameter: Any) -> int:
         return next(piece.whole for piece in self._pieces() if piece.name == name)
+
+
+def _copy(parameter: Any) -> str:
+    """Which of several whole copies a shard belongs to: '' for the first; others lie along replicated dimensions, and on the meshes of other ranks."""
+    mesh, here = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
+    along = [place for place, how in zip(here, parameter.placements, strict=False) if how.is_replicate()]
+    first = int(mesh.mesh.flatten()[0])
+    return f" (copy {first}{along or ''})" if first or any(along) else ""
 
 
 def first_element(name: str, parameter: Any) -> int:

@@ -25,7 +25,7 @@ ALLOWED = {
     "engines/mcore_traits.py", "engines/fsdp2_traits.py", "engines/megatron_fsdp_traits.py",
     "precision/recipes.py",  # what a recipe prefers where several could run it
     "cli/_target.py",  # --mcore is a version of megatron-core
-    "witnessing/plain.py", "witnessing/core.py",  # the engine of ours whose traits a loop that is not ours shares
+    "witnessing/plain.py", "witnessing/core.py", "witnessing/core_sharded.py", "witnessing/sharded.py",  # the engine of ours whose traits a loop that is not ours shares
 }  # fmt: skip
 
 
