@@ -14,7 +14,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
-from published import UNUSUAL, priced, run_of
+from published import LATER, UNUSUAL, priced, run_of, unfitted
 
 from mpbridge.estimate.constants import DATA, Constants, constants
 from mpbridge.estimate.flops import model_flops_per_token
@@ -117,12 +117,15 @@ def without(fit: Fit, others: list[Row], name: str) -> Constants:
     return replace(using, machines={other: value for other, value in using.machines.items() if other != name})
 
 
-def one_efficiency(rows: list[Row], inside: bool) -> dict[int, float]:
-    """The share of peak that other models (inside: all) reach in the median on the same machine and in the same precision."""
+def one_efficiency(rows: list[Row], inside: bool, known: list[Row] | None = None) -> dict[int, float]:
+    """The share of peak that other models (inside: all) reach in the median on the same machine and in the same precision.
+
+    known: where that share is looked up; None: among the rows themselves.
+    """
     found = {}
-    share = {row.row["id"]: row.flops / row.published / row.peak for row in rows}
+    share = {row.row["id"]: row.flops / row.published / row.peak for row in (*rows, *(known or ()))}
     for row in rows:
-        others = [r for r in rows if inside or r.row["model"] != row.row["model"]]
+        others = [r for r in known or rows if inside or r.row["model"] != row.row["model"]]
         same = [
             r for r in others if (r.row["machine"], r.row["precision"]) == (row.row["machine"], row.row["precision"])
         ]
@@ -170,6 +173,84 @@ def releases(rows: list[Row]) -> str:
 LAYOUT = ("gpus", "global_batch", "micro_batch", "tensor", "pipeline", "virtual", "expert", "context")
 
 
+def signed(found: dict[int, float]) -> str:
+    return f"{summary(found)}   median signed {np.median(list(found.values())):+.1%}"
+
+
+def of(rows: list[Row], error: dict[int, float]) -> dict[int, float]:
+    """Those rows' errors."""
+    return {row.row["id"]: error[row.row["id"]] for row in rows}
+
+
+def roofline(rows: list[Row]) -> dict[int, float]:
+    return {row.row["id"]: row.published * row.peak / row.flops - 1 for row in rows}
+
+
+def models(rows: list[Row]) -> list[tuple[str, list[Row]]]:
+    names = sorted({row.row["model"] for row in rows})
+    return [(name, [row for row in rows if row.row["model"] == name]) for name in names]
+
+
+def print_fitted(fit: Fit, rows: list[Row], odd: list[Row], fitted: Constants) -> dict[int, float]:
+    """The predictors on the rows of the fit; errors with each row's model left out."""
+    print(
+        f"free constants: {len(fit.shared)} shared, {len(fit.machines)} machines; {len(rows)} rows, {len(odd)} of unusual kernels apart"
+    )
+    print(f"bare roofline at the recipe's peak     {summary(roofline(rows))}")
+    print(f"one efficiency, each model left out    {summary(one_efficiency(rows, False))}")
+    print(f"one efficiency, in sample              {summary(one_efficiency(rows, True))}")
+    print(f"this model, in sample                  {summary(errors(rows, fitted))}")
+    out = left_out(fit, rows)
+    print(f"this model, each model left out        {summary(out)}")
+    for model, mine in models(rows):
+        print(f"    {model:32s}   {signed(of(mine, out))}")
+    for name in fit.machines:
+        others = [row for row in rows if row.row["machine"] != name]
+        alone = errors([row for row in rows if row.row["machine"] == name], without(fit, others, name))
+        print(f"    machine left out: {name:16s}     {signed(alone)}")
+    print(f"unusual kernels (GPT-OSS), not fitted  {signed(errors(odd, fitted))}")
+    return out
+
+
+def print_orders(rows: list[Row], out: dict[int, float]) -> None:
+    print(f"order of layouts                       {order(rows, out, ('model', 'machine', 'precision'), LAYOUT)}")
+    print(f"order of machines                      {order(rows, out, ('model', 'release'), ('machine',))}")
+    print(f"order of precisions, same release      {order(rows, out, ('model', 'machine', 'release'), ('precision',))}")
+
+
+def print_unfitted(rows: list[Row], fitted: list[Row], using: Constants) -> None:
+    """Rows that no constant and no part of the model was chosen on."""
+    later = [row for row in rows if row.row["release"] >= LATER and row.row["model"] not in UNUSUAL]
+    earlier = [row for row in rows if row.row["release"] < LATER]
+    odd = [row for row in rows if row.row["model"] in UNUSUAL]
+    print(f"rows that nobody fitted: releases {LATER} and later; the same constants as above")
+    print(f"bare roofline at the recipe's peak     {summary(roofline(later))}")
+    print(f"one efficiency of the fitted rows      {summary(one_efficiency(later, False, fitted))}")
+    print(f"this model                             {signed(errors(later, using))}")
+    for model, mine in models(later):
+        print(f"    {model:32s}   {signed(errors(mine, using))}")
+    print(f"a model that no row of the fit has     {signed(errors(earlier, using))}")
+    print(f"unusual kernels (GPT-OSS)              {signed(errors(odd, using))}")
+
+
+def print_worst(rows: list[Row], error: dict[int, float], most: int) -> None:
+    by = {row.row["id"]: row.row for row in rows}
+    for ident in sorted(error, key=lambda i: -abs(error[i]))[:most]:
+        row = by[ident]
+        print(
+            f"  {error[ident]:+.0%}  {row['release']:9s} {row['model']:18s} {row['machine']:6s} {row['precision']:6s} mbs {row['micro_batch']} tp {row['tensor']} pp {row['pipeline']} vp {row['virtual']} ep {row['expert']} {row['settings']}"
+        )
+
+
+def write(fit: Fit, fitted: Constants, rows: list[Row], data: dict) -> None:
+    for name in fit.shared:
+        data["shared"][name]["value"] = round(fitted.shared[name], 4)
+    for name in fit.machines:
+        data["machines"][name]["value"] = round(fitted.machines[name], 4)
+    data["rows"] = [row.row["id"] for row in rows]
+    DATA.write_text(json.dumps(data, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the fitted constants")
@@ -179,53 +260,19 @@ def main() -> None:
     fit = Fit(constants(), data)
     every = [Row(row) for row in priced()]
     rows = [row for row in every if row.row["model"] not in UNUSUAL]
-    odd = [row for row in every if row.row["model"] in UNUSUAL]
     fitted = fit.run(rows)
-    roof = {row.row["id"]: row.published * row.peak / row.flops - 1 for row in rows}
-    print(
-        f"free constants: {len(fit.shared)} shared, {len(fit.machines)} machines; {len(rows)} rows, {len(odd)} of unusual kernels apart"
-    )
-    print(f"bare roofline at the recipe's peak     {summary(roof)}")
-    print(f"one efficiency, each model left out    {summary(one_efficiency(rows, False))}")
-    print(f"one efficiency, in sample              {summary(one_efficiency(rows, True))}")
-    print(f"this model, in sample                  {summary(errors(rows, fitted))}")
-    out = left_out(fit, rows)
-    print(f"this model, each model left out        {summary(out)}")
-    for model in sorted({row.row["model"] for row in rows}):
-        mine = {row.row["id"]: out[row.row["id"]] for row in rows if row.row["model"] == model}
-        print(f"    {model:32s}   {summary(mine)}   median signed {np.median(list(mine.values())):+.1%}")
-    for name in fit.machines:
-        others = [row for row in rows if row.row["machine"] != name]
-        alone = errors([row for row in rows if row.row["machine"] == name], without(fit, others, name))
-        print(
-            f"    machine left out: {name:16s}     {summary(alone)}   median signed {np.median(list(alone.values())):+.1%}"
-        )
-    print(
-        f"unusual kernels (GPT-OSS), not fitted  {summary(errors(odd, fitted))}   median signed {np.median(list(errors(odd, fitted).values())):+.1%}"
-    )
-    print(f"order of layouts                       {order(rows, out, ('model', 'machine', 'precision'), LAYOUT)}")
-    print(f"order of machines                      {order(rows, out, ('model', 'release'), ('machine',))}")
-    print(f"order of precisions, same release      {order(rows, out, ('model', 'machine', 'release'), ('precision',))}")
+    out = print_fitted(fit, rows, [row for row in every if row.row["model"] in UNUSUAL], fitted)
+    print_orders(rows, out)
+    others = [Row(row) for row in unfitted()]
     print(f"bound: {releases(every)}")
-    print(
-        "constants: "
-        + ", ".join(f"{n} {fitted.shared[n]:.3g}" for n in fit.shared)
-        + "; "
-        + ", ".join(f"{n} {fitted.machines[n]:.3f}" for n in fit.machines)
-    )
-    by = {row.row["id"]: row.row for row in rows}
-    for ident in sorted(out, key=lambda i: -abs(out[i]))[: args.worst]:
-        row = by[ident]
-        print(
-            f"  {out[ident]:+.0%}  {row['release']:9s} {row['model']:18s} {row['machine']:6s} {row['precision']:6s} mbs {row['micro_batch']} tp {row['tensor']} pp {row['pipeline']} vp {row['virtual']} ep {row['expert']} {row['settings']}"
-        )
+    print(f"bound, with rows that nobody fitted: {releases(every + others)}")
+    shared = ", ".join(f"{n} {fitted.shared[n]:.3g}" for n in fit.shared)
+    print(f"constants: {shared}; {', '.join(f'{n} {fitted.machines[n]:.3f}' for n in fit.machines)}")
+    print_worst(rows, out, args.worst)
+    print_unfitted(others, rows, fitted)
+    print_worst(others, errors(others, fitted), args.worst)
     if args.write:
-        for name in fit.shared:
-            data["shared"][name]["value"] = round(fitted.shared[name], 4)
-        for name in fit.machines:
-            data["machines"][name]["value"] = round(fitted.machines[name], 4)
-        data["rows"] = [row.row["id"] for row in rows]
-        DATA.write_text(json.dumps(data, indent=2) + "\n")
+        write(fit, fitted, rows, data)
 
 
 if __name__ == "__main__":

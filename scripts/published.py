@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from functools import cache
@@ -20,6 +21,8 @@ RECIPES = {
 }  # fmt: skip
 UNUSUAL = ("gpt_oss_120b",)
 """Models whose kernels the fitted rows do not have: predicted apart."""
+LATER = "26.06"
+"""The first release of which no row was fitted."""
 CANNOT = ("nemotron_3_nano",)
 """Hybrids with state-space layers: not priced."""
 WRONG = {(62, "26.02.01"), (64, "26.02.01")}
@@ -43,6 +46,13 @@ def rows() -> list[dict[str, Any]]:
     return data
 
 
+@cache
+def unfitted() -> list[dict[str, Any]]:
+    """Published runs that no constant was fitted to."""
+    data: list[dict[str, Any]] = json.loads((ROOT / "scripts/data/unfitted_runs.json").read_text())["rows"]
+    return data
+
+
 def priced() -> list[dict[str, Any]]:
     """Those that the step-time model can price."""
     return [row for row in rows() if row["model"] not in CANNOT]
@@ -51,7 +61,7 @@ def priced() -> list[dict[str, Any]]:
 def run_of(row: dict[str, Any]) -> Run:
     """The published run as a Run of ours."""
     name = {"kimi_k2": "deepseek_v3_671b"}.get(row["model"], row["model"])
-    moe = row["model"] != "llama3_70b"
+    moe = not row["model"].startswith("llama3")
     settings = dict(row["settings"])
     if row["release"] == "26.02" and settings.get("moe_flex_dispatcher_backend") == "deepep":
         del settings["moe_flex_dispatcher_backend"]  # release notes: DeepEP did not work in that container
@@ -96,7 +106,12 @@ def run_of(row: dict[str, Any]) -> Run:
         given += ["engine=megatron_fsdp", "ddp.data_parallel_sharding_strategy=optim_grads_params"]
     given += _settings(settings)
     box = ConfigContainer.load(ROOT / f"configs/{name}.yaml", given, check=False)
-    return box.resolved(row["gpus"], machine=machine(row["machine"]), versions=ASSUMED, training=False)
+    run = box.resolved(row["gpus"], machine=machine(row["machine"]), versions=ASSUMED, training=False)
+    if not settings.get("cutedsl_fused_grouped_mlp"):
+        return run
+    # a setting that megatron-core 0.16 does not have
+    model = {**run.facts.model, "use_transformer_engine_op_fuser": True}
+    return dataclasses.replace(run, facts=dataclasses.replace(run.facts, model=model))
 
 
 def _layout(row: dict[str, Any]) -> str | None:
@@ -109,7 +124,9 @@ def _layout(row: dict[str, Any]) -> str | None:
 
 def _settings(settings: dict[str, Any]) -> list[str]:
     found = []
-    if "cuda_graph_impl" in settings:
+    if settings.get("cuda_graph_impl") == "full_iteration":  # megatron-core 0.16's words for it
+        found += ["model.cuda_graph_impl=local", "model.cuda_graph_scope=full_iteration"]
+    elif "cuda_graph_impl" in settings:
         found.append(f"model.cuda_graph_impl={settings['cuda_graph_impl']}")
     if "cuda_graph_scope" in settings:
         found.append(f"model.cuda_graph_scope={_yaml(settings['cuda_graph_scope'])}")

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [
         (
             str(place), name, f"{one.run.parallel.tensor}", f"{one.run.parallel.pipeline}{f' x {one.run.parallel.virtual_pipeline}' if one.run.parallel.virtual_pipeline else ''}",
-            f"{one.run.parallel.context}", f"{one.run.parallel.expert}", f"{one.run.micro_batch_size}", "full" if one.run.model.get("recompute_granularity") == "full" else "none",
+            f"{one.run.parallel.context}", f"{one.run.parallel.expert}", f"{one.run.micro_batch_size}", str(one.run.model.get("recompute_granularity") or "none"),
             f"{one.seconds:.3g} s", f"{one.tokens_per_second:,.0f}", f"{one.needed / 2**30:.0f} +- {one.band / 2**30:.0f} GiB, {one.answer}",
         )
         for place, (name, one) in enumerate(found, start=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from mpbridge.errors import BadValue
 from mpbridge.estimate.collectives import (
     context_collectives,
@@ -11,37 +13,59 @@ from mpbridge.estimate.collectives import (
     pipeline_collectives,
     tensor_collectives,
 )
-from mpbridge.estimate.gemms import chunk_gemms
-from mpbridge.estimate.traffic import attention, traffic
-from mpbridge.estimate.work import Work
+from mpbridge.estimate.gemms import rank_gemms
+from mpbridge.estimate.traffic import attention, traffic, weight_bytes
+from mpbridge.estimate.work import Collective, Work
 from mpbridge.facts import RunFacts
 from mpbridge.memory.layers import parameters
-from mpbridge.memory.ranks import Coordinates
+from mpbridge.memory.ranks import Chunk, Coordinates
 from mpbridge.precision.policy import PrecisionPolicy
 
 
-def work(policy: PrecisionPolicy, run: RunFacts, rank: int) -> Work:
-    """What that rank issues in one step. Raises BadValue for sizes that do not divide."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What a rank does whatever its micro-batch and recomputation: counted over its parameters, so the dearest part of a list of operations."""
+
+    weights: float
+    """Bytes of weights and of their gradients through memory in one micro-batch."""
+    step: tuple[Collective, ...]
+    """Over data-parallel groups, once a step."""
+    optimizer: float
+    """Bytes that the update reads and writes."""
+
+
+def standing(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Standing:
+    """Of the rank at those coordinates."""
+    return Standing(
+        weights=weight_bytes(policy, run, at),
+        step=(*data_collectives(policy, run, at), *norm_collectives(policy, run, at)),
+        optimizer=_update(policy, run, at),
+    )
+
+
+def work(policy: PrecisionPolicy, run: RunFacts, rank: int, known: Standing | None = None) -> Work:
+    """What that rank issues in one step. known: `standing` of a run with the same sizes. Raises BadValue for sizes that do not divide."""
     divisible(run)
     at = Coordinates.of(rank, run.parallel)
     chunks = at.chunks(run)
-    gemms = tuple(gemm for chunk in chunks for gemm in chunk_gemms(policy, run, chunk))
-    layers, experts = _layers(run, rank)
+    gemms = tuple(rank_gemms(policy, run, chunks))
+    layers, experts = _layers(run, chunks)
+    fixed = known or standing(policy, run, at)
     return Work(
         stage=at.stage,
         layers=layers,
         experts=experts,
         gemms=gemms,
         attention=tuple(attention(run, chunks)),
-        traffic=traffic(policy, run, at, gemms),
+        traffic=traffic(policy, run, chunks, gemms, fixed.weights),
         collectives=(
             *tensor_collectives(policy, run, chunks),
             *context_collectives(policy, run, layers),
             *expert_collectives(policy, run, experts),
             *pipeline_collectives(policy, run, at),
         ),
-        step=(*data_collectives(policy, run, at), *norm_collectives(policy, run, at)),
-        optimizer=_update(policy, run, at),
+        step=fixed.step,
+        optimizer=fixed.optimizer,
         offloaded=_offloaded(policy, run, layers),
         left_out=left_out(run),
     )
@@ -92,12 +116,11 @@ def left_out(run: RunFacts) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _layers(run: RunFacts, rank: int) -> tuple[int, int]:
-    """(layers, those of experts) of the rank's stage, multi-token prediction's included."""
-    at = Coordinates.of(rank, run.parallel)
+def _layers(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
+    """(layers, those of experts) of a stage, multi-token prediction's included."""
     layers = experts = 0
     last = run.shape.num_layers - 1
-    for chunk in at.chunks(run):
+    for chunk in chunks:
         ids = [*chunk.layers, *([last] * run.shape.mtp_layers if chunk.mtp else [])]
         layers += len(ids)
         experts += sum(run.shape.is_expert_layer(min(layer, last)) for layer in ids)

@@ -16,8 +16,8 @@ from mpbridge.formats import DType
 from mpbridge.memory.buckets import buffers
 from mpbridge.memory.keeps import kept_fp32, wires
 from mpbridge.memory.layers import parameters
-from mpbridge.memory.ranks import Chunk, Coordinates
-from mpbridge.memory.roles import dtype_at_rest, holdings
+from mpbridge.memory.ranks import Chunk, Coordinates, batches
+from mpbridge.memory.roles import holdings, resting
 from mpbridge.precision.policy import PrecisionPolicy
 
 
@@ -144,11 +144,11 @@ def data_collectives(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) ->
         yield from _sharded(policy, run, at)
         return
     settled = policy.settled(dict(run.optimizer.settings))
-    kept = holdings(settled, run)
+    kept, rests = holdings(settled, run), resting(settled, run)
     for index, chunk in enumerate(parameters(run, at)):
         rows = []
         for parameter in chunk:
-            at_rest, _ = dtype_at_rest(settled, run, parameter)
+            at_rest, _ = rests(parameter)
             rows.append((parameter, at_rest, kept(at_rest)["grads"].dtype))
         for buffer in buffers(run, rows, stage=at.stage, index=index):
             group = "expert_data" if buffer.slots[0].parameter.weight.expert and run.parallel.expert > 1 else "data"
@@ -190,12 +190,13 @@ def _sharded(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterato
     ranks = run.parallel.data * run.parallel.context
     if ranks == 1:
         return
-    micro = max(1, run.global_batch_size // max(1, run.micro_batch_size * run.parallel.data))
+    micro = batches(run)
     gathered: Counter[DType] = Counter()
     reduced: Counter[DType] = Counter()
+    rests = resting(policy, run)
     for chunk in parameters(run, at):
         for parameter in chunk:
-            at_rest, _ = dtype_at_rest(policy, run, parameter)
+            at_rest, _ = rests(parameter)
             wire = wires(policy, at_rest=at_rest, kept=kept_fp32(policy, parameter.name))
             gathered[wire["parameters"]] += parameter.weight.elements
             reduced[wire["gradients"]] += parameter.weight.elements

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpbridge.facts import ModelShape
+from mpbridge.memory.alike import windowed
 
 
 def model_flops_per_token(shape: ModelShape, model: Mapping[str, Any]) -> float:
@@ -27,18 +28,10 @@ def model_flops_per_token(shape: ModelShape, model: Mapping[str, Any]) -> float:
 def attended(shape: ModelShape, model: Mapping[str, Any], layer: int) -> float:
     """Keys that a query of that 0-based layer meets on average: half of the sequence, or a window's mean."""
     seq, window = shape.seq_length, model.get("window_size")
-    if not window or _whole(model, layer):
+    if not window or not windowed(model, layer):
         return seq / 2
     reach = min(seq, int(window[0]) + 1)
     return reach - reach * (reach - 1) / (2 * seq)
-
-
-def _whole(model: Mapping[str, Any], layer: int) -> bool:
-    """Whether a windowed model lets this layer see everything (megatron-core's is_layer_window_attention)."""
-    skip = model.get("window_attn_skip_freq")
-    if skip is None:
-        return False
-    return (layer + 1) % skip == 0 if isinstance(skip, int) else not bool(skip[layer])
 
 
 def _attention(shape: ModelShape) -> tuple[int, int]:

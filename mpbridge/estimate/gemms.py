@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from mpbridge.estimate.work import MatrixProduct, Pass
 from mpbridge.facts import RunFacts
+from mpbridge.memory.alike import layer_kinds
 from mpbridge.memory.layers import Weight, layer_weights, te_layers
 from mpbridge.memory.ranks import Chunk
 from mpbridge.precision.policy import PrecisionPolicy, Quant
@@ -25,18 +27,23 @@ def routed(run: RunFacts) -> int:
     return tokens(run) * run.shape.expert_topk * width // run.parallel.tensor
 
 
-def chunk_gemms(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iterator[MatrixProduct]:
-    """Every product of that model chunk, recomputed ones included."""
-    again = full_layers(run, len(chunk.layers))
-    # layers of one kind are counted, not listed
-    kinds: dict[tuple[object, ...], list[int]] = {}
-    for place, layer in enumerate(chunk.layers):
-        kinds.setdefault((place < again, *_kind(policy, run, layer)), []).append(layer)
-    for (repeated, *_), layers in kinds.items():
-        for gemm in layer_gemms(policy, run, layers[0], f"decoder.layers.{layers[0]}"):
-            yield replace(gemm, times=gemm.times * len(layers))
+def rank_gemms(policy: PrecisionPolicy, run: RunFacts, chunks: Iterable[Chunk]) -> Iterator[MatrixProduct]:
+    """Every product of those model chunks in one micro-batch, recomputed ones included; layers of one kind are counted, not listed."""
+    kinds, alike = layer_kinds(policy, run), Counter[tuple[bool, int]]()
+    for chunk in chunks:
+        again = full_layers(run, len(chunk.layers))
+        alike.update((place < again, kinds[layer]) for place, layer in enumerate(chunk.layers))
+        yield from _beside_layers(policy, run, chunk)
+    made = {layer: tuple(layer_gemms(policy, run, layer, f"decoder.layers.{layer}")) for _, layer in alike}
+    for (repeated, layer), count in alike.items():
+        for gemm in made[layer]:
+            yield replace(gemm, times=gemm.times * count)
             if repeated and gemm.step == "forward":
-                yield replace(gemm, step="recompute", times=gemm.times * len(layers))
+                yield replace(gemm, step="recompute", times=gemm.times * count)
+
+
+def _beside_layers(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iterator[MatrixProduct]:
+    """Of multi-token prediction and output layers."""
     depth = run.shape.num_layers
     if chunk.mtp:
         hidden = run.shape.hidden_size
@@ -49,20 +56,6 @@ def chunk_gemms(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iterato
     for _ in range(heads):
         rows = run.shape.vocab_size // run.parallel.tensor
         yield from linear_gemms("output_layer", tokens(run), rows, run.shape.hidden_size, (policy.compute.short, ""))
-
-
-def _kind(policy: PrecisionPolicy, run: RunFacts, layer: int) -> tuple[object, ...]:
-    """What decides about a layer's products: whether it is a mixture, and the rules of its linears."""
-    shape = run.shape
-    mixture = shape.is_expert_layer(layer)
-    if not policy.quantized:
-        return (mixture,)
-    names = ["self_attention.linear_proj", "self_attention.linear_qkv"]
-    if shape.latent_attention is not None:
-        names += [f"self_attention.linear_{name}_proj" for name in ("q_down", "q_up", "kv_down", "kv_up", "q")]
-    prefixes = ("mlp.experts.", "mlp.experts.local_experts.0.", "mlp.shared_experts.") if mixture else ("mlp.",)
-    names += [f"{prefix}linear_{name}" for prefix in prefixes for name in ("fc1", "fc2")]
-    return (mixture, *(tuple(policy.of_path(f"decoder.layers.{layer}.{name}", shape.num_layers)) for name in names))
 
 
 def recomputed(run: RunFacts, module: str, *, mixture: bool) -> bool:

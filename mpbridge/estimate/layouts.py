@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+import functools
+import json
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mpbridge.errors import MpbridgeError
-from mpbridge.estimate.build import divisible
+from mpbridge.estimate.build import Standing
+from mpbridge.estimate.candidates import FULL, NONE, families
 from mpbridge.estimate.constants import Constants, constants
-from mpbridge.estimate.step import distinct_stages, ideal, seconds
-from mpbridge.facts import Parallel, RunFacts
+from mpbridge.estimate.step import ideal, seconds, standing_work
+from mpbridge.facts import RunFacts
 from mpbridge.hardware.machines import Machine
-from mpbridge.memory.budget import Memory, memory, verdict
-from mpbridge.memory.layers import unsplit
+from mpbridge.memory.activations import activations, uncertainty
+from mpbridge.memory.budget import Memory, States, stage_states, verdict, with_states
+from mpbridge.memory.ranks import Coordinates
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.rules.table import broken
-
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-_NONE = {
-    "recompute_granularity": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "recompute_modules": None,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +62,14 @@ def line(run: RunFacts) -> str:
         "num_layers_in_last_pipeline_stage",
         "pipeline_model_parallel_layout",
     ):
-        parts.append(f"model.{name}={run.model.get(name) or 'null'}")
+        # a layout has brackets and bars
+        parts.append(shlex.quote(f"model.{name}={run.model.get(name) or 'null'}"))
     for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
         parts.append(f"model.{name}={str(bool(run.model.get(name))).lower()}")
-    full = run.model.get("recompute_granularity") == "full"
-    parts += [
-        f"model.{name}={value if value is not None else 'null'}"
-        for name, value in (FULL if full else {"recompute_granularity": None}).items()
-    ]
+    for name in NONE:
+        value = run.model.get(name)
+        text = json.dumps(list(value)) if isinstance(value, (list, tuple)) else "null" if value is None else value
+        parts.append(shlex.quote(f"model.{name}={text}"))
     parts.append(f"ddp.use_distributed_optimizer={str(run.optimizer.distributed).lower()}")
     return " ".join(parts)
 
@@ -79,36 +77,92 @@ def line(run: RunFacts) -> str:
 def search(
     policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, most: int = 10, using: Constants | None = None
 ) -> tuple[Layout, ...]:
-    """The fastest layouts of that world that are legal and not refused by memory, fastest first; empty when there is none."""
-    found = []
-    for candidate in candidates(policy, run, machine):
-        try:
-            held = _fullest(policy, candidate)
-            answer = verdict(held, machine.memory_bytes)
-            if answer == "does not fit":
-                continue
-            made = ideal(policy, candidate, machine)
-        except MpbridgeError:
-            continue
-        time = sum(seconds(made, using or constants()).values())
-        found.append(
-            Layout(
-                run=candidate,
-                needed=held.needed,
-                band=held.band,
-                answer=answer,
-                seconds=time,
-                tokens_per_second=made.tokens / time,
-            )
-        )
-    found.sort(key=lambda one: (one.seconds, one.needed))
-    legal = []
-    for one in found:
-        if not any(violation.severity == "error" for violation in broken(policy, one.run)):
-            legal.append(one)
-        if len(legal) == most:
+    """The fastest layouts of that world that are legal and not refused by memory, fastest first; empty when there is none.
+
+    Every candidate that memory cannot refuse at a glance is priced; bytes and rules are then asked from the fastest on, until there are enough.
+    """
+    priced: list[_Priced] = []
+    for members in families(policy, run, machine):
+        with contextlib.suppress(MpbridgeError):
+            priced += _price(policy, _Family(policy, members), members, machine, using or constants())
+    priced.sort(key=lambda one: one.seconds)
+    found: list[Layout] = []
+    for one in priced:
+        # equally fast ones are told apart by their bytes
+        if len(found) >= most and one.seconds > found[-1].seconds:
             break
-    return tuple(legal)
+        layout = _judged(policy, one, machine)
+        if layout is not None:
+            found.append(layout)
+    found.sort(key=lambda one: (one.seconds, one.needed))
+    return tuple(found[:most])
+
+
+class _Family:
+    """Candidates of the same sizes: what they share is counted once, when it is first asked for."""
+
+    def __init__(self, policy: PrecisionPolicy, members: tuple[RunFacts, ...]) -> None:
+        self._policy, self._first = policy, members[0]
+
+    @functools.cached_property
+    def states(self) -> list[States]:
+        """Of each kind of pipeline stage."""
+        return stage_states(self._policy, self._first)
+
+    @functools.cached_property
+    def standing(self) -> Mapping[int, Standing] | None:
+        """Work of each kind of stage; None where it depends on the micro-batch: full sharding gathers weights for each."""
+        if "params" in self._first.traits.shards:
+            return None
+        return standing_work(self._policy, self._first)
+
+    def fullest(self, run: RunFacts) -> Memory:
+        """The fullest rank of a member."""
+        return max((with_states(self._policy, run, held) for held in self.states), key=lambda one: one.needed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    run: RunFacts
+    family: _Family
+    seconds: float
+    tokens: float
+
+
+def _price(
+    policy: PrecisionPolicy, family: _Family, members: tuple[RunFacts, ...], machine: Machine, using: Constants
+) -> Iterator[_Priced]:
+    """The members of a family that memory may not refuse, with their predicted steps."""
+    for run in members:
+        # activations of the first stage, which has most micro-batches in flight, at the near end of their band
+        kept = activations(policy, run, Coordinates.of(0, run.parallel))
+        if machine.memory_bytes and kept * (1 - uncertainty(run)) > machine.memory_bytes:
+            continue
+        made = ideal(policy, run, machine, family.standing)
+        yield _Priced(run, family, sum(seconds(made, using).values()), made.tokens)
+
+
+def _judged(policy: PrecisionPolicy, one: _Priced, machine: Machine) -> Layout | None:
+    """The layout; None where memory or a rule refuses it."""
+    try:
+        held = one.family.fullest(one.run)
+    except MpbridgeError:
+        return None
+    answer = verdict(held, machine.memory_bytes)
+    if answer == "does not fit" or not _legal(policy, one.run):
+        return None
+    return Layout(
+        run=one.run,
+        needed=held.needed,
+        band=held.band,
+        answer=answer,
+        seconds=one.seconds,
+        tokens_per_second=one.tokens / one.seconds,
+    )
+
+
+def _legal(policy: PrecisionPolicy, run: RunFacts) -> bool:
+    return not any(violation.severity == "error" for violation in broken(policy, run))
 
 
 def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> RunFacts | None:
@@ -117,20 +171,23 @@ def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> RunFact
     here = run.parallel
     # the author's own placement of layers on stages, which the search does not look for
     again = dataclasses.replace(run, model={**run.model, **FULL})
-    if verdict(_fullest(policy, again), machine.memory_bytes) == "fits":
+    if verdict(_Family(policy, (again,)).fullest(again), machine.memory_bytes) == "fits":
         return again
     for factor in (1, 2, 4, 8, 16, 32, 64):
         wider = dataclasses.replace(run, parallel=dataclasses.replace(here, world_size=here.world_size * factor))
         if run.global_batch_size % max(1, run.micro_batch_size * wider.parallel.data):
             wider = dataclasses.replace(wider, global_batch_size=run.global_batch_size * factor)
-        for candidate in sorted(candidates(policy, wider, machine), key=lambda one: _distance(run, one)):
-            try:
-                if verdict(_fullest(policy, candidate), machine.memory_bytes) == "fits" and not any(
-                    violation.severity == "error" for violation in broken(policy, candidate)
-                ):
+        every = [
+            (candidate, shared)
+            for members in families(policy, wider, machine)
+            for shared in (_Family(policy, members),)
+            for candidate in members
+        ]
+        for candidate, shared in sorted(every, key=lambda one: _distance(run, one[0])):
+            with contextlib.suppress(MpbridgeError):
+                held = shared.fullest(candidate)
+                if verdict(held, machine.memory_bytes) == "fits" and _legal(policy, candidate):
                     return candidate
-            except MpbridgeError:
-                continue
     return None
 
 
@@ -143,119 +200,4 @@ def _distance(run: RunFacts, other: RunFacts) -> tuple[int, int, int]:
         changed + 2 * again,
         sum(max(x, y) // min(x, y) for x, y in pairs),
         abs(run.micro_batch_size - other.micro_batch_size),
-    )
-
-
-def candidates(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> Iterator[RunFacts]:
-    """Layouts of that world whose sizes divide and whose states may fit."""
-    world = run.parallel.world_size
-    sharded = "params" in run.traits.shards
-    for tensor in (1,) if sharded else _powers(min(8, machine.domain)):
-        for pipeline in (1,) if sharded else _powers(64):
-            for context in (1,) if sharded else _powers(max(1, run.shape.seq_length // 4096)):
-                if world % (tensor * pipeline * context):
-                    continue
-                for expert in _experts(run, world // (tensor * pipeline * context) * tensor * context):
-                    for virtual in _virtual(run, pipeline):
-                        yield from _batches(policy, run, machine, tensor, pipeline, context, expert, virtual)
-
-
-def _batches(
-    policy: PrecisionPolicy,
-    run: RunFacts,
-    machine: Machine,
-    tensor: int,
-    pipeline: int,
-    context: int,
-    expert: int,
-    virtual: int | None,
-) -> Iterator[RunFacts]:
-    sizes = Parallel(
-        world_size=run.parallel.world_size,
-        tensor=tensor,
-        pipeline=pipeline,
-        virtual_pipeline=virtual,
-        context=context,
-        expert=expert,
-        expert_tensor=1 if run.shape.experts else None,
-        sequence=tensor > 1,
-    )
-    if run.global_batch_size % sizes.data:
-        return
-    model = {**unsplit(run, sizes).model, **_NONE}
-    if pipeline > 1 and run.shape.num_layers % (pipeline * (virtual or 1)):
-        model |= {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
-    optimizer = dataclasses.replace(run.optimizer, distributed=run.optimizer.distributed or sizes.data > 1)
-    base = dataclasses.replace(run, parallel=sizes, model=model, optimizer=optimizer, micro_batch_size=1)
-    if _states_at_least(policy, base) > machine.memory_bytes:
-        return
-    try:
-        divisible(base)
-    except MpbridgeError:
-        return
-    for micro in (1, 2, 4):
-        each = run.global_batch_size // sizes.data
-        if (
-            each % micro
-            or (pipeline > 1 and each // micro < pipeline)
-            or ((virtual or 1) > 1 and each // micro % pipeline)
-        ):
-            continue
-        for recompute in (_NONE, FULL):
-            yield dataclasses.replace(base, micro_batch_size=micro, model={**model, **recompute})
-
-
-def _states_at_least(policy: PrecisionPolicy, run: RunFacts) -> float:
-    """Parameters and gradients of an average stage: less than any GPU holds at its fullest."""
-    shape, sizes = run.shape, run.parallel
-    gates = 3 if shape.gated else 2
-    dense = experts = 0
-    for layer in range(shape.num_layers):
-        dense += (
-            shape.hidden_size * shape.kv_channels * (2 * shape.num_attention_heads)
-            if shape.latent_attention is None
-            else 0
-        )
-        if shape.is_expert_layer(layer):
-            experts += gates * shape.hidden_size * shape.expert_ffn_hidden_size * (shape.experts or 0)
-        else:
-            dense += gates * shape.hidden_size * shape.ffn_hidden_size
-    each = policy.params.bytes / (2 if policy.stored else 1) + policy.reduce.bytes
-    if "params" in run.traits.shards:
-        each /= sizes.data
-    return (
-        (dense / sizes.tensor + experts / sizes.expert / (sizes.expert_tensor or sizes.tensor)) / sizes.pipeline * each
-    )
-
-
-def _powers(most: int) -> list[int]:
-    return [2**i for i in range(most.bit_length()) if 2**i <= most]
-
-
-def _experts(run: RunFacts, ranks: int) -> list[int]:
-    """Expert-parallel sizes: those that leave a GPU at most 16 experts, the three smallest of them; else the largest that divides."""
-    if not run.shape.experts:
-        return [1]
-    found = [
-        size for size in _powers(min(run.shape.experts, ranks)) if run.shape.experts % size == 0 and ranks % size == 0
-    ]
-    return [size for size in found if run.shape.experts // size <= 16][:3] or found[-1:]
-
-
-def _virtual(run: RunFacts, pipeline: int) -> list[int | None]:
-    """Without interleaving, and two ways with it, where layers divide (an embedding and a loss may count as layers)."""
-    if pipeline == 1:
-        return [None]
-    found: list[int | None] = []
-    for count in (1, 2, 4, 8):
-        if any(total % (pipeline * count) == 0 for total in (run.shape.num_layers, run.shape.num_layers + 2)):
-            found.append(count if count > 1 else None)
-    return [*found[:1], *found[-1:]] if len(found) > 1 else found
-
-
-def _fullest(policy: PrecisionPolicy, run: RunFacts) -> Memory:
-    """The fullest of the stages that differ from those before them."""
-    every = run.parallel.world_size // run.parallel.pipeline
-    return max(
-        (memory(policy, run, rank=stage * every) for stage in distinct_stages(policy, run)), key=lambda one: one.needed
     )

@@ -79,7 +79,8 @@ def host_units(run: RunFacts, work: Work) -> float:
         or model.get("external_cuda_graph")
     )
     factor = 1.0
-    if any("full_iteration" in str(item) for item in scopes):
+    # newer releases of megatron-core name the whole iteration as an implementation, older ones as a scope
+    if any("full_iteration" in str(item) for item in (*scopes, model.get("cuda_graph_impl"))):
         factor = 0.0
     elif graphed:
         factor = 0.5 if any(str(item) in ("attn", "full") for item in scopes) or not scopes else 0.8

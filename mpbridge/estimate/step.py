@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mpbridge.estimate.build import work
+from mpbridge.estimate.build import Standing, standing, work
 from mpbridge.estimate.constants import Constants
 from mpbridge.estimate.price import host_units, micro_seconds, step_seconds
 from mpbridge.facts import RunFacts
 from mpbridge.hardware.machines import Machine
-from mpbridge.memory.ranks import stage_chunks
+from mpbridge.memory.alike import distinct_stages
+from mpbridge.memory.ranks import Coordinates, batches
 from mpbridge.precision.policy import PrecisionPolicy
 
 POWER = 3
@@ -35,51 +36,39 @@ class Ideal:
     """Of the whole step, on one GPU."""
 
 
-def ideal(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> Ideal:
-    """Every stage's operations at ideal speed. Raises BadValue for sizes that do not divide or formats without a rate."""
+def ideal(
+    policy: PrecisionPolicy, run: RunFacts, machine: Machine, known: Mapping[int, Standing] | None = None
+) -> Ideal:
+    """Every stage's operations at ideal speed. Raises BadValue for sizes that do not divide or formats without a rate.
+
+    known: of `standing_work`, of a run with the same sizes.
+    """
     parallel = run.parallel
     every = parallel.world_size // parallel.pipeline
-    alike = distinct_stages(policy, run)
-    priced = {stage: work(policy, run, stage * every) for stage in alike}
-    works = [
-        priced[next(first for first, same in alike.items() if stage in same)] for stage in range(parallel.pipeline)
-    ]
+    kind = {stage: first for first, same in distinct_stages(policy, run).items() for stage in same}
+    priced = {}
+    for stage in set(kind.values()):
+        one = work(policy, run, stage * every, None if known is None else known[stage])
+        priced[stage] = (micro_seconds(run, one, machine), host_units(run, one), step_seconds(run, one, machine))
+    micro, host, step = zip(*(priced[kind[stage]] for stage in range(parallel.pipeline)), strict=True)
     return Ideal(
         machine=machine.name,
-        micro=tuple(micro_seconds(run, one, machine) for one in works),
-        host=tuple(host_units(run, one) for one in works),
-        step=tuple(step_seconds(run, one, machine) for one in works),
-        batches=max(1, run.global_batch_size // max(1, run.micro_batch_size * parallel.data)),
+        micro=micro,
+        host=host,
+        step=step,
+        batches=batches(run),
         virtual=(parallel.virtual_pipeline or 1) if parallel.pipeline > 1 else 1,
         tokens=run.global_batch_size * run.shape.seq_length / parallel.world_size,
     )
 
 
-def distinct_stages(policy: PrecisionPolicy, run: RunFacts) -> dict[int, tuple[int, ...]]:
-    """First stage of each kind -> all stages of that kind: the same layers, in kind and precision. Raises BadValue when layers do not divide."""
-    depth = run.shape.num_layers
-    found: dict[int, tuple[int, ...]] = {}
-    seen: dict[object, int] = {}
-    for stage, chunks in enumerate(stage_chunks(run)):
-        key = tuple(
-            (
-                chunk.first,
-                chunk.last,
-                chunk.mtp,
-                tuple(
-                    (
-                        run.shape.is_expert_layer(i),
-                        policy.at("mlp.linear_fc1", i, depth),
-                        i % 2 if run.model.get("window_size") else 0,
-                    )
-                    for i in chunk.layers
-                ),
-            )
-            for chunk in chunks
-        )
-        first = seen.setdefault(key, stage)
-        found[first] = (*found.get(first, ()), stage)
-    return found
+def standing_work(policy: PrecisionPolicy, run: RunFacts) -> Mapping[int, Standing]:
+    """`Standing` of each kind of stage, by its first stage. Raises BadValue when layers do not divide."""
+    every = run.parallel.world_size // run.parallel.pipeline
+    return {
+        stage: standing(policy, run, Coordinates.of(stage * every, run.parallel))
+        for stage in distinct_stages(policy, run)
+    }
 
 
 def seconds(made: Ideal, using: Constants) -> Mapping[str, float]:

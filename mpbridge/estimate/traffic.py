@@ -52,13 +52,12 @@ def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[Attention]:
 
 
 def traffic(
-    policy: PrecisionPolicy, run: RunFacts, at: Coordinates, gemms: tuple[MatrixProduct, ...]
+    policy: PrecisionPolicy, run: RunFacts, chunks: tuple[Chunk, ...], gemms: tuple[MatrixProduct, ...], weights: float
 ) -> tuple[MemoryTraffic, ...]:
-    """Every kind with bytes above zero."""
+    """Every kind with bytes above zero. weights: of `weight_bytes`."""
     shape, tensor, rows = run.shape, run.parallel.tensor, tokens(run)
     wide = policy.compute.bytes / 2
     found: defaultdict[str, float] = defaultdict(float)
-    chunks = at.chunks(run)
     fused = bool(run.model.get("use_transformer_engine_op_fuser"))
     for chunk in chunks:
         extra = full_layers(run, len(chunk.layers))
@@ -80,7 +79,7 @@ def traffic(
     found["quantization"] += quantized_bytes(gemms, run.machine.arch if run.machine is not None else None) * (
         0.6 if fused and shape.experts else 1
     )
-    found["weights"] += _weight_bytes(policy, run, at)
+    found["weights"] += weights
     return tuple(MemoryTraffic(kind=kind, bytes=size) for kind, size in found.items() if size)
 
 
@@ -124,7 +123,7 @@ def cast_bytes(name: str, bits: int, arch: tuple[int, int] | None) -> float:
     return 2 + looked_up + copies * (bits / 8 + scales)
 
 
-def _weight_bytes(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
+def weight_bytes(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
     """Weights read by forward and dgrad, their gradients read and written, in a micro-batch."""
     total = 0.0
     for chunk in parameters(run, at):

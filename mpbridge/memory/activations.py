@@ -6,12 +6,14 @@ attention is not fused. Fragmentation and unbalanced experts are not in it.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
+from mpbridge.memory.alike import layer_kinds
 from mpbridge.memory.layers import te_layers
-from mpbridge.memory.ranks import Coordinates, in_flight
+from mpbridge.memory.ranks import Coordinates, batches, in_flight
 from mpbridge.precision.policy import PrecisionPolicy
 
 
@@ -56,7 +58,9 @@ def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
     layers = [
         layer for chunk in chunks for layer in (*chunk.layers, *([last] * run.shape.mtp_layers if chunk.mtp else ()))
     ]
-    kept = [_layer(policy, run, layer) for layer in layers]
+    kinds = layer_kinds(policy, run)
+    made = {kind: _layer(policy, run, kind) for kind in {kinds[layer] for layer in layers}}
+    kept = [made[kinds[layer]] for layer in layers]
     full = run.model.get("recompute_granularity") == "full"
     each = [layer.entry for layer in kept] if full else [_selected(run, layer) for layer in kept]
     away = _away(run, len(kept))
@@ -100,7 +104,8 @@ def tokens(run: RunFacts) -> float:
 
 def offloaded(policy: PrecisionPolicy, run: RunFacts, layers: int) -> float:
     """Bytes of one micro-batch's activations that cpu_offloading keeps on the host, of that many layers."""
-    return sum(_selected(run, _layer(policy, run, layer)) for layer in range(layers))
+    kinds = layer_kinds(policy, run)[:layers]
+    return sum(_selected(run, _layer(policy, run, kind)) * count for kind, count in Counter(kinds).items())
 
 
 def _recomputed(run: RunFacts, kept: list[LayerBytes]) -> float:
@@ -205,6 +210,6 @@ def _head(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
         # native: torch.compile keeps one more FP32 copy; Transformer Engine's writes gradients over the logits
         each = 2 * narrow if model.get("cross_entropy_fusion_impl") == "te" else narrow + 8
     if model.get("defer_embedding_wgrad_compute"):
-        batches = max(1, run.global_batch_size // max(1, run.micro_batch_size * run.parallel.data))
-        each += narrow * min(batches, int(model.get("wgrad_deferral_limit") or batches))
+        count = batches(run)
+        each += narrow * min(count, int(model.get("wgrad_deferral_limit") or count))
     return rows * each * (1 + run.shape.mtp_layers)

@@ -13,6 +13,7 @@ from typing import Literal
 from mpbridge.facts import Parallel, RunFacts
 from mpbridge.hardware.machines import Machine
 from mpbridge.memory.activations import activations, uncertainty
+from mpbridge.memory.alike import distinct_stages
 from mpbridge.memory.beside import Beside, beside, outside
 from mpbridge.memory.layers import parameters, unsplit
 from mpbridge.memory.ranks import Coordinates
@@ -24,6 +25,17 @@ STATES = (
     "params", "grads", "main_params", "main_grads", "exp_avg", "exp_avg_sq", "weight_copies", "weight_transposes", "weight_scales", "buffers", "padding",
 )  # fmt: skip
 """Roles in the order in which tables show them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class States:
+    """What one rank holds whatever its micro-batch and recomputation, in bytes."""
+
+    rank: int
+    roles: Mapping[str, int]
+    """Bytes by role, roles that are absent left out."""
+    elements: int
+    """Parameters on this rank before sharding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +117,8 @@ class Fit:
 def memory(policy: PrecisionPolicy, run: RunFacts, *, rank: int | None = None) -> Memory:
     """The bytes of one rank; rank None: of the pipeline stage that holds most. Raises BadValue when layers cannot be divided as asked."""
     if rank is not None:
-        return _of(policy, run, rank)
-    step = run.parallel.world_size // run.parallel.pipeline
-    return max((_of(policy, run, stage * step) for stage in range(run.parallel.pipeline)), key=lambda one: one.total)
+        return with_states(policy, run, states(policy, run, rank))
+    return max((with_states(policy, run, held) for held in stage_states(policy, run)), key=lambda one: one.total)
 
 
 def fullest(policy: PrecisionPolicy, run: RunFacts, mine: Memory) -> int:
@@ -162,20 +173,36 @@ def duplicate_main(run: RunFacts, *, rank: int = 0) -> int:
     )
 
 
-def _of(policy: PrecisionPolicy, run: RunFacts, rank: int) -> Memory:
-    at = Coordinates.of(rank, run.parallel)
+def states(policy: PrecisionPolicy, run: RunFacts, rank: int) -> States:
+    """What a rank holds between two updates."""
     found: Counter[str] = Counter()
     for role in roles(policy, run, rank=rank):
         found[role.name] += role.bytes
-    return Memory(
+    return States(
         rank=rank,
-        stage=at.stage,
         roles=MappingProxyType({name: found[name] for name in STATES if found[name]}),
+        elements=sum(p.weight.elements for chunk in parameters(run, Coordinates.of(rank, run.parallel)) for p in chunk),
+    )
+
+
+def stage_states(policy: PrecisionPolicy, run: RunFacts) -> list[States]:
+    """Of the first rank of each kind of pipeline stage: of those alike the first has most micro-batches in flight."""
+    every = run.parallel.world_size // run.parallel.pipeline
+    return [states(policy, run, stage * every) for stage in distinct_stages(policy, run)]
+
+
+def with_states(policy: PrecisionPolicy, run: RunFacts, held: States) -> Memory:
+    """The memory of the rank that holds those states. held: of a run with the same sizes, whatever its micro-batch and recomputation."""
+    at = Coordinates.of(held.rank, run.parallel)
+    return Memory(
+        rank=held.rank,
+        stage=at.stage,
+        roles=held.roles,
         activations=(kept := activations(policy, run, at)),
         beside=beside(policy, run, at),
         outside=outside(run, kept),
         uncertainty=uncertainty(run),
-        elements=sum(p.weight.elements for chunk in parameters(run, at) for p in chunk),
+        elements=held.elements,
         exact=run.traits.exact_memory,
     )
 

@@ -168,7 +168,7 @@ def _parts(shape: ModelShape) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _layer_weights(
-    shape_key: _Key,
+    shape_key: ShapeKey,
     tensor: int,
     expert_tensor: int,
     local_experts: int,
@@ -189,8 +189,8 @@ def _layer_weights(
     return (*norm, *attention, *second, *mlp)
 
 
-class _Key:
-    """A shape as a cache key by identity: it holds a mapping, so it has no hash."""
+class ShapeKey:
+    """A shape as a cache's key, by identity: it holds a mapping, so it has no hash."""
 
     __slots__ = ("shape",)
 
@@ -201,7 +201,7 @@ class _Key:
         return id(self.shape)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and other.shape is self.shape
+        return isinstance(other, ShapeKey) and other.shape is self.shape
 
 
 def layer_weights(
@@ -222,7 +222,7 @@ def layer_weights(
     grouped: experts are one module with a weight for each of them (Transformer Engine's GroupedLinear).
     """
     return _layer_weights(
-        _Key(shape), tensor, expert_tensor, local_experts, mixture, shared_gate, whole_down, first_expert, grouped
+        ShapeKey(shape), tensor, expert_tensor, local_experts, mixture, shared_gate, whole_down, first_expert, grouped
     )
 
 

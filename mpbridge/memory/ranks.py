@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from mpbridge.errors import BadValue
 from mpbridge.facts import Parallel, RunFacts
@@ -58,13 +59,47 @@ class Coordinates:
         return stage_chunks(run)[self.stage]
 
 
+class _Split(NamedTuple):
+    """Everything that places layers on stages."""
+
+    layers: int
+    stages: int
+    virtual: int
+    mtp: bool
+    first: int | None
+    last: int | None
+    embedding: int
+    """1: the embedding counts as a layer."""
+    loss: int
+    layout: str | tuple[tuple[str, ...], ...] | None
+
+
 def stage_chunks(run: RunFacts) -> tuple[tuple[Chunk, ...], ...]:
     """For each pipeline stage its chunks. Raises BadValue when the layers cannot be divided as asked."""
-    layout = run.model.get("pipeline_model_parallel_layout")
-    if layout:
-        return _by_layout(layout, run)
-    counts = _counts(run)
-    stages, virtual = run.parallel.pipeline, (run.parallel.virtual_pipeline or 1) if run.parallel.pipeline > 1 else 1
+    model, parallel = run.model, run.parallel
+    layout = model.get("pipeline_model_parallel_layout")
+    if layout and not isinstance(layout, str):
+        layout = tuple(tuple(str(kind).rpartition(".")[2] for kind in row) for row in layout)
+    return _placed(
+        _Split(
+            layers=run.shape.num_layers,
+            stages=parallel.pipeline,
+            virtual=(parallel.virtual_pipeline or 1) if parallel.pipeline > 1 else 1,
+            mtp=run.shape.mtp_layers > 0,
+            first=model.get("num_layers_in_first_pipeline_stage"),
+            last=model.get("num_layers_in_last_pipeline_stage"),
+            embedding=int(bool(model.get("account_for_embedding_in_pipeline_split"))),
+            loss=int(bool(model.get("account_for_loss_in_pipeline_split"))),
+            layout=layout or None,
+        )
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _placed(split: _Split) -> tuple[tuple[Chunk, ...], ...]:
+    if split.layout is not None:
+        return _by_layout(split)
+    counts, stages, virtual = _counts(split), split.stages, split.virtual
     found: list[list[Chunk]] = [[] for _ in range(stages)]
     start = 0
     for chunk in range(virtual):
@@ -76,30 +111,25 @@ def stage_chunks(run: RunFacts) -> tuple[tuple[Chunk, ...], ...]:
             count = counts[stage] // virtual
             last = stage == stages - 1 and chunk == virtual - 1
             # an embedding or a loss that counts as a layer takes the place of one
-            count -= _counted(run, "embedding") if stage == 0 and chunk == 0 else 0
-            count -= _counted(run, "loss") if last else 0
+            count -= split.embedding if stage == 0 and chunk == 0 else 0
+            count -= split.loss if last else 0
             found[stage].append(
                 Chunk(
                     layers=tuple(range(start, start + count)),
                     first=stage == 0 and chunk == 0,
                     last=last,
-                    mtp=last and run.shape.mtp_layers > 0,
+                    mtp=last and split.mtp,
                 )
             )
             start += count
     return tuple(tuple(chunks) for chunks in found)
 
 
-def _counted(run: RunFacts, what: str) -> int:
-    return int(bool(run.model.get(f"account_for_{what}_in_pipeline_split")))
-
-
-def _counts(run: RunFacts) -> list[int]:
+def _counts(split: _Split) -> list[int]:
     """Layers of each stage, a counted embedding or loss included (transformer_block.py get_num_layers_to_build)."""
-    model, stages = run.model, run.parallel.pipeline
-    first, last = model.get("num_layers_in_first_pipeline_stage"), model.get("num_layers_in_last_pipeline_stage")
+    first, last, stages = split.first, split.last, split.stages
     if first is None and last is None:
-        total = run.shape.num_layers + _counted(run, "embedding") + _counted(run, "loss")
+        total = split.layers + split.embedding + split.loss
         if total % stages:
             raise BadValue(
                 f"{total} layers cannot be divided among {stages} pipeline stages: give num_layers_in_first_pipeline_stage or another size"
@@ -109,7 +139,7 @@ def _counts(run: RunFacts) -> list[int]:
         raise BadValue(
             f"num_layers_in_first_pipeline_stage={first}, num_layers_in_last_pipeline_stage={last}: must not be negative"
         )
-    rest = run.shape.num_layers - (first or 0) - (last or 0)
+    rest = split.layers - (first or 0) - (last or 0)
     left = stages - (first is not None) - (last is not None)
     if rest < 0 or (left > 0 and rest % left) or (left <= 0 and rest):
         raise BadValue(
@@ -137,13 +167,9 @@ def parse_layout(text: str) -> list[list[str]]:
     return [[_KINDS[letter] for letter in stage] for stage in flat.split("|")]
 
 
-def _by_layout(layout: Any, run: RunFacts) -> tuple[tuple[Chunk, ...], ...]:
-    rows = (
-        parse_layout(layout)
-        if isinstance(layout, str)
-        else [[str(kind).rpartition(".")[2] for kind in row] for row in layout]
-    )
-    stages = run.parallel.pipeline
+def _by_layout(split: _Split) -> tuple[tuple[Chunk, ...], ...]:
+    rows = parse_layout(split.layout) if isinstance(split.layout, str) else split.layout or ()
+    stages = split.stages
     if len(rows) % stages:
         raise BadValue(f"pipeline_model_parallel_layout has {len(rows)} parts, not a multiple of {stages} stages")
     found: list[list[Chunk]] = [[] for _ in range(stages)]
@@ -159,15 +185,20 @@ def _by_layout(layout: Any, run: RunFacts) -> tuple[tuple[Chunk, ...], ...]:
             )
         )
         start += count
-    if start != run.shape.num_layers:
-        raise BadValue(f"pipeline_model_parallel_layout places {start} layers, the model has {run.shape.num_layers}")
+    if start != split.layers:
+        raise BadValue(f"pipeline_model_parallel_layout places {start} layers, the model has {split.layers}")
     return tuple(tuple(chunks) for chunks in found)
+
+
+def batches(run: RunFacts) -> int:
+    """Micro-batches of a data-parallel rank in one step."""
+    return max(1, run.global_batch_size // max(1, run.micro_batch_size * run.parallel.data))
 
 
 def in_flight(run: RunFacts, stage: int) -> float:
     """How many micro-batches' activations a stage holds at most: 1F1B's depth, more when interleaved (Megatron-LM, arXiv 2104.04473)."""
     stages, virtual = run.parallel.pipeline, run.parallel.virtual_pipeline or 1
-    total = max(1, run.global_batch_size // max(1, run.micro_batch_size * run.parallel.data))
+    total = batches(run)
     depth = stages - stage
     if virtual > 1 and stages > 1:
         # warm-up of the interleaved schedule, in chunks, each a virtual-th of the stage

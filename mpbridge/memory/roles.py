@@ -64,9 +64,30 @@ def dtype_at_rest(policy: PrecisionPolicy, run: RunFacts, parameter: Parameter) 
     weight = parameter.weight
     if parameter.layer is None or not weight.linear or not policy.quantized or run.realization != "native":
         return policy.params, None
-    path = parameter.name.removesuffix(weight.path) + weight.module
-    quant = next(iter(policy.of_path(path, run.shape.num_layers).distinct), None)
+    quant = policy.of_path(_module(parameter), run.shape.num_layers).first
     return (DType.UINT8 if quant is not None and quant.stored else policy.params), quant
+
+
+def _module(parameter: Parameter) -> str:
+    """The whole path of the module that owns the parameter."""
+    return parameter.name.removesuffix(parameter.weight.path) + parameter.weight.module
+
+
+def resting(policy: PrecisionPolicy, run: RunFacts) -> Callable[[Parameter], tuple[DType, Quant | None]]:
+    """`dtype_at_rest` in a run: asked once for each linear, not for each weight of its experts."""
+    known: dict[str, tuple[DType, Quant | None]] = {}
+
+    def of(parameter: Parameter) -> tuple[DType, Quant | None]:
+        if policy.keep_fp32:  # names single parameters
+            return dtype_at_rest(policy, run, parameter)
+        if parameter.layer is None or not parameter.weight.linear:
+            return policy.params, None
+        path = _module(parameter)
+        if path not in known:
+            known[path] = dtype_at_rest(policy, run, parameter)
+        return known[path]
+
+    return of
 
 
 def holdings(policy: PrecisionPolicy, run: RunFacts) -> Callable[[DType], Mapping[str, Holding]]:
@@ -84,9 +105,9 @@ def _in_buffers(
     policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...], index: int
 ) -> Iterator[Role]:
     """megatron-core's DDP and distributed optimizer."""
-    rows, quants, of = [], [], holdings(policy, run)
+    rows, quants, of, rests = [], [], holdings(policy, run), resting(policy, run)
     for parameter in chunk:
-        at_rest, quant = dtype_at_rest(policy, run, parameter)
+        at_rest, quant = rests(parameter)
         rows.append((parameter, at_rest, of(at_rest)["grads"].dtype))
         if quant is not None:
             quants.append((parameter, quant))

@@ -122,7 +122,7 @@ class PrecisionPolicy:
     @property
     def quantized(self) -> bool:
         """True when any region quantizes."""
-        return bool(self.quants)
+        return any(rule is not None for region in self.regions for rule in region.rules)
 
     @property
     def stored(self) -> bool:
@@ -163,7 +163,7 @@ class PrecisionPolicy:
 
     def at(self, module: str, layer: int | None, layers: int, path: str = "") -> Quant | None:
         """As `gemms_at`, for those who ask whether a linear is quantized at all: the first rule among its GEMMs; None: high precision."""
-        return next(iter(self.gemms_at(module, layer, layers, path).distinct), None)
+        return self.gemms_at(module, layer, layers, path).first
 
     def of_path(self, path: str, layers: int) -> Gemms:
         """The rules of the linear at a whole path ('decoder.layers.3.mlp.linear_fc1'); high precision outside of the layers."""

@@ -85,6 +85,11 @@ class Gemms:
         return self.fprop == self.dgrad == self.wgrad
 
     @property
+    def first(self) -> Quant | None:
+        """The first rule in use; None: high precision."""
+        return next((quant for quant in self if quant is not None), None)
+
+    @property
     def distinct(self) -> tuple[Quant, ...]:
         """The rules in use, each once."""
         return tuple(dict.fromkeys(quant for quant in self if quant is not None))

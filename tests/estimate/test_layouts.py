@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shlex
 
@@ -11,12 +12,15 @@ import pytest
 from mpbridge.cli.main import main
 from mpbridge.config.container import ConfigContainer
 from mpbridge.errors import BadValue
+from mpbridge.estimate.candidates import families, placement
 from mpbridge.estimate.layouts import line, nearest, search
 from mpbridge.estimate.machine_file import read_machine
+from mpbridge.estimate.predict import estimate
 from mpbridge.estimate.timing import timing
 from mpbridge.hardware.capability import ASSUMED
 from mpbridge.hardware.machines import machine
 from mpbridge.memory.budget import memory, verdict
+from mpbridge.memory.ranks import parse_layout
 from mpbridge.rules.table import broken
 
 H100 = machine("h100")
@@ -41,6 +45,73 @@ def test_found_layouts_are_legal_and_fit_and_their_line_says_them(config, world)
         again = facts_of(config, world, *shlex.split(one.line))[1]
         assert again.parallel == one.run.parallel
         assert again.micro_batch_size == one.run.micro_batch_size
+
+
+def exhaustive(policy, facts, target):
+    """Every candidate priced on its own, with the memory of every stage."""
+    found = []
+    for run in itertools.chain(*families(policy, facts, target)):
+        every = run.parallel.world_size // run.parallel.pipeline
+        held = [memory(policy, run, rank=stage * every) for stage in range(run.parallel.pipeline)]
+        full = max(held, key=lambda one: one.needed)
+        if verdict(full, target.memory_bytes) == "does not fit":
+            continue
+        if any(violation.severity == "error" for violation in broken(policy, run)):
+            continue
+        found.append((estimate(policy, run, target).seconds, full.needed))
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "gib", "fitting"),
+    [
+        ("gpt_tiny", 4, 80, "all"),
+        ("moe_tiny", 2, 80, "all"),
+        ("gpt_tiny", 4, 0.65, "some"),
+        ("gpt_tiny", 2, 0.5, "none"),
+    ],
+    ids=["dense", "experts", "little room", "no room"],
+)
+def test_the_search_finds_what_looking_at_every_candidate_finds(config, world, gib, fitting):
+    target = dataclasses.replace(H100, memory_bytes=int(gib * 2**30))
+    policy, facts = facts_of(config, world)
+    facts = dataclasses.replace(facts, machine=target)
+    every = exhaustive(policy, facts, target)
+    found = [(one.seconds, one.needed) for one in search(policy, facts, target, most=6)]
+    assert found == [pytest.approx(pair) for pair in every[:6]]
+    count = sum(map(len, families(policy, facts, target)))
+    assert ("none" if not every else "all" if len(every) == count else "some") == fitting
+
+
+@pytest.mark.parametrize(("layers", "ahead", "chunks"), [(61, 1, 16), (61, 1, 8), (61, 0, 32), (61, 1, 2), (7, 1, 4)])
+def test_layers_that_do_not_divide_are_placed_so_that_no_chunk_holds_more_than_its_share(layers, ahead, chunks):
+    (text,) = placement(layers, ahead, chunks).values()
+    rows = parse_layout(text)
+    held = [row.count("decoder") for row in rows]
+    assert len(rows) == chunks
+    assert sum(held) == layers
+    assert max(held) == -(-layers // chunks)
+    assert (rows[0][0], rows[-1][-1], rows[-1].count("mtp")) == ("embedding", "loss", ahead)
+
+
+def test_few_layers_are_not_spread_over_many_chunks():
+    assert placement(61, 1, 64) is None
+    assert placement(126, 0, 64) == {
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    }
+
+
+def test_deepseek_v3_gets_layouts_whose_layers_do_not_divide():
+    policy, facts = facts_of(
+        "deepseek_v3_671b", 1024, "train.global_batch_size=4096", "parallel.expert_model_parallel_size=64"
+    )
+    wide = machine("gb200")
+    (best,) = search(policy, dataclasses.replace(facts, machine=wide), wide, most=1)
+    assert best.run.parallel.pipeline > 1
+    again = facts_of("deepseek_v3_671b", 1024, "train.global_batch_size=4096", *shlex.split(best.line))[1]
+    assert again.model["pipeline_model_parallel_layout"] == best.run.model["pipeline_model_parallel_layout"]
+    assert again.model.get("recompute_modules") == best.run.model.get("recompute_modules")
 
 
 def test_llama_405b_on_16384_gpus_gets_its_published_kind_of_layout():
