@@ -13,6 +13,7 @@ from mpbridge.config.container import Run
 from mpbridge.facts import RunFacts
 from mpbridge.memory.budget import STATES, Fit, Memory, duplicate_main, fit, fullest, memory, total_parameters
 from mpbridge.memory.compare import REFERENCE, Comparison, against_bf16
+from mpbridge.memory.uncounted import left_out_of_memory
 from mpbridge.memory.units import Unit, unit_for
 
 SUMMARY = "bytes on each GPU by role, beside bf16_mixed, and whether they fit"
@@ -62,6 +63,7 @@ def as_data(
         "fullest_rank": fullest(made.policy, facts, compared.mine),
         "duplicate_main_weights": duplicate_main(facts, rank=compared.mine.rank),
         "fit": None if fits is None else dataclasses.asdict(fits) | {"ok": fits.ok},
+        "left_out": list(left_out_of_memory(facts)),
         "stages": [_data(stage) for stage in stages],
     }
 
@@ -111,7 +113,11 @@ def _print(
             unit.of(mine.states),
             unit.of(other.states),
             f"{mine.bytes_per_parameter:.2f}",
-            "exact" if mine.exact else "without its engine's alignment",
+            "exact"
+            if mine.exact
+            else "see what is left out"
+            if left_out_of_memory(facts)
+            else "without its engine's alignment",
         )
     )
     rows += _beside(mine, other, unit)
@@ -140,6 +146,8 @@ def _print(
         print(f"\nwhy it differs from {REFERENCE}")
         for reason in compared.reasons:
             print(f"  {reason}")
+    for line in left_out_of_memory(facts):
+        print(f"left out: {line}")
     if fits is not None:
         _say_fit(fits, where, unit)
         if fits.answer == "does not fit":

@@ -19,6 +19,7 @@ from mpbridge.estimate.work import Collective, Work
 from mpbridge.facts import RunFacts
 from mpbridge.memory.layers import parameters
 from mpbridge.memory.ranks import Chunk, Coordinates
+from mpbridge.memory.uncounted import left_out_of_time
 from mpbridge.precision.policy import PrecisionPolicy
 
 
@@ -67,7 +68,7 @@ def work(policy: PrecisionPolicy, run: RunFacts, rank: int, known: Standing | No
         step=fixed.step,
         optimizer=fixed.optimizer,
         offloaded=_offloaded(policy, run, layers),
-        left_out=left_out(run),
+        left_out=left_out_of_time(run),
     )
 
 
@@ -97,23 +98,6 @@ def divisible(run: RunFacts) -> None:
         )
     if faults:
         raise BadValue("; ".join(faults))
-
-
-def left_out(run: RunFacts) -> tuple[str, ...]:
-    """What the list does not hold, with the sign of the error."""
-    found = []
-    machine, parallel = run.machine, run.parallel
-    if machine is not None and parallel.world_size > machine.domain and not machine.network:
-        found.append(
-            f"traffic between hosts: {machine.name} has no network in the table, so the real step is slower (a --machine-file can name it)"
-        )
-    if run.model.get("hybrid_override_pattern") or run.model.get("is_hybrid_model"):
-        found.append("state-space layers (Mamba): not priced, so the real step is slower")
-    if run.model.get("linear_attention_freq") or run.model.get("experimental_attention_variant"):
-        found.append("linear attention: priced as softmax attention, so the real step is faster")
-    if run.optimizer.cpu_offload:
-        found.append("the optimizer's update on the host: priced as on the GPU, so the real step is slower")
-    return tuple(found)
 
 
 def _layers(run: RunFacts, chunks: tuple[Chunk, ...]) -> tuple[int, int]:

@@ -24,6 +24,13 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.rules.table import broken
 
 
+PLACES = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """One way to run a model."""
@@ -57,21 +64,18 @@ def line(run: RunFacts) -> str:
         parts.append(f"parallel.expert_tensor_parallel_size={sizes.expert_tensor or 'null'}")
     parts.append(f"parallel.sequence_parallel={str(sizes.sequence).lower()}")
     parts.append(f"train.micro_batch_size={run.micro_batch_size}")
-    for name in (
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "pipeline_model_parallel_layout",
-    ):
-        # a layout has brackets and bars
-        parts.append(shlex.quote(f"model.{name}={run.model.get(name) or 'null'}"))
+    parts += [_setting(name, run.model.get(name) or None) for name in PLACES]
     for name in ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"):
         parts.append(f"model.{name}={str(bool(run.model.get(name))).lower()}")
-    for name in NONE:
-        value = run.model.get(name)
-        text = json.dumps(list(value)) if isinstance(value, (list, tuple)) else "null" if value is None else value
-        parts.append(shlex.quote(f"model.{name}={text}"))
+    parts += [_setting(name, run.model.get(name)) for name in NONE]
     parts.append(f"ddp.use_distributed_optimizer={str(run.optimizer.distributed).lower()}")
     return " ".join(parts)
+
+
+def _setting(name: str, value: object) -> str:
+    """A model setting for a shell: a layout has brackets and bars, a list of modules quotes."""
+    text = json.dumps(list(value)) if isinstance(value, (list, tuple)) else "null" if value is None else value
+    return shlex.quote(f"model.{name}={text}")
 
 
 def search(

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpbridge.errors import BadValue
-from mpbridge.estimate.build import left_out
 from mpbridge.estimate.constants import Constants, constants
 from mpbridge.estimate.flops import model_flops_per_token
 from mpbridge.estimate.step import ideal, seconds
 from mpbridge.facts import RunFacts
 from mpbridge.hardware.machines import Machine
+from mpbridge.memory.uncounted import left_out_of_time
 from mpbridge.precision.policy import PrecisionPolicy
 
 
@@ -70,7 +70,7 @@ def estimate(
         flops_per_second=tokens * model_flops_per_token(run.shape, run.model),
         peak=_peak(policy, where),
         world=run.parallel.world_size,
-        left_out=left_out(run),
+        left_out=left_out_of_time(run),
     )
 
 

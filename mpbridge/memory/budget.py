@@ -18,6 +18,7 @@ from mpbridge.memory.beside import Beside, beside, outside
 from mpbridge.memory.layers import parameters, unsplit
 from mpbridge.memory.ranks import Coordinates
 from mpbridge.memory.roles import roles
+from mpbridge.memory.uncounted import states_counted
 from mpbridge.memory.units import GIB
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -203,7 +204,7 @@ def with_states(policy: PrecisionPolicy, run: RunFacts, held: States) -> Memory:
         outside=outside(run, kept),
         uncertainty=uncertainty(run),
         elements=held.elements,
-        exact=run.traits.exact_memory,
+        exact=run.traits.exact_memory and states_counted(run),
     )
 
 

@@ -9,11 +9,15 @@ import statistics
 import pytest
 
 from mpbridge.cli.main import main
+from mpbridge.config.container import ConfigContainer
 from mpbridge.errors import BadValue
 from mpbridge.estimate.constants import DATA, constants
 from mpbridge.estimate.predict import estimate
+from mpbridge.hardware.capability import ASSUMED
 from mpbridge.hardware.machines import machine, machines
-from scripts.published import UNUSUAL, priced, run_of
+from mpbridge.memory.budget import memory as bytes_of
+from mpbridge.memory.uncounted import left_out_of_memory
+from scripts.published import LATER, UNUSUAL, priced, run_of, unfitted
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +69,17 @@ def test_a_machine_without_rows_has_the_wider_band(predicted):
     assert "H200" in other.because
 
 
+def test_speeds_that_nobody_fitted_are_met():
+    found = [
+        abs(estimate((run := run_of(row)).policy, run.facts).tokens_per_second / row["tokens"] - 1)
+        for row in unfitted()
+        if row["release"] >= LATER and row["model"] not in UNUSUAL
+    ]
+    assert len(found) == 30
+    assert statistics.median(found) < 0.08
+    assert statistics.quantiles(found, n=10)[-1] < 0.22
+
+
 def test_what_is_not_priced_is_named():
     run = run_of(priced()[6])
     missing = dataclasses.replace(machine("rtx4090"), name="X")
@@ -72,6 +87,27 @@ def test_what_is_not_priced_is_named():
     assert any("no network in the table" in line and "slower" in line for line in one.left_out)
     with pytest.raises(BadValue, match="no rates"):
         estimate(run.policy, run.facts, machine("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "time", "memory", "exact"),
+    [
+        ({"is_hybrid_model": True}, "state-space layers (Mamba)", "faster", "smaller", False),
+        ({"linear_attention_freq": 4}, "linear attention", "faster", "larger", False),
+        ({"variable_seq_lengths": True}, "packed sequences", "faster", "at most as large", True),
+        ({}, "", "", "", True),
+    ],
+    ids=["hybrid", "linear attention", "packed", "plain"],
+)
+def test_what_is_counted_as_something_else_is_named_with_the_sign_of_the_error(settings, what, time, memory, exact):
+    run = ConfigContainer.load("configs/gpt_tiny.yaml", [], check=False).resolved(
+        1, machine=machine("h100"), versions=ASSUMED, training=False
+    )
+    facts = dataclasses.replace(run.facts, model={**run.facts.model, **settings})
+    for said, sign in ((estimate(run.policy, facts).left_out, time), (left_out_of_memory(facts), memory)):
+        assert len(said) == bool(what)
+        assert all(what in line and sign in line for line in said)
+    assert bytes_of(run.policy, facts).exact is exact
 
 
 def test_faster_links_memory_and_products_never_slow_a_step_down():

@@ -15,6 +15,7 @@ from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.estimate.build import work
 from mpbridge.simulate.compare import compare_products, compare_wires
 from mpbridge.simulate.world import default_ranks, simulate, simulated_run
+from scripts.check_scale import ROWS
 
 
 def run_of(config, world, *overrides):
@@ -53,26 +54,10 @@ def test_a_rank_of_a_large_world_equals_the_prediction_to_the_byte():
     assert one.seconds < 4 * 8  # on a machine four times slower
 
 
-SCALE = {
-    "8B at 1,024, TP 2": ("llama3_8b", 1024, [0, 777], []),
-    "8B with CP 4": ("llama3_8b", 1024, [0, 777], ["parallel.context_parallel_size=4", "mixed_precision.recipe=bf16_mixed_bf16_moments"]),
-    "70B, TP 8 PP 4": ("llama3_70b", 1024, [0, 300, 1023], ["parallel.tensor_model_parallel_size=8", "parallel.pipeline_model_parallel_size=4", "parallel.virtual_pipeline_model_parallel_size=null", "train.global_batch_size=1024"]),
-    "70B, VPP 5": ("llama3_70b", 4096, [0, 4095], ["train.global_batch_size=4096"]),
-    "70B, embedding and loss counted": ("llama3_70b", 1024, [0, 1023], ["model.num_layers=78", "model.account_for_embedding_in_pipeline_split=true", "model.account_for_loss_in_pipeline_split=true", "train.global_batch_size=1024"]),
-    "70B, bucket padding": ("llama3_70b", 1024, [0], ["ddp.pad_buckets_for_high_nccl_busbw=true", "train.global_batch_size=1024"]),
-    "405B, uneven stages": ("llama3_405b", 16384, [0, 8191, 16383], ["parallel.pipeline_model_parallel_size=16", "parallel.context_parallel_size=1", "parallel.virtual_pipeline_model_parallel_size=null", "model.account_for_embedding_in_pipeline_split=false", "model.account_for_loss_in_pipeline_split=false", "model.num_layers_in_first_pipeline_stage=7", "model.num_layers_in_last_pipeline_stage=7", "train.global_batch_size=4096"]),
-    "405B as shipped": ("llama3_405b", 16384, [0, 16383], ["train.global_batch_size=4096"]),
-    "DeepSeek-V3": ("deepseek_v3_671b", 2048, [0, 1024, 2047], []),
-    "Qwen3 30B": ("qwen3_30b_a3b", 16, [0, 15], []),
-    "Qwen3 235B": ("qwen3_235b_a22b", 256, [0, 255], []),
-    "GPT-OSS 120B": ("gpt_oss_120b", 64, [0, 63], []),
-}  # fmt: skip
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SCALE)
+@pytest.mark.parametrize("case", ROWS)
 def test_every_layout_equals_the_prediction_to_the_byte(case):
-    config, world, ranks, overrides = SCALE[case]
+    config, world, ranks, overrides = ROWS[case]
     for one in simulate(run_of(config, world, *overrides), ranks):
         assert one.differences == ()
         assert one.ok, one
