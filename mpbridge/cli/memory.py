@@ -146,8 +146,8 @@ def _print(
         print(f"\nwhy it differs from {REFERENCE}")
         for reason in compared.reasons:
             print(f"  {reason}")
-    for line in left_out_of_memory(facts):
-        print(f"left out: {line}")
+    for words in left_out_of_memory(facts):
+        print(f"left out: {words}")
     if fits is not None:
         _say_fit(fits, where, unit)
         if fits.answer == "does not fit":

@@ -23,7 +23,6 @@ from mpbridge.memory.ranks import Coordinates
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.rules.table import broken
 
-
 PLACES = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
