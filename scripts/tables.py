@@ -459,7 +459,7 @@ def stack_word_table() -> str:
     from mpbridge.stacks.meaning import rows
     from mpbridge.stacks.words import TABLE
 
-    shown = ("storage", "compute", "autocast", "main", "wire", "accumulator", "exp_avg", "bytes")
+    shown = ("storage", "compute", "autocast", "main", "wire", "accumulator", "exp_avg", "bytes", "quantization")
     heads = (
         "word",
         "stack",
@@ -473,7 +473,7 @@ def stack_word_table() -> str:
         "moments",
     )
     return markdown(
-        (*heads, "bytes per parameter"),
+        (*heads, "bytes per parameter", "quantized linears"),
         [(f"`{row.words[0]}`", row.stack, row.where, *(rows(row.meaning)[name] for name in shown)) for row in TABLE],
     )
 

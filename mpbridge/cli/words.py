@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json([{"stack": row.stack, "where": row.where, "source": row.source, **shown} for row, shown in table])
         return 0
-    print_table(
-        ("stack", "where", *_HEADS), [(row.stack, row.where, *(shown[name] for name in _SHOWN)) for row, shown in table]
-    )
+    # a word that quantizes nothing anywhere needs no column for it
+    more = ("quantization",) if any(shown["quantization"] != "none" for _, shown in table) else ()
+    heads = ("stack", "where", *_HEADS, *(("quantized linears",) if more else ()))
+    print_table(heads, [(row.stack, row.where, *(shown[name] for name in (*_SHOWN, *more))) for row, shown in table])
     return 0

@@ -95,6 +95,8 @@ def _quant(read: Reader, cannot: list[str]) -> Quant | None:
     if read.flag("fp8_config.use_mxfp8_block_scaling"):
         return Quant(format="e4m3", scaling="mxfp8")
     form = str(read.at("fp8_config.fp8_format", "HYBRID")).lower()
+    if form not in ("hybrid", "e4m3"):
+        cannot.append(f"fp8_config.fp8_format={form}: Transformer Engine trains in HYBRID or E4M3; described as E4M3")
     # values equal to accelerate's own defaults are dropped before Transformer Engine sees them, and its default algorithm is max
     history = int(read.number("fp8_config.amax_history_length", read.number("fp8_config.amax_history_len", 1024)))
     return Quant(

@@ -28,6 +28,8 @@ def read_data(data: Any, *, version: str) -> Imported:
     contradicts: list[str] = []
     assumed: list[str] = []
     strategy = str(read.at("distributed.strategy", "fsdp2")).lower()
+    if strategy not in _MEANINGS:
+        contradicts.append(f"distributed.strategy={strategy}: AutoModel has {', '.join(_MEANINGS)}; described as ddp")
     storage = _storage(read, assumed)
     quant = _quant(read, inert, cannot)
     meaning = _MEANINGS.get(strategy, _ddp)(read, storage, contradicts)
@@ -132,6 +134,10 @@ def _quant(read: Reader, inert: list[str], cannot: list[str]) -> Quant | None:
             inert.append("fp8 without enabled: true")
         return None
     name = read.at("fp8.recipe_name")
+    if name not in (None, "tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        cannot.append(
+            f"fp8.recipe_name={name}: torchao has tensorwise, rowwise and rowwise_with_gw_hp; described as tensorwise"
+        )
     ignored = ("emulate", "enable_fsdp_float8_all_gather", "force_recompute_fp8_weight_in_bwd")
     if name in ("rowwise", "rowwise_with_gw_hp"):
         inert += [f"fp8.{key}: ignored beside recipe_name {name}" for key in ignored if read.flag(f"fp8.{key}")]

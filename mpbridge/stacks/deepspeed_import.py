@@ -11,7 +11,7 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.deepspeed import NAME
-from mpbridge.stacks.known_keys import with_rest
+from mpbridge.stacks.known_keys import known, with_rest
 from mpbridge.stacks.meaning import Meaning, Sharded
 from mpbridge.stacks.reading import Reader, base_field, raise_faults
 from mpbridge.traits import DEFAULT
@@ -30,10 +30,16 @@ def read_data(data: Any, *, version: str) -> Imported:
     found = Imported(
         stack=NAME, version=version, fields=_fields(said), engine=DEFAULT, meaning=_meaning(said),
         inert=tuple(f"{key}: unknown at the top level, accepted and ignored" for key in _INERT if key in data),
-        contradicts=tuple(_contradictions(said)),
+        contradicts=tuple(_contradictions(said)), cannot_express=tuple(_skips(said)),
         assumed=(f"DeepSpeed {version}: the wire's default differs between versions",),
     )  # fmt: skip
     return with_rest(found, said.read)
+
+
+def _skips(said: _Said) -> Iterator[str]:
+    """A BF16 step that overflows is skipped there by default; Megatron's never is."""
+    if said.bf16 and said.read.flag("bf16.check_grad_overflow", default=True):
+        yield "bf16.check_grad_overflow, on unless it is false: a step whose gradients overflow is skipped; here BF16 skips none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +85,10 @@ def _said(read: Reader) -> _Said:
 def _contradictions(said: _Said) -> Iterator[str]:
     if said.bf16 and said.fp16:
         yield "bf16.enabled and fp16.enabled: DeepSpeed refuses both together"
+    for section in ("bf16", "fp16"):
+        for key in said.read.section(section):
+            if key not in known(NAME)[section]:
+                yield f"{section}.{key}: DeepSpeed refuses keys that it does not know there"
     if said.low and not said.own:
         yield "bf16_optimizer_states needs bf16_master_weights_and_grads"
     if (said.own or said.low) and said.stage < 1:

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpbridge.errors import BadValue, DataError
 from mpbridge.formats import DType
-from mpbridge.precision.policy import LossScale
+from mpbridge.precision.policy import LossScale, Quant, Region
 from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.lightning import NAME
@@ -21,7 +21,10 @@ _WORDS: Mapping[str, tuple[DType, bool]] = {
     # word -> (dtype, whether parameters are cast to it)
     "32": (DType.FP32, True), "32-true": (DType.FP32, True), "16": (DType.FP16, False), "16-mixed": (DType.FP16, False),
     "bf16": (DType.BF16, False), "bf16-mixed": (DType.BF16, False), "16-true": (DType.FP16, True), "bf16-true": (DType.BF16, True),
+    "transformer-engine": (DType.BF16, True), "transformer-engine-float16": (DType.FP16, True),
 }  # fmt: skip
+_DELAYED = Quant(format="hybrid", scaling="delayed", amax_history=1024, amax_algo="max")
+"""Transformer Engine's DelayedScaling() as it is made without arguments, which is what the words alone give."""
 
 
 def read(words: Iterable[str], *, version: str) -> Imported:
@@ -45,8 +48,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     read_.whole |= {"strategy"} if isinstance(strategy, Mapping) else set()
     name = str(strategy.get("class_path", "") if isinstance(strategy, Mapping) else strategy).lower().rsplit(".", 1)[-1]
     if word not in _WORDS:
-        hint = "; transformer-engine needs its plugin's recipe" if "transformer" in word else ""
-        read_.faults.append(f"precision={word!r}: expected one of {', '.join(_WORDS)}{hint}")
+        read_.faults.append(f"precision={word!r}: expected one of {', '.join(_WORDS)}")
     raise_faults(read_.faults, "this Lightning configuration")
     base, cast = _WORDS[word]
     cannot: list[str] = []
@@ -55,7 +57,11 @@ def read_data(data: Any, *, version: str) -> Imported:
         assumed.append("a GPU: on a CPU Lightning trains BF16 under 16")
     contradicts = _refused(base, cast, name, assumed)
     meaning = _meaning(base, cast, name, strategy, assumed)
-    fields = fields_of(meaning, cannot) if meaning.main is None else _megatron_like(meaning)
+    quant = _DELAYED if word.startswith("transformer-engine") else None
+    if quant is not None:
+        assumed.append("a plugin without a recipe: Transformer Engine's DelayedScaling as it is made without arguments")
+        meaning = dataclasses.replace(meaning, autocast=base, regions=(Region(quant=quant),))
+    fields = fields_of(meaning, cannot, quant) if meaning.main is None else _megatron_like(meaning)
     if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
         cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     found = Imported(

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mpbridge.errors import BadValue, DataError, MpbridgeError, UnknownName, nearest
+from mpbridge.errors import BadValue, DataError, UnknownName, nearest
 from mpbridge.formats import DType
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
-from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.described import described
 from mpbridge.stacks.known_keys import with_rest
-from mpbridge.stacks.meaning import Meaning, of_policy
+from mpbridge.stacks.meaning import Sharded
 from mpbridge.stacks.megatron_bridge import DIFFERS, FIELDS, NAME, TARGET
 from mpbridge.stacks.python_values import Made, Unknown, plain, without_unknown
 from mpbridge.stacks.reading import Reader, raise_faults
@@ -77,16 +77,8 @@ def read_data(data: Any, *, version: str) -> Imported:
     raise_faults(read_.faults, "this run_config.yaml")
     engine = engine_with("wrapper") if fsdp else DEFAULT
     distributed = read_.at("ddp.use_distributed_optimizer", read_.at("optimizer.use_distributed_optimizer", True))
-    try:
-        policy = resolve(MixedPrecisionConfig.from_data(fields))
-        meaning = of_policy(
-            policy,
-            engine=engine,
-            sharded="everything" if fsdp else "optimizer" if distributed else "nothing",
-        )
-    except MpbridgeError as error:
-        notes.contradicts.append(str(error))
-        meaning = _plain(fields)
+    sharded: Sharded = "everything" if fsdp else "optimizer" if distributed else "nothing"
+    meaning = described(fields, notes.contradicts, engine=engine, sharded=sharded)
     found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning,
         inert=tuple(notes.inert), contradicts=tuple(notes.contradicts), cannot_express=tuple(notes.cannot),
@@ -281,10 +273,3 @@ def _overridden(read_: Reader, fields: Mapping[str, Any], notes: _Notes) -> None
         asked = read_.at(f"model.{name}")
         if asked and not fields.get(name) and not fields.get(f"{name}_gather"):
             notes.inert.append(f"model.{name}={asked}: mixed_precision is heard instead")
-
-
-def _plain(fields: Mapping[str, Any]) -> Meaning:
-    base = DType.BF16 if fields.get("bf16") else DType.FP16 if fields.get("fp16") else DType.FP32
-    wire = DType.FP32 if fields.get("grad_reduce_in_fp32", True) else base
-    main = None if base is DType.FP32 else DType.FP32
-    return Meaning(storage=base, compute=base, main=main, wire=wire, accumulator=wire, sharded="optimizer")

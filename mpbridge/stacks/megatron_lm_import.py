@@ -12,13 +12,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mpbridge.errors import BadValue, DataError, MpbridgeError, nearest
+from mpbridge.errors import BadValue, DataError, nearest
 from mpbridge.formats import DType, dtype
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.described import described
 from mpbridge.stacks.known_keys import PRECISION
-from mpbridge.stacks.meaning import Meaning, Sharded, of_policy
+from mpbridge.stacks.meaning import Sharded
 from mpbridge.stacks.megatron_lm import NAME
 from mpbridge.stacks.megatron_lm_notes import Parsed, cannot_express, contradictions, inert
 from mpbridge.traits import DEFAULT
@@ -204,12 +204,7 @@ def _meaning(read: Parsed, *, version: str, assumed: tuple[str, ...]) -> Importe
     if read.on("megatron_fsdp") or read.on("fsdp2"):
         engine = engine_with("wrapper" if read.on("megatron_fsdp") else "optimizer")
     sharded: Sharded = "everything" if engine != DEFAULT else "optimizer" if read.on("distributed") else "nothing"
-    try:
-        policy = resolve(MixedPrecisionConfig.from_data(fields))
-        meaning = of_policy(policy, sharded=sharded)
-    except MpbridgeError as error:
-        contradicts.append(str(error))
-        meaning = _plain_meaning(fields, sharded)
+    meaning = described(fields, contradicts, sharded=sharded)
     if not (read.on("bf16") or read.on("fp16")):
         more.append("neither --bf16 nor --fp16: everything in FP32")
     precise = [one for one in read.other if PRECISION.search(one.replace("-", "_"))]
@@ -219,14 +214,6 @@ def _meaning(read: Parsed, *, version: str, assumed: tuple[str, ...]) -> Importe
         contradicts=tuple(contradicts), cannot_express=tuple(cannot_express(read, values)), unknown=tuple(read.unknown),
         other=tuple(one for one in read.other if one not in precise), assumed=(*assumed, *more, *open_),
     )  # fmt: skip
-
-
-def _plain_meaning(fields: Mapping[str, Any], sharded: Sharded) -> Meaning:
-    """Storage and communication alone, for settings that resolve refuses."""
-    base = DType.BF16 if fields.get("bf16") else DType.FP16 if fields.get("fp16") else DType.FP32
-    wire = DType.FP32 if fields.get("grad_reduce_in_fp32") else base
-    main = None if base is DType.FP32 else DType.FP32
-    return Meaning(storage=base, compute=base, main=main, wire=wire, accumulator=wire, sharded=sharded)
 
 
 def _fields(read: Parsed, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,9 @@ def read_data(data: Any, *, version: str) -> Imported:
     cannot: list[str] = []
     inert: list[str] = []
     contradicts: list[str] = []
-    assumed = ["FSDP2 shards: without it its mixed precision is autocast"]
+    assumed = [
+        "FSDP2 installs the policy at every sharding degree, one included (its docstrings still tell of autocast)"
+    ]
     storage = read_.dtype("training.dtype", DType.FP32) or DType.FP32
     compute = read_.dtype("training.mixed_precision_param", DType.BF16) or DType.BF16
     reduce = read_.dtype("training.mixed_precision_reduce", DType.FP32) or DType.FP32
