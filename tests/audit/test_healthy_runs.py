@@ -178,5 +178,6 @@ def test_a_hundred_healthy_runs_raise_no_alarm(build: Any) -> None:
         ran += 1
         if found:
             alarms.append((row, found))
+    print(f"{ran} healthy runs, {len(alarms)} alarms; {refused} combinations were refused by a rule")
     assert alarms == []
     assert ran >= 100, f"{ran} ran, {refused} were refused"

@@ -173,7 +173,6 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
     return {
         "never reduced": ("ddp", _never_reduced, 0, {"wire: gradients", "gradients", "replicas"}),
         "never reduced, sharded": ("dist", _never_reduced, 0, {"wire: gradients", "gradients"}),
-        "never reduced, late": ("ddp", _never_reduced, 4, {"wire: gradients", "gradients", "replicas"}),
         "reduced twice": ("ddp", _reduced_twice, 0, {"wire: gradients", "gradients"}),
         "reduced in BF16": ("ddp", _reduced_in_bf16, 0, {"wire: gradients", "gradients"}),
         "FSDP2 reduces in BF16": ("fsdp2", _fsdp2_reduces_in_bf16, 0, {"wire: gradients", "gradients"}),
