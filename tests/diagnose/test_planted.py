@@ -29,7 +29,7 @@ def test_causes_are_named_first_and_healthy_runs_are_not_accused(tmp_path: Path)
     said = planted("judge", str(tmp_path / "runs"))
     found = re.search(r"healthy runs accused: 0 of (\d+)", said)
     assert found is not None
-    assert int(found[1]) >= 20, "runs that spike without a plant are not counted"
+    assert int(found[1]) == 24, "those that spike of their own accord are healthy too"
 
 
 def test_one_planted_cause_and_one_healthy_run(tmp_path: Path) -> None:
