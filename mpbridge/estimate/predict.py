@@ -123,6 +123,8 @@ def _band(run: RunFacts, machine: Machine, using: Constants) -> tuple[float, str
         return using.bands[
             "unusual kernels"
         ], f"{odd}: published runs of such a model take up to twice as long as predicted"
+    if machine.name in using.machines and machine.name not in constants().machines:
+        return using.bands["machine without rows"], "rates that calibrate measured there, and no run beside them"
     if machine.name in using.machines:
         return using.bands["machine with rows"], f"published runs on {machine.name}"
     return using.bands[

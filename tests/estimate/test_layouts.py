@@ -178,7 +178,10 @@ def test_a_machine_file_replaces_rates_and_constants(tmp_path, capsys):
     assert held.of("gemm_bf16") == 1.0
     assert held.of("attention") > 2
     assert main(["estimate", "--config", "gpt_tiny", "--machine-file", str(path)]) == 0
-    assert "here: a prediction" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "here: a prediction" in said
+    assert "calibrate measured" in said
+    assert "published" not in said
     faster = tmp_path / "f.yaml"
     faster.write_text(MACHINE.replace("bf16: 0.2", "bf16: 2.0"))
     seconds = []
