@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue
+from mpbridge.formats import plain
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.exporters import STACKS
 from mpbridge.stacks.importers import read_args, read_file
@@ -114,16 +115,10 @@ def _write(path: Path, found: Imported, told: Answer) -> None:
     """A recipe file: the nearest recipe and what differs from it."""
     import yaml
 
-    from mpbridge.precision.config import MixedPrecisionConfig
-
     if told.recipe is None:
         raise BadValue(f"--write {path}: there is no recipe to write: {told.why}")
-    said = MixedPrecisionConfig.from_data(dict(told.overrides)).as_data() if told.overrides else {}
-    said |= {
-        name: value
-        for name, value in told.overrides.items()
-        if name not in said and isinstance(value, (bool, int, float, str))
-    }
+    # null too: it takes back what the recipe states
+    said = {name: plain(value) for name, value in told.overrides.items()}
     engine = {} if told.engine is None else {"engine": told.engine}
     text = yaml.safe_dump({"extends": told.recipe, **engine, **said}, sort_keys=False)
     path.write_text(f"# from {found.stack} {found.version}\n{text}", encoding="utf-8")

@@ -30,29 +30,39 @@ def torch_meaning(
     policy states beyond these is missing there until the stack's module adds it.
     """
     settled = policy.settled()
-    own = (settled.main_params or DType.FP32) is settled.params
-    aware = fused_adam and bool(settled.precision_aware) and settled.params is DType.BF16 and not own
-    storage = settled.params if own or aware else (settled.main_params or DType.FP32)
-    adam = storage if not aware else None
+    storage, main = _weights(settled, fused_adam=fused_adam)
     cast = settled.compute if autocast and settled.mixed else None
+    # the residual stream follows the embeddings: FP32 under autocast, else the compute dtype
+    wide = cast is not None or not settled.mixed
+    states = (
+        (settled.exp_avg or DType.FP32, settled.exp_avg_sq or DType.FP32) if main is not None else (storage, storage)
+    )
     return Meaning(
         storage=storage,
         compute=settled.compute,
         autocast=cast,
-        main=DType.FP32 if aware else None,
-        remainders=aware,
+        main=main,
+        remainders=main is not None,
         wire=wire or settled.reduce,
         accumulator=accumulator or storage,
-        exp_avg=adam or settled.exp_avg or DType.FP32,
-        exp_avg_sq=adam or settled.exp_avg_sq or DType.FP32,
+        exp_avg=states[0],
+        exp_avg_sq=states[1],
         sharded="everything",
         loss_scale=scaler,
         regions=regions,
         output=settled.output if hands_on and settled.output is not settled.compute else None,
-        # the residual stream follows the embeddings: FP32 under autocast, else the compute dtype
-        residual_fp32=cast is not None or not settled.mixed,
-        softmax_fp32=True if cast is not None or not settled.mixed else None,
+        residual_fp32=wide,
+        softmax_fp32=True if wide else None,
     )
+
+
+def _weights(settled: PrecisionPolicy, *, fused_adam: bool) -> tuple[DType, DType | None]:
+    """(stored dtype, main weights beside it): torch's optimizers update what is stored, FusedAdam can keep FP32 beside BF16."""
+    main = settled.main_params or DType.FP32
+    if main is settled.params:
+        return main, None
+    beside = fused_adam and settled.precision_aware and settled.params is DType.BF16
+    return (settled.params, DType.FP32) if beside else (main, None)
 
 
 def regions_there(policy: PrecisionPolicy, words: Mapping[str, Quant], *, edges: bool = False) -> tuple[Region, ...]:

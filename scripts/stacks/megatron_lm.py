@@ -14,6 +14,7 @@ import contextlib
 import importlib.machinery
 import io
 import json
+import logging
 import os
 import shlex
 import sys
@@ -113,12 +114,23 @@ def recipes_agree(modules: Any) -> tuple[int, int]:
 
 def as_planned(name: str, got: dict[str, Any]) -> tuple[int, int]:
     """Planned facts of a recipe that the configs of `got` (model, optimizer, ddp) have, and how many are equal; prints each difference."""
-    from mpbridge import get_mixed_precision_config, plan, recipes, resolve
+    from mpbridge import get_mixed_precision_config, recipes, resolve
+
+    return policy_as_planned(name, resolve(get_mixed_precision_config(name)), recipes[name].engine, got)
+
+
+def policy_as_planned(name: str, policy: Any, engine: str | None, got: dict[str, Any]) -> tuple[int, int]:
+    """The same of a policy on an engine; rules by module are asked of megatron-core's matcher, linear by linear."""
+    from mpbridge import plan
     from mpbridge.formats import say
 
     compared = equal = 0
-    ddp = {"use_megatron_fsdp": True} if recipes[name].engine == "megatron_fsdp" else {}
-    for write in plan(resolve(get_mixed_precision_config(name)), model={}, optimizer={}, ddp=ddp).writes:
+    ddp = {"use_megatron_fsdp": True} if engine == "megatron_fsdp" else {}
+    for write in plan(policy, model={}, optimizer={}, ddp=ddp).writes:
+        if write.field == "quant_recipe":
+            more, alike = rules_alike(name, policy, got["model"].quant_recipe)
+            compared, equal = compared + more, equal + alike
+            continue
         if not hasattr(got[write.target], write.field):
             print(f"{name}: {write.name}: not in this megatron-core")
             continue
@@ -127,6 +139,86 @@ def as_planned(name: str, got: dict[str, Any]) -> tuple[int, int]:
         equal += say(there) == say(write.after)
         if say(there) != say(write.after):
             print(f"{name}: {write.name}: planned {say(write.after)}, found {say(there)}")
+    return compared, equal
+
+
+LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+
+
+def rules_alike(name: str, policy: Any, recipe: Any) -> tuple[int, int]:
+    """Linears compared, and those whose scaling by the file, or by the autocast around their block, is the policy's."""
+    from megatron.core.quantization.quant_config import MatchContext
+
+    compared = equal = 0
+    for layer in range(LAYERS):
+        block = policy.quant if policy.quant is not None and layer not in policy.bf16_layers(LAYERS) else None
+        for module in LINEARS:
+            found = recipe.match(MatchContext(f"decoder.layers.{layer}.{module}", None))
+            there = block and block.row.core
+            if found is not None and (
+                block is not None or found.config["training_recipe"].get("override_nonquantized_autocast")
+            ):
+                own = found.config["training_recipe"]
+                there = own.get("fp8_quantization_recipe") or own.get("fp4_quantization_recipe")
+            wanted = policy.at(module, layer, LAYERS)
+            compared += 1
+            equal += there == (wanted and wanted.row.core)
+            if there != (wanted and wanted.row.core):
+                print(f"{name}: layer {layer} {module}: planned {wanted and wanted.row.core}, found {there}")
+    return compared, equal
+
+
+LAYERS = 48
+RUNS: dict[str, dict[str, Any]] = {
+    "model facts": {
+        "recipe": "bf16_mixed", "grad_reduce_in_fp32": False, "fp32_residual_connection": True, "moe_router_dtype": "fp32",
+        "attention_softmax_in_fp32": False,
+    },
+    "rules and ends": {
+        "recipe": "bf16_with_fp8_current_scaling_mixed", "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 3,
+        "modules": {"mlp.linear_fc2": "bf16", "self_attention.*": {"layers": "last 6", "precision": "bf16"}},
+    },
+    "rules in bf16": {"recipe": "bf16_mixed", "modules": {"mlp.*": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}}},
+    "loss scale": {"recipe": "fp16_mixed", "initial_loss_scale": 65536.0, "min_loss_scale": 2.0, "loss_scale_window": 500, "hysteresis": 3},
+    "static scale": {"recipe": "fp16_mixed", "loss_scale": 1024.0},
+    "delayed in detail": {
+        "recipe": "bf16_with_fp8_delayed_scaling_mixed", "fp8": "e4m3", "fp8_amax_history_len": 16, "fp8_margin": 1,
+        "fp8_amax_compute_algo": "most_recent", "fp8_wgrad": False,
+    },
+    "fp8 moments": {"recipe": "bf16_mixed_bf16_moments", "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"},
+    "two wires": {"recipe": "bf16_megatron_fsdp", "grad_reduce_in_fp32": False, "grad_accumulation_dtype": "fp32"},
+}  # fmt: skip
+"""Additions to recipes, as a run's configuration has them."""
+
+
+def runs_agree(modules: Any) -> tuple[int, int]:
+    """Facts compared and equal, over exports of configured runs with the files that they name."""
+    import tempfile
+
+    from mpbridge import ConfigContainer, recipes
+    from mpbridge.stacks.exporters import export
+
+    compared = equal = 0
+    model = {"num_layers": LAYERS, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
+    for name, fields in RUNS.items():
+        engine = recipes[fields["recipe"]].engine
+        container = ConfigContainer(mixed_precision=fields, model=model, data={"seq_length": 32})
+        if engine:
+            container.engine = engine
+        run = container.resolved(1, training=False)
+        made = export(fields["recipe"], "megatron-lm", run=run)
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            for piece in made.pieces[1:]:
+                Path(piece.name).write_text(piece.text, encoding="utf-8")
+            got = parsed(modules, shlex.split(made.pieces[0].text.replace("\\\n", " ")))
+        if "error" in got:
+            print(f"{name}: {made.fidelity}: REFUSED {got['error']}")
+            compared += 1
+            continue
+        more, alike = policy_as_planned(name, run.policy, engine, got)
+        print(f"run {name!r}: {made.fidelity}: facts {more}, equal {alike}")
+        compared, equal = compared + more, equal + alike
+    print(f"configured runs: {len(RUNS)}; facts compared: {compared}, equal: {equal}")
     return compared, equal
 
 
@@ -209,10 +301,11 @@ def main() -> int:
     arguments.add_argument("--words", action="store_true", help="rewrite the list of options")
     args = arguments.parse_args()
     modules = prepare(args.checkout)
+    logging.disable(logging.INFO)  # megatron-core reports every match
     if args.words:
         write_words(modules)
         return 0
-    compared, equal = recipes_agree(modules)
+    compared, equal = (a + b for a, b in zip(recipes_agree(modules), runs_agree(modules), strict=True))
     if args.recipes:
         return 0 if compared == equal else 1
     _, told, alike = examples_agree(modules, args.checkout)

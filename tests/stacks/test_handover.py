@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mpbridge import recipes, resolve
+from mpbridge import MixedPrecisionConfig, recipes, resolve
 from mpbridge.cli.main import main
 from mpbridge.errors import RecipeError
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.stacks.exporters import STACKS
 from mpbridge.stacks.handover import ALONE, OURS, Side, handover
+from mpbridge.stacks.importers import read_args, read_file
 from mpbridge.stacks.meaning import of_policy
 from mpbridge.traits import DEFAULT
 
@@ -84,6 +85,29 @@ def test_a_written_import_keeps_its_engine(tmp_path: Path) -> None:
     engine = data.get("engine") or recipes[data["extends"]].engine
     assert engine == "megatron_fsdp"
     assert describe(str(written)).engine == "megatron_fsdp"
+
+
+WRITTEN = {
+    "torchtitan": ["--from=torchtitan", "--args=--training.dtype bfloat16"],
+    "bf16 gradients": ["--args=--bf16 --grad-reduce-in-bf16"],
+    "fp8 moments": ["--args=--bf16 --use-precision-aware-optimizer --use-distributed-optimizer --exp-avg-dtype fp8"],
+    "loss scale": ["--args=--fp16 --initial-loss-scale 65536 --hysteresis 3"],
+    "model facts": ["--args=--bf16 --moe-router-dtype fp32 --fp32-residual-connection"],
+    **{file.name: [str(file)] for file in (Path(__file__).parents[2] / "docs/stacks/examples").iterdir()},
+}
+
+
+@pytest.mark.parametrize("words", WRITTEN.values(), ids=WRITTEN)
+def test_a_written_recipe_means_what_was_imported(words: list[str], tmp_path: Path) -> None:
+    written = tmp_path / "mine.yaml"
+    assert main(["import", *words, "--write", str(written)]) == 0
+    found = (
+        read_file(Path(words[0]))
+        if len(words) == 1 and not words[0].startswith("--")
+        else read_args(words[-1].partition("=")[2], stack="torchtitan" if len(words) > 1 else "megatron-lm")
+    )
+    assert resolve(get_mixed_precision_config(str(written))) == resolve(MixedPrecisionConfig.from_data(found.fields))
+    assert (describe(str(written)).engine or DEFAULT) == found.engine
 
 
 def test_a_recipe_file_states_its_engine_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
