@@ -17,7 +17,9 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import sys
+import tempfile
 import types
 import typing
 import warnings
@@ -222,60 +224,86 @@ def runs_agree(modules: Any) -> tuple[int, int]:
     return compared, equal
 
 
-READ = {
-    "model": ("bf16", "fp16", "fp8", "fp4", "fp32_residual_connection", "first_last_layers_bf16"),
-    "optimizer": ("use_precision_aware_optimizer",),
-    "ddp": ("grad_reduce_in_fp32", "fp8_param_gather"),
-}
+READ = (
+    "bf16",
+    "fp16",
+    "fp8",
+    "fp4",
+    "fp32_residual_connection",
+    "first_last_layers_bf16",
+    "use_precision_aware_optimizer",
+    "fp8_param_gather",
+)
+"""Names of its namespace that a script decides; the reduction is compared apart, since validate_args settles it."""
+
+
+def namespace(modules: Any, words: list[str]) -> Any:
+    """What its own parser makes of a command line, options of the program itself passed over; None where it refuses it."""
+    before, log = sys.argv, io.StringIO()
+    sys.argv = ["pretrain", *words]
+    try:
+        with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            return modules.arguments.parse_args(ignore_unknown_args=True)
+    except (Exception, SystemExit):
+        return None
+    finally:
+        sys.argv = before
 
 
 def examples_agree(modules: Any, checkout: Path) -> tuple[int, int, int]:
-    """Scripts imported, compared with the parser (their precision options alone), and equal."""
-    from mpbridge.stacks.importers import read_text
-    from mpbridge.stacks.megatron_lm_import import _SWITCHES, _VALUES, _is_option
-    from mpbridge.stacks.shell import read_script
+    """Example scripts imported, those whose words bash itself hands over and its parser takes, and those of them read alike.
+
+    The words are bash's (real_bash.py), not ours: what is compared is our reading of the file with its parser's reading of what bash started.
+    """
+    from mpbridge.stacks.importers import read_file
+
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    import real_bash
 
     imported = compared = equal = 0
-    for path in sorted((checkout / "examples").rglob("*.sh")):
-        text = path.read_text(encoding="utf-8", errors="replace")
-        ours = read_text(text, stack="megatron-lm", name=str(path), env={})
-        imported += 1
-        words, keep = read_script(text, {}).words, []
-        for at, word in enumerate(words):
-            name = word.partition("=")[0]
-            if name in _SWITCHES:
-                keep.append(word)
-            elif name in _VALUES and name != "--te-precision-config-file":
-                keep.append(word)
-                if "=" not in word and at + 1 < len(words) and not _is_option(words[at + 1]):
-                    keep.append(words[at + 1])
-        keep += ["--ckpt-format", "fsdp_dtensor"] if "--use-megatron-fsdp" in keep else []
-        got = parsed(modules, keep)
-        if "error" in got:
-            print(f"{path.name}: its own parser refuses the precision options alone: {got['error'][:120]}")
-            continue
-        compared += 1
-        fields = ours.fields
-        said = {
-            "bf16": bool(fields.get("bf16")), "fp16": bool(fields.get("fp16")), "fp8": fields.get("fp8"), "fp4": fields.get("fp4"),
-            "fp32_residual_connection": bool(fields.get("fp32_residual_connection")),
-            "first_last_layers_bf16": bool(fields.get("first_last_layers_bf16")),
-            "use_precision_aware_optimizer": bool(fields.get("use_precision_aware_optimizer")),
-            "grad_reduce_in_fp32": fields.get("grad_reduce_in_fp32"), "fp8_param_gather": bool(fields.get("fp8_param")),
-        }  # fmt: skip
-        there = {
-            field: getattr(got[target], field)
-            for target, names in READ.items()
-            for field in names
-            if hasattr(got[target], field)
-        }
-        if ours.engine == "megatron_fsdp":  # which reads the three dtype flags instead of that field
-            there["grad_reduce_in_fp32"] = str(got["ddp"].megatron_fsdp_main_grads_dtype) == "torch.float32"
-        wrong = {name: (said[name], value) for name, value in there.items() if said[name] != value}
-        equal += not wrong
-        if wrong:
-            print(f"{path.name}: read as {wrong}")
-    print(f"example scripts imported: {imported}; compared with the parser: {compared}; read alike: {equal}")
+    with tempfile.TemporaryDirectory() as place:
+        work = Path(place).resolve()
+        shutil.copytree(checkout / "examples", work / "copy" / "examples", symlinks=True)
+        for path in sorted((work / "copy").rglob("*.sh")):
+            env = real_bash.given(path, dict(real_bash.MORE.get(path.parent.name, {})))
+            ours = read_file(path, stack="megatron-lm", env=env)
+            imported += 1
+            verdict, words, _ = real_bash.compared(path, env, work)
+            args = namespace(modules, words) if verdict.endswith("alike") else None
+            if args is None:
+                print(
+                    f"{path.name}: not compared: {verdict if not verdict.endswith('alike') else 'its parser refuses the values given here'}"
+                )
+                continue
+            compared += 1
+            fields = {**ours.fields, "fp8_param_gather": ours.fields.get("fp8_param", False)}
+            there = {name: getattr(args, name) for name in READ if hasattr(args, name)}
+            wrong = {
+                name: (fields.get(name), value)
+                for name, value in there.items()
+                if (fields.get(name) or None) != (value or None)
+            }
+            switches = {"use_megatron_fsdp": "megatron_fsdp", "use_torch_fsdp2": "fsdp2"}
+            engine = next((mine for theirs, mine in switches.items() if getattr(args, theirs)), "mcore")
+            if engine == "mcore":
+                reduced = args.accumulate_allreduce_grads_in_fp32 or (
+                    args.bf16
+                    and not args.grad_reduce_in_bf16
+                    and str(args.main_grads_dtype) in ("fp32", "torch.float32")
+                )
+                wrong |= (
+                    {}
+                    if bool(fields["grad_reduce_in_fp32"])
+                    == bool(reduced and not (args.bf16 and args.grad_reduce_in_bf16))
+                    else {"reduction": (fields["grad_reduce_in_fp32"], reduced)}
+                )
+            wrong |= {} if ours.engine == engine else {"engine": (ours.engine, engine)}
+            equal += not wrong
+            if wrong:
+                print(f"{path.name}: read as {wrong}")
+    print(
+        f"example scripts imported: {imported}; started by bash and parsed by its parser: {compared}; read alike: {equal}"
+    )
     return imported, compared, equal
 
 

@@ -128,23 +128,24 @@ def _options(words: list[str]) -> int:
     return sum(word.startswith("--") for word in words)
 
 
+def given(script: Path, env: dict[str, str]) -> dict[str, str]:
+    """`env` with a value for every variable that a script takes from outside: most end at once where theirs are missing."""
+    from mpbridge.stacks.shell import read_script
+
+    first = read_script(script.read_text(encoding="utf-8", errors="replace"), env, script)
+    named = (note for note in first.notes if "no value" in note)
+    names = {name for note in named for name in re.findall(r"\$(\w+)", note)} - env.keys() - NOT_GIVEN
+    env = {**dict.fromkeys(sorted(names), "1"), **env}
+    last = max((int(name) for name in env if name.isdigit()), default=0)
+    return {**{str(i): "1" for i in range(1, last + 1)}, **env}
+
+
 def compared(script: Path, env: dict[str, str], work: Path) -> tuple[str, list[str], list[str]]:
     """('alike' | 'differs' | why not, bash's words, ours)."""
     from mpbridge.stacks.shell import read_script
 
     text = script.read_text(encoding="utf-8", errors="replace")
-    first = read_script(text, env, script)
-    # variables that come from outside get a value, in both: most scripts end at once where theirs are missing
-    names = (
-        {name for note in first.notes if "no value" in note for name in re.findall(r"\$(\w+)", note)}
-        - env.keys()
-        - NOT_GIVEN
-    )
-    env = {**dict.fromkeys(sorted(names), "1"), **env}
-    while any(name.isdigit() for name in env) and not all(
-        str(i) in env for i in range(1, max(int(n) for n in env if n.isdigit()))
-    ):
-        env |= {str(i): "1" for i in range(1, max(int(n) for n in env if n.isdigit())) if str(i) not in env}
+    env = given(script, env)
     bash = shutil.which("bash") or "bash"
     if subprocess.run([bash, "-n", str(script)], capture_output=True).returncode:
         return "bash refuses its syntax", [], []
@@ -163,7 +164,7 @@ def compared(script: Path, env: dict[str, str], work: Path) -> tuple[str, list[s
     if not options:
         return "neither starts a program nor sets options", [], ours
     mine = sorted(set(_comparable([word for one in ours for word in one.split() if word.startswith("--")])))
-    return ("options alike" if mine == options else "differs"), options, mine
+    return ("options alike" if mine == options else "differs"), made[0] if isinstance(made, list) else [], ours
 
 
 MORE = {
