@@ -67,12 +67,16 @@ def _reduced_in_bf16(engine: Any) -> None:
 
 
 def _fsdp2_reduces_in_bf16(engine: Any) -> None:
+    import dataclasses
+
     import torch
 
     for module in engine.model[0].modules():
         state = getattr(module, "_get_fsdp_state", lambda: None)()
         group = getattr(state, "_fsdp_param_group", None)
         if group is not None:
+            # its first forward pass reads the policy, later ones what was made of it
+            group.mp_policy = dataclasses.replace(group.mp_policy, reduce_dtype=torch.bfloat16)
             group._reduce_dtype = torch.bfloat16
 
 

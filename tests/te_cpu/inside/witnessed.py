@@ -16,6 +16,7 @@ from .training import BLACKWELL
 RECIPE = "bf16_with_mxfp8_mixed" if BLACKWELL else "bf16_with_fp8_current_scaling_mixed"
 FIELDS = {"fp8": "e4m3", "fp8_recipe": "mxfp8"} if BLACKWELL else {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 PLAIN = {"first_last_layers_bf16": False, "fp8_param": False}
+PLAIN |= {"reuse_grad_buf_for_mxfp8_param_ag": False} if BLACKWELL else {}
 
 
 @pytest.fixture(autouse=True)
