@@ -2,9 +2,9 @@
 
     python scripts/stacks/megatron_bridge.py CHECKOUT CORE [--tests FILE]
 
-CHECKOUT: a clone of Megatron Bridge. CORE: a clone of the Megatron-LM that it belongs to. Its configuration code (omegaconf_utils) writes,
-overrides and reads our objects under its module's name; with --tests, its unit tests of that module run against ours. Needs torch, triton,
-omegaconf, hydra-core and pytest. Exit code 0 when all of that holds; tests that are not expected to pass are listed with the decision behind them.
+CHECKOUT: a clone of Megatron Bridge. CORE: a clone of the Megatron-LM that it belongs to. Its configuration code (omegaconf_utils,
+config_utils) writes, overrides and reads our objects under its module's name; with --tests, its unit tests of that module run against ours. Needs torch, triton,
+omegaconf, hydra-core, transformers and pytest. Exit code 0 when all of that holds; tests that are not expected to pass are listed with the decision behind them.
 """
 
 from __future__ import annotations
@@ -149,6 +149,37 @@ def overrides_work(classes: tuple[type, type, type]) -> bool:
     return found == (True, "blockwise", False, "torch.bfloat16") and back == mixed
 
 
+def files_work() -> bool:
+    """run_config.yaml of every recipe, written and read by the container that Bridge's ConfigContainer is made of; False where one comes back changed."""
+    import tempfile
+
+    from mpbridge.compat import megatron_bridge as ours
+
+    base = importlib.import_module("megatron.bridge.training.utils.config_utils")._ConfigContainerBase
+
+    @dataclasses.dataclass(kw_only=True)
+    class Container(base):  # type: ignore[misc, valid-type]
+        mixed_precision: Any
+
+    # under the name of Bridge's own, whose other sections are of no interest here: its loader takes targets below megatron alone
+    Container.__module__, Container.__qualname__ = "megatron.bridge.training.config", "ConfigContainer"
+    sys.modules[Container.__module__].ConfigContainer = Container  # type: ignore[attr-defined]
+
+    names = sorted(name for name in ours.MIXED_PRECISION_RECIPES if "-" not in name)
+    back = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            path = str(Path(folder) / f"{name}.yaml")
+            Container(mixed_precision=ours.get_mixed_precision_config(name)).to_yaml(path)
+            back[name] = Container.from_yaml(path).mixed_precision
+    alike = [name for name in names if back[name] == ours.get_mixed_precision_config(name)]
+    print(f"run_config.yaml written and read by Bridge's container: {len(names)}, equal: {len(alike)}")
+    for name in names:
+        if name not in alike:
+            print(f"  {name}: {back[name]!r}")
+    return bool(names) and alike == names
+
+
 def own_tests(path: Path) -> bool:
     """Bridge's unit tests of the module, run against ours."""
     import pytest
@@ -180,7 +211,7 @@ def main() -> int:
     arguments.add_argument("--tests", type=Path, help="its tests/unit_tests/training/test_mixed_precision.py")
     args = arguments.parse_args()
     classes = prepare(args.checkout, args.core)
-    good = overrides_work(classes)
+    good = overrides_work(classes) and files_work()
     if args.tests:
         good = own_tests(args.tests) and good
     return 0 if good else 1
