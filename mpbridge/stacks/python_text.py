@@ -288,26 +288,21 @@ class Reading:
         named = {item.arg: self.value(item.value, scope, module) for item in node.keywords if item.arg is not None}
         if isinstance(callee, Function) and callee.node.name not in self.opaque:
             return self.call(callee, arguments, named)
-        name = ast.unparse(node.func)
-        if isinstance(callee, Dotted):
-            if callee.path == "isinstance" and len(arguments) == 2:
+        if isinstance(callee, Dotted) and len(arguments) == 2:
+            if callee.path == "isinstance":
                 return _is_instance(*arguments, ast.unparse(node))
-            if callee.last == "cast" and len(arguments) == 2:
+            if callee.last == "cast":
                 return arguments[1]
-            name = callee.path
-        elif isinstance(callee, Function):
-            name = callee.node.name
-        elif isinstance(node.func, ast.Attribute) and not arguments and not named:
-            return Made(callee=name)
-        touched = [one for one in (*arguments, *named.values()) if isinstance(one, Made)]
-        if (
-            touched
-            and isinstance(callee, Dotted)
-            and callee.last[:1].islower()
-            and name.partition(".")[0] not in _HARMLESS
-        ):
-            self.notes.append(f"{name}(...): is not in this checkout; what it changes is not known")
-        return Made(callee=name, arguments=arguments, attributes=named)
+        made = Made(callee=_name_of(callee, node.func), arguments=arguments, attributes=named)
+        if isinstance(callee, Dotted):
+            self._doubt_what_it_changes(callee, made)
+        return made
+
+    def _doubt_what_it_changes(self, callee: Dotted, made: Made) -> None:
+        """A note where a function that is not read is given an object: it may set attributes of it."""
+        function = callee.last[:1].islower() and callee.path.partition(".")[0] not in _HARMLESS
+        if function and any(isinstance(one, Made) for one in (*made.arguments, *made.attributes.values())):
+            self.notes.append(f"{callee.path}(...): is not in this checkout; what it changes is not known")
 
     # other files
 
@@ -351,6 +346,13 @@ class Reading:
                 except (OSError, DataError):
                     self.notes.append(f"{path.name}: cannot be read")
         return self._modules[path]
+
+
+def _name_of(callee: Any, written: ast.expr) -> str:
+    """What is called, by the name that is nearest to its definition."""
+    if isinstance(callee, Dotted):
+        return callee.path
+    return callee.node.name if isinstance(callee, Function) else ast.unparse(written)
 
 
 def _is_instance(value: Any, kind: Any, text: str) -> Any:

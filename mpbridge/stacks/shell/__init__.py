@@ -15,7 +15,7 @@ from mpbridge.errors import BadValue
 from mpbridge.stacks.shell.commands import Follower
 from mpbridge.stacks.shell.fields import bare, clean, unknown_word
 from mpbridge.stacks.shell.syntax import Command, parse
-from mpbridge.stacks.shell.values import NO_VALUE, Value, Values
+from mpbridge.stacks.shell.values import NO_VALUE, Value, Values, texts
 
 MOST = 400_000
 """Characters of a script; launch scripts are a hundredth of it."""
@@ -78,30 +78,31 @@ def _follower(env: Mapping[str, str], path: Path | None) -> Follower:
 
 def _chosen(follower: Follower) -> tuple[list[str], list[str]]:
     """The words behind the program's name in the command with the most options, and what is to be said of them."""
-    found = [(command, _behind_program(command)) for command in follower.commands]
-    started = [(command, rest) for command, rest in found if rest is not None]
-    said: list[str] = []
-    if started:
-        counts = [_options(rest) for _, rest in started]
-        most = max(range(len(started)), key=lambda i: (counts[i], i))
-        words = started[most][1] or []
-        others = {tuple(map(bare, rest)) for _, rest in started if _options(rest)} - {tuple(map(bare, words))}
-        if others:
-            said.append(f"{len(others) + 1} commands start a program with options: the one with the most is read")
-    else:
-        held = [value for name, value in follower.values.variables.items() if name not in ("PWD", "?")]
-        texts = [one for value in held for one in _texts(value)]
-        given = [word for command in follower.commands for word in command]
-        pieces = texts if any("--" in one for one in texts) else given  # a job's submission has options of its own
-        words = [part for piece in pieces for part in _again(piece)] if any("--" in piece for piece in pieces) else []
-        if any(words):
-            said.append("no command starts a Python program here: every option of the text counts")
+    started = [rest for command in follower.commands if (rest := _behind_program(command)) is not None]
+    words, said = _of_programs(started) if started else _of_text(follower)
     told = [text for word in words for text in follower.values.told(word)]
     return [bare(word) for word in words if not unknown_word(word)], [*said, *told]
 
 
-def _texts(value: Value) -> list[str]:
-    return [value] if isinstance(value, str) else list(value.values()) if isinstance(value, dict) else value
+def _of_programs(started: list[list[str]]) -> tuple[list[str], list[str]]:
+    """The words of the program with the most options, the last of several, and what is to be said of the others."""
+    words = max(reversed(started), key=_options)
+    others = {tuple(map(bare, rest)) for rest in started if _options(rest)} - {tuple(map(bare, words))}
+    if not others:
+        return words, []
+    return words, [f"{len(others) + 1} commands start a program with options: the one with the most is read"]
+
+
+def _of_text(follower: Follower) -> tuple[list[str], list[str]]:
+    """The options in variables, or in commands, of a text that starts no program, and what is to be said of that."""
+    held = [value for name, value in follower.values.variables.items() if name not in ("PWD", "?")]
+    pieces = [one for value in held for one in texts(value)]
+    if not any("--" in one for one in pieces):  # a job's submission has options of its own: variables come first
+        pieces = [word for command in follower.commands for word in command]
+    words = [part for piece in pieces for part in _again(piece)] if any("--" in piece for piece in pieces) else []
+    if not any(words):
+        return words, []
+    return words, ["no command starts a Python program here: every option of the text counts"]
 
 
 def _said(follower: Follower, words: list[str]) -> list[str]:
@@ -133,8 +134,8 @@ def _is_python(words: list[str]) -> bool:
     return any(Path(word).name.startswith(("python", "torchrun", "accelerate", "deepspeed")) for word in words)
 
 
-def _options(words: list[str] | None) -> int:
-    return sum(word.startswith("--") for word in words or [])
+def _options(words: list[str]) -> int:
+    return sum(word.startswith("--") for word in words)
 
 
 def _again(value: str) -> list[str]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from mpbridge.errors import BadValue
 
 DEEPEST = 60
 """Constructs inside each other; launch scripts have a handful."""
+_CLOSERS: Mapping[str, str] = MappingProxyType({"${": "}", "$(": ")", '"': '"', "`": "`", "(": ")"})
 _ARRAY = re.compile(r"[A-Za-z_]\w*(?:\[[^\]]*\])?\+?=$")
 _OPERATORS = ("<<<", "<<-", "&>>", "&&", "||", ";;&", ";;", ";&", "|&", "<<", ">>", ">&", "<&", "<>", "&>", ">|", "|", "&", ";", "<", ">", "(", ")")  # fmt: skip
 
@@ -60,33 +63,38 @@ def end_of(text: str, at: int) -> int:
 
 def closing(text: str, at: int, closer: str) -> int:
     """Behind the `closer` that ends what opened before `at`, quotes and nesting respected; -1 without one."""
-    depth, quoted = [closer], closer == '"'
-    while at < len(text):
-        sign = text[at]
-        if sign == depth[-1]:
-            depth.pop()
+    nested = [closer]
+    while nested and 0 <= at < len(text):
+        if text[at] == nested[-1]:
+            nested.pop()
             at += 1
-            if not depth:
-                return at
-            quoted = depth[-1] == '"'
-        elif sign == "\\" or (sign == "'" and not quoted) or text.startswith("$'", at):
-            at = end_of(text, at) if not (quoted and text.startswith("$'", at)) else at + 1
-            if at < 0:
-                return -1
-        elif sign == "#" and depth[-1] == ")" and text[at - 1] in " \t\n":
-            at = text.find("\n", at)
-            if at < 0:
-                return -1
         else:
-            opened = {"${": "}", "$(": ")"}.get(text[at : at + 2]) or ({'"': '"', "`": "`"}.get(sign) if sign != "`" or "`" not in depth else None)  # fmt: skip
-            opened = opened or (")" if sign == "(" and depth[-1] == ")" else None)
-            if opened:
-                depth.append(opened)
-                quoted = opened == '"'
-                if len(depth) > DEEPEST:
-                    raise BadValue(f"this script nests more than {DEEPEST} constructs")
-            at += 2 if text[at : at + 2] in ("${", "$(") else 1
-    return -1
+            behind = _skipped(text, at, nested[-1])
+            at = _entered(text, at, nested) if behind is None else behind
+    return -1 if nested else at
+
+
+def _skipped(text: str, at: int, closer: str) -> int | None:
+    """Behind the escape, single quotes or comment that starts at `at` inside of what `closer` ends; -1 without an end, None for other signs."""
+    sign, ansi = text[at], text.startswith("$'", at)
+    if closer == '"' and (ansi or sign == "'"):  # plain signs between double quotes
+        return at + 1
+    if ansi or sign in ("\\", "'"):
+        return end_of(text, at)
+    if sign == "#" and closer == ")" and text[at - 1] in " \t\n":
+        return text.find("\n", at)
+    return None
+
+
+def _entered(text: str, at: int, nested: list[str]) -> int:
+    """Behind the sign at `at`; where it opens something, what ends that is added to `nested`. Raises BadValue past the bound."""
+    sign = text[at : at + 2] if text[at : at + 2] in _CLOSERS else text[at]
+    plain = (sign == "`" and "`" in nested) or (sign == "(" and nested[-1] != ")")
+    if sign in _CLOSERS and not plain:
+        nested.append(_CLOSERS[sign])
+        if len(nested) > DEEPEST:
+            raise BadValue(f"this script nests more than {DEEPEST} constructs")
+    return at + len(sign)
 
 
 class Lexer:

@@ -6,19 +6,20 @@ substitutions, counts as empty in every comparison, and tells in the end which o
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from mpbridge.errors import BadValue
 from mpbridge.stacks.shell.arithmetic import computed
-from mpbridge.stacks.shell.fields import END, MARK, PLAIN, Fields, bare, braces, matches
+from mpbridge.stacks.shell.cuts import in_other_case, part, replaced, trimmed
+from mpbridge.stacks.shell.fields import END, MARK, PLAIN, Fields, bare, braces
 from mpbridge.stacks.shell.lexer import end_of, words_of
 
 LONGEST = 1_000_000
 """Characters of one value: a script that doubles a variable in a loop ends here."""
 _NAME = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]")
+_PLAIN_SIGNS = re.compile(r"[^\\'\"`$]+")
 _PARAMETER = re.compile(r"([#!]?)([A-Za-z_]\w*|\d+|[@*?$#!-])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=(.*)", re.DOTALL)
 
@@ -82,34 +83,34 @@ class Values:
     def _into(self, made: Fields, raw: str, *, quoted: bool) -> None:
         at = 0
         while at < len(raw):
-            sign = raw[at]
-            if sign == "\\":
-                at = self._escaped(made, raw, at, quoted)
-                continue
-            end = (
-                end_of(raw, at)
-                if not (quoted and sign in "'\"") and not (quoted and raw.startswith("$'", at))
-                else at + 1
-            )
-            end = len(raw) if end < 0 else end
-            if sign == "'" and not quoted:
-                made.add(raw[at + 1 : end - 1 if raw[end - 1 : end] == "'" and end - 1 > at else end], quoted=True)
-            elif sign == '"' and not quoted:
-                made.add("", quoted=True)
-                inside = raw[at + 1 : end - 1] if raw[end - 1] == '"' and end - 1 > at else raw[at + 1 : end]
-                self._into(made, inside, quoted=True)
-            elif sign == "$" and raw.startswith("$'", at) and not quoted:
-                made.add(_ansi(raw[at + 2 : end - 1]), quoted=True)
-            elif sign == "`":
-                made.add(self._output(raw[at + 1 : end - 1].replace("\\`", "`")), quoted=quoted)
-            elif sign == "$":
-                end = self._dollar(made, raw, at, end, quoted)
-            else:
-                # plain signs up to the next that means something go at once
-                stop = re.compile(r"[^\\'\"`$]+").match(raw, at)
-                end = stop.end() if stop else at + 1
-                made.add(raw[at:end], quoted=quoted, literal=True)
-            at = end
+            at = (self._escaped if raw[at] == "\\" else self._piece)(made, raw, at, quoted)
+
+    def _piece(self, made: Fields, raw: str, at: int, quoted: bool) -> int:
+        """Adds what starts at `at`: quotes, an expansion, or plain signs up to the next that means something. Returns the place behind it."""
+        sign, ansi = raw[at], raw.startswith("$'", at)
+        end = at + 1 if quoted and (ansi or sign in "'\"") else end_of(raw, at)
+        end = len(raw) if end < 0 else end
+        if sign == "`":
+            made.add(self._output(raw[at + 1 : end - 1].replace("\\`", "`")), quoted=quoted)
+        elif sign == "$" and (quoted or not ansi):
+            end = self._dollar(made, raw, at, end, quoted)
+        elif sign in "$'\"" and not quoted:
+            self._quotes(made, raw[at:end])
+        else:
+            stop = _PLAIN_SIGNS.match(raw, at)
+            end = stop.end() if stop else at + 1
+            made.add(raw[at:end], quoted=quoted, literal=True)
+        return end
+
+    def _quotes(self, made: Fields, raw: str) -> None:
+        """`'...'`, `"..."` and `$'...'`; quotes that are never closed end with the text."""
+        if raw.startswith("$"):
+            made.add(_ansi(raw[2:-1]), quoted=True)
+            return
+        inside = raw[1:-1] if raw[-1] == raw[0] and len(raw) > 1 else raw[1:]
+        made.add(inside if raw[0] == "'" else "", quoted=True)
+        if raw[0] == '"':
+            self._into(made, inside, quoted=True)
 
     def _escaped(self, made: Fields, raw: str, at: int, quoted: bool) -> int:
         after = raw[at + 1 : at + 2]
@@ -149,24 +150,14 @@ class Values:
         if kind == "!" and index is None and not operation:
             name, kind = bare(str(self.get(name) or "")) or "?", ""
         value = self._indexed(name, index)
-        if kind in ("#", "!"):
-            many = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else None
-            if kind == "!" and isinstance(value, dict):
-                made.add_all(list(value), quoted)
-            else:
-                count = len(many) if many is not None else len(bare(value or "")) if isinstance(value, str) else 0
-                made.add(str(count), quoted=quoted)
-            return
-        if operation:
-            value = self._changed(name, value, operation)
-        if value is None:
-            value = self._missing(name)
-        if isinstance(value, str):
-            made.add(value, quoted=quoted)
+        if kind == "!" and isinstance(value, dict):
+            made.add_all(list(value), quoted)
+        elif kind:
+            made.add(str(len(bare(value)) if isinstance(value, str) else len(value or ())), quoted=quoted)
         else:
-            joined = name == "*" or index == "*"
-            items = list(value.values()) if isinstance(value, dict) else value
-            made.add(" ".join(items), quoted=True) if joined and quoted else made.add_all(items, quoted)
+            value = self._changed(name, value, operation) if operation else value
+            value = self._missing(name) if value is None else value
+            _put(made, value, joined="*" in (name, index), quoted=quoted)
 
     def get(self, name: str) -> Value | None:
         """A variable's value; None without one."""
@@ -207,17 +198,7 @@ class Values:
         """`${A operation}`."""
         default = re.fullmatch(r"(:?)([-=+?])(.*)", operation, re.DOTALL)
         if default:
-            empty = value is None or (
-                bool(default[1]) and not bare(value if isinstance(value, str) else "".join(value))
-            )
-            if default[2] == "+":
-                return "" if empty else self.text(default[3])
-            if not empty or default[2] == "?":
-                return value
-            made = self.text(default[3])
-            if default[2] == "=":
-                self.variables[name] = made
-            return made
+            return self._with_default(name, value, default)
         if value is None:
             return None
         if isinstance(value, str):
@@ -226,37 +207,34 @@ class Values:
             start, _, length = operation[1:].partition(":")
             first = int(bare(self.arithmetic(start)) or 0) - (value is self.positional and start.strip() != "0")
             return value[first:][: int(bare(self.arithmetic(length)) or 0)] if length else value[first:]
-        items = list(value.values()) if isinstance(value, dict) else value
-        return [self._cut(item, operation) for item in items]
+        return [self._cut(item, operation) for item in texts(value)]
+
+    def _with_default(self, name: str, value: Value | None, default: re.Match[str]) -> Value | None:
+        """`${A:-text}` and its kin; default: the colon, the sign and the text."""
+        empty = value is None or (bool(default[1]) and not bare(value if isinstance(value, str) else "".join(value)))
+        if default[2] == "+":
+            return "" if empty else self.text(default[3])
+        if not empty or default[2] == "?":
+            return value
+        made = self.text(default[3])
+        if default[2] == "=":
+            self.variables[name] = made
+        return made
 
     def _cut(self, value: str, operation: str) -> str:
+        """One text without what `#`, `%` or `:` takes away, or with what `/`, `^` or `,` changes."""
         if operation[0] in "#%":
             twice = operation[:2] in ("##", "%%")
             wanted = self.pattern(operation[2 if twice else 1 :])
-            ends = range(len(value) + 1)
-            front = operation[0] == "#"
-            fits = [at for at in ends if matches(value[:at] if front else value[at:], wanted)]
-            if not fits:
-                return value
-            at = (max(fits) if twice else min(fits)) if front else (min(fits) if twice else max(fits))
-            return value[at:] if front else value[:at]
+            return trimmed(value, wanted, front=operation[0] == "#", longest=twice)
         if operation[0] == "/":
             every = operation.startswith("//")
             parts = re.fullmatch(r"((?:[^/\\]|\\.)*)(?:/(.*))?", operation[2 if every else 1 :], re.DOTALL)
             old, new = (parts[1], parts[2] or "") if parts else ("", "")
-            pattern = re.compile(fnmatch.translate(self.pattern(old)).removesuffix(r"\Z").removesuffix(r"\z"))
-            replacement = self.text(new)
-            return pattern.sub(lambda _: replacement, value, count=0 if every else 1) if old else value
-        if operation in ("^^", ",,"):
-            return value.upper() if operation == "^^" else value.lower()
-        if operation in ("^", ","):
-            return (value[:1].upper() if operation == "^" else value[:1].lower()) + value[1:]
-        part = re.fullmatch(r":\s*(-?\d+)(?::(-?\d+))?", operation)
-        if part:
-            start = int(part[1])
-            rest = value[start:] if start >= 0 or len(value) + start >= 0 else ""
-            return rest if part[2] is None else rest[: int(part[2])]
-        return self.mark(f"${{...{operation}}} is not understood: taken as empty")
+            wanted, replacement = self.pattern(old), self.text(new)
+            return replaced(value, wanted, replacement, every=every) if old else value
+        found = in_other_case(value, operation) if operation[0] in "^," else part(value, operation)
+        return self.mark(f"${{...{operation}}} is not understood: taken as empty") if found is None else found
 
     def arithmetic(self, text: str) -> str:
         """`$(( text ))` of whole numbers; a mark where it is none."""
@@ -323,3 +301,18 @@ class Values:
 def _ansi(text: str) -> str:
     named = {"n": "\n", "t": "\t", "'": "'", '"': '"', "\\": "\\"}
     return re.sub(r"\\(.)", lambda found: named.get(found[1], found[0]), text)
+
+
+def _put(made: Fields, value: Value, *, joined: bool, quoted: bool) -> None:
+    """Adds a text, or an array's texts: each a word, or joined (`"${A[*]}"`) all of them one."""
+    if isinstance(value, str):
+        made.add(value, quoted=quoted)
+    elif joined and quoted:
+        made.add(" ".join(texts(value)), quoted=True)
+    else:
+        made.add_all(texts(value), quoted)
+
+
+def texts(value: Value) -> list[str]:
+    """The texts of a value: one, or an array's."""
+    return [value] if isinstance(value, str) else list(value.values()) if isinstance(value, dict) else value
