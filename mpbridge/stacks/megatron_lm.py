@@ -15,7 +15,7 @@ from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.stacks import megatron_modules
 from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
-from mpbridge.stacks.sharded_torch import environment
+from mpbridge.stacks.sharded_torch import environment, process_wide
 from mpbridge.traits import DEFAULT
 
 NAME = "megatron-lm"
@@ -47,6 +47,7 @@ def export(request: Request) -> Export:
         pieces.append(Fragment(name="precision.yaml", text=megatron_modules.rules_file(request, core=_core(request))))
         lines += megatron_modules.notes(request)
     pieces += environment(policy.quants)
+    lines += process_wide(policy.quants)
     theirs = _meaning(request)
     lines += compared(of_policy(policy, engine=request.engine), theirs, _COSTS)
     return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from mpbridge.formats import DType
+from mpbridge.formats import DType, say
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
+from mpbridge.precision.words import quant_text
 from mpbridge.stacks.base import Fragment, Line
 from mpbridge.stacks.meaning import Meaning
 
@@ -123,6 +124,21 @@ def environment(quants: Iterable[Quant]) -> tuple[Fragment, ...]:
         for one in dict.fromkeys(said)
     ]
     return (Fragment(name="environment", text="\n".join(words)),) if words else ()
+
+
+def process_wide(quants: Sequence[Quant]) -> tuple[Line, ...]:
+    """A line for each option that one rule states and another one has otherwise: its variable holds for all linears of a process."""
+    found = {}
+    for quant in quants:
+        for name, value in quant.options:
+            option = quant.row.option(name)
+            for other in quants:
+                same = next((one for one in other.row.options if one.variable == option.variable), None)
+                if same is not None and other.option(same.name) != value:
+                    there = f"{quant_text(other)} has {say(other.option(same.name))}"
+                    text = f"{option.setting(value)} holds for every linear of the process; here {there}"
+                    found[text] = Line(fidelity="different", fact=name, text=text)
+    return tuple(found.values())
 
 
 SPELL: Mapping[DType, str] = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.FP16: "float16"}

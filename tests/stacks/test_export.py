@@ -232,6 +232,16 @@ def test_what_transformer_engine_hears_by_variables_alone_is_a_piece_of_its_own(
     assert pieces["environment"] == "export NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING=1"
 
 
+def test_a_variable_that_one_rule_states_is_told_where_another_has_it_otherwise() -> None:
+    own = {"fp8": "e4m3", "fp8_recipe": "tensorwise", "fp8_options": {"power_of_two": True}}
+    config = MixedPrecisionConfig(bf16=True, fp8="hybrid", fp8_recipe="tensorwise", modules={"mlp.*": own})
+    assert [line.fact for line in export(config, "megatron-lm").lines] == ["power_of_two"]
+    both = MixedPrecisionConfig(
+        bf16=True, fp8="hybrid", fp8_recipe="tensorwise", fp8_options={"power_of_two": True}, modules={"mlp.*": own}
+    )
+    assert export(both, "megatron-lm").fidelity == "exact"
+
+
 def test_a_scaling_of_torchao_is_no_flag_of_megatron() -> None:
     for stack in ("megatron-lm", "megatron-bridge"):
         made = export("bf16_with_fp8_rowwise", stack)
