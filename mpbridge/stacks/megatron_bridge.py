@@ -15,13 +15,15 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
 from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
-from mpbridge.stacks.megatron_modules import in_core
+from mpbridge.stacks.megatron_modules import in_core, softmax_of
 from mpbridge.stacks.sharded_torch import environment
 from mpbridge.traits import DEFAULT
 
 NAME = "megatron-bridge"
 VERSIONS = {"0.6": "main, 067f987d"}
 DEFAULT_VERSION = "0.6"
+CORE = "0.20.0"
+"""The megatron-core that it belongs to."""
 TARGET = "megatron.bridge.training.mixed_precision.MixedPrecisionConfig"
 FIELDS: dict[str, Any] = {
     "fp32": False, "fp16": False, "bf16": False, "params_dtype": None, "pipeline_dtype": None, "autocast_dtype": None,
@@ -49,7 +51,7 @@ def export(request: Request) -> Export:
     sections: dict[str, Any] = {"mixed_precision": _section(request.config, policy)}
     sections["optimizer"] = _optimizer(policy)
     sections["ddp"] = _ddp(policy, fsdp)
-    sections["model"] = _model(policy)
+    sections["model"] = _model(policy, softmax_of(request, core=CORE))
     text = yaml.safe_dump({name: values for name, values in sections.items() if values}, sort_keys=False)
     theirs = meaning(request)
     lines = [*_unsayable(request), *compared(of_policy(policy, engine=request.engine), theirs, _COSTS)]
@@ -102,13 +104,14 @@ def torch_dtype(dtype: DType) -> dict[str, Any]:
 def _section(config: MixedPrecisionConfig, policy: PrecisionPolicy) -> dict[str, Any]:
     values: dict[str, Any] = {"_target_": TARGET}
     said = config.stored()
+    always = _differing(config, policy)
     for name, default in FIELDS.items():
         value = said[name]
         if isinstance(value, DType):
             value = torch_dtype(value)
         if name.startswith("num_layers_at") and config.first_last_layers_bf16:
             value = 1 if value is None else value  # None means one layer here and is no value there
-        if value is not None and value != default:
+        if value is not None and (value != default or name in always):
             values[name] = value
     quant = in_core(policy.quant)
     if policy.quant is not None and quant is None:
@@ -122,6 +125,17 @@ def _section(config: MixedPrecisionConfig, policy: PrecisionPolicy) -> dict[str,
     values.pop("fp8_param", None)
     values.pop("fp4_param", None)
     return values
+
+
+def _differing(config: MixedPrecisionConfig, policy: PrecisionPolicy) -> frozenset[str]:
+    """Fields in force whose defaults differ between stacks: they are written whatever they are."""
+    quant = in_core(policy.quant)
+    found = {"initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"} if policy.loss_scale else set()
+    if quant is not None and config.first_last_layers_bf16:
+        found |= {"num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"}
+    if quant is not None and quant.row.history:
+        found |= {"fp8_amax_history_len", "fp8_amax_compute_algo"}
+    return frozenset(found)
 
 
 def _optimizer(policy: PrecisionPolicy) -> dict[str, Any]:
@@ -147,14 +161,13 @@ def _ddp(policy: PrecisionPolicy, fsdp: bool) -> dict[str, Any]:
     return found
 
 
-def _model(policy: PrecisionPolicy) -> dict[str, Any]:
+def _model(policy: PrecisionPolicy, softmax: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if policy.router is not None:
         found["moe_router_dtype"] = policy.router.short
     if policy.residual_fp32 is not None:
         found["fp32_residual_connection"] = policy.residual_fp32
-    if policy.softmax_fp32 is not None:
-        found["attention_softmax_in_fp32"] = policy.softmax_fp32
+    found["attention_softmax_in_fp32"] = softmax
     if policy.quant is not None and policy.quant.factory:
         found[f"fp{policy.quant.bits}_quantizer_factory"] = policy.quant.factory
     return found

@@ -12,13 +12,14 @@ from typing import Any
 
 from mpbridge.errors import BadValue, DataError, UnknownName, nearest
 from mpbridge.formats import DType
+from mpbridge.megatron_spec.schema import records
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
 from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.described import described
 from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.meaning import Sharded
-from mpbridge.stacks.megatron_bridge import DIFFERS, FIELDS, NAME, TARGET
+from mpbridge.stacks.megatron_bridge import CORE, DIFFERS, FIELDS, NAME, TARGET
 from mpbridge.stacks.python_values import Made, Unknown, plain, without_unknown
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.traits import DEFAULT
@@ -68,7 +69,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     _optimizer(read_, fields, notes)
     for name in _MODEL:
         value = read_.at(f"model.{name}")
-        if value is not None and value is not False:
+        if value is not None and value != records("model", version=CORE)[name]["default"]:
             fields[name] = value
     fsdp = read_.flag("ddp.use_megatron_fsdp") or read_.flag("dist.use_megatron_fsdp")
     if fsdp:

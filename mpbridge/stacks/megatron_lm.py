@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from mpbridge.formats import DType
-from mpbridge.megatron_spec.schema import records
 from mpbridge.megatron_spec.versions import SINCE_017
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.stacks import megatron_modules
@@ -33,7 +32,7 @@ def export(request: Request) -> Export:
     """The precision part of a Megatron-LM command line."""
     policy, lines = request.policy, list(_unsayable(request))
     fsdp = request.main_weights == "wrapper"
-    softmax = softmax_of(request)
+    softmax = megatron_modules.softmax_of(request, core=_core(request))
     words = [
         *_base(policy),
         *_gradients(policy, fsdp),
@@ -67,19 +66,6 @@ _COSTS = {
     "reuse_grad_buffer": "the switch acts beside --fp8-format alone",
 }
 """What a difference costs, or the nearest thing there."""
-
-
-def softmax_of(request: Request) -> bool:
-    """Whether attention's softmax is in FP32: as the policy states it, else as the run's model section or megatron-core's own default has it.
-
-    Megatron-LM's parser and megatron-core's class have different defaults, so the flag is written for both.
-    """
-    if request.policy.softmax_fp32 is not None:
-        return request.policy.softmax_fp32
-    own = None if request.run is None else dict(request.run.container.model).get("attention_softmax_in_fp32")
-    return bool(
-        records("model", version=_core(request))["attention_softmax_in_fp32"]["default"] if own is None else own
-    )
 
 
 def _core(request: Request) -> str:

@@ -1,4 +1,4 @@
-"""What Megatron-LM's flags and its --te-precision-config-file say of quantization by module and layer."""
+"""What both Megatrons share: quantization by module and layer in Megatron-LM's flags and its file, and what megatron-core has a word for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,21 @@ from typing import Any
 
 from mpbridge.megatron_spec.module_rules import as_dict, params
 from mpbridge.megatron_spec.places import ModuleRules
+from mpbridge.megatron_spec.schema import records
 from mpbridge.megatron_spec.versions import SINCE_017
 from mpbridge.precision.regions import Quant, Region
 from mpbridge.stacks.base import Line, Request
+
+
+def softmax_of(request: Request, *, core: str) -> bool:
+    """Whether attention's softmax is in FP32: as the policy states it, else as the run's model section or megatron-core's class has it.
+
+    The defaults of that class and of Megatron-LM's parser differ, so it is written for both.
+    """
+    if request.policy.softmax_fp32 is not None:
+        return request.policy.softmax_fp32
+    own = None if request.run is None else dict(request.run.container.model).get("attention_softmax_in_fp32")
+    return bool(records("model", version=core)["attention_softmax_in_fp32"]["default"] if own is None else own)
 
 
 def regions_said(request: Request, *, core: str) -> Iterator[Region]:

@@ -198,6 +198,21 @@ def test_the_softmax_flag_is_written_where_megatron_core_has_it_on() -> None:
     )
 
 
+def test_defaults_that_differ_between_stacks_are_written_for_bridge_too() -> None:
+    made = {
+        name: yaml.safe_load(export(name, "megatron-bridge").pieces[0].text)
+        for name in ("fp16_mixed", "nemotron_3_super_bf16_with_nvfp4_mixed")
+    }
+    scale = {name: value for name, value in made["fp16_mixed"]["mixed_precision"].items() if "scale" in name}
+    assert scale == {"initial_loss_scale": 4294967296, "min_loss_scale": 1.0, "loss_scale_window": 1000}
+    ends = made["nemotron_3_super_bf16_with_nvfp4_mixed"]["mixed_precision"]
+    assert (ends["num_layers_at_start_in_bf16"], ends["num_layers_at_end_in_bf16"]) == (0, 14)
+    assert made["fp16_mixed"]["model"]["attention_softmax_in_fp32"] is True
+    off = export(MixedPrecisionConfig(bf16=True, attention_softmax_in_fp32=False), "megatron-bridge")
+    read = read_text(off.pieces[0].text, stack="megatron-bridge", name="run_config.yaml")
+    assert read.fields["attention_softmax_in_fp32"] is False
+
+
 def test_layers_at_the_ends_are_left_out_by_code_and_not_by_a_comment() -> None:
     for stack in ("fsdp2", "accelerate"):
         text = export("nemotron_h_bf16_with_fp8_current_scaling_mixed", stack).pieces[0].text
