@@ -7,15 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from mpbridge.diagnose.run_causes import (
-    data,
-    not_finite,
-    other_audits,
-    rate,
-    recipe_changed,
-    resumed_badly,
-    scale_of_the_loss,
-)
+from mpbridge.diagnose.run_causes import data, other_audits, recipe_changed, resumed_badly
+from mpbridge.diagnose.step_causes import not_finite, rate, scale_of_the_loss
 from mpbridge.diagnose.suspects import Case, Suspect
 from mpbridge.diagnose.tensor_causes import main_weights, moments, one_weight, outlier, scales
 

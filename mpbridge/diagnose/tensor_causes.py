@@ -7,41 +7,51 @@ import math
 from typing import Any
 
 from mpbridge.diagnose.evidence import median
-from mpbridge.diagnose.signals import operands
+from mpbridge.diagnose.signals import Odd, operands
 from mpbridge.diagnose.suspects import Case, Suspect, flushed_operands
 
 
 def scales(case: Case) -> Suspect | None:
     """Delayed scales beside the amaxes that they should follow: one that is far off, or all that stand still."""
     still, wrong = _still(case), _off(case)
-    audited = [
-        str(fault) for audit in case.run.audits for fault in audit.get("faults", []) if "delayed scales" in str(fault)
-    ]
     if len(still) >= 2 and len(still) > 2 * len(wrong):
         return Suspect(
             cause="frozen-scale", step=min(at for at, _ in still), score=1.0,
             sentence="delayed scales do not follow their amax histories any more",
-            evidence=[*(text for _, text in still[:3]), *audited[:1]], tensors=[text.partition(":")[0] for _, text in still[:4]],
+            evidence=[*(text for _, text in still[:3]), *_audited(case, "delayed scales")[:1]], tensors=[text.partition(":")[0] for _, text in still[:4]],
             advice=["the scale update is skipped: look at who calls it (a hook, a resume that restored scales alone, a graph captured with its update outside)", "bf16_with_fp8_current_scaling_mixed keeps no history"],
         )  # fmt: skip
-    if not wrong:
-        return None
+    return _wrong_scale(case, wrong) if wrong else None
+
+
+def _wrong_scale(case: Case, wrong: list[tuple[int, str, float]]) -> Suspect:
+    """wrong: (step, operand, staleness) of scales that are far off."""
     step = min(at for at, _, _ in wrong)
     named = [(name, stale) for at, name, stale in wrong if at == step]
-    # where every amax outruns its history at once, the tensors changed, not the scales
-    # and where one is right again at the next measurement
+    return Suspect(
+        cause="wrong-scale", step=step, score=0.6 if _follow_the_tensors(case, wrong, step, named) else 0.97,
+        sentence=f"the delayed scale of {named[0][0]} is wrong by 2**{named[0][1]:+.1f}",
+        evidence=[*(f"step {step}: {name}: 2**{stale:+.1f} off, {'elements saturate' if stale < 0 else 'range is wasted'}" for name, stale in named[:3]), *_audited(case, "delayed scales")[:1]],
+        tensors=[name for name, _ in named[:4]],
+        advice=["a scale that was loaded or set by hand: compare it with 448 (E4M3) or 57344 (E5M2) over the amax beside it", "bf16_with_fp8_current_scaling_mixed keeps no scale"],
+    )  # fmt: skip
+
+
+def _follow_the_tensors(
+    case: Case, wrong: list[tuple[int, str, float]], step: int, named: list[tuple[str, float]]
+) -> bool:
+    """Whether the tensors changed rather than the scales: every amax outruns its history at once, or the scale is right again at the next measurement."""
     states = dict(operands(case.run))
     passing = all(_passes(states[name], step) for name, _ in named)
     # after a spike a history wastes range for as long as it is
     weak = all(8 < stale <= 12 for _, stale in named)
-    many = passing or weak or len(wrong) > max(3, 0.25 * len(states))
-    return Suspect(
-        cause="wrong-scale", step=step, score=0.6 if many else 0.97,
-        sentence=f"the delayed scale of {named[0][0]} is wrong by 2**{named[0][1]:+.1f}",
-        evidence=[*(f"step {step}: {name}: 2**{stale:+.1f} off, {'elements saturate' if stale < 0 else 'range is wasted'}" for name, stale in named[:3]), *audited[:1]],
-        tensors=[name for name, _ in named[:4]],
-        advice=["a scale that was loaded or set by hand: compare it with 448 (E4M3) or 57344 (E5M2) over the amax beside it", "bf16_with_fp8_current_scaling_mixed keeps no scale"],
-    )  # fmt: skip
+    return passing or weak or len(wrong) > max(3, 0.25 * len(states))
+
+
+def _audited(case: Case, *words: str) -> list[str]:
+    """Faults of the run's audits that mention one of these."""
+    faults = [str(fault) for audit in case.run.audits for fault in audit.get("faults", [])]
+    return [fault for fault in faults if any(word in fault for word in words)]
 
 
 def _still(case: Case) -> list[tuple[int, str]]:
@@ -86,12 +96,6 @@ def main_weights(case: Case) -> Suspect | None:
         for row in one.tables["weights"]
         if (row.get("main_gap") or 0.0) > 0.02
     ]
-    audited = [
-        str(fault)
-        for audit in case.run.audits
-        for fault in audit.get("faults", [])
-        if any(word in str(fault) for word in ("main weights", "weights moved", "refreshed"))
-    ]
     if not gaps:
         return None
     step = gaps[0][0]
@@ -99,7 +103,7 @@ def main_weights(case: Case) -> Suspect | None:
     return Suspect(
         cause="lost-main-weights", step=step, score=0.98,
         sentence="the model is not what its main weights say: updates do not reach it",
-        evidence=[f"step {step}: {len(here)} parameters differ from their main weights, {here[0][0]} in {here[0][1]:.0%} of its elements", *audited[:2]],
+        evidence=[f"step {step}: {len(here)} parameters differ from their main weights, {here[0][0]} in {here[0][1]:.0%} of its elements", *_audited(case, "main weights", "weights moved", "refreshed")[:2]],
         tensors=[name for name, _ in here[:4]],
         advice=["look at what copies main weights back after the update (a wrapper, a patched optimizer, a skipped parameter gather)", "mpbridge audit: 'weights moved' and 'parameters' say the same of the live tensors"],
     )  # fmt: skip
@@ -195,19 +199,24 @@ def one_weight(case: Case) -> Suspect | None:
 def outlier(case: Case) -> Suspect | None:
     """One channel of a linear's input is far larger than the others, and was not before."""
     channels = [one for one in case.odd if one.number == "x_outlier" and one.after > 30]
-    gains = [one for one in case.odd if one.number == "amax" and one.tensor.endswith("norm.weight")]
     if not channels:
         return None
     first = channels[0]
-    source = [one for one in gains if one.step <= first.step]
-    many = sum(one.step <= first.step and one.number == "amax" and "norm" not in one.tensor for one in case.odd)
-    if many > 2:
+    grown = [one for one in case.odd if one.number == "amax" and one.step <= first.step]
+    source = [one for one in grown if one.tensor.endswith("norm.weight")]
+    if sum("norm" not in one.tensor for one in grown) > 2:
         return None
-    row = next(row for one in case.run.measured if one.step == first.step for row in one.tables["linears"] if row["linear"] == first.tensor)  # fmt: skip
     return Suspect(
         cause="outlier-channel", step=first.step, score=0.96 if source else 0.7,
-        sentence=f"channel {row.get('x_channel')} of the input of {first.tensor} is {first.after:.0f} times the median channel",
+        sentence=f"channel {_channel(case, first)} of the input of {first.tensor} is {first.after:.0f} times the median channel",
         evidence=[str(first), *(str(one) for one in source[:2]), *flushed_operands(case)[:2]],
         tensors=[one.tensor for one in [*source, *channels][:4]],
         advice=["a scaling with blocks (bf16_with_mxfp8_mixed, bf16_with_fp8_subchannel_scaling_mixed) loses only the block of an outlier", "keep that linear in high precision: mixed_precision.modules", *(["look at the norm's gain named above"] if source else [])],
     )  # fmt: skip
+
+
+def _channel(case: Case, odd: Odd) -> int | None:
+    """Which channel of the linear's input was the largest at that step."""
+    rows = (row for one in case.run.measured if one.step == odd.step for row in one.tables["linears"])
+    found: int | None = next(row for row in rows if row["linear"] == odd.tensor).get("x_channel")
+    return found

@@ -1,0 +1,173 @@
+"""Causes that the numbers of the steps show: NaN, the loss scale, the rate. Each answers with a suspect, or None."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from mpbridge.diagnose.evidence import median
+from mpbridge.diagnose.signals import Odd, Onset
+from mpbridge.diagnose.suspects import Case, Suspect
+from mpbridge.telemetry.records import Measured
+
+
+def not_finite(case: Case) -> Suspect | None:
+    """NaN or infinity out of nowhere: the losses right before it are ordinary, or the loss never shows it at all."""
+    onset, seen = case.onset("applied"), _first_nonfinite(case)
+    if (onset is None and seen is None) or (onset is not None and _announced(case, onset)):
+        return None
+    at, places = seen or (None, [])
+    bad = [one for one in case.odd if math.isinf(one.factor) and one.number in ("x_amax", "amax")]
+    first = _first_place(bad, places)
+    shown = "the loss does not show it" if onset is None else f"step {onset.step}: {onset.what}; the steps before are ordinary"  # fmt: skip
+    return Suspect(
+        cause="nan-source", step=_earlier(onset, at), score=0.95 if first else 0.8,
+        sentence="NaN or infinity appears at once" + (f", first seen in {first}" if first else ""),
+        evidence=[shown, *(str(event["text"]) for event in case.events("nonfinite")[:2]), *(str(one) for one in bad[:3]), *_where(at, places)],
+        tensors=[one.tensor for one in bad[:4]] or places[:4],
+        advice=[_next_look(bad, first), "the same step on another machine: a NaN that stays away is the hardware's"],
+    )  # fmt: skip
+
+
+def _earlier(onset: Onset | None, at: int | None) -> int:
+    """The first of two steps of which one may be unknown."""
+    known = [step for step in (onset.step if onset is not None else None, at) if step is not None]
+    return min(known)
+
+
+def _first_place(bad: list[Odd], places: list[str]) -> str:
+    """Where the first element that is not finite was seen: an input out of line tells more than a place measured; empty where neither is known."""
+    known = [*(f"the input of {one.tensor}" for one in bad if one.number == "x_amax"), *places]
+    return known[0] if known else ""
+
+
+def _next_look(bad: list[Odd], first: str) -> str:
+    if any(one.number == "x_amax" for one in bad):
+        return f"look at what computes {first}: the module right before it"
+    return "train the step again from the last checkpoint with logger.precision_every=1"
+
+
+def _announced(case: Case, onset: Onset) -> bool:
+    """Whether something else was out of line in the steps before: the NaN is then its consequence."""
+    return any(onset.step - 10 <= one.step < onset.step - 1 for one in case.onsets)
+
+
+def _where(step: int | None, places: list[str]) -> list[str]:
+    """The sentence about what was measured, where anything was."""
+    return [f"step {step}: elements that are not finite in {', '.join(places[:3])}"] if places else []
+
+
+def _first_nonfinite(case: Case) -> tuple[int, list[str]] | None:
+    """The first measured step with elements that are not finite, and where, inputs before gradients; an overflow that a loss scale caught is none."""
+    steps = {row["iteration"]: row for row in case.run.curves.rows}
+    for one in case.run.measured:
+        row = steps.get(one.step, {})
+        if row.get("loss_scale", 1.0) != 1.0 and not row.get("applied", True):
+            continue
+        tables = one.tables
+        forward = [f"the input of {row['linear']}" for row in tables["linears"] if row.get("nonfinite") and not math.isfinite(row.get("x_amax") or 0.0)]  # fmt: skip
+        weights = [row["parameter"] for row in tables["weights"] if row.get("nonfinite")]
+        backward = [f"the gradient that {row['linear']} gets" for row in tables["linears"] if row.get("nonfinite") and math.isfinite(row.get("x_amax") or 0.0)]  # fmt: skip
+        operands = [f"{row['linear']} {row['side']}" for row in tables["operands"] if row.get("nonfinite")]
+        # backward runs from the end: what is last in the order of the model got its gradient first
+        if found := [*forward, *weights, *backward[::-1], *operands]:
+            return one.step, list(dict.fromkeys(found))
+    return None
+
+
+def scale_of_the_loss(case: Case) -> Suspect | None:
+    """fp16's loss scale: a jump that its rule cannot make, or so many skipped steps that nothing is trained."""
+    rows = [row for row in case.run.curves.rows if isinstance(row.get("loss_scale"), (int, float))]
+    if not rows or all(row["loss_scale"] == 1.0 for row in rows):
+        return None
+    found = [*_against_its_rule(rows), *_mostly_skipped(rows)]
+    if not found:
+        return None
+    low = any(vanishes for _, _, vanishes in found)
+    return Suspect(
+        cause="loss-scale", step=found[0][0], score=1.0,
+        sentence="the loss scale is far below what the gradients need: they vanish" if low else "the loss scale is far above what the gradients allow",
+        evidence=[text for _, text, _ in found[:4]],
+        advice=["a lower mixed_precision.initial_loss_scale, or a shorter loss_scale_window", "bf16_mixed needs no loss scale"],
+    )  # fmt: skip
+
+
+_Mark = tuple[int, str, bool]
+"""A step, what is wrong with the loss scale there, and whether it is too low."""
+
+
+def _against_its_rule(rows: list[dict[str, Any]]) -> Iterator[_Mark]:
+    """Changes of the scale that its rule does not make, and long rows of skipped updates once one was applied; in the order of the steps."""
+    trained, streak = False, 0
+    for before, row in zip([None, *rows], rows, strict=False):
+        if before is not None:
+            yield from _leap(before, row)
+        trained = trained or bool(row.get("applied"))
+        streak = 0 if row.get("applied") else streak + 1
+        if streak == 8 and trained:
+            now = row["iteration"]
+            yield now - 7, f"steps {now - 7} to {now}: every update skipped, loss scale {row['loss_scale']:g}", False
+
+
+def _leap(before: dict[str, Any], row: dict[str, Any]) -> Iterator[_Mark]:
+    """A change from one step to the next by more than a factor of four; the rule's own is two."""
+    text = f"step {row['iteration']}: loss scale {before['loss_scale']:g} -> {row['loss_scale']:g}"
+    if row["loss_scale"] > 4 * before["loss_scale"]:
+        yield row["iteration"], f"{text}; its rule doubles it at most", False
+    if row["loss_scale"] < before["loss_scale"] / 4:
+        yield row["iteration"], f"{text}; its rule halves it behind overflows", True
+
+
+def _mostly_skipped(rows: list[dict[str, Any]]) -> Iterator[_Mark]:
+    """More than half of all updates skipped."""
+    skipped = sum(not row.get("applied") for row in rows)
+    if skipped > 0.5 * len(rows):
+        yield rows[0]["iteration"], f"{skipped} of {len(rows)} steps skipped", False
+
+
+def rate(case: Case) -> Suspect | None:
+    """Updates of the size of the weights: the rate is too high, most often while it still rises."""
+    onset = case.onset("loss") or case.onset("grad_norm") or case.onset("applied")
+    rates = [(row["iteration"], float(row["lr"])) for row in case.run.curves.rows if row.get("lr")]
+    if onset is None or not rates:
+        return None
+    sizes = _median_weight(case, onset.step + 2 * case.every)
+    if sizes is None:
+        return None
+    (began, usual), (at, size) = sizes
+    reached = max((value for step, value in rates if step <= at), default=0.0)
+    # Adam moves an element by about the rate
+    ratio, grew = reached / max(usual, 1e-12), size / max(usual, 1e-12)
+    if ratio < 1.0 and grew < 3.0:
+        return None
+    rising = _rises(rates, onset.step)
+    exceeds = next((step for step, value in rates if value > usual), onset.step)
+    return Suspect(
+        cause="rate-too-high", step=min(onset.step, exceeds), score=1.0 if ratio > 2 else 0.9 if rising else 0.6,
+        sentence=f"the learning rate ({reached:.3g}) is too high: one update is {ratio:.1f} times the size of the median weight",
+        evidence=[f"step {onset.step}: {onset.what}, at a rate of {dict(rates).get(onset.step, reached):.3g}" + (" that still rises" if rising else ""), f"RMS of the median weight: {usual:.3g} at step {began}, {size:.3g} at step {at}"],
+        advice=[f"optimizer.lr={reached / max(3.0, 3 * ratio):.1g}, or a longer scheduler.lr_warmup_iters", "optimizer.clip_grad=1.0 where it is off"],
+    )  # fmt: skip
+
+
+def _median_weight(case: Case, until: int) -> tuple[tuple[int, float], tuple[int, float]] | None:
+    """(step, RMS of the median weight) at the first and the last step measured until then; None without weights there."""
+    measured = [one for one in case.run.measured if one.step <= until]
+    sizes = [(one.step, _matrices(one)) for one in (*measured[:1], *measured[-1:])]
+    if not sizes or not all(found for _, found in sizes):
+        return None
+    (began, first), (at, last) = sizes
+    return (began, median(first)), (at, median(last))
+
+
+def _matrices(one: Measured) -> list[float]:
+    """RMS of every weight at a measured step, gains of norms and biases left out."""
+    rows = one.tables["weights"]
+    return [row["rms"] for row in rows if "norm" not in row["parameter"] and "weight" in row["parameter"]]
+
+
+def _rises(rates: list[tuple[int, float]], until: int) -> bool:
+    """Whether the rate rose in the 15 steps before a step."""
+    return any(b > a for (_, a), (step, b) in itertools.pairwise(rates) if until - 15 <= step <= until)
