@@ -11,24 +11,14 @@ from typing import TYPE_CHECKING
 
 from mpbridge.errors import MpbridgeError
 from mpbridge.stacks.shell.conditions import Truth
+from mpbridge.stacks.shell.endings import NotText, Stop
 from mpbridge.stacks.shell.fields import bare, unknown_word
+from mpbridge.stacks.shell.programs import start
 from mpbridge.stacks.shell.syntax import Command, parse
 from mpbridge.stacks.shell.values import ASSIGNMENT
 
 if TYPE_CHECKING:
     from mpbridge.stacks.shell.commands import Follower
-
-
-class Stop(Exception):
-    """break, continue, return or exit."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self.what = what
-
-
-class NotText(Exception):
-    """Only running would tell what a substituted command prints."""
 
 
 def declare(follower: Follower, raws: list[str]) -> None:
@@ -71,8 +61,7 @@ def _false(follower: Follower, rest: list[str], command: Command) -> Truth:
 def _test(follower: Follower, rest: list[str], command: Command) -> Truth:
     # a word that is empty because a variable is: gone, as in bash
     words = [word for word in rest if not unknown_word(word)]
-    for word in rest:
-        follower.matters(word)
+    follower.matters(*rest)
     return follower.held(words[:-1] if words[-1:] == ["]"] else words, patterns=False)
 
 
@@ -152,12 +141,13 @@ def _getopts(follower: Follower, rest: list[str], command: Command) -> Truth:
 
 
 def _eval(follower: Follower, rest: list[str], command: Command) -> Truth:
-    return follower.deeper(parse(" ".join(rest), follower.notes))
+    with follower.deeper():
+        return follower.block(parse(" ".join(rest), follower.notes))
 
 
 def _exec(follower: Follower, rest: list[str], command: Command) -> Truth:
     if rest:
-        follower.external(rest, command)
+        start(follower, rest, command)
     return None
 
 
@@ -197,9 +187,9 @@ def _source(follower: Follower, rest: list[str], command: Command) -> Truth:
     if len(rest) > 1:
         follower.values.positional = rest[1:]
     try:
-        return follower.deeper(
-            parse(where.read_text(encoding="utf-8", errors="replace").replace("\0", ""), follower.notes)
-        )
+        with follower.deeper():
+            text = where.read_text(encoding="utf-8", errors="replace").replace("\0", "")
+            return follower.block(parse(text, follower.notes))
     except Stop as stop:
         if stop.what != "return":
             raise

@@ -4,47 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import posixpath
+import itertools
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mpbridge.errors import BadValue
-from mpbridge.stacks.shell.builtins import BUILTINS, NotText, Stop, declare, prints
-from mpbridge.stacks.shell.conditions import Truth, holds
-from mpbridge.stacks.shell.fields import bare, matches, unknown_word
+from mpbridge.stacks.shell.branches import follow_case, follow_for, follow_if, follow_while, not_there
+from mpbridge.stacks.shell.builtins import BUILTINS, declare, prints
+from mpbridge.stacks.shell.conditions import Truth, counts, holds
+from mpbridge.stacks.shell.endings import NotText, Stop
+from mpbridge.stacks.shell.fields import bare, unknown_word
 from mpbridge.stacks.shell.inside import first_word, tells, text_of
+from mpbridge.stacks.shell.programs import start
 from mpbridge.stacks.shell.syntax import Block, Case, Chain, Command, For, Function, Group, If, Node, Pipe, While, parse
-from mpbridge.stacks.shell.values import ASSIGNMENT, Values
+from mpbridge.stacks.shell.values import ASSIGNMENT, Value, Values
 
 MOST_STEPS = 20_000
-MOST_ROUNDS = 200
-"""Of one loop."""
 MOST_CALLS = 20
 """Functions, sourced files and strings of commands inside each other."""
 _DECLARE = frozenset({"export", "local", "declare", "readonly", "typeset"})
-_QUIET = frozenset(
-    {
-        "mkdir",
-        "echo",
-        "printf",
-        "cd",
-        "set",
-        "sleep",
-        "wait",
-        "trap",
-        "ulimit",
-        "pushd",
-        "popd",
-        "rm",
-        "touch",
-        "module",
-        "ls",
-    }
-)
+_QUIET = frozenset({"mkdir", "echo", "printf", "cd", "set", "sleep", "wait", "trap", "ulimit", "pushd", "popd", "rm", "touch", "module", "ls"})  # fmt: skip
 """Commands that are taken to succeed without a word."""
-_SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ssh", "sbatch"})
-"""Programs that run commands given as text."""
 _TESTS = frozenset({"[", "[[", "test", "(("})
 
 
@@ -110,13 +92,13 @@ class Follower:
             case Pipe():
                 return self._pipe(node)
             case If():
-                return self._if_(node)
+                return follow_if(self, node)
             case Case():
-                return self._case(node)
+                return follow_case(self, node)
             case For():
-                return self._for_(node)
+                return follow_for(self, node)
             case While():
-                return self._while_(node)
+                return follow_while(self, node)
             case Function():
                 self.functions[node.name] = node.body
                 return True
@@ -148,7 +130,7 @@ class Follower:
                         f"`{text_of(before)}` is not run: taken {taken}, what stands behind {operator} {goes}"
                     )
             if operator:
-                self._not_there((node,))
+                not_there(self, (node,))
             if operator and truth != (operator == "&&"):
                 continue
             truth, before = self._node(node), node
@@ -165,90 +147,9 @@ class Follower:
             truth = self._node(pipe.parts[0])
         return None if truth is None else truth != pipe.negated
 
-    # branches and loops
-
-    def _if_(self, node: If) -> Truth:
-        whole = tuple(inner for _, body in node.branches for inner in body)
-        for condition, body in node.branches:
-            if condition is None or self._judged(condition, whole):
-                return self.block(body)
-        return True
-
-    def _judged(self, condition: Block, branches: Block) -> bool:
-        self.files.clear()
-        truth = self.block(condition)
-        self._not_there(branches)
-        if truth is None and tells(branches):
-            text = "; ".join(map(text_of, condition))
-            self.notes.append(f"the condition `{text}` is not run: taken as false, its branch is passed over")
-        return bool(truth)
-
-    def _not_there(self, rest: Block) -> None:
-        """A note for each file that a condition asked for, where what follows matters."""
-        if tells(rest):
-            self.notes += [f"`[ {one} ]` is not looked at: taken as not there" for one in self.files]
-        self.files.clear()
-
-    def _case(self, node: Case) -> Truth:
-        word = self.values.text(node.word)
-        self.matters(word)
-        falls = False
-        for patterns, body, ending in node.clauses:
-            if falls or any(matches(word, self.values.pattern(one)) for one in patterns):
-                truth = self.block(body)
-                if ending in (";;", ""):
-                    return truth
-                falls = ending == ";&"
-        return True
-
-    def _for_(self, node: For) -> Truth:
-        if node.name == "":  # for ((...))
-            self.notes.append(f"the loop `for (({' '.join(node.words or ())}))` is read once")
-            rounds = [""]
-        else:
-            raws = ('"$@"',) if node.words is None else node.words
-            rounds = [word for raw in raws for word in self.values.fields(raw)]
-        unknown = [one for one in rounds if one and not bare(one)]
-        if unknown and len(unknown) == len(rounds):
-            if node.words is None or all("@" in raw for raw in node.words):
-                rounds = []
-            else:
-                self.notes.append(
-                    f"what the loop over {' '.join(node.words)} goes through is not known: its body is read once"
-                )
-                rounds = unknown[:1]
-        for value in rounds[:MOST_ROUNDS]:
-            if node.name:
-                self.values.variables[node.name] = value
-            if not self._round(node.body):
-                break
-        return True
-
-    def _while_(self, node: While) -> Truth:
-        for _ in range(MOST_ROUNDS):
-            truth = self.block(node.condition)
-            if truth is None and tells(node.body):
-                text = "; ".join(map(text_of, node.condition))
-                self.notes.append(f"the loop's condition `{text}` is not run: its body is read once")
-                self._round(node.body)
-            if truth is None or truth == node.until or not self._round(node.body):
-                return True
-        self.notes.append(f"a loop goes on after {MOST_ROUNDS} rounds: read no further")
-        return True
-
-    def _round(self, body: Block) -> bool:
-        """One round of a loop; False where it ends the loop."""
-        try:
-            self.block(body)
-        except Stop as stop:
-            if stop.what not in ("break", "continue"):
-                raise
-            return stop.what == "continue"
-        return True
-
-    def matters(self, text: str) -> None:
-        """A value that decides a branch: what is not known of it is said."""
-        self.notes += self.values.told(text)
+    def matters(self, *texts: str) -> None:
+        """Values that decide a branch: what is not known of them is said."""
+        self.notes += [said for text in texts for said in self.values.told(text)]
 
     # commands
 
@@ -258,25 +159,28 @@ class Follower:
             return True
         if raws[0] in ("[[", "(("):
             return self._test(raws)
-        at = next((at for at, raw in enumerate(raws) if not ASSIGNMENT.fullmatch(raw)), len(raws))
-        settings, raws = [ASSIGNMENT.fullmatch(raw) for raw in raws[:at]], raws[at:]
+        settings = list(itertools.takewhile(bool, map(ASSIGNMENT.fullmatch, raws)))
+        raws = raws[len(settings) :]
         # A=x command: for that command alone, whose own words are expanded before
         words = None if not raws or raws[0] in _DECLARE else [word for raw in raws for word in self.values.fields(raw)]
         kept = {one[1]: self.values.variables.get(one[1]) for one in settings if one and raws}
-        for one in settings:
-            if one is not None:
-                self.assign(one)
+        for one in filter(None, settings):
+            self.assign(one)
         if words is None:
             declare(self, raws[1:])
             return True
         try:
             return self._called(words, command)
         finally:
-            for name, value in kept.items():
-                if value is None:
-                    self.values.variables.pop(name, None)
-                else:
-                    self.values.variables[name] = value
+            self._restore(kept)
+
+    def _restore(self, kept: Mapping[str, Value | None]) -> None:
+        """Variables as they were; None: there was none."""
+        for name, value in kept.items():
+            if value is None:
+                self.values.variables.pop(name, None)
+            else:
+                self.values.variables[name] = value
 
     def assign(self, found: re.Match[str]) -> None:
         """One assignment, as ASSIGNMENT takes it apart."""
@@ -289,19 +193,9 @@ class Follower:
 
     def _test(self, raws: list[str]) -> Truth:
         if raws[0] == "((":
-            for name, operator, value in re.findall(r"([A-Za-z_]\w*)\s*(\+\+|--|[-+*/]?=(?!=))\s*([^,;]*)", raws[1]):
-                change = (
-                    f"{name} + 1"
-                    if operator == "++"
-                    else f"{name} - 1"
-                    if operator == "--"
-                    else f"{name} {operator[0]} ({value})"
-                )
-                self.values.variables[name] = self.values.arithmetic(value if operator == "=" else change)
-                return True
-            text = self.values.arithmetic(raws[1])
-            self.matters(text)
-            return bare(text) not in ("", "0")
+            truth, seen = counts(raws[1], self.values)
+            self.matters(*seen)
+            return truth
         words = [
             self.values.pattern(raw) if at and raws[at - 1] in ("=", "==", "!=") else self.values.text(raw)
             for at, raw in enumerate(raws[1:], 1)
@@ -312,8 +206,7 @@ class Follower:
         """Whether a test holds; what it looks at matters."""
         truth, seen, files = holds(words, self.values, patterns=patterns)
         self.files += files
-        for word in seen:
-            self.matters(word)
+        self.matters(*seen)
         return truth
 
     def _called(self, words: list[str], command: Command) -> Truth:
@@ -331,14 +224,15 @@ class Follower:
         if self.output is not None:
             self.output += prints(name, [bare(word) for word in rest], any(self.values.told(word) for word in rest))
             return True
-        self.external([*before, *words], command)
+        start(self, [*before, *words], command)
         return None
 
     def _function(self, name: str, rest: list[str]) -> Truth:
         self.called.add(name)
         kept, self.values.positional = self.values.positional, rest
         try:
-            return self.deeper(self.functions[name])
+            with self.deeper():
+                return self.block(self.functions[name])
         except Stop as stop:
             if stop.what != "return":
                 raise
@@ -346,41 +240,14 @@ class Follower:
         finally:
             self.values.positional = kept
 
-    def deeper(self, block: Block) -> Truth:
-        """Commands of a function, a file or a string. Raises BadValue where they go on without end."""
+    @contextlib.contextmanager
+    def deeper(self) -> Iterator[None]:
+        """Around the commands of a function, a file or a string. Raises BadValue where they go on without end."""
         self.depth += 1
         if self.depth > MOST_CALLS:
             raise BadValue(f"this script calls more than {MOST_CALLS} functions, files or strings inside each other")
         try:
-            return self.block(block)
-        finally:
-            self.depth -= 1
-
-    def external(self, words: list[str], command: Command) -> None:
-        """A program: kept, or where it is a shell, the commands that it is given."""
-        plain = [bare(word) for word in words]
-        starts = any(re.fullmatch(r"\S+\.py", word) for word in plain)
-        shell = any(posixpath.basename(word) in _SHELLS for word in plain)
-        for at, word in enumerate(words):
-            inside = re.search(r"\.py\b|\bpython3?\b|torchrun", plain[at]) and re.search(r"\s", plain[at].strip())
-            if not starts and inside and (shell or plain[at - 1] == "--wrap" or plain[at].startswith("--wrap=")):
-                self._text(word.removeprefix("--wrap="))
-                return
-        for here in command.inputs:
-            if shell and not starts:
-                self._text(here.text if here.literal else self.values.here(here.text))
-                return
-            if re.search(r"(?m)(^|\s)--\w", here.text):
-                self.notes.append(f"the text of a here-document for `{plain[0]}` is passed over")
-        self.commands.append(words)
-
-    def _text(self, text: str) -> None:
-        """Commands inside of a string: in a shell of their own, which has the variables too."""
-        self.depth += 1
-        if self.depth > MOST_CALLS:
-            raise BadValue(f"this script calls more than {MOST_CALLS} functions, files or strings inside each other")
-        try:
-            self.apart(parse(text, self.notes))
+            yield
         finally:
             self.depth -= 1
 

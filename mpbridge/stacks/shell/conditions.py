@@ -10,6 +10,7 @@ from mpbridge.stacks.shell.values import Values
 Truth = bool | None
 """None: only running would tell."""
 _NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-lt": "<", "-ge": ">=", "-le": "<="}
+_CHANGE = re.compile(r"([A-Za-z_]\w*)\s*(\+\+|--|[-+*/]?=(?!=))\s*([^,;]*)")
 _FILES = frozenset(f"-{letter}" for letter in "abcdefghkprstuwxGLNOS")
 
 
@@ -23,6 +24,18 @@ def holds(words: list[str], values: Values, *, patterns: bool) -> tuple[Truth, l
     if test.at < len(words):  # words too many: bash says 'too many arguments', which is no
         truth = False
     return truth, test.seen, test.files
+
+
+def counts(text: str, values: Values) -> tuple[Truth, list[str]]:
+    """Whether `(( text ))` is not zero, and what it looked at; an assignment is made, and holds."""
+    change = _CHANGE.search(text)
+    if change is None:
+        found = values.arithmetic(text)
+        return bare(found) not in ("", "0"), [found]
+    name, operator, value = change.groups()
+    made = value if operator == "=" else f"{name} {operator[0]} {'1' if operator in ('++', '--') else f'({value})'}"
+    values.variables[name] = values.arithmetic(made)
+    return True, []
 
 
 class _Test:
