@@ -34,6 +34,7 @@ def test_nothing_is_lost_and_nothing_grows(tmp_path, steps, faults, interval, se
     with forked(soak, steps, faults, interval, tmp_path) as process:
         assert process.wait(seconds) == 0, process.text
     figures = json.loads(process.text.rpartition("figures ")[2])
+    print(json.dumps(figures))
     assert sum(figures["faults"].values()) == faults
     assert figures["lost"] == 0
     for rank in figures["flat"]:
