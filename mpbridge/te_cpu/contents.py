@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from mpbridge.te_cpu import played
-from mpbridge.te_cpu.operands import gemm_operand
-from mpbridge.te_cpu.storages import storage_kind
+from mpbridge.te_cpu.operands import gemm_operand, rows_and_columns
+from mpbridge.te_cpu.storages import rows_of, storage_kind, up
+from mpbridge.te_cpu.swizzle import unswizzled, unswizzled_columns
 
 
 def values_of(operand: Any, *, column: bool) -> torch.Tensor:
@@ -26,11 +27,33 @@ def scale_of(operand: Any, *, column: bool) -> float | None:
         stored = getattr(operand, name, None)
         if isinstance(stored, torch.Tensor) and stored.numel():
             if stored.dtype is torch.uint8 and storage_kind(operand) == "mxfp8":
-                return float(2.0 ** (127 - float(stored.float().median())))
+                return float(2.0 ** (127 - float(_of_blocks(operand, stored, column=column).float().median())))
             if stored.dtype is torch.float32:
-                positive = stored[stored > 0]
+                inner = _of_blocks(operand, stored, column=column)
+                positive = inner[inner > 0]
                 return 1.0 / float(positive.median()) if positive.numel() else None
     return None
+
+
+def _of_blocks(operand: Any, stored: torch.Tensor, *, column: bool) -> torch.Tensor:
+    """The scales of the tensor's own blocks: buffers are padded, and nobody writes the padding."""
+    kind = storage_kind(operand)
+    if kind not in ("mxfp8", "block"):
+        return stored
+    shape = rows_and_columns(operand, column=column)
+    rows, columns = rows_of(shape), shape[-1]
+    if kind == "mxfp8":
+        if getattr(operand, "_with_gemm_swizzled_scales", False):
+            padded = (up(rows // 32, 4), up(columns, 128)) if column else (up(rows, 128), up(columns // 32, 4))
+            stored = (unswizzled_columns if column else unswizzled)(stored.reshape(padded))
+        return stored[: rows // 32, :columns] if column else stored[:rows, : columns // 32]
+    if operand._is_2D_scaled:
+        high, wide = -(-rows // 128), -(-columns // 128)
+        return stored[:wide, :high] if column else stored[:high, :wide]
+    if column or "COMPACT" in str(getattr(operand, "_data_format", "")):
+        return stored[:, :columns] if column else stored
+    # the scales of 1 x 128 blocks lie transposed
+    return stored[:, :rows]
 
 
 def codes_at_limit(operand: Any, shape: torch.Size, *, column: bool) -> torch.Tensor | None:

@@ -44,8 +44,8 @@ def inside(te: str, machine: str, *files: str, options: tuple[str, ...] = (), ti
     assert " passed" in done.stdout
 
 
-RUNS = ("training.py", "audited.py", "witnessed.py", "matrix.py", "agreement.py")
-"""Runs of the engine, faults planted into them, what has to train, and the agreement with the emulation."""
+RUNS = ("training.py", "audited.py", "witnessed.py", "matrix.py", "agreement.py", "measured.py")
+"""Runs of the engine, faults planted into them, what has to train, the agreement with the emulation, and statistics."""
 
 
 @pytest.mark.parametrize(("te", "more"), [(OLDEST, RUNS), (NEWEST, RUNS[:1])], ids=[OLDEST, NEWEST])
