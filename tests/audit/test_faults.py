@@ -90,6 +90,6 @@ def test_the_same_run_without_a_fault_is_healthy(build: Any, engine: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [name for name, (_, sections) in ENGINES.items() if "parallel" not in sections])
 def test_a_long_run_without_a_fault_is_healthy(build: Any, engine: str) -> None:
     assert planted(build, CATALOGUE[0], engine, 50, plant=False) == []
