@@ -264,33 +264,43 @@ def main() -> int:
         if options.only and case.stack != options.only:
             continue
         name = f"{case.stack}: {case.word}, {case.where}"
-        size = dist.get_world_size() if dist.is_initialized() else 1
-        if case.several and size < case.ranks:
+        seen = run(case)
+        if isinstance(seen, str):
             if first:
-                print(f"-    {name}: left out: it takes torchrun and {case.ranks} processes")
-            continue
-        try:
-            seen = case.run()
-        except ImportError as error:
-            if first:
-                print(f"-    {name}: left out: {error}")
+                print(f"-    {name}: left out: {seen}")
             continue
         found = different(case, seen)
-        faults = [str(fault) for fault in seen.report.faults]
-        wrong += bool(found or faults)
+        wrong += bool(found or seen.report.faults)
         out[name] = seen.as_data() | {"differs": found}
         if first:
-            print(f"{'NO' if found or faults else 'ok':<4} {name} ({seen.described.loop})")
-            for row, (table, live) in found.items():
-                print(f"       {LABELS[row]}: the table says {table}, live tensors say {live}")
-            for fault in faults:
-                print(f"       {fault}")
-            sys.stdout.flush()
+            show(name, seen, found)
     if first and options.json:
         options.json.write_text(json.dumps(out, indent=1))
     if dist.is_initialized():
         dist.destroy_process_group()
     return 1 if wrong else 0
+
+
+def run(case: Case) -> Witnessed | str:
+    """What was seen of a case, or why it was left out."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if case.several and size < case.ranks:
+        return f"it takes torchrun and {case.ranks} processes"
+    try:
+        return case.run()
+    except ImportError as error:
+        return str(error)
+
+
+def show(name: str, seen: Witnessed, found: dict[str, tuple[str, str]]) -> None:
+    """Prints one case: its verdict, rows that differ from the table, faults."""
+    faults = seen.report.faults
+    print(f"{'NO' if found or faults else 'ok':<4} {name} ({seen.described.loop})")
+    for row, (table, live) in found.items():
+        print(f"       {LABELS[row]}: the table says {table}, live tensors say {live}")
+    for fault in faults:
+        print(f"       {fault}")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -269,35 +269,15 @@ def examples_agree(modules: Any, checkout: Path) -> tuple[int, int, int]:
             ours = read_file(path, stack="megatron-lm", env=env)
             imported += 1
             verdict, words, _ = real_bash.compared(path, env, work)
-            args = namespace(modules, words) if verdict.endswith("alike") else None
+            started = verdict.endswith("alike")
+            args = namespace(modules, words) if started else None
             if args is None:
                 print(
-                    f"{path.name}: not compared: {verdict if not verdict.endswith('alike') else 'its parser refuses the values given here'}"
+                    f"{path.name}: not compared: {'its parser refuses the values given here' if started else verdict}"
                 )
                 continue
             compared += 1
-            fields = {**ours.fields, "fp8_param_gather": ours.fields.get("fp8_param", False)}
-            there = {name: getattr(args, name) for name in READ if hasattr(args, name)}
-            wrong = {
-                name: (fields.get(name), value)
-                for name, value in there.items()
-                if (fields.get(name) or None) != (value or None)
-            }
-            switches = {"use_megatron_fsdp": "megatron_fsdp", "use_torch_fsdp2": "fsdp2"}
-            engine = next((mine for theirs, mine in switches.items() if getattr(args, theirs)), "mcore")
-            if engine == "mcore":
-                reduced = args.accumulate_allreduce_grads_in_fp32 or (
-                    args.bf16
-                    and not args.grad_reduce_in_bf16
-                    and str(args.main_grads_dtype) in ("fp32", "torch.float32")
-                )
-                wrong |= (
-                    {}
-                    if bool(fields["grad_reduce_in_fp32"])
-                    == bool(reduced and not (args.bf16 and args.grad_reduce_in_bf16))
-                    else {"reduction": (fields["grad_reduce_in_fp32"], reduced)}
-                )
-            wrong |= {} if ours.engine == engine else {"engine": (ours.engine, engine)}
+            wrong = read_differently(ours, args)
             equal += not wrong
             if wrong:
                 print(f"{path.name}: read as {wrong}")
@@ -305,6 +285,32 @@ def examples_agree(modules: Any, checkout: Path) -> tuple[int, int, int]:
         f"example scripts imported: {imported}; started by bash and parsed by its parser: {compared}; read alike: {equal}"
     )
     return imported, compared, equal
+
+
+SWITCHES = {"use_megatron_fsdp": "megatron_fsdp", "use_torch_fsdp2": "fsdp2"}
+"""Its flag of another engine than its own -> that engine here."""
+
+
+def read_differently(ours: Any, args: Any) -> dict[str, tuple[Any, Any]]:
+    """Name -> (what the file was read as, what its parser made of it), for all that differ."""
+    fields = {**ours.fields, "fp8_param_gather": ours.fields.get("fp8_param", False)}
+    there = {name: getattr(args, name) for name in READ if hasattr(args, name)}
+    pairs = {name: (fields.get(name) or None, value or None) for name, value in there.items()}
+    engine = next((mine for theirs, mine in SWITCHES.items() if getattr(args, theirs)), "mcore")
+    pairs["engine"] = (ours.engine, engine)
+    if engine == "mcore":
+        pairs["reduction"] = (bool(fields["grad_reduce_in_fp32"]), reduces_in_fp32(args))
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def reduces_in_fp32(args: Any) -> bool:
+    """What its validate_args settles of the reduction's dtype."""
+    if args.bf16 and args.grad_reduce_in_bf16:
+        return False
+    return bool(
+        args.accumulate_allreduce_grads_in_fp32
+        or (args.bf16 and str(args.main_grads_dtype) in ("fp32", "torch.float32"))
+    )
 
 
 def write_words(modules: Any) -> None:

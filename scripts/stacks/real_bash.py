@@ -61,43 +61,54 @@ def runs(script: Path, env: dict[str, str], work: Path, *, fragment: bool = Fals
     text = re.sub(r"(?m)(^|\s)#.*$", "", script.read_text(encoding="utf-8", errors="replace"))
     if NOT_ALLOWED.search(text):
         return "names a program or a file by an absolute path"
-    tools, record = work / "bin", work / "record"
+    # scripts for the checkout's root ask whether it is there; `<path to image>` in others reads a file of that name
+    for name in ("pretrain_gpt.py", "pretrain_hybrid.py", "path", "some"):
+        (script.parent / name).touch()
+    record, values = work / "record", work / "values"
+    for old in (record, values):
+        old.unlink(missing_ok=True)
+    arguments = [env[str(i)] for i in range(1, 20) if str(i) in env]
+    command = [*_alone(), "bash", "--noprofile", "--norc", str(script), *arguments]
+    named = {name: value for name, value in env.items() if not name.isdigit()}
+    named |= {"VALUES": str(values)} if fragment else {}
+    try:
+        subprocess.run(
+            command,
+            cwd=script.parent,
+            env=named | _surroundings(work, record),
+            capture_output=True,
+            timeout=SECONDS,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return f"runs for longer than {SECONDS} s"
+    if fragment:
+        return [[word for value in _pieces(values) if "--" in value for word in value.split()]]
+    return _vectors(_pieces(record))
+
+
+def _surroundings(work: Path, record: Path) -> dict[str, str]:
+    """The environment of a script: the real tools and the recorder, which are put into `work`."""
+    tools = work / "bin"
     tools.mkdir(exist_ok=True)
     for name in REAL:
         real = shutil.which(name)
         if real and not (tools / name).exists():
             (tools / name).symlink_to(real)
-    # scripts for the checkout's root ask whether it is there; `<path to image>` in others reads a file of that name
-    for name in ("pretrain_gpt.py", "pretrain_hybrid.py", "path", "some"):
-        (script.parent / name).touch()
-    (work / "recorder.sh").write_text(RECORDER)
-    record.unlink(missing_ok=True)
-    arguments = [env[str(i)] for i in range(1, 20) if str(i) in env]
-    given = {name: value for name, value in env.items() if not name.isdigit()}
-    command = [*_alone(), "bash", "--noprofile", "--norc", str(script), *arguments]
-    values = work / "values"
-    values.unlink(missing_ok=True)
-    given |= {"VALUES": str(values)} if fragment else {}
-    whole = {
-        **given,
-        "PATH": str(tools),
-        "BASH_ENV": str(work / "recorder.sh"),
-        "RECORD": str(record),
-        "HOME": str(work),
-    }
-    try:
-        subprocess.run(
-            command, cwd=script.parent, env=whole, capture_output=True, timeout=SECONDS, stdin=subprocess.DEVNULL
-        )
-    except subprocess.TimeoutExpired:
-        return f"runs for longer than {SECONDS} s"
-    if fragment:
-        held = values.read_bytes().decode("utf-8", "replace").split("\0")[:-1] if values.exists() else []
-        return [[word for value in held if "--" in value for word in value.split()]]
-    if not record.exists():
-        return []
+    recorder = work / "recorder.sh"
+    recorder.write_text(RECORDER)
+    return {"PATH": str(tools), "BASH_ENV": str(recorder), "RECORD": str(record), "HOME": str(work)}
+
+
+def _pieces(path: Path) -> list[str]:
+    """What the recorder wrote, without the NUL behind each; nothing where there is no file."""
+    return path.read_bytes().decode("utf-8", "replace").split("\0")[:-1] if path.exists() else []
+
+
+def _vectors(words: list[str]) -> list[list[str]]:
+    """Words, a line end behind each program's, as one list for each program that has any."""
     found: list[list[str]] = [[]]
-    for word in record.read_bytes().decode("utf-8", "replace").split("\0")[:-1]:
+    for word in words:
         if word == "\n":
             found.append([])
         else:
