@@ -59,14 +59,9 @@ def read_data(data: Any, *, version: str) -> Imported:
         cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     engine = engine_with("optimizer") if kind == "FSDP" else DEFAULT
     found = Imported(
-        stack=NAME,
-        version=version,
-        fields=fields,
-        engine=engine,
-        meaning=meaning,
-        cannot_express=tuple(cannot),
+        stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, cannot_express=tuple(cannot),
         assumed=tuple(assumed),
-    )
+    )  # fmt: skip
     return with_rest(found, read)
 
 

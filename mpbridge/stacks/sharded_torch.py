@@ -35,26 +35,14 @@ def torch_meaning(
     cast = settled.compute if autocast and settled.mixed else None
     # the residual stream follows the embeddings: FP32 under autocast, else the compute dtype
     wide = cast is not None or not settled.mixed
-    states = (
-        (settled.exp_avg or DType.FP32, settled.exp_avg_sq or DType.FP32) if main is not None else (storage, storage)
-    )
+    states = (storage, storage) if main is None else (settled.exp_avg or DType.FP32, settled.exp_avg_sq or DType.FP32)
+    output = settled.output if hands_on and settled.output is not settled.compute else None
     return Meaning(
-        storage=storage,
-        compute=settled.compute,
-        autocast=cast,
-        main=main,
-        remainders=main is not None,
-        wire=wire or settled.reduce,
-        accumulator=accumulator or storage,
-        exp_avg=states[0],
-        exp_avg_sq=states[1],
-        sharded="everything",
-        loss_scale=scaler,
-        regions=regions,
-        output=settled.output if hands_on and settled.output is not settled.compute else None,
-        residual_fp32=wide,
-        softmax_fp32=True if wide else None,
-    )
+        storage=storage, compute=settled.compute, autocast=cast, main=main, remainders=main is not None,
+        wire=wire or settled.reduce, accumulator=accumulator or storage, exp_avg=states[0], exp_avg_sq=states[1],
+        sharded="everything", loss_scale=scaler, regions=regions, output=output,
+        residual_fp32=wide, softmax_fp32=True if wide else None,
+    )  # fmt: skip
 
 
 def _weights(settled: PrecisionPolicy, *, fused_adam: bool) -> tuple[DType, DType | None]:

@@ -48,27 +48,15 @@ def read_data(data: Any, *, version: str) -> Imported:
     assumed = [
         "FSDP2 installs the policy at every sharding degree, one included (its docstrings still tell of autocast)"
     ]
-    storage = read_.dtype("training.dtype", DType.FP32) or DType.FP32
-    compute = read_.dtype("training.mixed_precision_param", DType.BF16) or DType.BF16
-    reduce = read_.dtype("training.mixed_precision_reduce", DType.FP32) or DType.FP32
-    if DType.FP16 in (storage, compute):
-        contradicts.append("float16: training.dtype and mixed_precision_param know bfloat16 and float32 only")
-    if reduce is not DType.FP32:
-        contradicts.append(f"training.mixed_precision_reduce={reduce.value}: its parser takes float32 only")
-        reduce = DType.FP32
+    storage, compute, reduce = _dtypes(read_, contradicts)
     quant = _quant(read_, cannot, inert, assumed)
     states = storage
     if read_.at("optimizer.implementation") == "fused_opt_states_bf16":
         states = DType.BF16
     meaning = Meaning(
-        storage=storage,
-        compute=compute,
-        wire=reduce,
-        accumulator=storage,
-        exp_avg=states,
-        exp_avg_sq=states,
+        storage=storage, compute=compute, wire=reduce, accumulator=storage, exp_avg=states, exp_avg_sq=states,
         sharded="everything",
-    )
+    )  # fmt: skip
     if quant is not None:
         meaning = dataclasses.replace(meaning, regions=(Region(quant=quant),))
     raise_faults(read_.faults, "this torchtitan configuration")
@@ -80,6 +68,18 @@ def read_data(data: Any, *, version: str) -> Imported:
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
     return with_rest(found, read_)
+
+
+def _dtypes(read_: Reader, contradicts: list[str]) -> tuple[DType, DType, DType]:
+    """The stored, the compute and the reduction's dtype; what its parser would refuse is added to `contradicts`."""
+    storage = read_.dtype("training.dtype", DType.FP32) or DType.FP32
+    compute = read_.dtype("training.mixed_precision_param", DType.BF16) or DType.BF16
+    reduce = read_.dtype("training.mixed_precision_reduce", DType.FP32) or DType.FP32
+    if DType.FP16 in (storage, compute):
+        contradicts.append("float16: training.dtype and mixed_precision_param know bfloat16 and float32 only")
+    if reduce is not DType.FP32:
+        contradicts.append(f"training.mixed_precision_reduce={reduce.value}: its parser takes float32 only")
+    return storage, compute, DType.FP32
 
 
 OPAQUE = frozenset({"model_registry", "nvfp4_bf16_tail_fqns"})

@@ -65,23 +65,40 @@ def main() -> int:
     arguments.add_argument("checkout", type=Path)
     args = arguments.parse_args()
     parse, dtype = prepare(args.checkout)
+    said, meant = exports_agree(parse, dtype)
+    print(f"exports parsed there: {said}, as meant: {meant}")
+    imported, compared, alike = examples_agree(args.checkout, parse, dtype)
+    print(f"example files imported: {imported}; compared with the parser: {compared}; read alike: {alike}")
+    return 0 if said == meant and compared == alike else 1
+
+
+def exports_agree(parse: Any, dtype: Any) -> tuple[int, int]:
+    """Recipes exported and parsed there, and those of them parsed as they are meant."""
     import yaml
 
     from mpbridge import recipes
-    from mpbridge.errors import MpbridgeError
     from mpbridge.stacks.exporters import export
-    from mpbridge.stacks.importers import read_text
 
-    wrong = said = imported = compared = alike = 0
+    said = meant = 0
     for name in recipes:
         made = export(name, "automodel")
-        data = yaml.safe_load(made.pieces[0].text)
-        facts = theirs(data, parse, dtype)
+        facts = theirs(yaml.safe_load(made.pieces[0].text), parse, dtype)
         bad = {k: v for k, v in facts.items() if v and v != f"torch.{getattr(made.meaning, k).value}"}
-        wrong, said = wrong + bool(bad), said + 1
+        meant, said = meant + (not bad), said + 1
         if bad:
             print(f"export {name}: parsed as {bad}")
-    for path in sorted((args.checkout / "examples").rglob("*.yaml")):
+    return said, meant
+
+
+def examples_agree(checkout: Path, parse: Any, dtype: Any) -> tuple[int, int, int]:
+    """Example files imported, those that its parser takes, and those of them read alike."""
+    import yaml
+
+    from mpbridge.errors import MpbridgeError
+    from mpbridge.stacks.importers import read_text
+
+    imported = compared = alike = 0
+    for path in sorted((checkout / "examples").rglob("*.yaml")):
         text = path.read_text(encoding="utf-8")
         data = yaml.safe_load(text)
         if not isinstance(data, dict):
@@ -98,13 +115,11 @@ def main() -> int:
             print(f"{path.name}: its own parser: {type(error).__name__}: {str(error)[:100]}")
             continue
         compared += 1
-        bad_facts = differs(mine, facts)
-        alike += not bad_facts
-        if bad_facts:
-            print(f"{path.name}: {bad_facts}")
-    print(f"exports parsed there: {said}, as meant: {said - wrong}")
-    print(f"example files imported: {imported}; compared with the parser: {compared}; read alike: {alike}")
-    return 0 if not wrong and compared == alike else 1
+        bad = differs(mine, facts)
+        alike += not bad
+        if bad:
+            print(f"{path.name}: {bad}")
+    return imported, compared, alike
 
 
 if __name__ == "__main__":

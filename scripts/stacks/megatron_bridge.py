@@ -56,20 +56,7 @@ def prepare(checkout: Path, core: Path, *, ours: bool = True) -> tuple[type, typ
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    def late(base: type) -> type:
-        """megatron-core's class with __post_init__ put off to finalize(), as Bridge has it."""
-
-        @dataclasses.dataclass
-        class Late(base):  # type: ignore[misc,valid-type]
-            def __post_init__(self) -> None: ...
-
-            def finalize(self) -> None:
-                base.__post_init__(self)
-
-        Late.__name__ = Late.__qualname__ = base.__name__
-        return Late
-
-    model, optimizer, ddp = late(TransformerConfig), late(OptimizerConfig), late(DistributedDataParallelConfig)
+    model, optimizer, ddp = map(_late, (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig))
     source = checkout / "src" / "megatron" / "bridge"
     package("megatron.bridge", source)
     package("megatron.bridge.models", None, GPTModelProvider=model, T5ModelProvider=model)
@@ -88,6 +75,20 @@ def prepare(checkout: Path, core: Path, *, ours: bool = True) -> tuple[type, typ
 
         megatron_bridge.install()
     return model, optimizer, ddp
+
+
+def _late(base: type) -> type:
+    """megatron-core's class with __post_init__ put off to finalize(), as Bridge has it."""
+
+    @dataclasses.dataclass
+    class Late(base):  # type: ignore[misc,valid-type]
+        def __post_init__(self) -> None: ...
+
+        def finalize(self) -> None:
+            base.__post_init__(self)
+
+    Late.__name__ = Late.__qualname__ = base.__name__
+    return Late
 
 
 def _gpt_model_config(model: type) -> type:
@@ -141,12 +142,17 @@ def overrides_work(classes: tuple[type, type, type]) -> bool:
         str(changed.model.params_dtype),
     )
     print("overrides through Bridge's OmegaConf:", found)
+    return found == (True, "blockwise", False, "torch.bfloat16") and comes_back(mixed)
+
+
+def comes_back(mixed: Any) -> bool:
+    """Whether Bridge's loader makes an equal object of its fields and its `_target_`."""
     target = f"{type(mixed).__module__}.{type(mixed).__qualname__}"
     instantiate = importlib.import_module("megatron.bridge.utils.instantiate_utils")
     data = {"_target_": target, **{field.name: getattr(mixed, field.name) for field in dataclasses.fields(mixed)}}
     back = instantiate.instantiate(data)
     print("run_config.yaml's _target_:", target, "read back equal:", back == mixed)
-    return found == (True, "blockwise", False, "torch.bfloat16") and back == mixed
+    return bool(back == mixed)
 
 
 def files_work() -> bool:
