@@ -20,6 +20,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+MOST_SHOWN = 160
+"""Characters of a value in a message."""
+
+
+def brief(value: object) -> str:
+    """A value as a message shows it: texts in quotes, bounded as `cut` does."""
+    return cut(repr(value))
+
+
+def cut(text: object, most: int = MOST_SHOWN) -> str:
+    """At most `most` characters of a text that somebody else wrote, then how many there are."""
+    whole = str(text)
+    return whole if len(whole) <= most else f"{whole[:most]}... ({len(whole):,} characters)"
+
 
 class MpbridgeError(Exception):
     """Base of all errors raised on purpose; its text is meant for the user, without a traceback."""
@@ -34,7 +48,7 @@ class UnknownName(MpbridgeError, AttributeError, LookupError):
         self.kind, self.given, self.known = kind, given, tuple(sorted(set(known)))
         self.near = nearest(given, self.known)
         hint = f"nearest: {', '.join(self.near)}" if self.near else f"known: {', '.join(self.known)}"
-        super().__init__(f"no {kind} named {given!r} ({hint})")
+        super().__init__(f"no {kind} named {brief(given)} ({hint})")
 
     def __str__(self) -> str:
         # LookupError's str() would quote the message
@@ -50,7 +64,7 @@ def nearest(given: str, known: Iterable[str], *, most: int = 3, cutoff: float = 
     def alike(a: str, b: str) -> float:
         return difflib.SequenceMatcher(None, a, b).ratio()
 
-    wanted = given.lower().replace("-", "_")
+    wanted = given[:MOST_SHOWN].lower().replace("-", "_")
     words = wanted.split("_")
 
     def score(name: str) -> float:

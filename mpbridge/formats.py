@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from mpbridge.errors import BadValue
+from mpbridge.errors import BadValue, brief
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ def dtype(spelling: object) -> DType:
     name = str(spelling).strip().lower().removeprefix("torch.")
     if name not in _SPELLINGS:
         legal = ", ".join(member.short for member in DType)
-        raise BadValue(f"{spelling!r} is not a dtype (expected one of {legal}, or torch's name for it)")
+        raise BadValue(f"{brief(spelling)} is not a dtype (expected one of {legal}, or torch's name for it)")
     return _SPELLINGS[name]
 
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from mpbridge.cli.text import print_json, print_table
+from mpbridge.errors import BadValue
 from mpbridge.precision.registry import describe, get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.handover import Side, handover
@@ -56,15 +57,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _side(name: str) -> Side:
-    """What a name or file means, and whose it is."""
+    """What a name or file means, and whose it is. Nothing of somebody else's is executed: a Python file is read as text, as `import` reads it."""
     known = key(name) in recipes
     path = Path(name)
-    if (
-        not known
-        and ":" not in name
-        and (path.is_dir() or path.suffix not in (".yaml", ".yml") or not _is_recipe(path))
-        and path.exists()
-    ):
+    python = name.endswith(".py") or ".py:" in name
+    if not known and not python and ":" in name and not path.exists():
+        raise BadValue(
+            f"{name}: a function of a Python module, which would have to be executed, and compare executes nothing: give a recipe's name,"
+            " a YAML file, or a file of a stack"
+        )
+    if python or (not known and path.exists() and (path.suffix not in (".yaml", ".yml") or not _is_recipe(path))):
         found = read_file(path)
         return Side(meaning=found.meaning, stack=found.stack, engine=found.engine)
     engine = describe(name).engine or DEFAULT
@@ -76,10 +78,10 @@ def _is_recipe(path: Path) -> bool:
     from collections.abc import Mapping
 
     from mpbridge.precision.config import MixedPrecisionConfig
-    from mpbridge.stacks.importers import load
+    from mpbridge.stacks.importers import load, text_of
 
     if not path.is_file():
         return True  # the registry says what is missing
-    data = load(path.read_text(encoding="utf-8"), path.name)
+    data = load(text_of(path), path.name)
     fields = {*MixedPrecisionConfig.__dataclass_fields__, "extends", "summary", "engine", "hints", "source", "name"}
     return isinstance(data, Mapping) and all(str(name) in fields for name in data)

@@ -11,6 +11,8 @@ MOST_CHARACTERS = 100_000
 """Of a file; PyYAML reads about 350,000 a second, and a configuration has a few thousand."""
 MOST_BRACKETS = 50
 """That are open at once: PyYAML's time grows with the square of it."""
+MOST_VALUES = 100_000
+"""Keys and values with every alias written out: a few lines of aliases to aliases stand for billions."""
 
 
 @functools.cache
@@ -19,6 +21,9 @@ def _loader() -> Any:
 
     class Loader(yaml.SafeLoader):
         """Safe loading, plus 1e-3 and the like as numbers; a duplicate key is an error."""
+
+        def get_single_node(self) -> Any:
+            return of_bounded_size(super().get_single_node())
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen: set[Any] = set()
@@ -38,6 +43,30 @@ def _loader() -> Any:
     pattern = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", pattern, list("-+0123456789."))
     return Loader
+
+
+def of_bounded_size(node: Any) -> Any:
+    """PyYAML's composed `node`, before anything is made of it. Raises yaml.YAMLError above MOST_VALUES, and for what holds itself.
+
+    Merges (`<<`) count like every other alias: they are written out when mappings are made.
+    """
+    import yaml
+
+    sizes: dict[int, int] = {}
+
+    def size(one: Any) -> int:
+        known = sizes.get(id(one))
+        if known is not None:
+            return known
+        sizes[id(one)] = MOST_VALUES + 1  # until it is counted: what holds itself has no end
+        parts = [] if isinstance(one, yaml.ScalarNode) else one.value
+        found = 1 + sum(sum(map(size, part)) if isinstance(part, tuple) else size(part) for part in parts)
+        sizes[id(one)] = found
+        return found
+
+    if node is not None and size(node) > MOST_VALUES:
+        raise yaml.YAMLError(f"more than {MOST_VALUES:,} values once its aliases (*name) are written out")
+    return node
 
 
 def load_yaml(text: str) -> Any:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mpbridge.errors import DataError
+from mpbridge.errors import DataError, brief, cut
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale, Quant, Region
 from mpbridge.stacks import deepspeed_import
@@ -35,7 +35,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     word = str(read.at("mixed_precision", "no")).lower()
     word = "no" if word in ("none", "false") else word  # YAML reads a bare no as false
     if word not in _WORDS:
-        read.faults.append(f"mixed_precision={word!r}: expected {', '.join(_WORDS)}")
+        read.faults.append(f"mixed_precision={brief(word)}: expected {', '.join(_WORDS)}")
     raise_faults(read.faults, "this accelerate configuration")
     kind = str(read.at("distributed_type", "NO")).upper()
     assumed = ["the model is loaded in FP32", f"accelerate {version}: what FSDP upcasts differs between versions"]
@@ -102,7 +102,7 @@ def _quant(read: Reader, cannot: list[str]) -> Quant | None:
 def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imported:
     file, stage = read.at("deepspeed_config.deepspeed_config_file"), read.at("deepspeed_config.zero_stage", 2)
     if file is not None:
-        assumed.append(f"{file} decides: give that file (--from deepspeed)")
+        assumed.append(f"{cut(file)} decides: give that file (--from deepspeed)")
     data: dict[str, Any] = {"zero_optimization": {"stage": stage}}
     data |= {word: {"enabled": True}} if word in ("bf16", "fp16") else {}
     inner = deepspeed_import.read_data(data, version="0.19")

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mpbridge.errors import DataError
+from mpbridge.errors import DataError, brief
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks.automodel import NAME, TE_FP8
@@ -60,7 +60,7 @@ def _storage(read: Reader, assumed: list[str]) -> DType:
     words = {"bf16": "bf16", "bfloat16": "bf16", "float32": "fp32", "half": "fp16", "float16": "fp16"}
     word = found.lower().removeprefix("torch.")
     if word not in words:
-        read.faults.append(f"model.torch_dtype={found!r}: its own reader knows {', '.join(words)}")
+        read.faults.append(f"model.torch_dtype={brief(found)}: its own reader knows {', '.join(words)}")
     return {"bf16": DType.BF16, "fp32": DType.FP32, "fp16": DType.FP16}[words.get(word, "bf16")]
 
 
@@ -126,7 +126,7 @@ def _quant(read: Reader, inert: list[str], cannot: list[str]) -> Quant | None:
     recipe = read.at("model.backend.te_fp8.recipe", "current" if read.at("model.backend.te_fp8") is not None else None)
     if recipe is not None:
         if recipe not in TE_FP8:
-            cannot.append(f"model.backend.te_fp8.recipe={recipe!r}: a recipe object of Transformer Engine")
+            cannot.append(f"model.backend.te_fp8.recipe={brief(recipe)}: a recipe object of Transformer Engine")
             return None
         return TE_FP8[str(recipe)]
     if not read.flag("fp8.enabled"):

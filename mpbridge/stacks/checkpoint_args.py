@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
-from mpbridge.errors import DataError
+from mpbridge.errors import DataError, brief
 
 MOST_BYTES = 64 * 2**20
 """Of the pickle stream; arguments take kilobytes, and tensors lie outside of it."""
@@ -61,7 +61,7 @@ def arguments_file(folder: Path) -> Path:
     if latest.is_file():
         text = latest.read_text(encoding="utf-8", errors="replace")[:40].strip()
         if text != "release" and not (text.isascii() and text.isdigit()):
-            raise DataError(f"{latest}: holds {text!r}, expected an iteration's number or 'release'")
+            raise DataError(f"{latest}: holds {brief(text)}, expected an iteration's number or 'release'")
         inside = folder / (text if text == "release" else f"iter_{int(text):07d}")
         if not inside.is_dir():
             raise DataError(f"{latest} names {text}, and {inside} is not there")

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpbridge.errors import BadValue, DataError
+from mpbridge.errors import MOST_SHOWN, BadValue, DataError, cut
+from mpbridge.precision.yaml_loader import of_bounded_size
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.checkpoint_args import arguments_file, read_arguments
 from mpbridge.stacks.exporters import stack_module, version_of
@@ -16,6 +17,9 @@ from mpbridge.stacks.shell import read_script, read_words
 
 MOST = 4_000_000
 """Bytes of a configuration file."""
+LONGEST = 2000
+"""Characters of one line about a file, whatever the file holds."""
+_LINES = ("inert", "contradicts", "cannot_express", "unknown", "other", "assumed")
 
 
 def read_file(
@@ -35,12 +39,25 @@ def read_file(
     if path.suffix in (".pt", ".ckpt", ".pth"):
         made = _lm().read_values(read_arguments(path), version=_version("megatron-lm", version))
         return _never_read(made, version)
-    if path.stat().st_size > MOST:
-        raise DataError(f"{path}: larger than {MOST} bytes, which no configuration is")
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = text_of(path)
     if path.suffix == ".py":
         return read_python(text, path, function if colon else "", stack=stack, version=version)
     return read_text(text, stack=stack, version=version, name=path.name, env=env, path=path)
+
+
+def text_of(path: Path) -> str:
+    """A configuration file's text; bytes that are not UTF-8 (in a comment) are replaced. Raises DataError for a file that is no text, or too large."""
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(MOST + 1)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(raw) > MOST:
+        raise DataError(f"{path}: larger than {MOST} bytes, which no configuration is")
+    text = raw.decode("utf-8", errors="replace")
+    if "\0" in text or text.count("\ufffd") > len(text) // 10:
+        raise DataError(f"{path}: a binary file, expected a configuration in text (UTF-8)")
+    return text
 
 
 def read_python(
@@ -118,7 +135,7 @@ def load(text: str, name: str) -> Any:
     try:
         return tomllib.loads(text) if name.endswith(".toml") else yaml.load(text, Loader=_Plain)
     except (tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        first = str(error).splitlines()[0][:MOST_SHOWN] if str(error) else type(error).__name__
         raise DataError(f"{name or 'the file'}: cannot be read: {first}") from None
 
 
@@ -177,7 +194,9 @@ def _version(stack: str, asked: str | None) -> str:
 
 
 def _never_read(found: Imported, asked: str | None) -> Imported:
-    """`found` with a note where another version was asked for than any that was read."""
+    """`found` with no line longer than anybody reads, and with a note where another version was asked for than any that was read."""
+    lines = {name: tuple(cut(line, LONGEST) for line in getattr(found, name)) for name in _LINES}
+    found = dataclasses.replace(found, **lines)
     if asked is None or asked == found.version:
         return found
     known = ", ".join(stack_module(found.stack).VERSIONS)
@@ -190,6 +209,9 @@ def _plain_loader() -> Any:
 
     class Plain(yaml.SafeLoader):
         """A safe loader that keeps foreign tags as plain values."""
+
+        def get_single_node(self) -> Any:
+            return of_bounded_size(super().get_single_node())
 
     def plain(loader: Any, _suffix: str, node: Any) -> Any:
         if isinstance(node, yaml.MappingNode):

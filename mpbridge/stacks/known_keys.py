@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mpbridge.errors import nearest
+from mpbridge.errors import cut, nearest
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.reading import Reader
 
@@ -44,7 +44,7 @@ def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") 
     unknown, other, open_ = [*found.unknown], [*found.other], [*found.assumed]
     said = " ".join((*found.unknown, *found.inert, *found.cannot_express))
     for path, value in _leaves(read.data):
-        where = f"{under}.{path}" if under else path
+        where = cut(f"{under}.{path}" if under else path)
         if path in read.asked or any(path.startswith(f"{one}.") for one in read.whole):
             continue
         fault = _unknown(where, sections)
@@ -52,7 +52,7 @@ def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") 
             if f"{where} " not in f"{said} " and f"{where}:" not in said:
                 unknown.append(f"{fault}{own}" if own else fault)
         elif PRECISION.search(where) and value not in _OFF and where not in said:
-            open_.append(f"{where}={value}: about precision, and decides nothing that is read here")
+            open_.append(f"{where}={cut(value)}: about precision, and decides nothing that is read here")
         else:
             other.append(where)
     if len(open_) - len(found.assumed) > MANY:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpbridge.errors import BadValue, DataError
+from mpbridge.errors import BadValue, DataError, brief
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale, Quant, Region
 from mpbridge.stacks.base import Imported, engine_with
@@ -33,7 +33,7 @@ def read(words: Iterable[str], *, version: str) -> Imported:
     for word in words:
         name, equals, value = word.lstrip("-").removeprefix("trainer.").partition("=")
         if not equals:
-            raise BadValue(f"{word!r} is not an argument: expected name=value")
+            raise BadValue(f"{brief(word)} is not an argument: expected name=value")
         data[name] = value.strip("\"'")
     return read_data({"trainer": data}, version=version)
 
@@ -48,7 +48,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     read_.whole |= {"strategy"} if isinstance(strategy, Mapping) else set()
     name = str(strategy.get("class_path", "") if isinstance(strategy, Mapping) else strategy).lower().rsplit(".", 1)[-1]
     if word not in _WORDS:
-        read_.faults.append(f"precision={word!r}: expected one of {', '.join(_WORDS)}")
+        read_.faults.append(f"precision={brief(word)}: expected one of {', '.join(_WORDS)}")
     raise_faults(read_.faults, "this Lightning configuration")
     base, cast = _WORDS[word]
     cannot: list[str] = []

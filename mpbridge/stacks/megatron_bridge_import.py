@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mpbridge.errors import BadValue, DataError, UnknownName, nearest
+from mpbridge.errors import BadValue, DataError, UnknownName, brief, nearest
 from mpbridge.formats import DType
 from mpbridge.megatron_spec.schema import records
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -46,14 +46,14 @@ def read(words: Iterable[str], *, version: str) -> Imported:
     for word in words:
         path, equals, value = word.lstrip("+-").partition("=")
         if not equals:
-            raise BadValue(f"{word!r} is not an override: expected section.key=value")
+            raise BadValue(f"{brief(word)} is not an override: expected section.key=value")
         at = tree
         *sections, last = path.split(".")
         for section in sections:
             inner = at.setdefault(section, {})
             if not isinstance(inner, dict):
                 raise BadValue(
-                    f"{word!r}: {section} is the text {inner!r} already, which has no keys: Bridge raises OverridesError"
+                    f"{brief(word)}: {section} is the text {brief(inner)} already, which has no keys: Bridge raises OverridesError"
                 )
             at = inner
         at[last] = yaml.safe_load(value)
@@ -168,7 +168,7 @@ def _precision(read_: Reader, notes: _Notes) -> dict[str, Any]:
             raise UnknownName("recipe", section, recipes)
         return get_mixed_precision_config(name).derive(**DIFFERS.get(name, {})).as_data()
     if not isinstance(section, Mapping):
-        read_.faults.append(f"mixed_precision={section!r}: expected a recipe's name or a mapping")
+        read_.faults.append(f"mixed_precision={brief(section)}: expected a recipe's name or a mapping")
         return {}
     values: dict[str, Any] = {}
     for name, value in section.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mpbridge.errors import BadValue, DataError, nearest
+from mpbridge.errors import BadValue, DataError, cut, nearest
 from mpbridge.formats import DType, dtype
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.stacks.base import Imported, engine_with
@@ -155,11 +155,11 @@ def _parse(words: list[str]) -> Parsed:
         if name not in known:
             near = nearest(name, known, most=1)
             whole = (
-                f" (one word, in quotes: its parser takes {name.split()[0]} apart from its value)"
+                f" (one word, in quotes: its parser takes {cut(name.split()[0])} apart from its value)"
                 if " " in name
                 else ""
             )
-            read.unknown.append(name + (whole or (f" (nearest: {near[0]})" if near else "")))
+            read.unknown.append(cut(name) + (whole or (f" (nearest: {near[0]})" if near else "")))
             continue
         arity = known[name]
         while not equals and position < len(words) and not _is_option(words[position]):
@@ -190,7 +190,7 @@ def _store(read: Parsed, option: str, values: list[str]) -> None:
             convert = int if name in _INTEGERS else float if name in _FLOATS else str
             read.values[name] = convert(values[0])
         except ValueError:
-            read.faults.append(f"{option} {values[0]}: expected a {'whole ' if name in _INTEGERS else ''}number")
+            read.faults.append(f"{option} {cut(values[0])}: expected a {'whole ' if name in _INTEGERS else ''}number")
         read.said.add(name)
     else:
         read.other.append(option)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpbridge.errors import BadValue
+from mpbridge.errors import BadValue, brief
 from mpbridge.formats import DType, dtype
 
 
@@ -73,7 +73,7 @@ class Reader:
             try:
                 return float(value)
             except (TypeError, ValueError):
-                self.faults.append(f"{path}={value!r}: expected a number")
+                self.faults.append(f"{path}={brief(value)}: expected a number")
                 return default
         return value
 

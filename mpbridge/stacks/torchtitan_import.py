@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mpbridge.errors import BadValue, DataError
+from mpbridge.errors import BadValue, DataError, brief
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks.base import Imported, engine_with
@@ -31,7 +31,7 @@ def read(words: Iterable[str], *, version: str) -> Imported:
     items = iter(words)
     for word in items:
         if not word.startswith("--"):
-            raise BadValue(f"{word!r} is not an option: expected --section.key VALUE")
+            raise BadValue(f"{brief(word)} is not an option: expected --section.key VALUE")
         path, equals, value = word[2:].replace("-", "_").partition("=")
         data[path] = value if equals else next(items, None)
     return read_data(data, version=version)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpbridge.errors import DataError
+from mpbridge.errors import DataError, cut
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale
 from mpbridge.stacks.base import Imported, engine_with
@@ -59,7 +59,7 @@ def read_data(data: Any, *, version: str) -> Imported:
         meaning = dataclasses.replace(meaning, loss_scale=LossScale(initial=2.0**16, window=2000, hysteresis=1))
     inert += [f"{name}: evaluation only" for name in _EVALUATION if read_.flag(name)]
     if read_.at("deepspeed"):
-        assumed.append(f"deepspeed={read_.at('deepspeed')} decides: give that file (--from deepspeed)")
+        assumed.append(f"deepspeed={cut(read_.at('deepspeed'))} decides: give that file (--from deepspeed)")
     fields = fields_of(meaning, cannot)
     if fp16 and fields:
         fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}

@@ -1,0 +1,116 @@
+"""A file of somebody else's can neither run code, nor end in a traceback, nor make messages without end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mpbridge.cli.main import main
+from mpbridge.errors import DataError, MpbridgeError
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.stacks.importers import read_text
+
+LAUGHS = "\n".join(
+    ["mixed_precision:", "  a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
+    + [
+        f"  {name}: &{name} [{', '.join([f'*{before}'] * 9)}]"
+        for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    ]
+)
+MERGES = "\n".join(
+    ["mixed_precision:", "  a: &a {x: 1, y: 2}"]
+    + [
+        f"  {name}: &{name} {{<<: [{', '.join([f'*{before}'] * 9)}]}}"
+        for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    ]
+)
+
+
+@pytest.mark.parametrize("name", ["{0}/evil.py:cfg", "{0}/evil.py", "evil:cfg"])
+def test_compare_executes_no_python_file(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evil.py").write_text(
+        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).write_text('x')\n"
+        "from mpbridge import MixedPrecisionConfig\n\n\ndef cfg():\n    return MixedPrecisionConfig(bf16=True)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = name.format(tmp_path)
+    assert main(["compare", "bf16_mixed", name]) == 2
+    assert not (tmp_path / "ran").exists()
+    assert "executed" in capsys.readouterr().err
+
+
+def test_compare_reads_a_stacks_python_file_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "pretrain.py"
+    path.write_text(
+        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).write_text('x')\n"
+        "from megatron.bridge.training.config import ConfigContainer\n\n\n"
+        "def pretrain_config():\n    return ConfigContainer(mixed_precision='bf16_mixed')\n"
+    )
+    assert main(["compare", "bf16_mixed", f"{path}:pretrain_config"]) == 0
+    assert not (tmp_path / "ran").exists()
+    assert "stored parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", [["compare", "bf16_mixed"], ["import"]])
+@pytest.mark.parametrize("suffix", ["yaml", "json", "sh"])
+def test_a_binary_file_is_one_clear_error(
+    verb: list[str], suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"bin.{suffix}"
+    path.write_bytes(bytes(range(256)) * 8)
+    assert main([*verb, str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "a binary file" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("text", [LAUGHS, MERGES, "mixed_precision: &a\n  b: *a\n"])
+def test_aliases_that_stand_for_billions_of_values_are_refused_before_they_are_made(text: str, tmp_path: Path) -> None:
+    assert len(text) < 1000
+    with pytest.raises(DataError, match="once its aliases"):
+        read_text(text, stack="megatron-bridge", name="run.yaml")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(Exception, match="once its aliases"):
+        get_mixed_precision_config(str(path))
+
+
+def test_aliases_of_an_ordinary_file_are_read() -> None:
+    text = "defaults: &d {bf16: true}\nmixed_precision: {<<: *d, grad_reduce_in_fp32: false}\n"
+    assert read_text(text, stack="megatron-bridge", name="run.yaml").fields["grad_reduce_in_fp32"] is False
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("stack", "text"),
+    [
+        ("accelerate", f"mixed_precision: {LONG}"),
+        ("automodel", f"model: {{torch_dtype: {LONG}}}\nstep_scheduler: {{}}"),
+        ("lightning", f"trainer: {{precision: {LONG}}}"),
+        ("megatron-bridge", f"mixed_precision: {LONG}"),
+        ("megatron-bridge", f"mixed_precision: {{bf16: true, some_dtype: {LONG}}}\nddp: {{}}"),
+        ("deepspeed", f"data_types: {{grad_accum_dtype: {LONG}}}"),
+        ("deepspeed", f"fp16: {{enabled: true, hysteresis: {LONG}}}"),
+        ("deepspeed", f"{LONG}: 1"),
+        ("transformers", f"bf16: true\ntorch_dtype: {LONG}"),
+        ("transformers", f"bf16: true\ndeepspeed: {LONG}"),
+        ("torchtitan", f"training: {{mixed_precision_param: {LONG}}}"),
+        ("megatron-lm", f"MODEL_ARGS: {{--hysteresis: {LONG}}}"),
+        ("megatron-lm", f"MODEL_ARGS: {{--main-grads-dtype: {LONG}}}"),
+        ("megatron-lm", f"MODEL_ARGS: {{--{LONG}: 1}}"),
+    ],
+)
+def test_no_message_holds_the_whole_of_a_long_value(stack: str, text: str) -> None:
+    try:
+        found = read_text(text, stack=stack, name="f.yaml")
+    except MpbridgeError as error:
+        said = [str(error)]
+    else:
+        said = [*found.contradicts, *found.inert, *found.cannot_express, *found.unknown, *found.assumed]
+    assert said
+    assert not [line[:80] for line in said if LONG in line]
