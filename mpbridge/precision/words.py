@@ -20,6 +20,7 @@ def quant_text(quant: Quant) -> str:
     parts = [f"{quant.format}, {quant.scaling} scaling"]
     if quant.row.history:
         parts.append(f"amax history {quant.amax_history} ({quant.amax_algo}), margin {quant.margin}")
+        parts += [] if quant.wgrad else ["weight gradients in high precision"]
     parts += [f"{name} {say(value)}" for name, value in quant.options]
     parts += ["weights stored so"] if quant.stored else []
     parts += [f"{quant.attention} attention too"] if quant.attention != "none" else []

@@ -78,7 +78,7 @@ def as_run(quant: Quant) -> Quant:
 
     The defaults are alike (hybrid, 1024, margin 0) except for the algorithm: most_recent is dropped, and max runs.
     """
-    return dataclasses.replace(quant, stored=False, amax_algo="max", wgrad=True, attention="none")
+    return dataclasses.replace(quant, stored=False, amax_algo="max", attention="none")
 
 
 def _mode(theirs: Meaning) -> str:
@@ -129,6 +129,7 @@ def _handler(quant: Quant) -> str:
     if quant.scaling == "mxfp8":
         return 'TERecipeKwargs(fp8_format="E4M3", use_mxfp8_block_scaling=True)'
     margin = f", margin={quant.margin}" if quant.margin else ""
+    margin += "" if quant.wgrad else ", override_linear_precision=(False, False, True)"
     return (
         f'TERecipeKwargs(fp8_format="{quant.format.upper()}", amax_history_len={quant.amax_history},'
         f' amax_compute_algo="{quant.amax_algo}"{margin})'

@@ -55,6 +55,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     fields = fields_of(meaning, cannot, quant)
     if base is DType.FP16:
         fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
+    raise_faults(read.faults, "this accelerate configuration")
     if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
         cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     engine = engine_with("optimizer") if kind == "FSDP" else DEFAULT
@@ -95,8 +96,21 @@ def _quant(read: Reader, cannot: list[str]) -> Quant | None:
     # values equal to accelerate's own defaults are dropped before Transformer Engine sees them, and its default algorithm is max
     history = int(read.number("fp8_config.amax_history_length", read.number("fp8_config.amax_history_len", 1024)))
     return Quant(
-        format="hybrid" if form == "hybrid" else "e4m3", scaling="delayed", amax_history=history, amax_algo="max"
-    )
+        format="hybrid" if form == "hybrid" else "e4m3", scaling="delayed", amax_history=history, amax_algo="max",
+        wgrad=not _overridden(read),
+    )  # fmt: skip
+
+
+def _overridden(read: Reader) -> bool:
+    """Whether weight gradients stay in high precision: the last of override_linear_precision's (fprop, dgrad, wgrad)."""
+    where = "fp8_config.override_linear_precision"
+    given = read.at(where, [False, False, False])
+    if list(given) not in ([False, False, False], [False, False, True]) if isinstance(given, (list, tuple)) else True:
+        read.faults.append(
+            f"{where}={brief(given)}: expected [false, false, false] or [false, false, true], all that Transformer Engine takes"
+        )
+        return False
+    return bool(given[2])
 
 
 def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imported:

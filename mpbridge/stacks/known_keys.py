@@ -24,6 +24,8 @@ PRECISION = re.compile(
 """Names that speak of precision."""
 MANY = 6
 """Lines of one kind; beyond it they share one."""
+EIGHT_BIT = re.compile(r"(adam|adagrad|ademamix|lion|lamb|lars|rmsprop|sgd)\w*8.?bit", re.IGNORECASE)
+"""Optimizers whose moments have eight bits (bitsandbytes, torchao), by their names in any stack."""
 _OFF = (None, False, "", "no", "No", "none", "None", "null", "false")
 
 
@@ -42,6 +44,18 @@ def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") 
     """
     sections = known(found.stack)
     unknown, other, open_ = [*found.unknown], [*found.other], [*found.assumed]
+    low = [
+        cut(f"{path}={value}")
+        for path, value in _leaves(read.data)
+        if isinstance(value, str) and EIGHT_BIT.search(value)
+    ]
+    cannot = (
+        *found.cannot_express,
+        *(
+            f"{one}: moments in 8 bits, not modelled: the moments and bytes shown are those of whole ones"
+            for one in low
+        ),
+    )
     said = " ".join((*found.unknown, *found.inert, *found.cannot_express))
     for path, value in _leaves(read.data):
         where = cut(f"{under}.{path}" if under else path)
@@ -64,6 +78,7 @@ def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") 
     ]
     return dataclasses.replace(
         found,
+        cannot_express=cannot,
         unknown=tuple(dict.fromkeys(unknown)),
         other=tuple(dict.fromkeys(other)),
         assumed=tuple(dict.fromkeys(open_)),

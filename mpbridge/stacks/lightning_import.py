@@ -89,7 +89,7 @@ def _meaning(base: DType, cast: bool, strategy: str, given: Any, assumed: list[s
             wire=base,
             accumulator=base,
             optimizer_reads=DType.FP32,
-            sharded="gradients",
+            sharded=_zero(strategy, given),
         )
     sharded: Sharded = "everything" if "fsdp" in strategy or "modelparallel" in strategy else "nothing"
     if cast:
@@ -103,6 +103,15 @@ def _meaning(base: DType, cast: bool, strategy: str, given: Any, assumed: list[s
     if base is DType.FP16:
         return dataclasses.replace(meaning, loss_scale=LossScale(initial=2.0**16, window=2000, hysteresis=1))
     return meaning
+
+
+def _zero(strategy: str, given: Any) -> Sharded:
+    """What ZeRO divides: by the stage in the strategy's name or among its arguments; DeepSpeedStrategy's own is 2."""
+    arguments = given.get("init_args", {}) if isinstance(given, Mapping) else {}
+    stage = str(arguments.get("stage", "") if isinstance(arguments, Mapping) else "")
+    stage = stage or strategy.partition("deepspeed_stage_")[2][:1] or "2"
+    stages: Mapping[str, Sharded] = {"0": "nothing", "1": "optimizer", "2": "gradients", "3": "everything"}
+    return stages.get(stage, "everything")
 
 
 def _reduce(base: DType, given: Any, assumed: list[str]) -> DType:

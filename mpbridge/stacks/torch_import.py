@@ -50,4 +50,5 @@ def quant_fields(quant: Quant | None) -> dict[str, Any]:
     fields: dict[str, Any] = {low: quant.format, f"{low}_recipe": quant.scaling}
     if quant.scaling == "delayed":
         fields |= {"fp8_amax_history_len": quant.amax_history, "fp8_amax_compute_algo": quant.amax_algo}
+        fields |= {} if quant.wgrad else {"fp8_wgrad": False}
     return fields
