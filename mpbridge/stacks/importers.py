@@ -195,7 +195,7 @@ def _version(stack: str, asked: str | None) -> str:
 
 def _never_read(found: Imported, asked: str | None) -> Imported:
     """`found` with no line longer than anybody reads, and with a note where another version was asked for than any that was read."""
-    lines = {name: tuple(cut(line, LONGEST) for line in getattr(found, name)) for name in _LINES}
+    lines: dict[str, Any] = {name: tuple(cut(line, LONGEST) for line in getattr(found, name)) for name in _LINES}
     found = dataclasses.replace(found, **lines)
     if asked is None or asked == found.version:
         return found
