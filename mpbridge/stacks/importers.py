@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mpbridge.errors import MOST_SHOWN, BadValue, DataError, cut
+from mpbridge.errors import MOST_SHOWN, BadValue, DataError, cut, nearest
 from mpbridge.precision.yaml_loader import of_bounded_size
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.checkpoint_args import arguments_file, read_arguments
@@ -98,7 +99,17 @@ def read_args(
     if not hasattr(module, "read"):
         raise BadValue(f"{stack} is configured by files, not by arguments: give the file")
     found: Imported = module.read(script.words, version=_version(stack, version))
+    if stack == "megatron-lm" and script.words and not script.words[0].endswith(".py"):
+        found = dataclasses.replace(found, unknown=(*_leading(script.words), *found.unknown))
     return _never_read(dataclasses.replace(found, assumed=(*script.notes, *found.assumed)), version)
+
+
+def _leading(words: Iterable[str]) -> Iterator[str]:
+    """The words before the first option, where an option was probably meant."""
+    for word in itertools.takewhile(lambda one: not one.startswith("-"), words):
+        near = nearest(f"--{word}", _lm().options(), most=1, cutoff=0.9)
+        if near:
+            yield f"{cut(word)} (a word without dashes, which no option takes; nearest: {near[0]})"
 
 
 def read_text(

@@ -104,6 +104,11 @@ def read_data(data: Any, *, version: str) -> Imported:
     options_ = data.get("MODEL_ARGS", data) if isinstance(data, Mapping) else None
     if not isinstance(options_, Mapping):
         raise DataError(f"expected a mapping with MODEL_ARGS, found {type(data).__name__}")
+    if options_ and not any(str(name).startswith("--") for name in options_):
+        some = ", ".join(cut(name) for name in list(options_)[:4])
+        raise DataError(
+            f"no option of Megatron-LM is in it (found {some}): expected MODEL_ARGS, a mapping of options as --bf16: is it another stack's?"
+        )
     words: list[str] = []
     for name, value in options_.items():
         if value is not False and value is not None:

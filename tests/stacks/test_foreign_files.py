@@ -9,7 +9,7 @@ import pytest
 from mpbridge.cli.main import main
 from mpbridge.errors import DataError, MpbridgeError
 from mpbridge.precision.registry import get_mixed_precision_config
-from mpbridge.stacks.importers import read_text
+from mpbridge.stacks.importers import read_args, read_text
 
 LAUGHS = "\n".join(
     ["mixed_precision:", "  a: &a [lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
@@ -170,3 +170,13 @@ def test_lightnings_deepspeed_strategy_divides_by_its_stage(strategy: str, bytes
 )
 def test_moments_in_eight_bits_are_named(stack: str, text: str) -> None:
     assert any("moments in 8 bits" in line for line in read_text(text, stack=stack, name="f.yaml").cannot_express)
+
+
+def test_another_stacks_file_holds_no_option_of_megatron_lm() -> None:
+    with pytest.raises(DataError, match="no option"):
+        read_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}', stack="megatron-lm", name="ds.json")
+
+
+def test_a_word_without_dashes_is_named() -> None:
+    found = read_args("bf16 --micro-batch-size 1")
+    assert found.unknown == ("bf16 (a word without dashes, which no option takes; nearest: --bf16)",)
