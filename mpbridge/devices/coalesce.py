@@ -1,7 +1,8 @@
 """Coalesced collectives on gloo, one tensor at a time.
 
 torch's gloo backend concatenates the tensors of a coalesced all-gather in the first one's dtype and converts the others by value: FP8
-buckets (uint8) beside BF16 ones come out wrong in both, in silence. megatron-core gathers all buckets of a group in one such block.
+buckets (uint8) beside BF16 ones come out wrong in both, in silence. megatron-core gathers all buckets of a group in one such block. And its
+coalesced all-gather corrupts the heap of a busy machine now and then (torch 2.13, Megatron-FSDP in one process: malloc aborts in gloo's thread).
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mpbridge.devices.coalesce import one_by_one
 from mpbridge.devices.redirect import NullStream, Patch, cuda_patches, get_state, set_state, split_sizes
 from mpbridge.errors import BadValue
 from mpbridge.megatron import cpu as megatron
@@ -82,7 +83,13 @@ class _StandIn:
 
 
 def _core_patches() -> Iterable[Patch]:
-    return megatron.patches(get_state=get_state, set_state=set_state, split_sizes=split_sizes, stream=NullStream())
+    return megatron.patches(
+        get_state=get_state,
+        set_state=set_state,
+        split_sizes=split_sizes,
+        stream=NullStream(),
+        coalescing=one_by_one,
+    )
 
 
 class _Device:

@@ -129,11 +129,11 @@ class ShardedEngine(BaseEngine):
             }
 
     def close(self) -> None:
-        """Frees tensors, megatron-core's process-wide parallel state, and what torch remembers of the mesh."""
+        """Frees tensors, what torch remembers of the mesh, and megatron-core's process-wide parallel state."""
         from mpbridge.engines.shard_state import forget_shardings
 
+        forget_shardings()  # first: the mesh's process groups end with the model, here, where no collective is under way
         super().close()
-        forget_shardings()
 
     def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
         """Takes back what `state` described; optimizer=False: weights only, main weights rebuilt from them."""

@@ -39,11 +39,12 @@ def _core(name: str) -> Any:
     return importlib.import_module(f"megatron.core.{name}")
 
 
-def patches(*, get_state: Any, set_state: Any, split_sizes: Any, stream: Any) -> Iterator[Patch]:
+def patches(*, get_state: Any, set_state: Any, split_sizes: Any, stream: Any, coalescing: Any) -> Iterator[Patch]:
     """Replacements for as long as CUDA calls are redirected; the arguments stand for its random states, its copies of split
-    sizes and its streams."""
+    sizes, its streams and torch's manager of coalesced collectives."""
     random = _core("tensor_parallel.random")
     yield from aliases({"_get_cuda_rng_state": get_state, "_set_cuda_rng_state": set_state})
+    yield from aliases({"_coalescing_manager": coalescing})
     moe_utils, dispatcher = _core("transformer.moe.moe_utils"), _core("transformer.moe.token_dispatcher")
     # 0.16.1 names it without importing it where Transformer Engine is missing: NameError in the router; where it is there, it is a CUDA kernel
     yield moe_utils, "te_general_gemm", None
