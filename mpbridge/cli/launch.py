@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     if min(args.nodes, args.gpus_per_node, args.notice) < 1 or args.retries < 0:
         raise BadValue("--nodes, --gpus-per-node and --notice: at least 1; --retries: at least 0")
     _check_image(args.image or "")
+    if args.mount and not args.image:
+        raise BadValue(f"--mount {args.mount[0]} without --image: only a container has mounts")
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not words:
         raise BadValue(f"what is to run is missing: {USAGE}")

@@ -70,9 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(error, as_json)
         code = error.exit_code
     except BrokenPipeError:
-        # `mpbridge list | head`: the reader has seen enough; nothing may be written at exit either
+        # `mpbridge list | head`: the reader has seen enough; nothing may be written at exit either. What the answer would have been is not known: the code
+        # is that of a program which such a pipe ends (128 + SIGPIPE), never that of success
         _stop_printing()
-        code = 0
+        code = 141
     except OSError as error:
         # what is written as it is read: a full disk, a file in the place of a folder
         _complain(BadValue(f"{error.filename or 'standard output'}: {error.strerror or error}"), as_json)

@@ -64,7 +64,7 @@ def _short_spike(case: Case) -> Suspect | None:
     points = [(step, value) for step, value in finite(case.run.curves.series("loss")) if step >= onset.step]
     half = onset.usual + 0.4 * (onset.value - onset.usual)
     high = next((i for i, (_, value) in enumerate(points) if value < half), None)
-    if high is None or high > 12:
+    if not high or high > 12:  # 0: back before it was away, as where a loss rises slowly
         return None
     # back in one step, as a batch is; a damaged model comes back slowly
     back = points[high - 1][1] - points[high][1]

@@ -47,6 +47,11 @@ def test_an_image_is_handed_to_srun(printed) -> None:
     assert "exec python -m torch.distributed.run" in text
 
 
+def test_a_mount_without_a_container_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--nodes", "2", "--gpus-per-node", "8", "--mount", "/a:/b", "--", *TRAIN]) == 2
+    assert "--mount /a:/b without --image" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("image", ["registry.example/group/image:1", "localhost/image", "host:5000/image"])
 def test_a_registry_written_as_for_docker_is_refused_before_the_queue(
     capsys: pytest.CaptureFixture[str], image: str

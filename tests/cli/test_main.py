@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -300,3 +301,12 @@ def test_a_files_recipe_that_is_code_does_not_run_unless_the_command_line_names_
     code, out, err = said("plan", "--config", str(config), "--recipe", f"{tmp_path / 'evil.py'}:fn")
     assert code == 0, out + err
     assert (tmp_path / "ran").exists()
+
+
+def test_an_answer_that_nobody_read_is_no_success():
+    """A reader that is gone before the first line: what the verb would have answered is not known."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "wb") as gone:
+        done = subprocess.run([sys.executable, "-u", "-m", "mpbridge", "list"], stdout=gone, stderr=subprocess.PIPE, check=False)  # fmt: skip
+    assert (done.returncode, done.stderr) == (141, b"")
