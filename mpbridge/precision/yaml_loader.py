@@ -65,7 +65,9 @@ def of_bounded_size(node: Any) -> Any:
         return found
 
     if node is not None and size(node) > MOST_VALUES:
-        raise yaml.YAMLError(f"more than {MOST_VALUES:,} values once its aliases (*name) are written out")
+        raise yaml.YAMLError(
+            f"it refers to itself, or exceeds {MOST_VALUES:,} values once its aliases (*name) are written out"
+        )
     return node
 
 

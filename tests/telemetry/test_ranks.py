@@ -31,7 +31,7 @@ def operand(linear, *values):
 def said(rank):
     own = [operand(f"stage {rank % 2}", 0.1 * rank, None if rank else 0.5, 3.0 + rank, 2.0 ** -rank, (-1.0) ** rank * rank, 30.0 - rank, inf if rank == 2 else 0.25, rank)]
     linears = [["l", 1.0, nan if rank == 1 else 2.0, 100.0 - rank, 7 + rank, None, None, 0, 5.0 + rank]]
-    return {"operands": own, "linears": linears, "weights": [[f"w{rank}", 1.0, 2.0, 0, None, 0.5, 0.25]]}
+    return {"operands": own, "linears": linears, "weights": [[f"w{rank}", 1.0, 2.0, 0, None, 0.5, 0.25, 0.125]]}
 dist.init_process_group("gloo")
 found = worst_of_all(said(dist.get_rank()))
 expected = merged([said(rank) for rank in range(dist.get_world_size())])
@@ -68,7 +68,7 @@ linears = [f"decoder.layers.{i}.{part}" for i in range(100) for part in ("self_a
 tables = {
     "operands": [[name, side, copy, "fprop", "e4m3", "mxfp8", *([2.0] * 8)] for name in linears for side in ("x", "w", "dy") for copy in ("row", "column")],
     "linears": [[name, *([2.0] * 8)] for name in linears],
-    "weights": [[name, *([2.0] * 6)] for name in linears],
+    "weights": [[name, *([2.0] * 7)] for name in linears],
 }
 assert worst_of_all(tables)["operands"] == tables["operands"]
 print(json.dumps([[name for name, _ in calls], sum(size for _, size in calls)]))
