@@ -395,14 +395,19 @@ def judge(out: Path, damage: Callable[[Path], bool] = lambda folder: True) -> in
     return 0 if hits >= 0.8 * runs and all(healthy_runs) else 1
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str | None, *, seeds: str, healthy: int) -> argparse.ArgumentParser:
+    """What both scripts take."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("make", "judge"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--kinds", default=",".join(PLANTS))
-    parser.add_argument("--seeds", default="1,2,3")
-    parser.add_argument("--healthy", type=int, default=24)
-    args = parser.parse_args()
+    parser.add_argument("--seeds", default=seeds)
+    parser.add_argument("--healthy", type=int, default=healthy)
+    return parser
+
+
+def main() -> int:
+    args = arguments(__doc__, seeds="1,2,3", healthy=24).parse_args()
     if args.what == "judge":
         return judge(args.out)
     kinds, seeds = [kind for kind in args.kinds.split(",") if kind], [int(seed) for seed in args.seeds.split(",")]

@@ -9,7 +9,6 @@ used. A plant that does no visible damage (`damage`) is counted apart: there is 
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -294,20 +293,8 @@ def nan_source(out: Path, draw: Draw) -> None:
     train(draw.run(out, draw.pick(CURRENT, "bf16_mixed", DELAYED)), Plant(act))
 
 
-PLANTS: dict[str, Callable[[Path, Draw], None]] = {
-    "outlier-channel": outlier_channel,
-    "wrong-scale": wrong_scale,
-    "frozen-scale": frozen_scale,
-    "data-spike": data_spike,
-    "rate-too-high": rate_too_high,
-    "lost-main-weights": lost_main_weights,
-    "bad-resume": bad_resume,
-    "loss-scale": loss_scale,
-    "recipe-switch": recipe_switch,
-    "weight-corrupted": weight_corrupted,
-    "moments-lost": moments_lost,
-    "nan-source": nan_source,
-}
+PLANTS: dict[str, Callable[[Path, Draw], None]] = {kind: globals()[kind.replace("-", "_")] for kind in planted.PLANTS}
+"""The same kinds, each by the function of its name above."""
 
 
 def damage(folder: Path) -> bool:
@@ -326,12 +313,7 @@ def damage(folder: Path) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("make", "judge"))
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--kinds", default=",".join(PLANTS))
-    parser.add_argument("--seeds", default="7,8,9")
-    parser.add_argument("--healthy", type=int, default=0)
+    parser = planted.arguments(__doc__, seeds="7,8,9", healthy=0)
     parser.add_argument(
         "--first", type=int, default=24, help="number of the first healthy run; scripts/planted.py makes 0 to 23"
     )

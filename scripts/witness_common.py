@@ -74,3 +74,21 @@ def checkout(name: str) -> Path:
 
 def adam(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def lightning_module() -> Any:
+    """The network as Lightning takes it."""
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+            return self.net(batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return adam(self)
+
+    return Module()

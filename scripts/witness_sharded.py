@@ -13,7 +13,7 @@ from torch.nn import functional
 from mpbridge.witnessing.callbacks import lightning_callback
 from mpbridge.witnessing.report import Witnessed
 from mpbridge.witnessing.witness import witness
-from scripts.witness_common import BF16, VOCABULARY, Case, Net, adam, checkout, tokens
+from scripts.witness_common import BF16, VOCABULARY, Case, Net, adam, checkout, lightning_module, tokens
 
 
 # --- torchtitan --------------------------------------------------------------------------------------------------------------------------------
@@ -125,17 +125,6 @@ def lightning_fsdp(precision: str) -> Witnessed:
             finally:
                 torch.distributed.fsdp.FullyShardedDataParallel = wrapper
 
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
-            return self.net(batch)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return adam(self)
-
     follows = lightning_callback(at={2})
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -150,7 +139,9 @@ def lightning_fsdp(precision: str) -> Witnessed:
         callbacks=[follows],
     )
     with device_layer(False):
-        trainer.fit(Module(), torch.utils.data.DataLoader(torch.randint(0, VOCABULARY, (64, 8)), batch_size=4))
+        trainer.fit(
+            lightning_module(), torch.utils.data.DataLoader(torch.randint(0, VOCABULARY, (64, 8)), batch_size=4)
+        )
     return follows.report
 
 

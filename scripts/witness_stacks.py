@@ -33,7 +33,7 @@ from mpbridge.witnessing.callbacks import FabricWitness, lightning_callback, tra
 from mpbridge.witnessing.report import Witnessed
 from mpbridge.witnessing.witness import witness
 from scripts import witness_megatron, witness_sharded
-from scripts.witness_common import BF16, VOCABULARY, Case, Net, adam, together, tokens
+from scripts.witness_common import BF16, VOCABULARY, Case, Net, adam, lightning_module, together, tokens
 
 COMPARED = tuple(row for row in LABELS if row not in ("quantization", "loss_scale"))
 
@@ -111,17 +111,6 @@ def transformers_trainer(dtype: Any = None) -> Witnessed:
 def lightning_trainer(precision: str) -> Witnessed:
     import lightning.pytorch as pl
 
-    class Module(pl.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Net()
-
-        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
-            return self.net(batch)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return adam(self)
-
     follows = lightning_callback(at={2})
     size = dist.get_world_size() if dist.is_initialized() else 1
     trainer = pl.Trainer(
@@ -137,7 +126,7 @@ def lightning_trainer(precision: str) -> Witnessed:
         enable_model_summary=False,
         callbacks=[follows],
     )
-    trainer.fit(Module(), torch.utils.data.DataLoader(torch.randint(0, VOCABULARY, (64, 8)), batch_size=4))
+    trainer.fit(lightning_module(), torch.utils.data.DataLoader(torch.randint(0, VOCABULARY, (64, 8)), batch_size=4))
     return follows.report
 
 

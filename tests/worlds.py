@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +35,33 @@ def reported(size: int, script: str, out: Path, *arguments: str, timeout: float 
     """What rank 0 of such a world left as JSON in `out`, the script's first argument."""
     start(size, script, str(out), *arguments, timeout=timeout)
     return json.loads(out.read_text())
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """A process group of one, and none of megatron-core's parallel state behind it: for loops that set that up themselves."""
+    from megatron.core import parallel_state
+
+    from mpbridge.engines.parallel import start_process_group, stop_process_group
+
+    mine = start_process_group(False)
+    yield
+    parallel_state.destroy_model_parallel()
+    if mine:
+        stop_process_group()
+
+
+COUNTED = """
+calls = []
+def counted(name):
+    real = getattr(dist, name)
+    def call(*args, **kwargs):
+        out = args[0] if isinstance(args[0], list) else [args[0]]
+        calls.append((name, sum(one.numel() * one.element_size() for one in out if isinstance(one, torch.Tensor))))
+        return real(*args, **kwargs)
+    setattr(dist, name, call)
+for name in ("all_gather", "all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "all_gather_into_tensor"):
+    counted(name)
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=int(sys.argv[1]))
+"""
+"""Of a script that has imported dist, sys, torch and FakeStore: a fake world of as many ranks as it is told; `calls`: (collective, bytes that rank 0 gets)."""

@@ -139,7 +139,6 @@ def test_help_of_a_verb_is_its_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_rehearsal_finds_no_room_before_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     (tmp_path / "file").write_text("", encoding="utf-8")
     # a configuration that is missing would be found only afterwards
     assert main(["rehearse", "--config", "nope", "--out", str(tmp_path / "file")]) == 2

@@ -72,7 +72,6 @@ def test_a_starter_folder_is_legal_as_it_stands_and_written_once(
 def test_bash_completes_from_the_printed_script(
     words: list[str], offered: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("shtab", reason="the extra `completion`")
     assert main(["completion", "bash"]) == 0
     script = tmp_path / "completion.bash"
     script.write_text(capsys.readouterr().out, encoding="utf-8")
@@ -83,7 +82,6 @@ def test_bash_completes_from_the_printed_script(
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_get_a_script_with_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("shtab", reason="the extra `completion`")
     from mpbridge.cli.main import verbs
 
     assert main(["completion", shell]) == 0

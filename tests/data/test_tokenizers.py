@@ -19,7 +19,8 @@ TEXT = ["the quick brown fox jumps over the lazy dog", "pack my box with five do
 
 def words(path: Path, *, end: str | None = "<|endoftext|>") -> Path:
     """A tokenizer.json of the library's own making, in a folder."""
-    library = pytest.importorskip("tokenizers", reason="pip install 'mpbridge[hf]'")
+    import tokenizers as library
+
     made = library.Tokenizer(library.models.BPE())
     made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = library.trainers.BpeTrainer(
@@ -36,7 +37,8 @@ def words(path: Path, *, end: str | None = "<|endoftext|>") -> Path:
 @pytest.mark.parametrize("by", ["folder", "file"])
 def test_a_tokenizer_json_encodes_as_its_library_does(tmp_path: Path, by: str) -> None:
     place = words(tmp_path / "tok")
-    library = pytest.importorskip("tokenizers")
+    import tokenizers as library
+
     own = library.Tokenizer.from_file(str(place / "tokenizer.json"))
     made = tokenizer(str(place if by == "folder" else place / "tokenizer.json"))
     assert (made.vocab_size, made.eod) == (own.get_vocab_size(), own.token_to_id("<|endoftext|>"))

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.worlds import COUNTED, start
+
 ROOT = Path(__file__).resolve().parents[2]
 
 EXACT = """
@@ -42,14 +44,13 @@ dist.destroy_process_group()
 
 
 def test_every_rank_gets_what_every_rank_said(tmp_path: Path) -> None:
-    from tests.worlds import start
-
     script = tmp_path / "exact.py"
     script.write_text(EXACT, encoding="utf-8")
     start(3, str(script))
 
 
-FAKE = """
+FAKE = (
+    """
 import json, random, sys
 import torch
 import torch.distributed as dist
@@ -87,17 +88,9 @@ def observed(rank):
         followed=Followed(produced=near, read={mine[0]: {0: draw.gauss(0, 1)}}, group=tuple(range(rank % 32, WORLD, 32)), roots=draw.random(), loss=draw.random()),
     )
 
-calls = []
-def counted(name):
-    real = getattr(dist, name)
-    def call(*args, **kwargs):
-        out = args[0] if isinstance(args[0], list) else [args[0]]
-        calls.append((name, sum(one.numel() * one.element_size() for one in out if isinstance(one, torch.Tensor))))
-        return real(*args, **kwargs)
-    setattr(dist, name, call)
-for name in ("all_gather", "all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "all_gather_into_tensor"):
-    counted(name)
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+"""
+    + COUNTED
+    + """
 run = ConfigContainer.load("gpt_tiny").resolved()
 assert agree(run.policy) == run.policy.fingerprint()
 assert len(everywhere(observed(0))) == WORLD
@@ -114,6 +107,7 @@ for rank in range(WORLD):
         marks.setdefault(gather._mark(part), len(part))
 print(json.dumps([issued, received, total + sum(marks.values())]))
 """
+)
 
 
 def said(world: int, tmp_path: Path) -> list:

@@ -19,7 +19,6 @@ from mpbridge.rules.table import broken
 from tests.engines import tiny
 
 RECIPES = {"bf16_with_fp8_rowwise": "rowwise", "bf16_with_fp8_rowwise_gw_hp": "rowwise_with_gw_hp"}
-torchao = pytest.importorskip("torchao")
 
 
 @pytest.fixture

@@ -88,7 +88,6 @@ ConfigContainer(modell={})  # error: Unexpected keyword argument "modell"
 
 
 def test_mypy_knows_every_name_and_refuses_unknown_ones(tmp_path: Path) -> None:
-    pytest.importorskip("mypy")
     snippet = tmp_path / "snippet.py"
     snippet.write_text(SNIPPET, encoding="utf-8")
     command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml")]

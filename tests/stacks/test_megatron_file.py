@@ -28,7 +28,6 @@ LATE = {**FP8, "modules": {"mlp.*": {"layers": "last 2", "precision": "bf16"}}}
 
 def rule(text: str, policy: PrecisionPolicy, module: str, layer: int) -> str | None:
     """The scaling that a linear runs in: by the file, else by the autocast around its block."""
-    pytest.importorskip("megatron.core")
     from megatron.core.quantization.quant_config import MatchContext, RecipeConfig
 
     quant = policy.quant

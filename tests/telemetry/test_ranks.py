@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from mpbridge.telemetry.records import LINEARS, merged
-from tests.worlds import ROOT, start
+from tests.worlds import COUNTED, ROOT, start
 
 
 def test_a_channel_belongs_to_the_outlier_beside_it() -> None:
@@ -46,24 +46,17 @@ def test_every_rank_gets_the_worst_of_all_ranks(tmp_path: Path) -> None:
     start(3, str(script))
 
 
-FAKE = """
+FAKE = (
+    """
 import json, sys
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from mpbridge.telemetry.ranks import worst_of_all
 
-calls = []
-def counted(name):
-    real = getattr(dist, name)
-    def call(*args, **kwargs):
-        out = args[0] if isinstance(args[0], list) else [args[0]]
-        calls.append((name, sum(one.numel() * one.element_size() for one in out if isinstance(one, torch.Tensor))))
-        return real(*args, **kwargs)
-    setattr(dist, name, call)
-for name in ("all_gather", "all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "all_gather_into_tensor"):
-    counted(name)
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=int(sys.argv[1]))
+"""
+    + COUNTED
+    + """
 linears = [f"decoder.layers.{i}.{part}" for i in range(100) for part in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")]
 tables = {
     "operands": [[name, side, copy, "fprop", "e4m3", "mxfp8", *([2.0] * 8)] for name in linears for side in ("x", "w", "dy") for copy in ("row", "column")],
@@ -73,6 +66,7 @@ tables = {
 assert worst_of_all(tables)["operands"] == tables["operands"]
 print(json.dumps([[name for name, _ in calls], sum(size for _, size in calls)]))
 """
+)
 
 
 def test_statistics_of_ten_thousand_ranks_take_as_many_collectives_as_those_of_two(tmp_path: Path) -> None:

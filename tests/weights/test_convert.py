@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
-pytest.importorskip("safetensors")
 from safetensors.torch import load_file
 
 from mpbridge.checkpoint.reader import Contents

@@ -10,20 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from mpbridge.engines.parallel import start_process_group, stop_process_group
 from scripts.witness_megatron import megatron
-from tests.worlds import reported
+from tests.worlds import one_process, reported
 
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    from megatron.core import parallel_state
-
-    mine = start_process_group(False)
-    yield
-    parallel_state.destroy_model_parallel()
-    if mine:
-        stop_process_group()
+    with one_process():
+        yield
 
 
 @pytest.mark.parametrize("distributed", [False, True], ids=["DDP", "distributed optimizer"])

@@ -15,8 +15,8 @@ from .training import BLACKWELL, OVERLAP, tiny
 
 DELAYED, TENSORWISE = "bf16_with_fp8_delayed_scaling_mixed", "bf16_with_fp8_current_scaling_mixed"
 BLOCKWISE, MXFP8, NVFP4 = "bf16_with_fp8_subchannel_scaling_mixed", "bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed"
-on_hopper = pytest.mark.skipif(BLACKWELL, reason="once is enough: on a Hopper")
-on_blackwell = pytest.mark.skipif(not BLACKWELL, reason="needs a Blackwell's recipes")
+on_hopper = pytest.mark.played("hopper")  # once is enough
+on_blackwell = pytest.mark.played("blackwell")  # its recipes
 ALL = "mixed_precision.first_last_layers_bf16=false"
 
 

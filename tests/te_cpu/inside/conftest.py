@@ -5,6 +5,21 @@ from __future__ import annotations
 import pytest
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "played(kind): of a played 'hopper' or 'blackwell' only; not collected on the other"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from .training import BLACKWELL
+
+    played = "blackwell" if BLACKWELL else "hopper"
+    other = [item for item in items if any(mark.args != (played,) for mark in item.iter_markers("played"))]
+    config.hook.pytest_deselected(items=other)
+    items[:] = [item for item in items if item not in other]
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_on():
     yield

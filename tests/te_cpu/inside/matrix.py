@@ -83,10 +83,8 @@ def native(name: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt_tiny", "moe_tiny"])
-@pytest.mark.parametrize("name", recipes)
+@pytest.mark.parametrize("name", [name for name in recipes if native(name)])
 def test_every_recipe_of_the_registry_trains(name, model) -> None:
-    if not native(name):
-        pytest.skip(f"not on a {this_machine().name}")
     policy = resolve(get_mixed_precision_config(name))
     more = list(OVERLAP) if policy.reuse_grad_buffer else []
     if model == "moe_tiny":
@@ -101,8 +99,7 @@ def test_every_recipe_of_the_registry_trains(name, model) -> None:
     trains(name, *more, model=model)
 
 
+@pytest.mark.played("hopper")  # a Blackwell runs them all
 def test_a_recipe_of_another_machine_is_refused_before_anything_is_built() -> None:
-    if BLACKWELL:
-        pytest.skip("a B200 runs them all")
     with pytest.raises(MpbridgeError, match="Blackwell"):
         trains(MXFP8, *OVERLAP)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import mpbridge
-from mpbridge.engines.parallel import start_process_group, stop_process_group
 from scripts.witness_megatron import megatron
+from tests.worlds import one_process
 
 from .training import BLACKWELL
 
@@ -21,13 +21,8 @@ PLAIN |= {"reuse_grad_buf_for_mxfp8_param_ag": False} if BLACKWELL else {}
 
 @pytest.fixture(autouse=True)
 def group() -> Iterator[None]:
-    from megatron.core import parallel_state
-
-    mine = start_process_group(False)
-    yield
-    parallel_state.destroy_model_parallel()
-    if mine:
-        stop_process_group()
+    with one_process():
+        yield
 
 
 def seen(policy: Any = None, **fields: Any) -> Any:
