@@ -64,6 +64,14 @@ def _aware_fp8(case: Case) -> str | None:
     return f"a precision-aware optimizer with {fp8.scaling} scaling"
 
 
+def _remainders_of_codes(case: Case) -> str | None:
+    fp8, mains = case.policy.fp8, case.policy.main_params or DType.FP32
+    if not (case.aware and case.core and case.policy.remainders and mains is DType.FP32 and fp8 is not None):
+        return None
+    rests = fp8.row.history and fp8.stored
+    return "16-bit remainders as the main weights of FP8 weights under delayed scaling" if rests else None
+
+
 def _pointless(case: Case) -> bool:
     fp8 = case.policy.fp8
     return case.core and case.aware and fp8 is not None and not fp8.row.history and not _low_moments(case)
@@ -197,6 +205,15 @@ RULES: tuple[Rule, ...] = (
         cure="mixed_precision.store_param_remainders=null",
         source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py initialize_state",
         severity="warning",
+    ),
+    Rule(
+        id="remainders-of-fp8-weights",
+        about="aware fp8",
+        found=_remainders_of_codes,
+        expected="whole FP32 main weights: FusedAdam's kernel for FP8 weights checks for them, and 8-bit codes are no upper half of an FP32 number",
+        cure="mixed_precision.store_param_remainders=false, or fp8_param_gather=false",
+        source="Transformer Engine 2.11 to 2.20: pytorch/optimizers/fused_adam.py step, common/multi_tensor/adam.cu multi_tensor_adam_fp8_cuda",
+        emulated="silent",
     ),
     Rule(
         id="remainders-need-newer-engine",

@@ -1,7 +1,8 @@
 """What somebody else's CUDA-only script or test run needs besides Transformer Engine, when it runs on a CPU.
 
 Repairs of the surroundings, none of which touches a file of theirs: a stand-in for `triton`, which Megatron-LM imports unguarded; the
-compiled index helper of the installed megatron-core, where a source tree would build its own; `typing.override` on Python 3.11.
+compiled index helper of the installed megatron-core, where a source tree would build its own; `typing.override` on Python 3.11; spawned
+processes that play the same machine.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mpbridge.te_cpu.children import children_play
+from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.refusals import caller
 
 _TRITON = (
@@ -165,8 +168,10 @@ def foreign_code(*, connections: bool = True) -> Iterator[None]:
     }
     for name, value in (defaults | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if connections else {})).items():
         os.environ.setdefault(name, value)
+    played = now()
     try:
-        yield
+        with children_play(played.machine.name, ".".join(map(str, played.release))):
+            yield
     finally:
         for name, old in before.items():
             if old is None:

@@ -81,7 +81,13 @@ def multi_tensor_adam_fp8(
     weight_decay: float,
     fp8_dtype: Any,
 ) -> None:
-    """Lists: gradients, FP8 codes of the weights, moments, main weights, scales, amaxes, inverse scales."""
+    """Lists: gradients, FP8 codes of the weights, moments, main weights, scales, amaxes, inverse scales; FP32 from the moments on."""
+    for name, tensors in zip(
+        ("exp_avg", "exp_avg_sq", "main weight", "scale", "amax", "inverse scale"), tensor_lists[2:], strict=True
+    ):
+        wrong = next((tensor for tensor in tensors if tensor.dtype is not torch.float32), None)
+        if wrong is not None:
+            raise RuntimeError(f"multi_tensor_adam_fp8: {name} has dtype {wrong.dtype}, but expected torch.float32")
     rule = _Rule(lr, beta1, beta2, eps, step, mode, bool(bias_correction), weight_decay)
     number = number_format(fp8_dtype)
     with torch.no_grad():

@@ -194,6 +194,9 @@ TABLE = {
     "main-gradients-that-nothing-reads": (
         {"config": AWARE, "policy": {"main_grads": DType.BF16, "reduce": DType.FP32}}, {"config": AWARE, "policy": {"main_grads": DType.BF16, "reduce": DType.BF16}},
     ),
+    "remainders-of-fp8-weights": (
+        {"recipe": "fp8_ds", "config": AWARE}, {"recipe": "fp8_ds", "config": AWARE | {"store_param_remainders": False}},
+    ),
     "remainders-need-newer-engine": ({"config": AWARE | {"store_param_remainders": True}, "versions": te("2.0")}, {"config": AWARE | {"store_param_remainders": True}}),
     "duplicate-main-weights": ({"recipe": "fp32", "config": AWARE}, {"recipe": "fp32", "config": AWARE, "engine": "fsdp2", "optimizer": OptimizerFacts()}),
     "moments-follow-16-bit-parameters": (

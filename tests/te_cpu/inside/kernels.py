@@ -128,6 +128,22 @@ def test_adam_with_sixteen_bit_remainders_is_adam_in_fp32() -> None:
     torch.testing.assert_close(whole, plain.data, rtol=2e-6, atol=2e-7)
 
 
+def test_the_update_of_fp8_weights_takes_no_remainders_for_main_weights() -> None:
+    weight = torch.nn.Parameter(
+        Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3)(torch.ones(16, 16, dtype=torch.bfloat16))
+    )
+    weight.decoupled_grad = torch.ones(16, 16)
+    for remainders in (False, True):
+        fused = te.optimizers.FusedAdam(
+            [weight], master_weights=True, use_decoupled_grad=True, store_param_remainders=remainders
+        )
+        if remainders:
+            with pytest.raises(RuntimeError, match=r"main weight has dtype torch.int16"):
+                fused.step()
+        else:
+            fused.step()
+
+
 def test_cross_entropy_and_its_gradient_are_torchs() -> None:
     torch.manual_seed(0)
     logits = torch.randn(2, 3, 50, requires_grad=True)

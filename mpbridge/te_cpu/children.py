@@ -1,0 +1,57 @@
+"""Processes that a played script starts by spawn: they import its main module anew, on the machine that the script plays.
+
+A GPU's machine is there for every process; a machine that is played is not, and the child's import of Transformer Engine would die of its
+missing library. So a child begins here, enters what its parent plays and goes on with the parent's main module.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing import spawn
+from typing import Any
+
+VARIABLE = "MPBRIDGE_CHILD"
+"""What a child is to play: the machine, the release, and the parent's main module by name or by path (JSON)."""
+_STAY = ExitStack()
+
+
+@contextmanager
+def children_play(machine: str, te: str) -> Iterator[None]:
+    """Inside, processes started by spawn or forkserver play `machine` under release `te` too."""
+    original, before = spawn.get_preparation_data, os.environ.get(VARIABLE)
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        found = original(name)
+        main = {key: found.pop(key) for key in ("init_main_from_name", "init_main_from_path") if key in found}
+        os.environ[VARIABLE] = json.dumps({"machine": machine, "te": te, **main})
+        return found | {"init_main_from_name": "mpbridge.te_cpu.child"}
+
+    spawn.get_preparation_data = get_preparation_data
+    try:
+        yield
+    finally:
+        spawn.get_preparation_data = original
+        if before is None:
+            os.environ.pop(VARIABLE, None)
+        else:
+            os.environ[VARIABLE] = before
+
+
+def begin() -> dict[str, Any]:
+    """In a child: plays until the process ends, and gives the names of the parent's main module, run as multiprocessing runs it."""
+    from mpbridge.te_cpu.context import transformer_engine_on_cpu
+    from mpbridge.te_cpu.foreign import foreign_code
+
+    wanted = json.loads(os.environ[VARIABLE])
+    _STAY.enter_context(transformer_engine_on_cpu(wanted["machine"], te=wanted["te"]))
+    _STAY.enter_context(foreign_code())
+    name, path = wanted.get("init_main_from_name"), wanted.get("init_main_from_path")
+    if path:
+        return runpy.run_path(path, run_name="__mp_main__")
+    if name and name != "__main__" and not name.endswith(".__main__"):
+        return runpy.run_module(name, run_name="__mp_main__", alter_sys=True)
+    return {}
