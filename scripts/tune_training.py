@@ -3,30 +3,44 @@
     python scripts/tune_training.py --out FOLDER [--seeds 5] [--before 2000] [--steps 300] [key=value ...]
     python scripts/tune_training.py --out FOLDER --report
 
-For each seed: BF16 for --before steps (once), `tune` on its checkpoint, then --steps steps an arm from that checkpoint, optimizer states and data position
-included: bf16, A/A (bf16 from other random bits of the data order: another rounding seed is the emulation's, so all NVFP4 runs twice), all NVFP4, the last
-15 % in BF16, whole kinds, tuned at the same predicted cost, all MXFP8. Every finished arm is a file in FOLDER: the script goes on where it was stopped,
-and the report says which arms and seeds there are. A gap whose interval overlaps the A/A pair's is called not separated.
+The model is thin: 12 layers of width 64 (THIN, settings change it). For each seed: BF16 for --before steps at a constant learning rate (once), `tune` on its
+checkpoint, then --steps steps an arm, while the learning rate falls to 0, from that checkpoint, optimizer states and data position included: bf16, all
+NVFP4, the same under other random bits of stochastic rounding (A/A), the last 15 % in BF16, whole kinds, tuned at the same predicted cost, all MXFP8.
+Every arm's loss on the same held-out batches is taken twice: as it was trained, and with the same weights in BF16. Every finished arm is a file in FOLDER:
+the script goes on where it was stopped, and the report says which arms and seeds there are. A gap within the A/A pair's difference is not separated.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import statistics
 import sys
+import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore")
 
+from mpbridge.train.base import Hook
+
+if TYPE_CHECKING:
+    from mpbridge.train.base import Training
+
 NVFP4, BF16 = "bf16_with_nvfp4_mixed", "bf16_mixed"
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 """Seeds -> factor on the standard error for 95 % (Student's t with one degree of freedom less)."""
+
+
+THIN = (
+    "model.num_layers=12", "model.hidden_size=64", "model.ffn_hidden_size=128", "model.num_attention_heads=2", "model.max_sequence_length=64",
+    "data.seq_length=64", "scheduler.lr_warmup_iters=100",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -51,9 +65,9 @@ def _box(args: argparse.Namespace, seed: int, *more: str) -> Any:
 
     common = [
         f"train.seed={seed}", f"train.train_iters={args.before + args.steps}", "train.eval_interval=null", "logger.progress=false", "train.audit=warn",
-        "optimizer.min_lr=0.0",
+        "optimizer.min_lr=0.0", "scheduler.lr_decay_style=WSD", "scheduler.lr_wsd_decay_style=linear", f"scheduler.lr_wsd_decay_iters={args.steps}",
     ]  # fmt: skip
-    return ConfigContainer.load(Path(args.config), [*common, *args.overrides, *more], check=False)
+    return ConfigContainer.load(Path(args.config), [*THIN, *common, *args.overrides, *more], check=False)
 
 
 def _seed(args: argparse.Namespace, seed: int) -> None:
@@ -67,10 +81,7 @@ def _seed(args: argparse.Namespace, seed: int) -> None:
     folder.mkdir(exist_ok=True)
     kept, plan = folder / "before", folder / "arms.yaml"
     if not plan.is_file():
-        box = _box(
-            args, seed, f"mixed_precision={BF16}", f"train.exit_interval={args.before}", f"checkpoint.save={kept}"
-        )
-        pretrain(box.resolved(1), quiet=True)
+        _before(args, seed, kept)
         box = _box(args, seed, f"mixed_precision={NVFP4}", f"checkpoint.load={kept}")
         result, content = tune(box, say=lambda text: None)
         write(folder / "tuned.yaml", content)
@@ -84,29 +95,51 @@ def _seed(args: argparse.Namespace, seed: int) -> None:
             continue
         recipe = folder / f"{done.stem}.yaml"
         recipe.write_text(yaml.safe_dump(said, sort_keys=False))
-        evaluated = [
-            f"train.eval_interval={args.before + args.steps}",
-            "train.eval_iters=32",
-            f"checkpoint.load={kept}",
-        ]
-        box = _box(args, seed, f"mixed_precision={recipe}", "emulate=true", *evaluated)
-        summary = pretrain(box.resolved(1), hooks=[_OtherBits()] if "other bits" in name else [], quiet=True)
-        done.write_text(
-            json.dumps({"arm": name, "seed": seed, "loss": summary.eval_losses[-1][1], "steps": args.steps})
-        )
-        print(f"seed {seed}: {name}: {summary.eval_losses[-1][1]:.5f}", flush=True)
+        more = [f"mixed_precision={recipe}", "emulate=true", "train.eval_iters=64", f"checkpoint.load={kept}"]
+        box = _box(args, seed, *more, f"train.eval_interval={args.before + args.steps}")
+        arm, began = _Arm(other_bits="other bits" in name), time.process_time()
+        summary = pretrain(box.resolved(1), hooks=[arm], quiet=True)
+        found = {
+            "arm": name,
+            "seed": seed,
+            "loss": summary.eval_losses[-1][1],
+            "loss in bf16": arm.high,
+            "steps": args.steps,
+        }
+        done.write_text(json.dumps(found | {"cpu seconds": round(time.process_time() - began, 1)}))
+        print(f"seed {seed}: {name}: {found['loss']:.5f}, in bf16 {arm.high:.5f}", flush=True)
 
 
-class _OtherBits:
-    """Another seed of stochastic rounding, nothing else."""
+def _before(args: argparse.Namespace, seed: int, kept: Path) -> None:
+    """The checkpoint that all arms begin from, and earlier ones."""
+    from mpbridge.train.loop import pretrain
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: None
+    settings = [
+        f"train.exit_interval={args.before}",
+        f"checkpoint.save={kept}",
+        f"checkpoint.save_interval={max(1, args.before // 10)}",
+    ]
+    resume = [f"checkpoint.load={kept}"] if kept.is_dir() and any(kept.iterdir()) else []
+    summary = pretrain(_box(args, seed, f"mixed_precision={BF16}", *settings, *resume).resolved(1), quiet=True)
+    print(f"seed {seed}: {summary.iterations} steps in BF16, last loss {summary.last_loss:.4f}", flush=True)
 
-    def started(self, training: Any) -> None:
-        emulation = getattr(training.engine, "emulation", None)
-        if emulation is not None:
-            emulation.randomness.seed += 1
+
+class _Arm(Hook):
+    """Takes the held-out loss of the arm's weights in BF16 too; other_bits: another seed of stochastic rounding, nothing else."""
+
+    def __init__(self, *, other_bits: bool) -> None:
+        self.other_bits, self.high = other_bits, math.nan
+
+    def started(self, training: Training) -> None:
+        """Changes the seed."""
+        if self.other_bits:
+            training.engine.emulation.randomness.seed += 1  # type: ignore[attr-defined]
+
+    def evaluated(self, training: Training, loss: float) -> None:
+        """Evaluates once more, nothing quantized."""
+        emulation, count = getattr(training.engine, "emulation", None), int(training.run.train["eval_iters"])
+        with contextlib.nullcontext() if emulation is None else emulation.paused():
+            self.high = training.engine.evaluate(training.feed.batches("valid", 0, 0, 1), microbatches=count)
 
 
 def report(folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mpbridge.emulation import Emulation, emulate_linears
+from mpbridge.emulation import Emulation, emulate_linears, kernels
 from mpbridge.emulation.gemm import product
 from mpbridge.emulation.operands import COPY_OF, Operand
 from mpbridge.errors import BadValue
@@ -399,8 +399,26 @@ def test_notes_say_what_is_not_emulated() -> None:
     assert any("random stream" in note for note in Emulation(policy("nvfp4")).notes())
 
 
+def _whether_compiled(x: torch.Tensor) -> torch.Tensor:
+    return x + (1.0 if torch.compiler.is_compiling() else 0.0)
+
+
+@pytest.mark.skipif(kernels.compiler() is not None, reason="no compiler here")
+def test_a_kernel_that_an_observed_step_met_first_is_compiled_afterwards() -> None:
+    """The audit watches the first step at dispatch level; torch.compile gives up for good on code that it meets there."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    call, x = kernels.kernel(_whether_compiled, True, (1, torch.float32)), torch.zeros(4)
+    with Watching():
+        assert call(x).sum() == 0
+    assert call(x).sum() == 4
+
+
 def test_without_a_compiler_it_runs_uncompiled_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpbridge.emulation import kernels
 
     monkeypatch.setattr(kernels.shutil, "which", lambda name: None)
     monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: False)
