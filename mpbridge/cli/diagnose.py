@@ -59,7 +59,7 @@ def _print(found: Diagnosis) -> None:
         say(f"  step {one.step}: {one.what}")
     for title, lines in (
         ("First tensors out of line:", [str(one) for one in found.odd[:6]]),
-        ("What changed before:", found.changes),
+        ("What changed:" if found.healthy else "What changed before:", found.changes),
     ):
         if lines:
             say(f"\n{title}")

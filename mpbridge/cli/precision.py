@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 SUMMARY = "what low precision does to the tensors of a run in training: worst operands, and a page"
 
@@ -38,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.measured else 1
 
 
-def _table(step: int, rows: list[dict[str, object]], top: int) -> object:
+def _table(step: int, rows: Sequence[Mapping[str, Any]], top: int) -> object:
     from rich.text import Text
 
     from mpbridge.report.tables import table
@@ -46,7 +48,7 @@ def _table(step: int, rows: list[dict[str, object]], top: int) -> object:
     columns = ("linear", "operand", "format", "flushed", "saturated", "row error", "SQNR dB", "amax", "scale", "stale")
     made = table(f"operands with the largest row errors, step {step}", columns, right=columns[3:])
 
-    def size(row: dict[str, object]) -> float:
+    def size(row: Mapping[str, Any]) -> float:
         error = row["row_error"]
         return error if isinstance(error, float) else 0.0
 

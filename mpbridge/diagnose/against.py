@@ -21,7 +21,10 @@ def differences(run: Evidence, other: Evidence) -> list[str]:
         if mine.get(name) != theirs.get(name) and not name.startswith(skipped) and name != "mixed_precision":
             found.append(f"{name}: {mine.get(name, 'not set')}, the other {theirs.get(name, 'not set')}")
     if not (mine and theirs):
-        found.append("settings cannot be compared: a run that did not end by itself has none in timing.json")
+        found.append("settings cannot be compared: precision.json of one of them has none")
+    found += _parting(run, other, "lr", "learning rate", limit=0.01)
+    found += _loss_scales(run, other)
+    found += _skips(run, other)
     found += _parting(run, other, "loss", "loss")
     found += _parting(run, other, "grad_norm", "gradient norm", limit=0.5)
     return [*found, *_tensors(run, other)]
@@ -41,6 +44,38 @@ def _parting(run: Evidence, other: Evidence, number: str, word: str, *, limit: f
     return [f"{word}: within {limit:.0%} of the other's at every step that both have"]
 
 
+def _loss_scales(run: Evidence, other: Evidence) -> list[str]:
+    """The first step at which loss scales differ, where either run has one."""
+    mine, theirs = dict(run.curves.series("loss_scale")), dict(other.curves.series("loss_scale"))
+    both = [step for step in mine if step in theirs]
+    if all(mine[step] == theirs[step] == 1.0 for step in both):
+        return []
+    for step in both:
+        if mine[step] != theirs[step]:
+            return [f"step {step}: loss scale {mine[step]:g}, the other {theirs[step]:g}: the first that differs"]
+    return ["loss scale: the other's at every step that both have"]
+
+
+def _skips(run: Evidence, other: Evidence) -> list[str]:
+    """Updates that only one of the runs skipped, the first of them and how many; nothing where neither skipped any."""
+    mine, theirs = _skipped(run), _skipped(other)
+    both = {row["iteration"] for row in run.curves.rows} & {row["iteration"] for row in other.curves.rows}
+    apart = sorted((mine ^ theirs) & both)
+    if not mine and not theirs:
+        return []
+    if not apart:
+        return [f"skipped updates: the same steps, {len(mine & both)} of the {len(both)} that both have"]
+    first = apart[0]
+    who = "skipped its update, the other did not" if first in mine else "made its update, the other skipped it"
+    return [
+        f"step {first}: this run {who}; {len(mine & both)} of the {len(both)} steps that both have skipped, the other's {len(theirs & both)}"
+    ]
+
+
+def _skipped(run: Evidence) -> set[int]:
+    return {row["iteration"] for row in run.curves.rows if row.get("applied") is False}
+
+
 def _tensors(run: Evidence, other: Evidence) -> list[str]:
     """The first measured step that both have at which a tensor differs by more than a factor of two."""
     theirs = {one.step: one for one in other.measured}
@@ -50,8 +85,8 @@ def _tensors(run: Evidence, other: Evidence) -> list[str]:
         rows = {row["linear"]: row for row in theirs[one.step].tables["linears"]}
         found = []
         for row in one.tables["linears"]:
-            two = rows.get(row["linear"], {}).get("x_amax")
-            mine = row.get("x_amax")
+            same = rows.get(row["linear"])
+            two, mine = same.get("x_amax") if same is not None else None, row.get("x_amax")
             if mine and two and not 0.5 <= mine / two <= 2:
                 found.append(f"{row['linear']} (amax of its input {mine:.3g}, the other {two:.3g})")
         if found:

@@ -10,7 +10,7 @@ from typing import Any
 from mpbridge.diagnose.against import differences
 from mpbridge.diagnose.causes import suspects
 from mpbridge.diagnose.evidence import Evidence, gather
-from mpbridge.diagnose.signals import Odd, Onset, odd_tensors, onsets
+from mpbridge.diagnose.signals import Odd, Onset, odd_tensors, onsets, rate_jumps, rates
 from mpbridge.diagnose.suspects import Case, Suspect
 
 
@@ -57,6 +57,9 @@ class Diagnosis:
     def unexplained(self) -> str:
         """What was looked at without finding a cause: a jump of a healthy run accuses nothing."""
         if not self.run.measured:
+            at = self.onsets[0].step
+            if _rising(rates(self.run), at):
+                return "nothing in the files explains it but that the learning rate still rose there: a lower optimizer.lr or a longer warm-up is the first to try"
             return "nothing in the files explains it"
         case = Case(run=self.run, onsets=self.onsets, odd=self.odd)
         tokens = ", and its tokens are like those before" if case.tokens_counted else ""
@@ -82,6 +85,8 @@ def diagnose(folder: Path, against: Path | None = None) -> Diagnosis:
     """Reads the run in `folder`, beside the healthy run in `against` where one is given. Raises BadValue where there is no run to read."""
     run = gather(folder)
     found, odd = onsets(run), odd_tensors(run)
+    if run.sampled:
+        run, odd = _closer(run, found, odd)
     named = suspects(Case(run=run, onsets=found, odd=odd))
     first = min([one.step for one in found] + [one.step for one in named[:1]], default=None)
     return Diagnosis(
@@ -92,6 +97,18 @@ def diagnose(folder: Path, against: Path | None = None) -> Diagnosis:
         changes=_changes(run, first),
         against=differences(run, gather(against)) if against is not None else [],
     )
+
+
+def _closer(run: Evidence, found: list[Onset], odd: list[Odd]) -> tuple[Evidence, list[Odd]]:
+    """Statistics of which only a sample was read, once more around what is out of line, until no measurement before the first odd one is left out."""
+    for _ in range(4):
+        steps = sorted({*(one.step for one in odd[:1]), *(one.step for one in found[:2])})
+        closer = gather(run.folder, within=[run.around(step) for step in steps])
+        same = [one.step for one in closer.measured] == [one.step for one in run.measured]
+        run, odd = closer, odd_tensors(closer)
+        if same:
+            break
+    return run, odd
 
 
 def _changes(run: Evidence, first: int | None) -> list[str]:
@@ -105,7 +122,7 @@ def _changes(run: Evidence, first: int | None) -> list[str]:
         for audit in run.audits
         if not audit.get("ok", True)
     ]  # fmt: skip
-    found += _rates(run)
+    found += _rates(run, first)
     for before, row in zip(run.curves.rows, run.curves.rows[1:], strict=False):
         one, two = before.get("loss_scale"), row.get("loss_scale")
         if isinstance(one, (int, float)) and isinstance(two, (int, float)) and two > one:
@@ -113,14 +130,23 @@ def _changes(run: Evidence, first: int | None) -> list[str]:
     return [text for step, text in sorted(found, key=lambda pair: pair[0]) if first is None or step <= first][-8:]
 
 
-def _rates(run: Evidence) -> list[tuple[int, str]]:
-    """Where the learning rate ends its rise, and where it jumps."""
-    points = [(row["iteration"], float(row["lr"])) for row in run.curves.rows if row.get("lr")]
-    found = []
-    for (_, one), (step, two) in itertools.pairwise(points):
-        if one > 0 and not 0.5 < two / one < 2.1 and step > 5:
-            found.append((step, f"step {step}: learning rate {one:.3g} -> {two:.3g}"))
-    peak = max(points, key=lambda point: point[1], default=None)
-    if peak is not None and peak[0] > points[0][0]:
-        found.append((peak[0], f"step {peak[0]}: the learning rate reaches its peak, {peak[1]:.3g}"))
+def _rates(run: Evidence, first: int | None) -> list[tuple[int, str]]:
+    """Where the learning rate jumps, where it ends its rise, and whether it still rises at the first step out of line."""
+    points, jumps = rates(run), rate_jumps(run)
+    found = [(jump.step, str(jump)) for jump in jumps]
+    if not points:
+        return found
+    peak = max(range(len(points)), key=lambda i: points[i][1])
+    step, value = points[peak]
+    # the last step's rate is a peak only of what there is: a warm-up that the run did not finish
+    if 0 < peak < len(points) - 1 and step not in {jump.step for jump in jumps}:
+        found.append((step, f"step {step}: the learning rate reaches its peak, {value:.3g}"))
+    if first is not None and _rising(points, first):
+        found.append((first, f"step {first}: the learning rate still rises, {dict(points).get(first, 0.0):.3g}"))
     return found
+
+
+def _rising(points: list[tuple[int, float]], at: int) -> bool:
+    """Whether a warm-up was under way: the rate rises into that step and, where the run went on, out of it."""
+    around = [value for step, value in points if at - 1 <= step <= at + 1]
+    return len(around) > 1 and all(two > one for one, two in itertools.pairwise(around))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from mpbridge.errors import BadValue
 from mpbridge.report.curves import Curves, read_curves
 from mpbridge.report.events import EVENTS
 from mpbridge.report.history import PRECISION, read_history
-from mpbridge.telemetry.records import Measured, read
+from mpbridge.telemetry.reading import Measured, Row, read
 
 
 @dataclass(slots=True)
@@ -26,11 +26,14 @@ class Evidence:
     audits: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     precision: dict[str, Any] = field(default_factory=dict)
-    """precision.json: recipe, engine, what was written, versions."""
+    """precision.json: recipe, engine, what was written, versions, settings."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The run's settings, where timing.json has them (a run that was stopped early has none)."""
+    """The run's settings; empty where they cannot be written as data, and in runs of earlier versions that were stopped early."""
     gaps: list[str] = field(default_factory=list)
     """What could not be read, and so cannot be told."""
+    sampled: bool = False
+    """Whether there are more measurements than were read."""
+    _by_name: dict[tuple[str, str], dict[str, list[tuple[int, Row]]]] = field(default_factory=dict)
 
     @property
     def recipe(self) -> str:
@@ -39,17 +42,34 @@ class Evidence:
 
     def series(self, table: str, row: str, number: str, *, key: str) -> list[tuple[int, float]]:
         """(step, value) of one number of one tensor over the measured steps. key: the column that names a row."""
-        found = []
-        for one in self.measured:
-            for values in one.tables[table]:
-                if values.get(key) == row and isinstance(values.get(number), (int, float)):
-                    found.append((one.step, float(values[number])))
-                    break
-        return found
+        found = self._index(table, key).get(row, [])
+        return [(step, float(value)) for step, one in found if isinstance(value := one.get(number), (int, float))]
 
     def names(self, table: str, key: str) -> list[str]:
         """The rows of a table, in the order of the model."""
-        return list(dict.fromkeys(str(values[key]) for one in self.measured for values in one.tables[table]))
+        return list(self._index(table, key))
+
+    def operands(self) -> Mapping[str, list[tuple[int, Row]]]:
+        """Name of an operand of a GEMM -> what was measured of it by step."""
+        return self._index("operands", "")
+
+    def around(self, step: int) -> tuple[int, int]:
+        """The measured steps that were read right before and behind a step, or the step itself where there is none."""
+        steps = [one.step for one in self.measured]
+        return max((one for one in steps if one < step), default=step), min((one for one in steps if one > step), default=step)  # fmt: skip
+
+    def _index(self, table: str, key: str) -> dict[str, list[tuple[int, Row]]]:
+        """A table's rows by name, made once; of two with one name at a step the first counts."""
+        if (table, key) not in self._by_name:
+            found: dict[str, list[tuple[int, Row]]] = {}
+            for one in self.measured:
+                for row in one.tables[table]:
+                    name = str(row[key]) if key else f"{row['linear']} {row['side']} ({row['copy']})"
+                    known = found.setdefault(name, [])
+                    if not known or known[-1][0] != one.step:
+                        known.append((one.step, row))
+            self._by_name[table, key] = found
+        return self._by_name[table, key]
 
     def settings(self) -> Iterator[tuple[str, Any]]:
         """Dotted settings of the run, as far as its files have them."""
@@ -60,23 +80,27 @@ class Evidence:
                 yield section, values
 
 
-def gather(folder: Path) -> Evidence:
-    """Reads a run's folder. Raises BadValue where there is no run; everything else that is missing or damaged is among the gaps."""
+def gather(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Evidence:
+    """Reads a run's folder. Raises BadValue where there is no run; everything else that is missing or damaged is among the gaps.
+
+    within: ranges of steps from which more statistics are read than from others, where there are too many to read all.
+    """
     curves = read_curves(folder)
     made = Evidence(folder, curves, gaps=list(curves.faults))
     if not folder.is_dir():
         made.gaps.append("a metrics file alone: no statistics, audits, events or settings")
         return made
-    made.measured, faults = read(folder)
-    made.gaps += faults
-    if not made.measured and not faults:
+    statistics = read(folder, within=within)
+    made.measured, made.sampled = statistics.measured, statistics.left_out > 0
+    made.gaps += statistics.faults
+    if not made.measured and not statistics.faults:
         made.gaps.append("no step was measured: the run ended before its first one (logger.precision_every)")
     try:
         made.audits = read_history(folder)
     except BadValue:
         made.gaps.append(f"{PRECISION} holds no audits that this version can read")
     made.precision = _json(folder / PRECISION)
-    made.config = _json(folder / "timing.json").get("config") or {}
+    made.config = made.precision.get("config") or _json(folder / "timing.json").get("config") or {}
     made.events = _events(folder / EVENTS, made.gaps)
     return made
 

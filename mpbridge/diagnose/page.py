@@ -7,7 +7,6 @@ from typing import Any
 
 from mpbridge.diagnose.diagnosis import Diagnosis
 from mpbridge.diagnose.evidence import Evidence
-from mpbridge.diagnose.signals import operands
 from mpbridge.pages.about import data_text, glossary, made_now, model_text
 from mpbridge.pages.document import Column, Page
 from mpbridge.report.curves import CURVES
@@ -126,7 +125,8 @@ def _verdict(page: Page, found: Diagnosis, charts: dict[str, str], odd: str) -> 
                 for number, one in enumerate(found.suspects)
             ],
         )
-    for title, lines in (("What changed before", found.changes), ("Beside the other run", found.against)):
+    changed = "What changed" if found.healthy else "What changed before"
+    for title, lines in ((changed, found.changes), ("Beside the other run", found.against)):
         if lines:
             page.verdicts(title, [{"text": line} for line in lines])
     _gaps(page, found.run)
@@ -175,7 +175,7 @@ def _tensor_charts(page: Page, run: Evidence, *, marks: list[tuple[float, str]],
             found[number] = page.chart(title, series[:64], y=label, log=log, marks=marks, note="" if len(series) <= 64 else f"The 64 of {len(series)} curves that move most.")  # fmt: skip
     stale = [
         (name, [(step, row["staleness"]) for step, row in points if isinstance(row["staleness"], (int, float))], layer_of(name))
-        for name, points in operands(run)
+        for name, points in run.operands().items()
     ]  # fmt: skip
     stale = [one for one in stale if one[1]]
     if stale:

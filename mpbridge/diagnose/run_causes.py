@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpbridge.diagnose.evidence import finite
+from mpbridge.diagnose.signals import rate_jumps
 from mpbridge.diagnose.suspects import Case, Suspect, flushed_operands
 
 
@@ -14,10 +15,12 @@ def resumed_badly(case: Case) -> Suspect | None:
         if at == 0 or hit is None:
             continue
         lost = event.get("optimizer_reset")
+        # another rate behind the resume says more than the resume
+        rate = next((one for one in rate_jumps(case.run) if one.step == at + 1), None)
         return Suspect(
-            cause="bad-resume", step=hit.step, score=1.0,
+            cause="bad-resume", step=hit.step, score=0.85 if rate else 1.0,
             sentence=f"the run that was resumed at step {at} is not the one that was saved",
-            evidence=[f"step {at}: {str(event.get('text', 'resumed')).partition(chr(10))[0]}", f"step {hit.step}: {hit.what}", *(["the optimizer's states were dropped (checkpoint.reset_optimizer)"] if lost else [])],
+            evidence=[f"step {at}: {str(event.get('text', 'resumed')).partition(chr(10))[0]}", f"step {hit.step}: {hit.what}", *([str(rate)] if rate else []), *(["the optimizer's states were dropped (checkpoint.reset_optimizer)"] if lost else [])],
             tensors=[str(one) for one in case.odd if one.step <= hit.step + case.every][:4],
             advice=["mpbridge resume-check on the checkpoint: it compares fingerprints and values", "resume once more from the checkpoint before it", *(["keep the optimizer's states, or warm the rate up again"] if lost else [])],
         )  # fmt: skip

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from mpbridge.diagnose.evidence import Evidence, finite, median
 
@@ -88,6 +88,37 @@ def _nonfinite(run: Evidence) -> Onset | None:
     return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateJump:
+    """A learning rate that is another from one step to the next, as no warm-up and no decay makes it."""
+
+    step: int
+    before: float
+    after: float
+
+    def __str__(self) -> str:
+        return f"step {self.step}: learning rate {self.before:.3g} -> {self.after:.3g}"
+
+
+def rates(run: Evidence) -> list[tuple[int, float]]:
+    """(step, learning rate) where there is one above zero."""
+    return [(step, value) for step, value in finite(run.curves.series("lr")) if value > 0]
+
+
+def rate_jumps(run: Evidence) -> list[RateJump]:
+    """Where the rate doubles or halves at once, the first five steps of the run left out: a linear warm-up begins like that."""
+    return [
+        RateJump(step=step, before=one, after=two)
+        for (_, one), (step, two) in itertools.pairwise(rates(run)[4:])
+        if not 0.5 < two / one < 2.1
+    ]
+
+
+def rises(points: list[tuple[int, float]], until: int) -> bool:
+    """Whether the rate rose in the 15 steps before a step."""
+    return any(two > one for (_, one), (step, two) in itertools.pairwise(points) if until - 15 <= step <= until)
+
+
 # --- tensors -------------------------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Odd:
@@ -139,22 +170,14 @@ def _odd(run: Evidence, table: str, key: str, number: str, limit: float) -> Iter
         if name.endswith("bias"):  # they begin at zero and grow by any factor
             continue
         points = run.series(table, name, number, key=key)
-        for (_, first), (step, value), before in zip(
-            points, points[1:], itertools.accumulate(([value] for _, value in points)), strict=False
-        ):
-            usual = median([one for one in before if math.isfinite(one)])
+        before: list[float] = []
+        for (_, first), (step, value) in itertools.pairwise(points):
+            if math.isfinite(first):
+                bisect.insort(before, first)
+            usual = before[(len(before) - 1) // 2] if before else math.nan
             if not math.isfinite(value) and math.isfinite(first):
                 yield Odd(step=step, tensor=name, number=number, before=usual, after=value, factor=math.inf)
                 break
             if usual > 0 and value > limit * usual:
                 yield Odd(step=step, tensor=name, number=number, before=usual, after=value, factor=value / usual)
                 break
-
-
-def operands(run: Evidence) -> Iterator[tuple[str, list[tuple[int, dict[str, Any]]]]]:
-    """(name of an operand, what was measured of it by step)."""
-    found: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    for one in run.measured:
-        for row in one.tables["operands"]:
-            found.setdefault(f"{row['linear']} {row['side']} ({row['copy']})", []).append((one.step, row))
-    yield from found.items()

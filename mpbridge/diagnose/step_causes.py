@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 from mpbridge.diagnose.evidence import median
-from mpbridge.diagnose.signals import Odd, Onset
+from mpbridge.diagnose.signals import Odd, Onset, rate_jumps, rates, rises
 from mpbridge.diagnose.suspects import Case, Suspect
-from mpbridge.telemetry.records import Measured
+from mpbridge.telemetry.reading import Measured
 
 
 def not_finite(case: Case) -> Suspect | None:
@@ -128,26 +127,50 @@ def _mostly_skipped(rows: list[dict[str, Any]]) -> Iterator[_Mark]:
 
 
 def rate(case: Case) -> Suspect | None:
-    """Updates of the size of the weights: the rate is too high, most often while it still rises."""
+    """A rate that jumps right before the run goes wrong, or updates of the size of the weights, most often while the rate still rises."""
+    return _rate_jumped(case) or _rate_beyond_weights(case)
+
+
+def _rate_jumped(case: Case) -> Suspect | None:
+    """The rate itself tells: three times as high from one step to the next, and within 20 steps a number of the model is out of line."""
+    for jump in rate_jumps(case.run):
+        factor = jump.after / jump.before
+        hit = next((one for one in case.onsets if jump.step <= one.step <= jump.step + 20), None)
+        if factor < 3 or hit is None:
+            continue
+        return Suspect(
+            cause="rate-too-high", step=jump.step, score=1.0 if factor >= 5 else 0.9,
+            sentence=f"the learning rate jumps {factor:.3g}-fold, from {jump.before:.3g} to {jump.after:.3g}, and the run goes wrong",
+            evidence=[str(jump), f"step {hit.step}: {hit.what}"],
+            advice=[f"look at what sets the rate of step {jump.step}: the scheduler, a changed optimizer.lr, a resume that did not bring the schedule's place along", f"go back to the last checkpoint before step {jump.step}"],
+        )  # fmt: skip
+    return None
+
+
+def _rate_beyond_weights(case: Case) -> Suspect | None:
+    """Updates of the size of the weights."""
     onset = case.onset("loss") or case.onset("grad_norm") or case.onset("applied")
-    rates = [(row["iteration"], float(row["lr"])) for row in case.run.curves.rows if row.get("lr")]
-    if onset is None or not rates:
+    points = rates(case.run)
+    if onset is None or not points:
         return None
     sizes = _median_weight(case, onset.step + 2 * case.every)
     if sizes is None:
         return None
     (began, usual), (at, size) = sizes
-    reached = max((value for step, value in rates if step <= at), default=0.0)
+    # what the rate jumped to behind the onset caused nothing
+    later = min((one.step for one in rate_jumps(case.run) if one.step > onset.step), default=at + 1)
+    points = [point for point in points if point[0] < later]
+    reached = max((value for step, value in points if step <= at), default=0.0)
     # Adam moves an element by about the rate
     ratio, grew = reached / max(usual, 1e-12), size / max(usual, 1e-12)
     if ratio < 1.0 and grew < 3.0:
         return None
-    rising = _rises(rates, onset.step)
-    exceeds = next((step for step, value in rates if value > usual), onset.step)
+    rising = rises(points, onset.step)
+    exceeds = next((step for step, value in points if value > usual), onset.step)
     return Suspect(
         cause="rate-too-high", step=min(onset.step, exceeds), score=1.0 if ratio > 2 else 0.9 if rising else 0.6,
         sentence=f"the learning rate ({reached:.3g}) is too high: one update is {ratio:.1f} times the size of the median weight",
-        evidence=[f"step {onset.step}: {onset.what}, at a rate of {dict(rates).get(onset.step, reached):.3g}" + (" that still rises" if rising else ""), f"RMS of the median weight: {usual:.3g} at step {began}, {size:.3g} at step {at}"],
+        evidence=[f"step {onset.step}: {onset.what}, at a rate of {dict(points).get(onset.step, reached):.3g}" + (" that still rises" if rising else ""), f"RMS of the median weight: {usual:.3g} at step {began}, {size:.3g} at step {at}"],
         advice=[f"optimizer.lr={reached / max(3.0, 3 * ratio):.1g}, or a longer scheduler.lr_warmup_iters", "optimizer.clip_grad=1.0 where it is off"],
     )  # fmt: skip
 
@@ -166,8 +189,3 @@ def _matrices(one: Measured) -> list[float]:
     """RMS of every weight at a measured step, gains of norms and biases left out."""
     rows = one.tables["weights"]
     return [row["rms"] for row in rows if "norm" not in row["parameter"] and "weight" in row["parameter"]]
-
-
-def _rises(rates: list[tuple[int, float]], until: int) -> bool:
-    """Whether the rate rose in the 15 steps before a step."""
-    return any(b > a for (_, a), (step, b) in itertools.pairwise(rates) if until - 15 <= step <= until)

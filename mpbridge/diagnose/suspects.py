@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpbridge.diagnose.evidence import Evidence
-from mpbridge.diagnose.signals import Odd, Onset, operands
+from mpbridge.diagnose.signals import Odd, Onset
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Case:
 def flushed_operands(case: Case, *, after: int = -1) -> list[str]:
     """Operands of which much is lost, as sentences."""
     found = []
-    for name, points in operands(case.run):
+    for name, points in case.run.operands().items():
         for step, row in points:
             lost, clipped = row.get("flushed") or 0.0, row.get("saturated") or 0.0
             wide = row["format"] == "e2m1"

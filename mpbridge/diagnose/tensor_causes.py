@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 from mpbridge.diagnose.evidence import median
-from mpbridge.diagnose.signals import Odd, operands
+from mpbridge.diagnose.signals import Odd
 from mpbridge.diagnose.suspects import Case, Suspect, flushed_operands
+from mpbridge.telemetry.reading import Row
 
 
 def scales(case: Case) -> Suspect | None:
@@ -41,7 +41,7 @@ def _follow_the_tensors(
     case: Case, wrong: list[tuple[int, str, float]], step: int, named: list[tuple[str, float]]
 ) -> bool:
     """Whether the tensors changed rather than the scales: every amax outruns its history at once, or the scale is right again at the next measurement."""
-    states = dict(operands(case.run))
+    states = case.run.operands()
     passing = all(_passes(states[name], step) for name, _ in named)
     # after a spike a history wastes range for as long as it is
     weak = all(8 < stale <= 12 for _, stale in named)
@@ -57,7 +57,7 @@ def _audited(case: Case, *words: str) -> list[str]:
 def _still(case: Case) -> list[tuple[int, str]]:
     """Operands whose scale stays where its amax asked for another one: (step, sentence)."""
     found = []
-    for name, points in operands(case.run):
+    for name, points in case.run.operands().items():
         for (_, before), (step, row) in itertools.pairwise(points):
             stale, earlier = row.get("staleness"), before.get("staleness")
             if not isinstance(stale, float) or not isinstance(earlier, float):
@@ -73,7 +73,7 @@ def _still(case: Case) -> list[tuple[int, str]]:
 def _off(case: Case) -> list[tuple[int, str, float]]:
     """Operands whose scale is far from what their amax asks for: (step, operand, staleness)."""
     found = []
-    for name, points in operands(case.run):
+    for name, points in case.run.operands().items():
         for step, row in points[1:]:
             stale = row.get("staleness")
             if isinstance(stale, float) and (stale < -3 or stale > 8):
@@ -82,7 +82,7 @@ def _off(case: Case) -> list[tuple[int, str, float]]:
     return found
 
 
-def _passes(points: list[tuple[int, dict[str, Any]]], step: int) -> bool:
+def _passes(points: list[tuple[int, Row]], step: int) -> bool:
     """Whether a scale that was off at that measurement is right again at the next."""
     later = [row.get("staleness") for at, row in points if at > step]
     return bool(later) and isinstance(later[0], float) and -3 <= later[0] <= 8

@@ -89,55 +89,6 @@ def _short(value: Any) -> Any:
     return float(f"{value:.5g}") if math.isfinite(value) else str(value)
 
 
-class Measured:
-    """One line of the file, read back: `tables["operands"]` is a list of dicts."""
-
-    def __init__(self, data: Mapping[str, Any]) -> None:
-        self.step = int(data["iteration"])
-        self.facts = {name: value for name, value in data.items() if name not in TABLES}
-        self.tables: dict[str, list[dict[str, Any]]] = {name: _rows(data.get(name)) for name in TABLES}
-
-
-def _rows(table: Any) -> list[dict[str, Any]]:
-    """A table's rows as dicts; numbers written as words are numbers again."""
-    if not isinstance(table, Mapping):
-        return []
-    columns = list(table["columns"])
-    return [{name: _number(value) for name, value in zip(columns, row, strict=True)} for row in table["rows"]]
-
-
-def _number(value: Any) -> Any:
-    return float(value) if value in ("nan", "inf", "-inf") else value
-
-
-def read(folder: Path) -> tuple[list[Measured], list[str]]:
-    """(what was measured, oldest first; what could not be read, as sentences). A step that was done again counts as it was done last."""
-    path = folder / FILE if folder.is_dir() else folder
-    found: dict[int, Measured] = {}
-    faults: list[str] = []
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return [], [f"no {FILE}: nothing was measured of its tensors (logger.precision_every, 100 steps by default)"]
-    except OSError as error:
-        return [], [f"{path}: {error.strerror or error}"]
-    lines = text.splitlines()
-    for number, raw in enumerate(lines, start=1):
-        try:
-            data = json.loads(raw)
-            if data.get("schema") != SCHEMA:
-                faults.append(f"{FILE}, line {number}: schema {data.get('schema')!r}, this version reads {SCHEMA}")
-                continue
-            made = Measured(data)
-            for later in [step for step in found if step >= made.step]:
-                del found[later]
-            found[made.step] = made
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            cut = number == len(lines) and not text.endswith("\n")
-            faults.append(f"{FILE}, line {number}: {'cut off' if cut else 'not readable'}, left out")
-    return [found[step] for step in sorted(found)], faults
-
-
 def kept(path: Path, after: int) -> list[str]:
     """The lines of a file that belong to steps up to `after`; none with 0."""
     if not after or not path.is_file():

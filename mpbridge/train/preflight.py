@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from mpbridge.errors import BadValue
+from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.hardware.probe import installed
 from mpbridge.precision.words import scale_warmup
 from mpbridge.report.tables import plan_table
@@ -61,6 +61,15 @@ def write_precision(run: Run, folder: Path | None) -> None:
         **run.plan.as_data(),
         "parallel": dataclasses.asdict(facts.parallel),
         "versions": dataclasses.asdict(installed()),
+        "config": settings_of(run),
     }
     _make(folder)
     (folder / "precision.json").write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """The run's settings as data; empty for those made of Python objects, which no file can hold."""
+    try:
+        return run.container.as_data()
+    except MpbridgeError:
+        return {}

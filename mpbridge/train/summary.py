@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpbridge.errors import MpbridgeError
+from mpbridge.train.preflight import settings_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +93,12 @@ def write_timing(run: Any, meter: Any, folder: Path | None) -> None:
     if folder is None or not meter.steps:
         return
     times = sorted(took for took, _ in meter._times)
-    try:
-        config = run.container.as_data()
-    except MpbridgeError:  # made of Python objects: no file can hold it
-        config = {}
     data = {
         "recipe": run.recipe,
         "seconds": times[len(times) // 2],
         "tokens_per_second": meter.rate / meter.processes,
         "steps": len(times),
         "world_size": meter.processes,
-        "config": config,
+        "config": settings_of(run),
     }
     (folder / "timing.json").write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")

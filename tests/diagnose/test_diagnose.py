@@ -12,6 +12,7 @@ import pytest
 from mpbridge.cli.main import main
 from mpbridge.diagnose.diagnosis import Diagnosis, diagnose
 from mpbridge.errors import BadValue
+from mpbridge.telemetry import reading
 from mpbridge.telemetry.records import FILE, LINEARS, OPERANDS, WEIGHTS, line
 
 STEPS = 60
@@ -21,7 +22,7 @@ LAYERS = [f"decoder.layers.{i}.mlp.linear_fc{j}" for i in (0, 1) for j in (1, 2)
 class Written:
     """A healthy run's files, which a test then changes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, every: int = 5) -> None:
         self.folder = folder
         self.rows: list[dict[str, Any]] = [
             {"iteration": i, "loss": 2.0 + 3.0 * math.exp(-i / 10) + 0.01 * (i * 7 % 5), "grad_norm": 1.0 + 0.05 * (i * 3 % 7), "lr": 1e-3, "loss_scale": 1.0, "applied": True, "skipped_steps": 0, "nonfinite_steps": 0, "consumed_samples": 8 * i, "tokens_per_second": 100.0}
@@ -30,7 +31,7 @@ class Written:
         self.operands: dict[tuple[int, str, str], dict[str, Any]] = {}
         self.linears: dict[tuple[int, str], dict[str, Any]] = {}
         self.weights: dict[tuple[int, str], dict[str, Any]] = {}
-        self.steps = list(range(5, STEPS + 1, 5))
+        self.steps = list(range(every, STEPS + 1, every))
         for step in self.steps:
             for name in LAYERS:
                 for side in ("x", "w", "dy"):
@@ -244,6 +245,51 @@ def test_updates_of_the_size_of_the_weights(run: Written) -> None:
     assert first(run.diagnosed()) == "rate-too-high"
 
 
+def test_a_rate_that_jumps_is_named_without_statistics(run: Written) -> None:
+    for row in run.rows[39:]:
+        row["lr"] = 0.1
+    run.loss(range(42, 61), 4.0)
+    folder = run.write()
+    (folder / FILE).unlink()
+    found = diagnose(folder)
+    assert first(found) == "rate-too-high"
+    assert found.suspects[0].step == 40
+    assert "100-fold, from 0.001 to 0.1" in found.suspects[0].sentence
+    assert found.changes == ["step 40: learning rate 0.001 -> 0.1"], "a jump is no peak of a warm-up"
+
+
+def test_a_rate_that_jumps_without_harm_or_after_it_is_not_the_cause(run: Written) -> None:
+    for row in run.rows[29:]:
+        row["lr"] = 0.1
+    assert run.diagnosed().healthy
+    run.loss(range(20, 61), 4.0)  # a warm restart behind a jump of the loss
+    assert first(run.diagnosed()) != "rate-too-high"
+
+
+def test_a_resume_with_another_rate_is_the_rates(run: Written) -> None:
+    for row in run.rows[30:]:
+        row["lr"] = 0.05
+    run.loss(range(32, 61), 2.0)
+    run.events = [{"iteration": 30, "event": "resumed", "text": "resumed from step_30: same"}]
+    found = run.diagnosed()
+    assert [one.cause for one in found.suspects[:2]] == ["rate-too-high", "bad-resume"]
+    assert "step 31: learning rate 0.001 -> 0.05" in found.suspects[1].evidence
+
+
+def test_a_peak_is_only_said_of_a_warm_up_that_ended(run: Written) -> None:
+    for row in run.rows:
+        row["lr"] = 1e-4 * row["iteration"]
+    assert run.diagnosed().changes == []
+    run.loss(range(42, 61), 4.0)
+    (run.write() / FILE).unlink()
+    found = diagnose(run.folder)
+    assert found.changes == ["step 42: the learning rate still rises, 0.0042"]
+    assert "the learning rate still rose there" in found.verdict
+    for row in run.rows:
+        row["lr"] = 1e-4 * min(row["iteration"], 20)
+    assert run.diagnosed().changes == ["step 20: the learning rate reaches its peak, 0.002"]
+
+
 def test_second_moments_that_are_gone(run: Written) -> None:
     run.loss(range(34, 61), 2.0)
     for step in run.steps[6:]:
@@ -304,6 +350,46 @@ def test_another_run_beside_it_says_where_they_part(run: Written) -> None:
     text = "\n".join(found.against)
     assert "step 30: loss" in text
     assert f"step 35: the first measured one at which tensors differ by more than a factor of two: {LAYERS[0]}" in text
+
+
+def test_another_run_beside_it_says_which_updates_and_loss_scales_differ(run: Written) -> None:
+    other = Written(run.folder.parent / "other")
+    for one in (run, other):
+        for row in one.rows:
+            row["loss_scale"] = 65536.0
+        one.rows[2]["applied"] = False
+    alike = "\n".join(diagnose(run.write(), other.write()).against)
+    assert "loss scale: the other's at every step" in alike
+    assert "skipped updates: the same steps, 1 of the 60 that both have" in alike
+    for row in run.rows[24:]:
+        row["loss_scale"] = 32768.0
+    run.rows[23]["applied"] = run.rows[30]["applied"] = False
+    text = "\n".join(diagnose(run.write(), other.folder).against)
+    assert "step 25: loss scale 32768, the other 65536: the first that differs" in text
+    assert "step 24: this run skipped its update, the other did not; 3 of the 60 steps that both have skipped, the other's 1" in text  # fmt: skip
+
+
+def test_settings_of_runs_that_broke_off_are_compared(run: Written) -> None:
+    for made, rate in ((run, 1.0), (other := Written(run.folder.parent / "other"), 0.1)):
+        made.write()
+        settings = {"optimizer": {"lr": rate}}
+        (made.folder / "precision.json").write_text(json.dumps({"recipe": "r", "config": settings}))
+    assert "optimizer.lr: 1.0, the other 0.1" in diagnose(run.folder, other.folder).against
+
+
+def test_statistics_that_are_too_large_are_sampled_and_the_first_tensor_out_of_line_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Written(tmp_path / "run", every=1)
+    for step in range(33, STEPS + 1):
+        run.linears[step, LAYERS[2]] |= {"x_outlier": 3000.0, "x_amax": 4000.0}
+        run.weights[step, "decoder.layers.1.input_layernorm.weight"] |= {"amax": 3000.0}
+    folder = run.write()
+    monkeypatch.setattr(reading, "LARGEST", (folder / FILE).stat().st_size // 5)
+    found = diagnose(folder)
+    assert (first(found), found.suspects[0].step) == ("outlier-channel", 33)
+    assert 8 < len(found.run.measured) <= 13
+    assert any("of its 60 measurements were read" in gap for gap in found.run.gaps)
 
 
 def test_the_page_links_the_verdict_to_its_plot(run: Written, tmp_path: Path) -> None:

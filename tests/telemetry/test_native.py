@@ -12,7 +12,7 @@ import pytest
 from mpbridge.errors import MpbridgeError
 from mpbridge.hardware.transformer_engine import INSTALL, choose
 from mpbridge.report import metrics
-from mpbridge.telemetry.records import read
+from mpbridge.telemetry.reading import read
 from tests.worlds import ROOT
 
 SMALL = [
@@ -50,7 +50,8 @@ def trained(folder: Path, recipe: str, machine: str, every: int, settings: list[
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_operands_of_native_gemms_are_measured(tmp_path: Path, scaling: str) -> None:
     recipe, machine, settings = SCALINGS[scaling]
-    (one,), faults = read(trained(tmp_path, recipe, machine, 4, settings))
+    found = read(trained(tmp_path, recipe, machine, 4, settings))
+    (one,), faults = found.measured, found.faults
     assert faults == []
     assert one.facts["realization"] == "native"
     rows = one.tables["operands"]

@@ -13,7 +13,8 @@ from mpbridge.errors import BadValue
 from mpbridge.report import metrics
 from mpbridge.telemetry.hook import StatisticsHook
 from mpbridge.telemetry.noise import Noise
-from mpbridge.telemetry.records import FILE, OPERANDS, headlines, line, merged, read
+from mpbridge.telemetry.reading import read
+from mpbridge.telemetry.records import FILE, OPERANDS, headlines, line, merged
 from mpbridge.train.base import Hook
 from mpbridge.train.loop import pretrain
 from tests.train.tiny import tiny
@@ -57,7 +58,8 @@ def test_measuring_changes_no_bit_of_training(tmp_path: Path, recipe: str) -> No
     assert losses[0] == losses[1]
     assert all(torch.equal(kept.found[name], found.found[name]) for name in kept.found)
     assert not (plain / FILE).exists()
-    steps, faults = read(watched)
+    found = read(watched)
+    steps, faults = found.measured, found.faults
     assert ([one.step for one in steps], faults) == ([1, 2, 3, 4], [])
     # two layers of four linears; every operand of their three GEMMs
     sides = {(row["linear"], row["side"]) for row in steps[-1].tables["operands"]}
@@ -71,7 +73,7 @@ def test_measuring_changes_no_bit_of_training(tmp_path: Path, recipe: str) -> No
 
 def test_a_run_in_high_precision_still_shows_its_linears_and_weights(tmp_path: Path) -> None:
     folder, weights = trained(tmp_path, "bf16_mixed", 2, steps=2, emulate=False)
-    (one,), _ = read(folder)
+    (one,) = read(folder).measured
     assert one.facts["realization"] == "high precision"
     assert one.tables["operands"] == []
     by_name = {row["parameter"]: row for row in one.tables["weights"]}
@@ -100,7 +102,7 @@ def test_a_saturated_tensor_is_the_one_that_stands_out(tmp_path: Path) -> None:
     )
     made.emulate = True
     pretrain(made.resolved(), hooks=[Wrong()], quiet=True)
-    rows = next(one for one in read(tmp_path / "run")[0] if one.step == 4).tables["operands"]
+    rows = next(one for one in read(tmp_path / "run").measured if one.step == 4).tables["operands"]
     worst = max(rows, key=lambda row: row["saturated"])
     assert (worst["linear"], worst["side"]) == ("decoder.layers.1.mlp.linear_fc1", "x")
     assert worst["saturated"] > 0.9
@@ -169,7 +171,8 @@ def test_damaged_lines_are_left_out_and_said(tmp_path: Path) -> None:
     good = [line({"iteration": step}, {"operands": [row(amax=float("inf"))]}) for step in (1, 2, 3)]
     odd = json.dumps({"schema": 99, "iteration": 4}) + "\n"
     (tmp_path / FILE).write_text(good[0] + "nonsense\n" + good[1] + odd + good[1] + good[2][:-30])
-    steps, faults = read(tmp_path)
+    found = read(tmp_path)
+    steps, faults = found.measured, found.faults
     assert [one.step for one in steps] == [1, 2]
     assert steps[0].tables["operands"][0]["amax"] == float("inf")
     assert [fault.partition(":")[2] for fault in faults] == [
@@ -177,4 +180,4 @@ def test_damaged_lines_are_left_out_and_said(tmp_path: Path) -> None:
         " schema 99, this version reads 1",
         " cut off, left out",
     ]
-    assert "precision_every" in read(tmp_path / "nowhere")[1][0]
+    assert "precision_every" in read(tmp_path / "nowhere").faults[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpbridge import pretrain
-from mpbridge.telemetry.records import read
+from mpbridge.telemetry.reading import read
 from mpbridge.train.base import Hook
 
 from .training import BLACKWELL, OVERLAP, tiny
@@ -111,7 +111,8 @@ def test_statistics_of_a_run_with_weights_at_rest_say_what_its_tensors_hold(tmp_
     more = ("mixed_precision.fp8_param_gather=true", f"train.train_iters={LAST}", f"logger.precision_every={LAST}", f"logger.log_dir={tmp_path}", "model.max_sequence_length=64", "data.seq_length=64", "train.micro_batch_size=1")  # fmt: skip
     pretrain(tiny(recipe, *more, *overrides), hooks=[caught], quiet=True)
     assert caught.classes == {"MXFP8Tensor" if BLACKWELL else "Float8Tensor"}
-    (one,), faults = read(tmp_path)
+    found = read(tmp_path)
+    (one,), faults = found.measured, found.faults
     assert faults == []
     assert (one.step, one.facts["realization"]) == (LAST, "native")
     rows = {(row["linear"], row["side"], row["copy"]): row for row in one.tables["operands"]}

@@ -1,0 +1,162 @@
+"""statistics.jsonl read back: whole where it is small, in samples where it is not. Loads no framework."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from mpbridge.telemetry.records import FILE, SCHEMA, TABLES
+
+LARGEST = 32 << 20
+"""Bytes of statistics that are read: about 100 measured steps of a model of a hundred layers. A longer file is sampled."""
+
+_STEP = re.compile(rb'"iteration": ?(\d{1,18})')
+_WORDS = {"nan", "inf", "-inf"}
+
+
+class Row(Mapping[str, Any]):
+    """A tensor's numbers at one step by the name of the column; all rows of a file share the names."""
+
+    __slots__ = ("_at", "_values")
+
+    def __init__(self, at: Mapping[str, int], values: Sequence[Any]) -> None:
+        self._at, self._values = at, values
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[self._at[name]]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As a dict's."""
+        at = self._at.get(name)
+        return default if at is None else self._values[at]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._at)
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+
+class Measured:
+    """One line of the file, read back: `tables["operands"]` is a list of rows."""
+
+    def __init__(self, data: Mapping[str, Any], names: dict[tuple[str, ...], dict[str, int]] | None = None) -> None:
+        self.step = int(data["iteration"])
+        self.facts = {name: value for name, value in data.items() if name not in TABLES}
+        known = {} if names is None else names
+        self.tables: dict[str, list[Row]] = {name: _rows(data.get(name), known) for name in TABLES}
+
+
+def _rows(table: Any, names: dict[tuple[str, ...], dict[str, int]]) -> list[Row]:
+    """A table's rows; numbers written as words are numbers again. Raises ValueError where a row is not as long as the columns."""
+    if not isinstance(table, Mapping):
+        return []
+    columns = tuple(map(str, table["columns"]))
+    at = names.setdefault(columns, {name: i for i, name in enumerate(columns)})
+    found = []
+    for row in table["rows"]:
+        if len(row) != len(columns):
+            raise ValueError(f"a row of {len(row)} values for {len(columns)} columns")
+        for i, value in enumerate(row):
+            if value.__class__ is str and value in _WORDS:
+                row[i] = float(value)
+        found.append(Row(at, row))
+    return found
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What was read of a run's statistics."""
+
+    measured: list[Measured] = field(default_factory=list)
+    """Oldest first; a step that was done again counts as it was done last."""
+    faults: list[str] = field(default_factory=list)
+    """What could not be read, as sentences."""
+    left_out: int = 0
+    """Measured steps that were not read since the file is too large."""
+
+
+def read(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Statistics:
+    """The statistics in `folder`, or in a file itself.
+
+    A file of more than LARGEST bytes is sampled evenly, first and last measurement included; half of the sample is from the ranges of steps `within`, where there are any.
+    """
+    path = folder / FILE if folder.is_dir() else folder
+    made = Statistics()
+    try:
+        with path.open("rb") as stream:
+            _read_lines(stream, made, within)
+    except FileNotFoundError:
+        made.faults = [f"no {FILE}: nothing was measured of its tensors (logger.precision_every, 100 steps by default)"]
+    except OSError as error:
+        made.faults = [f"{path}: {error.strerror or error}"]
+    return made
+
+
+def _read_lines(stream: BinaryIO, made: Statistics, within: Sequence[tuple[int, int]]) -> None:
+    places, size, whole = _places(stream)
+    wanted = None
+    if size > LARGEST:
+        wanted = _sample([step for _, _, step in places], max(2, LARGEST * len(places) // size), within)
+    found: dict[int, Measured] = {}
+    names: dict[tuple[str, ...], dict[str, int]] = {}
+    for number, (offset, length, step) in enumerate(places, start=1):
+        if wanted is not None and step is not None and step not in wanted:
+            made.left_out += 1
+            continue
+        stream.seek(offset)
+        try:
+            data = json.loads(stream.read(length))
+            if data.get("schema") != SCHEMA:
+                made.faults.append(f"{FILE}, line {number}: schema {data.get('schema')!r}, this version reads {SCHEMA}")
+                continue
+            one = Measured(data, names)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            cut = number == len(places) and not whole
+            made.faults.append(f"{FILE}, line {number}: {'cut off' if cut else 'not readable'}, left out")
+            continue
+        for later in [known for known in found if known >= one.step]:
+            del found[later]
+        found[one.step] = one
+    made.measured = [found[step] for step in sorted(found)]
+    if made.left_out:
+        made.faults.append(
+            f"{FILE} has {size / 1e6:,.0f} MB: {len(found)} of its {len(found) + made.left_out} measurements were read, evenly over the run"
+            + (f" and closer together from step {within[0][0]} to {within[0][1]}" if within else "")
+        )
+
+
+_Place = tuple[int, int, int | None]
+"""Where a line begins, how long it is, and the step that it is about as far as its beginning tells."""
+
+
+def _places(stream: BinaryIO) -> tuple[list[_Place], int, bool]:
+    """The lines of a file, its size, and whether the last line has its end. No line is read further than LARGEST."""
+    places: list[_Place] = []
+    offset, last = 0, b"\n"
+    while line := stream.readline(LARGEST):
+        step = _STEP.search(line, 0, 200)
+        places.append((offset, len(line), int(step[1]) if step else None))
+        offset, last = offset + len(line), line[-1:]
+    return places, offset, last == b"\n"
+
+
+def _sample(steps: Sequence[int | None], room: int, within: Sequence[tuple[int, int]]) -> set[int]:
+    """About `room` of the steps, half of them from the ranges."""
+    known = sorted({step for step in steps if step is not None})
+    chosen: set[int] = set()
+    for low, high in within:
+        part = [step for step in known if low <= step <= high]
+        chosen.update(_evenly(part, room // 2 // len(within)))
+    return chosen | set(_evenly(known, max(2, room - len(chosen))))
+
+
+def _evenly(steps: Sequence[int], count: int) -> list[int]:
+    """So many of the steps, the first and the last among them."""
+    if len(steps) <= count or count < 2:
+        return list(steps[: max(count, 0)])
+    return [steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)]
