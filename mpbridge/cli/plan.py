@@ -72,7 +72,9 @@ def _print(made: Run, *, explain: bool) -> None:
     for setting in made.brought:
         print(f"the recipe also sets {setting}")
     print()
-    print_table(("fact", "value"), facts(made.policy, made.facts.shape.num_layers), title="what it means")
+    print_table(
+        ("fact", "value"), facts(made.policy, made.facts.shape.num_layers, made.facts.engine), title="what it means"
+    )
     if len(made.stages) > 1:
         print()
         print_table(

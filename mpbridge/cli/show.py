@@ -19,6 +19,7 @@ from mpbridge.precision.registry import FOREIGN, describe, evidence_of, get_mixe
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.words import region_rule, region_text
 from mpbridge.rules.cards import Card, card, main_weights
+from mpbridge.stacks.meaning import of_policy
 from mpbridge.traits import DEFAULT, traits
 
 SUMMARY = "one recipe: its metadata, its fields, and what they mean"
@@ -94,13 +95,14 @@ def _costs(known: Card) -> list[tuple[str, str]]:
 
 def facts(policy: PrecisionPolicy, layers: int | None = None, engine: str | None = None) -> list[tuple[str, str]]:
     """The policy's facts as label and text; layers: also which layers stay out of quantization."""
+    meaning = of_policy(policy, engine=engine or DEFAULT)
     rows = [
         ("compute", say(policy.compute)),
         ("parameters", say(policy.params) + (" (quantized linears: in their low format)" if policy.stored else "")),
         ("gradients on the wire", say(policy.reduce)),
         ("main weights", main_weights(policy, traits(engine or DEFAULT))),
-        ("gradients as they add up", say(policy.accumulate or policy.reduce)),
-        ("main gradients", say(policy.main_grads)),
+        ("gradients as they add up", say(meaning.accumulator)),
+        ("gradients that the optimizer reads", say(meaning.optimizer_reads or meaning.accumulator)),
         ("Adam moments", f"{say(policy.exp_avg)}, {say(policy.exp_avg_sq)}"),
         ("between pipeline stages", say(policy.pipeline)),
         ("autocast", say(policy.autocast)),

@@ -12,7 +12,7 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 from mpbridge.stacks.base import Export, Fragment, Request, compared
-from mpbridge.stacks.meaning import Meaning, of_policy
+from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.sharded_torch import (
     SCALER_COST,
     SPELL,
@@ -54,7 +54,7 @@ def export(request: Request) -> Export:
     by_te = quant is not None and SCALINGS[quant.scaling] == "TERecipeKwargs"
     lines = [*output_layer(quant if by_te else None, "accelerate's convert_model")]
     costs = COSTS | ({"quantization": DELAYED} if quant is not None and quant.row.history else {})
-    lines += compared(of_policy(policy, engine=request.engine), theirs, costs)
+    lines += compared(request.ours, theirs, costs)
     pieces = (Fragment(name="python", text=_python(policy, theirs)), *environment([quant] if quant else ()))
     return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
 
@@ -68,9 +68,18 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
         words["delayed"] = as_run(quant)
     regions = regions_there(policy, words, edges=quant is not None and quant.scaling == "tensorwise")
     theirs = torch_meaning(policy, hands_on=True, regions=regions)
+    if _by_ddp(policy):
+        theirs = torch_meaning(policy, autocast=True, gathered=False, wire=DType.FP32)
+        theirs = dataclasses.replace(theirs, sharded="nothing")
     if _mode(theirs) != "fp16":
         return theirs
     return dataclasses.replace(theirs, loss_scale=torch_scaler(policy.loss_scale, policy))
+
+
+def _by_ddp(policy: PrecisionPolicy) -> bool:
+    """Whether data parallelism is torch's DDP: FSDP2 has no autocast on top, which its word for FP32 parameters is under DDP."""
+    settled = policy.settled()
+    return settled.autocast is not None and settled.params is DType.FP32 and policy.quant is None
 
 
 def as_run(quant: Quant) -> Quant:
@@ -91,8 +100,12 @@ def _mode(theirs: Meaning) -> str:
 
 def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
     quant = theirs.regions[-1].quant
-    lines = ["import torch", "from accelerate import Accelerator, FullyShardedDataParallelPlugin"]
-    lines += ["from torch.distributed.fsdp import MixedPrecisionPolicy"]
+    sharded = theirs.sharded != "nothing"
+    lines = [
+        "import torch",
+        "from accelerate import Accelerator" + (", FullyShardedDataParallelPlugin" if sharded else ""),
+    ]
+    lines += ["from torch.distributed.fsdp import MixedPrecisionPolicy"] if sharded else []
     handlers = []
     before: list[str] = []
     if quant is not None:
@@ -104,10 +117,7 @@ def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
     if theirs.loss_scale is not None:
         lines.append("from accelerate.utils import GradScalerKwargs")
         handlers.append(f"GradScalerKwargs({scaler_arguments(theirs.loss_scale)})")
-    lines += [
-        "",
-        *before,
-        f"model.to(torch.{SPELL[theirs.storage]})",
+    plugin = [
         "plugin = FullyShardedDataParallelPlugin(",
         "    fsdp_version=2,",
         "    mixed_precision_policy=MixedPrecisionPolicy(",
@@ -115,7 +125,14 @@ def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
         f" output_dtype=torch.{SPELL[theirs.output or theirs.compute]},",
         "    ),",
         ")",
-        f'accelerator = Accelerator(mixed_precision="{_mode(theirs)}", fsdp_plugin=plugin'
+    ]
+    lines += [
+        "",
+        *before,
+        f"model.to(torch.{SPELL[theirs.storage]})",
+        *(plugin if sharded else ()),
+        f'accelerator = Accelerator(mixed_precision="{_mode(theirs)}"'
+        + (", fsdp_plugin=plugin" if sharded else "")
         + (f", kwargs_handlers=[{', '.join(handlers)}]" if handlers else "")
         + ")",
     ]

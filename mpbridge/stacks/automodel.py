@@ -12,7 +12,7 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
 from mpbridge.stacks.base import Export, Fragment, Request, compared
-from mpbridge.stacks.meaning import Meaning, of_policy
+from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.sharded_torch import SPELL, environment, output_layer, regions_there, torch_meaning
 
 NAME = "automodel"
@@ -69,7 +69,7 @@ def export(request: Request) -> Export:
         quant = dataclasses.replace(quant, options=policy.quant.options if policy.quant else ())
         theirs = dataclasses.replace(theirs, regions=(Region(quant=quant),))
     lines = [*output_layer(quant if quant is not None and quant.scaling in by_te else None, "te_fp8")]
-    lines += compared(of_policy(policy, engine=request.engine), theirs, costs)
+    lines += compared(request.ours, theirs, costs)
     text = yaml.safe_dump(_sections(request, theirs, left), sort_keys=False).rstrip()
     pieces = (Fragment(name="recipe.yaml", text=text), *environment([quant] if quant else ()))
     return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))

@@ -67,11 +67,13 @@ def _storage(read: Reader, assumed: list[str]) -> DType:
 def _fsdp2(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
     policy = read.at("distributed.mp_policy")
     if not isinstance(policy, Mapping):
-        param, reduce = DType.BF16, DType.FP32
+        param, reduce, output = DType.BF16, DType.FP32, DType.BF16
     else:
         # a policy that names some of the keys replaces the whole default: the others are the gradient's and the parameter's own
         param = read.dtype("distributed.mp_policy.param_dtype", storage) or storage
         reduce = read.dtype("distributed.mp_policy.reduce_dtype", param) or param
+        read.asked |= {"distributed.mp_policy._target_", "distributed.mp_policy.cast_forward_inputs"}
+        output = read.dtype("distributed.mp_policy.output_dtype", param) or param
     return Meaning(
         storage=storage,
         compute=param,
@@ -80,6 +82,8 @@ def _fsdp2(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
         exp_avg=storage,
         exp_avg_sq=storage,
         sharded="everything",
+        output=None if output is param else output,
+        pipeline=None if output is param else output,
     )
 
 

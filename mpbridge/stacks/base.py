@@ -12,7 +12,7 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
 from mpbridge.precision.words import quant_text, region_rule, region_text
-from mpbridge.stacks.meaning import LAYOUT, STATED, Meaning, arithmetic_regions, differences, stored
+from mpbridge.stacks.meaning import LAYOUT, STATED, Meaning, arithmetic_regions, differences, of_policy, stored
 from mpbridge.traits import DEFAULT, MainWeights, engine_names, traits
 
 Fidelity = Literal["exact", "layout", "different", "impossible"]
@@ -60,6 +60,14 @@ class Request:
     def main_weights(self) -> MainWeights:
         """Who holds main weights on the engine: megatron-core, the wrapper (Megatron-FSDP), or the optimizer (torch FSDP2)."""
         return traits(self.engine).main_weights
+
+    @property
+    def ours(self) -> Meaning:
+        """What is to be said: the policy on its engine, with its states divided as the run divides them."""
+        whole = (
+            self.run is not None and self.main_weights == "megatron_core" and not self.run.facts.optimizer.distributed
+        )
+        return of_policy(self.policy, engine=self.engine, sharded="nothing" if whole else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
 from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
-from mpbridge.stacks.meaning import Meaning, of_policy
+from mpbridge.stacks.meaning import Meaning
 
 NAME = "deepspeed"
 VERSIONS = {"0.19": "0.19.8"}
@@ -43,12 +43,15 @@ def export(request: Request) -> Export:
     if low and theirs.exp_avg is DType.FP32:
         text = "bf16_optimizer_states needs bf16_master_weights_and_grads: BF16 moments come with BF16 weights"
         lines.append(Line(fidelity="different", fact="moments", text=text))
+    if theirs.autocast is not None:
+        text = "torch_autocast reduces in its own dtype, whatever communication_data_type says"
+        lines.append(Line(fidelity="exact", fact="wire", text=text))
     if policy.mixed and theirs.main is DType.FP32 and policy.loss_scale is None:
         text = (
             "check_grad_overflow is on for bf16 too: such a step is skipped, as here; Megatron-LM's own loop ends there"
         )
         lines.append(Line(fidelity="exact", fact="non-finite gradients", text=text))
-    lines += compared(of_policy(policy, engine=request.engine), theirs, COSTS)
+    lines += compared(request.ours, theirs, COSTS)
     piece = Fragment(name="ds_config.json", text=json.dumps(_config(policy, theirs), indent=2))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
 
@@ -57,8 +60,18 @@ def _own(policy: PrecisionPolicy) -> bool:
     return (policy.main_params or DType.FP32) is policy.params and policy.params is DType.BF16
 
 
+def _autocast(policy: PrecisionPolicy) -> bool:
+    """Whether torch_autocast says it: FP32 parameters, cast op by op."""
+    return policy.autocast is not None and policy.params is DType.FP32 and policy.loss_scale is None
+
+
 def _meaning(policy: PrecisionPolicy) -> Meaning:
     base, accumulator = policy.compute, policy.accumulate or policy.reduce
+    if _autocast(policy):  # gradients travel in the autocast dtype there, and add up in the parameters'
+        return Meaning(
+            storage=DType.FP32, compute=base, autocast=base, wire=base, accumulator=DType.FP32, sharded="optimizer",
+            residual_fp32=True, softmax_fp32=True,
+        )  # fmt: skip
     own = _own(policy)
     return Meaning(
         storage=base,
@@ -87,6 +100,11 @@ def _scale(policy: PrecisionPolicy) -> LossScale | None:
 
 def _config(policy: PrecisionPolicy, theirs: Meaning) -> dict[str, Any]:
     config: dict[str, Any] = {}
+    if _autocast(policy):
+        return {
+            "torch_autocast": {"enabled": True, "dtype": policy.compute.value},
+            "zero_optimization": {"stage": 1},
+        }
     if policy.compute is DType.BF16:
         config["bf16"] = {"enabled": True}
         if theirs.main is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,10 +10,14 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from mpbridge.errors import BadValue, UnknownName
+from mpbridge.formats import dtype
+from mpbridge.megatron_spec.schema import records
 from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Export, Request
+from mpbridge.stacks.meaning import STATED
 from mpbridge.traits import DEFAULT
 
 _MODULES: Mapping[str, str] = MappingProxyType(
@@ -65,15 +70,36 @@ def export(
     """
     module = stack_module(stack)
     config = run.stages[0].config if run is not None else get_mixed_precision_config(recipe)
+    policy = _with_the_models_own(run) if run is not None else resolve(config)
     name = recipe if isinstance(recipe, str) else str(recipe) if isinstance(recipe, Path) else "this config"
     own = describe(name).engine if isinstance(recipe, str) else None
     request = Request(
         name=name,
         config=config,
-        policy=run.policy if run is not None else resolve(config),
+        policy=policy,
         engine=run.facts.engine if run is not None else engine or own or DEFAULT,
         version=version_of(module, version),
         run=run,
     )
     made: Export = module.export(request)
     return made
+
+
+def _with_the_models_own(run: Any) -> PrecisionPolicy:
+    """A run's policy with what its model section says of facts that the recipe leaves to the model: they are exported too."""
+    policy: PrecisionPolicy = run.policy
+    defaults, said = records("model"), dict(run.container.model)
+    own: dict[str, Any] = {
+        fact: dtype(said[name]) if name.endswith("dtype") else said[name]
+        for fact, (_, name) in STATED.items()
+        if said.get(name) not in (None, defaults.get(name, {}).get("default")) and _open(policy, fact)
+    }
+    return dataclasses.replace(policy, **own)
+
+
+def _open(policy: PrecisionPolicy, fact: str) -> bool:
+    return fact in _OF_THE_MODEL and getattr(policy, fact) is None
+
+
+_OF_THE_MODEL = ("logits", "router", "residual_fp32", "softmax_fp32")
+"""Facts of a policy that None leaves to the model."""

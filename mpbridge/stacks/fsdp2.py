@@ -6,7 +6,7 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
-from mpbridge.stacks.meaning import Meaning, of_policy
+from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.sharded_torch import (
     SCALER_COST,
     SPELL,
@@ -48,6 +48,7 @@ def export(request: Request) -> Export:
     theirs = torch_meaning(
         policy,
         fused_adam=True,
+        autocast=policy.autocast is not None,
         hands_on=True,
         scaler=torch_scaler(policy.loss_scale, policy),
         regions=regions_there(policy, TORCHAO, edges=True),
@@ -57,7 +58,7 @@ def export(request: Request) -> Export:
         lines.append(
             Line(fidelity="exact", fact="main weights", text="Transformer Engine's FusedAdam holds them, on CUDA only")
         )
-    lines += compared(of_policy(policy, engine=request.engine), theirs, COSTS)
+    lines += compared(request.ours, theirs, COSTS)
     piece = Fragment(name="python", text=_python(policy, theirs))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
 
@@ -77,6 +78,7 @@ def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
         "for block in model.layers:",
         "    fully_shard(block, mp_policy=policy)",
         "fully_shard(model, mp_policy=policy)",
+        *_autocast(theirs),
         *_optimizer(theirs),
     ]
     if theirs.loss_scale is not None:
@@ -85,6 +87,14 @@ def _python(policy: PrecisionPolicy, theirs: Meaning) -> str:
             f"scaler = ShardedGradScaler({scaler_arguments(theirs.loss_scale)})",
         ]
     return "\n".join(lines)
+
+
+def _autocast(theirs: Meaning) -> list[str]:
+    if theirs.autocast is None:
+        return []
+    return [
+        f'model.forward = torch.autocast("cuda", dtype=torch.{SPELL[theirs.autocast]})(model.forward)',
+    ]
 
 
 def _quantized(quant: Quant, policy: PrecisionPolicy) -> list[str]:

@@ -14,6 +14,7 @@ from mpbridge.precision.yaml_loader import of_bounded_size
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.checkpoint_args import arguments_file, read_arguments
 from mpbridge.stacks.exporters import stack_module, version_of
+from mpbridge.stacks.megatron_lm_options import options
 from mpbridge.stacks.shell import read_script, read_words
 
 MOST = 4_000_000
@@ -100,14 +101,14 @@ def read_args(
         raise BadValue(f"{stack} is configured by files, not by arguments: give the file")
     found: Imported = module.read(script.words, version=_version(stack, version))
     if stack == "megatron-lm" and script.words and not script.words[0].endswith(".py"):
-        found = dataclasses.replace(found, unknown=(*_leading(script.words), *found.unknown))
+        found = dataclasses.replace(found, unknown=(*_leading(script.words, found.version), *found.unknown))
     return _never_read(dataclasses.replace(found, assumed=(*script.notes, *found.assumed)), version)
 
 
-def _leading(words: Iterable[str]) -> Iterator[str]:
+def _leading(words: Iterable[str], version: str) -> Iterator[str]:
     """The words before the first option, where an option was probably meant."""
     for word in itertools.takewhile(lambda one: not one.startswith("-"), words):
-        near = nearest(f"--{word}", _lm().options(), most=1, cutoff=0.9)
+        near = nearest(f"--{word}", options(version), most=1, cutoff=0.9)
         if near:
             yield f"{cut(word)} (a word without dashes, which no option takes; nearest: {near[0]})"
 

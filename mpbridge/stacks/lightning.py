@@ -11,7 +11,7 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 from mpbridge.stacks.base import Export, Fragment, Request, compared
-from mpbridge.stacks.meaning import Meaning, of_policy
+from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.sharded_torch import (
     SCALER_COST,
     SPELL,
@@ -35,7 +35,7 @@ COSTS = {
     "keep_fp32": "one dtype for every parameter",
     "logits": "the model's code decides",
     "router": "the model's code decides",
-    "residual_fp32": "the module is in one dtype",
+    "residual_fp32": "FSDP casts each module's parameters and inputs, and a module in one dtype has no other",
     "softmax_fp32": "the attention kernel decides",
     "output": "the module returns what it computed",
     "pipeline": "it has no pipeline",
@@ -51,7 +51,7 @@ def export(request: Request) -> Export:
     theirs = _meaning(policy)
     quant = theirs.regions[-1].quant
     lines = [*output_layer(quant, "the plugin")]
-    lines += compared(of_policy(policy, engine=request.engine), theirs, COSTS)
+    lines += compared(request.ours, theirs, COSTS)
     pieces = (Fragment(name="python", text=_python(theirs)), *environment([quant] if quant else ()))
     return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
 
@@ -60,7 +60,8 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
     quant = policy.quant
     delayed = quant is not None and quant.scaling in SCALINGS
     words = {quant.scaling: dataclasses.replace(quant, stored=False)} if quant is not None and delayed else {}
-    theirs = torch_meaning(policy, autocast=True, regions=regions_there(policy, words))
+    # FSDP gathers parameters in the compute dtype; the FP8 plugin's data parallelism is DDP
+    theirs = torch_meaning(policy, autocast=True, gathered=not delayed, regions=regions_there(policy, words))
     if delayed:
         # its fallback autocast is always on; torch DDP reduces gradients in the dtype of the weights
         return dataclasses.replace(theirs, wire=theirs.storage, sharded="nothing")

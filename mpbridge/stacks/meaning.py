@@ -51,7 +51,7 @@ class Meaning:
     output: DType | None = None
     """What a wrapped module hands on; None: as computed."""
     pipeline: DType | None = None
-    """Activations between pipeline stages; None: as handed on."""
+    """Activations between pipeline stages; None: as computed."""
     keep_fp32: tuple[str, ...] = ()
     """Globs over parameters that stay FP32."""
     logits: DType | None = None
@@ -171,7 +171,7 @@ def stated(policy: PrecisionPolicy) -> dict[str, Any]:
     """The facts of a policy that a Meaning holds where they are stated: how activations travel, and what is the model's."""
     return {
         "output": None if policy.output is policy.compute else policy.output,
-        "pipeline": None if policy.pipeline is policy.output else policy.pipeline,
+        "pipeline": None if policy.pipeline is policy.compute else policy.pipeline,
         "keep_fp32": policy.keep_fp32,
         "logits": policy.logits,
         "router": policy.router,

@@ -54,7 +54,7 @@ def export(request: Request) -> Export:
     sections["model"] = _model(policy, softmax_of(request, core=CORE))
     text = yaml.safe_dump({name: values for name, values in sections.items() if values}, sort_keys=False)
     theirs = meaning(request)
-    lines = [*_unsayable(request), *compared(of_policy(policy, engine=request.engine), theirs, _COSTS)]
+    lines = [*_unsayable(request), *compared(request.ours, theirs, _COSTS)]
     return Export(
         stack=NAME,
         version=request.version,
@@ -175,7 +175,8 @@ def _model(policy: PrecisionPolicy, softmax: bool) -> dict[str, Any]:
 
 def _unsayable(request: Request) -> Iterator[Line]:
     policy = request.policy
-    if policy.params is policy.settled().main_params and policy.params is not DType.FP32:
+    own = policy.params is policy.settled().main_params and policy.params is not DType.FP32
+    if own and request.main_weights != "wrapper":
         yield Line(
             fidelity="impossible",
             fact="main_params_dtype",

@@ -257,6 +257,9 @@ def _megatron_fsdp(read_: Reader, fields: dict[str, Any], notes: _Notes) -> None
     fields["grad_reduce_in_fp32"] = wire is DType.FP32
     if wire is not grads:
         fields["grad_accumulation_dtype"] = grads.short
+    main = read_.dtype("ddp.megatron_fsdp_main_params_dtype", DType.FP32) or DType.FP32
+    if base is not DType.FP32 and main is not DType.FP32:
+        fields["main_params_dtype"] = main.short
 
 
 def _overridden(read_: Reader, fields: Mapping[str, Any], notes: _Notes) -> None:

@@ -31,16 +31,16 @@ Flags = Iterator[str]
 def export(request: Request) -> Export:
     """The precision part of a Megatron-LM command line."""
     policy, lines = request.policy, list(_unsayable(request))
-    fsdp = request.main_weights == "wrapper"
+    wrapped = _has_dtypes(request)
     softmax = megatron_modules.softmax_of(request, core=_core(request))
     words = [
         *_base(policy),
-        *_gradients(policy, fsdp),
+        *_gradients(policy, wrapped),
         *_scale(policy),
         *_quantization(policy),
-        *_model(policy, softmax),
+        *_model(policy, softmax, said(request).logits),
     ]
-    words += [*_optimizer(policy, request), *(_megatron_fsdp(policy) if fsdp else ())]
+    words += [*_optimizer(policy, request), *_megatron_fsdp(request)]
     pieces = [Fragment(name="arguments", text=_wrapped(words))]
     if policy.module_regions:
         pieces.append(Fragment(name="precision.yaml", text=megatron_modules.rules_file(request, core=_core(request))))
@@ -48,7 +48,7 @@ def export(request: Request) -> Export:
     pieces += environment(policy.quants)
     lines += process_wide(policy.quants)
     theirs = _meaning(request)
-    lines += compared(of_policy(policy, engine=request.engine), theirs, _COSTS)
+    lines += compared(request.ours, theirs, _COSTS)
     return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
 
 
@@ -61,6 +61,8 @@ _COSTS = {
     "output": "no flag",
     "pipeline": "no flag; FP32 under --fp32-residual-connection, else the parameters' dtype",
     "logits": "the flag exists from core 0.20 on",
+    "exp_avg": "--exp-avg-dtype acts under --use-precision-aware-optimizer alone",
+    "exp_avg_sq": "--exp-avg-sq-dtype acts under --use-precision-aware-optimizer alone",
     "quantization": "--fp8-recipe tensorwise",
     "modules": "--te-precision-config-file names a scaling and a format for whole linears, of layers counted from the start; give --config for its depth",
     "reuse_grad_buffer": "the switch acts beside --fp8-format alone",
@@ -75,18 +77,25 @@ def _core(request: Request) -> str:
 def _meaning(request: Request) -> Meaning:
     """What the flags amount to in Megatron-LM: sharded FP32 main weights wherever parameters have 16 bits."""
     policy = said(request)
-    wide = policy.params is not policy.compute
-    policy = on_megatron(policy) if wide or request.main_weights == "optimizer" else policy
-    return of_policy(policy, engine=DEFAULT if request.main_weights == "optimizer" else request.engine)
+    if request.main_weights == "wrapper":
+        return of_policy(policy, engine=request.engine)
+    return of_policy(policy, engine=DEFAULT, sharded="optimizer" if _distributed(request) else "nothing")
 
 
 def said(request: Request) -> PrecisionPolicy:
     """The policy that the flags say. What has no flag is as Megatron-LM has it whatever the recipe states."""
-    policy, new = request.policy.settled(), SINCE_017.holds(_core(request))
+    policy, new, wrapped = request.policy.settled(), SINCE_017.holds(_core(request)), _has_dtypes(request)
     wide = DType.FP32 if policy.residual_fp32 else policy.compute
+    if policy.params is not policy.compute or request.main_weights == "optimizer":
+        policy = on_megatron(policy)
+    states = policy if policy.precision_aware else dataclasses.replace(policy, exp_avg=None, exp_avg_sq=None)
     return dataclasses.replace(
         policy,
-        accumulate=policy.accumulate if request.main_weights == "wrapper" and new else None,
+        main_params=policy.main_params if wrapped or _narrow_main(policy) else DType.FP32,
+        main_grads=policy.main_grads if policy.precision_aware else None,
+        exp_avg=states.exp_avg,
+        exp_avg_sq=states.exp_avg_sq,
+        accumulate=policy.accumulate if wrapped else None,
         autocast=None,
         keep_fp32=(),
         output=policy.compute,
@@ -95,6 +104,23 @@ def said(request: Request) -> PrecisionPolicy:
         remainders=True,
         regions=tuple(megatron_modules.regions_said(request, core=_core(request))),
     )
+
+
+def _has_dtypes(request: Request) -> bool:
+    """Whether Megatron-FSDP shards, and its three flags about dtypes exist."""
+    return request.main_weights == "wrapper" and SINCE_017.holds(_core(request))
+
+
+def _narrow_main(policy: PrecisionPolicy) -> bool:
+    """Whether --main-params-dtype says the main weights' dtype: fp16 alone, and under a precision-aware optimizer."""
+    return bool(policy.precision_aware) and policy.main_params is DType.FP16
+
+
+def _distributed(request: Request) -> bool:
+    """Whether --use-distributed-optimizer is written: where the states are divided, and where other flags ask for it."""
+    policy = request.policy
+    asked = bool(policy.precision_aware or policy.stored or request.main_weights == "optimizer")
+    return asked or request.ours.sharded != "nothing"
 
 
 def on_megatron(policy: PrecisionPolicy) -> PrecisionPolicy:
@@ -107,10 +133,11 @@ def _base(policy: PrecisionPolicy) -> Flags:
         yield f"--{policy.compute.short}"
 
 
-def _gradients(policy: PrecisionPolicy, fsdp: bool) -> Flags:
-    if policy.reduce is DType.FP32:
+def _gradients(policy: PrecisionPolicy, wrapped: bool) -> Flags:
+    """wrapped: Megatron-FSDP has flags of its own, and reads neither of these."""
+    if policy.reduce is DType.FP32 and not wrapped:
         yield "--accumulate-allreduce-grads-in-fp32"
-    elif policy.compute is DType.BF16 and not fsdp:
+    elif policy.compute is DType.BF16 and not wrapped:
         yield "--grad-reduce-in-bf16"
 
 
@@ -156,32 +183,25 @@ def _one(quant: Quant) -> Flags:
         yield f"--{low}-param-gather"
 
 
-def _model(policy: PrecisionPolicy, softmax: bool) -> Flags:
+def _model(policy: PrecisionPolicy, softmax: bool, logits: DType | None) -> Flags:
     if policy.residual_fp32:
         yield "--fp32-residual-connection"
     if softmax:
         yield "--attention-softmax-in-fp32"
     if policy.router is not None:
         yield f"--moe-router-dtype {policy.router.short}"
-    if policy.logits is not None:
-        yield f"--output-logit-dtype {policy.logits.short}"
+    if logits is not None:
+        yield f"--output-logit-dtype {logits.short}"
 
 
 def _optimizer(policy: PrecisionPolicy, request: Request) -> Flags:
     aware = bool(policy.precision_aware)
-    if request.main_weights == "wrapper":
-        pass  # its own flags
-    elif (
-        aware
-        or policy.stored
-        or (request.run is not None and request.run.facts.optimizer.distributed)
-        or request.main_weights == "optimizer"
-    ):
+    if request.main_weights != "wrapper" and _distributed(request):
         yield "--use-distributed-optimizer"
     if aware:
         yield "--use-precision-aware-optimizer"
         yield f"--main-grads-dtype {(policy.main_grads or DType.FP32).short}"
-        yield f"--main-params-dtype {(policy.main_params or DType.FP32).short}"
+        yield f"--main-params-dtype {'fp16' if _narrow_main(policy) else 'fp32'}"
         yield f"--exp-avg-dtype {_state(policy.exp_avg)} --exp-avg-sq-dtype {_state(policy.exp_avg_sq)}"
 
 
@@ -189,9 +209,14 @@ def _state(dtype: DType | None) -> str:
     return "fp8" if dtype is DType.UINT8 else (dtype or DType.FP32).short
 
 
-def _megatron_fsdp(policy: PrecisionPolicy) -> Flags:
+def _megatron_fsdp(request: Request) -> Flags:
+    policy = request.policy
+    if request.main_weights != "wrapper":
+        return
     yield "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer"
     yield "--ckpt-format fsdp_dtensor"
+    if not _has_dtypes(request):
+        return
     reduce, add = policy.reduce.short, (policy.accumulate or policy.reduce).short
     # --accumulate-allreduce-grads-in-fp32 reaches a field that this engine does not read
     yield f"--megatron-fsdp-main-params-dtype {(policy.main_params or DType.FP32).short}"
@@ -201,25 +226,26 @@ def _megatron_fsdp(policy: PrecisionPolicy) -> Flags:
 def _unsayable(request: Request) -> Iterator[Line]:
     """Facts that no flag of Megatron-LM says."""
     policy = request.policy
-    own = policy.settled().main_params is policy.params
-    if own and policy.params is not DType.FP32:
+    main = policy.settled().main_params
+    if main is not None and main not in (DType.FP32, said(request).main_params):
         yield _impossible(
-            "main_params_dtype",
-            f"--{policy.compute.short} always makes FP32 main weights, and --main-params-dtype has no {policy.params.short};"
-            " nearest: --use-precision-aware-optimizer with BF16 moments, 6 bytes per parameter more than asked for (unsharded)",
+            "main_params_dtype", f"--{policy.compute.short} always makes FP32 main weights; {_NEAREST[main]}"
         )
-    if policy.remainders is False and policy.precision_aware:
+    if policy.remainders is False and policy.precision_aware and main is DType.FP32:
         yield _impossible(
             "store_param_remainders", "no flag, it is on: the same FP32 value in 2 bytes less per parameter"
         )
-    new = SINCE_017.holds(_core(request))
     for quant in policy.quants:
         if quant.attention != "none":
             yield _impossible("fp8_dot_product_attention", "no flag; attention stays in 16 bits")
-        if quant.bits == 4 and quant.stored and not new:
-            yield _impossible("fp4_param_gather", "the flag exists from core 0.20 on; weights are gathered in 16 bits")
-    if request.main_weights == "wrapper" and not new:
-        yield _impossible("grad_reduce_in_fp32", "the three --megatron-fsdp-*-dtype flags exist from core 0.20 on")
+
+
+_NEAREST = {
+    DType.BF16: "--main-params-dtype has no bf16; nearest: --use-precision-aware-optimizer with BF16 moments, 6 bytes per parameter more than asked"
+    " for (unsharded)",
+    DType.FP16: "nearest: --use-precision-aware-optimizer --main-params-dtype fp16, a copy beside the parameters",
+}
+"""Main weights that no flag says -> what comes nearest."""
 
 
 def _impossible(fact: str, text: str) -> Line:

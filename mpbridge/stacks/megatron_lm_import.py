@@ -5,22 +5,21 @@ Read at d98e8a64 (core 0.20.0): validate_args, get_megatron_optimizer_config and
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mpbridge.errors import BadValue, DataError, cut, nearest
 from mpbridge.formats import DType, dtype
+from mpbridge.megatron_spec.versions import SINCE_017
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.described import described
 from mpbridge.stacks.known_keys import PRECISION
 from mpbridge.stacks.meaning import Sharded
-from mpbridge.stacks.megatron_lm import NAME
+from mpbridge.stacks.megatron_lm import CORE, NAME
 from mpbridge.stacks.megatron_lm_notes import Parsed, cannot_express, contradictions, inert
+from mpbridge.stacks.megatron_lm_options import options
 from mpbridge.traits import DEFAULT
 
 _VALUES: Mapping[str, tuple[str, Any]] = MappingProxyType(
@@ -83,17 +82,9 @@ _INTEGERS = ("hysteresis", "fp8_margin", "fp8_interval", "fp8_amax_history_len",
 _FLOATS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window")
 
 
-@functools.cache
-def options() -> Mapping[str, Any]:
-    """option -> how many values it takes (an int, '+' or '*'), of Megatron-LM's own parser."""
-    text = (Path(__file__).parent / "data" / "megatron_lm.json").read_text(encoding="utf-8")
-    found: Mapping[str, Any] = json.loads(text)["options"]
-    return MappingProxyType({**found, "--use-custom-fsdp": 0})
-
-
 def read(words: Iterable[str], *, version: str, assumed: tuple[str, ...] = ()) -> Imported:
     """What a command line means. Raises BadValue naming every option whose value cannot be read."""
-    parsed = _parse(list(words))
+    parsed = _parse(list(words), version)
     if parsed.faults:
         raise BadValue("\n".join(["these arguments cannot be read:", *(f"  - {fault}" for fault in parsed.faults)]))
     return _meaning(parsed, version=version, assumed=assumed)
@@ -147,8 +138,8 @@ def _by_dest() -> Mapping[str, str]:
     return {name: option for option, name in (known | special).items() if option not in dropped}
 
 
-def _parse(words: list[str]) -> Parsed:
-    read, known = Parsed(), options()
+def _parse(words: list[str], version: str) -> Parsed:
+    read, known = Parsed(dtypes=SINCE_017.holds(CORE[version])), options(version)
     position = 0
     while position < len(words):
         word = words[position]
@@ -209,7 +200,9 @@ def _meaning(read: Parsed, *, version: str, assumed: tuple[str, ...]) -> Importe
     if read.on("megatron_fsdp") or read.on("fsdp2"):
         engine = engine_with("wrapper" if read.on("megatron_fsdp") else "optimizer")
     sharded: Sharded = "everything" if engine != DEFAULT else "optimizer" if read.on("distributed") else "nothing"
-    meaning = described(fields, contradicts, sharded=sharded)
+    # under torch's FSDP2 its layout stays its own: 16-bit parameters and FP32 main weights
+    kind = engine if read.on("megatron_fsdp") else DEFAULT
+    meaning = described(fields, contradicts, engine=kind, sharded=sharded)
     if not (read.on("bf16") or read.on("fp16")):
         more.append("neither --bf16 nor --fp16: everything in FP32")
     precise = [one for one in read.other if PRECISION.search(one.replace("-", "_"))]
@@ -256,14 +249,15 @@ def _states(read: Parsed, values: Mapping[str, Any], base: str) -> dict[str, Any
     main, wire = values["fsdp_main_grads"], values["fsdp_grad_comm"]
     if read.on("megatron_fsdp") and wire not in ("auto", main):
         fields["grad_accumulation_dtype"] = base if main == "auto" else main
-    if not read.on("aware") and read.on("megatron_fsdp") and base != "fp32" and values["fsdp_main_params"] == "fp32":
-        fields["main_params_dtype"] = "fp32"
+    if read.on("megatron_fsdp") and base != "fp32":  # its flag replaces --main-params-dtype
+        asked = values["fsdp_main_params"]
+        fields["main_params_dtype"] = base if asked == "auto" else asked
     return fields
 
 
 def _reduces_in_fp32(read: Parsed, values: Mapping[str, Any]) -> bool:
     """ddp.grad_reduce_in_fp32 as validate_args leaves it, or what the sharding engine does instead."""
-    if read.on("megatron_fsdp"):
+    if read.on("megatron_fsdp") and read.dtypes:
         main = values["fsdp_main_grads"]
         wire = values["fsdp_grad_comm"] if values["fsdp_grad_comm"] != "auto" else main
         return bool(wire == "fp32") or not (read.on("bf16") or read.on("fp16"))

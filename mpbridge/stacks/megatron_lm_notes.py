@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpbridge.formats import dtype
-
 
 @dataclass
 class Parsed:
     """A command line taken apart."""
 
+    dtypes: bool = True
+    """Whether Megatron-FSDP has flags of its own for dtypes in that version."""
     values: dict[str, Any] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
     unknown: list[str] = field(default_factory=list)
@@ -61,7 +61,7 @@ def _inert_reduction(read: Parsed, values: Mapping[str, Any]) -> Iterator[Row]:
     wide, low = read.on("accumulate"), read.on("reduce_bf16")
     yield wide and low, "--accumulate-allreduce-grads-in-fp32 beside --grad-reduce-in-bf16: BF16 wins"
     yield (
-        wide and (read.on("fsdp2") or read.on("megatron_fsdp")),
+        wide and (read.on("fsdp2") or (read.on("megatron_fsdp") and read.dtypes)),
         "--accumulate-allreduce-grads-in-fp32: the sharding engine does not read it",
     )
     yield low and read.on("fp16"), "--grad-reduce-in-bf16 under --fp16: gradients are reduced in FP16"
@@ -121,6 +121,4 @@ def cannot_express(read: Parsed, values: Mapping[str, Any]) -> list[str]:
         found.append("--fp8-output-proj: the output layer in MXFP8")
     if read.on("fp16_loss"):
         found.append("--fp16-lm-cross-entropy: model.fp16_lm_cross_entropy, not a precision field of a recipe")
-    if read.on("megatron_fsdp") and values["fsdp_main_params"] not in ("fp32", "auto"):
-        found.append(f"main weights in {dtype(values['fsdp_main_params']).short} under Megatron-FSDP")
     return found

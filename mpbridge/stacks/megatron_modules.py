@@ -15,14 +15,12 @@ from mpbridge.stacks.base import Line, Request
 
 
 def softmax_of(request: Request, *, core: str) -> bool:
-    """Whether attention's softmax is in FP32: as the policy states it, else as the run's model section or megatron-core's class has it.
+    """Whether attention's softmax is in FP32: as the policy states it, else as megatron-core's class has it.
 
     The defaults of that class and of Megatron-LM's parser differ, so it is written for both.
     """
-    if request.policy.softmax_fp32 is not None:
-        return request.policy.softmax_fp32
-    own = None if request.run is None else dict(request.run.container.model).get("attention_softmax_in_fp32")
-    return bool(records("model", version=core)["attention_softmax_in_fp32"]["default"] if own is None else own)
+    stated = request.policy.softmax_fp32
+    return bool(records("model", version=core)["attention_softmax_in_fp32"]["default"] if stated is None else stated)
 
 
 def regions_said(request: Request, *, core: str) -> Iterator[Region]:
@@ -36,8 +34,7 @@ def regions_said(request: Request, *, core: str) -> Iterator[Region]:
         elif _sayable(region, depth):
             yield dataclasses.replace(region, quant=region.quant and _of_the_file(region.quant, new=new))
     quant = in_core(request.policy.quant)
-    stored = quant is not None and quant.stored and (new or quant.bits == 8)
-    yield Region(quant=quant and dataclasses.replace(quant, attention="none", stored=stored))
+    yield Region(quant=quant and dataclasses.replace(quant, attention="none"))
 
 
 def in_core(quant: Quant | None) -> Quant | None:

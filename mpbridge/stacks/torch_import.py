@@ -32,6 +32,8 @@ def fields_of(meaning: Meaning, cannot: list[str], quant: Quant | None = None) -
         fields |= {"exp_avg_dtype": _state(meaning.exp_avg), "exp_avg_sq_dtype": _state(meaning.exp_avg_sq)}
     if fields.get("main_grads_dtype") and meaning.wire is DType.FP32:
         del fields["main_grads_dtype"]
+    if meaning.output is not None:
+        fields["output_dtype"] = meaning.output.short
     if meaning.autocast is not None:
         fields |= {"autocast_enabled": True, "autocast_dtype": meaning.autocast.short}
     fields |= quant_fields(quant)

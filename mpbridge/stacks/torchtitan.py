@@ -11,7 +11,7 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
-from mpbridge.stacks.meaning import Meaning, of_policy
+from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.sharded_torch import SPELL, regions_there, torch_meaning
 
 NAME = "torchtitan"
@@ -54,6 +54,8 @@ def export(request: Request) -> Export:
     if policy.compute is DType.FP16:
         text = "training.dtype and mixed_precision_param know bfloat16 and float32 only"
         lines.append(Line(fidelity="impossible", fact="fp16", text=text))
+        # its parser takes no float16: written is what comes nearest
+        policy = dataclasses.replace(policy, compute=DType.BF16, params=DType.FP32, main_params=DType.FP32)
     theirs = _meaning(policy)
     moments = policy.settled()
     low = DType.BF16 in (moments.exp_avg, moments.exp_avg_sq) and theirs.storage is DType.FP32
@@ -65,7 +67,7 @@ def export(request: Request) -> Export:
     pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
     if theirs.regions[-1].quant is not None:
         pieces.append(Fragment(name="config_registry.py", text=_python(policy)))
-    lines += compared(of_policy(policy, engine=request.engine), theirs, COSTS)
+    lines += compared(request.ours, theirs, COSTS)
     return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.stacks.base import Export, Fragment, Request, compared
-from mpbridge.stacks.meaning import Meaning, of_policy
+from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.sharded_torch import SCALER_COST, SPELL, TORCH_SCALER, torch_meaning
 
 NAME = "transformers"
@@ -36,13 +36,13 @@ def export(request: Request) -> Export:
     """Python with the two settings that decide: the loaded dtype, and the arguments. Data parallelism is torch's DDP."""
     policy = request.policy
     theirs = _meaning(policy)
-    lines = compared(of_policy(policy, engine=request.engine), theirs, COSTS)
+    lines = compared(request.ours, theirs, COSTS)
     piece = Fragment(name="python", text=_python(theirs))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=lines)
 
 
 def _meaning(policy: PrecisionPolicy) -> Meaning:
-    full = torch_meaning(policy, autocast=True)
+    full = torch_meaning(policy, autocast=True, gathered=False)
     storage = full.storage
     mixed = storage is DType.FP32 and full.compute is not DType.FP32
     scaler = TORCH_SCALER if mixed and full.compute is DType.FP16 else None

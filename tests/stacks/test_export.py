@@ -12,9 +12,13 @@ import yaml
 
 from mpbridge import ConfigContainer, MixedPrecisionConfig, recipes
 from mpbridge.errors import BadValue, UnknownName
+from mpbridge.precision.registry import get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Export
 from mpbridge.stacks.exporters import STACKS, export
 from mpbridge.stacks.importers import read_args, read_text
+from mpbridge.stacks.meaning import of_policy
+from mpbridge.stacks.megatron_lm_options import options
 from mpbridge.stacks.nearest import answer
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "exports"
@@ -101,14 +105,36 @@ def test_flags_that_megatron_lm_lacks_are_named_and_not_invented() -> None:
     made = export(config, "megatron-lm")
     assert made.fidelity == "impossible"
     facts = {line.fact for line in made.lines if line.fidelity == "impossible"}
-    assert facts == {"fp8_dot_product_attention", "autocast_enabled", "keep_fp32", "output_dtype"}
+    # stages send what modules hand on, FP32 here
+    assert facts == {"fp8_dot_product_attention", "autocast_enabled", "keep_fp32", "output_dtype", "pipeline_dtype"}
     assert "fp8-dot" not in made.pieces[0].text
 
 
-def test_fp4_gather_exists_from_core_0_20_on() -> None:
-    config = MixedPrecisionConfig(bf16=True, fp4="e2m1", fp4_recipe="nvfp4", fp4_param=True)
-    assert "--fp4-param-gather" in export(config, "megatron-lm", version="0.20").pieces[0].text
-    assert any(line.fact == "fp4_param_gather" for line in export(config, "megatron-lm", version="0.16").lines)
+@pytest.mark.parametrize("version", ["0.16", "0.20"])
+def test_every_flag_written_for_a_version_is_one_of_its_parsers_and_is_read_back(version: str) -> None:
+    states: dict[str, object] = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8"}
+    configs = [get_mixed_precision_config(name) for name in recipes]
+    configs += [
+        MixedPrecisionConfig(bf16=True, fp4="e2m1", fp4_recipe="nvfp4", fp4_param=True, logit_dtype="fp32"),
+        MixedPrecisionConfig(bf16=True, grad_reduce_in_fp32=False, grad_accumulation_dtype="fp32", **states),
+    ]
+    for config in configs:
+        for engine in ("mcore", "megatron_fsdp"):
+            text = export(config, "megatron-lm", version=version, engine=engine).pieces[0].text.replace("\\\n", " ")
+            flags = {word for word in shlex.split(text) if word.startswith("--")}
+            assert flags <= options(version).keys()
+            assert not read_args(text, version=version).unknown
+    assert {"--megatron-fsdp-grad-comm-dtype", "--output-logit-dtype"} <= options("0.20").keys() - options(
+        "0.16"
+    ).keys()
+
+
+def test_flags_of_a_later_version_are_unknown_to_an_earlier_one() -> None:
+    found = read_args("--bf16 --use-megatron-fsdp --megatron-fsdp-grad-comm-dtype bf16", version="0.16")
+    assert found.unknown
+    # its Megatron-FSDP reads the flag that the later one passes over
+    assert found.meaning.wire.short == "fp32"
+    assert read_args("--bf16 --use-megatron-fsdp", version="0.20").meaning.wire.short == "bf16"
 
 
 def test_megatron_fsdp_gets_the_three_dtype_flags_it_reads() -> None:
@@ -177,7 +203,8 @@ def test_rules_by_module_are_named_where_a_stack_has_none() -> None:
         made = export(config, stack)
         impossible = {line.fact for line in made.lines if line.fidelity == "impossible"}
         assert ("modules" in impossible) is (stack != "megatron-lm"), stack
-        residual = stack not in ("megatron-lm", "megatron-bridge", "lightning", "transformers")
+        # FSDP casts under Lightning's autocast; transformers' DDP casts operations alone
+        residual = stack not in ("megatron-lm", "megatron-bridge", "transformers")
         assert ("fp32_residual_connection" in impossible) is residual, stack
 
 
@@ -314,3 +341,77 @@ def test_a_run_is_exported_with_its_additions_engine_and_optimizer() -> None:
     assert made.pieces[0].text.split(" \\\n") == [
         "--bf16", "--grad-reduce-in-bf16", "--attention-softmax-in-fp32", "--use-distributed-optimizer",
     ]  # fmt: skip
+
+
+def test_what_the_model_section_says_is_exported_with_the_run() -> None:
+    made = container("bf16_mixed", layers=4)
+    made.model |= {"fp32_residual_connection": True, "moe_router_dtype": "fp32", "num_moe_experts": 4}  # type: ignore[operator]
+    run = made.resolved(1, training=False)
+    text = export("bf16_mixed", "megatron-lm", run=run).pieces[0].text
+    assert "--fp32-residual-connection" in text
+    assert "--moe-router-dtype fp32" in text
+    model = yaml.safe_load(export("bf16_mixed", "megatron-bridge", run=run).pieces[0].text)["model"]
+    assert (model["fp32_residual_connection"], model["moe_router_dtype"]) == (True, "fp32")
+    assert "fp32_residual_connection" in {line.fact for line in export("bf16_mixed", "torchtitan", run=run).lines}
+    # the recipe alone says nothing of them
+    assert "residual" not in export("bf16_mixed", "megatron-lm").pieces[0].text
+
+
+def test_who_divides_the_states_is_written_for_megatron_lm() -> None:
+    alone = export("bf16_mixed", "megatron-lm")
+    assert "--use-distributed-optimizer" in alone.pieces[0].text
+    read = read_args(alone.pieces[0].text.replace("\\\n", " "))
+    assert (
+        read.meaning.bytes == alone.meaning.bytes == of_policy(resolve(get_mixed_precision_config("bf16_mixed"))).bytes
+    )
+    whole = container("bf16_mixed", layers=4)
+    whole.ddp = {}  # type: ignore[assignment]
+    whole.optimizer = {"lr": 1e-3}  # type: ignore[assignment]
+    made = export("bf16_mixed", "megatron-lm", run=whole.resolved(1, training=False))
+    assert "distributed" not in made.pieces[0].text
+    assert (made.fidelity, made.meaning.bytes) == ("exact", (18, 0))
+
+
+def test_a_narrow_copy_of_the_weights_is_nowhere_called_what_the_parameters_are() -> None:
+    config = MixedPrecisionConfig(
+        bf16=True, use_precision_aware_optimizer=True, store_param_remainders=False, main_params_dtype="fp16"
+    )
+    for stack in STACKS:
+        made = export(config, stack)
+        if stack.startswith("megatron"):
+            assert made.meaning.main is not None
+            assert made.meaning.main.short == "fp16"
+            continue
+        assert made.meaning.master.short == "fp32", stack
+        assert made.meaning.compute.short == "bf16", stack
+        assert any(line.fact == "main" and line.fidelity == "different" for line in made.lines), stack
+    own = export("full_bf16", "megatron-lm")
+    assert own.meaning.main is not None, "--bf16 always makes FP32 main weights"
+    assert {"main", "exp_avg", "exp_avg_sq"} <= {line.fact for line in own.lines}
+
+
+def test_autocast_around_fp32_parameters_is_said_where_a_stack_has_it() -> None:
+    config = MixedPrecisionConfig(bf16=True, params_dtype="fp32", main_params_dtype="fp32", autocast_enabled=True)
+    for stack in ("fsdp2", "accelerate", "lightning", "transformers"):
+        assert export(config, stack).fidelity == "exact", stack
+    found = json.loads(export(config, "deepspeed").pieces[0].text)
+    assert found["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    assert {line.fact for line in export(config, "deepspeed").lines if line.fidelity == "different"} == {"wire"}
+    low = config.derive(grad_reduce_in_fp32=False)
+    assert export(low, "deepspeed").fidelity == "exact"
+    assert export(low, "accelerate").fidelity == "different"
+
+
+def test_what_stages_send_is_judged_apart_from_what_modules_hand_on() -> None:
+    config = MixedPrecisionConfig(bf16=True, output_dtype="fp32", pipeline_dtype="fp32")
+    made = export(config, "megatron-bridge")
+    assert yaml.safe_load(made.pieces[0].text)["mixed_precision"]["pipeline_dtype"]["_target_"] == "torch.float32"
+    assert {line.fact for line in made.lines if line.fidelity == "impossible"} == {"output_dtype"}
+
+
+def test_fp16_for_torchtitan_is_written_in_words_that_its_parser_takes() -> None:
+    for name in ("fp16_mixed", "fp16_with_mxfp8_mixed"):
+        made = export(name, "torchtitan")
+        assert made.fidelity == "impossible"
+        assert "float16" not in made.pieces[0].text.replace("bfloat16", "")
+        assert made.meaning.compute.short == "bf16"
