@@ -48,7 +48,7 @@ class MetricsLog:
         self._trackers = opened(names, Place(folder, section, recipe=recipe, after=after))
 
     def write(self, values: Mapping[str, Any], *, board: bool = True) -> None:
-        """One line. 'iteration' is the trackers' step; board=False leaves the trackers out. Non-finite numbers become 'nan', 'inf', '-inf'.
+        """One line. 'iteration' is the trackers' step; board=False leaves those out that do not take every step. Non-finite numbers become 'nan', 'inf', '-inf'.
 
         A file that cannot grow calls `trouble` once; the lines that it did not take are said on stderr.
         """
@@ -63,13 +63,15 @@ class MetricsLog:
         if why := _appended(self._file.fileno(), text.encode() + b"\n"):
             warn(f"{self.path} cannot grow ({why}); the line that it lacks: {text}")
             self.trouble(f"{self.path} cannot grow ({why})")
-        if board:
-            self.track(values)
+        self._track(values, [one for one in self._trackers if board or one.each_step])
 
     def track(self, values: Mapping[str, Any]) -> None:
         """To the trackers alone; 'iteration' is the step."""
-        if self._trackers and (plain := numbers(values)):
-            for tracker in self._trackers:
+        self._track(values, self._trackers)
+
+    def _track(self, values: Mapping[str, Any], trackers: list[Any]) -> None:
+        if trackers and (plain := numbers(values)):
+            for tracker in trackers:
                 tracker.log(int(values["iteration"]), plain)
 
     def close(self) -> None:

@@ -64,45 +64,55 @@ class Place:
 
 
 class Csv:
-    """metrics.csv: a table with a column for every number that was ever seen; it is written anew where a column is new."""
+    """metrics.csv: a row for every step, a column for every number that was ever seen; it is written anew where a column is new.
+
+    A row is written when the next one comes: what is measured of a step comes behind its other numbers.
+    """
+
+    EACH_STEP = True
 
     def __init__(self, place: Place) -> None:
         self.path = place.folder / "metrics.csv"
-        self.rows: list[dict[str, str]] = []
         self.columns = ["iteration"]
-        if place.after and self.path.is_file():
-            with self.path.open(newline="", encoding="utf-8") as stream:
-                found = csv.DictReader(stream)
-                self.columns = list(found.fieldnames or self.columns)
-                self.rows = [row for row in found if _step(row) <= place.after]
-        self._rewrite()
+        self._row: dict[str, str] = {}
+        rows = self._rows() if place.after and self.path.is_file() else []
+        self._rewrite([row for row in rows if _step(row) <= place.after])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See Tracker. What belongs to one step stands in one row."""
-        row = {"iteration": str(step), **{name: repr(value) for name, value in values.items()}}
-        again = bool(self.rows) and self.rows[-1]["iteration"] == row["iteration"]
-        new = [name for name in row if name not in self.columns]
-        self.columns += new
-        if again:
-            self.rows[-1] |= row
-        else:
-            self.rows.append(row)
-        if new or again:
-            self._rewrite()
+        if self._row and self._row["iteration"] != str(step):
+            self._flush()
+        self._row |= {"iteration": str(step), **{name: repr(value) for name, value in values.items()}}
+
+    def close(self) -> None:
+        """See Tracker."""
+        if self._row:
+            self._flush()
+
+    def _flush(self) -> None:
+        row, self._row = self._row, {}
+        if new := [name for name in row if name not in self.columns]:
+            rows = self._rows()
+            self.columns += new
+            self._rewrite([*rows, row])
             return
         with self.path.open("a", newline="", encoding="utf-8") as stream:
             csv.DictWriter(stream, self.columns).writerow(row)
 
-    def close(self) -> None:
-        """See Tracker."""
+    def _rows(self) -> list[dict[str, str]]:
+        """The file's rows; its columns become the table's."""
+        with self.path.open(newline="", encoding="utf-8") as stream:
+            found = csv.DictReader(stream, restkey="")
+            self.columns = list(found.fieldnames or self.columns)
+            return [{name: row.get(name) or "" for name in self.columns} for row in found]
 
-    def _rewrite(self) -> None:
+    def _rewrite(self, rows: Iterable[Mapping[str, str]]) -> None:
         beside = self.path.with_name(f".csv-{secrets.token_hex(4)}")
         try:
             with beside.open("x", newline="", encoding="utf-8") as stream:
                 table = csv.DictWriter(stream, self.columns)
                 table.writeheader()
-                table.writerows(self.rows)
+                table.writerows(rows)
             beside.replace(self.path)
         finally:
             beside.unlink(missing_ok=True)
@@ -236,6 +246,8 @@ class Background:
         self.name, self._place, self._say, self._wait = name, place, say, wait
         self._lines: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(WAITING)
         self._gone = False
+        self.each_step = bool(getattr(TRACKERS[name][0], "EACH_STEP", False))
+        """Whether it takes the numbers of every step; others take those that are printed."""
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 

@@ -40,6 +40,33 @@ def test_csv_has_one_row_a_step_and_goes_on(tmp_path: Path) -> None:
     assert "grad_norm" not in rows[0], "NaN is in metrics.jsonl; trackers take numbers"
 
 
+def test_csv_takes_every_step_and_others_those_that_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    class Board:
+        def __init__(self, place: Any) -> None:
+            pass
+
+        def log(self, step: int, values: Any) -> None:
+            seen.append(step)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(trackers, "TRACKERS", {"csv": (trackers.Csv, ""), "board": (Board, "")})
+    log = MetricsLog(tmp_path, logger={"trackers": ["csv", "board"]})
+    for step in range(1, 7):
+        log.write({"iteration": step, "loss": 1.0 / step}, board=step in (1, 5))
+        if step == 4:
+            log.track({"iteration": step, "precision/sqnr_min": 20.0})
+    log.close()
+    assert seen == [1, 4, 5]
+    assert [row["iteration"] for row in table(tmp_path)] == ["1", "2", "3", "4", "5", "6"]
+    assert [row["precision/sqnr_min"] for row in table(tmp_path)] == ["", "", "", "20.0", "", ""]
+
+
 def test_an_unknown_tracker_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(UnknownName, match="wandb"):
         MetricsLog(tmp_path / "run", logger={"trackers": ["wanb"]})
