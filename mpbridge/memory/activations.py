@@ -7,7 +7,9 @@ attention is not fused. Fragmentation and unbalanced experts are not in it.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
 
 from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
@@ -33,22 +35,34 @@ class LayerBytes:
     activation: float
     """Output of the activation function in experts: dropped by moe_act."""
     shared: float
+    permuted: float
+    """Tokens in front of experts' first product: offload_modules expert_fc1."""
+    gate: float
+    """Input of the activation function in experts."""
     experts: float
+    """What else experts and their router keep."""
 
     @property
     def whole(self) -> float:
         """Without any recomputation."""
-        return (
-            self.entry
-            + self.norms
-            + self.attention
-            + self.scores
-            + self.up_projections
-            + self.mlp
-            + self.activation
-            + self.shared
-            + self.experts
-        )
+        return self.without(frozenset())
+
+    def without(self, parts: frozenset[str]) -> float:
+        """All but those parts."""
+        return sum(float(getattr(self, one.name)) for one in fields(self) if one.name not in parts)
+
+
+_RECOMPUTED: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    # core_attn, megatron-core's default, computes the scores again
+    "core_attn": ("scores",), "layernorm": ("norms",), "mla_up_proj": ("up_projections",), "mlp": ("mlp",), "moe_act": ("activation",),
+    "shared_experts": ("shared",), "moe": ("permuted", "gate", "activation", "shared", "experts"),
+})  # fmt: skip
+"""recompute_modules -> what a layer no longer keeps."""
+_ON_HOST: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "attn_norm": ("entry",), "mlp_norm": ("norms",), "core_attn": ("attention", "scores", "up_projections"), "expert_fc1": ("permuted",),
+    "moe_act": ("gate", "activation"),
+})  # fmt: skip
+"""offload_modules of fine_grained_activation_offloading -> what a layer keeps on the host. qkv_linear's and attn_proj's inputs are outputs of the others."""
 
 
 def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
@@ -70,8 +84,13 @@ def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
     extra = max((layer.whole for layer in kept), default=0.0) if full else 0.0
     # the scores' gradient beside them, in the layer that computes
     extra += max((layer.scores for layer in kept), default=0.0)
-    # offloaded layers pass through two buffers
+    # offloaded layers pass through two buffers, and so does what single modules offload
     extra += 2 * max(each[:away], default=0.0)
+    extra += (
+        2
+        * max((layer.without(_recomputed_parts(run)) - one for layer, one in zip(kept, each, strict=True)), default=0.0)
+        * (not full)
+    )
     return int(stage * flying + extra + _head(policy, run, at))
 
 
@@ -115,22 +134,18 @@ def _recomputed(run: RunFacts, kept: list[LayerBytes]) -> float:
     return sum(layer.entry for i, layer in enumerate(kept) if i % count == 0)
 
 
+def _recomputed_parts(run: RunFacts) -> frozenset[str]:
+    if run.model.get("recompute_granularity") != "selective":
+        return frozenset()
+    return frozenset(part for name in run.model.get("recompute_modules") or () for part in _RECOMPUTED.get(name, ()))
+
+
 def _selected(run: RunFacts, kept: LayerBytes) -> float:
-    dropped = (
-        set(run.model.get("recompute_modules") or ())
-        if run.model.get("recompute_granularity") == "selective"
-        else set()
-    )
-    total = kept.whole
-    # megatron-core's default, core_attn, computes the scores again
-    total -= kept.scores if "core_attn" in dropped else 0
-    total -= kept.norms if "layernorm" in dropped else 0
-    total -= kept.up_projections if "mla_up_proj" in dropped else 0
-    total -= kept.mlp if "mlp" in dropped else 0
-    total -= kept.experts + kept.activation + kept.shared if "moe" in dropped else 0
-    total -= kept.activation if "moe_act" in dropped and "moe" not in dropped else 0
-    total -= kept.shared if "shared_experts" in dropped and "moe" not in dropped else 0
-    return total
+    """What a layer keeps on the GPU under selective recomputation and fine-grained offloading."""
+    away: frozenset[str] = frozenset()
+    if run.model.get("fine_grained_activation_offloading"):
+        away = frozenset(part for name in run.model.get("offload_modules") or () for part in _ON_HOST.get(name, ()))
+    return kept.without(_recomputed_parts(run) | away)
 
 
 def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
@@ -148,16 +163,15 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
     entry = whole * shape.hidden_size * residual
     norms = 2 * whole * shape.hidden_size * low + whole * shape.hidden_size * (residual + 2 * dropout)
     attention, ups = _attention(run, count, low, wide)
-    mlp = activation = experts = shared = 0.0
+    mlp = permuted = into = activation = experts = shared = 0.0
     gate = 2 if shape.gated else 1
     if shape.is_expert_layer(layer):
         # each token goes to top-k experts; a balanced router gives every rank its share of them
         width = parallel.expert_tensor or tensor
         routed = count * shape.expert_topk * width / tensor
-        experts = (
-            routed * (shape.hidden_size * (low + wide) + gate * shape.expert_ffn_hidden_size / width * wide)
-            + count * (shape.experts or 0) * 4 / tensor
-        )
+        permuted = routed * shape.hidden_size * low
+        into = routed * gate * shape.expert_ffn_hidden_size / width * wide
+        experts = routed * shape.hidden_size * wide + count * (shape.experts or 0) * 4 / tensor
         activation = routed * shape.expert_ffn_hidden_size / width * low
         shared = count * shape.shared_expert_size / tensor * (gate * wide + low)
     else:
@@ -171,6 +185,8 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
         mlp=mlp,
         activation=activation,
         shared=shared,
+        permuted=permuted,
+        gate=into,
         experts=experts,
     )
 

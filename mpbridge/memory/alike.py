@@ -9,7 +9,7 @@ from typing import Any
 from mpbridge.facts import ModelShape, RunFacts
 from mpbridge.memory.keeps import kept_fp32
 from mpbridge.memory.layers import ShapeKey, layer_weights
-from mpbridge.memory.ranks import stage_chunks
+from mpbridge.memory.ranks import has_final_norm, stage_chunks
 from mpbridge.precision.globs import DECODER
 from mpbridge.precision.policy import PrecisionPolicy
 
@@ -29,7 +29,10 @@ def distinct_stages(policy: PrecisionPolicy, run: RunFacts) -> dict[int, tuple[i
     found: dict[int, tuple[int, ...]] = {}
     seen: dict[object, int] = {}
     for stage, chunks in enumerate(stage_chunks(run)):
-        key = tuple((chunk.first, chunk.last, chunk.mtp, tuple(kinds[i] for i in chunk.layers)) for chunk in chunks)
+        key = tuple(
+            (chunk.first, chunk.last, chunk.mtp, has_final_norm(run, chunk), tuple(kinds[i] for i in chunk.layers))
+            for chunk in chunks
+        )
         first = seen.setdefault(key, stage)
         found[first] = (*found.get(first, ()), stage)
     return found

@@ -1,6 +1,6 @@
 """What a GPU holds beside states and activations: workspaces, communication and pipeline buffers, dispatch, CUDA graphs; and what torch does not count.
 
-Sizes were read off Megatron-LM's published test cases (live bytes minus states, H100, A100 and GB200; `scripts/check_memory_rows.py` prints the figures).
+Held against Megatron-LM's published test cases (live bytes minus states, H100, A100 and GB200; `scripts/check_memory_rows.py` prints the figures).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mpbridge.facts import RunFacts
-from mpbridge.hardware.machines import Machine
 from mpbridge.memory.buckets import bucket_size
+from mpbridge.memory.lasting import gather_buffer, graph_inputs, placeholders, workspaces
 from mpbridge.memory.layers import parameters
 from mpbridge.memory.ranks import Coordinates
 from mpbridge.precision.policy import PrecisionPolicy
@@ -21,12 +21,8 @@ Known = Literal["exact", "measured", "estimated"]
 
 CONTEXT = 2**30
 """CUDA context, kernels' code and NCCL's own buffers: what the driver takes before torch allocates anything. An estimate, +-50 %."""
-CUBLAS_HOPPER, CUBLAS_BEFORE = 97 * 2**20, 69 * 2**20
-"""Live bytes beyond states of cases without pipeline: cuBLAS workspaces (H100 and GB200 96 to 106 MiB, A100 68 to 78)."""
-GROUPED = 128 * 2**20
-"""Workspaces of grouped products' four streams, from compute capability 9.0 on (230 to 257 MiB against 97 to 118)."""
-STAGE_TENSORS = 10
-"""Activations of one stage boundary that stay allocated (eight to ten on Mixtral 8x22B, a 7B model and DeepSeek-V3's proxies)."""
+STAGE_TENSORS = 2
+"""Of a model chunk behind a stage boundary: its input, which the block keeps until the next one, and that input's gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,11 +42,11 @@ def beside(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> tuple[Bes
     return tuple(part for part in _parts(policy, run, at) if part.bytes)
 
 
-def outside(run: RunFacts, activations: int) -> tuple[Beside, ...]:
-    """What torch does not count: the CUDA context, and room that its allocator cannot use."""
+def outside(policy: PrecisionPolicy, run: RunFacts, activations: int) -> tuple[Beside, ...]:
+    """What torch does not count: the CUDA context, room that its allocator cannot use, buffers that a dispatcher allocates itself."""
     if run.machine is None or not run.machine.gpu:
         return ()
-    return (
+    found = (
         Beside(name="context", bytes=CONTEXT, known="estimated", band=0.5, because="CUDA context and NCCL"),
         Beside(
             name="fragmentation",
@@ -59,19 +55,23 @@ def outside(run: RunFacts, activations: int) -> tuple[Beside, ...]:
             band=1.0,
             because="2 % of activations: blocks that the allocator holds and cannot use",
         ),
+        Beside(
+            name="dispatch",
+            bytes=_dispatch(policy, run),
+            known="estimated",
+            band=1.0,
+            because="DeepEP's and HybridEP's own buffers: room for every rank's tokens, there and back",
+        ),
     )
+    return tuple(part for part in found if part.bytes)
 
 
-def _workspaces(run: RunFacts, machine: Machine) -> Beside:
-    hopper = machine.arch is not None and machine.arch >= (9, 0)
-    grouped = run.shape.grouped_gemm and run.model.get("transformer_impl") != "local"
-    return Beside(
-        name="workspaces",
-        bytes=(CUBLAS_HOPPER if hopper else CUBLAS_BEFORE) + (GROUPED if grouped and hopper else 0),
-        known="measured",
-        band=0.3,
-        because="cuBLAS, on Megatron-LM's test cases",
-    )
+def _dispatch(policy: PrecisionPolicy, run: RunFacts) -> int:
+    shape, parallel = run.shape, run.parallel
+    if not shape.experts or parallel.expert == 1 or run.model.get("moe_token_dispatcher_type") != "flex":
+        return 0
+    tokens = shape.seq_length * run.micro_batch_size // parallel.context // parallel.tensor
+    return 2 * tokens * parallel.expert * shape.hidden_size * policy.compute.bytes
 
 
 def _parts(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[Beside]:
@@ -80,16 +80,27 @@ def _parts(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[
     whole = rows * shape.hidden_size * policy.compute.bytes
     share = whole // (parallel.tensor if parallel.sequence else 1)
     if machine is not None and machine.gpu:
-        yield _workspaces(run, machine)
-    size = _communication(policy, run, at)
-    if size:
         yield Beside(
-            name="communication",
-            bytes=size,
-            known="estimated",
+            name="workspaces",
+            bytes=workspaces(run, machine),
+            known="measured",
             band=0.2,
-            because="gathered layers and gradients on their way",
+            because="cuBLAS workspaces of torch and Transformer Engine, on Megatron-LM's test cases",
         )
+        yield Beside(
+            name="gradient placeholders",
+            bytes=placeholders(policy, run, at),
+            known="measured",
+            band=0.1,
+            because="one tensor for each shape of weight under gradient_accumulation_fusion, on Megatron-LM's test cases",
+        )
+    yield Beside(
+        name="communication",
+        bytes=_communication(policy, run, at),
+        known="estimated",
+        band=0.2,
+        because="gathered layers and gradients on their way",
+    )
     if run.model.get("tp_comm_overlap") and parallel.tensor > 1:
         yield Beside(
             name="overlap buffers",
@@ -98,39 +109,28 @@ def _parts(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[
             band=0.3,
             because="one 15B case with tp_comm_overlap",
         )
+    yield Beside(
+        name="gather buffer",
+        bytes=gather_buffer(policy, run, at),
+        known="measured",
+        band=0.1,
+        because="megatron-core's global memory buffer, on Megatron-LM's test cases",
+    )
     if parallel.pipeline > 1:
         yield Beside(
             name="pipeline buffers",
-            bytes=STAGE_TENSORS * share,
+            bytes=STAGE_TENSORS * share * sum(not chunk.first for chunk in at.chunks(run)),
             known="measured",
-            band=0.3,
-            because="eight to ten stage tensors stay allocated",
+            band=0.1,
+            because="input of each model chunk and its gradient, on Megatron-LM's test cases",
         )
-    if shape.experts and run.model.get("moe_token_dispatcher_type") == "flex" and parallel.expert > 1:
-        tokens = rows // parallel.tensor
-        across = machine is not None and parallel.expert > machine.domain
-        yield Beside(
-            name="dispatch",
-            bytes=(5 if across else 2) * tokens * parallel.expert * shape.hidden_size * policy.compute.bytes,
-            known="measured",
-            band=0.3,
-            because="room for every rank's tokens, there and back, and again between hosts: two DeepSeek-V3 proxies",
-        )
-    graphs = _graphs(run, share, len([layer for chunk in at.chunks(run) for layer in chunk.layers]))
-    if graphs:
-        yield Beside(
-            name="CUDA graphs",
-            bytes=graphs,
-            known="estimated",
-            band=1.0,
-            because="static inputs and outputs of the graphed modules",
-        )
-
-
-def _graphs(run: RunFacts, share: int, layers: int) -> int:
-    if run.model.get("cuda_graph_impl") in (None, "none") and not run.model.get("enable_cuda_graph"):
-        return 0
-    return 4 * share * layers
+    yield Beside(
+        name="CUDA graphs",
+        bytes=graph_inputs(policy, run, at),
+        known="estimated",
+        band=0.5,
+        because="static inputs of the graphed layers",
+    )
 
 
 def _communication(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:

@@ -201,7 +201,7 @@ def with_states(policy: PrecisionPolicy, run: RunFacts, held: States) -> Memory:
         roles=held.roles,
         activations=(kept := activations(policy, run, at)),
         beside=beside(policy, run, at),
-        outside=outside(run, kept),
+        outside=outside(policy, run, kept),
         uncertainty=uncertainty(run),
         elements=held.elements,
         exact=run.traits.exact_memory and states_counted(run),

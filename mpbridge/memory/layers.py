@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mpbridge.facts import ModelShape, Parallel, RunFacts
-from mpbridge.memory.ranks import Chunk, Coordinates
+from mpbridge.memory.ranks import Chunk, Coordinates, has_final_norm
 
 Split = Literal["column", "row"]
 
@@ -115,7 +115,7 @@ def _chunk(run: RunFacts, at: Coordinates, chunk: Chunk) -> list[Parameter]:
             )
     for layer in chunk.layers:
         found += _layer(run, at, layer, f"decoder.layers.{layer}.")
-    if chunk.last:
+    if has_final_norm(run, chunk):
         for part in ("weight", "bias") if shape.norm_bias else ("weight",):
             outside(f"decoder.final_layernorm.{part}", shape.hidden_size)
     if chunk.mtp:

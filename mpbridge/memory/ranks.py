@@ -22,7 +22,7 @@ class Chunk:
     first: bool
     """Has the embedding."""
     last: bool
-    """Has final norm, output layer and loss."""
+    """Has output layer and loss."""
     mtp: bool = False
     """Has the multi-token prediction layers."""
 
@@ -193,6 +193,11 @@ def _by_layout(split: _Split) -> tuple[tuple[Chunk, ...], ...]:
 def batches(run: RunFacts) -> int:
     """Micro-batches of a data-parallel rank in one step."""
     return max(1, run.global_batch_size // max(1, run.micro_batch_size * run.parallel.data))
+
+
+def has_final_norm(run: RunFacts, chunk: Chunk) -> bool:
+    """Whether the decoder's final norm is in that chunk: with multi-token prediction beside the last layer (transformer_block.py), else beside the loss."""
+    return run.shape.num_layers - 1 in chunk.layers if run.shape.mtp_layers else chunk.last
 
 
 def in_flight(run: RunFacts, stage: int) -> float:

@@ -79,12 +79,25 @@ def local_layer_spec(config: Any, backend: Any, *, experts: int | None) -> Modul
 
 
 def multi_token_spec(config: Any, spec: Any, provider: Any, *, chunk: int | None) -> Any:
-    """The layers that predict further tokens (mtp_num_layers), of the decoder's own kind; None where there are none, or none on this stage."""
+    """The layers that predict further tokens (mtp_num_layers), of the decoder's last layer's kind; None where there are none, or none on this stage."""
     if not config.mtp_num_layers:
         return None
+    if not getattr(spec, "layer_specs", True):
+        spec = _last_layer(config, provider)
+        keep_wide(config, spec)
     if provider is None:
         return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True, vp_stage=chunk)
     return get_gpt_mtp_block_spec_for_backend(config, spec, provider, vp_stage=chunk)
+
+
+def _last_layer(config: Any, provider: Any) -> Any:
+    """The decoder's last layer, for a chunk that has none of its layers (a layout that ends in '|mL')."""
+    if provider is None:
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs
+
+        specs: Any = get_gpt_decoder_layer_specs(config, use_transformer_engine=True)
+        return specs[-1]
+    return local_layer_spec(config, provider, experts=config.num_moe_experts if _expert_layers(config)[-1] else None)
 
 
 def _expert_layers(config: Any) -> list[bool]:

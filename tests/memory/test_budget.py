@@ -361,10 +361,79 @@ def test_every_part_says_how_it_is_known():
             "num_layers_in_last_pipeline_stage": 15,
         },
     )
-    found = memory(policy("bf16"), run)
+    found = memory(policy("bf16"), run, rank=63)
     names = [part.name for part in (*found.beside, *found.outside)]
-    assert names == ["workspaces", "overlap buffers", "pipeline buffers", "dispatch", "context", "fragmentation"]
+    assert names == ["workspaces", "overlap buffers", "gather buffer", "pipeline buffers", "context", "fragmentation", "dispatch"]  # fmt: skip
     assert all(part.because and part.band > 0 and part.known in ("measured", "estimated") for part in found.beside)
     assert found.needed == found.states + found.activations + sum(
         part.bytes for part in (*found.beside, *found.outside)
     )
+
+
+MIB = 2**20
+
+
+def beside(run, rank=None, name="bf16"):
+    return {part.name: part.bytes for part in memory(policy(name), run, rank=rank).beside}
+
+
+# torch: one workspace for the forward and one for the backward thread; Transformer Engine: one, four more for grouped products, three for overlap
+WORKSPACES = {
+    "Hopper": ("h100", {}, {}, 3 * 32 * MIB + 2**10),
+    "Ampere": ("a100", {}, {}, 2 * (8 * MIB + 2**17) + 4 * MIB),
+    "Ampere, deterministic": ("a100", {"deterministic_mode": True}, {}, 2 * 32 * MIB + 4 * MIB),
+    "local modules": ("h100", {"transformer_impl": "local"}, {}, 2 * 32 * MIB),
+    "overlapped tensor parallelism": ("h100", {"tp_comm_overlap": True}, {"tensor": 2, "sequence": True}, 6 * 32 * MIB + 4 * 2**10),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WORKSPACES)
+def test_workspaces_are_those_of_torch_and_transformer_engine(case):
+    name, model, sizes, wanted = WORKSPACES[case]
+    run = facts(8, parallel=Parallel(world_size=8, **sizes), model=model, machine=machine(name))
+    assert beside(run)["workspaces"] == wanted
+
+
+def test_fused_gradient_accumulation_leaves_one_tensor_for_each_shape_of_weight():
+    run = facts(model={"gradient_accumulation_fusion": True})
+    hidden, ffn, vocabulary = run.shape.hidden_size, run.shape.ffn_hidden_size, run.shape.vocab_size
+    inner = run.shape.num_attention_heads * run.shape.kv_channels
+    queries = (inner + 2 * run.shape.num_query_groups * run.shape.kv_channels, hidden)
+    shapes = {queries, (hidden, inner), (2 * ffn, hidden), (hidden, ffn), (vocabulary, hidden)}
+    assert beside(run)["gradient placeholders"] == 2 * sum(a * b for a, b in shapes)
+    assert "gradient placeholders" not in beside(facts())
+
+
+def test_a_stage_keeps_the_input_of_each_chunk_and_its_gradient():
+    sizes = Parallel(world_size=8, pipeline=4, virtual_pipeline=2, tensor=2, sequence=True)
+    run = facts(8, parallel=sizes)
+    share = run.shape.seq_length * run.micro_batch_size * run.shape.hidden_size * 2 // 2
+    # the very first chunk reads tokens
+    assert beside(run, rank=0)["pipeline buffers"] == 2 * share
+    assert beside(run, rank=7)["pipeline buffers"] == 4 * share
+    # the output layer gathers the sequence into a buffer that stays
+    assert beside(run, rank=7)["gather buffer"] == 2 * share
+    assert "gather buffer" not in beside(run, rank=0)
+
+
+def test_local_attention_multiplies_into_a_buffer_that_stays():
+    run = facts(model={"transformer_impl": "local"})
+    assert (
+        beside(run)["gather buffer"]
+        == run.micro_batch_size * run.shape.num_attention_heads * run.shape.seq_length**2 * 2
+    )
+
+
+def test_graphs_keep_hidden_states_and_masks_of_their_layers():
+    run = facts(model={"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": ["attn"]})
+    length, layers = run.shape.seq_length, run.shape.num_layers
+    assert beside(run)["CUDA graphs"] == layers * run.micro_batch_size * length * (run.shape.hidden_size * 2 + length)
+
+
+def test_offloaded_modules_keep_their_inputs_on_the_host():
+    model = {"attention_backend": "unfused", "attention_dropout": 0.0}
+    there = memory(policy("bf16"), facts(model=model)).activations
+    run = facts(model=model | {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]})
+    scores = run.shape.num_attention_heads * run.shape.seq_length**2 * run.micro_batch_size * 2
+    # of 32 layers the scores of two stay: of the one that computes, and of the one on its way
+    assert there - memory(policy("bf16"), run).activations > 30 * scores

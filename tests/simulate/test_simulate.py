@@ -54,6 +54,14 @@ def test_a_rank_of_a_large_world_equals_the_prediction_to_the_byte():
     assert one.seconds < 4 * 8  # on a machine four times slower
 
 
+def test_a_stage_of_multi_token_prediction_alone_is_built():
+    layout = ["parallel.pipeline_model_parallel_size=4", "model.pipeline_model_parallel_layout='Et|tt|t|mL'"]
+    run = run_of("moe_tiny", 4, *layout, "model.mtp_num_layers=1", "parallel.expert_model_parallel_size=1")
+    (one,) = simulate(run, [3])
+    assert one.ok, one
+    assert one.parameters > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ROWS)
 def test_every_layout_equals_the_prediction_to_the_byte(case):
