@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--unseen", type=whole, default=4, metavar="N", help="global batches for the proof (default: 4)"
     )
+    parser.add_argument(
+        "--stack",
+        metavar="NAME",
+        help="what the recipe will be exported to (`mpbridge export`): a level that it has no words for is not proposed",
+    )
     parser.add_argument("--checkpoint", metavar="DIR", help="whose weights are looked at (default: weights as drawn)")
     parser.add_argument(
         "--hf",
@@ -96,8 +101,8 @@ def _check(args: argparse.Namespace) -> None:
         faults.append("--hf DIR without --recipe: name the recipe to tune, as in --recipe bf16_with_nvfp4_mixed")
     if (args.hf is None) != (args.text is None):
         faults.append("--hf DIR and --text FILE belong together: the model, and what it is measured on")
-    if args.hf is not None and (args.config or args.checkpoint or args.overrides):
-        faults.append("--hf DIR is the model: drop --config, --checkpoint and settings")
+    if args.hf is not None and (args.config or args.checkpoint or args.overrides or args.stack):
+        faults.append("--hf DIR is the model: drop --config, --checkpoint, --stack and settings")
     if not args.out.parent.is_dir() or args.out.is_dir():
         faults.append(f"--out {args.out}: expected a file's name in a folder that exists")
     if args.out.suffix not in (".yaml", ".yml"):
@@ -136,9 +141,9 @@ def _where(args: argparse.Namespace) -> Where:
     from mpbridge.tune.run import Where
 
     if args.target is None and getattr(args, "machine_file", None) is None:
-        return Where()
+        return Where(stack=args.stack)
     found = target(args)
-    return Where(machine=found.machine, versions=found.versions, constants=found.constants)
+    return Where(machine=found.machine, versions=found.versions, constants=found.constants, stack=args.stack)
 
 
 def _print(result: Tuned, recipe: str, out: Path) -> None:

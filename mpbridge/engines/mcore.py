@@ -79,14 +79,10 @@ class McoreEngine(BaseEngine):
             return self._schedule(batches, microbatches, forward_only=False)
 
     def counted_gradients(self) -> list[tuple[str, torch.Tensor]]:
-        """(parameter, its reduced gradient) as they are now, each element on one rank of the job only; needs gradients that are not sharded."""
-        from mpbridge.megatron.inside_optimizer import counted_here
+        """(parameter, its reduced gradient) as they are now, each element on one rank of the job only: of a sharded one this rank's part, flat."""
+        from mpbridge.megatron.inside_optimizer import counted_gradients
 
-        return [
-            (name, parameter.main_grad)  # type: ignore[attr-defined]
-            for name, parameter in self.named_parameters()
-            if parameter.requires_grad and counted_here(parameter)
-        ]
+        return list(counted_gradients(self.optimizer, self.named_parameters()))
 
     def _zero_grad(self) -> None:
         for chunk in self.model:

@@ -63,19 +63,39 @@ def gradients_for_norm(part: Any) -> list[torch.Tensor]:
     return found
 
 
-def counted_here(parameter: Any) -> bool:
-    """Whether this rank counts an unsharded gradient of that parameter, where each is counted once: no replica, no shared copy, no duplicate."""
-    from megatron.core import parallel_state
+def counted_gradients(optimizer: Any, named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, what this rank counts of the parameter's reduced gradient), so that each element is counted once over all ranks: nothing of a replica, of a
+    shared copy or of a tensor-parallel duplicate; of a gradient that a distributed optimizer shards, the flat part that was reduced here.
+    """
+    some = parts(optimizer)
+    sharded = any(hasattr(part, "shard_fp32_groups") for part in some)
+    holders = {id(parameter): part for part in some for parameter, _ in main_weights(part)}
+    for name, parameter in named:
+        part = holders.get(id(parameter))
+        if not parameter.requires_grad or not _original(parameter):
+            continue
+        if not sharded and _replica(parameter) == 0:
+            yield name, parameter.main_grad
+        # several instances of a distributed optimizer reduce to the same gradients
+        elif sharded and part is not None and part.distributed_optimizer_instance_id == 0:
+            start, end = shard_of(part, parameter) or (0, parameter.main_grad.numel())
+            yield name, parameter.main_grad.view(-1)[start:end]
+
+
+def _original(parameter: Any) -> bool:
     from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
     from megatron.core.transformer.module import param_is_not_shared
 
-    expert = not getattr(parameter, "allreduce", True)
-    replica = (
-        parallel_state.get_expert_data_parallel_rank()
-        if expert
-        else parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    )
-    return bool(replica == 0 and param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter))
+    return bool(param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter))
+
+
+def _replica(parameter: Any) -> int:
+    """Rank among those that hold the same part of that parameter."""
+    from megatron.core import parallel_state
+
+    if not getattr(parameter, "allreduce", True):
+        return int(parallel_state.get_expert_data_parallel_rank())
+    return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
 
 
 def set_moment_dtypes(part: Any, dtypes: Mapping[str, torch.dtype]) -> None:

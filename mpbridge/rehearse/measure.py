@@ -97,12 +97,12 @@ class Measured:
 
 
 def measure(training: Training) -> Measured | None:
-    """The figures of an emulated run as it stands; None on an engine whose gradients are sharded, or that gives none. Every rank calls it.
+    """The figures of an emulated run as it stands; None on an engine that says nothing of its gradients (FSDP). Every rank calls it.
 
     Weights stay; scales of delayed scaling go on from where they are.
     """
     engine = training.engine
-    if not hasattr(engine, "counted_gradients") or training.run.facts.optimizer.distributed:
+    if not hasattr(engine, "counted_gradients"):
         return None
     emulation: Any = getattr(engine, "emulation", None)
     if emulation is None or not hasattr(emulation, "listening"):

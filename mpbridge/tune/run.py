@@ -33,6 +33,7 @@ from mpbridge.tune.budget import Budget
 from mpbridge.tune.costs import Pricing
 from mpbridge.tune.evidence import evidence
 from mpbridge.tune.proposal import base_of
+from mpbridge.tune.sayable import sayable
 from mpbridge.tune.subject import EngineSubject
 from mpbridge.tune.tuning import Asked, Tuned, levels_of, prepared, refuse_bad, tuned
 
@@ -56,6 +57,8 @@ class Where:
     versions: Versions | None = None
     constants: Constants | None = None
     """Of a --machine-file."""
+    stack: str | None = None
+    """What the recipe is to be exported to: only what can be said there is proposed."""
 
 
 def default_levels(config: MixedPrecisionConfig) -> tuple[str, ...]:
@@ -99,6 +102,9 @@ def tune(
                     f"{word if quant is policy.quant else 'level ' + word} does not run on {target.label}: {'; '.join(faults)}"
                 )
         priced = container.resolved(world, machine=target, versions=where.versions, training=False)
+        found, notes = sayable(
+            found, base, run=priced.facts if where.machine else None, stack=where.stack, asked=levels is not None
+        )
         asked = Asked(
             config=config,
             levels=found,
@@ -108,10 +114,11 @@ def tune(
             pricing=Pricing(machine=target, constants=where.constants),
             run=dataclasses.replace(priced.facts, machine=target),
             seed=int(asked_for.train.get("seed") or 1234),
+            notes=tuple(notes),
         )
         with opened(container, base, batches=batches, unseen=unseen) as (subject, weights):
             result = tuned(subject, asked, say)
-        return result, evidence(result, recipe=asked_for.recipe, facts=_facts(asked_for, weights))
+        return result, evidence(result, recipe=asked_for.recipe, facts=_facts(asked_for, weights, where))
 
 
 @contextmanager
@@ -158,9 +165,11 @@ def natural(quants: Sequence[Any]) -> Machine:
     return machine("b200" if lowest >= (10, 0) else "h100")
 
 
-def _facts(run: Run, weights: Path | None) -> dict[str, Any]:
+def _facts(run: Run, weights: Path | None, where: Where) -> dict[str, Any]:
     shape = run.facts.shape
+    said = {"for": " on ".join(filter(None, (where.stack, where.machine and where.machine.name)))}
     return {
+        **{name: value for name, value in said.items() if value},
         "model": f"{shape.num_layers} layers of width {shape.hidden_size}"
         + (f", {shape.experts} experts" if shape.experts else ""),
         "checkpoint": str(weights) if weights is not None else "none: weights as drawn",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
@@ -151,8 +150,3 @@ def merged(parts: Sequence[Scores]) -> Scores:
         for key, sums in part.items():
             found.setdefault(key, Sums()).add(sums)
     return found
-
-
-def as_plain(scores: Scores) -> dict[str, Any]:
-    """For tests and reports: 'slot level' -> its relative output errors."""
-    return {f"{slot} {level}": {gemm: sums.relative(gemm) for gemm in GEMMS} for (slot, level), sums in scores.items()}

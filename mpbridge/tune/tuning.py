@@ -53,6 +53,8 @@ class Asked:
     fused: bool = True
     """Whether linears that one GEMM computes are one module already (megatron-core's are)."""
     seed: int = 1234
+    notes: tuple[str, ...] = ()
+    """What was left out before anything was measured, and why."""
 
     @property
     def high(self) -> str:
@@ -86,8 +88,6 @@ class Tuned:
     verdict: Verdict
     notes: list[str] = field(default_factory=list)
     asked: Asked
-    relative: dict[str, dict[str, float]] = field(default_factory=dict)
-    """'slot level' -> relative output error of each GEMM."""
 
 
 def refuse_bad(batches: int, unseen: int) -> None:
@@ -203,7 +203,7 @@ class _Choice:
             options,
             heard,
         )
-        self.notes: list[str] = []
+        self.notes: list[str] = list(asked.notes)
         self.levels: dict[str, Quant | None] = {LOW: policy.quant, **asked.levels}
         self.floor = 0.0
         """Bytes that no choice changes, under a memory budget."""

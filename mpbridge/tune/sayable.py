@@ -1,0 +1,66 @@
+"""Levels that the target can say: module by module on a machine's Transformer Engine, and in another stack's words."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from mpbridge.errors import MpbridgeError, Refused
+from mpbridge.facts import RunFacts
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.regions import Quant
+from mpbridge.precision.resolve import resolve
+from mpbridge.rules.table import broken
+from mpbridge.stacks.base import ORDER
+from mpbridge.stacks.exporters import export
+
+PROBE = "self_attention.linear_proj"
+"""A linear that every layer of megatron-core's GPT has: a level is asked about by a rule for it in one layer."""
+
+Levels = dict[str, Quant | None]
+
+
+def sayable(
+    levels: Mapping[str, Quant | None],
+    config: MixedPrecisionConfig,
+    *,
+    run: RunFacts | None,
+    stack: str | None,
+    asked: bool,
+) -> tuple[Levels, list[str]]:
+    """(the levels that the target has words for, why others are not proposed).
+
+    config: the recipe without edge layers. run: the run on the machine that it is for; None: no machine was named. stack: that it is exported to; None:
+    none. asked: somebody named the levels, so one that cannot be said is refused. Raises Refused for that, and where not even high precision can be said
+    of a single linear.
+    """
+    reasons = {word: _why_not(word, config, run, stack) for word in levels}
+    high = tuple(levels)[-1]
+    if reasons[high]:
+        raise Refused(
+            f"no linear can be told apart there, so there is nothing to choose: {reasons[high]} (tune for another target, or without one)"
+        )
+    lost = {word: why for word, why in reasons.items() if why}
+    if asked and lost:
+        raise Refused("; ".join(f"level {word}: {why}" for word, why in lost.items()) + ": leave it out of --levels")
+    return {word: quant for word, quant in levels.items() if word not in lost}, [
+        f"level {word} is not proposed: {why}" for word, why in lost.items()
+    ]
+
+
+def _why_not(word: str, config: MixedPrecisionConfig, run: RunFacts | None, stack: str | None) -> str | None:
+    one = config.derive(modules={**(config.modules or {}), PROBE: [{"layers": "0", "precision": word}]})
+    if run is not None:
+        native = dataclasses.replace(run, realization="native")
+        known = {fault.rule for fault in broken(resolve(config), native)}
+        for fault in broken(resolve(one), native):
+            if fault.severity == "error" and fault.rule not in known:
+                return f"{fault.found} (rule {fault.rule}; cure: {fault.cure})"
+    if stack is None:
+        return None
+    try:
+        lines = export(one, stack).lines
+    except MpbridgeError as error:
+        return f"{stack}: {error}"
+    lost = [line for line in lines if line.fact == "modules" and ORDER.index(line.fidelity) >= ORDER.index("different")]
+    return f"{stack}: {lost[0].text}" if lost else None
