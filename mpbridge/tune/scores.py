@@ -14,6 +14,9 @@ from mpbridge.emulation.linear import padded
 from mpbridge.emulation.quantizer import Quantizer, Randomness
 from mpbridge.precision.regions import GEMMS, Gemm, Gemms, Quant
 
+PIECE = 1 << 20
+"""Elements of a product that are compared at once."""
+
 
 @dataclass(slots=True)
 class Sums:
@@ -109,7 +112,7 @@ class Scorer:
             for gemm, output in zip(GEMMS, low, strict=True):
                 exact, weigh = high[gemm]
                 if exact is not None:
-                    _tally(sums, gemm, output.float() - exact.float(), exact, weigh)
+                    _tally(sums, gemm, output, exact, weigh)
 
     def _replayed(
         self, level: str, slot: str, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, tokens: int
@@ -131,16 +134,20 @@ class Scorer:
         return y.detach()[:tokens], dx[:tokens], dw
 
 
-def _tally(sums: Sums, gemm: Gemm, error: torch.Tensor, exact: torch.Tensor, weigh: torch.Tensor | None) -> None:
-    squares = [
-        (error if weigh is None else error * weigh.float()).square().sum(dtype=torch.float64),
-        error.square().sum(dtype=torch.float64),
-        exact.float().square().sum(dtype=torch.float64),
-    ]
-    score, size, whole = (float(value) for value in torch.stack(squares))
+def _tally(sums: Sums, gemm: Gemm, low: torch.Tensor, exact: torch.Tensor, weigh: torch.Tensor | None) -> None:
+    """Adds a product's squares, some lines at a time: of a large weight's gradient no copy in FP32 is made as a whole."""
+    whole = torch.zeros(3, dtype=torch.float64, device=low.device)
+    step = max(1, PIECE // low.shape[1])
+    for first in range(0, low.shape[0], step):
+        piece = slice(first, first + step)
+        high = exact[piece].float()
+        error = low[piece].float() - high
+        weighed = error if weigh is None else error * weigh[piece].float()
+        whole += torch.stack([one.square().sum(dtype=torch.float64) for one in (weighed, error, high)])
+    score, off, size = whole.tolist()
     sums.score[gemm] += score
-    sums.error[gemm] += size
-    sums.size[gemm] += whole
+    sums.error[gemm] += off
+    sums.size[gemm] += size
 
 
 def merged(parts: Sequence[Scores]) -> Scores:
