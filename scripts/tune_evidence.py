@@ -47,31 +47,33 @@ def main() -> None:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def _opened(args: argparse.Namespace) -> Any:
+def opened(args: argparse.Namespace) -> Any:
+    """(what closes it, the subject) of --config under RECIPE, with the weights of --checkpoint."""
     from contextlib import ExitStack
 
     from mpbridge.config.container import ConfigContainer
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.train.machine import process_group
+    from mpbridge.tune.proposal import base_of
     from mpbridge.tune.run import opened
 
     box = ConfigContainer.load(Path(args.config), [f"mixed_precision={RECIPE}", *args.overrides], check=False)
     if args.checkpoint:
-        box.checkpoint["load"] = args.checkpoint
+        box.checkpoint["load"] = str(args.checkpoint)
     stack = ExitStack()
     stack.enter_context(process_group(False))
-    subject, _ = stack.enter_context(
-        opened(box, get_mixed_precision_config(RECIPE), batches=args.batches, unseen=args.unseen)
-    )
+    base = base_of(get_mixed_precision_config(RECIPE))
+    subject, _ = stack.enter_context(opened(box, base, batches=args.batches, unseen=args.unseen))
     return stack, subject
 
 
-def _scored(subject: Any, batches: int) -> Any:
+def scored(subject: Any, batches: int, levels: dict[str, Any] | None = None) -> Any:
+    """(units, scores of all batches, the scorer). levels: besides the recipe's own format."""
     from mpbridge.tune.scores import Scorer, merged
     from mpbridge.tune.units import LOW, Place, units
 
     emulation = subject.emulation
-    scorer = Scorer({LOW: emulation.policy.quant}, emulation)
+    scorer = Scorer({LOW: emulation.policy.quant, **(levels or {})}, emulation)
     for number in range(batches):
         scorer.batch(number)
         with emulation.listening(scorer):
@@ -83,16 +85,39 @@ def _scored(subject: Any, batches: int) -> Any:
     return units(places), merged(scorer.halves), scorer
 
 
+def candidates(some: Any, scores: Any, level: Any) -> dict[str, list[float]]:
+    """Name -> a number for each of `some` (lists of slots), of those scores that need no joint measurement. level: (number, slot) -> level or None."""
+    from mpbridge.precision.regions import GEMMS
+
+    def over(field: str, gemm: str) -> list[float]:
+        return [
+            math.fsum(getattr(scores[slot, at], field)[gemm] for slot in slots if (at := level(number, slot)))
+            for number, slots in enumerate(some)
+        ]
+
+    def size(gemm: str) -> list[float]:
+        return [
+            math.fsum(next(s.size[gemm] for (where, _), s in scores.items() if where == slot) for slot in slots)
+            for slots in some
+        ]
+
+    found: dict[str, list[float]] = {}
+    for gemm, words in zip(GEMMS, ("(g e)^2 over Y", "(x e)^2 over dX", "e^2 over dW"), strict=True):
+        found[f"{gemm}: sum of {words}"] = over("score", gemm)
+        found[f"{gemm}: relative output error"] = [e / s for e, s in zip(over("error", gemm), size(gemm), strict=True)]
+    return found
+
+
 def ranks(args: argparse.Namespace) -> dict[str, Any]:
-    from mpbridge.precision.regions import GEMMS, Region
+    from mpbridge.precision.regions import Region
     from mpbridge.tune.damage import damages, joint, rank_correlation
     from mpbridge.tune.proof import prove
     from mpbridge.tune.units import LOW
 
-    stack, subject = _opened(args)
+    stack, subject = opened(args)
     with stack:
         policy = subject.emulation.policy
-        some, scores, scorer = _scored(subject, args.batches)
+        some, scores, scorer = scored(subject, args.batches)
         whole = joint(subject, policy, {LOW: policy.quant}, {}, 2)
         alone = {
             unit.name: dataclasses.replace(
@@ -102,20 +127,12 @@ def ranks(args: argparse.Namespace) -> dict[str, Any]:
         }
         proof = prove(subject, {**alone, "all": policy}, args.unseen)
     truth = [sum(e * e for e in proof[unit.name].errors) for unit in some]
-    candidates: dict[str, list[float]] = {
-        "damage (what tune chooses by)": [mine[LOW] for mine in damages(some, {LOW: policy.quant}, scores, whole)]
+    tried = {
+        "damage (what tune chooses by)": [mine[LOW] for mine in damages(some, {LOW: policy.quant}, scores, whole)],
+        **candidates([unit.slots for unit in some], scores, lambda number, slot: LOW),
     }
     halves = [[mine[LOW] for mine in damages(some, {LOW: policy.quant}, half, whole)] for half in scorer.halves]
-
-    def over(field: str, gemm: str) -> list[float]:
-        return [math.fsum(getattr(scores[slot, LOW], field)[gemm] for slot in unit.slots) for unit in some]
-
-    for gemm, words in zip(GEMMS, ("(g e)^2 over Y", "(x e)^2 over dX", "e^2 over dW"), strict=True):
-        candidates[f"{gemm}: sum of {words}"] = over("score", gemm)
-        candidates[f"{gemm}: relative output error"] = [
-            e / s for e, s in zip(over("error", gemm), over("size", gemm), strict=True)
-        ]
-    found = {name: rank_correlation(values, truth) for name, values in candidates.items()}
+    found = {name: rank_correlation(values, truth) for name, values in tried.items()}
     together = sum(e * e for e in proof["all"].errors)
     print(
         f"{len(some)} decisions, {args.batches} scoring batches, {args.unseen} unseen; Spearman with the squared gradient error alone"
@@ -129,31 +146,51 @@ def ranks(args: argparse.Namespace) -> dict[str, Any]:
         "halves": rank_correlation(*halves),
         "additive": sum(truth) / together,
         "truth": truth,
-        "scores": candidates,
+        "scores": tried,
     }
 
 
 def planted(args: argparse.Namespace) -> dict[str, Any]:
+    """Outlier channels in the input of one fc2, undone in the weight that reads them: one channel alone, then one in every block of 16."""
     import torch
 
+    from mpbridge.tune.damage import damages, joint
     from mpbridge.tune.units import LOW
 
-    stack, subject = _opened(args)
+    stack, subject = opened(args)
     target, factor, found = "decoder.layers.1.mlp.linear_fc2", 64.0, {}
     with stack:
-        for when in ("before", "after"):
-            some, scores, _ = _scored(subject, args.batches)
-            each = {unit.name: sum(scores[slot, LOW].score["fprop"] for slot in unit.slots) for unit in some}
-            order = sorted(each, key=lambda name: -each[name])
-            found[when] = order.index("1.mlp.linear_fc2") + 1
-            print(f"{when}: {target} is number {found[when]} of {len(order)} by its score")
-            if when == "before":
-                linears = {name: linear for linear, name, *_ in subject.emulation.linears()}
-                with torch.no_grad():
-                    up, down = linears["decoder.layers.1.mlp.linear_fc1"].weight, linears[target].weight
-                    # the gated half that is multiplied, not the one that goes through SiLU: high precision computes the same
-                    up[up.shape[0] // 2 + 7] *= factor
-                    down[:, 7] /= factor
+        policy = subject.emulation.policy
+        linears = {name: linear for linear, name, *_ in subject.emulation.linears()}
+        up, down = linears["decoder.layers.1.mlp.linear_fc1"].weight, linears[target].weight
+        width = down.shape[1]
+        for name, channels in {
+            "nothing": [],
+            "one channel": [7],
+            "one channel in every 16": range(7, width, 16),
+        }.items():
+            kept = up.detach().clone(), down.detach().clone()
+            with torch.no_grad():
+                for channel in channels:
+                    # of a gated layer the half that is multiplied, not the one that goes through SiLU: high precision computes the same
+                    up[up.shape[0] - width + channel] *= factor
+                    down[:, channel] /= factor
+            some, scores, _ = scored(subject, args.batches)
+            levels = {LOW: policy.quant}
+            mine = [one[LOW] for one in damages(some, levels, scores, joint(subject, policy, levels, {}, 2))]
+            order = [some[i].name for i in sorted(range(len(some)), key=lambda i: -mine[i])]
+            share = {some[i].name: mine[i] / math.fsum(mine) for i in range(len(some))}
+            found[name] = {
+                "place": order.index("1.mlp.linear_fc2") + 1,
+                "share": share["1.mlp.linear_fc2"],
+                "most": order[:3],
+            }
+            print(
+                f"{name}: 1.mlp.linear_fc2 is number {found[name]['place']} of {len(order)}, {share['1.mlp.linear_fc2']:.1%} of the damage; most: {', '.join(order[:3])}"
+            )
+            with torch.no_grad():
+                up.copy_(kept[0])
+                down.copy_(kept[1])
     return found
 
 
@@ -186,13 +223,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "train.global_batch_size=2", "train.micro_batch_size=1",
     ]  # fmt: skip
     args.batches, args.unseen = 1, 1
-    stack, subject = _opened(args)
+    stack, subject = opened(args)
     with stack, torch._dynamo.config.patch(disable=True):
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
         before = _resident("VmRSS")
         if args.score:
-            _scored(subject, 1)
+            scored(subject, 1)
         else:
             with subject.emulation.paused():
                 subject.backward("train", 0)

@@ -84,7 +84,7 @@ def _seed(args: argparse.Namespace, seed: int) -> None:
         _before(args, seed, kept)
         box = _box(args, seed, f"mixed_precision={NVFP4}", f"checkpoint.load={kept}")
         result, content = tune(box, say=lambda text: None)
-        write(folder / "tuned.yaml", content)
+        write(folder / "evidence.yaml", content)
         arms = {name: fields(config, NVFP4) for name, config in result.recipes.items() if not name.startswith("random")}
         plan.write_text(yaml.safe_dump(arms, sort_keys=False))
     arms = {"bf16": {"extends": BF16}, **yaml.safe_load(plan.read_text())}

@@ -1,0 +1,152 @@
+"""The pictures of docs/tuning.md, from the figures in scripts/data/tuning.json, which `collect` takes from what other scripts and `mpbridge tune` wrote.
+
+    python scripts/tune_plots.py collect [--recipe tuned.yaml] [--training FOLDER] [--ranks ranks.json ...] [--gaps gaps.json] [--late late.json]
+    python scripts/tune_plots.py draw
+
+What is not given stays as it is in the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+DATA = ROOT / "scripts" / "data" / "tuning.json"
+COLORS = {"tuned": "tab:green", "all low": "tab:red"}
+OTHER = "tab:blue"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("collect", "draw"))
+    parser.add_argument("--recipe", type=Path)
+    parser.add_argument("--training", type=Path)
+    parser.add_argument("--ranks", nargs="*", metavar="NAME=FILE", default=[])
+    parser.add_argument("--gaps", type=Path)
+    parser.add_argument("--late", type=Path)
+    args = parser.parse_args()
+    data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.is_file() else {}
+    if args.what == "collect":
+        DATA.write_text(json.dumps(data | collected(args), indent=1) + "\n")
+    else:
+        for name in draw(data):
+            print(name)
+
+
+def collected(args: argparse.Namespace) -> dict[str, Any]:
+    """Of each source what the pictures and the page need."""
+    found: dict[str, Any] = {}
+    if args.recipe is not None:
+        import yaml
+
+        evidence = yaml.safe_load(args.recipe.read_text())["evidence"]
+        found["choice"] = {name: evidence[name] for name in ("model", "batch", "proof", "scores")}
+    if args.training is not None:
+        rows = [json.loads(path.read_text()) for path in sorted(args.training.glob("seed*/*.json"))]
+        found["training"] = [{key: row[key] for key in ("arm", "seed", "loss", "loss in bf16")} for row in rows]
+    for named in args.ranks:
+        name, _, file = named.partition("=")
+        one = json.loads(Path(file).read_text())
+        found.setdefault("ranks", {})[name] = {key: one[key] for key in ("spearman", "halves", "additive")}
+    for name in ("gaps", "late"):
+        if (file := getattr(args, name)) is not None:
+            one = json.loads(file.read_text())
+            found[name] = {key: value for key, value in one.items() if key != "rows"}
+    return found
+
+
+def draw(data: dict[str, Any]) -> list[str]:
+    """Writes docs/tuning_*.png for what there is; their names."""
+    from mpbridge.report.curves import pyplot
+
+    plt, drawn = pyplot(), []
+    for name, needs, picture in (
+        ("choice", "choice", _choice),
+        ("training", "training", _training),
+        ("ranks", "ranks", _ranks),
+    ):
+        if needs not in data:
+            continue
+        figure = picture(plt, data[needs])
+        path = ROOT / "docs" / f"tuning_{name}.png"
+        figure.tight_layout()
+        figure.savefig(path, dpi=90, metadata={"Software": None})
+        plt.close(figure)
+        drawn.append(str(path.relative_to(ROOT)))
+    return drawn
+
+
+def _choice(plt: Any, choice: dict[str, Any]) -> Any:
+    """Error against cost of every choice, and where the damage is."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), width_ratios=(1.2, 1))
+    for name, one in choice["proof"].items():
+        left.errorbar(one["cost"], one["error"], yerr=one["se"], fmt="o", capsize=3, color=COLORS.get(name, OTHER))
+        left.annotate(name, (one["cost"], one["error"]), textcoords="offset points", xytext=(6, 4), fontsize=8)
+    left.set(xlabel="GEMM time over all low's", ylabel="gradient error on unseen batches", yscale="log")
+    left.margins(x=0.15)
+    kinds = list(choice["scores"])
+    layers = sorted({int(layer) for kind in kinds for layer in choice["scores"][kind]["low"]})
+    damage = [[choice["scores"][kind]["low"].get(layer, math.nan) for layer in layers] for kind in kinds]
+    whole = math.fsum(value for row in damage for value in row if value == value)
+    image = right.imshow([[100 * value / whole for value in row] for row in damage], aspect="auto", cmap="Reds")
+    right.set(xticks=range(len(layers)), xticklabels=layers, xlabel="layer", yticks=range(len(kinds)))
+    right.set_yticklabels([kind.removeprefix("self_attention.").removeprefix("mlp.") for kind in kinds], fontsize=8)
+    figure.colorbar(image, ax=right, label="% of all low's damage")
+    return figure
+
+
+def _training(plt: Any, rows: list[dict[str, Any]]) -> Any:
+    """Gaps to BF16 after training, seed by seed, with 95 % intervals of the mean."""
+    from tune_training import STUDENT
+
+    figure, both = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True)
+    arms = [name for name in dict.fromkeys(row["arm"] for row in rows) if name != "bf16"]
+    for axes, field, title in zip(
+        both, ("loss", "loss in bf16"), ("evaluated as trained", "weights evaluated in BF16"), strict=True
+    ):
+        base = {row["seed"]: row[field] for row in rows if row["arm"] == "bf16"}
+        for place, name in enumerate(arms):
+            gaps = [
+                1e3 * (row[field] - base[row["seed"]]) for row in rows if row["arm"] == name and row["seed"] in base
+            ]
+            axes.plot(gaps, [place] * len(gaps), ".", color="gray", alpha=0.6)
+            half = (
+                STUDENT.get(len(gaps), math.nan) * statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0
+            )
+            axes.errorbar(statistics.fmean(gaps), place, xerr=half, fmt="o", capsize=4, color=COLORS.get(name, OTHER))
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.set(
+            xlabel="loss above BF16's, thousandths of a nat per token",
+            title=title,
+            yticks=range(len(arms)),
+            yticklabels=arms,
+        )
+    return figure
+
+
+def _ranks(plt: Any, ranks: dict[str, Any]) -> Any:
+    """Rank correlations of scores with the gradient error, by model."""
+    figure, axes = plt.subplots(figsize=(8, 3.6))
+    names = list(next(iter(ranks.values()))["spearman"])
+    high = 0.8 / len(ranks)
+    for number, (model, one) in enumerate(ranks.items()):
+        places = [place + number * high for place in range(len(names))]
+        axes.barh(places, [one["spearman"][name] for name in names], height=high, label=model)
+    axes.set(yticks=[place + 0.4 - high / 2 for place in range(len(names))], xlim=(-1, 1))
+    axes.set_yticklabels(names, fontsize=8)
+    axes.set_xlabel("Spearman's correlation with the squared gradient error of one decision alone")
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.legend(fontsize=8)
+    return figure
+
+
+if __name__ == "__main__":
+    main()
