@@ -122,6 +122,11 @@ def tuned(subject: Subject, asked: Asked, say: Callable[[str], None] = lambda te
     found = units(heard.places, None if asked.fused else heard.inputs)
     if not found:
         raise Refused("the recipe quantizes no linear of this model, so there is nothing to choose")
+    if all((place.slot, name) in heard.refused for place in heard.places for name in low):
+        slot, why = next((slot, why) for (slot, _), why in heard.refused.items())
+        raise Refused(
+            f"no linear of this model can be quantized so, and there is nothing to choose: {slot}: {why} (take sizes that fit, or another recipe)"
+        )
     say(f"{len(found)} decisions about {len(heard.places)} linears; measuring the joint damage of each kind of GEMM")
     whole = joint(subject, policy, low, heard.refused, min(JOINT, asked.batches))
     halves = [damages(found, low, half, whole) for half in heard.halves]

@@ -171,6 +171,16 @@ def poisoned(number: int) -> list[torch.Tensor]:
         (lambda: mpbridge.tune_module(net(), loss, poisoned(6), NVFP4, unseen=2), DataError, "unseen batch 2 is nan"),
         (lambda: mpbridge.tune_module(net(), loss, batches(8), "bf16_mixed"), Refused, "quantizes nothing"),
         (
+            lambda: mpbridge.tune_module(
+                torch.nn.Sequential(torch.nn.Linear(32, 24), torch.nn.Linear(24, 32)).bfloat16(),
+                loss,
+                batches(8),
+                NVFP4,
+            ),
+            Refused,
+            "no linear of this model can be quantized so.*input features 24",
+        ),
+        (
             lambda: mpbridge.tune_module(net(), loss, batches(8), "bf16_with_fp8_delayed_scaling_mixed"),
             Refused,
             "no module can differ",
