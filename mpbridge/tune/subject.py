@@ -34,6 +34,27 @@ class Subject(Protocol):
         """The gradients of that batch, each element on one rank of the job only; valid until the next one."""
 
 
+@contextlib.contextmanager
+def same_draws(number: int) -> Iterator[None]:
+    """Draws inside are a function of the batch's number, so that every policy sees the same dropout masks; generators outside stay where they are."""
+    with torch.random.fork_rng():
+        torch.manual_seed(number)
+        yield
+
+
+@contextlib.contextmanager
+def same_parallel_draws() -> Iterator[None]:
+    """The same for the generators that tensor-parallel ranks draw dropout from: every batch begins with the same state of theirs."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    before = tracker.get_states()
+    try:
+        yield
+    finally:
+        tracker.set_states(before)
+
+
 class EngineSubject:
     """A run's model on the megatron-core engine; a batch is a global batch of the run."""
 
@@ -45,7 +66,8 @@ class EngineSubject:
         """See Subject."""
         size = int(self.feed.run.train["global_batch_size"])
         stream: Iterator[Batch] = islice(self.feed.batches(split, number * size, self._rank, self._ranks), self._micro)
-        return float(self.engine.backward(stream, microbatches=self._micro))
+        with same_draws(number), same_parallel_draws():
+            return float(self.engine.backward(stream, microbatches=self._micro))
 
     def gradients(self) -> list[torch.Tensor]:
         """See Subject."""
@@ -75,13 +97,16 @@ class ModuleSubject:
         """See Subject."""
         for parameter in self.parameters:
             parameter.grad = None
-        loss = self.loss(self.module, self.batches[split][number])
+        with same_draws(number):
+            loss = self.loss(self.module, self.batches[split][number])
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise BadValue(
                 f"the step returned {type(loss).__name__}{tuple(loss.shape) if isinstance(loss, torch.Tensor) else ''}, expected the "
                 "batch's loss: a scalar tensor with its graph, on which backward has not been called"
             )
-        torch.autograd.backward(loss)
+        with same_draws(number):
+            # activation recomputation restores its own state
+            torch.autograd.backward(loss)
         return float(loss.detach())
 
     def gradients(self) -> list[torch.Tensor]:
