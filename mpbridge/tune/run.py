@@ -167,9 +167,9 @@ def natural(quants: Sequence[Any]) -> Machine:
 
 def _facts(run: Run, weights: Path | None, where: Where) -> dict[str, Any]:
     shape = run.facts.shape
-    said = {"for": " on ".join(filter(None, (where.stack, where.machine and where.machine.name)))}
+    target = [name for name in (where.stack, where.machine.name if where.machine else None) if name]
     return {
-        **{name: value for name, value in said.items() if value},
+        **({"for": " on ".join(target)} if target else {}),
         "model": f"{shape.num_layers} layers of width {shape.hidden_size}"
         + (f", {shape.experts} experts" if shape.experts else ""),
         "checkpoint": str(weights) if weights is not None else "none: weights as drawn",
