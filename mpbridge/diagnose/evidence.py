@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,9 @@ from mpbridge.report.curves import Curves, read_curves
 from mpbridge.report.events import EVENTS
 from mpbridge.report.history import PRECISION, read_history
 from mpbridge.telemetry.reading import Measured, Row, read
+
+FEWEST = 7
+"""Steps that a curve needs for one of them to be out of line with the others."""
 
 
 @dataclass(slots=True)
@@ -87,8 +91,10 @@ def gather(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Evidence:
     """
     curves = read_curves(folder)
     made = Evidence(folder, curves, gaps=list(curves.faults))
+    if len(curves.rows) < FEWEST:
+        made.gaps.append(f"{len(curves.rows)} steps are too few to tell what is usual of a curve, {FEWEST} are needed")
     if not folder.is_dir():
-        made.gaps.append("a metrics file alone: no statistics, audits, events or settings")
+        made.gaps = [*_few(made.gaps), "a metrics file alone: no statistics, audits, events or settings"]
         return made
     statistics = read(folder, within=within)
     made.measured, made.sampled = statistics.measured, statistics.left_out > 0
@@ -98,11 +104,28 @@ def gather(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Evidence:
     try:
         made.audits = read_history(folder)
     except BadValue:
-        made.gaps.append(f"{PRECISION} holds no audits that this version can read")
+        there = (folder / PRECISION).exists()
+        made.gaps.append(
+            f"{PRECISION} holds no audits that this version can read"
+            if there
+            else f"no {PRECISION}: recipe, settings and audits are not known"
+        )
     made.precision = _json(folder / PRECISION)
     made.config = made.precision.get("config") or _json(folder / "timing.json").get("config") or {}
     made.events = _events(folder / EVENTS, made.gaps)
+    made.gaps = _few(made.gaps)
     return made
+
+
+def _few(gaps: list[str], most: int = 4) -> list[str]:
+    """At most so many sentences about the lines of one file, then how many more there are."""
+    found, seen = [], Counter[str]()
+    for gap in gaps:
+        file, line, _ = gap.partition(", line ")
+        seen[file] += bool(line)
+        if not line or seen[file] <= most:
+            found.append(gap)
+    return [*found, *(f"{file}: {count - most} more lines like these" for file, count in seen.items() if count > most)]
 
 
 def _json(path: Path) -> dict[str, Any]:

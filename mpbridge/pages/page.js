@@ -33,6 +33,12 @@
     if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
     return String(+value.toPrecision(4));
   };
+  // ticks of one axis: all with an exponent or none
+  const ticked = (ticks) => {
+    const sizes = ticks.filter((tick) => tick).map(Math.abs);
+    const wide = sizes.some((size) => size < 1e-3 || size >= 1e6);
+    return ticks.map((tick) => (tick === null ? "" : wide && tick !== 0 ? (+tick.toPrecision(4)).toExponential() : number(tick)));
+  };
   const key = (cell) => (cell !== null && typeof cell === "object" ? cell.text : cell);
 
   // tooltips
@@ -82,7 +88,7 @@
       }] } };
       plot = new uPlot({
         width: Math.max(260, box.clientWidth - 14), height: narrow ? 220 : 280, scales: { x: { time: false }, y: { distr: block.log ? 3 : 1 } },
-        axes: [{ ...axis, label: block.x, labelSize: 20 }, { ...axis, label: block.y, labelSize: 20, size: 66, values: (u, ticks) => ticks.map((tick) => (tick === null ? "" : number(tick))) }],
+        axes: [{ ...axis, label: block.x, labelSize: 20 }, { ...axis, label: block.y, labelSize: 20, size: 66, values: (u, ticks) => ticked(ticks) }],
         cursor: { focus: { prox: 24 } }, focus: { alpha: 0.25 }, legend: { live: true, isolate: true, show: lines.length <= 40 },
         series: [{ label: block.x }, ...lines.map((line, i) => ({ label: line.name, stroke: palette[i % palette.length], width: 1.5, spanGaps: true, fill: block.bars ? `${palette[i % palette.length]}66` : undefined, paths: block.bars ? uPlot.paths.bars({ size: [0.9, 60] }) : undefined, points: { show: xs.length < 40 && !block.bars, size: 5 }, value: (u, value) => (value === null || value === undefined ? "–" : number(value)) }))],
         plugins: block.marks.length ? [marks] : [],
@@ -157,7 +163,7 @@
     state.watchers.push(() => cells.forEach(([layer, cell]) => cell.classList.toggle("chosen", layer === state.layer)));
     const gradient = `linear-gradient(to right, ${[0, 0.25, 0.5, 0.75, 1].map(colour).join(",")})`;
     return make("div", { class: "heat" },
-      make("div", { class: "scale" }, number(block.low, "percent"), make("i", { style: `background:${gradient}` }), number(block.high, "percent"), "(logarithmic; cells in percent)"),
+      make("div", { class: "scale" }, number(block.low, "percent"), make("i", { style: `background:${gradient}` }), number(block.high, "percent"), " (logarithmic; cells in percent)"),
       make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, make("th", { class: "text", text: "layer" }), ...block.layers.map((layer) => make("th", { text: layer || "–" })))), make("tbody", {}, ...rows))));
   };
 

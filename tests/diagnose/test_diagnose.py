@@ -336,6 +336,18 @@ def test_what_another_version_wrote_is_left_out_and_said(run: Written) -> None:
     assert any("schema 7" in gap for gap in diagnose(folder).run.gaps)
 
 
+def test_what_cannot_be_read_is_said_in_a_few_lines_and_few_steps_are_no_verdict(run: Written) -> None:
+    run.rows, run.steps = run.rows[:3], list(range(1, 4))
+    folder = run.write()
+    (folder / FILE).write_text('{"schema":7,"iteration":1}\n' * 500)
+    (folder / "precision.json").unlink()
+    gaps = diagnose(folder).run.gaps
+    assert len(gaps) < 10
+    assert "statistics.jsonl: 496 more lines like these" in gaps
+    assert "no precision.json: recipe, settings and audits are not known" in gaps
+    assert "3 steps are too few to tell what is usual of a curve, 7 are needed" in gaps
+
+
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadValue, match="expected the folder of a run"):
         diagnose(tmp_path)
