@@ -16,8 +16,8 @@ from mpbridge.report.events import EVENTS
 from mpbridge.report.history import PRECISION, read_history
 from mpbridge.telemetry.reading import Measured, Row, read
 
-FEWEST = 7
-"""Steps that a curve needs for one of them to be out of line with the others."""
+FEWEST = 6
+"""Steps that a step is compared with at least."""
 
 
 @dataclass(slots=True)
@@ -91,8 +91,10 @@ def gather(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Evidence:
     """
     curves = read_curves(folder)
     made = Evidence(folder, curves, gaps=list(curves.faults))
-    if len(curves.rows) < FEWEST:
-        made.gaps.append(f"{len(curves.rows)} steps are too few to tell what is usual of a curve, {FEWEST} are needed")
+    if len(curves.rows) <= FEWEST:
+        made.gaps.append(
+            f"{len(curves.rows)} steps are too few to tell what is usual of a curve, {FEWEST + 1} are needed"
+        )
     if not folder.is_dir():
         made.gaps = [*_few(made.gaps), "a metrics file alone: no statistics, audits, events or settings"]
         return made

@@ -8,10 +8,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mpbridge.diagnose.evidence import Evidence, finite, median
+from mpbridge.diagnose.evidence import FEWEST, Evidence, finite, median
 
-WINDOW, FEWEST = 12, 6
-"""Steps that a step is compared with, and how many there have to be."""
+WINDOW = 12
+"""Steps that a step is compared with at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
