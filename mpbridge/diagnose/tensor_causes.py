@@ -140,12 +140,12 @@ def _update_of_all(case: Case, names: list[str]) -> Suspect | None:
         return None
     rates = {row["iteration"]: row.get("lr") or 0.0 for row in case.run.curves.rows}
     for step in [one.step for one in case.run.measured][1:]:
-        if not loss.step - 2 * case.every <= step <= loss.step + 2 * case.every:
+        # an update shows in the loss of the next step: what grew before did no harm then
+        if not loss.step - 1 <= step <= loss.step + 2:
             continue
         grew = _growth(case, names, step)
         steady = rates.get(step, 0.0) <= 1.05 * rates.get(loss.step - 2, math.inf)
-        calm = step <= loss.step + 2 and loss.step > 1
-        if len(grew) >= 4 and median(grew) > 1.5 and steady and calm:
+        if len(grew) >= 4 and median(grew) > 1.5 and steady and loss.step > 1:
             return Suspect(
                 cause="moments-lost", step=step, score=0.75,
                 sentence="one update moved every weight far at an unchanged rate: the optimizer's second moments are wrong",

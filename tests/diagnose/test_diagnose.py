@@ -298,6 +298,16 @@ def test_second_moments_that_are_gone(run: Written) -> None:
     assert first(run.diagnosed()) == "moments-lost"
 
 
+def test_weights_that_grew_long_before_a_spike_accuse_no_moments(run: Written) -> None:
+    run.rows[17]["grad_norm"] = 20.0
+    for step in (step for step in run.steps if step >= 10):
+        for name in LAYERS:
+            run.weights[step, f"{name}.weight"] |= {"rms": 0.038}
+    assert first(run.diagnosed()) is None
+    run.rows[17]["grad_norm"], run.rows[10]["grad_norm"] = 1.0, 20.0
+    assert first(run.diagnosed()) == "moments-lost", "right behind the update that moved them"
+
+
 # --- files in any state --------------------------------------------------------------------------------------------------------------------
 def test_half_written_files_say_what_can_still_be_told(run: Written, capsys: pytest.CaptureFixture[str]) -> None:
     run.loss(range(30, 32), 3.0)
