@@ -134,6 +134,29 @@ def test_a_planted_outlier_channel_moves_its_linear_up_and_the_module_stays_as_i
     assert content["evidence"]["names of another model"] == "Net"
 
 
+def test_the_work_grows_with_linears_times_formats_and_not_with_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays of single linears: each under each format, once a batch. Passes through the whole model: as many for six layers as for three."""
+    replays, passes = [0], [0]
+    real = Scorer._replayed
+
+    def replayed(self: Scorer, *operands: Any) -> Any:
+        replays[0] += 1
+        return real(self, *operands)
+
+    def counted(module: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        passes[0] += 1
+        return loss(module, batch)
+
+    monkeypatch.setattr(Scorer, "_replayed", replayed)
+    found = []
+    for layers, levels in ((3, ("bf16",)), (3, ("mxfp8",)), (6, ("mxfp8",))):
+        replays[0] = passes[0] = 0
+        mpbridge.tune_module(net(layers), counted, batches(6), NVFP4, levels=levels, unseen=2, compiled=False)
+        found.append((replays[0], passes[0]))
+    assert [count for count, _ in found] == [3 * 3 * 1 * 4, 3 * 3 * 2 * 4, 6 * 3 * 2 * 4]
+    assert found[1][1] == found[2][1]
+
+
 def test_every_policy_sees_the_same_dropout_masks() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 32)).bfloat16()
     torch.manual_seed(3)
