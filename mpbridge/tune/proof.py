@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,10 @@ from mpbridge.tune.subject import Subject, high_precision, summed
 YARDSTICK = 1 / math.sqrt(3)
 """Noise over the gradient's norm above which training degrades: "FP4 All the Way" (arXiv 2505.19115), the gradient's norm below sqrt(3) times the
 quantization noise."""
+
+
+FOLD = 1 << 23
+"""Elements of a policy's folded sum: 32 MiB."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,10 +76,10 @@ def prove(
 ) -> dict[str, Measured]:
     """name -> its figures over that many unseen batches; infinite errors where a policy's gradient overflows. Every rank calls it; the emulation is left under the policy that it had.
 
-    Every policy sees the same batches and the same random bits. Keeps one FP32 gradient for each policy, besides two.
+    Every policy sees the same batches and the same random bits. Keeps one FP32 gradient, and for each policy a folded sum of its errors (`Folded`).
     """
     found = {name: Measured() for name in arms}
-    sums: dict[str, list[torch.Tensor]] = {}
+    sums = {name: Folded() for name in arms}
     squares: dict[str, list[float]] = {name: [] for name in arms}
     own = subject.emulation.policy
     norms: list[float] = []
@@ -88,17 +93,11 @@ def prove(
             )
         for name, policy in arms.items():
             loss = under(subject, policy, split, number)
-            off = [
-                gradient.detach().float() - theirs for gradient, theirs in zip(subject.gradients(), exact, strict=True)
-            ]
-            squared = summed([_norm2(off)])[0]
+            pairs = zip(subject.gradients(), exact, strict=True)
+            squared = summed([sums[name].add(mine.detach().float() - theirs for mine, theirs in pairs)])[0]
             squares[name].append(squared if math.isfinite(squared) else math.inf)
             found[name].errors.append(math.sqrt(squares[name][-1] / norms[-1]))
             found[name].gaps.append(loss - high)
-            if name not in sums:
-                sums[name] = off
-            elif off:  # a replica counts no gradient of its own
-                torch._foreach_add_(sums[name], off)
     if subject.emulation.policy != own:
         subject.emulation.switch(own)
     scale = statistics.fmean(norms)
@@ -107,12 +106,53 @@ def prove(
         if not math.isfinite(whole):
             mine.bias = mine.noise = math.inf
             continue
-        total = summed([_norm2(sums[name])])[0]
         # unbiased: the products of different batches' errors only
-        shared = (total - math.fsum(squares[name])) / (batches * (batches - 1)) if batches > 1 else whole
+        shared = summed([sums[name].across()])[0] / (batches * (batches - 1)) if batches > 1 else whole
         mine.bias = math.sqrt(max(shared, 0.0) / scale)
         mine.noise = math.sqrt(max(whole - max(shared, 0.0), 0.0) / scale)
     return found
+
+
+class Folded:
+    """The sum of vectors, for the products of different ones among them, in FOLD elements however long they are.
+
+    A longer vector is laid over itself in laps, each lap but the first under random signs of its own (the same for every vector), which leaves the expected
+    product of two vectors as it is. It is off by about |a| |b| / sqrt(FOLD), 0.04 % for vectors of any length, and exact for one that fits.
+    """
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | None = None
+        self._own = 0.0
+
+    def add(self, parts: Iterable[torch.Tensor]) -> float:
+        """Takes in a vector that comes in FP32 parts; its squared norm."""
+        place, squared, fold = 0, 0.0, None
+        for part in parts:
+            flat, begin = part.reshape(-1), 0
+            squared += _norm2([flat])
+            if fold is None:  # a replica counts no gradient of its own
+                fold = torch.zeros(FOLD, device=flat.device)
+            while begin < flat.numel():
+                lap, at = divmod(place, FOLD)
+                piece = flat[begin : begin + FOLD - at]
+                fold[at : at + piece.numel()] += (
+                    piece * _signs(lap, flat.device)[at : at + piece.numel()] if lap else piece
+                )
+                begin, place = begin + piece.numel(), place + piece.numel()
+        if fold is not None:
+            self._own += _norm2([fold])
+            self._sum = fold if self._sum is None else self._sum.add_(fold)
+        return squared
+
+    def across(self) -> float:
+        """The sum of the products of all ordered pairs of different vectors."""
+        return _norm2([self._sum]) - self._own if self._sum is not None else 0.0
+
+
+@functools.lru_cache(maxsize=1)
+def _signs(lap: int, device: torch.device) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(lap)
+    return (torch.randint(0, 2, (FOLD,), generator=draw, dtype=torch.int8) * 2 - 1).to(device)
 
 
 def under(subject: Subject, policy: PrecisionPolicy, split: str, number: int) -> float:

@@ -301,3 +301,21 @@ def test_a_format_that_overflows_is_infinitely_wrong_and_no_fault_of_the_data() 
     assert found["alternating"].bias == 0.0
     assert found["alternating"].noise == pytest.approx(0.2)
     assert found["exact"].better_than(found["bad"])[0] == math.inf
+
+
+@pytest.mark.parametrize("room", [1 << 13, 1 << 10])
+def test_products_of_folded_vectors_are_those_of_the_vectors(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three errors that share a part: exact where they fit, within a few of the expected standard errors where they are folded."""
+    from mpbridge.tune import proof
+
+    monkeypatch.setattr(proof, "FOLD", room)
+    proof._signs.cache_clear()
+    draw = torch.Generator().manual_seed(0)
+    shared = torch.randn(5000, generator=draw)
+    vectors = [shared + torch.randn(5000, generator=draw) for _ in range(3)]
+    folded = proof.Folded()
+    norms = [folded.add([vector[:1234], vector[1234:].view(2, -1)]) for vector in vectors]
+    assert norms == pytest.approx([float(vector.double().square().sum()) for vector in vectors])
+    exact = sum(float(a.double() @ b.double()) for a in vectors for b in vectors if a is not b)
+    assert folded.across() == pytest.approx(exact, rel=1e-5 if room > 5000 else 0.2)
+    proof._signs.cache_clear()
