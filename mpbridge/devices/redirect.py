@@ -172,9 +172,13 @@ def to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     """`Tensor.to` and `Module.to` that stay on the CPU when CUDA is asked for."""
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and names_cuda(args[0]):
-            args = (CPU, *args[1:])
-        if kwargs and names_cuda(kwargs.get("device")):
+        by_keyword = bool(kwargs) and names_cuda(kwargs.get("device"))
+        if (args and names_cuda(args[0])) or by_keyword:
+            # where it is already; torch would copy a tensor subclass that asks this of itself inside of its own dispatch
+            if len(args) + len(kwargs) == 1 and isinstance(self, torch.Tensor) and self.device == CPU:
+                return self
+            args = args if by_keyword else (CPU, *args[1:])
+        if by_keyword:
             kwargs["device"] = CPU
         return original(self, *args, **kwargs)
 

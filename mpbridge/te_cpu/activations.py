@@ -93,7 +93,9 @@ for _name, _function in FUNCTIONS.items():
     _enter(_name, _function)
 
 
-def _clamped(limit: float, alpha: float, offset: float) -> Map:
+def clamped_gate(limit: float, alpha: float, offset: float) -> Map:
+    """The function of the clamped SwiGLU."""
+
     def gate(x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, -1)
         first, second = first.clamp(max=limit), second.clamp(-limit, limit)
@@ -107,7 +109,7 @@ def clamped_swiglu(
     input: torch.Tensor, quantizer: Any = None, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0
 ) -> Any:
     """The clamped SwiGLU of GPT-OSS."""
-    return quantized(_clamped(limit, alpha, glu_linear_offset)(_source(input)).to(input.dtype), quantizer)
+    return quantized(clamped_gate(limit, alpha, glu_linear_offset)(_source(input)).to(input.dtype), quantizer)
 
 
 @kernel
@@ -120,10 +122,12 @@ def clamped_dswiglu(
     glu_linear_offset: float = 1.0,
 ) -> Any:
     """Gradient of `clamped_swiglu`."""
-    return quantized(_backward(_clamped(limit, alpha, glu_linear_offset), grad, fwd_input), quantizer)
+    return quantized(_backward(clamped_gate(limit, alpha, glu_linear_offset), grad, fwd_input), quantizer)
 
 
-def _situ(beta1: float, beta2: float) -> Map:
+def situ_gate(beta1: float, beta2: float) -> Map:
+    """The function of SiTU-GLU."""
+
     def gate(x: torch.Tensor) -> torch.Tensor:
         first, second = x.chunk(2, -1)
         return beta1 * torch.tanh(first / beta1) * torch.sigmoid(first) * beta2 * torch.tanh(second / beta2)
@@ -134,10 +138,10 @@ def _situ(beta1: float, beta2: float) -> Map:
 @kernel
 def situglu(input: torch.Tensor, quantizer: Any = None, beta1: float = 4.0, beta2: float = 25.0) -> Any:
     """SiTU-GLU: a saturating SwiGLU."""
-    return quantized(_situ(beta1, beta2)(_source(input)).to(input.dtype), quantizer)
+    return quantized(situ_gate(beta1, beta2)(_source(input)).to(input.dtype), quantizer)
 
 
 @kernel
 def dsituglu(grad: torch.Tensor, fwd_input: Any, quantizer: Any = None, beta1: float = 4.0, beta2: float = 25.0) -> Any:
     """Gradient of `situglu`."""
-    return quantized(_backward(_situ(beta1, beta2), grad, fwd_input), quantizer)
+    return quantized(_backward(situ_gate(beta1, beta2), grad, fwd_input), quantizer)

@@ -20,6 +20,7 @@ from mpbridge.emulation.scales import (
 )
 from mpbridge.formats import E4M3
 from mpbridge.te_cpu.enums import number_format
+from mpbridge.te_cpu.four_over_six import FourOverSix
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.storages import empty_quantized, is_compact, kind_of, rows_of, swizzles
 from mpbridge.te_cpu.swizzle import swizzled, swizzled_columns
@@ -58,7 +59,8 @@ def _delayed(quantizer: Any, x: torch.Tensor, out: Any) -> None:
     seen = quantizer.amax
     if seen.numel():
         # an atomic maximum in the kernel: micro-batches of one interval keep the largest
-        seen.copy_(torch.fmax(seen, peaks_over(x).reshape(seen.shape)))
+        with torch.inference_mode():  # it may have been made in it, which a compiled kernel does not ask
+            seen.copy_(torch.fmax(seen, peaks_over(x).reshape(seen.shape)))
     _store(quantizer, x, quantizer.scale.float().reshape(()), out)
 
 
@@ -231,6 +233,7 @@ def nvfp4_codes(quantizer: Any, x: torch.Tensor, turned_x: torch.Tensor | None, 
             getattr(out, f"_amax_{name}"),
             square=quantizer.with_2d_quantization,
             stochastic=quantizer.stochastic_rounding,
+            choice=FourOverSix.of(quantizer),
         )
         data = getattr(out, f"_{name}_data")
         data.copy_(packed.view(data.shape))
@@ -238,19 +241,26 @@ def nvfp4_codes(quantizer: Any, x: torch.Tensor, turned_x: torch.Tensor | None, 
 
 
 def nvfp4_rows(
-    x: torch.Tensor, amax: torch.Tensor, *, square: bool = False, stochastic: bool = False
+    x: torch.Tensor,
+    amax: torch.Tensor,
+    *,
+    square: bool = False,
+    stochastic: bool = False,
+    choice: FourOverSix | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(packed codes [rows, columns/2], E4M3 bytes of the block scales [rows, columns/16]) of [rows, columns].
 
-    amax: fp32, of the whole tensor or one a row. square: scales shared by 16 x 16 elements.
+    amax: fp32, of the whole tensor or one a row. square: scales shared by 16 x 16 elements. choice: of each block's scale, by Four Over Six.
     """
     rows, columns = x.shape
     if square:
         peak = square_peaks(x, 16).repeat_interleave(16, 0)[:rows]
     else:
         peak = peaks_over(x.reshape(rows, columns // 16, 16), -1)
-    overall = nvfp4_global(amax.float().reshape(-1, 1))
-    multiplier, scale = nvfp4_block(peak, overall, now().rules)
+    if choice is not None:
+        multiplier, scale = choice.factors(x, peak, amax, square)
+    else:
+        multiplier, scale = nvfp4_block(peak, nvfp4_global(amax.float().reshape(-1, 1)), now().rules)
     scaled = (x.reshape(rows, columns // 16, 16).float() * multiplier.unsqueeze(-1)).view(rows, columns)
     random = random_bytes(scaled.shape, torch.default_generator) if stochastic else None
     return pack_e2m1(encode_e2m1(scaled, random)), encode_fp8(scale, E4M3)

@@ -23,18 +23,32 @@ from mpbridge.te_cpu.played import Played
 
 
 class BothAutocast(torch.autocast):
-    """autocast of the CPU's operations where CUDA's are asked for; code that asks whether CUDA's is on gets the same answer."""
+    """autocast of the CPU's operations where CUDA's are asked for; code that asks whether CUDA's is on gets the answer that a GPU gives.
 
-    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+    Autocast to FP32 is one of CUDA's, and of torch's CPU operations none: those run in the dtypes that they are given.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
         self._both = names_cuda(device_type)
-        super().__init__("cpu" if self._both else device_type, *args, **kwargs)
+        if not self._both:
+            super().__init__(device_type, dtype, enabled, cache_enabled)
+            return
+        self._asked = enabled, torch.get_autocast_dtype("cuda") if dtype is None else dtype
+        narrow = self._asked[1] is not torch.float32
+        super().__init__("cpu", self._asked[1] if narrow else None, enabled and narrow, cache_enabled)
 
     def __enter__(self) -> Any:
         entered: Any = super().__enter__()  # type: ignore[no-untyped-call]
         if self._both:
             self._before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-            torch.set_autocast_enabled("cuda", self._enabled)
-            torch.set_autocast_dtype("cuda", self.fast_dtype)
+            torch.set_autocast_enabled("cuda", self._asked[0])
+            torch.set_autocast_dtype("cuda", self._asked[1])
         return entered
 
     def __exit__(self, *error: Any) -> Any:

@@ -127,6 +127,21 @@ def _put_on_cpu() -> None:
     for name, module in list(sys.modules.items()):
         if ours(name) and callable(vars(module).get("canonicalize_device")):
             vars(module)["canonicalize_device"] = _device
+        if name.startswith(f"{_PACKAGE}.pytorch.tensor.storage."):
+            for value in list(vars(module).values()):
+                # from 2.20 on a copy that is not on "cuda" is moved there before it is read
+                if (
+                    isinstance(value, type)
+                    and value.__module__ == name
+                    and value.__name__.endswith("TensorStorage")
+                    and "to" not in vars(value)
+                ):
+                    value.to = _stay  # type: ignore[attr-defined]
+
+
+def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """`.to` of quantized storage: there is one device."""
+    return torch.Tensor.to(self, *args, **kwargs) if isinstance(self, torch.Tensor) else self
 
 
 def _device(device: Any = None) -> torch.device:

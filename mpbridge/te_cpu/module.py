@@ -17,7 +17,7 @@ from mpbridge.te_cpu.registry import KERNELS
 
 NAME = "transformer_engine_torch"
 _SUBJECTS = (
-    "activations", "gemm", "moe", "multi_tensor", "norms", "nvfp4_slices", "optimizers", "quantize", "rope", "scaling", "sequences", "softmax",
+    "activations", "gemm", "moe", "multi_tensor", "norms", "nvfp4_slices", "optimizers", "quantize", "rope", "scaled_activations", "scaling", "sequences", "softmax",
 )  # fmt: skip
 
 

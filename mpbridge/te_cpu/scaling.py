@@ -44,8 +44,10 @@ def fused_amax_and_scale_update_after_reduction(
         rolled[-1] = last
         amax = last if amax_compute_algo == "most_recent" else magnitude(rolled).amax(0)
         rolled[0] = 0
-        history.copy_(torch.where(moved, rolled, history))
-        scale.copy_(delayed_scale(torch.where(moved, amax, torch.zeros_like(amax)), scale, largest, int(margin)))
+        renewed = delayed_scale(torch.where(moved, amax, torch.zeros_like(amax)), scale, largest, int(margin))
+        with torch.inference_mode():  # either may have been made in it, which a compiled kernel does not ask
+            history.copy_(torch.where(moved, rolled, history))
+            scale.copy_(renewed)
 
 
 # --- slices of a weight: the optimizer's shard need not begin at a block's edge -------------------------------------------------------------

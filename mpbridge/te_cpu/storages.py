@@ -107,7 +107,7 @@ def _made(
         "fake_dtype": dtype,
         "with_gemm_swizzled_scales": swizzles(quantizer),
         "row_scaled_nvfp4": getattr(quantizer, "row_scaled_nvfp4", False),
-        "nvfp4_use_4over6": getattr(quantizer, "nvfp4_4over6_mode", None) not in (None, False, 0, "disabled", "none"),
+        "nvfp4_use_4over6": getattr(quantizer, "nvfp4_use_4over6", False),
         "nvfp4_e4m3_max": getattr(quantizer, "nvfp4_e4m3_max", 448),
     }
     if quantizer.internal:

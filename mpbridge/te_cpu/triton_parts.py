@@ -1,4 +1,4 @@
-"""Transformer Engine's Triton functions: permutation by masks, chunk sorting, cross entropy, padding of scales."""
+"""Transformer Engine's Triton functions: permutation by masks, chunk sorting, cross entropy, padding of scales, gradients of experts' biases."""
 
 from __future__ import annotations
 
@@ -264,6 +264,38 @@ def pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(inp, (0, -inp.shape[1] % 4, 0, -inp.shape[0] % 128))
 
 
+# --- biases of experts ---------------------------------------------------------------------------------------------------------------------
+def compute_grouped_dbias(
+    dy: torch.Tensor, offsets: torch.Tensor, num_groups: int, dbias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[groups, hidden] FP32: each group's rows of [tokens, hidden] summed, added to `dbias` where it is given."""
+    out = torch.zeros(num_groups, dy.shape[1]) if dbias is None else dbias
+    out.index_add_(0, _group_of(offsets, dy.shape[0]), dy.detach().float())
+    return out
+
+
+def compute_grouped_dbias_dscales(
+    dy: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor,
+    offsets: torch.Tensor,
+    dbias: torch.Tensor | None = None,
+    dscales: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient of biases that tokens' factors multiply, gradient of those factors), FP32, added to what is given."""
+    group, rows = _group_of(offsets, dy.shape[0]), dy.detach().float()
+    of_bias = torch.zeros(bias.shape[0], dy.shape[1]) if dbias is None else dbias
+    of_bias.index_add_(0, group, rows * scales.detach().float().unsqueeze(1))
+    of_scales = torch.zeros(dy.shape[0]) if dscales is None else dscales
+    of_scales += (rows * bias.detach().float()[group]).sum(1)
+    return of_bias, of_scales
+
+
+def _group_of(offsets: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Each token's group, from the groups' first rows and the end."""
+    return torch.searchsorted(offsets[1:].contiguous(), torch.arange(tokens, dtype=offsets.dtype), right=True)
+
+
 _INPUTS = ("inp", "row_id_map", "probs", "scale")
 _SIZES = ("num_tokens", "num_experts", "num_out_tokens", "hidden_size", "scale_hidden_dim")
 _MERGED = ("inp", "row_id_map", "merging_probs", "permuted_probs")
@@ -290,6 +322,6 @@ MODULES: dict[str, tuple[Any, ...]] = {
     "cross_entropy": (cross_entropy_forward, cross_entropy_backward),
     "pad": (pad_columnwise_scale_inv,),
     "mhc": (),
-    "grouped_dbias_dscales": (),
+    "grouped_dbias_dscales": (compute_grouped_dbias, compute_grouped_dbias_dscales),
 }
 """Module under transformer_engine.pytorch.triton -> its functions here."""

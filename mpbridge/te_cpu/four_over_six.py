@@ -1,0 +1,47 @@
+"""NVFP4's Four Over Six (from release 2.17): each block maps its largest value to 6 or to 4, whichever errs less."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpbridge.emulation.kernels import four_over_six
+
+
+@dataclass(frozen=True, slots=True)
+class FourOverSix:
+    """What a quantizer says of it."""
+
+    bound: float
+    """Largest block scale: 448 or 256."""
+    squared: bool
+    """Whether the sum of squared errors chooses, not of their magnitudes."""
+
+    @classmethod
+    def of(cls, quantizer: Any) -> FourOverSix | None:
+        """None where the quantizer does not ask for it."""
+        if not getattr(quantizer, "nvfp4_use_4over6", False):
+            return None
+        return cls(float(quantizer.nvfp4_e4m3_max), quantizer.nvfp4_4over6_err_mode == "MSE")
+
+    def factors(
+        self, x: torch.Tensor, peak: torch.Tensor, amax: torch.Tensor, square: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(multiplier, block scale) of [rows, columns], each [rows, columns/16] as `peak`, the blocks' amaxes.
+
+        amax: of the whole tensor, or one a row. square: 16 rows share a choice.
+        """
+        rows, columns = x.shape
+        if square:  # the lines of a block come last
+            view = x.t().reshape(columns // 16, 16, rows)
+            found = four_over_six(view, peak.t().unsqueeze(1), amax.float().reshape(()), self.bound, self.squared, True)
+            multiplier, scale = (part.expand(columns // 16, 1, rows).squeeze(1).t() for part in found)
+            return multiplier, scale
+        lines = amax.float().reshape(-1, 1)
+        if lines.shape[0] > 1:
+            lines = lines.repeat_interleave(columns // 16, 0)
+        found = four_over_six(x.reshape(-1, 16), peak.reshape(-1, 1), lines, self.bound, self.squared, False)
+        multiplier, scale = (part.reshape(rows, columns // 16) for part in found)
+        return multiplier, scale
