@@ -58,6 +58,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "test_fusible_ops.py": BLACKWELL,
 }
 """File under tests/pytorch -> the machines that are played for it: Blackwell where MXFP8 or NVFP4 is tested, since it runs every recipe."""
+ALONE = "test_numerics.py"
+"""It runs in a process of its own, since variables are set for it."""
 AS_IN_QA = {
     "PYTORCH_JIT": "0",
     "NVTE_TORCH_COMPILE": "0",
@@ -73,37 +75,45 @@ EXCLUDED = (
 """A failure's text -> the excluded feature that it needs, beside the kernels that are refused by name."""
 REPORTER = """
 import collections, json, os, random, time
-OUT, SECONDS, BEGAN = os.environ["TE_TESTS_OUT"], float(os.environ["TE_TESTS_SECONDS"]), []
-DONE = set(json.load(open(os.environ["TE_TESTS_DONE_FILE"])))
+from pathlib import Path
+OUT, SECONDS, TESTS = json.loads(os.environ["TE_TESTS_OUT"]), float(os.environ["TE_TESTS_SECONDS"]), Path(os.environ["TE_TESTS"])
+DONE = {file: set(names) for file, names in json.load(open(os.environ["TE_TESTS_DONE"])).items()}
+USED, FILE_OF = collections.Counter(), {}
 def _name(nodeid):
     return nodeid.split("::", 1)[-1]
-def _write(**row):
-    with open(OUT, "a") as file:
-        file.write(json.dumps(row) + "\\n")
+def _write(file, **row):
+    with open(OUT[file], "a") as out:
+        out.write(json.dumps(row) + "\\n")
 def pytest_collection_modifyitems(session, config, items):
-    if not config.option.keyword:
-        _write(collected=[_name(item.nodeid) for item in items])
-    by_function = collections.OrderedDict()
+    by_file = collections.OrderedDict((file, []) for file in OUT)
     for item in items:
-        by_function.setdefault(_name(item.nodeid).split("[")[0], []).append(item)
-    for group in by_function.values():
-        random.Random(0).shuffle(group)
-    order = []
-    while any(by_function.values()):
-        order += [group.pop() for group in by_function.values() if group]
-    items[:] = [item for item in order if _name(item.nodeid) not in DONE]
+        FILE_OF[item.nodeid] = item.path.relative_to(TESTS).as_posix()
+        by_file[FILE_OF[item.nodeid]].append(item)
+    items.clear()
+    for file, found in by_file.items():
+        if found and not config.option.keyword:
+            _write(file, collected=[_name(item.nodeid) for item in found])
+        by_function = collections.OrderedDict()
+        for item in found:
+            by_function.setdefault(_name(item.nodeid).split("[")[0], []).append(item)
+        for group in by_function.values():
+            random.Random(0).shuffle(group)
+        while any(by_function.values()):
+            items += [group.pop() for group in by_function.values() if group]
+    items[:] = [item for item in items if _name(item.nodeid) not in DONE[FILE_OF[item.nodeid]]]
 def pytest_runtest_protocol(item, nextitem):
-    BEGAN[:] = BEGAN or [time.process_time()]
-    if time.process_time() > BEGAN[0] + SECONDS:
-        item.session.shouldstop = "the time given is over"
+    if USED[FILE_OF[item.nodeid]] > SECONDS:
+        return True  # the file's time is over
+    item.began = time.process_time()
+def pytest_runtest_teardown(item):
+    USED[FILE_OF[item.nodeid]] += time.process_time() - item.began
 def pytest_collectreport(report):
-    if report.skipped and report.nodeid.endswith(".py"):
-        _write(node="the whole file", outcome="skipped", text=str(report.longrepr)[-300:])
-    elif report.failed:
-        _write(node="the whole file", outcome="failed", text=str(report.longrepr)[-3000:])
+    file = next((file for file in OUT if report.nodeid.endswith(file)), None)
+    if file and (report.skipped or report.failed):
+        _write(file, node="the whole file", outcome=report.outcome, text=str(report.longrepr)[-3000:])
 def pytest_runtest_logreport(report):
     if report.when == "call" or report.outcome != "passed":
-        _write(node=_name(report.nodeid), outcome=report.outcome, text="" if report.passed else str(report.longrepr)[-4000:], seconds=round(report.duration, 2))
+        _write(FILE_OF[report.nodeid], node=_name(report.nodeid), outcome=report.outcome, text="" if report.passed else str(report.longrepr)[-4000:], seconds=round(report.duration, 2))
 """
 
 
@@ -163,21 +173,24 @@ def reason_of(text: str) -> str | None:
     return next((reason for pattern, reason in EXCLUDED if re.search(pattern, text)), None)
 
 
-def run_file(clone: Path, name: str, te: str, target: str, options: argparse.Namespace) -> str:
-    """Runs what the store lacks of one file, and returns the end of pytest's output."""
-    done = read(options.store, te, target, name).results
-    keep = [node for node, (outcome, _, _) in done.items() if node != "the whole file" and outcome not in options.again]
+def run_files(clone: Path, names: list[str], te: str, target: str, options: argparse.Namespace) -> str:
+    """Runs what the store lacks of some files in one process, and returns the end of pytest's output."""
+    done = {name: read(options.store, te, target, name).results for name in names}
+    keep = {
+        name: [node for node, (outcome, _, _) in results.items() if outcome not in options.again]
+        for name, results in done.items()
+    }
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "te_tests_reporter.py").write_text(REPORTER, encoding="utf-8")
         Path(folder, "done.json").write_text(json.dumps(keep), encoding="utf-8")
         tests = clone / "tests/pytorch"
-        more = AS_IN_QA if name == "test_numerics.py" else {}
         environment = {
             **os.environ,
-            **more,
+            **(AS_IN_QA if names == [ALONE] else {}),
             "PYTHONPATH": os.pathsep.join([str(ROOT), folder, *filter(None, [os.environ.get("PYTHONPATH", "")])]),
-            "TE_TESTS_OUT": str(place(options.store, te, target, name).resolve()),
-            "TE_TESTS_DONE_FILE": str(Path(folder, "done.json")),
+            "TE_TESTS": str(tests),
+            "TE_TESTS_OUT": json.dumps({name: str(place(options.store, te, target, name).resolve()) for name in names}),
+            "TE_TESTS_DONE": str(Path(folder, "done.json")),
             "TE_TESTS_SECONDS": str(options.minutes * 60),
             "TE_PATH": str(clone),
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -185,24 +198,14 @@ def run_file(clone: Path, name: str, te: str, target: str, options: argparse.Nam
             "MPBRIDGE_PLAYED": target,
             "MPBRIDGE_TE": te,
         }
-        if name == "test_checkpoint.py":
-            environment["NVTE_TEST_CHECKPOINT_ARTIFACT_PATH"] = write_checkpoints(tests / name, folder, environment)
+        if "test_checkpoint.py" in names:
+            script = tests / "test_checkpoint.py"
+            environment["NVTE_TEST_CHECKPOINT_ARTIFACT_PATH"] = write_checkpoints(script, folder, environment)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "mpbridge.te_cpu.pytest_plugin"]
-        command += ["-p", "te_tests_reporter", "-p", "no:cacheprovider", "-p", "no:randomly", "-n0"]
+        command += ["-p", "te_tests_reporter", "-p", "no:cacheprovider", "-n0"]
         command += ["--rootdir", str(tests), "-c", os.devnull, "--timeout", str(options.each), "-W", "ignore"]
-        command += [*(["-k", options.expression] if options.expression else []), str(tests / name)]
-        try:
-            ran = subprocess.run(
-                command,
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=options.minutes * 300 + 600,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return "cut off"
+        command += [*(["-k", options.expression] if options.expression else []), *(str(tests / name) for name in names)]
+        ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         return (ran.stdout + ran.stderr)[-1500:]
 
 
@@ -308,21 +311,29 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def report(names: list[str], target: str, said: str, options: argparse.Namespace) -> None:
+    """Prints a line for each file, and some failures."""
+    for name in names:
+        found = read(options.store, options.te, target, name)
+        print(f"{options.te} {row(name, target, found.count())}", flush=True)
+        failed = [(node, text) for node, (outcome, text, _) in found.results.items() if outcome == "failed"]
+        for node, text in failed[: options.show]:
+            print(f"--- {node}\n{text}", file=sys.stderr)
+    if not any(read(options.store, options.te, target, name).results for name in names):
+        print(said, file=sys.stderr)
+
+
 def main() -> int:
     options = options_of()
     options.store.mkdir(parents=True, exist_ok=True)
     if options.clone is not None:
         names = options.files or [name for name in FILES if (options.clone / "tests/pytorch" / name).exists()]
-        for name in names:
-            for target in options.target or FILES[name]:
-                said = run_file(options.clone.resolve(), name, options.te, target, options)
-                found = read(options.store, options.te, target, name)
-                print(f"{options.te} {row(name, target, found.count())}", flush=True)
-                if not found.results:
-                    print(said, file=sys.stderr)
-                failed = [(node, text) for node, (outcome, text, _) in found.results.items() if outcome == "failed"]
-                for node, text in failed[: options.show]:
-                    print(f"--- {node}\n{text}", file=sys.stderr)
+        for target in options.target or (*HOPPER, *BLACKWELL):
+            here = [name for name in names if options.target or target in FILES[name]]
+            for group in ([name for name in here if name != ALONE], [name for name in here if name == ALONE]):
+                if group:
+                    said = run_files(options.clone.resolve(), group, options.te, target, options)
+                    report(group, target, said, options)
     if options.table:
         print("\n".join(table(stored(options.store))))
     if options.docs:

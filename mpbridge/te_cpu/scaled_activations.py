@@ -19,7 +19,7 @@ def _unwoven(function: Map, size: int) -> Map:
 
     def gate(x: torch.Tensor) -> torch.Tensor:
         if size:
-            x = x.unflatten(-1, (-1, 2, size)).transpose(-3, -2).flatten(-3)
+            x = x.reshape(*x.shape[:-1], -1, 2, size).transpose(-3, -2).flatten(-3)
         return function(x)
 
     return gate
