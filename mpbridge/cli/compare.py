@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 
 from mpbridge.cli.text import print_json, print_table
@@ -66,6 +67,8 @@ def _side(name: str) -> Side:
             f"{name}: a function of a Python module, which would have to be executed, and compare executes nothing: give a recipe's name,"
             " a YAML file, or a file of a stack"
         )
+    if not known and path.suffix in (".yaml", ".yml") and path.is_file() and _is_run(path):
+        return _of_run(path)
     if python or (not known and path.exists() and (path.suffix not in (".yaml", ".yml") or not _is_recipe(path))):
         found = read_file(path)
         return Side(meaning=found.meaning, stack=found.stack, engine=found.engine)
@@ -73,10 +76,28 @@ def _side(name: str) -> Side:
     return Side(meaning=of_policy(resolve(get_mixed_precision_config(name)), engine=engine), engine=engine)
 
 
+def _is_run(path: Path) -> bool:
+    from mpbridge.stacks.importers import load, ours, text_of
+
+    data = load(text_of(path), path.name)
+    return isinstance(data, Mapping) and ours(data)
+
+
+def _of_run(path: Path) -> Side:
+    """A run's configuration of ours: its recipe with its additions, its engine, and what its model section says."""
+    from mpbridge.config.container import ConfigContainer
+    from mpbridge.stacks.exporters import request_of
+
+    container = ConfigContainer.load(path, [], check=False)
+    run = container.resolved(container.smallest_world(), training=False)
+    if len(run.stages) > 1:
+        names = ", ".join(stage.recipe for stage in run.stages)
+        raise BadValue(f"{path}: the run goes through stages ({names}): compare one of them by its name")
+    return Side(meaning=request_of(run).ours, engine=run.facts.engine)
+
+
 def _is_recipe(path: Path) -> bool:
     """Whether a YAML file is one of our recipes: a flat mapping of a config's fields."""
-    from collections.abc import Mapping
-
     from mpbridge.precision.config import MixedPrecisionConfig
     from mpbridge.stacks.importers import load, text_of
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 from mpbridge.cli.text import print_json
+from mpbridge.errors import BadValue
+from mpbridge.precision.registry import key
 from mpbridge.stacks.base import Export
 from mpbridge.stacks.exporters import STACKS, export
 
@@ -57,7 +60,19 @@ def _made(args: argparse.Namespace) -> Export:
     from mpbridge.cli.options import find_config
     from mpbridge.config.container import ConfigContainer
 
-    overrides = [f"mixed_precision.recipe='{args.recipe}'", *([f"engine={args.engine}"] if args.engine else [])]
-    container = ConfigContainer.load(find_config(args.config), overrides, check=False, trusted=True)
+    path, engine = find_config(args.config), [f"engine={args.engine}"] if args.engine else []
+    container = ConfigContainer.load(path, engine, check=False, trusted=True)
+    given = container.mixed_precision
+    stages = given if isinstance(given, list | tuple) else ()
+    if len(stages) > 1:
+        names = [str(stage["recipe"]) for stage in stages if isinstance(stage, Mapping) and "recipe" in stage]
+        if key(args.recipe) not in map(key, names):
+            raise BadValue(
+                f"{args.config} goes through stages ({', '.join(names)}) and none is {args.recipe}: name the one to export"
+            )
+    else:
+        container = ConfigContainer.load(
+            path, [f"mixed_precision.recipe='{args.recipe}'", *engine], check=False, trusted=True
+        )
     run = container.resolved(container.smallest_world())
     return export(args.recipe, args.to, version=args.stack_version, engine=run.facts.engine, run=run)

@@ -11,8 +11,8 @@ from mpbridge.formats import plain
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.exporters import STACKS
 from mpbridge.stacks.importers import read_args, read_file
-from mpbridge.stacks.meaning import LABELS, rows
-from mpbridge.stacks.nearest import Answer, answer
+from mpbridge.stacks.meaning import LABELS, STATED, rows
+from mpbridge.stacks.nearest import Answer, answer, apart
 
 SUMMARY = "what another stack's configuration means here"
 QUOTED = frozenset({"--args"})
@@ -82,11 +82,21 @@ _HEADINGS = (
 )
 
 
+def _label(row: str) -> str:
+    """What people read for a row of a meaning."""
+    return "quantized weights at rest" if row == "stored" else LABELS[row] if row in LABELS else STATED[row][0]
+
+
 def _print(found: Imported, told: Answer) -> None:
     print(f"{found.stack} {found.version}: {told}")
     print()
     shown = rows(found.meaning)
-    print_table(("fact", "meaning"), [(LABELS[name], shown[name]) for name in LABELS])
+    print_table(("fact", "meaning"), [(_label(name), text) for name, text in shown.items()])
+    differs = apart(told, found.meaning, engine=found.engine)
+    if differs:
+        print("\nhere the recipe means otherwise:")
+        for name, (there, here) in differs.items():
+            print(f"  {_label(name)}: {there} there, {here} here")
     for attribute, heading in _HEADINGS:
         lines = getattr(found, attribute)
         if lines:
@@ -107,6 +117,7 @@ def _data(found: Imported, told: Answer) -> dict[str, object]:
         "overrides": {name: str(value) for name, value in told.overrides.items()},
         "engine": found.engine,
         "meaning": rows(found.meaning),
+        "differs_here": {name: list(pair) for name, pair in apart(told, found.meaning, engine=found.engine).items()},
         **lists,
     }
 

@@ -6,20 +6,26 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mpbridge.errors import DataError, brief, cut
+from mpbridge.errors import DataError, brief, cut, nearest
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale, Quant, Region
-from mpbridge.stacks import deepspeed_import
+from mpbridge.stacks import deepspeed_import, megatron_lm_import
 from mpbridge.stacks.accelerate import NAME
 from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.meaning import Meaning
+from mpbridge.stacks.megatron_lm import DEFAULT_VERSION as LM_VERSION
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.stacks.torch_import import fields_of
 from mpbridge.traits import DEFAULT
 
 _WORDS = {"no": DType.FP32, "fp16": DType.FP16, "bf16": DType.BF16, "fp8": DType.BF16}
 
+_KINDS = frozenset({
+    "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "XLA", "TPU", "TPU_FSDP",
+    "FSDP", "DEEPSPEED", "MEGATRON_LM",
+})  # fmt: skip
+"""Its DistributedType, and two names of earlier versions."""
 _MACHINE = {
     "fp16": "a GPU: on a CPU accelerate trains FP32 under fp16, without a word",
     "fp8": "a GPU with FP8: on another accelerate trains FP16 under fp8, without a word",
@@ -32,17 +38,23 @@ def read_data(data: Any, *, version: str) -> Imported:
     if not isinstance(data, Mapping):
         raise DataError(f"an accelerate configuration is a mapping, found {type(data).__name__}")
     read = Reader(data)
-    word = str(read.at("mixed_precision", "no")).lower()
+    word = read.text("mixed_precision", "no").lower()
     word = "no" if word in ("none", "false") else word  # YAML reads a bare no as false
     if word not in _WORDS:
         read.faults.append(f"mixed_precision={brief(word)}: expected {', '.join(_WORDS)}")
     raise_faults(read.faults, "this accelerate configuration")
-    kind = str(read.at("distributed_type", "NO")).upper()
+    kind = read.text("distributed_type", "NO").upper()
     assumed = ["the model is loaded in FP32", f"accelerate {version}: what FSDP upcasts differs between versions"]
     assumed += [_MACHINE[word]] if word in _MACHINE else []
-    if kind == "DEEPSPEED":
-        return _deepspeed(read, word, version, assumed)
+    if kind in ("DEEPSPEED", "MEGATRON_LM"):
+        return (_deepspeed if kind == "DEEPSPEED" else _megatron)(read, word, version, assumed)
     cannot: list[str] = []
+    contradicts = []
+    if kind not in _KINDS:
+        near = nearest(kind, _KINDS, most=1)
+        contradicts.append(
+            f"distributed_type={cut(kind)}: accelerate has no such type{f'; nearest: {near[0]}' if near else ''}; described as DDP"
+        )
     base = _WORDS[word]
     second = str(read.at("fsdp_config.fsdp_version", 1)) == "2"
     meaning = _fsdp(base, second=second) if kind in ("FSDP", "TPU_FSDP") else _ddp(base)
@@ -61,7 +73,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     engine = engine_with("optimizer") if kind == "FSDP" else DEFAULT
     found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, cannot_express=tuple(cannot),
-        assumed=tuple(assumed),
+        contradicts=tuple(contradicts), assumed=tuple(assumed),
     )  # fmt: skip
     return with_rest(found, read)
 
@@ -120,4 +132,30 @@ def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imp
     data: dict[str, Any] = {"zero_optimization": {"stage": stage}}
     data |= {word: {"enabled": True}} if word in ("bf16", "fp16") else {}
     inner = deepspeed_import.read_data(data, version="0.19")
+    return with_rest(dataclasses.replace(inner, stack=NAME, version=version, assumed=tuple(assumed)), read)
+
+
+def _megatron(read: Reader, word: str, version: str, assumed: list[str]) -> Imported:
+    """Megatron-LM's own training under accelerate: the word becomes --bf16 or --fp16, and its arguments do the rest."""
+    words = [f"--{word}"] if word in ("bf16", "fp16") else []
+    words += (
+        ["--use-distributed-optimizer"]
+        if read.flag("megatron_lm_config.megatron_lm_use_distributed_optimizer", default=True)
+        else []
+    )
+    inner = megatron_lm_import.read(words, version=LM_VERSION)
+    assumed = [
+        f"Megatron-LM {LM_VERSION} trains, which knows no autocast: mixed_precision is its --{word}; other_megatron_args of the script's plugin are not here"
+        if words
+        else "Megatron-LM trains",
+        *assumed[1:],
+    ]
+    if word == "fp8":
+        inner = dataclasses.replace(
+            inner,
+            contradicts=(
+                *inner.contradicts,
+                "mixed_precision=fp8 under MEGATRON_LM: no flag of it follows; described as FP32",
+            ),
+        )
     return with_rest(dataclasses.replace(inner, stack=NAME, version=version, assumed=tuple(assumed)), read)

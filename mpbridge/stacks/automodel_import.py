@@ -14,7 +14,7 @@ from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.reading import Reader, raise_faults
-from mpbridge.stacks.torch_import import fields_of
+from mpbridge.stacks.torch_import import fields_of, left_out
 from mpbridge.traits import DEFAULT
 
 
@@ -27,15 +27,17 @@ def read_data(data: Any, *, version: str) -> Imported:
     cannot: list[str] = []
     contradicts: list[str] = []
     assumed: list[str] = []
-    strategy = str(read.at("distributed.strategy", "fsdp2")).lower()
+    strategy = read.text("distributed.strategy", "fsdp2").lower()
     if strategy not in _MEANINGS:
         contradicts.append(f"distributed.strategy={strategy}: AutoModel has {', '.join(_MEANINGS)}; described as ddp")
     storage = _storage(read, assumed)
     quant = _quant(read, inert, cannot)
     meaning = _MEANINGS.get(strategy, _ddp)(read, storage, contradicts)
-    meaning = _with_optimizer(read, meaning)
+    meaning, ends = _with_optimizer(read, meaning), None
     if quant is not None:
-        meaning = dataclasses.replace(meaning, regions=(Region(quant=quant),))
+        ends = _ends(read, cannot, assumed)
+        first = (Region(first=ends[0], last=ends[1]),) if ends is not None else ()
+        meaning = dataclasses.replace(meaning, regions=(*first, Region(quant=quant)))
     if read.at("distributed.autocast_dtype") is not None:
         inert.append("distributed.autocast_dtype: no language-model recipe reads it")
     if "peft" in data:
@@ -43,7 +45,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     raise_faults(read.faults, "this AutoModel configuration")
     engine = DEFAULT if strategy == "ddp" else engine_with("wrapper" if "megatron" in strategy else "optimizer")
     found = Imported(
-        stack=NAME, version=version, fields=fields_of(meaning, cannot, quant), engine=engine, meaning=meaning, inert=tuple(inert),
+        stack=NAME, version=version, fields=fields_of(meaning, cannot, quant, ends), engine=engine, meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
     return with_rest(found, read)
@@ -124,6 +126,14 @@ def _with_optimizer(read: Reader, meaning: Meaning) -> Meaning:
     if not read.flag("optimizer.master_weights") or meaning.storage is DType.FP32:
         return kept
     return dataclasses.replace(kept, main=DType.FP32, remainders=read.flag("optimizer.store_param_remainders"))
+
+
+def _ends(read: Reader, cannot: list[str], assumed: list[str]) -> tuple[int, int] | None:
+    """What of the quantization fp8.filter_fqns leaves out; te_fp8 converts every linear."""
+    if read.at("model.backend.te_fp8") is not None:
+        cannot.append("model.backend.te_fp8: the output layer is quantized too; here it never is")
+        return None
+    return left_out(read.at("fp8.filter_fqns"), "fp8.filter_fqns", cannot, assumed)
 
 
 def _quant(read: Reader, inert: list[str], cannot: list[str]) -> Quant | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.errors import DataError
+from mpbridge.errors import DataError, cut
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale
 from mpbridge.stacks.base import Imported
@@ -14,6 +14,7 @@ from mpbridge.stacks.deepspeed import NAME
 from mpbridge.stacks.known_keys import known, with_rest
 from mpbridge.stacks.meaning import Meaning, Sharded
 from mpbridge.stacks.reading import Reader, base_field, raise_faults
+from mpbridge.stacks.sharded_torch import TORCH_SCALER
 from mpbridge.traits import DEFAULT
 
 _SHARDED: Mapping[int, Sharded] = {0: "nothing", 1: "optimizer", 2: "gradients", 3: "everything"}
@@ -38,6 +39,10 @@ def read_data(data: Any, *, version: str) -> Imported:
 
 def _skips(said: _Said) -> Iterator[str]:
     """A BF16 step that overflows is skipped there by default; Megatron's never is."""
+    safe = said.read.at("torch_autocast.lower_precision_safe_modules")
+    if said.autocast is not None and safe is not None:
+        some = ", ".join(map(str, safe)) if isinstance(safe, list) else str(safe)
+        yield f"torch_autocast.lower_precision_safe_modules: gradients of {cut(some)} alone travel in {said.autocast.short}, the others in FP32"
     if said.bf16 and said.read.flag("bf16.check_grad_overflow", default=True):
         yield "bf16.check_grad_overflow, on unless it is false: a step whose gradients overflow is skipped; here BF16 skips none"
 
@@ -57,7 +62,7 @@ class _Said:
     wire: DType
     accumulator: DType
     own: bool
-    """The BF16 parameters are their own main weights."""
+    """The 16-bit parameters are their own main weights."""
     low: bool
     """Moments are BF16."""
     scale: LossScale | None
@@ -66,19 +71,21 @@ class _Said:
 def _said(read: Reader) -> _Said:
     bf16, fp16 = read.flag("bf16.enabled") or read.flag("bfloat16.enabled"), read.flag("fp16.enabled")
     base = DType.BF16 if bf16 else DType.FP16 if fp16 else DType.FP32
+    autocast = read.dtype("torch_autocast.dtype", DType.BF16) if read.flag("torch_autocast.enabled") else None
     return _Said(
         read=read,
         bf16=bf16,
         fp16=fp16,
         base=base,
-        autocast=read.dtype("torch_autocast.dtype", DType.BF16) if read.flag("torch_autocast.enabled") else None,
+        autocast=autocast,
         stage=int(read.number("zero_optimization.stage", 0)),
         # the engine's communication_data_type and gradient accumulation follow the model's dtype unless they are set
         wire=read.dtype("communication_data_type", base) or base,
         accumulator=read.dtype("data_types.grad_accum_dtype", base) or base,
-        own=read.flag("bf16.bf16_master_weights_and_grads"),
+        own=read.flag(f"{base.short}.{base.short}_master_weights_and_grads") if bf16 or fp16 else False,
         low=read.flag("bf16.bf16_optimizer_states"),
-        scale=_scale(read) if fp16 else None,
+        # torch_autocast brings torch's scaler, whatever the fp16 section says
+        scale=TORCH_SCALER if autocast is DType.FP16 else _scale(read) if fp16 else None,
     )
 
 
@@ -92,7 +99,9 @@ def _contradictions(said: _Said) -> Iterator[str]:
     if said.low and not said.own:
         yield "bf16_optimizer_states needs bf16_master_weights_and_grads"
     if (said.own or said.low) and said.stage < 1:
-        yield "bf16_master_weights_and_grads needs ZeRO 1 or higher"
+        yield f"{said.base.short}_master_weights_and_grads needs ZeRO 1 or higher"
+    if said.autocast is not None and said.base is not DType.FP32:
+        yield f"torch_autocast beside {said.base.short}.enabled: autocast is meant for FP32 parameters; these rest in {said.base.short}"
     if said.accumulator is DType.FP32 and said.base is not DType.FP32 and said.stage == 0:
         yield "data_types.grad_accum_dtype=fp32 without ZeRO: not implemented there"
 
@@ -125,9 +134,9 @@ def _fields(said: _Said) -> dict[str, Any]:
     if said.wire is not said.accumulator and said.autocast is None:
         fields["grad_accumulation_dtype"] = said.accumulator.short
     if said.own:
-        fields |= {"main_params_dtype": "bf16", "grad_reduce_in_fp32": wide}
+        fields |= {"main_params_dtype": said.base.short, "grad_reduce_in_fp32": wide}
         fields |= {"exp_avg_dtype": meaning.exp_avg.short, "exp_avg_sq_dtype": meaning.exp_avg_sq.short}
-        fields |= {} if wide else {"main_grads_dtype": "bf16"}
+        fields |= {} if wide else {"main_grads_dtype": said.base.short}
     return fields if said.scale is None else fields | _scale_fields(said.scale)
 
 
@@ -143,6 +152,7 @@ def _scale(read: Reader) -> LossScale:
 
 
 def _scale_fields(scale: LossScale) -> dict[str, Any]:
-    fields: dict[str, Any] = {"initial_loss_scale": scale.initial, "min_loss_scale": scale.minimum}
+    fields: dict[str, Any] = {"initial_loss_scale": scale.initial}
+    fields |= {"min_loss_scale": scale.minimum} if scale.minimum else {}  # torch's has none
     fields |= {"loss_scale_window": scale.window, "hysteresis": scale.hysteresis}
     return fields | ({} if scale.static is None else {"loss_scale": scale.static})

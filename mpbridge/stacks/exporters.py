@@ -14,9 +14,9 @@ from mpbridge.formats import dtype
 from mpbridge.megatron_spec.schema import records
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.precision.registry import describe, get_mixed_precision_config, key
 from mpbridge.precision.resolve import resolve
-from mpbridge.stacks.base import Export, Request
+from mpbridge.stacks.base import Export, Line, Request
 from mpbridge.stacks.meaning import STATED
 from mpbridge.traits import DEFAULT
 
@@ -69,8 +69,9 @@ def export(
     Raises UnknownName for a stack or a recipe, BadValue for a version that was never read.
     """
     module = stack_module(stack)
-    config = run.stages[0].config if run is not None else get_mixed_precision_config(recipe)
-    policy = _with_the_models_own(run) if run is not None else resolve(config)
+    stage = None if run is None else _stage(run, recipe)
+    config = stage.config if stage is not None else get_mixed_precision_config(recipe)
+    policy = _with_the_models_own(run, stage.policy.settled()) if stage is not None else resolve(config)
     name = recipe if isinstance(recipe, str) else str(recipe) if isinstance(recipe, Path) else "this config"
     own = describe(name).engine if isinstance(recipe, str) else None
     request = Request(
@@ -82,12 +83,36 @@ def export(
         run=run,
     )
     made: Export = module.export(request)
-    return made
+    others = _other_stages(run, stage)
+    return dataclasses.replace(made, lines=(*others, *made.lines)) if others else made
 
 
-def _with_the_models_own(run: Any) -> PrecisionPolicy:
-    """A run's policy with what its model section says of facts that the recipe leaves to the model: they are exported too."""
-    policy: PrecisionPolicy = run.policy
+def request_of(run: Any) -> Request:
+    """A run of one stage as it is asked for elsewhere: its `ours` is what it means."""
+    stage = run.stages[0]
+    policy = _with_the_models_own(run, stage.policy.settled())
+    return Request(name=stage.recipe, config=stage.config, policy=policy, engine=run.facts.engine, version="", run=run)
+
+
+def _stage(run: Any, recipe: Any) -> Any:
+    """The stage of a run that has this recipe; the first where none is named so."""
+    named = [stage for stage in run.stages if isinstance(recipe, str) and stage.recipe == key(recipe)]
+    return (named or run.stages)[0]
+
+
+def _other_stages(run: Any, exported: Any) -> tuple[Line, ...]:
+    """A line where a run has more recipes than the exported one: no stack changes its precision on the way."""
+    if run is None or len(run.stages) < 2:
+        return ()
+    order = ", then ".join(
+        stage.recipe + (f" until {stage.until}" if stage.until is not None else "") for stage in run.stages
+    )
+    text = f"the run goes through {order}; exported is {exported.recipe} alone: each stage is a run of its own there, from the checkpoint before it"
+    return (Line(fidelity="impossible", fact="stages", text=text),)
+
+
+def _with_the_models_own(run: Any, policy: PrecisionPolicy) -> PrecisionPolicy:
+    """A policy with what a run's model section says of facts that the recipe leaves to the model: they are exported too."""
     defaults, said = records("model"), dict(run.container.model)
     own: dict[str, Any] = {
         fact: dtype(said[name]) if name.endswith("dtype") else said[name]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpbridge.errors import MOST_SHOWN, BadValue, DataError, cut, nearest
+from mpbridge.errors import MOST_SHOWN, BadValue, DataError, cut
 from mpbridge.precision.yaml_loader import of_bounded_size
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.checkpoint_args import arguments_file, read_arguments
 from mpbridge.stacks.exporters import stack_module, version_of
-from mpbridge.stacks.megatron_lm_options import options
 from mpbridge.stacks.shell import read_script, read_words
 
 MOST = 4_000_000
@@ -100,17 +98,7 @@ def read_args(
     if not hasattr(module, "read"):
         raise BadValue(f"{stack} is configured by files, not by arguments: give the file")
     found: Imported = module.read(script.words, version=_version(stack, version))
-    if stack == "megatron-lm" and script.words and not script.words[0].endswith(".py"):
-        found = dataclasses.replace(found, unknown=(*_leading(script.words, found.version), *found.unknown))
     return _never_read(dataclasses.replace(found, assumed=(*script.notes, *found.assumed)), version)
-
-
-def _leading(words: Iterable[str], version: str) -> Iterator[str]:
-    """The words before the first option, where an option was probably meant."""
-    for word in itertools.takewhile(lambda one: not one.startswith("-"), words):
-        near = nearest(f"--{word}", options(version), most=1, cutoff=0.9)
-        if near:
-            yield f"{cut(word)} (a word without dashes, which no option takes; nearest: {near[0]})"
 
 
 def read_text(
@@ -128,13 +116,18 @@ def read_text(
     stack = stack or recognize(text, name)
     if stack == "megatron-lm" and not name.endswith((".yaml", ".yml", ".json")):
         script = read_script(text, env, path)
+        if not script.words:
+            why = f": {script.notes[0]}" if script.notes else ""
+            raise DataError(f"{name or 'the text'}: no option of Megatron-LM stands in it{why}")
         made = _lm().read(script.words, version=_version(stack, version), assumed=tuple(script.notes))
         return _never_read(made, version)
     return read_data_of(stack, load(text, name), version=version)
 
 
 def read_data_of(stack: str, data: Any, *, version: str | None = None) -> Imported:
-    """What plain data means in a stack's configuration."""
+    """What plain data means in a stack's configuration. Raises DataError where there is none."""
+    if data is None or data == {}:
+        raise DataError(f"the configuration is empty: nothing of {stack} stands in it")
     return _never_read(_importer(stack).read_data(data, version=_version(stack, version)), version)
 
 
@@ -162,12 +155,23 @@ def recognize(text: str, name: str) -> str:
         raise DataError(
             f"{name or 'the text'}: no stack's configuration: expected a mapping, found {type(data).__name__}"
         )
+    if ours(data):
+        raise DataError(
+            f"{name or 'the text'}: a run configuration of mpbridge: nothing is to be translated (mpbridge compare and export --config read it)"
+        )
     for stack, keys in _MARKS:
         if any(key in data for key in keys):
             return stack
     raise DataError(f"{name or 'the text'}: no stack's configuration is recognized: name it with --from")
 
 
+def ours(data: Mapping[str, Any]) -> bool:
+    """Whether a mapping is a run's configuration of ours: only our sections, and one that Megatron Bridge lacks."""
+    sections = {"mixed_precision", "model", "optimizer", "scheduler", "ddp", "train", "checkpoint", "logger"}
+    return "mixed_precision" in data and bool(_OURS & data.keys()) and data.keys() <= sections | _OURS
+
+
+_OURS = frozenset({"data", "parallel", "audit", "engine", "emulate", "target", "te"})
 _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     # keys that only this stack writes, the most telling stacks first: several share 'optimizer' or 'model'
     ("accelerate", ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config")),

@@ -9,14 +9,14 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mpbridge.errors import cut, nearest
 from mpbridge.stacks.base import Imported
-from mpbridge.stacks.reading import Reader
+from mpbridge.stacks.reading import Reader, raise_faults
 
 PRECISION = re.compile(
     r"dtype|precision|fp(4|8|16|32)\b|fp(4|8|16|32)_|bf16|float(8|16|32)|mxfp8|nvfp4|autocast|quanti[sz]|loss_scale|amax|tf32|half_"
@@ -40,8 +40,9 @@ def known(stack: str) -> Mapping[str, frozenset[str]]:
 def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") -> Imported:
     """`found` with what of the data was not read: unknown keys with the nearest name, keys that are not about precision, and what is left open.
 
-    under: the section that `read` holds, where that is not a whole file. own: whose keys count as well that no list has (a script's own).
+    under: the section that `read` holds, where that is not a whole file. Raises BadValue with every value that could not be read. own: whose keys count as well that no list has (a script's own).
     """
+    raise_faults(read.faults, f"this configuration of {found.stack}")
     sections = known(found.stack)
     unknown, other, open_ = [*found.unknown], [*found.other], [*found.assumed]
     low = [
@@ -83,6 +84,12 @@ def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") 
         other=tuple(dict.fromkeys(other)),
         assumed=tuple(dict.fromkeys(open_)),
     )
+
+
+def unknown_of(stack: str, section: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Names that a stack's section does not know, with the nearest that it does."""
+    faults = (_unknown(f"{section}.{name}", known(stack)) for name in names)
+    return tuple(fault for fault in faults if fault is not None)
 
 
 def _unknown(path: str, sections: Mapping[str, frozenset[str]]) -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from mpbridge.errors import BadValue, DataError, brief
+from mpbridge.errors import BadValue, DataError, brief, cut, nearest
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale, Quant, Region
 from mpbridge.stacks.base import Imported, engine_with
@@ -22,9 +23,17 @@ _WORDS: Mapping[str, tuple[DType, bool]] = {
     "32": (DType.FP32, True), "32-true": (DType.FP32, True), "16": (DType.FP16, False), "16-mixed": (DType.FP16, False),
     "bf16": (DType.BF16, False), "bf16-mixed": (DType.BF16, False), "16-true": (DType.FP16, True), "bf16-true": (DType.BF16, True),
     "transformer-engine": (DType.BF16, True), "transformer-engine-float16": (DType.FP16, True),
+    "64": (DType.FP64, True), "64-true": (DType.FP64, True),
 }  # fmt: skip
 _DELAYED = Quant(format="hybrid", scaling="delayed", amax_history=1024, amax_algo="max")
 """Transformer Engine's DelayedScaling() as it is made without arguments, which is what the words alone give."""
+_PLUGINS: Mapping[str, str | None] = {
+    # class of plugins/precision -> the argument that holds its word; None: it is none of Lightning's precisions for training that are modelled
+    "HalfPrecision": "precision", "MixedPrecision": "precision", "FSDPPrecision": "precision", "DeepSpeedPrecision": "precision",
+    "XLAPrecision": "precision", "DoublePrecision": None, "Precision": None, "BitsandbytesPrecision": None, "TransformerEnginePrecision": None,
+}  # fmt: skip
+_STRATEGIES = ("auto", "ddp", "fsdp", "deepspeed", "single_device", "single_xla", "single_tpu", "xla", "model_parallel")
+"""What its names of strategies begin with (StrategyRegistry.available_strategies), and ModelParallelStrategy."""
 
 
 def read(words: Iterable[str], *, version: str) -> Imported:
@@ -38,50 +47,176 @@ def read(words: Iterable[str], *, version: str) -> Imported:
     return read_data({"trainer": data}, version=version)
 
 
+@dataclass
+class _Said:
+    """The trainer's precision and strategy."""
+
+    read: Reader
+    base: DType = DType.FP32
+    cast: bool = True
+    """Whether the parameters are in that dtype."""
+    compute: DType | None = None
+    """Of what the FP8 plugin does not quantize; None: `base`."""
+    quant: Quant | None = None
+    strategy: str = "auto"
+    """The strategy's name or class, in small letters."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the strategy, where it is given as a class."""
+    assumed: list[str] = field(default_factory=list)
+    cannot: list[str] = field(default_factory=list)
+    contradicts: list[str] = field(default_factory=list)
+
+
 def read_data(data: Any, *, version: str) -> Imported:
     """What a trainer means for a module in FP32. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"a Lightning configuration is a mapping, found {type(data).__name__}")
-    read_ = Reader(data.get("trainer", data) if isinstance(data.get("trainer", data), Mapping) else {})
-    word = str(read_.at("precision", "32-true")).lower()
-    strategy = read_.at("strategy", "auto")
-    read_.whole |= {"strategy"} if isinstance(strategy, Mapping) else set()
-    name = str(strategy.get("class_path", "") if isinstance(strategy, Mapping) else strategy).lower().rsplit(".", 1)[-1]
-    if word not in _WORDS:
-        read_.faults.append(f"precision={brief(word)}: expected one of {', '.join(_WORDS)}")
-    raise_faults(read_.faults, "this Lightning configuration")
-    base, cast = _WORDS[word]
-    cannot: list[str] = []
-    assumed = ["the module is FP32 before the trainer sees it"]
-    if base is DType.FP16:
-        assumed.append("a GPU: on a CPU Lightning trains BF16 under 16")
-    contradicts = _refused(base, cast, name, assumed)
-    meaning = _meaning(base, cast, name, strategy, assumed)
-    quant = _DELAYED if word.startswith("transformer-engine") else None
-    if quant is not None:
-        assumed.append("a plugin without a recipe: Transformer Engine's DelayedScaling as it is made without arguments")
-        meaning = dataclasses.replace(meaning, autocast=base, regions=(Region(quant=quant),))
-    fields = fields_of(meaning, cannot, quant) if meaning.main is None else _megatron_like(meaning)
-    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
-        cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
+    inner = data.get("trainer", data)
+    if not isinstance(inner, Mapping):
+        raise DataError(f"trainer={brief(inner)}: expected a mapping of Trainer's arguments")
+    said = _Said(read=Reader(inner))
+    _strategy(said)
+    _precision(said)
+    raise_faults(said.read.faults, "this Lightning configuration")
+    said.assumed.insert(0, "the module is FP32 before the trainer sees it")
+    if said.base is DType.FP16:
+        said.assumed.append("a GPU: on a CPU Lightning trains BF16 under 16")
+    _refused(said)
+    meaning = _meaning(said)
+    if said.quant is not None:
+        compute = said.compute or said.base
+        meaning = dataclasses.replace(meaning, compute=compute, autocast=compute, regions=(Region(quant=said.quant),))
     found = Imported(
-        stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if "fsdp" in name else DEFAULT, meaning=meaning,
-        contradicts=contradicts, cannot_express=tuple(cannot), assumed=tuple(assumed),
+        stack=NAME, version=version, fields=_fields(said, meaning), engine=engine_with("optimizer") if "fsdp" in said.strategy else DEFAULT,
+        meaning=meaning, contradicts=tuple(said.contradicts), cannot_express=tuple(said.cannot), assumed=tuple(said.assumed),
     )  # fmt: skip
-    return with_rest(found, read_, under="trainer")
+    return with_rest(found, said.read, under="trainer")
 
 
-def _refused(base: DType, cast: bool, strategy: str, assumed: list[str]) -> tuple[str, ...]:
+def _fields(said: _Said, meaning: Meaning) -> dict[str, Any]:
+    if said.base is DType.FP64:
+        said.cannot.append("64-true: FP64 parameters and arithmetic")
+        return {}
+    if meaning.main is not None:
+        return {meaning.storage.short: True, "grad_reduce_in_fp32": meaning.wire is DType.FP32}
+    fields = fields_of(meaning, said.cannot, said.quant)
+    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
+        said.cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
+    return fields
+
+
+def _class_of(value: Any) -> tuple[str, Mapping[str, Any]]:
+    """(name, arguments) of a value that is a name or {class_path, init_args}."""
+    if not isinstance(value, Mapping):
+        return str(value), {}
+    arguments = value.get("init_args") or {}
+    return str(value.get("class_path", "")), arguments if isinstance(arguments, Mapping) else {}
+
+
+def _strategy(said: _Said) -> None:
+    given = said.read.at("strategy", "auto")
+    said.read.whole |= {"strategy"} if isinstance(given, Mapping) else set()
+    path, said.arguments = _class_of("auto" if given is None else given)
+    name = path.rpartition(".")[2]
+    said.strategy = name.lower()
+    known = said.strategy.removesuffix("strategy").replace("_", "")
+    if not any(known.startswith(one.replace("_", "")) for one in _STRATEGIES):
+        near = nearest(said.strategy, _STRATEGIES, most=1)
+        hint = f"; nearest: {near[0]}" if near else ""
+        said.contradicts.append(
+            f"strategy={cut(name)}: none of Lightning's own{hint}; described as one process or DDP, which a strategy of yours may not be"
+        )
+
+
+def _precision(said: _Said) -> None:
+    """From the word, or from a plugin that is a precision."""
+    plugin, arguments = _plugin(said.read)
+    word = said.read.text("precision", "").lower()
+    if plugin and word:
+        said.contradicts.append(f"precision={word} beside plugins: {plugin}: Lightning refuses both together")
+    if plugin == "TransformerEnginePrecision":
+        _transformer_engine(said, Reader(arguments, said.read.faults))
+        return
+    if plugin and _PLUGINS[plugin] is None and plugin != "Precision":
+        said.cannot.append(
+            f"plugins: {plugin}: not modelled; described as {'64-true' if plugin[0] == 'D' else '32-true'}"
+        )
+        word = "64-true" if plugin == "DoublePrecision" else "32-true"
+    elif plugin:
+        word = str(arguments.get("precision") or word or "32-true").lower()
+    word = word or "32-true"  # null too is what Trainer takes for nothing said
+    if word not in _WORDS:
+        said.read.faults.append(f"precision={brief(word)}: expected one of {', '.join(_WORDS)}")
+        return
+    said.base, said.cast = _WORDS[word]
+    if word.startswith("transformer-engine"):
+        said.quant = _DELAYED
+        said.assumed.append(
+            "a plugin without a recipe: Transformer Engine's DelayedScaling as it is made without arguments"
+        )
+
+
+def _plugin(read: Reader) -> tuple[str, Mapping[str, Any]]:
+    """(class, arguments) of the plugin that is a precision; ('', {}) without one."""
+    given = read.at("plugins")
+    for at, one in enumerate(given if isinstance(given, (list, tuple)) else [given]):
+        path, arguments = _class_of(one)
+        name = path.rpartition(".")[2]
+        if name in _PLUGINS:
+            read.whole.add("plugins" if not isinstance(given, (list, tuple)) or len(given) == 1 else f"plugins.{at}")
+            read.asked.add("plugins")
+            return name, arguments
+    return "", {}
+
+
+def _transformer_engine(said: _Said, read: Reader) -> None:
+    """TransformerEnginePrecision: weights in one dtype, the rest under autocast, linears by DelayedScaling with the recipe's arguments."""
+    said.base = read.dtype("weights_dtype", DType.BF16) or DType.BF16
+    said.compute = read.dtype("fallback_compute_dtype", said.base) or said.base
+    if read.at("weights_dtype") is None:
+        read.faults.append("plugins: TransformerEnginePrecision without weights_dtype: Lightning refuses it")
+    form = read.text("recipe.fp8_format", "HYBRID").lower()
+    if form not in ("hybrid", "e4m3"):
+        said.cannot.append(
+            f"recipe.fp8_format={form}: Transformer Engine trains in HYBRID or E4M3; described as HYBRID"
+        )
+    override = read.at("recipe.override_linear_precision")
+    algorithm = read.text("recipe.amax_compute_algo", "max")
+    if algorithm not in ("max", "most_recent"):
+        said.cannot.append(f"recipe.amax_compute_algo={cut(algorithm)}: a function; described as max")
+    said.quant = Quant(
+        format="e4m3" if form == "e4m3" else "hybrid",
+        scaling="delayed",
+        amax_history=int(read.number("recipe.amax_history_len", 1024)),
+        amax_algo="most_recent" if algorithm == "most_recent" else "max",
+        margin=int(read.number("recipe.margin", 0)),
+        wgrad=not (isinstance(override, (list, tuple)) and list(override)[-1:] == [True]),
+        attention="multi_head"
+        if read.flag("recipe.fp8_mha")
+        else "dot_product"
+        if read.flag("recipe.fp8_dpa")
+        else "none",
+    )
+    if read.at("replace_layers") is False:
+        said.cannot.append(
+            "replace_layers: false: only what the model itself makes of Transformer Engine's modules is quantized"
+        )
+
+
+def _refused(said: _Said) -> None:
     """What ModelParallelStrategy makes of a precision: no loss scaler, and FSDP2's dtypes are the author's."""
-    if "modelparallel" not in strategy.replace("_", ""):
-        return ()
-    assumed.append("ModelParallelStrategy leaves FSDP2's MixedPrecisionPolicy to configure_model: read as FSDP's")
-    return ("16-mixed: ModelParallelStrategy refuses it",) if base is DType.FP16 and not cast else ()
+    if "modelparallel" in said.strategy.replace("_", ""):
+        said.assumed.append(
+            "ModelParallelStrategy leaves FSDP2's MixedPrecisionPolicy to configure_model: read as FSDP's"
+        )
+        if said.base is DType.FP16 and not said.cast:
+            said.contradicts.append("16-mixed: ModelParallelStrategy refuses it")
 
 
-def _meaning(base: DType, cast: bool, strategy: str, given: Any, assumed: list[str]) -> Meaning:
+def _meaning(said: _Said) -> Meaning:
+    base, strategy = said.base, said.strategy
     if "deepspeed" in strategy and base is not DType.FP32:
-        assumed.append("under DeepSpeed mixed and true are the same settings")
+        said.assumed.append("under DeepSpeed mixed and true are the same settings")
         return Meaning(
             storage=base,
             compute=base,
@@ -89,14 +224,14 @@ def _meaning(base: DType, cast: bool, strategy: str, given: Any, assumed: list[s
             wire=base,
             accumulator=base,
             optimizer_reads=DType.FP32,
-            sharded=_zero(strategy, given),
+            sharded=_zero(said),
         )
     sharded: Sharded = "everything" if "fsdp" in strategy or "modelparallel" in strategy else "nothing"
-    if cast:
+    if said.cast:
         return Meaning(
             storage=base, compute=base, wire=base, accumulator=base, exp_avg=base, exp_avg_sq=base, sharded=sharded
         )
-    wire = DType.FP32 if sharded == "nothing" else _reduce(base, given, assumed)
+    wire = DType.FP32 if sharded == "nothing" else _reduce(said)
     meaning = Meaning(
         storage=DType.FP32, compute=base, autocast=base, wire=wire, accumulator=DType.FP32, sharded=sharded
     )
@@ -105,24 +240,17 @@ def _meaning(base: DType, cast: bool, strategy: str, given: Any, assumed: list[s
     return meaning
 
 
-def _zero(strategy: str, given: Any) -> Sharded:
+def _zero(said: _Said) -> Sharded:
     """What ZeRO divides: by the stage in the strategy's name or among its arguments; DeepSpeedStrategy's own is 2."""
-    arguments = given.get("init_args", {}) if isinstance(given, Mapping) else {}
-    stage = str(arguments.get("stage", "") if isinstance(arguments, Mapping) else "")
-    stage = stage or strategy.partition("deepspeed_stage_")[2][:1] or "2"
+    stage = str(said.arguments.get("stage") or said.strategy.partition("deepspeed_stage_")[2][:1] or "2")
     stages: Mapping[str, Sharded] = {"0": "nothing", "1": "optimizer", "2": "gradients", "3": "everything"}
     return stages.get(stage, "everything")
 
 
-def _reduce(base: DType, given: Any, assumed: list[str]) -> DType:
+def _reduce(said: _Said) -> DType:
     """FSDPStrategy reduces in the precision's dtype unless it was given a MixedPrecision."""
-    arguments = given.get("init_args", {}) if isinstance(given, Mapping) else {}
-    policy = arguments.get("mixed_precision") if isinstance(arguments, Mapping) else None
+    policy = said.arguments.get("mixed_precision")
     if not isinstance(policy, Mapping):
-        return base
-    inner = Reader(policy.get("init_args", policy))
-    return inner.dtype("reduce_dtype", base) or base
-
-
-def _megatron_like(meaning: Meaning) -> dict[str, Any]:
-    return {meaning.storage.short: True, "grad_reduce_in_fp32": meaning.wire is DType.FP32}
+        return said.base
+    inner = Reader(policy.get("init_args", policy), said.read.faults)
+    return inner.dtype("reduce_dtype", said.base) or said.base

@@ -17,7 +17,7 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
 from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.described import described
-from mpbridge.stacks.known_keys import with_rest
+from mpbridge.stacks.known_keys import unknown_of, with_rest
 from mpbridge.stacks.meaning import Sharded
 from mpbridge.stacks.megatron_bridge import CORE, DIFFERS, FIELDS, NAME, TARGET
 from mpbridge.stacks.python_values import Made, Unknown, plain, without_unknown
@@ -113,18 +113,22 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
         raise DataError(f"{name}: hands back no configuration whose mixed_precision its text tells")
     data: dict[str, Any] = {}
     not_known: list[str] = []
+    unknown: list[str] = []
     for section, wanted in _SECTIONS.items():
         value = made.attributes.get(section)
         if section == "mixed_precision":
             value = _named_recipe(value, name)
         if isinstance(value, Made):
+            unknown += unknown_of(NAME, section, value.attributes)
             kept = {field: plain(inner) for field, inner in value.attributes.items() if field in wanted}
             data[section] = without_unknown(kept, not_known, section)
         elif isinstance(value, str):
             data[section] = value
     found = read_data(data, version=version)
     assumed = [f"{one}: only running it would tell; left at its default" for one in not_known]
-    return dataclasses.replace(found, assumed=(*found.assumed, *assumed, *dict.fromkeys(notes)))
+    return dataclasses.replace(
+        found, unknown=(*found.unknown, *unknown), assumed=(*found.assumed, *assumed, *dict.fromkeys(notes))
+    )
 
 
 def _named_recipe(value: Any, name: str) -> Any:
@@ -269,7 +273,7 @@ def _overridden(read_: Reader, fields: Mapping[str, Any], notes: _Notes) -> None
     asked = read_.at("ddp.grad_reduce_in_fp32")
     if (
         asked is not None
-        and bool(asked) != bool(fields.get("grad_reduce_in_fp32", True))
+        and read_.flag("ddp.grad_reduce_in_fp32") != bool(fields.get("grad_reduce_in_fp32", True))
         and not read_.flag("ddp.use_megatron_fsdp")
     ):
         notes.inert.append(f"ddp.grad_reduce_in_fp32={asked}: mixed_precision is heard instead")

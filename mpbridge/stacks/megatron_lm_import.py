@@ -20,6 +20,7 @@ from mpbridge.stacks.meaning import Sharded
 from mpbridge.stacks.megatron_lm import CORE, NAME
 from mpbridge.stacks.megatron_lm_notes import Parsed, cannot_express, contradictions, inert
 from mpbridge.stacks.megatron_lm_options import options
+from mpbridge.stacks.reading import stray
 from mpbridge.traits import DEFAULT
 
 _VALUES: Mapping[str, tuple[str, Any]] = MappingProxyType(
@@ -145,6 +146,8 @@ def _parse(words: list[str], version: str) -> Parsed:
         word = words[position]
         position += 1
         if not word.startswith("--"):
+            if word.strip() and not word.endswith(".py"):
+                read.unknown.append(stray(word, known))
             continue
         name, equals, attached = word.partition("=")
         values: list[str] = [attached] if equals else []

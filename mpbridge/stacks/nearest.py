@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +13,7 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy, own_main
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
-from mpbridge.stacks.meaning import Meaning, differences, of_policy
+from mpbridge.stacks.meaning import STATED, Meaning, differences, of_policy
 from mpbridge.traits import DEFAULT
 
 _KIND: Mapping[str, int] = MappingProxyType({"fp8": 4, "fp8_recipe": 4, "fp4": 4, "bf16": 4, "fp16": 4, "fp32": 4})
@@ -63,6 +63,18 @@ def answer(fields: Mapping[str, Any], *, engine: str = DEFAULT, meaning: Meaning
     found = [_from(name, config, wanted, engine) for name in recipes]
     candidates = [one for one in found if one is not None]
     return min(candidates, key=lambda one: (one.weight, one.distance))
+
+
+def apart(told: Answer, meaning: Meaning, *, engine: str = DEFAULT) -> Mapping[str, tuple[str, str]]:
+    """row -> (there, here) for all that the answer's recipe means otherwise on its engine than the settings it was found for."""
+    if told.recipe is None:
+        return MappingProxyType({})
+    policy = resolve(get_mixed_precision_config(told.recipe).derive(**told.overrides))
+    mine = of_policy(policy, engine=engine, sharded=meaning.sharded)
+    # what a stack leaves to the model is no promise
+    left: dict[str, Any] = {name: None for name in STATED if getattr(meaning, name) is None}
+    mine = replace(mine, **left)
+    return MappingProxyType(differences(meaning, mine))
 
 
 def _policy_free(policy: PrecisionPolicy) -> bool:

@@ -40,6 +40,10 @@ _HARMLESS = frozenset({*dir(builtins), "copy", "logging", "logger", "math", "os"
 """Whose functions change no configuration that they are given."""
 
 
+_COPIES = frozenset({"copy.copy", "copy.deepcopy", "copy.replace", "dataclasses.replace"})
+"""Functions that make another object of the same kind."""
+
+
 class _Returned(Exception):
     """A function's end."""
 
@@ -135,7 +139,21 @@ class Reading:
 
     def _Try(self, node: ast.Try, scope: dict[str, Any], module: Module) -> None:
         with self._in_doubt("try"):
-            self._run(node.body, scope, module)
+            for body in (node.body, *(handler.body for handler in node.handlers), node.orelse, node.finalbody):
+                self._run(body, scope, module)
+
+    def _While(self, node: ast.While, scope: dict[str, Any], module: Module) -> None:
+        with self._in_doubt(f"while {ast.unparse(node.test)}"):
+            self._run((*node.body, *node.orelse), scope, module)
+
+    def _Match(self, node: ast.Match, scope: dict[str, Any], module: Module) -> None:
+        with self._in_doubt(f"match {ast.unparse(node.subject)}"):
+            for case in node.cases:
+                self._run(case.body, scope, module)
+
+    def _Delete(self, node: ast.Delete, scope: dict[str, Any], module: Module) -> None:
+        for target in node.targets:
+            self._store(target, Unknown(ast.unparse(node)), scope, module)
 
     def _For(self, node: ast.For, scope: dict[str, Any], module: Module) -> None:
         items = self.value(node.iter, scope, module)
@@ -181,6 +199,12 @@ class Reading:
             owner = self._owner(target.value, scope, module)
             if owner is not None:
                 owner.attributes[target.attr] = value
+        elif isinstance(target, ast.Subscript):
+            whole, key = self.value(target.value, scope, module), self.value(target.slice, scope, module)
+            if isinstance(whole, dict) and isinstance(key, (str, int)):
+                whole[key] = value
+            else:
+                self.notes.append(f"{ast.unparse(target)} = ...: what it sets is not known")
 
     def _owner(self, node: ast.expr, scope: dict[str, Any], module: Module) -> Made | None:
         """The object whose attribute is set; objects on the way come into being."""
@@ -285,7 +309,9 @@ class Reading:
     def _of_Call(self, node: ast.Call, scope: dict[str, Any], module: Module) -> Any:
         callee = self.value(node.func, scope, module)
         arguments = tuple(self.value(item, scope, module) for item in node.args if not isinstance(item, ast.Starred))
-        named = {item.arg: self.value(item.value, scope, module) for item in node.keywords if item.arg is not None}
+        named = self._named(node, scope, module)
+        if isinstance(callee, Dotted) and callee.path == "setattr" and len(arguments) == 3:
+            return self._set(arguments, ast.unparse(node))
         if isinstance(callee, Function) and callee.node.name not in self.opaque:
             return self.call(callee, arguments, named)
         if isinstance(callee, Dotted) and len(arguments) == 2:
@@ -293,10 +319,38 @@ class Reading:
                 return _is_instance(*arguments, ast.unparse(node))
             if callee.last == "cast":
                 return arguments[1]
+        if isinstance(callee, Dotted) and callee.path in _COPIES and arguments and isinstance(arguments[0], Made):
+            first = arguments[0]
+            return Made(callee=first.callee, arguments=first.arguments, attributes={**first.attributes, **named})
         made = Made(callee=_name_of(callee, node.func), arguments=arguments, attributes=named)
         if isinstance(callee, Dotted):
             self._doubt_what_it_changes(callee, made)
         return made
+
+    def _named(self, node: ast.Call, scope: dict[str, Any], module: Module) -> dict[str, Any]:
+        """The arguments that are given by name, those of a mapping (**more) among them."""
+        found: dict[str, Any] = {}
+        for item in node.keywords:
+            value = self.value(item.value, scope, module)
+            if item.arg is not None:
+                found[item.arg] = value
+            elif isinstance(value, Mapping):
+                found |= {str(name): inner for name, inner in value.items()}
+            elif isinstance(value, Made) and _name_of(Dotted(value.callee), item.value) == "dict":
+                found |= value.attributes
+            else:
+                self.notes.append(
+                    f"**{ast.unparse(item.value)} of {ast.unparse(node.func)}(...): what it sets is not known"
+                )
+        return found
+
+    def _set(self, arguments: tuple[Any, ...], text: str) -> None:
+        """setattr(object, name, value)."""
+        owner, name, value = arguments
+        if isinstance(owner, Made) and isinstance(name, str):
+            owner.attributes[name] = Unknown(f"{_short(value)} under `{self._doubt[-1]}`") if self._doubt else value
+        else:
+            self.notes.append(f"{text}: what it sets is not known")
 
     def _doubt_what_it_changes(self, callee: Dotted, made: Made) -> None:
         """A note where a function that is not read is given an object: it may set attributes of it."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpbridge.errors import BadValue, brief
+from mpbridge.errors import BadValue, brief, cut, nearest
 from mpbridge.formats import DType, dtype
 
 
@@ -23,16 +23,25 @@ class Reader:
         """Values 'auto', and what they were taken as."""
 
     def at(self, path: str, default: Any = None) -> Any:
-        """The value at 'a.b.c'; keys that hold dots themselves work too."""
+        """The value at 'a.b.c'; keys that hold dots themselves work too. A fault where something on the way is no section."""
         value: Any = self.data
         self.asked.add(path)
         if path in self.data:
             return self.data[path]
-        for part in path.split("."):
-            if not isinstance(value, Mapping) or part not in value:
+        parts = path.split(".")
+        for depth, part in enumerate(parts):
+            if not isinstance(value, Mapping):
+                self._no_section(".".join(parts[:depth]), value)
+                return default
+            if part not in value:
                 return default
             value = value[part]
         return value
+
+    def _no_section(self, path: str, value: Any) -> None:
+        fault = f"{path}={brief(value)}: expected a mapping"
+        if value is not None and fault not in self.faults:
+            self.faults.append(fault)
 
     def section(self, path: str) -> Mapping[str, Any]:
         """The mapping at a path; empty where there is none or something else."""
@@ -45,9 +54,21 @@ class Reader:
         if value == "auto":
             self.autos.append((path, "on" if default else "off"))
             return default
-        if isinstance(value, str):
-            return value.strip().lower() in ("true", "yes", "1", "on")
-        return bool(value)
+        word = value.strip().lower() if isinstance(value, str) else value
+        for truth, words in ((True, _TRUE), (False, _FALSE)):
+            if any(word == one and type(word) in (type(one), int, float) for one in words):
+                return truth
+        if value is not None:
+            self.faults.append(f"{path}={brief(value)}: expected true or false")
+        return default
+
+    def text(self, path: str, default: str = "") -> str:
+        """A word; a fault where it is a list or a mapping."""
+        value = self.at(path, default)
+        if isinstance(value, (list, tuple, Mapping)):
+            self.faults.append(f"{path}={brief(value)}: expected a word")
+            return default
+        return default if value is None else str(value)
 
     def dtype(self, path: str, default: DType | None = None) -> DType | None:
         """A dtype in any spelling, `{_target_: torch.bfloat16}` included; a fault where it is none."""
@@ -76,6 +97,35 @@ class Reader:
                 self.faults.append(f"{path}={brief(value)}: expected a number")
                 return default
         return value
+
+
+def options_of(words: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
+    """(option -> value, words that no option takes) of `--name value`, `--name=value` and `--name`; dashes inside a name become underscores."""
+    data: dict[str, Any] = {}
+    strays: list[str] = []
+    items = list(words)
+    position = 0
+    while position < len(items):
+        word = items[position]
+        position += 1
+        if not word.startswith("--"):
+            strays.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        following = items[position] if position < len(items) and not items[position].startswith("--") else None
+        position += not equals and following is not None
+        data[name.replace("-", "_")] = value if equals else True if following is None else following
+    return data, strays
+
+
+def stray(word: str, names: Iterable[str]) -> str:
+    """What is said of a word that no option takes."""
+    near = nearest(f"--{word.lstrip('-')}", names, most=1, cutoff=0.9)
+    return f"{cut(word)} (a word that no option takes{f'; nearest: {near[0]}' if near else ''})"
+
+
+_TRUE = (True, 1, "true", "yes", "1", "on")
+_FALSE = (False, 0, "false", "no", "0", "off", "none", "null", "")
 
 
 def raise_faults(faults: list[str], what: str) -> None:

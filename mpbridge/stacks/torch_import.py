@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+from mpbridge.errors import cut
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.reading import base_field
 
 
-def fields_of(meaning: Meaning, cannot: list[str], quant: Quant | None = None) -> dict[str, Any]:
+def fields_of(
+    meaning: Meaning, cannot: list[str], quant: Quant | None = None, ends: tuple[int, int] | None = None
+) -> dict[str, Any]:
     """MixedPrecisionConfig fields that say `meaning` on an FSDP engine of ours; what they cannot say is added to `cannot`."""
     if meaning.storage.bytes < meaning.compute.bytes:
         cannot.append(
@@ -36,16 +40,44 @@ def fields_of(meaning: Meaning, cannot: list[str], quant: Quant | None = None) -
         fields["output_dtype"] = meaning.output.short
     if meaning.autocast is not None:
         fields |= {"autocast_enabled": True, "autocast_dtype": meaning.autocast.short}
-    fields |= quant_fields(quant)
+    fields |= quant_fields(quant, ends)
     return fields
+
+
+def left_out(names: Any, who: str, cannot: list[str], assumed: list[str]) -> tuple[int, int] | None:
+    """Layers at the start and at the end that a filter of substrings leaves in high precision; None where it names none so.
+
+    What else the filter leaves out is added to `cannot`: linears of the layers alone are quantized here, the output layer never is.
+    """
+    listed = [str(one) for one in names] if isinstance(names, (list, tuple)) else []
+    if "lm_head" not in listed and not any("lm_head" in one or one in "lm_head" for one in listed if one):
+        cannot.append(f"{who}: the output layer (lm_head) is quantized too; here it never is")
+    numbers = sorted({int(found[1]) for one in listed if (found := _LAYER.fullmatch(one))})
+    others = [one for one in listed if one != "lm_head" and not _LAYER.fullmatch(one)]
+    if others:
+        cannot.append(f"{who}: left out by substring: {', '.join(map(cut, others))}")
+    if not numbers:
+        return None
+    first = next((at for at, number in enumerate(numbers) if number != at), len(numbers))
+    rest = numbers[first:]
+    if rest != list(range(rest[0], rest[0] + len(rest))) if rest else False:
+        cannot.append(f"{who}: leaves layers {', '.join(map(str, rest))} out, which are not at one end")
+        return None
+    if rest:
+        assumed.append(f"{who}: layers {rest[0]} to {rest[-1]} are taken as the model's last")
+    return first, len(rest)
+
+
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
+"""A layer in a filter of substrings, with the dot that ends its number."""
 
 
 def _state(dtype: DType) -> str:
     return "fp8" if dtype is DType.UINT8 else dtype.short
 
 
-def quant_fields(quant: Quant | None) -> dict[str, Any]:
-    """The fields of one quantization."""
+def quant_fields(quant: Quant | None, ends: tuple[int, int] | None = None) -> dict[str, Any]:
+    """The fields of one quantization. ends: layers at the start and at the end that stay out of it."""
     if quant is None:
         return {}
     low = f"fp{quant.bits}"
@@ -53,4 +85,7 @@ def quant_fields(quant: Quant | None) -> dict[str, Any]:
     if quant.scaling == "delayed":
         fields |= {"fp8_amax_history_len": quant.amax_history, "fp8_amax_compute_algo": quant.amax_algo}
         fields |= {} if quant.wgrad else {"fp8_wgrad": False}
+    if ends is not None:
+        fields |= {"first_last_layers_bf16": True}
+        fields |= {"num_layers_at_start_in_bf16": ends[0], "num_layers_at_end_in_bf16": ends[1]}
     return fields

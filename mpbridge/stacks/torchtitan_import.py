@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mpbridge.errors import BadValue, DataError, brief
+from mpbridge.errors import DataError, brief
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks.base import Imported, engine_with
-from mpbridge.stacks.known_keys import with_rest
+from mpbridge.stacks.known_keys import unknown_of, with_rest
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.python_values import Made, Unknown, plain, without_unknown
-from mpbridge.stacks.reading import Reader, raise_faults
+from mpbridge.stacks.reading import Reader, options_of, raise_faults
 from mpbridge.stacks.torch_import import fields_of, quant_fields
 from mpbridge.stacks.torchtitan import NAME
 
@@ -27,13 +27,11 @@ _OLD = ("float8", "mx", "quantize", "model.converters")
 
 def read(words: Iterable[str], *, version: str) -> Imported:
     """What `--section.key value` arguments mean, `--config NAME` included. Raises BadValue for words that are none."""
-    data: dict[str, Any] = {}
-    items = iter(words)
-    for word in items:
-        if not word.startswith("--"):
-            raise BadValue(f"{brief(word)} is not an option: expected --section.key VALUE")
-        path, equals, value = word[2:].replace("-", "_").partition("=")
-        data[path] = value if equals else next(items, None)
+    faults: list[str] = []
+    data, strays = options_of(words)
+    faults += [f"{brief(word)} is not an option: expected --section.key VALUE" for word in strays]
+    faults += [f"--{name} has no value" for name in ("config", *_WORDS) if data.get(name) is True]
+    raise_faults(faults, "these arguments of torchtitan")
     return read_data(data, version=version)
 
 
@@ -82,6 +80,10 @@ def _dtypes(read_: Reader, contradicts: list[str]) -> tuple[DType, DType, DType]
     return storage, compute, DType.FP32
 
 
+_WORDS = (
+    "training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce", "optimizer.implementation",
+)  # fmt: skip
+"""Options about precision that take a word."""
 OPAQUE = frozenset({"model_registry", "nvfp4_bf16_tail_fqns"})
 """Functions whose arguments tell, not their text."""
 _CONVERTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -100,12 +102,23 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
         raise DataError(f"{name}: hands back no Trainer.Config that its text tells")
     not_known: list[str] = []
     data: dict[str, Any] = {}
+    unknown: list[str] = []
     for section, wanted in (("training", _TRAINING), ("optimizer", ("implementation",))):
         value = made.attributes.get(section)
         inside = value.attributes if isinstance(value, Made) else {}
+        if isinstance(value, Unknown):
+            not_known.append(f"{section} = {value.text}")
+        unknown += unknown_of(NAME, section, inside)
         data[section] = without_unknown({n: plain(v) for n, v in inside.items() if n in wanted}, not_known, section)
     found = read_data(data, version=version)
-    quant, cannot = _converted(made.attributes.get("model_spec"))
+    spec = made.attributes.get("model_spec")
+    inner = spec.attributes.get("converters") if isinstance(spec, Made) else None
+    not_known += [
+        f"{name} = {one.text}"
+        for name, one in (("model_spec", spec), ("converters", inner))
+        if isinstance(one, Unknown)
+    ]
+    quant, cannot = _converted(spec)
     fields, meaning = dict(found.fields), found.meaning
     if quant is not None:
         fields |= quant_fields(quant) if fields else {}
@@ -116,6 +129,7 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
         fields=fields,
         meaning=meaning,
         cannot_express=(*found.cannot_express, *cannot),
+        unknown=(*found.unknown, *unknown),
         assumed=(*found.assumed, *assumed, *dict.fromkeys(notes)),
     )
 

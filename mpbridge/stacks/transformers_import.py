@@ -10,9 +10,9 @@ from mpbridge.errors import DataError, cut
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale
 from mpbridge.stacks.base import Imported, engine_with
-from mpbridge.stacks.known_keys import with_rest
+from mpbridge.stacks.known_keys import known, with_rest
 from mpbridge.stacks.meaning import Meaning
-from mpbridge.stacks.reading import Reader, raise_faults
+from mpbridge.stacks.reading import Reader, options_of, raise_faults, stray
 from mpbridge.stacks.torch_import import fields_of
 from mpbridge.stacks.transformers import NAME
 from mpbridge.traits import DEFAULT
@@ -22,15 +22,13 @@ _EVALUATION = ("bf16_full_eval", "fp16_full_eval")
 
 def read(words: Iterable[str], *, version: str) -> Imported:
     """What `--bf16 --fsdp full_shard ...` means; `--torch_dtype`/`--dtype` of the example scripts is the loaded dtype."""
-    data: dict[str, Any] = {}
-    items = list(words)
-    for at, word in enumerate(items):
-        if not word.startswith("--"):
-            continue
-        name, equals, value = word[2:].replace("-", "_").partition("=")
-        following = items[at + 1] if at + 1 < len(items) and not items[at + 1].startswith("--") else True
-        data[name] = value if equals else following
-    return read_data(data, version=version)
+    data, strays = options_of(words)
+    found = read_data(data, version=version)
+    return dataclasses.replace(found, unknown=(*(stray(word, _options()) for word in strays), *found.unknown))
+
+
+def _options() -> list[str]:
+    return [f"--{name}" for name in known(NAME)[""]]
 
 
 def read_data(data: Any, *, version: str) -> Imported:

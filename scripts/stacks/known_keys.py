@@ -130,6 +130,8 @@ def deepspeed(packages: Path) -> dict[str, set[str]]:
     common = constants | models.of("DeepSpeedMonitorConfig") | {
         "bf16", "fp16", "zero_optimization", "data_types", "comms_logger", "compile", "hybrid_engine", "activation_checkpointing", "torch_autocast",
         "train_batch_size", "train_micro_batch_size_per_gpu", "flops_profiler", "autotuning", "elasticity", "tensor_parallel",
+        # asked for by names that are arguments of their readers
+        "communication_data_type", "seq_parallel_communication_data_type",
     }  # fmt: skip
     return {
         "": common,

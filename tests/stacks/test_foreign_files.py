@@ -179,4 +179,4 @@ def test_another_stacks_file_holds_no_option_of_megatron_lm() -> None:
 
 def test_a_word_without_dashes_is_named() -> None:
     found = read_args("bf16 --micro-batch-size 1")
-    assert found.unknown == ("bf16 (a word without dashes, which no option takes; nearest: --bf16)",)
+    assert found.unknown == ("bf16 (a word that no option takes; nearest: --bf16)",)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mpbridge.errors import BadValue
+from mpbridge.errors import BadValue, DataError
 from mpbridge.stacks.importers import read_args, read_file, read_text
 from mpbridge.stacks.shell import read_script
 
@@ -170,4 +170,5 @@ def test_a_script_read_from_its_file_finds_what_lies_beside_it(tmp_path: Path) -
     (tmp_path / "a.sh").write_text("A='--bf16 --fp8-format hybrid'")
     (tmp_path / "b.sh").write_text("source `pwd`/a.sh\npython pretrain_gpt.py $A")
     assert read_file(tmp_path / "b.sh").fields["fp8"] == "hybrid"
-    assert "fp8" not in read_text((tmp_path / "b.sh").read_text(), name="b.sh").fields
+    with pytest.raises(DataError, match=r"no option of Megatron-LM stands in it.*no such file beside the script"):
+        read_text((tmp_path / "b.sh").read_text(), name="b.sh")

@@ -28,12 +28,21 @@ def follow_if(follower: Follower, node: If) -> Truth:
 
 def _judged(follower: Follower, condition: Block, branches: Block) -> bool:
     follower.files.clear()
-    truth = follower.block(condition)
+    truth = judged(follower, condition)
     not_there(follower, branches)
     if truth is None and tells(branches):
         text = "; ".join(map(text_of, condition))
         follower.notes.append(f"the condition `{text}` is not run: taken as false, its branch is passed over")
     return bool(truth)
+
+
+def judged(follower: Follower, condition: Block) -> Truth:
+    """A condition's answer: to fail is one."""
+    follower.judging += 1
+    try:
+        return follower.block(condition)
+    finally:
+        follower.judging -= 1
 
 
 def not_there(follower: Follower, rest: Block) -> None:
@@ -86,7 +95,7 @@ def _rounds(follower: Follower, node: For) -> list[str]:
 def follow_while(follower: Follower, node: While) -> Truth:
     """A loop with a condition."""
     for _ in range(MOST_ROUNDS):
-        truth = follower.block(node.condition)
+        truth = judged(follower, node.condition)
         if truth is None and tells(node.body):
             text = "; ".join(map(text_of, node.condition))
             follower.notes.append(f"the loop's condition `{text}` is not run: its body is read once")

@@ -10,10 +10,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from mpbridge.errors import MpbridgeError
-from mpbridge.stacks.shell.conditions import Truth
+from mpbridge.stacks.shell.conditions import Truth, counts
 from mpbridge.stacks.shell.endings import NotText, Stop
 from mpbridge.stacks.shell.fields import bare, unknown_word
 from mpbridge.stacks.shell.programs import start
+from mpbridge.stacks.shell.reads import mapfile, read
 from mpbridge.stacks.shell.syntax import Command, parse
 from mpbridge.stacks.shell.values import ASSIGNMENT
 
@@ -21,15 +22,25 @@ if TYPE_CHECKING:
     from mpbridge.stacks.shell.commands import Follower
 
 
-def declare(follower: Follower, raws: list[str]) -> None:
-    """`export`, `local`, `declare`: the assignments among their words."""
-    keyed = any(raw.startswith("-") and "A" in raw for raw in raws)
+def declare(follower: Follower, name: str, raws: list[str]) -> None:
+    """`export`, `local`, `declare`: the assignments among their words. Of a function's own variables the earlier values come back at its end."""
+    options = "".join(raw[1:] for raw in raws if raw.startswith("-"))
+    own = name == "local" or (name in ("declare", "typeset") and "g" not in options)
     for raw in raws:
-        found = ASSIGNMENT.fullmatch(raw)
-        if found:
+        # "$name=value" is one word that becomes an assignment
+        text = raw if ASSIGNMENT.fullmatch(raw) or raw.startswith("-") else " ".join(follower.values.fields(raw))
+        found = ASSIGNMENT.fullmatch(text)
+        variable = found[1] if found else text
+        if raw.startswith("-") or not re.fullmatch(r"[A-Za-z_]\w*", variable):
+            continue
+        if own:
+            follower.keep(variable, cleared=found is None)
+        if "n" in options and found:
+            follower.values.references[variable] = bare(follower.values.text(found[4]))
+        elif found:
             follower.assign(found)
-        elif keyed and re.fullmatch(r"[A-Za-z_]\w*", raw):
-            follower.values.variables.setdefault(raw, {})
+        elif "A" in options:
+            follower.values.variables.setdefault(variable, {})
 
 
 def prints(name: str, words: list[str], unknown: bool) -> list[str]:
@@ -99,6 +110,11 @@ def _pwd(follower: Follower, rest: list[str], command: Command) -> Truth:
 
 
 def _set(follower: Follower, rest: list[str], command: Command) -> Truth:
+    for at, word in enumerate(map(bare, rest)):
+        if word == "--":
+            break
+        if re.fullmatch(r"[-+][a-z]*e[a-z]*", word) or (word in ("-o", "+o") and rest[at + 1 : at + 2] == ["errexit"]):
+            follower.ends_at_failure = word[0] == "-"
     if "--" in rest:
         follower.values.positional = rest[rest.index("--") + 1 :]
     return True
@@ -117,21 +133,12 @@ def _unset(follower: Follower, rest: list[str], command: Command) -> Truth:
     return True
 
 
-def _read(follower: Follower, rest: list[str], command: Command) -> Truth:
-    names = [
-        bare(word)
-        for at, word in enumerate(rest)
-        if re.fullmatch(r"[A-Za-z_]\w*", bare(word)) and (not at or rest[at - 1] not in ("-p", "-t", "-d", "-n", "-u"))
-    ]
-    if command.inputs and names:
-        here = command.inputs[-1]
-        follower.values.variables[names[-1]] = here.text if here.literal else follower.values.here(here.text)
-        return True
-    for name in names:
-        follower.values.variables[name] = follower.values.mark(
-            f"`read {name}` waits for input: taken as empty (--env {name}=...)"
-        )
-    return None
+def _let(follower: Follower, rest: list[str], command: Command) -> Truth:
+    truth: Truth = True
+    for word in rest:
+        truth, seen = counts(bare(word), follower.values)
+        follower.matters(*seen)
+    return truth
 
 
 def _getopts(follower: Follower, rest: list[str], command: Command) -> Truth:
@@ -217,9 +224,9 @@ def _beside(follower: Follower, name: str) -> Path | None:
 Builtin = Callable[["Follower", list[str], Command], Truth]
 BUILTINS: Mapping[str, Builtin] = MappingProxyType(
     {
-        **dict.fromkeys((":", "true", "ulimit", "trap", "alias", "shopt", "let", "wait", "umask", "hash", "type", "jobs", "disown"), _nothing),
-        "false": _false, "test": _test, "echo": _echo, "printf": _printf, "cd": _cd, "pwd": _pwd, "set": _set, "shift": _shift, "unset": _unset, "read": _read, "getopts": _getopts, "eval": _eval, "exec": _exec, "break": _break, "continue": _continue, "return": _return, "exit": _exit, "source": _source,
-        "[": _test, ".": _source, "pushd": _cd, "mapfile": _read, "readarray": _read,
+        **dict.fromkeys((":", "true", "ulimit", "trap", "alias", "shopt", "wait", "umask", "hash", "type", "jobs", "disown"), _nothing),
+        "false": _false, "test": _test, "echo": _echo, "printf": _printf, "cd": _cd, "pwd": _pwd, "set": _set, "shift": _shift, "unset": _unset, "read": read, "let": _let, "getopts": _getopts, "eval": _eval, "exec": _exec, "break": _break, "continue": _continue, "return": _return, "exit": _exit, "source": _source,
+        "[": _test, ".": _source, "pushd": _cd, "mapfile": mapfile, "readarray": mapfile,
     }
 )  # fmt: skip
 """Commands of bash's own that are followed; every other is a program."""

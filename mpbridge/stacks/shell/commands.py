@@ -48,6 +48,12 @@ class Follower:
     """What was printed, where a substitution asks for it."""
     files: list[str] = field(default_factory=list)
     """What tests have asked for since the last branch: `-f name`."""
+    own: list[dict[str, Value | None]] = field(default_factory=list)
+    """For each function that is being followed: its own variables' values outside of it; None: there was none."""
+    ends_at_failure: bool = False
+    """set -e."""
+    judging: int = 0
+    """Conditions and lists of && and || around what is followed: a failure there is an answer."""
     steps: int = 0
     depth: int = 0
 
@@ -78,6 +84,10 @@ class Follower:
             raise BadValue(f"this script takes more than {MOST_STEPS} steps: no launch script does")
         truth = self._any(node)
         if isinstance(node, Command):
+            if truth is False and self.ends_at_failure and not self.judging and first_word(node) not in _QUIET:
+                self.notes.append(
+                    f"`{text_of(node)}` fails, and set -e would end the script there: read on as if it did not"
+                )
             status = "1" if truth is False else "0"
             said = self.values.mark(f"`{text_of(node)}` is not run: taken to succeed") if truth is None else ""
             self.values.variables["?"] = said + status
@@ -118,6 +128,13 @@ class Follower:
             self.values.variables, self.values.positional = kept
 
     def _chain(self, chain: Chain) -> Truth:
+        self.judging += len(chain.items) > 1
+        try:
+            return self._items(chain)
+        finally:
+            self.judging -= len(chain.items) > 1
+
+    def _items(self, chain: Chain) -> Truth:
         truth: Truth = True
         before = chain.items[0][1]
         for operator, node in chain.items:
@@ -167,7 +184,8 @@ class Follower:
         for one in filter(None, settings):
             self.assign(one)
         if words is None:
-            declare(self, raws[1:])
+            if raws:
+                declare(self, raws[0], raws[1:])
             return True
         try:
             return self._called(words, command)
@@ -187,7 +205,7 @@ class Follower:
         name, index, more, raw = found[1], found[2], bool(found[3]), found[4]
         given = self.values.variables.get(name) if name in self.given else None
         self.values.assign(name, index, more, raw)
-        made = self.values.variables[name]
+        made = self.values.variables[self.values.references.get(name, name)]
         if given is not None and not more and made != given and not re.search(rf"\$\{{?{name}\b", raw):
             self.notes.append(f"--env {name}={given} has no effect: the script sets {name}={raw} itself")
 
@@ -230,6 +248,7 @@ class Follower:
     def _function(self, name: str, rest: list[str]) -> Truth:
         self.called.add(name)
         kept, self.values.positional = self.values.positional, rest
+        self.own.append({})
         try:
             with self.deeper():
                 return self.block(self.functions[name])
@@ -239,6 +258,15 @@ class Follower:
             return None
         finally:
             self.values.positional = kept
+            self._restore(self.own.pop())
+
+    def keep(self, name: str, *, cleared: bool) -> None:
+        """Before a variable becomes a function's own: what it was comes back when the function ends. cleared: it starts without a value."""
+        if not self.own:
+            return
+        self.own[-1].setdefault(name, self.values.variables.get(name))
+        if cleared:
+            self.values.variables.pop(name, None)
 
     @contextlib.contextmanager
     def deeper(self) -> Iterator[None]:

@@ -22,6 +22,8 @@ class Here:
 
     text: str = ""
     literal: bool = False
+    word: bool = False
+    """A here-string: one word, expanded as any other."""
     """Its end was quoted: nothing in it is expanded."""
 
 

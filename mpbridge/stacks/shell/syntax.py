@@ -210,7 +210,7 @@ class _Parser:
             self.lexer.waiting.append((plain, operator == "<<-", here))
             inputs.append(here)
         elif operator == "<<<":
-            inputs.append(Here(text=target))
+            inputs.append(Here(text=target, word=True))
 
     def parenthesis(self) -> Node:
         token = self.lexer.take()

@@ -35,6 +35,8 @@ class Values:
 
     variables: dict[str, Value] = field(default_factory=dict)
     positional: list[str] = field(default_factory=list)
+    references: dict[str, str] = field(default_factory=dict)
+    """Name -> the variable that it stands for (declare -n)."""
     script: str = ""
     """$0."""
     marks: list[str] = field(default_factory=list)
@@ -168,7 +170,7 @@ class Values:
             return self.script if not at else self.positional[at - 1] if at <= len(self.positional) else None
         if name == "#":
             return str(len(self.positional))
-        return self.variables.get(name)
+        return self.variables.get(self.references.get(name, name))
 
     def _indexed(self, name: str, index: str | None) -> Value | None:
         value = self.get(name)
@@ -255,6 +257,7 @@ class Values:
 
     def assign(self, name: str, index: str | None, more: bool, raw: str) -> None:
         """`NAME=raw`, `NAME+=raw`, `NAME=(...)`, `NAME[index]=raw`."""
+        name = self.references.get(name, name)
         before = self.variables.get(name)
         made: Value
         if raw.startswith("(") and index is None:
