@@ -47,6 +47,25 @@ def test_keys_of_a_section_are_completed() -> None:
     assert {"lr", "weight_decay", "adam_beta2"} <= set(keys)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_ipython_completes_settings_as_attributes_and_as_keys() -> None:
+    pytest.importorskip("IPython", reason="needs the extra notebook")
+    from IPython.core.completer import IPCompleter, provisionalcompleter
+    from IPython.core.interactiveshell import InteractiveShell
+
+    config = ConfigContainer()
+    completer = IPCompleter(InteractiveShell(), namespace={"config": config, "section": config.optimizer})
+
+    def offered(text: str) -> set[str]:
+        with provisionalcompleter():
+            return {one.text.strip(".'\"") for one in completer.completions(text, len(text))}
+
+    assert {"optimizer", "train"} <= offered("config.")
+    assert {"lr", "loss_scale"} <= offered("config.optimizer.l")
+    assert {"lr", "loss_scale"} <= offered("section['l")
+    assert "weight_decay" not in offered("section['l")
+
+
 def test_a_notebook_gets_a_bar_that_is_drawn_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[int, str]] = []
     monkeypatch.setattr(progress, "in_notebook", lambda: True)
