@@ -10,6 +10,9 @@ from mpbridge.diagnose.signals import Odd
 from mpbridge.diagnose.suspects import Case, Suspect, flushed_operands
 from mpbridge.telemetry.reading import Row
 
+SATURATES, WASTED, MUCH_WASTED = -3, 8, 12
+"""Staleness (log2) below which a scale is wrong, above which it wastes range, and above which no spike explains it."""
+
 
 def scales(case: Case) -> Suspect | None:
     """Delayed scales beside the amaxes that they should follow: one that is far off, or all that stand still."""
@@ -21,7 +24,11 @@ def scales(case: Case) -> Suspect | None:
             evidence=[*(text for _, text in still[:3]), *_audited(case, "delayed scales")[:1]], tensors=[text.partition(":")[0] for _, text in still[:4]],
             advice=["the scale update is skipped: look at who calls it (a hook, a resume that restored scales alone, a graph captured with its update outside)", "bf16_with_fp8_current_scaling_mixed keeps no history"],
         )  # fmt: skip
-    return _wrong_scale(case, wrong) if wrong else None
+    # wasted range that nothing suffers from may be the trace of a spike between two measurements
+    harmless = not case.onsets and all(WASTED < stale <= MUCH_WASTED for _, _, stale in wrong)
+    if harmless or all(_remembered(case, *one) for one in wrong):
+        return None
+    return _wrong_scale(case, wrong)
 
 
 def _wrong_scale(case: Case, wrong: list[tuple[int, str, float]]) -> Suspect:
@@ -44,7 +51,7 @@ def _follow_the_tensors(
     states = case.run.operands()
     passing = all(_passes(states[name], step) for name, _ in named)
     # after a spike a history wastes range for as long as it is
-    weak = all(8 < stale <= 12 for _, stale in named)
+    weak = all(WASTED < stale <= MUCH_WASTED for _, stale in named)
     return passing or weak or len(wrong) > max(3, 0.25 * len(states))
 
 
@@ -76,16 +83,24 @@ def _off(case: Case) -> list[tuple[int, str, float]]:
     for name, points in case.run.operands().items():
         for step, row in points[1:]:
             stale = row.get("staleness")
-            if isinstance(stale, float) and (stale < -3 or stale > 8):
+            if isinstance(stale, float) and not SATURATES <= stale <= WASTED:
                 found.append((step, name, stale))
                 break
     return found
 
 
+def _remembered(case: Case, step: int, name: str, stale: float) -> bool:
+    """Whether the scale is that of an earlier, larger amax that was measured: a history wastes range for as long as it is."""
+    points = case.run.operands()[name]
+    amax = next(row["amax"] for at, row in points if at == step)
+    known = [row["amax"] for at, row in points if at < step and isinstance(row.get("amax"), (int, float))]
+    return stale > 0 and amax * 2.0 ** min(stale, 100.0) <= 2 * max(known, default=0.0)
+
+
 def _passes(points: list[tuple[int, Row]], step: int) -> bool:
     """Whether a scale that was off at that measurement is right again at the next."""
     later = [row.get("staleness") for at, row in points if at > step]
-    return bool(later) and isinstance(later[0], float) and -3 <= later[0] <= 8
+    return bool(later) and isinstance(later[0], float) and SATURATES <= later[0] <= WASTED
 
 
 def main_weights(case: Case) -> Suspect | None:

@@ -187,6 +187,22 @@ def test_a_scale_that_is_off_and_scales_that_stand_still(run: Written) -> None:
     assert first(still.diagnosed()) == "frozen-scale"
 
 
+def test_a_history_that_remembers_a_spike_is_no_wrong_scale(run: Written) -> None:
+    spiked = LAYERS[1], "dy"
+    run.operands[25, *spiked] |= {"amax": 2.0 * 2**9}
+    for step in (step for step in run.steps if step > 25):
+        run.operands[step, *spiked] |= {"scale": 448 / 2.0 / 2**9, "staleness": 9.0}
+    assert run.diagnosed().healthy
+    run.operands[25, *spiked] |= {"amax": 2.0}  # the spike fell between two measurements
+    assert run.diagnosed().healthy
+    run.loss(range(31, 61), 2.0)
+    assert first(run.diagnosed()) == "wrong-scale", "where the run suffers, it is named"
+    for step in (step for step in run.steps if step > 25):
+        run.operands[step, *spiked] |= {"scale": 448 / 2.0 / 2**14, "staleness": 14.0}
+    run.loss(range(31, 61), -2.0)
+    assert first(run.diagnosed()) == "wrong-scale", "no spike explains so much"
+
+
 def test_an_outlier_channel_and_a_flipped_bit(run: Written) -> None:
     for step in run.steps[6:]:
         run.linears[step, LAYERS[2]] |= {"x_outlier": 3000.0, "x_amax": 4000.0}
