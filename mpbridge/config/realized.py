@@ -36,8 +36,12 @@ def emulation_faults(emulate: Any, target: Any, te: Any) -> list[str]:
     if te is not None and not emulate:
         faults.append(f"te={te} without emulate: a release is chosen for an emulated run; a GPU runs the installed one")
     try:
+        if te is not None and not isinstance(te, str):
+            raise BadValue(
+                f"te={te}: a release is a text (2.20 and 2.2 are one number): write it in quotes, as in te=\"'2.20'\""
+            )
         if te is not None:
-            release(str(te))
+            release(te)
         if target is not None and machine(str(target)).arch is None:
             raise BadValue(f"target={target}: expected a GPU, as in h100 or b200")
     except MpbridgeError as error:

@@ -91,6 +91,7 @@ def test_a_complete_one_is_left_alone(tmp_path, monkeypatch) -> None:
         ({"target": "b200"}, "target=b200 without emulate=te"),
         ({"emulate": "te", "target": "cpu"}, "expected a GPU"),
         ({"emulate": "te", "te": "two"}, "two"),
+        ({"emulate": "te", "te": 2.2}, "write it in quotes"),
     ],
 )
 def test_settings_that_do_not_fit_are_faults(settings, fault) -> None:

@@ -59,6 +59,27 @@ def test_a_recipe_trains_on_transformer_engines_modules_and_passes_its_audit(rec
     assert "transformer_engine" in seen.modules
 
 
+class Steps(Hook):
+    """Loss and gradient norm of every step; every tensor of the engine is read in between where `looks`."""
+
+    def __init__(self, looks: bool) -> None:
+        self.looks, self.seen, self.read = looks, [], 0
+
+    def stepped(self, training, result) -> None:
+        self.seen.append((result.loss, result.grad_norm))
+        for live in training.engine.tensors() if self.looks else ():
+            self.read += bool(torch.isfinite(live.tensor.detach().float()).all())
+
+
+def test_reading_the_engines_tensors_between_steps_changes_nothing() -> None:
+    looking, alone = Steps(True), Steps(False)
+    recipe, _, overrides = RUNS[0]
+    for steps in (looking, alone):
+        pretrain(tiny(recipe, *overrides), hooks=[steps], quiet=True)
+    assert looking.read > 100
+    assert looking.seen == alone.seen
+
+
 def test_megatron_keeps_what_it_imported_and_everything_else_is_given_back() -> None:
     import sys
 
