@@ -23,6 +23,9 @@ from collections.abc import Iterable
 MOST_SHOWN = 160
 """Characters of a value in a message."""
 
+MOST_NAMED = 8
+"""Unknown names in one place that are each said with the nearest known one; of more the number is said."""
+
 
 def brief(value: object) -> str:
     """A value as a message shows it: texts in quotes, bounded as `cut` does."""

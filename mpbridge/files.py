@@ -80,6 +80,29 @@ def _refuse(file: Path, mode: int) -> NoReturn:
     raise CheckpointError(f"{file} is {kind_of(mode)}, expected a regular file: it is neither followed nor opened")
 
 
+def regular(file: Path | str) -> IO[bytes]:
+    """A file that the user named, for reading in binary: links are followed. Raises OSError that says what it is where it is no regular file, without
+    waiting for a FIFO's writer."""
+    handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, expected a regular file", os.fspath(file))
+    return os.fdopen(handle, "rb")
+
+
+def text_of(file: Path | str, *, errors: str = "strict") -> str:
+    """All of such a file as UTF-8. Raises as `regular` does, and UnicodeDecodeError unless `errors` is 'replace'."""
+    with regular(file) as stream:
+        return stream.read().decode("utf-8", errors)
+
+
+def why(error: Exception) -> str:
+    """What an exception of reading says, on one line: of OSError the reason alone."""
+    said = error.strerror if isinstance(error, OSError) else None
+    return " ".join((said or str(error) or type(error).__name__).split())
+
+
 def read_json(file: Path, *, largest: int = LARGEST_JSON) -> Any:
     """The JSON value in `file`. Raises CheckpointError that names the file for anything else: damage, nesting without end, NaN, another kind of file."""
     with opened(file) as stream:

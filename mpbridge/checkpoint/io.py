@@ -129,14 +129,16 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Ve
             return dataclasses.replace(answer, notes=(*answer.notes, *_other_data(training, plain["data"])))
 
 
-def load_weights(training: Training, path: Path) -> None:
+def load_weights(training: Training, path: Path) -> Verdict:
     """Takes the weights alone from the checkpoint in `path`; schedule, counters and random states stay a fresh run's. Raises as `load` does."""
     with unobserved(), readable(training.run, path) as place:
         found = on_first_rank(lambda: _look(place))
-        if found is not None:
-            judge(found, training.run, path, reset=True)
+        if found is None:
+            return _strangers_weights(training, place, path, reset=True)
+        answer = judge(found, training.run, path, reset=True)
         with _explained(path, None), Contents(place) as contents:
             _take_up(training, contents, weights_only=True)
+        return answer
 
 
 def _strangers_weights(training: Training, place: Path, path: Path, *, reset: bool) -> Verdict:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mpbridge.cli.text import print_line, print_table
 from mpbridge.report.history import changes, read_history
 
 SUMMARY = "show what a run's audits found, when, and what changed between them"
@@ -39,17 +40,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _print(history: list[dict[str, Any]]) -> None:
     last = max(history, key=lambda one: ("weights moved" in one["facts"], one["step"]))
-    print(f"{last['recipe']}, {len(history)} audits; the last whole one, of step {last['step']}:")
-    width = [max(len(str(row[i])) for row in [(name, *fact) for name, fact in last["facts"].items()]) for i in range(3)]
-    for name, (promised, found, state) in last["facts"].items():
-        print(f"  {name:<{width[0]}}  promised {promised:<{width[1]}}  found {found:<{width[2]}}  {state}")
+    print_line(f"{last['recipe']}, {len(history)} audits; the last whole one, of step {last['step']}:")
+    rows = [(name, *map(str, fact)) for name, fact in last["facts"].items()]
+    print_table(("what", "promised", "found", ""), rows)
     before = None
     for one in history:
         verdict = "as promised" if one["ok"] else "NOT as promised"
         unseen = len(one.get("not_observed", {}))
-        print(
+        print_line(
             f"step {one['step']:>6}  {one['stage']:<6}  {verdict}{f', {unseen} not observed' if unseen else ''}  ({one['reason']})"
         )
         for line in (*one.get("faults", ()), *changes(before, one)):
-            print(f"             {line}")
+            print_line(line, indent=" " * 13)
         before = one

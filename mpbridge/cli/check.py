@@ -16,6 +16,7 @@ from mpbridge.precision.words import scale_warmup
 from mpbridge.rules.base import Violation
 from mpbridge.rules.gemm_shapes import Misfit, lint, spans, token_multiple
 from mpbridge.rules.table import broken, rules
+from mpbridge.train.admission import Admission
 
 SUMMARY = "whether a configuration is legal on a machine: every broken rule, every unsuitable size"
 
@@ -33,15 +34,17 @@ def run(args: argparse.Namespace) -> int:
     if args.rules:
         return _list(args.json)
     where = target(args)
-    made = resolved(args, machine=where.machine, versions=where.versions)
+    admission = Admission(here=where.here, training=False)
+    made = resolved(args, machine=where.machine, versions=where.versions, also=admission)
+    notes = [*admission.notes, *admission.trackers]
     violations = judge(made, where)
     findings = lint(made.policy, where.facts(made.facts))
     quantizer = "emulation" if made.facts.realization == "emulated" else "transformer_engine"
     answer = can_run(made.policy, where.machine, where.versions, quantized_by=quantizer)  # type: ignore[arg-type]
     if args.json:
-        print_json(as_data(made, where, violations, findings, answer))
+        print_json(as_data(made, where, violations, findings, answer) | {"notes": notes})
     else:
-        _print(made, where, violations, findings, answer)
+        _print(made, where, violations, findings, answer, notes)
     return 1 if any(v.severity == "error" for v in violations) else 0
 
 
@@ -85,7 +88,12 @@ def _edges(policy: PrecisionPolicy, depth: int) -> list[int]:
 
 
 def _print(
-    made: Run, where: Target, violations: Sequence[Violation], findings: Sequence[Misfit], answer: Capability
+    made: Run,
+    where: Target,
+    violations: Sequence[Violation],
+    findings: Sequence[Misfit],
+    answer: Capability,
+    notes: Sequence[str],
 ) -> None:
     print(f"recipe {made.recipe}, engine {made.engine}, {made.world_size} process{'es' if made.world_size > 1 else ''}")
     print(f"target {where.line()}")
@@ -116,6 +124,8 @@ def _print(
             title="sizes",
         )
         print()
+    for note in notes:
+        print(f"note   {note}")
     errors = sum(v.severity == "error" for v in violations)
     print(
         f"{errors} error{'s' if errors != 1 else ''}, {len(violations) - errors} warning{'s' if len(violations) - errors != 1 else ''}"

@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpbridge.cli.options import whole
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue
 from mpbridge.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--end-of-text", metavar="TOKEN", help="the token behind each document (default: the tokenizer's own)"
     )
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="processes (default: by the size of the input, at most 8)"
+        "--workers", type=whole, metavar="N", help="processes (default: by the size of the input, at most 8)"
     )
     parser.add_argument("--cache", type=Path, metavar="DIR", help="cache folder (default: the user's)")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -92,6 +93,8 @@ def _prepare(args: argparse.Namespace) -> int:
             }
         )
         return 0
+    if name != BYTE and not is_factory(name):
+        print(tokenizer_files(name, args.end_of_text).end_line())
     print(done.line() + (" (prepared before)" if done.cached else ""))
     print("\n".join(prefixes))
     return 0
@@ -124,13 +127,18 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
 
     fetch(args.tokenizer)
     files = tokenizer_files(args.tokenizer, args.end_of_text)
-    end = "not said: give data.end_of_text" if files.end is None else files.end
+    end = (
+        f"not said{f' ({files.ends_by})' if files.ends_by else ''}: give data.end_of_text"
+        if files.end is None
+        else files.end
+    )
     return {
         "name": args.tokenizer,
         "kind": files.kind,
         "file": str(files.file),
         "tokens": files.size,
         "end of text": end,
+        **({} if files.end is None else {"token": files.end_token, "as said by": files.ends_by}),
     }
 
 

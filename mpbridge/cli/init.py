@@ -5,11 +5,18 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import Any
 
 from mpbridge.cli import _starter
 from mpbridge.cli.options import DEFAULT_CONFIG, find_config
+from mpbridge.config.container import ConfigContainer
+from mpbridge.config.load import dump_yaml
 from mpbridge.errors import BadValue
+from mpbridge.files import text_of
+from mpbridge.huggingface.folder import is_reference
+from mpbridge.huggingface.section import tree
 from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.precision.yaml_loader import load_yaml
 
 SUMMARY = "a starter folder: a configuration, a recipe, a script of your own, and the commands"
 DEFAULT_RECIPE = "bf16_mixed"
@@ -28,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Writes the files; refuses where one of them exists, and then writes none."""
     folder = Path(args.folder)
     get_mixed_precision_config(args.recipe)  # a misspelled name is an error before anything is written
-    files = starter(find_config(args.config).read_text(encoding="utf-8"), describe(args.recipe).name)
+    files = starter(starting_text(find_config(args.config)), describe(args.recipe).name)
     taken = [str(folder / name) for name in files if (folder / name).exists()]
     if taken:
         raise BadValue(
@@ -43,11 +50,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def starting_text(place: Path) -> str:
+    """The text of a configuration, or of a Hugging Face folder's. Raises BadValue, Contradiction: what is written starts from one that can be used."""
+    ConfigContainer.load(place)
+    return dump_yaml(tree(str(place))) if is_reference(str(place)) else text_of(place)
+
+
 def starter(config: str, recipe: str) -> dict[str, str]:
     """File name -> text. config: a configuration's text, whose recipe becomes the folder's own."""
+    wanted = (load_yaml(config) or {}) | {"mixed_precision": "recipe.yaml"}
     line = "mixed_precision: recipe.yaml"
     config, found = re.subn(r"^mixed_precision:.*$", line, config, count=1, flags=re.MULTILINE)
     config = config if found else f"{line}\n{config}"
+    if _loaded(config) != wanted:  # its recipe stands on several lines
+        config = dump_yaml(wanted)
     missing = [text for name, text in _starter.SECTIONS.items() if not re.search(rf"^{name}:", config, re.MULTILINE)]
     return {
         "config.yaml": "\n".join([config.rstrip(), *missing]) + "\n",
@@ -55,3 +71,12 @@ def starter(config: str, recipe: str) -> dict[str, str]:
         "train.py": _starter.SCRIPT,
         "README.md": _starter.README,
     }
+
+
+def _loaded(text: str) -> Any:
+    import yaml
+
+    try:
+        return load_yaml(text)
+    except yaml.YAMLError:
+        return None

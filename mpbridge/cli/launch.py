@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shutil
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from mpbridge.cli._job import job_faults
 from mpbridge.cli._slurm import Job, script
 from mpbridge.cli.options import resolved, whole
-from mpbridge.errors import BadValue, MpbridgeError
+from mpbridge.errors import BadValue, Contradiction, MpbridgeError, Refused
+from mpbridge.hardware.capability import ASSUMED
+from mpbridge.hardware.machines import machine
+from mpbridge.rules.base import Violation
+from mpbridge.rules.table import broken
+from mpbridge.train.admission import Admission
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import Run
 
 SUMMARY = "a Slurm script for a run on many nodes, printed or submitted: it goes on by itself after each time limit"
 USAGE = "as in: mpbridge launch --nodes 2 --gpus-per-node 8 -- train --config llama3_8b checkpoint.save=DIR"
@@ -62,18 +74,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Checks the run on that many processes, and prints or submits the script."""
-    if min(args.nodes, args.gpus_per_node, args.notice) < 1 or args.retries < 0:
-        raise BadValue("--nodes, --gpus-per-node and --notice: at least 1; --retries: at least 0")
-    _check_image(args.image or "")
-    if args.mount and not args.image:
-        raise BadValue(f"--mount {args.mount[0]} without --image: only a container has mounts")
+    faults = job_faults(args)
+    if faults:
+        raise Contradiction(faults, subject="the job cannot be launched")
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not words:
         raise BadValue(f"what is to run is missing: {USAGE}")
     if words[0] == "train":
-        words = ["-m", "mpbridge", "train", *_resumable(words[1:], args.nodes * args.gpus_per_node)]
+        words = ["-m", "mpbridge", "train", *_resumable(words[1:], args)]
     elif not words[0].endswith(".py"):
         raise BadValue(f"{words[0]!r} cannot be launched, expected train or a .py file: {USAGE}")
+    elif not Path(words[0]).is_file() and not (args.image and Path(words[0]).is_absolute()):
+        raise BadValue(f"{words[0]}: no such file here, expected train or a .py file: {USAGE}")
     job = Job(
         nodes=args.nodes,
         per_node=args.gpus_per_node,
@@ -92,24 +104,56 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_image(image: str) -> None:
-    """Raises BadValue for a registry written as for docker: pyxis would ask Docker Hub for an image of that name, on the node, after the queue."""
-    first, slash, rest = image.partition("/")
-    is_file = image.endswith((".sqsh", ".squashfs")) or not first or first.startswith(".")
-    if slash and "#" not in image and not is_file and ("." in first or ":" in first or first == "localhost"):
-        raise BadValue(f"--image {image}: expected --image {first}#{rest}: pyxis sets the registry off by #")
-
-
-def _resumable(words: list[str], world: int) -> list[str]:
-    """train's arguments with the setting that lets the same command go on. Raises Contradiction, BadValue: nothing waits in a queue to fail."""
+def _resumable(words: list[str], args: argparse.Namespace) -> list[str]:
+    """train's arguments with the setting that lets the same command go on. Raises Contradiction, BadValue, Refused: nothing waits in a queue to fail."""
     from mpbridge.cli.main import parser_of, with_way
 
     given: Any = parser_of("train", "mpbridge.cli.train").parse_intermixed_args(with_way(words))
-    made = resolved(given, training=True, world_size=world)
-    save, load = made.checkpoint.get("save"), made.checkpoint.get("load")
+    if given.reset_optimizer:
+        given.overrides = [*given.overrides, "checkpoint.reset_optimizer=true"]
+    # what an image holds is not known here
+    admission = Admission(here=not args.image)
+    made = resolved(
+        given,
+        training=True,
+        world_size=args.nodes * args.gpus_per_node,
+        also=lambda sections: [*_requeue_faults(sections["checkpoint"]), *admission(sections)],
+    )
+    _refuse_broken(made, gpus=not args.cpu)
+    for note in (*admission.notes, *admission.trackers):
+        print(f"note: {note}", file=sys.stderr)
+    return words if made.checkpoint["load"] else [*words, f"checkpoint.load={made.checkpoint['save']}"]
+
+
+def _requeue_faults(section: Mapping[str, Any]) -> list[str]:
+    """What of a checkpoint section would not come through a requeue, which repeats the command."""
+    save, load = section["save"], section["load"]
     if not save:
-        raise BadValue("checkpoint.save is not set: without checkpoints a run starts anew after every time limit")
-    return words if load else [*words, f"checkpoint.load={save}"]
+        return ["checkpoint.save is not set: without checkpoints a run starts anew after every time limit"]
+    cure = f"drop it; to begin with the weights of another checkpoint: checkpoint.pretrained_checkpoint={load or 'DIR'}"
+    faults = []
+    if load and Path(load).resolve() != Path(save).resolve():
+        faults.append(
+            f"checkpoint.load={load} is not checkpoint.save={save}: after its time limit the run would begin there once more: {cure}"
+        )
+    if section["reset_optimizer"]:
+        faults.append(
+            f"checkpoint.reset_optimizer (--reset-optimizer) would drop the optimizer's states after every time limit: {cure}"
+        )
+    return faults
+
+
+def _refuse_broken(made: Run, *, gpus: bool) -> None:
+    """Raises Refused with the rules that the run breaks whatever the nodes are: which ones they are is not known here."""
+    machines = [machine(name) for name in (("a100", "h100", "b200") if gpus else ("cpu",))]
+    errors: list[dict[str, Violation]] = []
+    for one in machines:
+        versions = ASSUMED if gpus else made.facts.versions
+        facts = dataclasses.replace(made.facts, machine=one, versions=versions, environment={})
+        errors.append({v.rule: v for v in broken(made.policy, facts) if v.severity == "error"})
+    everywhere = [v for rule, v in errors[0].items() if all(rule in other for other in errors)]
+    if everywhere:
+        raise Refused("\n".join(map(str, everywhere)))
 
 
 def _submit(text: str) -> None:

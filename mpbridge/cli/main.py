@@ -124,6 +124,8 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"mpbridge {__version__}")
         return 0
+    if arguments[0] == "--json" and len(arguments) > 1:  # before the verb too
+        arguments = [arguments[1], "--json", *arguments[2:]]
     verb, *rest = arguments
     if verb not in known:
         raise UnknownName("command", verb, known)

@@ -14,6 +14,7 @@ from mpbridge.traits import DEFAULT, engine_names
 
 if TYPE_CHECKING:
     from mpbridge.config.container import ConfigContainer, Run
+    from mpbridge.config.run import Asked
     from mpbridge.facts import Versions
 
 DEFAULT_CONFIG = "gpt_tiny"
@@ -101,17 +102,21 @@ def resolved(
     world_size: int | None = None,
     machine: Any = None,
     versions: Versions | None = None,
+    also: Asked | None = None,
 ) -> Run:
     """The Run that the shared arguments describe.
 
     world_size: None: --world-size, and without that as few processes as the parallel sizes allow. training: ask for what training needs.
+    also: finds further faults in the sections.
     Raises Contradiction with every fault.
     """
     made = container(args)
     wanted = getattr(args, "world_size", None) if world_size is None else world_size
     if wanted is not None and wanted < 1:
         raise BadValue(f"--world-size {wanted}: at least 1")
-    return made.resolved(wanted or made.smallest_world(), machine=machine, versions=versions, training=training)
+    return made.resolved(
+        wanted or made.smallest_world(), machine=machine, versions=versions, training=training, also=also
+    )
 
 
 def find_config(name: str | None) -> Path:

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpbridge.cli.options import whole
+from mpbridge.errors import BadValue
+
 SUMMARY = "what low precision does to the tensors of a run in training: worst operands, and a page"
 
 
@@ -14,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder (logger.log_dir)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: precision.html in the folder)")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="operands to print (default: 10)")
+    parser.add_argument("--top", type=whole, default=10, metavar="N", help="operands to print (default: 10)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,8 +28,10 @@ def run(args: argparse.Namespace) -> int:
     from mpbridge.report.console import console
 
     target = args.out or args.run_folder / "precision.html"
-    writable(target)
+    if args.top < 1:
+        raise BadValue(f"--top {args.top}: at least 1")
     found = gather(args.run_folder)
+    writable(target)
     out = console()
     target.write_text(precision_page(found).html(), encoding="utf-8")
     for gap in found.gaps:
@@ -52,7 +57,7 @@ def _table(step: int, rows: Sequence[Mapping[str, Any]], top: int) -> object:
         error = row["row_error"]
         return error if isinstance(error, float) else 0.0
 
-    for row in sorted(rows, key=size, reverse=True)[: max(0, top)]:
+    for row in sorted(rows, key=size, reverse=True)[:top]:
         cells = [f"{row['linear']}", f"{row['side']} {row['copy']}", f"{row['format']}"]
         cells += [_shown(row[name], "{:.2%}") for name in ("flushed", "saturated", "row_error")]
         cells += [_shown(row[name], text) for name, text in (("sqnr", "{:.1f}"), ("amax", "{:.3g}"), ("scale", "{:.3g}"), ("staleness", "2**{:+.1f}"))]  # fmt: skip

@@ -25,10 +25,27 @@ def print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, default=str))
 
 
+def columns_here() -> int | None:
+    """How wide a line may be; None where nobody says (a pipe, a file)."""
+    return shutil.get_terminal_size().columns if on_terminal() or "COLUMNS" in os.environ else None
+
+
+def print_line(text: str, *, indent: str = "") -> None:
+    """A line, or as many as the known width asks for."""
+    width = columns_here()
+    print(
+        "\n".join(
+            [f"{indent}{text}"]
+            if width is None or len(indent) + len(text) <= width
+            else wrapped(text, width, indent=indent)
+        )
+    )
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
     """Rows under their headings. Cells are plain text. Where the width is known (a terminal, COLUMNS), lines keep to it."""
     rows = [[str(cell) for cell in row] for row in rows]
-    width = shutil.get_terminal_size().columns if on_terminal() or "COLUMNS" in os.environ else None
+    width = columns_here()
     if width is not None and on_terminal() and _room(columns, rows, width) >= ROOM:
         _rich(columns, rows, title)
         return

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains; 0 when the run is complete, 3 when it stopped before its end and can be resumed. Faults are reported before torch is imported."""
     from mpbridge.hardware.probe import this_machine
+    from mpbridge.train.admission import Admission
 
     if args.audit:
         args.overrides = [*args.overrides, f"train.audit={args.audit}"]
@@ -51,7 +52,11 @@ def run(args: argparse.Namespace) -> int:
         (args.deterministic, "train.deterministic=true"),
     ):
         args.overrides = [*args.overrides, *([setting] if given else [])]
-    made = resolved(args, training=True, world_size=_world_size(), machine=this_machine())
+    world = _world_size()
+    # of several processes the first one asks, once they can hear its answer (train.loop)
+    made = resolved(
+        args, training=True, world_size=world, machine=this_machine(), also=Admission() if world == 1 else None
+    )
     with _stage(made):
         return _train(args, made)
 

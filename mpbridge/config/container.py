@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from mpbridge.config.live import as_mapping
 from mpbridge.config.load import COMMAND_LINE, TOP, dump_yaml, read
 from mpbridge.config.realized import emulation_faults
-from mpbridge.config.run import Draft, Run, joined
+from mpbridge.config.run import Asked, Draft, Run, joined
 from mpbridge.config.schema import SECTIONS, checked
 from mpbridge.config.section import Section
 from mpbridge.config.sections import OWN
@@ -133,15 +133,22 @@ class ConfigContainer:
         return self._draft().faults
 
     def resolved(
-        self, world_size: int = 1, machine: Any = None, versions: Versions | None = None, *, training: bool = True
+        self,
+        world_size: int = 1,
+        machine: Any = None,
+        versions: Versions | None = None,
+        *,
+        training: bool = True,
+        also: Asked | None = None,
     ) -> Run:
         """The frozen Run on that many processes. Raises Contradiction with every fault.
 
         machine: hardware.machines.Machine that will run it; None: not known. versions: None: those installed here.
-        training: False does not ask for what only training needs (train_iters, a learning rate).
+        training: False does not ask for what only training needs (train_iters, a learning rate). also: finds further faults in the sections,
+        their defaults filled in; they are raised with all others.
         """
         draft = self._draft()
-        run = draft.run(world_size, machine, versions, training)
+        run = draft.run(world_size, machine, versions, training, also)
         if run is None:
             raise Contradiction(draft.faults, subject="the configuration cannot be used")
         return run

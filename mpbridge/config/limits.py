@@ -95,6 +95,7 @@ LIMITS: dict[str, Range] = {
     "scheduler.start_weight_decay": COUNT,
     "scheduler.end_weight_decay": COUNT,
     "audit.every": COUNT,
+    "logger.precision_every": COUNT,
     "checkpoint.save_interval": SIZE,
     "checkpoint.keep_last": SIZE,
     "checkpoint.keep_every": SIZE,

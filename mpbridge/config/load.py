@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.config.schema import SECTIONS
-from mpbridge.errors import BadValue, UnknownName
+from mpbridge.errors import MOST_NAMED, BadValue, UnknownName, cut
 from mpbridge.huggingface.folder import is_reference
 from mpbridge.huggingface.section import tree
 from mpbridge.precision.config import TWINS
 from mpbridge.precision.registry import key
-from mpbridge.precision.yaml_loader import load_yaml, read_yaml
+from mpbridge.precision.yaml_loader import load_yaml, read_yaml, said
 from mpbridge.shipped import configuration, label
 
 Tree = dict[str, Any]
@@ -47,10 +47,15 @@ class Layers:
     def _known(self, layer: Mapping[str, Any], source: str) -> Tree:
         """`layer` with recipe names as {recipe: name}, without what no configuration has."""
         out: Tree = {}
+        strange = [name for name in layer if name not in TOP]
+        for name in strange[:MOST_NAMED]:
+            self.faults.append(f"{cut(name)} (from {source}): {UnknownName('section', str(name), TOP)}")
+        if len(strange) > MOST_NAMED:
+            self.faults.append(f"{len(strange) - MOST_NAMED:,} further sections (from {source}) that there are not")
         for name, value in layer.items():
             if name not in TOP:
-                self.faults.append(f"{name} (from {source}): {UnknownName('section', str(name), TOP)}")
-            elif name in SECTIONS and value is None:
+                continue
+            if name in SECTIONS and value is None:
                 out[name] = {}
             elif name in SECTIONS and not isinstance(value, Mapping):
                 self.faults.append(
@@ -82,8 +87,9 @@ class Layers:
         node: Any = self.tree
         for step in way:
             node = node.get(step, {})
-        if isinstance(node, dict):
-            node.pop(last, None)
+        if not isinstance(node, dict) or last not in node:
+            return  # nothing has said where it came from either
+        del node[last]
         for name in [name for name in self.origin if name == path or name.startswith(f"{path}.")]:
             del self.origin[name]
 
@@ -114,8 +120,7 @@ def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> 
         else:
             file = Path(path) if Path(path).exists() else configuration(os.fspath(path))
             layers.add(read_file(file), label(file))
-    said = dotted(overrides, layers.faults)
-    layers.add(said, COMMAND_LINE)
+    layers.add(dotted(overrides, layers.faults), COMMAND_LINE)
     return layers
 
 
@@ -126,7 +131,7 @@ def read_file(path: Path) -> Tree:
     try:
         data = read_yaml(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise BadValue(f"configuration {path} cannot be read: {error}") from None
+        raise BadValue(f"configuration {path} cannot be read: {said(error)}") from None
     if data is None:
         return {}
     if not _is_tree(data):
@@ -179,7 +184,7 @@ def _value(text: str) -> Any:
     try:
         value = load_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise BadValue(f"not a YAML value: {' '.join(str(error).split())}") from None
+        raise BadValue(f"not a YAML value: {said(error)}") from None
     if not _is_tree(value):
         raise BadValue(f"it refers to itself, or exceeds {MOST_VALUES:,} values or {DEEPEST} levels")
     return value

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mpbridge.config.corpus import data_faults
 from mpbridge.config.realized import DEFAULT_TARGET, is_fast, is_played, played
 from mpbridge.config.schema import defaults
 from mpbridge.config.shape import model_shape, padded_vocabulary, parallel_of, shape_faults, vocabulary
 from mpbridge.config.stages import Stage
-from mpbridge.config.training import batch_faults, training_faults
+from mpbridge.config.training import batch_faults, nonfinite_faults, training_faults
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.facts import ModelShape, OptimizerFacts, Parallel, RunFacts, Versions
 from mpbridge.formats import say
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from mpbridge.config.container import ConfigContainer
 
 Section = dict[str, Any]
+Asked = Callable[[Mapping[str, Section]], list[str]]
+"""Finds faults in the sections of a run."""
 _ONE_FACT = ("use_distributed_optimizer", "overlap_param_gather")
 """Fields that megatron-core has in two configs, ddp and optimizer."""
 
@@ -180,8 +183,10 @@ class Draft:
     origin: Mapping[str, str]
     faults: list[str]
 
-    def run(self, world_size: int, machine: Any, versions: Versions | None, training: bool) -> Run | None:
-        """The Run, or None when there are faults."""
+    def run(
+        self, world_size: int, machine: Any, versions: Versions | None, training: bool, also: Asked | None = None
+    ) -> Run | None:
+        """The Run, or None when there are faults. also: finds further ones in the sections, defaults filled in."""
         machine, versions = self._machine(machine, versions)
         inputs, sizes = joined(self.given, self.engine, self.faults)
         brought = self._bring_along(inputs)
@@ -194,6 +199,9 @@ class Draft:
         parallel = self._parallel(sizes, world_size)
         rows, seq, most = lengths(model, full["data"], parallel.tensor if parallel else 1, self.faults)
         self._add(training_faults(full | inputs, parallel) if training else batch_faults(full["train"], parallel))
+        self._add([*data_faults(full["data"]), *nonfinite_faults(full["train"], full["checkpoint"])])
+        if also is not None:
+            self._add(also(full | inputs | {"model": model | {"vocab_size": rows}}))
         if len(self.stages) > 1 and full["train"]["train_iters"]:
             self._fit_schedule(full["train"], seq)
         if self.faults or not self.stages or parallel is None:
@@ -286,12 +294,12 @@ class Draft:
         )
 
     def _add(self, found: list[str]) -> None:
-        """Takes up faults, but for "x is missing" where x was given and is at fault already."""
-        self.faults += [
-            new
-            for new in found
-            if not any(old.startswith(f"{new.partition(' is missing')[0]}=") for old in self.faults)
-        ]
+        """Takes up faults that are new, but for "x is missing" where x was given and is at fault already."""
+        for new in found:
+            if new not in self.faults and not any(
+                old.startswith(f"{new.partition(' is missing')[0]}=") for old in self.faults
+            ):
+                self.faults.append(new)
 
     def _fit_schedule(self, train: Section, seq: int) -> None:
         try:

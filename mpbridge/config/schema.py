@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from mpbridge.config.limits import LIMITS, WORDS
 from mpbridge.config.sections import GPT, OWN
-from mpbridge.errors import BadValue, UnknownName
+from mpbridge.errors import MOST_NAMED, BadValue, UnknownName
 from mpbridge.formats import DType, dtype
 from mpbridge.megatron_spec.schema import CLASSES, records
 from mpbridge.megatron_spec.versions import current, nearest
@@ -53,7 +53,9 @@ class Setting:
             "int": "a whole number",
             "str": "text",
             "object": "an object given in Python",
-            "list[choice]": "a list of them",
+            "list[choice]": "a list of " + ", ".join(map(str, self.choices))
+            if "choice" not in self.types
+            else "a list of them",
             "activation": f"one of {', '.join(ACTIVATIONS)} or a function given in Python",
         }
         return " or ".join(words.get(name, name.replace("list[", "a list of ").rstrip("]")) for name in self.types)
@@ -113,9 +115,13 @@ def checked(section: str, values: Mapping[str, Any], faults: list[str]) -> dict[
     """`values` in canonical plain form; every unknown key and every value that cannot be is added to `faults`."""
     known = settings(section, latent=bool(values.get("multi_latent_attention")))
     out: dict[str, Any] = {}
+    strange = 0
     for name, value in values.items():
         where = f"{section}.{name}"
         if name not in known:
+            strange += 1
+            if strange > MOST_NAMED:
+                continue
             faults.append(f"{where}={_short(value)}: {_unknown(section, str(name), known)}")
             continue
         try:
@@ -128,6 +134,8 @@ def checked(section: str, values: Mapping[str, Any], faults: list[str]) -> dict[
             faults.append(f"{where}={value}: expected a number {limit}")
             continue
         out[name] = plain
+    if strange > MOST_NAMED:
+        faults.append(f"{section}: {strange - MOST_NAMED:,} further settings that there are not")
     return out
 
 
@@ -240,6 +248,8 @@ def _described(hint: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
         return tuple(n for names, _ in parts for n in names), tuple(w for _, words in parts for w in words)
     if origin is Literal:
         return ("choice",), tuple(get_args(hint))
+    if origin is list and get_origin(get_args(hint)[0]) is Literal:
+        return ("list[choice]",), tuple(get_args(get_args(hint)[0]))
     if origin is list:
         return (f"list[{get_args(hint)[0].__name__}]",), ()
     return ("null" if hint is type(None) else str(hint.__name__),), ()

@@ -137,6 +137,8 @@ class Checkpoint:
     """Write checkpoints in the background while training goes on."""
     reset_optimizer: bool = False
     """Load the weights alone; optimizer states start fresh."""
+    pretrained_checkpoint: str | None = None
+    """Weights to begin with, where `load` holds nothing yet: steps count from 0, optimizer states start fresh."""
 
 
 @dataclass(kw_only=True)
@@ -147,7 +149,7 @@ class Logger:
     """The run's folder: metrics as JSON lines, precision.json, TensorBoard's files; None: nothing is written."""
     tensorboard: bool = False
     """The same as "tensorboard" among the trackers."""
-    trackers: list[str] | None = None
+    trackers: list[Literal["csv", "tensorboard", "wandb", "mlflow", "jsonl"]] | None = None
     """Where metrics go besides metrics.jsonl: "csv", "tensorboard", "wandb", "mlflow"."""
     project: str = "mpbridge"
     """The project of W&B, the experiment of MLflow."""

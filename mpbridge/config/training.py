@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from mpbridge.errors import BadValue
 from mpbridge.facts import Parallel
@@ -53,6 +54,32 @@ def batch_faults(train: Mapping[str, Any], parallel: Parallel | None) -> list[st
         microbatches(train, parallel.data)
     except BadValue as fault:
         return [str(fault)]
+    return []
+
+
+def parse_nonfinite(setting: Any) -> tuple[Literal["skip", "stop", "rollback"], int]:
+    """('skip', 0), ('stop', 0) or ('rollback', how many) from train.nonfinite; raises BadValue."""
+    if setting in ("skip", "stop"):
+        return setting, 0
+    found = re.fullmatch(r"rollback (\d+)", str(setting))
+    if found is None or not int(found[1]):
+        raise BadValue(
+            f"train.nonfinite={setting!r}: expected 'skip', 'stop' or 'rollback N' with N of at least 1 (how often a run may go back)"
+        )
+    return "rollback", int(found[1])
+
+
+def nonfinite_faults(train: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> list[str]:
+    """What is wrong with train.nonfinite, beside where the run is saved."""
+    setting = train["nonfinite"] or "skip"
+    try:
+        act, _ = parse_nonfinite(setting)
+    except BadValue as error:
+        return [str(error)]
+    if act == "rollback" and not checkpoint["save"]:
+        return [
+            f"train.nonfinite={setting!r} needs checkpoints to go back to: set checkpoint.save and checkpoint.save_interval"
+        ]
     return []
 
 

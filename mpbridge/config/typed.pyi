@@ -1088,6 +1088,7 @@ class CheckpointSettings(TypedDict, total=False):
     keep_every: int | None
     async_save: bool
     reset_optimizer: bool
+    pretrained_checkpoint: str | None
 
 class CheckpointSection(Section):
     """`ConfigContainer.checkpoint`."""
@@ -1099,6 +1100,7 @@ class CheckpointSection(Section):
     keep_every: int | None
     async_save: bool
     reset_optimizer: bool
+    pretrained_checkpoint: str | None
 
 CheckpointField: TypeAlias = SectionField[CheckpointSection, CheckpointSettings | CheckpointSection]
 
@@ -1107,7 +1109,7 @@ class LoggerSettings(TypedDict, total=False):
 
     log_dir: str | None
     tensorboard: bool
-    trackers: list[str] | None
+    trackers: list[Literal['csv', 'tensorboard', 'wandb', 'mlflow', 'jsonl']] | None
     project: str
     name: str | None
     wandb_mode: Literal['offline', 'online']
@@ -1120,7 +1122,7 @@ class LoggerSection(Section):
 
     log_dir: str | None
     tensorboard: bool
-    trackers: list[str] | None
+    trackers: list[Literal['csv', 'tensorboard', 'wandb', 'mlflow', 'jsonl']] | None
     project: str
     name: str | None
     wandb_mode: Literal['offline', 'online']

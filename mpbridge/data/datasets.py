@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from mpbridge.config.corpus import SPLITS, split_shares
+from mpbridge.data.look import nothing_left
+from mpbridge.data.pairs import pair_index
 from mpbridge.data.prepare import Prepared, Told, cache_folder, prepare
 from mpbridge.data.sources import find
 from mpbridge.data.tokenizer import tokenizer
 from mpbridge.devices.together import on_first_rank
-from mpbridge.errors import DataError
+from mpbridge.errors import BadValue, DataError
 from mpbridge.locks import lock
-
-SPLITS = ("train", "valid", "test")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +94,13 @@ class Corpus:
             lengths = _lengths(prefix)
             start, end = (round(edge * len(lengths)) for edge in span or (0.0, 0.0))
             if not lengths[start:end].sum():
-                raise DataError(
-                    f"data.split={self.split!r} leaves nothing for {split!r}: {prefix} holds {len(lengths)} sequences; "
-                    "give more text, or that part more weight"
-                )
+                raise DataError(nothing_left(self.split, split, prefix, len(lengths)))
 
 
 def _lengths(prefix: str) -> Any:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+    pair_index(prefix)  # the library maps whatever is there
     try:
         index = IndexedDataset(prefix, multimodal=False)
         # a copy: the library unmaps the file when the dataset goes, and its array would dangle
@@ -188,14 +187,11 @@ def _prepared(corpus: Any, data: Mapping[str, Any], told: Told) -> tuple[tuple[s
 
 
 def _split(given: str | Sequence[float]) -> str:
-    text = given if isinstance(given, str) else ",".join(str(weight) for weight in given)
     try:
-        weights = [float(part) for part in text.split(",")]
-    except ValueError:
-        weights = []
-    if not 1 <= len(weights) <= len(SPLITS) or min(weights) < 0 or sum(weights) <= 0:
-        raise DataError(f"data.split={given!r}: expected up to three weights, as in '98,1,1'")
-    return text
+        split_shares(given)
+    except BadValue as error:
+        raise DataError(str(error)) from None
+    return given if isinstance(given, str) else ",".join(map(str, given))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from mpbridge.data.pairs import pair_index
 from mpbridge.errors import DataError
 
 
@@ -40,6 +41,7 @@ def pair(prefix: str) -> Pair:
     """The figures of a pair; reads all of it once. Raises DataError."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+    pair_index(prefix)  # the library maps whatever is there, and cannot let go of what it could not read
     try:
         index: Any = IndexedDataset(prefix, multimodal=False)
         lengths = np.array(index.sequence_lengths)

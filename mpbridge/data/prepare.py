@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.data.encode import RecordCounts, encode, merge
+from mpbridge.data.look import no_text
 from mpbridge.data.records import Unit, units
-from mpbridge.data.sources import JSON_LINES, READ, TABLES
+from mpbridge.data.sources import JSON_LINES, TABLES
 from mpbridge.data.tokenizer import identity, tokenizer
 from mpbridge.errors import DataError
 from mpbridge.locks import lock
@@ -136,13 +137,7 @@ def _key(files: Sequence[Path], tok: Any, keys: Sequence[str]) -> str:
 def _read(home: Path, *, cached: bool) -> Prepared:
     facts = json.loads((home / "prepared.json").read_text())
     if not facts["documents"]:
-        reasons = (
-            ", ".join(f"{count} {reason}" for reason, count in sorted(facts["skipped"].items())) or "no records at all"
-        )
-        endings = ", ".join(READ)
-        raise DataError(
-            f"the corpus holds no usable text ({reasons}); expected {endings} with text under the key(s) {facts['keys']}"
-        )
+        raise DataError(no_text(facts["skipped"], facts["keys"]))
     keys = tuple(facts["keys"])
     pairs = tuple(str(home / key) for key in keys if (home / f"{key}.bin").stat().st_size)
     counts = {name: facts[name] for name in ("documents", "tokens", "skipped")}

@@ -62,8 +62,16 @@ def find(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> S
     'stdlib'; text, JSON lines, Parquet and Arrow files; folders of them; globs; data sets ('hf:owner/name'); prefixes of .bin/.idx pairs.
     Raises DataError that names every entry which is none of these.
     """
-    if corpus == "stdlib":
-        return Sources(files=stdlib_files())
+    sources, faults = located(corpus)
+    if faults:
+        raise DataError("\n".join(["data.corpus cannot be used:", *(f"  - {fault}" for fault in faults)]))
+    return sources
+
+
+def located(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[Sources, list[str]]:
+    """As `find`, with what is wrong in the place of an exception."""
+    if corpus == "stdlib" or corpus == ["stdlib"]:
+        return Sources(files=stdlib_files()), []
     given = [corpus] if isinstance(corpus, (str, os.PathLike)) else list(corpus)
     prefixes: list[str] = []
     files: list[Path] = []
@@ -80,9 +88,7 @@ def find(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> S
         faults.append("finished .bin/.idx prefixes and files to be preprocessed are mixed; give one kind")
     if not given:
         faults.append("it is empty")
-    if faults:
-        raise DataError("\n".join(["data.corpus cannot be used:", *(f"  - {fault}" for fault in faults)]))
-    return Sources(files=tuple(files), prefixes=tuple(prefixes))
+    return Sources(files=tuple(files), prefixes=tuple(prefixes)), faults
 
 
 def _files(item: str) -> list[Path]:

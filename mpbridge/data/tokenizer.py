@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mpbridge.errors import DataError, MpbridgeError
-from mpbridge.huggingface.tokenizers import BYTE, TokenizerFiles, is_factory, is_repository, tokenizer_files
+from mpbridge.huggingface.tokenizers import BYTE, LIBRARY, TokenizerFiles, is_factory, is_repository, tokenizer_files
 
 BYTE_VOCABULARY = 259
 """256 bytes, then end of document (256), padding (257) and begin of sequence (258)."""
@@ -32,9 +32,8 @@ class FileTokenizer:
 
     def __init__(self, files: TokenizerFiles, encode: Callable[[str], list[int]], library: str) -> None:
         if files.end is None:
-            raise DataError(
-                f"data.tokenizer={files.name!r} does not say which token ends a text: give it, as in data.end_of_text='</s>'"
-            )
+            raise DataError(files.without_end())
+        self.end_line = files.end_line()
         self.tokenize, self.eod, self.vocab_size = encode, files.end, files.size
         with files.file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -59,7 +58,7 @@ def tokenizer(name: str = BYTE, end: str | int | None = None) -> Any:
         files = tokenizer_files(name, end)
     except MpbridgeError as error:
         raise DataError(str(error)) from None
-    library = {"json": "tokenizers", "parts": "transformers"}.get(files.kind, files.kind)
+    library = LIBRARY[files.kind]
     try:
         encode = _ENCODERS[files.kind](files)
     except ImportError:

@@ -8,6 +8,7 @@ from typing import Any
 
 from mpbridge.errors import BadValue
 from mpbridge.estimate.constants import Constants, constants
+from mpbridge.files import text_of
 from mpbridge.hardware.machines import Machine, machine
 
 _NUMBERS = ("memory_bytes", "bandwidth", "nvlink", "domain", "network", "multiprocessors", "clock")
@@ -22,7 +23,7 @@ def read_machine(path: Path) -> tuple[Machine, Constants]:
     try:
         if path.stat().st_size > LARGEST:
             raise BadValue(f"machine file {path} has more than {LARGEST:,} bytes")
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.safe_load(text_of(path))
     except OSError as error:
         raise BadValue(f"machine file {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:

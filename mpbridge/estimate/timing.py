@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.errors import BadValue
+from mpbridge.files import text_of
 
 NAME = "timing.json"
 
@@ -32,7 +33,7 @@ def timing(folder: Path) -> Timing:
     """The timing of that run. Raises BadValue for a folder without one, or with another content."""
     path = folder / NAME
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(text_of(path))
         found = Timing(**{name: data[name] for name in Timing.__dataclass_fields__})
     except OSError as error:
         raise BadValue(f"{path}: {error.strerror or error} (a run with logger.log_dir={folder} writes it)") from None

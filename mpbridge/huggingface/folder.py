@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.errors import BadValue, Contradiction
+from mpbridge.files import regular, why
 
 PREFIX = "hf:"
 """How such a folder is named where a file could stand as well: hf:models/llama."""
@@ -121,12 +122,12 @@ def _header(folder: Path, name: str) -> dict[str, FolderTensor]:
     """The format: 8 bytes little-endian n, n bytes of JSON, data (https://huggingface.co/docs/safetensors)."""
     file = folder / name
     try:
-        with file.open("rb") as stream:
+        with regular(file) as stream:
             size = int.from_bytes(stream.read(8), "little")
             text = stream.read(min(size, LARGEST_JSON + 1))
             room = file.stat().st_size - 8 - size
     except OSError as error:
-        raise BadValue(f"{file} cannot be read: {error.strerror}") from None
+        raise BadValue(f"{file} cannot be read: {why(error)}") from None
     data = _parsed(text, file) if 0 < size <= LARGEST_JSON and len(text) == size else None
     if not isinstance(data, dict):
         raise BadValue(f"{file} is no safetensors file, or was cut off")
@@ -151,10 +152,10 @@ def _header(folder: Path, name: str) -> dict[str, FolderTensor]:
 def read_json_file(file: Path, *, largest: int = LARGEST_JSON) -> Any:
     """The JSON value in `file`. Raises BadValue that names it."""
     try:
-        with file.open("rb") as stream:
+        with regular(file) as stream:
             text = stream.read(largest + 1)
     except OSError as error:
-        raise BadValue(f"{file} cannot be read: {error.strerror}") from None
+        raise BadValue(f"{file} cannot be read: {why(error)}") from None
     if len(text) > largest:
         raise BadValue(f"{file} cannot be read: larger than {largest} bytes")
     return _parsed(text, file)

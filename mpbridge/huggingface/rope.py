@@ -18,6 +18,10 @@ def rope_section(fields: Fields, *, latent: bool) -> dict[str, Any]:
     own = fields.raw("rope_parameters")
     scaling = fields.raw("rope_scaling")
     theta = fields.number("rope_theta", 10000.0, least=1.0)
+    if own is not None and scaling is not None and _spelled(own) != _spelled(scaling):
+        fields.fault(
+            f"rope_scaling={scaling!r} beside rope_parameters={own!r}: transformers takes the first, and the two differ: remove one of them"
+        )
     given = own if own is not None else scaling if scaling is not None else {}
     name = "rope_parameters" if own is not None else "rope_scaling"
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
@@ -26,19 +30,23 @@ def rope_section(fields: Fields, *, latent: bool) -> dict[str, Any]:
     inner = Fields(given, fields.faults, {}, within=f"{name}.")
     if inner.has("rope_theta"):
         theta = inner.number("rope_theta", theta, least=1.0)
-    partial = fields.number("partial_rotary_factor", 1.0)
     kind = inner.raw("rope_type") or inner.raw("type") or "default"
     inner.raw("type")  # older files say it twice
     out: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": theta}
     out |= _scaled(str(kind), inner, latent=latent)
-    partial = inner.number("partial_rotary_factor", partial)
-    if latent and partial != 1.0:
-        fields.fault(f"partial_rotary_factor={partial}: expected 1.0 with latent attention")
-    elif partial != 1.0:
-        out["rotary_percent"] = partial
+    for place in (fields, inner):
+        place.must("partial_rotary_factor", (1.0, 1), "transformers turns all channels of a head in these models")
     for left in inner.left():
         inner.fault(f"{left}={given[left]!r} is not mapped")
     return out
+
+
+def _spelled(given: Any) -> Any:
+    """The same for a mapping with rope_type and one with type, as older files have it."""
+    if not isinstance(given, dict):
+        return given
+    plain = {name: value for name, value in given.items() if name not in ("type", "rope_theta")}
+    return plain | {"rope_type": given.get("rope_type", given.get("type", "default"))}
 
 
 def _scaled(kind: str, inner: Fields, *, latent: bool) -> dict[str, Any]:
@@ -80,8 +88,6 @@ def _yarn(inner: Fields) -> dict[str, Any]:
 def rope_fields(model: Mapping[str, Any], *, latent: bool) -> dict[str, Any]:
     """rope_theta and rope_scaling of config.json from a model section with its defaults filled in."""
     out: dict[str, Any] = {"rope_theta": float(model["rotary_base"]), "rope_scaling": None}
-    if model["rotary_percent"] != 1.0:
-        out["partial_rotary_factor"] = model["rotary_percent"]
     if latent and model["rope_type"] == "yarn":
         scaling = {name: model[name] for name in ("original_max_position_embeddings", *_YARN)}
         out["rope_scaling"] = {"type": "yarn", "factor": float(model["rotary_scaling_factor"]), **scaling}

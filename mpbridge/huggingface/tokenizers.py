@@ -17,10 +17,17 @@ BYTE = "byte"
 """The built-in tokenizer."""
 Kind = Literal["json", "sentencepiece", "tiktoken", "parts"]
 """A tokenizer.json of the library tokenizers; SentencePiece's model; ranks of tiktoken; vocab.json with merges.txt."""
+LIBRARY: Mapping[Kind, str] = {
+    "json": "tokenizers",
+    "parts": "transformers",
+    "sentencepiece": "sentencepiece",
+    "tiktoken": "tiktoken",
+}
+"""The package that encodes with such files."""
 LARGEST = 1 << 27
 """Bytes of a tokenizer's file that is read at all."""
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
-"""Tokens that end a text where nothing says which one does, by the usual families."""
+"""Tokens that end a text where nothing says which one does, by the usual families; two of them are no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +42,22 @@ class TokenizerFiles:
     size: int
     """Tokens: the largest number plus one."""
     end: int | None
-    """Number of the token that ends a text; None where the files say none."""
+    """Number of the token that ends a text; None where the files say none, or several."""
+    ends_by: str
+    """Who says so, in words; where `end` is None: why not."""
+    end_token: str = ""
+    """The token itself, where the files spell it."""
+
+    def without_end(self) -> str:
+        """What is wrong, where `end` is None."""
+        return f"data.tokenizer={self.name!r} does not say which token ends a text{f' ({self.ends_by})' if self.ends_by else ''}: give it, as in data.end_of_text='</s>'"
+
+    def end_line(self) -> str:
+        """The token that ends a text and who says so, where one is known."""
+        if self.end is None:
+            return ""
+        token = f" {self.end_token!r}" if self.end_token else ""
+        return f"a text ends with token {self.end}{token}: {self.ends_by}"
 
 
 def is_factory(name: str) -> bool:
@@ -53,9 +75,15 @@ def tokenizer_files(name: str, end: str | int | None = None) -> TokenizerFiles:
     path = _located(name)
     kind, file = _main_file(path, name)
     size, tokens = _READERS[kind](file)
-    return TokenizerFiles(
-        name=name, kind=kind, file=file, size=size, end=_end(file.parent, name, kind, tokens, size, end)
-    )
+    number: int | None
+    if end is not None:
+        number, who = _given(name, tokens, size, end), "data.end_of_text"
+    else:
+        number, who = _end(file, kind, tokens, size)
+    # ranks of tiktoken leave special tokens out: the one that ends a text may stand behind the last of them
+    size = max(size, (number or 0) + 1)
+    token = next((text for text, place in tokens.items() if place == number), "")
+    return TokenizerFiles(name=name, kind=kind, file=file, size=size, end=number, ends_by=who, end_token=token)
 
 
 def _located(name: str) -> Path:
@@ -226,30 +254,60 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 _READERS = {"json": _of_json, "parts": _of_parts, "sentencepiece": _of_sentencepiece, "tiktoken": _of_ranks}
 
 
-def _end(
-    folder: Path, name: str, kind: Kind, tokens: Mapping[str, int], size: int, given: str | int | None
-) -> int | None:
-    if given is not None:
-        number = tokens.get(given) if isinstance(given, str) else given
-        if number is None or not 0 <= number < size:
-            raise BadValue(f"data.end_of_text={given!r}: the tokenizer {name!r} has no such token (it has {size:,})")
-        return number
+def _given(name: str, tokens: Mapping[str, int], size: int, given: str | int) -> int:
+    number = tokens.get(given) if isinstance(given, str) else given
+    if number is None or not 0 <= number < size:
+        raise BadValue(f"data.end_of_text={given!r}: the tokenizer {name!r} has no such token (it has {size:,})")
+    return number
+
+
+def _end(file: Path, kind: Kind, tokens: Mapping[str, int], size: int) -> tuple[int | None, str]:
+    """(the token that ends a text, who says so), or None and why: nobody does, or two differ."""
+    said = [(who, tokens[text]) for who, text in _said(file, kind) if text in tokens]
+    if len({number for _, number in said}) > 1:
+        return None, " and ".join(f"{who} says {number}" for who, number in said)
+    numbers = _eos_numbers(file.parent, size if kind != "tiktoken" else 2 * size)
+    if said:
+        who, number = said[0]
+        if numbers and number not in numbers:
+            return None, f"{who} says {number}, eos_token_id of {CONFIG} says {' or '.join(map(str, numbers))}"
+        return number, who
+    if numbers:
+        listed = f"eos_token_id of {CONFIG}"
+        return (numbers[0], listed) if len(numbers) == 1 else (None, f"{listed} lists {', '.join(map(str, numbers))}")
     if kind == "tiktoken":
-        return size - 1
-    for text in (*_said(folder), *ENDS):
-        if text in tokens:
-            return tokens[text]
-    said = _optional(folder / CONFIG).get("eos_token_id")
-    return said if type(said) is int and 0 <= said < size else None
+        return size - 1, "its file names no such token, so it is the number behind the last rank"
+    usual = [text for text in ENDS if text in tokens]
+    if len(usual) == 1:
+        return tokens[usual[0]], "by its name alone, nothing in the files says so (data.end_of_text gives another)"
+    return None, f"{' and '.join(map(repr, usual))} could both be it" if usual else ""
 
 
-def _said(folder: Path) -> Iterator[str]:
-    """eos_token of tokenizer_config.json or special_tokens_map.json."""
+def _said(file: Path, kind: Kind) -> Iterator[tuple[str, str]]:
+    """(where, eos_token) of SentencePiece's own model, else of tokenizer_config.json and special_tokens_map.json."""
+    found = False
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _optional(folder / name).get("eos_token")
+        token = _optional(file.parent / name).get("eos_token")
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
-            yield text
+            found = True
+            yield f"eos_token of {name}", text
+    if kind == "sentencepiece" and not found:
+        yield "eos_piece of the model", _eos_piece(file)
+
+
+def _eos_piece(file: Path) -> str:
+    """Field 47 of TrainerSpec, which is field 2 of ModelProto; its default is </s> (sentencepiece_model.proto)."""
+    trained = [content for number, content in _fields(file.read_bytes()) if number == 2]
+    return next((text.decode("utf-8", "replace") for spec in trained for number, text in _fields(spec) if number == 47), "</s>")  # fmt: skip
+
+
+def _eos_numbers(folder: Path, size: int) -> list[int]:
+    """eos_token_id of config.json, one or several."""
+    said = _optional(folder / CONFIG).get("eos_token_id")
+    return [
+        number for number in (said if isinstance(said, list) else [said]) if type(number) is int and 0 <= number < size
+    ]
 
 
 def _optional(file: Path) -> Mapping[str, Any]:

@@ -17,7 +17,7 @@ from mpbridge.errors import BadValue, DuplicateName, MpbridgeError, RecipeError,
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.recipe import Factory, Recipe
 from mpbridge.precision.recipes import BUILT_IN
-from mpbridge.precision.yaml_loader import read_yaml
+from mpbridge.precision.yaml_loader import read_yaml, said
 from mpbridge.shipped import recipe_file, recipe_files
 from mpbridge.traits import traits
 
@@ -346,7 +346,7 @@ def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
     try:
         data = read_yaml(path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise RecipeError(f"recipe file {path} cannot be read: {error}") from error
+        raise RecipeError(f"recipe file {path} cannot be read: {said(error)}") from error
     if data is None:
         data = {}
     if not isinstance(data, dict):

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from mpbridge.files import regular, why
+
 MOST_CHARACTERS = 100_000
 """Of a file; PyYAML reads about 350,000 a second, and a configuration has a few thousand."""
 MOST_BRACKETS = 50
@@ -90,11 +92,20 @@ def read_yaml(path: Path) -> Any:
     import yaml
 
     most = 4 * MOST_CHARACTERS  # UTF-8 has at most four bytes for a character
-    with path.open("rb") as stream:
+    with regular(path) as stream:
         raw = stream.read(most + 1)
     if len(raw) > most:
         raise yaml.YAMLError(f"more than {most:,} bytes, expected at most {MOST_CHARACTERS:,} characters")
     return load_yaml(raw.decode("utf-8"))
+
+
+def said(error: Exception) -> str:
+    """What an exception of reading YAML says, on one line, with the place that it means."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or not problem:
+        return why(error)
+    context = f", {error.context}" if getattr(error, "context", None) else ""  # type: ignore[attr-defined]
+    return f"line {mark.line + 1}, column {mark.column + 1}: {' '.join(f'{problem}{context}'.split())}"
 
 
 def _open_brackets(text: str) -> int:

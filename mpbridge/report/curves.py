@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.errors import BadValue, MpbridgeError
+from mpbridge.files import text_of
 
 METRICS = "metrics.jsonl"
 CURVES: Mapping[str, tuple[str, bool]] = {
@@ -41,7 +42,7 @@ def read_curves(folder: Path) -> Curves:
     """The run in `folder`, or in a metrics file itself. Raises BadValue where there is no file, or not one whole line in it."""
     path = folder / METRICS if folder.is_dir() else folder
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = text_of(path, errors="replace")
     except OSError as error:
         raise BadValue(
             f"{path}: {error.strerror or error} (expected the folder of a run: `mpbridge train ... logger.log_dir=DIR`)"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.errors import BadValue
+from mpbridge.files import text_of
 
 PRECISION = "precision.json"
 """In the run's folder: what was wanted, decided, overridden and found."""
@@ -17,7 +18,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     """The audits of the run in `folder`, oldest first. Raises BadValue where there is nothing of the kind."""
     path = folder / PRECISION if folder.is_dir() else folder
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(text_of(path))
         history = data["audit"]["history"]
         if not isinstance(history, list) or not all(isinstance(one, dict) and "facts" in one for one in history):
             raise ValueError(path)

@@ -14,6 +14,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -237,6 +238,12 @@ def names_of(section: Mapping[str, Any]) -> list[str]:
         if name not in TRACKERS and name != "jsonl":
             raise UnknownName("tracker", str(name), [*TRACKERS, "jsonl"])
     return [name for name in dict.fromkeys(wanted) if name != "jsonl"]
+
+
+def absent(name: str) -> str:
+    """Why a tracker cannot be imported here, '' where its package is there; it is not imported."""
+    extra = TRACKERS[name][1]
+    return f"is not installed (pip install 'mpbridge[{extra}]')" if extra and find_spec(extra) is None else ""
 
 
 class Background:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from mpbridge.checkpoint.writer import end_with_parent
-from mpbridge.config.training import ANNOUNCED
+from mpbridge.config.training import ANNOUNCED, parse_nonfinite
 from mpbridge.devices.together import agreed, is_of_a_lost_rank
-from mpbridge.errors import BadValue, MpbridgeError, Refused
+from mpbridge.errors import MpbridgeError, Refused
 from mpbridge.report.events import record
 from mpbridge.train.base import Hook
 
@@ -122,10 +121,6 @@ class Nonfinite(Hook):
         self.act, self.left = parse_nonfinite(setting)
         self.keeper = keeper
         self.before = 0
-        if self.act == "rollback" and keeper.folder is None:
-            raise BadValue(
-                f"train.nonfinite={setting!r} needs checkpoints to go back to: set checkpoint.save and checkpoint.save_interval"
-            )
 
     def started(self, training: Training) -> None:
         """Counts from what was loaded."""
@@ -163,18 +158,6 @@ class Nonfinite(Hook):
             f"{text}: back to {place.name}, continuing after the samples that led there; {self.left} rollbacks left",
             **facts,
         )
-
-
-def parse_nonfinite(setting: Any) -> tuple[Literal["skip", "stop", "rollback"], int]:
-    """('skip', 0), ('stop', 0) or ('rollback', how many) from train.nonfinite; raises BadValue."""
-    if setting in ("skip", "stop"):
-        return setting, 0
-    found = re.fullmatch(r"rollback (\d+)", str(setting))
-    if found is None or not int(found[1]):
-        raise BadValue(
-            f"train.nonfinite={setting!r}: expected 'skip', 'stop' or 'rollback N' with N of at least 1 (how often a run may go back)"
-        )
-    return "rollback", int(found[1])
 
 
 @contextmanager

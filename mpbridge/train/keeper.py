@@ -13,27 +13,13 @@ import torch.distributed as dist
 from mpbridge.checkpoint import io as checkpoint
 from mpbridge.checkpoint import store
 from mpbridge.devices.together import on_first_rank
-from mpbridge.errors import CheckpointError
 from mpbridge.report.events import record
+from mpbridge.train.admission import beginning
 from mpbridge.train.base import Hook
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
     from mpbridge.train.base import Training
-
-
-def resume_point(run: Run) -> Path | None:
-    """The checkpoint that `run` starts from; None: from nothing.
-
-    checkpoint.load may name the folder that the run saves to before there is anything in it, so one command starts a run and resumes it.
-    Raises CheckpointError where it names nothing.
-    """
-    load, save = run.checkpoint.get("load"), run.checkpoint.get("save")
-    if not load:
-        return None
-    if save and Path(load).resolve() == Path(save).resolve() and not store.saved(Path(save)):
-        return None
-    return store.locate(Path(load))
 
 
 class Keeper(Hook):
@@ -59,14 +45,13 @@ class Keeper(Hook):
         self._begun = True
         if (folder := self.folder) is not None:
             on_first_rank(lambda: self._take(folder))
-        place = resume_point(training.run)
+        place, weights = beginning(training.run.checkpoint)
         own = place is not None and folder is not None and place.parent.resolve() == folder.resolve()
-        if folder is not None and not own and store.saved(folder):
-            newest = store.saved(folder)[0]
-            raise CheckpointError(
-                f"{folder} already holds a run (its newest checkpoint is {newest.path.name}): go on with it (checkpoint.load={folder}), "
-                "or choose another checkpoint.save"
-            )
+        if weights is not None:
+            answer = checkpoint.load_weights(training, weights)
+            self._said = "\n".join([f"begins with the weights of {weights}", *answer.lines()[1:]])
+            self._resumed = {"checkpoint": str(weights), "verdict": "weights only", "optimizer_reset": True}
+            training.notes["weights from"] = str(weights)
         if place is not None:
             answer = checkpoint.load(training, place, reset_optimizer=self.reset)
             self.saved_at = training.counters.iteration if own else None

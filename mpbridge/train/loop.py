@@ -15,19 +15,20 @@ from mpbridge.audit.agreement import agree
 from mpbridge.config.training import microbatches, train_iters
 from mpbridge.data.batches import Feed
 from mpbridge.devices import device_layer
+from mpbridge.devices.together import on_first_rank
 from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.engines.registry import build_engine
 from mpbridge.report.console import console, rank
 from mpbridge.report.metrics import MetricsLog
 from mpbridge.report.progress import ProgressLine
 from mpbridge.report.tables import summary_table
-from mpbridge.report.trackers import names_of
 from mpbridge.te_cpu.context import stage_of
+from mpbridge.train.admission import require_admission
 from mpbridge.train.base import Hook, Hooks, Training
 from mpbridge.train.faults import explained
 from mpbridge.train.flops import flops_per_token
 from mpbridge.train.hooks import default_hooks
-from mpbridge.train.lr import scheduler, scheduler_arguments
+from mpbridge.train.lr import scheduler
 from mpbridge.train.machine import data_parallel, process_group, process_settings
 from mpbridge.train.metrics import Counters, Meter, line
 from mpbridge.train.preflight import preflight, write_precision
@@ -53,10 +54,7 @@ def pretrain(
     Raises Refused before anything is built when the machine or a rule says no, BadValue and Contradiction for settings that do not
     fit, DataError for data that cannot be used.
     """
-    # what can be checked without the machine is checked before it is touched
     train_iters(run.train)
-    scheduler_arguments(run)
-    names_of(run.logger)
     with stage_of(run):
         return _pretrain(run, dataset, hooks, quiet)
 
@@ -77,6 +75,8 @@ def _pretrain(
         stack.enter_context(device_layer(cuda, fused_adam=CpuFusedAdam))
         stack.enter_context(process_group(cuda, minutes=float(run.train.get("timeout_minutes") or 60.0)))
         stack.enter_context(explained())
+        for said in on_first_rank(lambda: require_admission(run, own_data=dataset is not None)):
+            out.print(said, markup=False, soft_wrap=True)
         for stage in run.stages or (run,):
             agree(stage.policy)
         feed = Feed(run, dataset)

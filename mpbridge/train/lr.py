@@ -18,8 +18,13 @@ _WEIGHT_DECAY = defaults("optimizer")["weight_decay"]
 
 def scheduler_arguments(run: Run) -> dict[str, Any]:
     """The arguments of megatron-core's OptimizerParamScheduler besides the optimizer; raises Contradiction with every fault."""
-    plan, optimizer, steps = _DEFAULTS | _given(run.scheduler), run.inputs["optimizer"], train_iters(run.train)
-    batch, warmup = int(run.train["global_batch_size"]), _warmup(plan, steps)
+    return schedule(run.scheduler, run.inputs["optimizer"], run.train)
+
+
+def schedule(section: Mapping[str, Any], optimizer: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:
+    """As `scheduler_arguments`, from the sections."""
+    plan, steps = _DEFAULTS | _given(section), train_iters(train)
+    batch, warmup = int(train["global_batch_size"]), _warmup(plan, steps)
     # a run shorter than its warm-up never decays, so where no decay was asked for its end may lie after the run's
     decay = int(plan["lr_decay_iters"] or max(steps, warmup + 1))
     weight_decay = _given(optimizer).get("weight_decay", _WEIGHT_DECAY)

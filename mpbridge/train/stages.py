@@ -16,8 +16,8 @@ from mpbridge.devices.together import on_first_rank
 from mpbridge.errors import Contradiction, MpbridgeError, Refused
 from mpbridge.precision.schedule import Span, spans
 from mpbridge.report.events import record
+from mpbridge.train.admission import resume_point
 from mpbridge.train.base import Hook
-from mpbridge.train.keeper import resume_point
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -48,7 +48,7 @@ def at_stage(run: Run) -> Run:
     """`run` in the recipe of the stage that its first step is in: the first one, or where its checkpoint stands."""
     if len(run.stages) < 2:
         return run
-    place = resume_point(run)
+    place = resume_point(run.checkpoint)
     done = store.step_of(place) if place is not None else 0
     found = spans_of(run)
     index = next((span.index for span in found if span.holds(done)), found[-1].index)

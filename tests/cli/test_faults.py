@@ -173,3 +173,88 @@ def test_check_says_what_the_first_loss_scale_may_cost(capsys: pytest.CaptureFix
     assert "this run has 12 steps" in said
     assert main(["check", "--recipe", "bf16_mixed"]) == 0
     assert "scale" not in capsys.readouterr().out
+
+
+def test_a_section_with_thousands_of_settings_is_refused_quickly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "wide.yaml"
+    place.write_text("model:\n" + "".join(f"  k{n}: 1\n" for n in range(9000)), encoding="utf-8")
+    began = time.process_time()
+    assert main(["check", "--config", str(place)]) == 2
+    assert time.process_time() - began < 5  # 1 on an idle machine
+    said = capsys.readouterr().err
+    assert "8,992 further settings" in said
+    assert len(said.splitlines()) < 20
+    place.write_text("".join(f"k{n}: 1\n" for n in range(9000)), encoding="utf-8")
+    assert main(["check", "--config", str(place)]) == 2
+    assert "8,992 further sections" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check", "--config", "{}"],
+        ["show", "{}"],
+        ["train", "--config", "hf:{folder}"],
+        ["check", "data.tokenizer={folder}"],
+        ["init", "new", "--config", "{}"],
+        ["check", "--machine-file", "{}"],
+        ["plot", "{}"],
+        ["audit", "{}"],
+    ],
+    ids=" ".join,
+)
+def test_a_fifo_is_not_waited_for(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("config.json", "tokenizer.model"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "odd.yaml").symlink_to("config.json")
+    words = [word.format("odd.yaml", folder=".") for word in arguments]
+    code = f"from mpbridge.cli.main import main\nraise SystemExit(main({words!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=60)  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("text", ["a: [1\nb: 2\n", "a: 1\n a: 2\n", "\tx: 1", "a: *b", "a: !!python/object:x {}"])
+def test_yaml_that_cannot_be_read_is_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "bad.yaml"
+    place.write_text(text)
+    for arguments in (["check", "--config", str(place)], ["show", str(place)], ["check", "--recipe", str(place)]):
+        assert main(arguments) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert len([line for line in said if "line " in line]) == 1, said
+        assert len(said) <= 2
+
+
+def test_json_may_stand_before_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json", "nope"]) == 2
+    assert "no command named 'nope'" in json.loads(capsys.readouterr().err)["message"]
+    assert main(["--json", "list"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_precision_names_the_folder_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["precision", "nope"]) == 2
+    assert capsys.readouterr().err.startswith("nope: No such file")
+    assert main(["precision", "nope", "--top", "0"]) == 2
+    assert "--top 0: at least 1" in capsys.readouterr().err
+
+
+def test_audits_keep_to_sixty_columns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fact = [
+        "main weights, rounded, in the dtype of the recipe",
+        "others than those (decoder.layers.1.mlp.linear_fc1)",
+        "NO",
+    ]
+    one = {"recipe": "bf16_mixed", "step": 3, "stage": "live", "ok": False, "reason": "every 3 steps", "facts": {"weights moved": ["yes", "yes", "ok"], "weights as read": fact}, "faults": ["weights as read: " + " ".join(fact)]}  # fmt: skip
+    (tmp_path / "precision.json").write_text(json.dumps({"audit": {"history": [one]}}))
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["audit", str(tmp_path)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60, lines

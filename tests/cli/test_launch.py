@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from mpbridge.cli._job import limit_seconds
 from mpbridge.cli.main import main
 
 TRAIN = ["train", "--config", "gpt_tiny", "checkpoint.save=runs/a"]
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -72,6 +78,19 @@ def test_names_of_docker_hub_and_files_are_images(printed, image: str) -> None:
         (["--nodes", "2", "--", *TRAIN, "train.global_batch_size=12"], "global_batch_size"),
         (["--nodes", "2", "--", "evaluate"], "expected train or a .py file"),
         (["--nodes", "0", "--", *TRAIN], "at least 1"),
+        (["--nodes", "2", "--", *TRAIN, "checkpoint.load=begin"], "checkpoint.pretrained_checkpoint=begin"),
+        (["--nodes", "2", "--", *TRAIN, "--reset-optimizer"], "after every time limit"),
+        (["--nodes", "2", "--", *TRAIN, "checkpoint.reset_optimizer=true"], "after every time limit"),
+        (["--nodes", "2", "--", "nowhere.py"], "no such file"),
+        (["--nodes", "2", "--time", "soon", "--", *TRAIN], "--time 'soon'"),
+        (["--nodes", "2", "--time", "1-2-3", "--", *TRAIN], "--time '1-2-3'"),
+        (["--nodes", "2", "--time", "2", "--", *TRAIN], "is 120 seconds, and --notice 120"),
+        (["--nodes", "2", "--notice", "70000", "--", *TRAIN], "at most 65535"),
+        (["--nodes", "2", "--name", "a b", "--", *TRAIN], "--name 'a b'"),
+        (["--nodes", "2", "--slurm", "time=3", "--", *TRAIN], "give --time instead"),
+        (["--nodes", "2", "--slurm", "no-requeue", "--", *TRAIN], "going back into the queue"),
+        (["--nodes", "2", "--slurm", "x=1\n#SBATCH --wrap=y", "--", *TRAIN], "expected an option of sbatch"),
+        (["--nodes", "2", "--image", "a", "--mount", "here", "--", *TRAIN], "expected FROM:TO"),
         (["--nodes", "2"], "is missing"),
     ],
 )
@@ -133,3 +152,33 @@ def test_the_script_goes_back_into_the_queue_only_where_it_should(
     assert job.wait(timeout=120) == ends_with
     assert (tmp_path / "passed").exists() == noticed
     assert (tmp_path / "requeued").exists() == again
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    # man sbatch: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and days-hours:minutes:seconds
+    [("5", 300), ("5:30", 330), ("1:02:03", 3723), ("2-3", 183600), ("1-0:1", 86460), ("1-0:0:1", 86401), ("-1", None), ("1:2:3:4", None), ("4h", None)],
+)  # fmt: skip
+def test_a_time_limit_is_read_as_sbatch_reads_it(text: str, seconds: int | None) -> None:
+    assert limit_seconds(text) == seconds
+
+
+def test_all_that_is_wrong_with_a_job_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--time", "x", "--notice", "0", "--name", "a b", "--slurm", "array=3", "--mount", "/a:/b"]
+    assert main(["launch", "--nodes", "0", "--gpus-per-node", "4", *wrong, "--", *TRAIN]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 7
+
+
+def test_a_run_that_begins_with_weights_repeats_its_command(printed) -> None:
+    (begin := Path.cwd() / "begin" / "step_00000000").mkdir(parents=True)
+    (begin / "manifest.json").write_text("{}")
+    text = printed(command=[*TRAIN, "checkpoint.pretrained_checkpoint=begin"])
+    assert "checkpoint.pretrained_checkpoint=begin checkpoint.load=runs/a" in text
+
+
+def test_a_rule_that_holds_on_every_machine_is_asked_before_the_queue(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["optimizer.optimizer=sgd", "ddp.use_distributed_optimizer=true"]
+    assert main(["launch", "--nodes", "2", "--gpus-per-node", "4", "--", *TRAIN, *wrong]) == 1
+    assert "distributed-optimizer-is-adam-only" in capsys.readouterr().err
+    # what a GPU can do is no fault of a login node
+    assert main(["launch", "--nodes", "2", "--gpus-per-node", "4", "--", *TRAIN, "--recipe", "mxfp8"]) == 0

@@ -1,0 +1,67 @@
+"""The header of a .bin/.idx pair, read without megatron-core: what is damaged is said before a library maps it. Loads no framework."""
+
+from __future__ import annotations
+
+import array
+import struct
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpbridge.errors import DataError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+"""Code of a dtype in the index -> bytes of a token. Source of the format: megatron/core/datasets/indexed_dataset.py, version 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairIndex:
+    """What the .idx of a pair says at its front."""
+
+    prefix: str
+    sequences: int
+    documents: int
+    """One more than there are documents: the last one's end stands there too."""
+    token_bytes: int
+
+    def lengths(self, start: int, stop: int) -> array.array[int]:
+        """Tokens of the sequences `start` to `stop`."""
+        found = array.array("i")
+        with open(f"{self.prefix}.idx", "rb") as stream:
+            stream.seek(_HEADER.size + 4 * start)
+            found.frombytes(stream.read(4 * max(0, stop - start)))
+        if sys.byteorder == "big":
+            found.byteswap()
+        return found
+
+    def holds_tokens(self, share: tuple[float, float] | None) -> bool:
+        """Whether the sequences of that share of the pair (None: of none) have a token."""
+        start, stop = (round(edge * self.sequences) for edge in share or (0.0, 0.0))
+        step = 1 << 20
+        return any(any(self.lengths(at, min(at + step, stop))) for at in range(start, stop, step))
+
+
+def pair_index(prefix: str) -> PairIndex:
+    """The front of `prefix`.idx. Raises DataError where it is no index, or one that was cut off."""
+    place = Path(f"{prefix}.idx")
+    try:
+        size, data = place.stat().st_size, Path(f"{prefix}.bin").stat().st_size
+        with place.open("rb") as stream:
+            front = stream.read(_HEADER.size)
+    except OSError as error:
+        raise DataError(f"{error.filename or place} cannot be read: {error.strerror}") from None
+    magic, version, code, sequences, documents = _HEADER.unpack(front.ljust(_HEADER.size, b"\0"))
+    if magic != _MAGIC or version != 1 or code not in _BYTES:
+        raise DataError(f"{place} is no index of megatron-core's .bin/.idx (version 1): pack the text again")
+    needed = _HEADER.size + 12 * sequences + 8 * documents
+    if size < needed:
+        raise DataError(
+            f"{place} has {size:,} bytes, its header asks for {needed:,}: it was cut off; pack the text again"
+        )
+    if data % _BYTES[code]:
+        raise DataError(
+            f"{prefix}.bin has {data:,} bytes, no multiple of {_BYTES[code]}, a token's: it was cut off; pack the text again"
+        )
+    return PairIndex(prefix=prefix, sequences=sequences, documents=documents, token_bytes=_BYTES[code])
