@@ -82,6 +82,8 @@ def _pretrain(
         feed = Feed(run, dataset)
         for done in feed.corpus.prepared if feed.corpus is not None else ():
             out.print(f"corpus: {done.line()}", markup=False, soft_wrap=True)
+        if feed.corpus is not None and (ends := getattr(feed.corpus.tokenizer, "end_line", "")):
+            out.print(f"corpus: {ends}", markup=False, soft_wrap=True)
         training = Training(run=run, engine=build_engine(run), scheduler=None, feed=feed, counters=Counters())
         # the engine at the end: a schedule may have replaced the first
         stack.callback(lambda: training.engine.close())

@@ -10,7 +10,7 @@ import torch
 from mpbridge.checkpoint import io as checkpoint
 from mpbridge.checkpoint import store
 from mpbridge.checkpoint.verdict import read_fingerprint, verdict
-from mpbridge.errors import CheckpointError, Refused
+from mpbridge.errors import CheckpointError, Contradiction, Refused
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from tests.train.survival import Hook, go, job, run
 
@@ -189,7 +189,7 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path):
 def test_a_run_from_elsewhere_does_not_write_into_the_folder_of_another(tmp_path):
     for name in ("one", "two"):
         go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path / name)}))
-    with pytest.raises(CheckpointError, match=r"two already holds a run"):
+    with pytest.raises(Contradiction, match=r"two already holds a run"):
         go(run("bf16_mixed", iters=2, checkpoint={"load": str(tmp_path / "one"), "save": str(tmp_path / "two")}))
 
 
@@ -215,7 +215,7 @@ def test_another_schedule_is_an_error_that_names_the_cure(tmp_path):
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
     go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
-    with pytest.raises(CheckpointError, match="already holds a run"):
+    with pytest.raises(Contradiction, match="already holds a run"):
         go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
 
 

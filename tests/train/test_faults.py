@@ -15,7 +15,7 @@ import time
 import pytest
 
 from mpbridge.checkpoint import store
-from mpbridge.errors import BadValue, CheckpointError
+from mpbridge.errors import BadValue, CheckpointError, Contradiction
 from mpbridge.report.events import EVENTS
 from mpbridge.train.faults import parse_nonfinite
 from tests.train.forked import forked
@@ -96,7 +96,7 @@ def test_nonfinite_settings_that_mean_nothing_are_refused(setting):
 
 
 def test_rollback_without_checkpoints_is_refused():
-    with pytest.raises(BadValue, match=r"checkpoint\.save"):
+    with pytest.raises(Contradiction, match=r"checkpoint\.save"):
         go(run(train={"nonfinite": "rollback 2"}))
 
 
