@@ -4,7 +4,7 @@ The way through the house, top to bottom; data flows down once and nothing below
 
     a name, a file or a MixedPrecisionConfig        precision.registry, precision.config
       | resolve          frozen PrecisionPolicy     precision.resolve, precision.policy
-      | checks           rules, machine, shapes, memory: pure answers
+      | rules            machine, sizes, memory: pure answers            rules, memory, estimate
       | plan             what would be written to which field, and why    sync.plan
       | build or apply   megatron-core configs from inputs, or the same writes onto live objects
       | engine.build     model, wrapper, optimizer  engines, on CUDA or on the CPU device layer
@@ -12,10 +12,7 @@ The way through the house, top to bottom; data flows down once and nothing below
       | train            schedules, loss scale, checkpoints
       | report           tables, plots
 
-Rooms (`a -> b`: a may import b and everything after it; a test holds it):
-
-    cli -> train -> report, audit, data -> engines -> devices, emulation ->     torch and megatron allowed
-        config -> sync, checks -> precision -> formats -> errors                never torch
+docs/architecture.md has the picture of all rooms; the contracts in pyproject.toml hold it (`lint-imports`).
 
 The names below are resolved on first use, so that `import mpbridge` loads neither torch nor megatron.
 """

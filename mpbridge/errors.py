@@ -1,4 +1,4 @@
-"""The exceptions of mpbridge; train.faults.LostRank is the only one that stands elsewhere.
+"""The exceptions of mpbridge. Those of one room stand there: train.faults.LostRank, locks.Locked, cli.main.Interrupted.
 
 MpbridgeError                     exit_code 2: the call was wrong
 |- UnknownName                    kind, given, near, known; also an AttributeError and a LookupError

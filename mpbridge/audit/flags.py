@@ -9,6 +9,7 @@ import torch
 
 from mpbridge.audit.promise import Promises
 from mpbridge.formats import DType, say
+from mpbridge.megatron.inside_optimizer import parts
 from mpbridge.megatron_spec.fields import TABLE
 from mpbridge.sync.plan import plan, show
 
@@ -28,8 +29,8 @@ def configs(engine: Any) -> dict[str, Any]:
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
     """The torch optimizers inside megatron-core's wrappers (ChainedOptimizer, DistributedOptimizer ...), or the optimizer itself."""
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained:
+    chained = parts(optimizer)
+    if chained != [optimizer]:
         return [inner for one in chained for inner in inner_optimizers(one)]
     inner = getattr(optimizer, "optimizer", None)
     return inner_optimizers(inner) if inner is not None else [optimizer] if optimizer is not None else []

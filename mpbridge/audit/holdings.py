@@ -101,12 +101,10 @@ def _groups(inner: Any) -> dict[int, dict[str, Any]]:
 
 
 def _megatron(engine: Any) -> Iterator[Held]:
-    from mpbridge.megatron.inside_optimizer import main_weights
+    from mpbridge.megatron.inside_optimizer import main_weights, parts
 
     found: dict[int, Held] = {}
-    for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
-        if part is None or getattr(part, "is_stub_optimizer", False):
-            continue
+    for part in parts(engine.optimizer):
         groups = _groups(part.optimizer)
         for parameter, updated in main_weights(part):
             begin, own = _range(part, parameter, updated)

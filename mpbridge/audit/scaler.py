@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from mpbridge.megatron.inside_optimizer import parts
 from mpbridge.precision.policy import LossScale
 
 
 def scaler_of(engine: Any) -> Any:
     """The scaler that the optimizer multiplies losses by; None where there is none."""
     optimizer = engine.optimizer
-    parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
-    for one in (optimizer, *parts):
+    for one in (optimizer, *parts(optimizer)):
         scaler = getattr(one, "grad_scaler", None)
         if scaler is not None:
             return scaler

@@ -16,6 +16,7 @@ import torch
 from mpbridge.checkpoint.index import Index
 from mpbridge.engines.optimizers import CpuFusedAdam, join, split
 from mpbridge.errors import CheckpointError
+from mpbridge.megatron.inside_optimizer import parts
 
 Path = tuple[Any, ...]
 """Keys and indices that lead to a place in nested dicts and lists."""
@@ -32,8 +33,8 @@ _GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 def prime(optimizer: Any) -> None:
     """Gives every parameter its optimizer state, as the first update would: a run whose first steps were all skipped has none yet."""
-    for part in getattr(optimizer, "chained_optimizers", []):
-        if getattr(part, "is_stub_optimizer", False) or not hasattr(part, "init_state_fn"):
+    for part in parts(optimizer):
+        if not hasattr(part, "init_state_fn"):
             continue
         if part.init_state_fn is None and isinstance(part.optimizer, torch.optim.SGD):
             part.init_state_fn = _momenta  # megatron-core has none for SGD, and calls it on loading
@@ -139,7 +140,7 @@ def _put(leaf: Any, tensor: torch.Tensor) -> None:
 
 
 def _remainders(state: Mapping[str, Any], optimizer: Any) -> Iterator[tuple[tuple[Path, Any], tuple[Path, Any]]]:
-    if not any(map(_hands_out_halves, getattr(optimizer, "chained_optimizers", []))):
+    if not any(map(_hands_out_halves, parts(optimizer))):
         return
     models = {
         _place(leaf, leaf.key): (path, leaf)

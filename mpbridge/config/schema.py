@@ -25,7 +25,7 @@ ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
         "silu": "torch.nn.functional:silu",
         "relu": "torch.nn.functional:relu",
         "squared_relu": "megatron.core.activations:squared_relu",
-        "quick_gelu": "megatron.core.activations:quick_gelu",
+        "quick_gelu": "megatron.core.fusions.fused_bias_geglu:quick_gelu",
     }
 )
 """Names for `activation_func` -> where the function is; SwiGLU is silu with gated_linear_unit."""

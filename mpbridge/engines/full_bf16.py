@@ -16,7 +16,7 @@ def prepare(optimizer: Any, policy: PrecisionPolicy) -> None:
     """Makes FusedAdam keep its moments in the policy's dtypes: megatron-core passes these on only together with its precision-aware optimizer."""
     if not own_main(policy) or policy.params is DType.FP32:
         return
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts(optimizer):
         set_moment_dtypes(
             part, {role: (getattr(policy, role) or DType.FP32).torch() for role in ("exp_avg", "exp_avg_sq")}
         )
@@ -33,7 +33,7 @@ def grad_norm(optimizer: Any) -> float:
     if all(grad.dtype is torch.float32 for grads in found.values() for grad in grads):
         return float(optimizer.get_grad_norm())
     total = 0.0
-    for part in optimizer.chained_optimizers:
+    for part in parts(optimizer):
         # norms of norms are the norm: one FP32 number per tensor, no FP32 copy of the gradients
         grads = [torch.linalg.vector_norm(grad, dtype=torch.float32).view(1) for grad in found.get(id(part), [])]
         total += get_grad_norm_fp32(grads, grad_stats_parallel_group=part.get_grad_stats_parallel_group()) ** 2

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mpbridge.engines.contract import Live
-from mpbridge.megatron.inside_optimizer import main_weights
+from mpbridge.megatron.inside_optimizer import main_weights, parts
 from mpbridge.models.gpt import global_names
 
 
@@ -41,7 +41,7 @@ def live(chunks: list[Any], optimizer: Any) -> list[Live]:
         full = global_names(model)
         found += [Live(role="buffers", parameter=full[name], tensor=buffer) for name, buffer in model.named_buffers()]
         found += _padding(chunk)
-    for part in optimizer.chained_optimizers:
+    for part in parts(optimizer):
         found += _optimizer_tensors(part, names)
     return found
 
@@ -61,8 +61,6 @@ def _padding(chunk: Any) -> Iterator[Live]:
 
 
 def _optimizer_tensors(part: Any, names: dict[torch.Tensor, str]) -> Iterable[Live]:
-    if getattr(part, "is_stub_optimizer", False):
-        return
     for parameter, updated in main_weights(part):
         name = names[parameter]
         if updated is not parameter and not _one_storage(updated, parameter):
@@ -92,7 +90,7 @@ def _one_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def forget_main_weights(optimizer: Any) -> None:
     """Makes FusedAdam's own main weights follow the parameters again; megatron-core's `reload_model_params` leaves them as they were."""
-    for part in optimizer.chained_optimizers:
+    for part in parts(optimizer):
         inner = part.optimizer
         if not getattr(inner, "master_weights", False):
             continue
@@ -108,6 +106,6 @@ def forget_main_weights(optimizer: Any) -> None:
 
 def allocate_moments(optimizer: Any) -> None:
     """Gives parameters that were never updated their zero moments: a checkpoint without them could not be loaded (say, all steps so far overflowed)."""
-    for part in optimizer.chained_optimizers:
-        if part.init_state_fn is not None and not getattr(part, "is_stub_optimizer", False):
+    for part in parts(optimizer):
+        if part.init_state_fn is not None:
             part.init_state_fn(part.optimizer, part.config)

@@ -11,6 +11,7 @@ import torch
 
 from mpbridge.engines.contract import Batch
 from mpbridge.engines.full_bf16 import clip, grad_norm
+from mpbridge.megatron.inside_optimizer import parts
 
 
 def token_mean(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,8 +54,8 @@ def update(optimizer: Any) -> tuple[bool, float | None]:
     norm = grad_norm(optimizer)
     if not math.isfinite(norm):
         return False, None
-    for part in optimizer.chained_optimizers:
-        if part.config.clip_grad > 0.0 and not getattr(part, "is_stub_optimizer", False):
+    for part in parts(optimizer):
+        if part.config.clip_grad > 0.0:
             clip(part, norm)
     return bool(optimizer.step_with_ready_grads()), norm
 

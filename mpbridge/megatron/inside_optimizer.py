@@ -9,8 +9,10 @@ import torch
 
 
 def parts(optimizer: Any) -> list[Any]:
-    """The optimizers of a ChainedOptimizer that hold anything."""
-    return [part for part in optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
+    """The optimizers of a ChainedOptimizer that hold anything, or the one that is not chained; a rank without parameters has stubs."""
+    found = getattr(optimizer, "chained_optimizers", None)
+    there = [optimizer] if found is None else found
+    return [part for part in there if part is not None and not getattr(part, "is_stub_optimizer", False)]
 
 
 def main_weights(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

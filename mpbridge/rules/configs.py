@@ -105,7 +105,22 @@ def _fused_activation(case: Case) -> str | None:
     found += ["quick_gelu without a gate"] if kind == "quick_gelu" and not gated else []
     found += [f"glu_linear_offset and {kind}"] if case.model("glu_linear_offset", 0.0) and kind != "quick_gelu" else []
     found += ["use_te_activation_func"] if case.model("use_te_activation_func") else []
+    found += [] if found else _unfusible_layers(case, kind, gated)
     return f"bias_activation_fusion with {', '.join(found)}" if found else None
+
+
+def _unfusible_layers(case: Case, kind: str, gated: bool) -> list[str]:
+    """Layers whose kernel megatron-core lacks; its configs accept them and the first forward pass fails (mlp.py, moe/experts.py)."""
+    shape = case.run.shape
+    plain = not shape.experts or not all(shape.expert_layers) or bool(shape.shared_expert_size)
+    found = (
+        [f"{kind} in layers without experts"] if plain and not (kind == "gelu" or (kind == "silu" and gated)) else []
+    )
+    return found + (
+        [f"{'gated ' if gated else ''}{kind} in experts"]
+        if shape.experts and not (gated and kind in ("silu", "quick_gelu"))
+        else []
+    )
 
 
 def _rotation(case: Case) -> str | None:
@@ -200,7 +215,7 @@ RULES: tuple[Rule, ...] = (
          "megatron-core 0.16.1 parallel_state.py initialize_model_parallel"),
     row("clamped-swiglu", _clamped, "a positive limit, in experts, without an offset", "model.activation_func_clamp_value=null",
          NEWER_MODEL_CONFIG, holds=(SINCE_017,)),
-    row("fused-activation", _fused_activation, "GELU with biases, SwiGLU or quick GeGLU", "model.bias_activation_fusion=false"),
+    row("fused-activation", _fused_activation, "gated or biased GELU or SwiGLU in dense layers and shared experts, SwiGLU or quick GeGLU in experts", "model.bias_activation_fusion=false"),
     row("rotary-embedding", _rotation, "what these kernels and layers were written for", "drop the switch"),
     row("switch-without-transformer-engine", _library, "Transformer Engine, whose kernels these are", "install mpbridge[te], or drop them"),
     row("layers-without-rotation", _no_rope, "a divisor of the layers, or one entry a layer, and no flash_decode", "correct model.no_rope_freq"),

@@ -12,9 +12,10 @@ from mpbridge.config.live import as_mapping
 from mpbridge.engines.contract import Live
 from mpbridge.facts import OptimizerFacts, Parallel
 from mpbridge.formats import plain
+from mpbridge.megatron.inside_optimizer import parts
 from mpbridge.stacks.meaning import Sharded
 from mpbridge.traits import traits
-from mpbridge.witnessing.loops import Loop, LoopFacts, Update, shape_of
+from mpbridge.witnessing.loops import Loop, LoopFacts, LoopRun, Update, neutral, shape_of
 
 
 class CoreLoop(Loop):
@@ -50,7 +51,7 @@ class CoreLoop(Loop):
         return f"megatron-core's {type(self.model[0]).__name__}"
 
     def _parts(self) -> list[Any]:
-        return [one for one in self._chained.chained_optimizers if not getattr(one, "is_stub_optimizer", False)]
+        return parts(self._chained)
 
     @property
     def sharded(self) -> Sharded:  # type: ignore[override]
@@ -191,7 +192,5 @@ def _parallel(config: Any) -> Parallel:
 
 
 def _run_of(configs: Any, facts: LoopFacts, *, emulated: bool) -> Any:
-    from mpbridge.witnessing.loops import LoopRun, _neutral
-
     inputs = {name: _section(name, getattr(configs, name)) for name in ("model", "optimizer", "ddp")}
-    return LoopRun(policy=_neutral(), facts=facts, inputs=inputs, emulate=emulated)
+    return LoopRun(policy=neutral(), facts=facts, inputs=inputs, emulate=emulated)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from mpbridge.audit.flags import inner_optimizers
 from mpbridge.engines.contract import Live
-from mpbridge.errors import BadValue
 from mpbridge.facts import ModelShape, RunFacts
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.stacks.meaning import Sharded
@@ -81,7 +80,7 @@ class Loop(ABC):
         self.group = group
         self.optimizer: Any = optimizer
         self.configs: Any = SimpleNamespace(model=None, optimizer=None, ddp=None)
-        self.run = LoopRun(policy=_neutral(), facts=self.facts())
+        self.run = LoopRun(policy=neutral(), facts=self.facts())
 
     # --- facts ---------------------------------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -130,7 +129,7 @@ class Loop(ABC):
         return tuple(range(dist.get_world_size()))
 
 
-def _neutral() -> PrecisionPolicy:
+def neutral() -> PrecisionPolicy:
     """A policy to observe under when nobody gave one; nothing is judged by it."""
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.precision.resolve import resolve
@@ -163,43 +162,3 @@ def shape_of(modules: Iterable[tuple[str, Any]], *, tied: bool = False) -> Model
 def chunks(model: Any) -> Iterator[Any]:
     """A model, or each chunk of one."""
     yield from model if isinstance(model, (list, tuple)) else (model,)
-
-
-def loop_of(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> Loop:
-    """The kind of loop that these objects belong to. Raises BadValue for what is neither a model nor an optimizer."""
-    import torch
-
-    for chunk in chunks(model):
-        if not isinstance(chunk, torch.nn.Module):
-            raise BadValue(
-                f"witness() got a model of class {type(chunk).__name__}, expected a torch.nn.Module or a list of them"
-            )
-    names = {base.__name__ for base in type(optimizer).__mro__}
-    first = next(chunks(model))
-    if "MegatronOptimizer" in names or hasattr(optimizer, "chained_optimizers"):
-        return _core_kind(first)(model, optimizer, scaler=scaler, group=group)
-    zero = getattr(optimizer, "optimizer", optimizer) if "DeepSpeedOptimizerWrapper" in names else optimizer
-    if type(zero).__module__.startswith("deepspeed.runtime"):
-        from mpbridge.witnessing.zero import ZeroLoop
-
-        loop: Loop = ZeroLoop(model, zero, scaler=scaler, group=group)
-        return loop
-    inner = list(inner_optimizers(optimizer)) if not isinstance(optimizer, (list, tuple)) else optimizer
-    if not inner or not all(hasattr(one, "param_groups") for one in inner):
-        raise BadValue(
-            f"witness() got an optimizer of class {type(optimizer).__name__}, expected one with param_groups"
-        )
-    from mpbridge.witnessing.plain import torch_loop
-
-    own = getattr(optimizer, "scaler", None)  # accelerate's optimizers carry theirs
-    return torch_loop(model, optimizer, scaler=own if scaler is None else scaler, group=group)
-
-
-def _core_kind(first: Any) -> type[Loop]:
-    """By who wraps the model."""
-    from mpbridge.witnessing.core import CoreLoop
-    from mpbridge.witnessing.core_sharded import CoreFsdp2Loop, CoreFsdpLoop
-
-    if hasattr(first, "param_and_grad_buffer"):
-        return CoreFsdpLoop
-    return CoreFsdp2Loop if any(hasattr(one, "_local_tensor") for one in first.parameters()) else CoreLoop

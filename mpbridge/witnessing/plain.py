@@ -62,22 +62,6 @@ def optimizers_in(optimizer: Any) -> list[Any]:
     return optimizers_in(inner) if inner is not None and hasattr(inner, "param_groups") else [optimizer]
 
 
-def torch_loop(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> TorchLoop:
-    """The loop of this kind of wrapper."""
-    from mpbridge.witnessing.sharded import Fsdp1Loop, Fsdp2Loop
-
-    first = model[0] if isinstance(model, (list, tuple)) else model
-    modules = list(first.modules())
-    names = {base.__name__ for module in modules for base in type(module).__mro__}
-    if "FullyShardedDataParallel" in names and any(hasattr(module, "_handle") for module in modules):
-        kind: type[TorchLoop] = Fsdp1Loop
-    elif any(hasattr(parameter, "_local_tensor") for parameter in first.parameters()):
-        kind = Fsdp2Loop
-    else:
-        kind = TorchLoop
-    return kind(model, optimizer, scaler=scaler, group=group)
-
-
 class TorchLoop(Loop):
     """Whole parameters on every rank: no wrapper, torch's DistributedDataParallel, or megatron-core's under a torch optimizer."""
 

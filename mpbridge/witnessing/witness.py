@@ -25,7 +25,8 @@ from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Imported
 from mpbridge.witnessing.describe import describe
-from mpbridge.witnessing.loops import Loop, Update, loop_of
+from mpbridge.witnessing.kinds import loop_of
+from mpbridge.witnessing.loops import Loop, Update
 from mpbridge.witnessing.nearest import nearest
 from mpbridge.witnessing.report import Witnessed
 from mpbridge.witnessing.sound import hidden, noted, sound

@@ -1,0 +1,61 @@
+"""Which kind of loop somebody's objects belong to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpbridge.audit.flags import inner_optimizers
+from mpbridge.errors import BadValue
+from mpbridge.witnessing.core import CoreLoop
+from mpbridge.witnessing.core_sharded import CoreFsdp2Loop, CoreFsdpLoop
+from mpbridge.witnessing.loops import Loop, chunks
+from mpbridge.witnessing.plain import TorchLoop
+from mpbridge.witnessing.sharded import Fsdp1Loop, Fsdp2Loop
+from mpbridge.witnessing.zero import ZeroLoop
+
+
+def loop_of(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> Loop:
+    """The kind of loop that these objects belong to. Raises BadValue for what is neither a model nor an optimizer."""
+    for chunk in chunks(model):
+        if not isinstance(chunk, torch.nn.Module):
+            raise BadValue(
+                f"witness() got a model of class {type(chunk).__name__}, expected a torch.nn.Module or a list of them"
+            )
+    names = {base.__name__ for base in type(optimizer).__mro__}
+    first = next(chunks(model))
+    if "MegatronOptimizer" in names or hasattr(optimizer, "chained_optimizers"):
+        return _core_kind(first)(model, optimizer, scaler=scaler, group=group)
+    zero = getattr(optimizer, "optimizer", optimizer) if "DeepSpeedOptimizerWrapper" in names else optimizer
+    if type(zero).__module__.startswith("deepspeed.runtime"):
+        loop: Loop = ZeroLoop(model, zero, scaler=scaler, group=group)
+        return loop
+    inner = list(inner_optimizers(optimizer)) if not isinstance(optimizer, (list, tuple)) else optimizer
+    if not inner or not all(hasattr(one, "param_groups") for one in inner):
+        raise BadValue(
+            f"witness() got an optimizer of class {type(optimizer).__name__}, expected one with param_groups"
+        )
+    own = getattr(optimizer, "scaler", None)  # accelerate's optimizers carry theirs
+    return _torch_loop(model, optimizer, scaler=own if scaler is None else scaler, group=group)
+
+
+def _core_kind(first: Any) -> type[Loop]:
+    """By who wraps the model."""
+    if hasattr(first, "param_and_grad_buffer"):
+        return CoreFsdpLoop
+    return CoreFsdp2Loop if any(hasattr(one, "_local_tensor") for one in first.parameters()) else CoreLoop
+
+
+def _torch_loop(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> TorchLoop:
+    """The loop of this kind of wrapper."""
+    first = model[0] if isinstance(model, (list, tuple)) else model
+    modules = list(first.modules())
+    names = {base.__name__ for module in modules for base in type(module).__mro__}
+    if "FullyShardedDataParallel" in names and any(hasattr(module, "_handle") for module in modules):
+        kind: type[TorchLoop] = Fsdp1Loop
+    elif any(hasattr(parameter, "_local_tensor") for parameter in first.parameters()):
+        kind = Fsdp2Loop
+    else:
+        kind = TorchLoop
+    return kind(model, optimizer, scaler=scaler, group=group)
