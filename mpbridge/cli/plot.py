@@ -23,14 +23,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints one plot for each number and run, and writes the picture; a missing matplotlib costs the picture only."""
     from mpbridge.errors import BadValue, MpbridgeError
+    from mpbridge.pages.document import writable
     from mpbridge.report.curves import CURVES, picture, read_curves, terminal
 
     if args.width < 10:
         raise BadValue(f"--width {args.width}: at least 10 columns")
     target = args.out or (args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent) / "curves.png"
-    if not args.no_picture and not target.parent.is_dir():
-        raise BadValue(f"--out {target}: there is no folder {target.parent}")
+    if not args.no_picture:
+        writable(target)
     found = [read_curves(path) for path in args.runs]
+    if len({curves.name for curves in found}) < len(found):
+        for curves, path in zip(found, args.runs, strict=True):
+            curves.name = str(path)
     for curves in found:
         for fault in curves.faults:
             print(f"{curves.name}: {fault}", file=sys.stderr)

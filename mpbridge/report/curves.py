@@ -47,7 +47,7 @@ def read_curves(folder: Path) -> Curves:
         raise BadValue(
             f"{path}: {error.strerror or error} (expected the folder of a run: `mpbridge train ... logger.log_dir=DIR`)"
         ) from None
-    made = Curves(folder.name if folder.is_dir() else folder.parent.name)
+    made = Curves((folder if folder.is_dir() else folder.parent).resolve().name)
     rows: dict[int, dict[str, Any]] = {}
     evaluations: dict[int, dict[str, Any]] = {}
     lines = text.splitlines()

@@ -36,6 +36,22 @@ def test_two_runs_are_drawn_together(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert err == "b: metrics.jsonl, line 3: cut off, left out\n"
 
 
+def test_runs_of_one_name_are_told_apart_and_this_folder_has_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        run(tmp_path / place / "run", [4.0, 3.0])
+    monkeypatch.chdir(tmp_path / "one" / "run")
+    assert main(["plot", ".", "--no-picture"]) == 0
+    assert capsys.readouterr().out.startswith("run: loss")
+    assert main(["plot", ".", "../../two/run", "--no-picture"]) == 0
+    assert "../../two/run: loss, nats per token" in capsys.readouterr().out
+    assert main(["plot", ".", "--out", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, "is a folder, expected a file" in err) == ("", True), "--out is checked before anything is drawn"
+
+
 def test_without_matplotlib_only_the_picture_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
