@@ -8,7 +8,7 @@ from mpbridge.cli.options import add_run_arguments, resolved
 from mpbridge.cli.show import facts
 from mpbridge.cli.text import on_terminal, print_json, print_table
 from mpbridge.config.container import Run
-from mpbridge.memory.names import refuse_dead_regions
+from mpbridge.memory.names import refuse_idle_rules
 from mpbridge.sync.plan import plain, show
 
 SUMMARY = "what a recipe would write into a configuration, and what it overrides"
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the plan; 1 when values are overridden and --on-conflict is error."""
     made = resolved(args)
     for stage in made.stages:
-        refuse_dead_regions(stage.policy.module_regions, made.facts.shape)
+        refuse_idle_rules(stage.policy, made.facts.shape, depth=made.facts.shape.num_layers)
     if args.json:
         print_json(as_data(made))
     else:
@@ -73,7 +73,7 @@ def _print(made: Run, *, explain: bool) -> None:
         print(f"the recipe also sets {setting}")
     print()
     print_table(
-        ("fact", "value"), facts(made.policy, made.facts.shape.num_layers, made.facts.engine), title="what it means"
+        ("fact", "value"), facts(made.policy, made.facts.shape, engine=made.facts.engine), title="what it means"
     )
     if len(made.stages) > 1:
         print()

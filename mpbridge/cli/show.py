@@ -11,9 +11,9 @@ from mpbridge.cli.list import as_data, needs
 from mpbridge.cli.options import whole
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue
-from mpbridge.facts import MOST
+from mpbridge.facts import MOST, ModelShape
 from mpbridge.formats import say
-from mpbridge.memory.names import any_gpt, refuse_dead_regions
+from mpbridge.memory.names import any_gpt, linear_rules, refuse_idle_rules
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import FOREIGN, describe, evidence_of, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     policy = resolve(config, layers=args.layers).settled()
     known = evidence_of(args.recipe)
     if not known.get(FOREIGN):
-        refuse_dead_regions(policy.module_regions, any_gpt(args.layers))
+        refuse_idle_rules(policy, *any_gpt(args.layers), depth=args.layers)
     if args.json:
         meaning = {"config": config.as_data(), "policy": policy.as_data(), "fingerprint": policy.fingerprint()}
         papers_of = {"card": dataclasses.asdict(card(args.recipe))} | ({"evidence": known} if known else {})
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         title="what its author wrote",
     )
     print()
-    print_table(("fact", "value"), facts(policy, args.layers, entry.engine), title="what it means")
+    print_table(("fact", "value"), facts(policy, *_shapes(args.layers), engine=entry.engine), title="what it means")
     print()
     print_table(("", ""), _costs(card(args.recipe)), title="where it runs and what it costs")
     if known:
@@ -89,12 +89,17 @@ def _costs(known: Card) -> list[tuple[str, str]]:
             "bytes per parameter",
             f"{known.bytes_alone:.2f} on one GPU, {known.bytes_shared:.2f} on eight (states; mpbridge memory for a model)",
         ),
-        ("rules about it", ", ".join(known.rules) or "none"),
+        ("rules about it", f"{len(known.rules)} (their names: --json; mpbridge check judges a run by them)"),
     ]
 
 
-def facts(policy: PrecisionPolicy, layers: int | None = None, engine: str | None = None) -> list[tuple[str, str]]:
-    """The policy's facts as label and text; layers: also which layers stay out of quantization."""
+def _shapes(layers: int | None) -> tuple[ModelShape, ...]:
+    """Those of any GPT so deep; () where the depth is not known."""
+    return () if layers is None else any_gpt(layers)
+
+
+def facts(policy: PrecisionPolicy, *shapes: ModelShape, engine: str | None = None) -> list[tuple[str, str]]:
+    """The policy's facts as label and text. shapes, of one depth: also what each linear gets, and which layers stay out of quantization."""
     meaning = of_policy(policy, engine=engine or DEFAULT)
     rows = [
         ("compute", say(policy.compute)),
@@ -108,9 +113,9 @@ def facts(policy: PrecisionPolicy, layers: int | None = None, engine: str | None
         ("autocast", say(policy.autocast)),
         ("loss scale", _scale(policy)),
     ]
-    for region in policy.regions:
-        rows.append((region_text(region), region_rule(region)))
-    if layers is not None and policy.quantized:
+    rows += linear_rules(policy, *shapes) if shapes and policy.module_regions else regions(policy)
+    if shapes and policy.quantized:
+        layers = shapes[0].num_layers
         ids = policy.bf16_layers(layers)
         rows.append((f"layers of {layers} in {say(policy.compute)}", ", ".join(map(str, ids)) or "none"))
     rows += [("kept in fp32", ", ".join(policy.keep_fp32))] if policy.keep_fp32 else []
@@ -121,6 +126,16 @@ def facts(policy: PrecisionPolicy, layers: int | None = None, engine: str | None
         ("softmax in fp32", policy.softmax_fp32),
     )
     return rows + [(label, say(value)) for label, value in stated if value is not None]
+
+
+def regions(policy: PrecisionPolicy) -> list[tuple[str, str]]:
+    """The policy's regions as label and rule, in their order; the first that names a linear decides."""
+    many = len(policy.module_regions) > 0 and len(policy.regions) > 2
+    first = [(region_text(region), region_rule(region)) for region in policy.regions[:-1]]
+    last = (region_text(policy.regions[-1]), region_rule(policy.regions[-1]))
+    return [*first, ("all other linears" if policy.module_regions else last[0], last[1])] + (
+        [("of these lines", "the first that names a linear decides")] if many else []
+    )
 
 
 def evidence_rows(known: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -18,6 +18,8 @@ from mpbridge.emulation.norms import unrounded
 from mpbridge.emulation.quantizer import Quantizer, Randomness
 from mpbridge.emulation.rules import Release, options_of, release_of, rules_for
 from mpbridge.errors import BadValue, CheckpointError, Refused
+from mpbridge.precision.coverage import beyond
+from mpbridge.precision.modules import layers_text
 from mpbridge.precision.words import region_text
 
 if TYPE_CHECKING:
@@ -208,6 +210,14 @@ class Emulation:
 
     def _check_regions(self) -> None:
         names = {place.below for place in self._placed}
+        far = [
+            f"{region_text(region)}: {layers_text(wrong)} of {layers} layers"
+            for layers in sorted({place.layers for place in self._placed if place.layer is not None})
+            for region in self.policy.module_regions
+            if (wrong := beyond(region, layers))
+        ]
+        if far:
+            raise BadValue(f"layers that the model does not have: {'; '.join(far)}")
         idle = [
             region_text(region)
             for region in self.policy.module_regions

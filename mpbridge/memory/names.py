@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mpbridge.errors import Refused
 from mpbridge.facts import ModelShape
 from mpbridge.memory.layers import layer_weights
-from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, below, matches, names
-from mpbridge.precision.regions import Region
-from mpbridge.precision.words import region_text
+from mpbridge.precision.coverage import Stack, beyond, coverage, deciders
+from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, names
+from mpbridge.precision.modules import layers_text
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.regions import Region, spans_of
+from mpbridge.precision.words import NOT_QUANTIZED, region_rule, region_text
 
 
 def module_paths(shape: ModelShape) -> tuple[str, ...]:
@@ -50,43 +53,110 @@ def any_gpt(layers: int | None = None) -> tuple[ModelShape, ...]:
     )
 
 
-def refuse_dead_regions(regions: Iterable[Region], *shapes: ModelShape | tuple[ModelShape, ...]) -> None:
-    """Raises Refused for regions that cover no linear of any of the shapes, with the names of those there are."""
-    every = [one for shape in shapes for one in (shape if isinstance(shape, tuple) else (shape,))]
-    regions = tuple(regions)
-    dead = [
-        text for text in dead_regions(regions, every[0]) if all(text in dead_regions(regions, one) for one in every[1:])
+def refuse_idle_rules(policy: PrecisionPolicy, *shapes: ModelShape, depth: int | None) -> None:
+    """Raises Refused for rules under `modules` that do nothing in any of the shapes: they name no linear, name layers that are not there, or never
+    come first.
+
+    depth: the model's number of layers; None: not known, so that a number of a layer alone is not wrong.
+    """
+    far = () if depth is None else beyond_the_model(policy, depth)
+    dead, shadowed = idle(policy, *shapes)
+    lines = [f"layers that the model does not have: {'; '.join(far)}"] if far else []
+    if dead and not far:
+        model = "any GPT" if len(shapes) > 1 else "the model"
+        lines.append(f"no linear of {model} is named by {'; '.join(dead)} in `modules` (linears: {listed(*shapes)})")
+    if shadowed:
+        lines.append(f"{'; '.join(shadowed)}. {SHADOWED_CURE}")
+    if lines:
+        raise Refused("\n".join(lines))
+
+
+SHADOWED_CURE = "The first rule that names a linear decides: move the narrower rule above the broader one, or drop it"
+
+
+def idle(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The rules under `modules`, in words, that name no linear of any shape, and those that never decide because earlier ones do."""
+    regions = policy.regions
+    own = [index for index, region in enumerate(regions[:-1]) if not region.ends]
+    if not own:
+        return (), ()
+    found = coverage(regions, (stack for shape in shapes for stack in stacks(shape)), shapes[0].num_layers)
+    dead = tuple(region_text(regions[index]) for index in own if found.dead(index))
+    late = [
+        f"{region_text(regions[index])} never decides: {' and '.join(_early(regions[i]) for i in sorted(found.ahead[index]))} comes first"
+        for index in own
+        if found.shadowed(index)
     ]
-    if dead:
-        model = "any GPT" if len(every) > 1 else "the model"
-        raise Refused(f"no linear of {model} is named by {'; '.join(dead)} in `modules` (linears: {listed(*every)})")
+    return dead, tuple(late)
 
 
-def dead_regions(regions: Iterable[Region], shape: ModelShape) -> tuple[str, ...]:
-    """The regions, in words, that cover no linear of the model."""
-    return tuple(region_text(region) for region in regions if not _alive(region, shape))
+def _early(region: Region) -> str:
+    return f"{region_text(region)} (first_last_layers_bf16)" if region.ends else region_text(region)
 
 
-def _alive(region: Region, shape: ModelShape) -> bool:
-    kinds: dict[bool, tuple[str, ...]] = {}
+def beyond_the_model(policy: PrecisionPolicy, layers: int) -> tuple[str, ...]:
+    """The rules under `modules`, in words, that name layers outside of a model of so many."""
+    have = f"the model has {layers} layers, 0 to {layers - 1}, or -{layers} to -1 from the end"
+    return tuple(
+        f"{region_text(region)}: {layers_text(wrong)} ({have})"
+        for region in policy.module_regions
+        if (wrong := beyond(region, layers))
+    )
+
+
+def stacks(shape: ModelShape) -> Iterator[Stack]:
+    """The linears of every layer, those of multi-token prediction last, under every name that they have."""
+    kinds = {kind: _of_layer(shape, kind) for kind in {shape.is_expert_layer(n) for n in range(shape.num_layers)}}
     for layer in range(shape.num_layers):
-        if not region.about(layer, shape.num_layers):
-            continue
-        kind = shape.is_expert_layer(layer)
-        known = kinds.setdefault(kind, _of_layer(shape, kind))
-        globs = (region.modules, *below(region.modules, DECODER.format(layer)))
-        if any(matches(glob, name) for glob in globs for name in known):
-            return True
-    return any(_alive_ahead(region, shape, depth) for depth in range(shape.mtp_layers))
+        yield Stack(layer, DECODER.format(layer), kinds[shape.is_expert_layer(layer)])
+    for depth in range(shape.mtp_layers):
+        for stem in MTP:
+            yield Stack(None, stem.format(depth), kinds[shape.is_expert_layer(shape.num_layers - 1)])
+        yield Stack(None, f"mtp.layers.{depth}.", (MTP_PROJECTION,))
 
 
-def _alive_ahead(region: Region, shape: ModelShape, depth: int) -> bool:
-    if not region.about(None, shape.num_layers):
-        return False
-    known = _of_layer(shape, shape.is_expert_layer(shape.num_layers - 1))
-    globs = {region.modules, *(glob for stem in MTP for glob in below(region.modules, stem.format(depth)))}
-    projection = matches(region.modules, MTP_PROJECTION, f"mtp.layers.{depth}.{MTP_PROJECTION}")
-    return projection or any(matches(glob, name) for glob in globs for name in known)
+def linear_rules(policy: PrecisionPolicy, *shapes: ModelShape) -> list[tuple[str, str]]:
+    """(linears, rule): what each linear really gets, the first match having decided. Linears with the same fate share their rows; those that no rule
+    under `modules` touches come last. Multi-token prediction is listed for a single shape, and where a rule names it.
+    """
+    ahead = len(shapes) == 1 or any("mtp" in region.modules for region in policy.module_regions)
+    fates: dict[str, dict[str, set[int]]] = {}
+    own: set[str] = set()
+    for shape in shapes:
+        for stack in stacks(shape):
+            if stack.layer is None and not (ahead and stack.stem in (MTP[0].format(0), "mtp.layers.0.")):
+                continue
+            for name, index in deciders(policy.regions, stack, shape.num_layers).items():
+                label = names(name)[-1] if stack.layer is not None else f"mtp: {names(name)[-1]}"
+                rule = region_rule(policy.regions[index])
+                if (
+                    stack.layer is None
+                    and not policy.gemms_at(name, None, shape.num_layers, f"{stack.stem}{name}").distinct
+                ):
+                    rule = NOT_QUANTIZED
+                fates.setdefault(label, {}).setdefault(rule, set()).add(-1 if stack.layer is None else stack.layer)
+                own |= {label} if index < len(policy.regions) - 1 and not policy.regions[index].ends else set()
+    named = _rows({label: fate for label, fate in fates.items() if label in own})
+    others = _rows({label: fate for label, fate in fates.items() if label not in own})
+    ways = tuple(dict.fromkeys((where, rule) for _, where, rule in others))
+    alike = all(len([way for way in others if way[0] == group]) == len(ways) for group, _, _ in others)
+    rest = [("all other linears", where, rule) for where, rule in ways] if alike else others
+    return [(f"{group}{where}", rule) for group, where, rule in (*named, *rest)]
+
+
+def _rows(fates: Mapping[str, Mapping[str, set[int]]]) -> list[tuple[str, str, str]]:
+    """(linears, ' of layers ...' where not all of theirs, rule), those that go the same way together."""
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for label, fate in fates.items():
+        order = sorted(fate, key=lambda rule: min(fate[rule]))
+        where = {rule: f" of layers {layers_text(spans_of(fate[rule]))}" if len(fate) > 1 else "" for rule in order}
+        groups.setdefault(tuple((where[rule], rule) for rule in order), []).append(label)
+    return [
+        (", ".join(group[at : at + 3]), where, rule)
+        for key, group in groups.items()
+        for at in range(0, len(group), 3)
+        for where, rule in key
+    ]
 
 
 def _of_layer(shape: ModelShape, mixture: bool) -> tuple[str, ...]:

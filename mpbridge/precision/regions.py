@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -137,9 +137,25 @@ class Region:
 
 
 def counted(spans: Spans, layers: int) -> Spans:
-    """`spans` in numbers from 0, for a model of so many layers; what lies outside of it is cut off."""
-    found = [tuple(n + layers if n < 0 else n for n in span) for span in spans]
-    return tuple((max(a, 0), min(b, layers - 1)) for a, b in found if max(a, 0) <= min(b, layers - 1))
+    """`spans` in numbers from 0, for a model of so many layers. What lies outside of it is nowhere; `outside` names it."""
+    return tuple((n + layers if n < 0 else n, m + layers if m < 0 else m) for n, m in spans)
+
+
+def spans_of(layers: Iterable[int]) -> Spans:
+    """The ranges of 0-based layers, in order: {0, 1, 4} is 0-1 and 4."""
+    found: list[tuple[int, int]] = []
+    for layer in sorted(set(layers)):
+        if found and found[-1][1] == layer - 1:
+            found[-1] = (found[-1][0], layer)
+        else:
+            found.append((layer, layer))
+    return tuple(found)
+
+
+def outside(spans: Spans, layers: int) -> Spans:
+    """Those of `spans` that a model of so many layers does not have in full, or that run backwards in it ('5 to -2' of four layers)."""
+    ranges = zip(spans, counted(spans, layers), strict=True)
+    return tuple(span for span, (low, high) in ranges if not 0 <= low <= high < layers)
 
 
 _LATER: Mapping[str, Any] = {"layers": None, "gemms": None, "options": ()}

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from mpbridge.precision.policy import LossScale
 
 HIGH = "high precision"
+NOT_QUANTIZED = "not quantized"
 
 
 def quant_text(quant: Quant) -> str:
@@ -22,7 +23,7 @@ def quant_text(quant: Quant) -> str:
         parts.append(f"amax history {quant.amax_history} ({quant.amax_algo}), margin {quant.margin}")
         parts += [] if quant.wgrad else ["weight gradients in high precision"]
     parts += [f"{name} {say(value)}" for name, value in quant.options]
-    parts += ["weights stored so"] if quant.stored else []
+    parts += ["weights stored quantized"] if quant.stored else []
     parts += [f"{quant.attention} attention too"] if quant.attention != "none" else []
     return ", ".join(parts + ([f"quantizers from {quant.factory}"] if quant.factory else []))
 
@@ -35,11 +36,21 @@ def rule_words(gemms: Gemms) -> str:
 
 def region_text(region: Region) -> str:
     """Which linears a region is about."""
-    ends = [f"{word} {count}" for word, count in (("first", region.first), ("last", region.last)) if count is not None]
     modules = "all linears" if region.modules == "*" else region.modules
-    if ends:
-        return f"{'linears' if region.modules == '*' else modules} of the {' and '.join(ends)} layers"
-    return modules if region.layers is None else f"{modules} of layers {layers_text(region.layers)}"
+    if region.first is not None or region.last is not None:
+        return f"{'linears' if region.modules == '*' else modules} of {_ends(region.first or 0, region.last or 0)}"
+    if region.layers is None:
+        return modules
+    one = len(region.layers) == 1 and region.layers[0][0] == region.layers[0][1]
+    return f"{modules} of layer{'' if one else 's'} {layers_text(region.layers)}"
+
+
+def _ends(first: int, last: int) -> str:
+    if first and first == last:
+        return "the first and last layers" if first == 1 else f"the first {first} and last {last} layers"
+    ends = [(word, count) for word, count in (("first", first), ("last", last)) if count]
+    found = [f"the {word} layer" if count == 1 else f"the {word} {count} layers" for word, count in ends]
+    return " and ".join(found) or "no layer at either end"
 
 
 def region_rule(region: Region) -> str:
@@ -47,7 +58,7 @@ def region_rule(region: Region) -> str:
     if region.gemms is not None:
         texts = [HIGH if quant is None else quant_text(quant) for quant in region.gemms]
         return "; ".join(f"{gemm}: {text}" for gemm, text in zip(GEMMS, texts, strict=True))
-    return "not quantized" if region.quant is None else quant_text(region.quant)
+    return NOT_QUANTIZED if region.quant is None else quant_text(region.quant)
 
 
 MODEST = 2.0**16

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mpbridge.formats import DType
 from mpbridge.hardware.versions import Window
 from mpbridge.megatron_spec.versions import BEFORE_017, SINCE_017
-from mpbridge.memory.names import dead_regions, listed
+from mpbridge.memory.names import SHADOWED_CURE, beyond_the_model, idle, listed
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.words import region_text, rule_words
 from mpbridge.rules.base import Case, Rule
@@ -55,10 +55,19 @@ def _mixed_gemms(case: Case) -> str:
 
 
 def _dead_modules(case: Case) -> str | None:
-    dead = dead_regions(case.policy.module_regions, case.run.shape)
+    # a rule whose layers are not there is another row's subject
+    dead = () if _beyond_the_model(case) else idle(case.policy, case.run.shape)[0]
     return (
         f"no linear of this model is named by {'; '.join(dead)} (linears: {listed(case.run.shape)})" if dead else None
     )
+
+
+def _shadowed_modules(case: Case) -> str:
+    return "; ".join(idle(case.policy, case.run.shape)[1])
+
+
+def _beyond_the_model(case: Case) -> str:
+    return "; ".join(beyond_the_model(case.policy, case.run.shape.num_layers))
 
 
 def _sizes(case: Case) -> str | None:
@@ -154,6 +163,20 @@ RULES: tuple[Rule, ...] = (
         expected="each glob under `modules`, with its layers, names a linear of the model",
         cure="correct the glob or the layers",
         source="Megatron-LM#6745: matchers that were never applied",
+    ),
+    Rule(
+        id="module-rule-never-decides",
+        found=_shadowed_modules,
+        expected="each rule under `modules` decides for some linear",
+        cure=SHADOWED_CURE,
+        source="mpbridge/precision/coverage.py; megatron-core 0.16.1 quantization/quant_config.py RecipeConfig: the first match wins",
+    ),
+    Rule(
+        id="module-rule-beyond-the-model",
+        found=_beyond_the_model,
+        expected="layers that the model has",
+        cure="correct `layers` under `modules` (a recipe for a deeper model does not fit a shallower one)",
+        source="mpbridge/precision/regions.py outside",
     ),
     Rule(
         id="gemm-sizes",

@@ -8,6 +8,7 @@ from typing import Any
 
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.modules import layers_text
+from mpbridge.precision.regions import spans_of
 from mpbridge.tune.units import LOW, Unit
 
 Choice = Mapping[str, str]
@@ -72,13 +73,7 @@ def _edges(layers: Mapping[int, set[str]], high: str) -> tuple[int, int]:
 
 def spans(numbers: Sequence[int]) -> str:
     """Layers as `layers:` says them: '0-3, 7'."""
-    found: list[tuple[int, int]] = []
-    for number in sorted(set(numbers)):
-        if found and found[-1][1] == number - 1:
-            found[-1] = (found[-1][0], number)
-        else:
-            found.append((number, number))
-    return layers_text(tuple(found))
+    return layers_text(spans_of(numbers))
 
 
 def tail_of(units: Sequence[Unit], high: str) -> dict[str, str]:

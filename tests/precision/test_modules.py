@@ -11,7 +11,7 @@ import pytest
 
 from mpbridge.errors import BadValue, Contradiction, Refused
 from mpbridge.facts import ModelShape
-from mpbridge.memory.names import any_gpt, dead_regions, refuse_dead_regions
+from mpbridge.memory.names import any_gpt, beyond_the_model, idle, linear_rules, refuse_idle_rules
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.globs import below
 from mpbridge.precision.modules import layer_spans
@@ -65,7 +65,6 @@ def test_what_is_new_is_written_as_schema_2_and_read_back() -> None:
         ("last 2", [6, 7]),
         ([0, "3-4", "last 1"], [0, 3, 4, 7]),
         ("0, 5 to -2", [0, 5, 6]),
-        ("6-29", [6, 7]),
     ],
 )
 def test_layers_are_counted_from_either_end(said: Any, covered: list[int]) -> None:
@@ -165,29 +164,77 @@ def test_edge_layers_hold_beside_modules() -> None:
         resolve(MixedPrecisionConfig(bf16=True, modules={"mlp.*": FP8}, first_last_layers_bf16=True), layers=1)
 
 
-# --- dead patterns -------------------------------------------------------------------------------------------------------------------------
+# --- rules that do nothing -----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("modules", "dead"),
     [
         pytest.param({"mlp.*": "mxfp8"}, (), id="alive"),
-        pytest.param({"decoder.layers.3.mlp.linear_fc1": "mxfp8", "mtp.layers.0.*": "bf16", "eh_proj": "bf16"}, (), id="paths"),
+        pytest.param({"decoder.layers.3.mlp.linear_fc1": "mxfp8", "mtp.layers.0.*": "bf16", "eh_proj": "bf16"}, ("eh_proj",), id="paths"),
+        pytest.param({"eh_proj": "bf16", "decoder.layers.3.mlp.linear_fc1": "mxfp8", "mtp.layers.0.*": "bf16"}, (), id="paths-in-order"),
         pytest.param({"decoder.layers.4.*": "mxfp8"}, ("decoder.layers.4.*",), id="a-layer-too-many"),
         pytest.param({"mlp.*": {"layers": "4-9", "precision": "mxfp8"}}, ("mlp.* of layers 4-9",), id="layers-too-many"),
         pytest.param({"mlp.experts.*": "mxfp8"}, ("mlp.experts.*",), id="no-experts"),
-        pytest.param({"decoder.layers.0.*": {"layers": 1, "precision": "mxfp8"}}, ("decoder.layers.0.* of layers 1",), id="layers-against-path"),
+        pytest.param({"decoder.layers.0.*": {"layers": 1, "precision": "mxfp8"}}, ("decoder.layers.0.* of layer 1",), id="layers-against-path"),
+        pytest.param({"mlp.*": "mxfp8", "mlp.linear_fc1": "bf16"}, ("mlp.linear_fc1",), id="shadowed"),
+        pytest.param({"mlp.linear_fc1": "bf16", "mlp.*": "mxfp8"}, (), id="narrow-first"),
+        pytest.param({"mlp.linear_fc1": "bf16", "mlp.linear_fc2": "bf16", "mlp.*": "mxfp8"}, ("mlp.*",), id="shadowed-by-two"),
+        pytest.param({"mlp.*": {"layers": "first 3", "precision": "mxfp8"}, "mlp.linear_fc1": {"layers": "2-3", "precision": "bf16"}}, (), id="shadowed-in-part"),
+        pytest.param({"mlp.*": {"layers": "first 3", "precision": "mxfp8"}, "decoder.layers.2.mlp.*": "bf16"}, ("decoder.layers.2.mlp.*",), id="shadowed-layer"),
     ],
 )  # fmt: skip
-def test_regions_that_cover_nothing_are_found(modules: dict[str, Any], dead: tuple[str, ...]) -> None:
-    assert dead_regions(policy(modules).module_regions, SHAPE) == dead
+def test_rules_that_decide_nothing_are_found(modules: dict[str, Any], dead: tuple[str, ...]) -> None:
+    unnamed, shadowed = idle(policy(modules), SHAPE)
+    assert (*unnamed, *(text.split(" never decides")[0] for text in shadowed)) == dead
+    # what decides says the same, linear by linear
+    made = policy(modules)
+    paths = [(name, layer) for name in ("mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_qkv", "self_attention.linear_proj") for layer in range(4)]  # fmt: skip
+    for name, layer in paths:
+        first = next(r for r in made.regions if r.covers(name, layer, 4, f"decoder.layers.{layer}.{name}"))
+        assert made.gemms_at(name, layer, 4) == first.rules
+        assert not any(first.modules == text.partition(" ")[0] and first.layers is None for text in dead)
+
+
+def test_a_shadowed_rule_is_refused_with_the_rule_that_comes_first_and_the_cure() -> None:
+    with pytest.raises(
+        Refused,
+        match=r"mlp\.linear_fc1 never decides: mlp\.\* comes first\..*move the narrower rule above the broader one",
+    ):
+        refuse_idle_rules(policy({"mlp.*": "mxfp8", "mlp.linear_fc1": "bf16"}), SHAPE, depth=4)
+    edges = policy({"mlp.*": FP8, "decoder.layers.0.*": "mxfp8"}, first_last_layers_bf16=True)
+    with pytest.raises(
+        Refused,
+        match=r"decoder\.layers\.0\.\* never decides: linears of the first and last layers \(first_last_layers_bf16\) comes first",
+    ):
+        refuse_idle_rules(edges, SHAPE, depth=4)
+
+
+@pytest.mark.parametrize("said", ["2-29", "first 20", "-20 to -1", [1, 99], "last 20", "3-100", "5 to -2"])
+def test_layers_outside_of_the_model_are_refused_with_its_depth(said: Any) -> None:
+    made = policy({"mlp.*": {"layers": said, "precision": "mxfp8"}})
+    depth = 5 if said == "5 to -2" else 8
+    with pytest.raises(Refused, match=rf"mlp\.\* of layers .*the model has {depth} layers, 0 to {depth - 1}"):
+        refuse_idle_rules(made, *any_gpt(depth), depth=depth)
+    assert beyond_the_model(made, 200) == ()
+    refuse_idle_rules(made, *any_gpt(), depth=None)  # for no model in particular any number may be there
+
+
+def test_what_each_linear_gets_is_listed_as_the_first_match_has_it() -> None:
+    made = policy({"mlp.*": {"layers": "1-2", "precision": "mxfp8"}, "mlp.linear_fc1": "tensorwise"})
+    rows = [row for row in linear_rules(made, *any_gpt(4)) if row[0].startswith(("mlp.linear_fc1", "all"))]
+    assert rows == [
+        ("mlp.linear_fc1 of layers 0, 3", "e4m3, tensorwise scaling"),
+        ("mlp.linear_fc1 of layers 1-2", "e4m3, mxfp8 scaling"),
+        ("all other linears", "not quantized"),
+    ]
 
 
 def test_a_dead_pattern_is_refused_with_the_names_that_there_are() -> None:
     with pytest.raises(
         Refused, match=r"named by mlp\.linear_fc3 in `modules` \(linears: .*mlp\.linear_fc1.*mtp\.layers\.0"
     ):
-        refuse_dead_regions(policy({"mlp.linear_fc3": "mxfp8"}).module_regions, SHAPE)
+        refuse_idle_rules(policy({"mlp.linear_fc3": "mxfp8"}), SHAPE, depth=4)
     # for no model in particular: experts, latent attention and any layer are alive, a misspelled name is not
     alive = policy({"mlp.experts.*": "mxfp8", "*.linear_q_up_proj": "mxfp8", "mlp.*": {"layers": 77, **FP8}})
-    refuse_dead_regions(alive.module_regions, any_gpt())
+    refuse_idle_rules(alive, *any_gpt(), depth=None)
     with pytest.raises(Refused, match=r"mlp\.linear_fc3"):
-        refuse_dead_regions(policy({"mlp.linear_fc3": "mxfp8"}).module_regions, any_gpt())
+        refuse_idle_rules(policy({"mlp.linear_fc3": "mxfp8"}), *any_gpt(), depth=None)

@@ -98,6 +98,14 @@ TABLE = {
     "module-rule-matches-nothing": (
         {"recipe": "fp8_sc", "config": {"modules": {"mlp.linear_fc3": "bf16"}}}, {"recipe": "fp8_sc", "config": {"modules": {"mlp.linear_fc*": "bf16"}}},
     ),
+    "module-rule-never-decides": (
+        {"recipe": "fp8_sc", "config": {"modules": {"mlp.*": "bf16", "mlp.linear_fc1": "tensorwise"}}},
+        {"recipe": "fp8_sc", "config": {"modules": {"mlp.linear_fc1": "tensorwise", "mlp.*": "bf16"}}},
+    ),
+    "module-rule-beyond-the-model": (
+        {"recipe": "fp8_sc", "config": {"modules": {"mlp.*": {"layers": "2-29", "precision": "bf16"}}}},
+        {"recipe": "fp8_sc", "config": {"modules": {"mlp.*": {"layers": "2-3", "precision": "bf16"}}}},
+    ),
     "gemms-of-one-linear-in-several-formats": (
         {"config": {"modules": {"mlp.*": {"fprop": "tensorwise", "dgrad": "tensorwise", "wgrad": "bf16"}}}},
         {"config": {"modules": {"mlp.*": {"fprop": "tensorwise", "dgrad": "tensorwise", "wgrad": "tensorwise"}}}},
