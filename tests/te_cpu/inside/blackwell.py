@@ -8,6 +8,8 @@ import transformer_engine_torch as tex
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
+from mpbridge.te_cpu.played import now
+
 
 def test_mxfp8_scales_are_padded_and_compact_data_dequantizes() -> None:
     torch.manual_seed(0)
@@ -85,3 +87,34 @@ def test_shapes_that_do_not_fit_are_refused_in_the_extensions_words(shape) -> No
         (RuntimeError, AssertionError, ValueError), match=r"divisible by (MXFP8_BLOCK_SCALING_SIZE|32)|MXFP8|32"
     ):
         MXFP8Quantizer(fp8_dtype=tex.DType.kFloat8E4M3)(torch.randn(*shape, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda: MXFP8Quantizer(tex.DType.kFloat8E4M3), NVFP4Quantizer], ids=["mxfp8", "nvfp4"]
+)
+def test_storage_classes_and_tensors_dequantize_alike(kind) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    bare, full = kind(), kind()
+    bare.internal = True
+    whole = full(x)
+    assert torch.equal(bare(x).dequantize(dtype=torch.bfloat16), whole.dequantize())
+    assert torch.equal(whole.to(torch.float64), whole.dequantize().double())
+
+
+@pytest.mark.skipif(now().release < (2, 17), reason="Four Over Six came with release 2.17")
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize(("mode", "power"), [("MAE", 1), ("MSE", 2)])
+def test_four_over_six_errs_less(square, mode, power) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(64, 64, dtype=torch.bfloat16)
+    options = {"with_2d_quantization": square, "nvfp4_use_4over6": True, "nvfp4_e4m3_max": 448}
+    chosen = NVFP4Quantizer(**options, nvfp4_4over6_err_mode=mode)(x)
+    plain = NVFP4Quantizer(with_2d_quantization=square)(x)
+    assert chosen._nvfp4_use_4over6
+    assert chosen._nvfp4_e4m3_max == 448
+    errors = [
+        float((made.dequantize(dtype=torch.float32) - x.float()).abs().pow(power).mean()) for made in (chosen, plain)
+    ]
+    # square blocks of these values may all choose 6
+    assert errors[0] < errors[1] or (square and errors[0] == errors[1])
