@@ -165,7 +165,7 @@ def _sizes(shape: ModelShape, weight: Weight, layout: Layout) -> list[tuple[int,
     return [weight.shape]
 
 
-_FUSED = {
+FUSED_NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
@@ -180,7 +180,7 @@ def _places(path: str, stems: list[str], stack: tuple[int, int] | None, experts:
     stack: number of the layer and of all layers, where they are of one kind.
     """
     if not path.startswith("mlp.experts."):
-        for name in (path, *([_FUSED[path]] if path in _FUSED else [])):
+        for name in (path, *([FUSED_NORMS[path]] if path in FUSED_NORMS else [])):
             if stack is not None:
                 yield Place(f"decoder.layers.{name}", stack[:1], stack[1:])
             yield from (Place(f"{stem}{name}") for stem in stems)

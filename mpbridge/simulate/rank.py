@@ -6,6 +6,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,14 +58,17 @@ def simulate_rank(run: Run, rank: int, *, step: bool) -> Simulated:
     from mpbridge.devices import device_layer
     from mpbridge.engines.mcore import McoreEngine
     from mpbridge.engines.optimizers import CpuFusedAdam
+    from mpbridge.simulate import quantized
     from mpbridge.simulate.meta import META, install
     from mpbridge.simulate.record import Recorder
 
     start = time.process_time()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.world_size)
     install()
-    with device_layer(False, fused_adam=CpuFusedAdam), Recorder() as seen:
-        engine = McoreEngine(run, cuda=False)
+    if run.played:
+        quantized.install()
+    with nullcontext() if run.played else device_layer(False, fused_adam=CpuFusedAdam), Recorder() as seen:
+        engine = McoreEngine(run, cuda=run.played is not None)
         engine._device = META
         with engine._layer():
             engine._build(None)
@@ -74,14 +78,17 @@ def simulate_rank(run: Run, rank: int, *, step: bool) -> Simulated:
 
 def _judge(engine: Any, run: Run, rank: int, start: float, stepped: dict[str, Any]) -> Simulated:
     from mpbridge.engines.live import allocate_moments
-    from mpbridge.memory.budget import memory
     from mpbridge.memory.roles import roles
+    from mpbridge.simulate import quantized
 
     allocate_moments(engine.optimizer)
-    live = list(engine.tensors())
+    live, listed = list(engine.tensors()), list(roles(run.policy, run.facts, rank=rank))
+    if run.played:
+        live = list(quantized.at_rest(live, apart=run.policy.reuse_grad_buffer))
+        listed = list(quantized.resting(listed))
     storages = {one.tensor.untyped_storage().data_ptr(): one.tensor.untyped_storage().nbytes() for one in live}
     wanted: Counter[tuple[str, str, str]] = Counter()
-    for role in roles(run.policy, run.facts, rank=rank):
+    for role in listed:
         wanted[role.name, role.parameter, role.dtype.value] += role.elements + role.padding
     found = _elements(live)
     keys = sorted(set(found) | set(wanted))
@@ -95,7 +102,7 @@ def _judge(engine: Any, run: Run, rank: int, start: float, stepped: dict[str, An
         rank=rank,
         parameters=sum(one.numel() for _, one in engine.named_parameters()),
         live=sum(storages.values()),
-        predicted=memory(run.policy, run.facts, rank=rank).states,
+        predicted=sum(role.bytes for role in listed),
         rows=len(keys),
         differences=differences,
         audit=bad,

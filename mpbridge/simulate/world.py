@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import multiprocessing
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,6 +29,8 @@ _CUDA_ONLY: dict[str, Any] = {
     "transformer_impl": "local", "defer_embedding_wgrad_compute": False,
 }  # fmt: skip
 """Model settings that need a kernel, and what they become: none of them changes a state."""
+_TE_BUILDS = ("transformer_impl", "moe_grouped_gemm")
+"""Of those, what Transformer Engine's own Python can build without one."""
 
 
 def simulated_run(container: ConfigContainer, world: int) -> tuple[Run, tuple[str, ...]]:
@@ -35,18 +39,22 @@ def simulated_run(container: ConfigContainer, world: int) -> tuple[Run, tuple[st
     model: dict[str, Any] = dict(box.model) if isinstance(box.model, dict) else {}
     if not model:
         raise BadValue("simulate needs the model section as plain settings")
-    changed = {name: value for name, value in _CUDA_ONLY.items() if model.get(name) not in (None, value)}
+    played = box.emulate == "te"
+    only = {name: value for name, value in _CUDA_ONLY.items() if not (played and name in _TE_BUILDS)}
+    changed = {name: value for name, value in only.items() if model.get(name) not in (None, value)}
     if model.get("moe_token_dispatcher_type") == "flex":
         changed["moe_token_dispatcher_type"] = "alltoall"
     whole: Any = {**model, **changed}
     box = dataclasses.replace(box, model=whole)
-    first = box.resolved(world, machine=machine("cpu"), training=False)
+    first = (
+        box.resolved(world, training=False) if played else box.resolved(world, machine=machine("cpu"), training=False)
+    )
     said = [f"model.{name}={value}" for name, value in changed.items()]
-    if first.policy.quantized:
+    if first.policy.quantized and not played:
         # weights in a low format exist only with Transformer Engine: high-precision storage, as the emulation keeps it
         box = dataclasses.replace(box, emulate=True)
         first = box.resolved(world, machine=machine("cpu"), training=False)
-        said.append("emulate=true (weights at rest stay in the compute dtype)")
+        said.append("emulate=true (weights at rest stay in the compute dtype; --emulate te builds them as they are)")
     if first.engine != DEFAULT:
         raise BadValue(f"simulate builds megatron-core's own engine, found engine={first.engine}")
     return first, tuple(said)
@@ -57,6 +65,10 @@ def simulate(run: Run, ranks: Sequence[int], *, step: bool = False) -> list[Simu
     outside = [rank for rank in ranks if not 0 <= rank < run.world_size]
     if outside:
         raise BadValue(f"rank {', '.join(map(str, outside))}: the world has ranks 0 to {run.world_size - 1}")
+    if step and run.played:
+        raise BadValue(
+            "--step with --emulate te: Transformer Engine's kernels read values, which tensors without memory do not have; leave one of them out"
+        )
     # not forked from here: this process may have threads of torch, and a child that is forked beside them can crash or wait for ever
     with _Nursery() as nursery:
         return [nursery.ask(run, rank, step) for rank in ranks]
@@ -71,7 +83,6 @@ def default_ranks(run: Run) -> tuple[int, ...]:
 
 def _preload() -> None:
     """Imports once what every rank needs: children inherit it."""
-    import importlib
     import warnings
 
     shown, warnings.showwarning = warnings.showwarning, _nothing
@@ -83,6 +94,7 @@ def _preload() -> None:
             "megatron.on_meta",
             "models.gpt",
             "simulate.meta",
+            "simulate.quantized",
             "simulate.record",
         ):
             importlib.import_module(f"mpbridge.{name}")
@@ -140,13 +152,31 @@ def serve(line: int) -> None:
     line: file descriptor of the pipe's other end.
     """
     asked: Connection[Any, Any] = Connection(line)
-    _preload()
-    while True:
-        try:
-            run, rank, step = asked.recv()
-        except EOFError:
-            return
-        asked.send(_apart(run, rank, step))
+    with ExitStack() as stage:
+        ready = False
+        while True:
+            try:
+                run, rank, step = asked.recv()
+            except EOFError:
+                return
+            if not ready:
+                # before megatron is imported: it decides then whether there is a Transformer Engine
+                failed = _enter(stage, run)
+                ready = not failed
+            asked.send(failed or _apart(run, rank, step))
+
+
+def _enter(stage: ExitStack, run: Run) -> str:
+    """Everything that the ranks of a run inherit; the words of a failure, or nothing."""
+    try:
+        if run.played:
+            # before torch's factories are wrapped: else a default device reaches none of them
+            importlib.import_module("torch.utils._device")._device_constructors()
+            stage.enter_context(importlib.import_module("mpbridge.te_cpu.context").stage_of(run))
+        _preload()
+    except MpbridgeError as error:
+        return f"cannot be built: {error}"
+    return ""
 
 
 def _apart(run: Run, rank: int, step: bool) -> Simulated | str:

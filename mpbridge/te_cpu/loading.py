@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.devices.redirect import CPU, names_cuda
+from mpbridge.devices import redirect
 from mpbridge.errors import Refused
 from mpbridge.hardware.transformer_engine import Package, folders
 from mpbridge.te_cpu.module import NAME, make_module
@@ -145,7 +145,7 @@ def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _device(device: Any = None) -> torch.device:
-    return CPU if device is None or names_cuda(device) else torch.device(device)
+    return redirect.CPU if device is None or redirect.names_cuda(device) else torch.device(device)
 
 
 def _triton_module(name: str, functions: tuple[Any, ...]) -> types.ModuleType:

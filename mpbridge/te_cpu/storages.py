@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from mpbridge.devices import redirect
 from mpbridge.errors import Refused
 from mpbridge.te_cpu.played import now
 
@@ -130,7 +131,7 @@ def empty_quantized(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, de
     """
     kind = kind_of(quantizer)
     shape = tuple(int(size) for size in shape)
-    place = torch.device("cpu") if device is None or "cuda" in str(device) else torch.device(device)
+    place = redirect.CPU if device is None or "cuda" in str(device) else torch.device(device)
     make = _per_tensor if kind in ("delayed", "current") else _BUFFERS[kind]
     values = make(quantizer, shape, place)
     return _made(kind, quantizer, shape, dtype, place, values)
