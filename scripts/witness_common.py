@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from mpbridge.witnessing.report import Witnessed
+from mpbridge.witnessing.witness import witness
 
 VOCABULARY = 64
 BF16 = torch.bfloat16
@@ -92,3 +93,14 @@ def lightning_module() -> Any:
             return adam(self)
 
     return Module()
+
+
+def accelerated(accelerator: Any, model: Any, optimizer: Any) -> Witnessed:
+    """Two steps of two micro-batches as accelerate's documentation writes them."""
+    seen = witness(model, optimizer, at={2})
+    for step in range(4):
+        with seen.microbatch(lambda: accelerator.sync_gradients), accelerator.accumulate(model):
+            accelerator.backward(model(tokens(step)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen.report

@@ -177,6 +177,7 @@ def since_017(run: Callable[[], Witnessed], *, holds: bool = True) -> Callable[[
 
 CASES = (
     Case("megatron-lm", "DDP", megatron),
+    Case("megatron-lm", "DDP", lambda: megatron(half=torch.float16, reduce_in_fp32=False), word="fp16"),
     Case("megatron-lm", "--use-distributed-optimizer", lambda: megatron(wrapper="distributed")),
     # before 0.17 its finalize_model_grads passes this wrapper an argument that it does not take
     Case("megatron-lm", "--use-torch-fsdp2", since_017(lambda: megatron(wrapper="torch_fsdp2")), several=True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,21 +76,16 @@ def torchtitan(dtype: str | None = None) -> Witnessed:
 
 
 # --- AutoModel ---------------------------------------------------------------------------------------------------------------------------------
-def automodel(dtype: torch.dtype) -> Witnessed:
-    """Its FSDP2Manager with its default policy around transformers' Llama, loaded in that dtype."""
+def automodel(wrap: Callable[[Any], Any], optimizer_of: Callable[[Any], Any] = adam) -> Witnessed:
+    """Transformers' Llama loaded in BF16, wrapped by one of its managers."""
     sys.path.insert(0, str(checkout("Automodel")))
     logging.disable(logging.WARNING)
-    from nemo_automodel.components.distributed.config import FSDP2Config
-    from nemo_automodel.components.distributed.fsdp2 import FSDP2Manager
-    from nemo_automodel.components.distributed.mesh import MeshContext
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=32, **sizes)).to(dtype)
-    config = FSDP2Config()
-    model = FSDP2Manager(config, device_mesh=MeshContext.build(config).device_mesh).parallelize(model)
-    optimizer = adam(model)
+    model = wrap(LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=32, **sizes)).to(BF16))
+    optimizer = optimizer_of(model)
     seen = witness(model, optimizer, at={2})
     for step in range(2):
         batch = tokens(step)
@@ -99,6 +95,43 @@ def automodel(dtype: torch.dtype) -> Witnessed:
             optimizer.step()
             optimizer.zero_grad()
     return seen.report
+
+
+def _by_fsdp2(model: Any) -> Any:
+    """Its FSDP2Manager with its default policy."""
+    from nemo_automodel.components.distributed.config import FSDP2Config
+    from nemo_automodel.components.distributed.fsdp2 import FSDP2Manager
+    from nemo_automodel.components.distributed.mesh import MeshContext
+
+    config = FSDP2Config()
+    return FSDP2Manager(config, device_mesh=MeshContext.build(config).device_mesh).parallelize(model)
+
+
+def _by_ddp(model: Any) -> Any:
+    from nemo_automodel.components.distributed.config import DDPConfig
+    from nemo_automodel.components.distributed.ddp import DDPManager
+
+    return DDPManager(DDPConfig()).parallelize(model)
+
+
+def fused_adam() -> Witnessed:
+    """Its FSDP2Manager with Transformer Engine's FusedAdam, over Transformer Engine's own Python on a played machine."""
+    from mpbridge.errors import MpbridgeError
+    from mpbridge.te_cpu import transformer_engine_on_cpu
+
+    checkout("Automodel")
+    try:
+        played = transformer_engine_on_cpu("h100")
+        played.__enter__()
+    except MpbridgeError as error:
+        raise ImportError(str(error)) from error
+    try:
+        from transformer_engine.pytorch.optimizers import FusedAdam
+
+        how = {"lr": 1e-3, "master_weights": True, "store_param_remainders": True}
+        return automodel(_by_fsdp2, lambda model: FusedAdam(list(model.parameters()), **how))
+    finally:
+        played.__exit__(None, None, None)
 
 
 # --- Lightning ---------------------------------------------------------------------------------------------------------------------------------
@@ -174,10 +207,32 @@ def fsdp2_under_tensor_parallelism() -> Witnessed:
     return seen.report
 
 
+# --- copies of shards --------------------------------------------------------------------------------------------------------------------------
+def hybrid() -> Witnessed:
+    """FSDP2 over a mesh of two dimensions: shards within one, copies of them along the other."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    size = dist.get_world_size()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("copies", "shards"))
+    model = Net()
+    for layer in (*model.layers, model):
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    optimizer = adam(model)
+    seen = witness(model, optimizer, at={2})
+    for step in range(2):
+        with seen.step():
+            model(tokens(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen.report
+
+
 CASES: tuple[Case, ...] = (
     Case("torchtitan", "nothing said", torchtitan, several=True),
     Case("torchtitan", "training.dtype=bfloat16", lambda: torchtitan("bfloat16"), several=True),
-    Case("automodel", "torch_dtype with torch's AdamW, fsdp2", lambda: automodel(BF16), several=True),
+    Case("automodel", "torch_dtype with torch's AdamW, fsdp2", lambda: automodel(_by_fsdp2), several=True),
+    Case("automodel", "torch_dtype with FusedAdam(master_weights, remainders)", fused_adam, several=True),
+    Case("automodel", "model in BF16: no policy is read", lambda: automodel(_by_ddp), word="ddp", several=True),
     Case("lightning", "FSDP", lambda: lightning_fsdp("bf16-mixed"), word="bf16-mixed", several=True),
     Case("lightning", "FSDP", lambda: lightning_fsdp("bf16-true"), word="bf16-true", several=True),
     Case(
@@ -187,4 +242,5 @@ CASES: tuple[Case, ...] = (
         several=True,
         ranks=4,
     ),
+    Case("fsdp2", "MixedPrecisionPolicy with nothing else said, module in FP32", hybrid, several=True, ranks=4),
 )

@@ -32,42 +32,40 @@ from mpbridge.stacks.words import TABLE
 from mpbridge.witnessing.callbacks import FabricWitness, lightning_callback, trainer_callback
 from mpbridge.witnessing.report import Witnessed
 from mpbridge.witnessing.witness import witness
-from scripts import witness_megatron, witness_sharded
-from scripts.witness_common import BF16, VOCABULARY, Case, Net, adam, lightning_module, together, tokens
+from scripts import witness_deepspeed, witness_megatron, witness_sharded
+from scripts.witness_common import BF16, VOCABULARY, Case, Net, accelerated, adam, lightning_module, together, tokens
 
 COMPARED = tuple(row for row in LABELS if row not in ("quantization", "loss_scale"))
 
 
 # --- accelerate --------------------------------------------------------------------------------------------------------------------------------
-def accelerate(model: Any, **how: Any) -> Witnessed:
+def accelerate(model: Any, word: str = "bf16", **how: Any) -> Witnessed:
     from accelerate import Accelerator, DistributedType
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import AcceleratorState, GradientState, PartialState
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    accelerator = Accelerator(mixed_precision="bf16", cpu=True, gradient_accumulation_steps=2, **how)
+    accelerator = Accelerator(mixed_precision=word, cpu=True, gradient_accumulation_steps=2, **how)
     if "fsdp_plugin" in how:
         # accelerate ignores the plugin on a CPU, without a word; its FSDP code itself runs there
-        how["fsdp_plugin"].set_mixed_precision("bf16")
+        how["fsdp_plugin"].set_mixed_precision(word)
         accelerator.state.fsdp_plugin = how["fsdp_plugin"]
-        accelerator.state.distributed_type = DistributedType.FSDP
-    model, optimizer = accelerator.prepare(model, adam(model))
-    seen = witness(model, optimizer, at={2})
-    for step in range(4):
-        with seen.microbatch(lambda: accelerator.sync_gradients), accelerator.accumulate(model):
-            loss = model(tokens(step))
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen.report
+        # every AcceleratorState() that it makes on the way copies this one
+        for state in (accelerator.state.__dict__, PartialState._shared_state):
+            state["distributed_type"] = DistributedType.FSDP
+            state["device"] = torch.device("cpu")  # FSDP1 takes cpu:0 for another one
+    if "fsdp_plugin" in how and how["fsdp_plugin"].fsdp_version == 1:
+        model = accelerator.prepare(model)  # its parameters are others then; an optimizer is made of those
+        return accelerated(accelerator, model, accelerator.prepare(adam(model)))
+    return accelerated(accelerator, *accelerator.prepare(model, adam(model)))
 
 
-def accelerate_fsdp() -> Witnessed:
-    """FSDP2; accelerate's path to FSDP1 puts DistributedDataParallel around the model on a CPU, whatever it is told."""
+def accelerate_fsdp(version: int) -> Witnessed:
+    """FSDP1 or FSDP2."""
     from accelerate import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, cpu_offload=False, auto_wrap_policy="size_based_wrap", min_num_params=10**9
+        fsdp_version=version, cpu_offload=False, auto_wrap_policy="size_based_wrap", min_num_params=10**9
     )
     return accelerate(Net(), fsdp_plugin=plugin)
 
@@ -154,30 +152,6 @@ def lightning_fabric(precision: str) -> Witnessed:
     return follows.report
 
 
-# --- DeepSpeed ---------------------------------------------------------------------------------------------------------------------------------
-def deepspeed_engine(**config: Any) -> Witnessed:
-    import deepspeed
-
-    model = Net()
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=adam(model),
-        config={
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": 2,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            **config,
-        },
-    )
-    seen = witness(engine, engine.optimizer, at={2})
-    for step in range(4):
-        with seen.microbatch(lambda: step % 2 == 1):  # noqa: B023 (called within the turn)
-            engine.backward(engine(tokens(step)))
-            engine.step()
-    return seen.report
-
-
 # --- torch -------------------------------------------------------------------------------------------------------------------------------------
 def fsdp2() -> Witnessed:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -199,28 +173,24 @@ def bf16_net() -> Net:
     return Net().to(BF16)
 
 
-_ZERO = {"bf16": {"enabled": True}}
 CASES = (
     *witness_megatron.CASES,
     *witness_sharded.CASES,
+    *witness_deepspeed.CASES,
     Case("fsdp2", "MixedPrecisionPolicy with nothing else said, module in FP32", fsdp2, several=True),
     Case("accelerate", "one GPU or DDP, module in FP32", lambda: accelerate(Net())),
     Case("accelerate", "one GPU or DDP, module loaded in BF16", lambda: accelerate(bf16_net())),
-    Case("accelerate", "FSDP2", accelerate_fsdp, several=True),
+    Case("accelerate", "module in FP32", lambda: accelerate(Net(), "no"), word="no"),
+    Case("accelerate", "module loaded in BF16", lambda: accelerate(bf16_net(), "no"), word="no"),
+    Case("accelerate", "FSDP2", lambda: accelerate_fsdp(2), several=True),
+    Case("accelerate", "FSDP1", lambda: accelerate_fsdp(1), several=True),
     Case("transformers", "DDP, checkpoint in FP32", transformers_trainer),
     Case("transformers", "DDP, checkpoint in BF16 (its dtype is kept)", lambda: transformers_trainer(BF16)),
     Case("lightning", "one GPU or DDP", lambda: lightning_trainer("bf16-mixed"), word="bf16-mixed"),
     Case("lightning", "one GPU or DDP", lambda: lightning_trainer("bf16-true"), word="bf16-true"),
+    Case("lightning", "everywhere", lambda: lightning_trainer("32-true"), word="32-true"),
     Case("lightning", "one GPU or DDP", lambda: lightning_fabric("bf16-mixed"), word="bf16-mixed"),
     Case("lightning", "one GPU or DDP", lambda: lightning_fabric("bf16-true"), word="bf16-true"),
-    Case("deepspeed", "ZeRO 2", lambda: deepspeed_engine(**_ZERO, zero_optimization={"stage": 2}), word="bf16.enabled"),
-    Case("deepspeed", "ZeRO 1", lambda: deepspeed_engine(**_ZERO, zero_optimization={"stage": 1}), word="bf16.enabled"),
-    Case(
-        "deepspeed",
-        "ZeRO 1, data_types.grad_accum_dtype fp32",
-        lambda: deepspeed_engine(**_ZERO, zero_optimization={"stage": 1}, data_types={"grad_accum_dtype": "fp32"}),
-        word="bf16.enabled",
-    ),
 )
 
 

@@ -12,8 +12,9 @@ from mpbridge.audit.findings import Finding
 from mpbridge.audit.places import is_rotary, is_router
 from mpbridge.audit.promise import Promises
 from mpbridge.audit.ranks import joined, offenders
-from mpbridge.audit.values import fits_bf16
-from mpbridge.audit.watch import Watch
+from mpbridge.audit.values import is_narrow
+from mpbridge.audit.watch import LOGITS, Watch
+from mpbridge.formats import DType
 
 Seen = dict[str, dict[str, list[str]]]
 """Kind -> dtypes that would be as promised, joined by '/' -> 'place: dtype' of what was seen."""
@@ -52,6 +53,8 @@ def computed(engine: Any, promises: Promises, watch: Watch) -> Computed:
 
 
 _WIDE = "fp32"
+_NARROW = "numbers of ten bits or fewer"
+"""What rounding to TF32, FP16, BF16 or FP8 leaves."""
 
 
 def _linears(promises: Promises, watch: Watch, gemm: tuple[str, ...]) -> Iterator[Row]:
@@ -119,16 +122,33 @@ def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> No
     """Numbers that have the promised dtype and were rounded on their way."""
     seen.wrong["GEMMs"] = [f"{path} reads {what}" for path, what in watch.products.other.items()]
     policy = promises.policy
+    apart = {LOGITS, *watch.angles}
     if policy.compute.short == "fp32":
         # the first layer may well read BF16 numbers: embeddings that came from a 16-bit checkpoint
         seen.wrong["residual stream"] = [
-            f"{path} reads or gives BF16 numbers" for path in watch.rounded if ".0." not in path
+            f"{path} reads or gives {_NARROW}" for path in sorted(watch.rounded.keys() - apart) if ".0." not in path
         ]
     elif policy.residual_fp32:
         layers = {path for path in watch.rounded if path in watch.stream}
         norms = {p for p in watch.rounded if p.endswith("norm") and ".layers.0." not in p}
-        seen.wrong["residual stream"] = [f"{path}: BF16 numbers in FP32" for path in sorted(layers | norms)]
+        seen.wrong["residual stream"] = [f"{path}: {_NARROW} in FP32" for path in sorted(layers | norms)]
     seen.wrong["rotary angles"] = list(_frequencies(engine))
+    if not promises.foreign:
+        wide = {path for module, path in watch._paths.items() if _has_bits(getattr(module, "inv_freq", None))}
+        seen.wrong["rotary angles"] += [
+            f"{path} gives {_NARROW}" for path in watch.angles if path in watch.rounded.keys() & wide
+        ]
+    if LOGITS in watch.rounded and DType.FP32 in (policy.logits, policy.compute):
+        seen.wrong["logits"] = [f"the output layer gives {_NARROW}"]
+
+
+def _has_bits(table: Any) -> bool:
+    """Whether FP32 frequencies have more bits than BF16: powers of two alone give angles of few bits."""
+    return (
+        isinstance(table, torch.Tensor)
+        and table.dtype is torch.float32
+        and bool((table.view(torch.int32) & 0xFFFF).any())
+    )
 
 
 def _frequencies(engine: Any) -> Iterable[str]:
@@ -139,8 +159,8 @@ def _frequencies(engine: Any) -> Iterable[str]:
                 continue
             if table.dtype is not torch.float32:
                 yield f"{path}.inv_freq is {str(table.dtype).removeprefix('torch.')}"
-            elif fits_bf16(table) or (table.numel() > 2 and not bool((table.view(torch.int32) & 0xFFFF).any())):
-                yield f"{path}.inv_freq holds BF16 numbers"
+            elif is_narrow(table) or (table.numel() > 2 and not _has_bits(table)):
+                yield f"{path}.inv_freq holds {_NARROW}"
 
 
 ORDER = (

@@ -11,6 +11,7 @@ from mpbridge.audit.promise import Promises
 from mpbridge.formats import DType, say
 from mpbridge.megatron.inside_optimizer import parts
 from mpbridge.megatron_spec.fields import TABLE
+from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.sync.plan import plan, show
 
 
@@ -45,7 +46,19 @@ def different(engine: Any) -> tuple[int, list[str]]:
     made = plan(run.policy, realization="emulated" if getattr(run, "emulate", False) else "native", **objects)
     wrong = [f"{one.name}: promised {show(one.after)}, found {show(one.before)}" for one in made.writes]
     looked = sum(1 for row in TABLE if row.target in objects and hasattr(objects[row.target], row.field))
-    return looked, wrong + list(_kept(run, objects))
+    return looked + 1, wrong + list(_kept(run, objects)) + list(_reduced_products(run.policy))
+
+
+def _reduced_products(policy: PrecisionPolicy) -> Iterator[str]:
+    """torch's settings under which products of FP32 factors are TF32 or BF16 ones, where the policy promises any in FP32."""
+    promised = {policy.compute, policy.router, policy.logits}
+    if DType.FP32 not in promised and not policy.keep_fp32:
+        return
+    for place in ("cuda", "mkldnn"):
+        # 'none' and 'ieee' are full precision; torch before 2.9 has no such attribute
+        found = getattr(getattr(getattr(torch.backends, place), "matmul", None), "fp32_precision", "")
+        if found in ("tf32", "bf16"):
+            yield f"products of FP32 factors: promised fp32, found {found} (torch.set_float32_matmul_precision('highest') takes it back)"
 
 
 def _kept(run: Any, objects: dict[str, Any]) -> Iterator[str]:

@@ -19,7 +19,7 @@ from mpbridge.audit.weights import _gradient
 
 _EXACT = 3e-5
 """Error relative to the sampled gradient's norm where everything on its way is FP32: sums of a few numbers in another order."""
-_ROUNDED = {"bf16": 0.06, "fp16": 0.15, "fp32": _EXACT}
+_ROUNDED = {"bf16": 0.02, "fp16": 0.15, "fp32": _EXACT}
 """The same where it is rounded on its way: BF16 a few times; FP16 also loses what is below its smallest number."""
 
 
@@ -39,14 +39,16 @@ class Followed:
 
 
 def followed(engine: Any, watch: Watch, loss: float) -> Followed:
-    """Samples of every linear weight whose gradient this rank's GEMMs gave."""
+    """Samples of every weight whose gradient this rank's GEMMs gave, and, where nothing else is added to them on their way, of all other parameters."""
     seen = Followed(group=data_parallel(engine), roots=sum(watch.roots) if watch.roots else None, loss=loss)
+    alone = _is_alone(engine)
     for held in holdings(engine):
         path, _, last = held.name.rpartition(".")
         # a tied matrix gets gradients from two places, and an expert's factor is its own
-        if last != "weight" or ".experts." in held.name or _tied(held.parameter, path, engine):
-            continue
-        produced = watch.products.gradients.get(path)
+        linear = last == "weight" and ".experts." not in held.name and not _tied(held.parameter, path, engine)
+        produced = watch.products.gradients.get(path) if linear else None
+        if produced is None and alone:
+            produced = watch.arrivals.gradients.get(held.name)
         if produced is None:
             continue
         seen.produced[held.name] = produced
@@ -56,6 +58,14 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
         elif grad is not None:
             seen.read[held.name] = sample(grad, held.begin, held.whole)
     return seen
+
+
+def _is_alone(engine: Any) -> bool:
+    """Whether a parameter's gradient is what autograd gives it on the ranks that average it: no kernel adds to the buffer behind autograd's back, no sum over
+    tensor-parallel ranks or stages, and experts are averaged as everything else is."""
+    parallel = engine.run.facts.parallel
+    fused = bool(getattr(engine.configs.model, "gradient_accumulation_fusion", False))
+    return not fused and parallel.tensor == parallel.pipeline == parallel.expert == 1
 
 
 def _tied(parameter: Any, path: str, engine: Any) -> bool:
@@ -141,8 +151,8 @@ def _told(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> Iterator[tuple
             continue
         ratio, rest = told
         text = ""
-        if rest > aim.tolerance:
-            text = "other numbers than its GEMMs gave"
+        if not rest <= aim.tolerance:  # not a number, too
+            text = "not finite" if math.isnan(rest) else "other numbers than its backward pass gave"
         elif aim.factor is not None and abs(ratio / aim.factor - 1) > aim.tolerance:
             text = _words(ratio / aim.factor, aim.scale, len(group))
         elif aim.most is not None and ratio > aim.most * (1 + aim.tolerance):

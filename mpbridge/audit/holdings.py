@@ -55,10 +55,10 @@ class Held:
             if stored.dtype is torch.int16:
                 from mpbridge.engines.optimizers import join
 
-                return join(local(self.updated).detach(), stored).reshape(-1)
+                return join(local(self.updated).detach(), local(stored)).reshape(-1)
             if hasattr(self.inner, "get_unscaled_state"):
                 wide: torch.Tensor = self.inner.get_unscaled_state(self.updated, "master_param")
-                return wide.reshape(-1)
+                return local(wide).reshape(-1)  # type: ignore[no-any-return]
         own = self.updated is None or self.part is None
         if own or local(self.updated).data_ptr() == self.part.data_ptr():  # type: ignore[union-attr]
             return None

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from mpbridge.audit.cadence import Cadence
+from mpbridge.audit.counted import Updates
 from mpbridge.audit.examine import audit, promises_of
 from mpbridge.audit.findings import Finding, Report
 from mpbridge.audit.invariants import Shape, broken, fingerprint
@@ -65,6 +66,7 @@ class AuditHook:
         self._before: Before | None = None
         self._rule: ScaleRule | None = None
         self._wiring: Shape | None = None
+        self._updates = Updates()
         self._zeros = 0
         self._proved = False
         self._earlier = [] if self.folder is None else earlier(self.folder)
@@ -74,7 +76,7 @@ class AuditHook:
         """Static audit. Raises AuditFailed unless mode is 'warn'."""
         engine = training.engine
         self._let_go()
-        self.step = _iteration(training, self.step)
+        self.step, self._updates = _iteration(training, self.step), Updates()
         if self.history:
             self.cadence.ask(f"recipe {getattr(engine.run, 'recipe', '')}")
         self._wiring = None
@@ -86,7 +88,7 @@ class AuditHook:
         if step and not self._proved:
             self.cadence.ask("resumed")
             self.history = [one for one in self._earlier if one.get("step", 0) <= step] + self.history
-        self.step = step
+        self.step, self._updates = step, Updates()
         self._follow_scale(engine)
         found = self._first_scale(engine) if not step else []
         found += replica_findings(from_all(copies(engine)))
@@ -98,6 +100,7 @@ class AuditHook:
         """Observation begins, where the step to come is due."""
         before, self.step = self.step, _iteration(training, self.step)
         if self.step < before:
+            self._updates = Updates()
             self.cadence.ask("rolled back")
             self._follow_scale(training.engine)
         self.cadence.begin()
@@ -119,6 +122,8 @@ class AuditHook:
         if watch is not None:
             watch.stop()
         extra = self.cadence.end(watched=watch is not None)
+        if result.applied:
+            self._updates.applied(training.engine)
         self._scale_goes_on(training, result)
         if watch is None or before is None:
             _mark(training, "unaudited")
@@ -208,7 +213,7 @@ class AuditHook:
 
     def _invariants(self, training: Any) -> None:
         engine = training.engine
-        faults = broken(engine, promises_of(engine.run.policy, engine), self._wiring)
+        faults = broken(engine, promises_of(engine.run.policy, engine), self._wiring) + self._updates.faults(engine)
         if not _largest(len(faults)):
             return
         everyone = offenders(from_all(faults))

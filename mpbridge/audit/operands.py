@@ -13,6 +13,8 @@ _ENOUGH = 64
 """Nonzero elements below which the absence of odd codes proves nothing."""
 _DISTINCT = 24
 """Different values below which it proves nothing either: a tensor of ones has one code."""
+_PORTION = 1 << 22
+"""Elements of which a quantile is taken."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -107,6 +109,62 @@ def fits_blocks(operand: torch.Tensor, number: NumberFormat, *, side: int, acros
     narrow = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[number.name]
     near = ratio.to(narrow).float()
     return bool(((ratio - near).abs() <= 1e-3 * near.abs() + number.smallest / 8).all())
+
+
+_STRAY = 2e-3
+"""Share of elements that may lie further off than rounding puts them."""
+
+
+@torch.no_grad()
+def is_rounded_with(
+    codes: torch.Tensor, source: torch.Tensor, number: NumberFormat, *, amax: float, current: bool
+) -> bool:
+    """Whether codes are their source's elements times one factor, rounded once to `number`.
+
+    Every element bounds the factor from both sides; one that all of them allow, but for a few, has to be left. current: the factor maps amax, the largest
+    element that there was, to the format's largest, or up to half of it where it is a power of two; else it comes from a history, and may cut values off.
+    """
+    wide, found = source.detach().double().abs(), codes.detach().double().abs()
+    told = (wide > 0) & ((found > 0) | (wide > 0.5 * amax))
+    inside = told & (found < number.largest)
+    if not bool(told.any()):
+        return True
+    _, exponent = torch.frexp(found.clamp_min(2.0 ** (1 - number.bias)))
+    half = torch.ldexp(torch.full_like(found, 0.5), exponent - 1 - number.mantissa)
+    least = ((found - half) / wide)[told].clamp_min(0.0)
+    most = ((found + half) / wide)[inside]
+    low = float(torch.quantile(least[:_PORTION], 1 - _STRAY))
+    high = float(torch.quantile(most[:_PORTION], _STRAY)) if most.numel() else float("inf")
+    if current:
+        factor = number.largest / amax
+        low, high = max(low, 0.499 * factor), min(high, 1.001 * factor)
+    return low <= high * 1.001
+
+
+@torch.no_grad()
+def is_rounded_from(
+    values: torch.Tensor, source: torch.Tensor, number: NumberFormat, *, amax: float, along: int | None, fitted: bool
+) -> bool:
+    """Whether values that hold their scales are their source's elements, rounded once to `number` under scales that use the format's range.
+
+    Both two-dimensional, the contraction along the columns. amax: the largest element of the whole tensor. along: neighbours that share a scale; None: not
+    along the columns. fitted: a factor of the whole tensor may be left out of the values, and rounding may be stochastic, which errs by up to a whole step.
+    """
+    wide, found = source.detach().double(), values.detach().double()
+    size = float((wide * wide).sum())
+    factor = float((wide * found).sum()) / size if size and fitted else 1.0
+    if not size:
+        return not bool(found.any())
+    if not factor > 0.0:
+        return False
+    peaks = torch.full_like(wide, amax)
+    if along is not None and not wide.shape[1] % along:
+        blocks = wide.view(wide.shape[0], -1, along).abs().amax(2, keepdim=True)
+        peaks = blocks.expand(-1, -1, along).reshape(wide.shape)
+    # a scale that is a power of two leaves up to half of the range unused
+    step = 2.0**-number.mantissa * wide.abs() + 2 * number.smallest / number.largest * peaks
+    off = (found / factor - wide).abs() > step * (1.1 if fitted else 0.505)
+    return int(off.sum()) <= max(2, _STRAY * off.numel())
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from mpbridge.audit.delayed import leaving
-from mpbridge.audit.operands import Grid, cosine, fits_blocks, grid_of, strays
+from mpbridge.audit.operands import Grid, cosine, fits_blocks, grid_of, is_rounded_from, is_rounded_with, strays
 from mpbridge.audit.stored import storage
 from mpbridge.audit.values import sample
 from mpbridge.formats import FORMATS
 from mpbridge.precision.policy import Gemms, Quant
 
+_ALIKE = 0.9
+"""Cosine of a four-bit copy with its tensor below which it is not that tensor's."""
 _ROWS = 64
 """Tokens of which quantized copies are kept until backward, to see whether the other copy was rotated."""
 
@@ -67,11 +69,15 @@ class Products:
         self._shapes: dict[str, torch.Size] = {}
         self._kept: dict[tuple[str, str], deque[torch.Tensor]] = defaultdict(deque)
         self._dy: dict[str, torch.Tensor] = {}
+        self._x: dict[str, torch.Tensor] = {}
+        """Linear -> what it was given, in its forward pass."""
+        self._xs: dict[str, deque[tuple[torch.Tensor, float]]] = defaultdict(deque)
+        """Linear -> (its first rows, largest element) of every micro-batch whose backward pass is to come."""
 
     def forget(self) -> None:
         """Drops what was kept from forward for backward."""
-        self._kept.clear()
-        self._dy.clear()
+        for one in (self._kept, self._dy, self._x, self._xs):
+            one.clear()
 
     # --- forward -------------------------------------------------------------------------------------------------------------------------
     def enters(self, path: str, source: torch.Tensor) -> None:
@@ -81,6 +87,9 @@ class Products:
         if not quants:
             return
         history = any(quant.row.history for quant in quants)
+        self._x[path] = source.detach().reshape(-1, source.shape[-1])
+        if self._wanted[path] and source.numel():
+            self._xs[path].append((self._x[path][:_ROWS].clone(), float(source.detach().abs().amax())))
         if source.numel():
             seen = self.quantized.setdefault(path, Quantized())
             if history:
@@ -93,6 +102,7 @@ class Products:
         """A linear is done; `nodes` of the graph are its own."""
         if not self._quants(path):
             return
+        self._x.pop(path, None)
         for node in nodes:
             if node.name() == "QuantizedLinearBackward":
                 node.register_prehook(self._gradient(path))
@@ -208,6 +218,39 @@ class Products:
             grid = grid_of(operand, side=side)
             if not self._fits(grid, quant, name, operand, side):
                 seen.bad.setdefault(f"{role} {name}", f"{grid.text()}, promised {wanted.upper()} ({quant.scaling})")
+            elif not self._is_its_own(path, role, name, quant, operand if side == 0 else operand.t()):
+                seen.bad.setdefault(f"{role} {name}", "not what its tensor rounds to")
+
+    def _is_its_own(self, path: str, role: str, name: str, quant: Quant, lines: torch.Tensor) -> bool:
+        """Whether an operand holds the tensor that it stands for, rounded once; lines: with the contraction along the columns."""
+        turned = role == "wgrad"
+        found = self._source(path, role, name)
+        if found is None:
+            return True
+        source, largest = found
+        if turned and quant.bits == 4:
+            return _is_turned(lines.t(), source, rotated=_rotates(quant))
+        source = source.t() if turned or (role, name) == ("dgrad", "w") else source
+        lines = lines[:, : source.shape[1]] if (role, name) == ("wgrad", "x") else lines
+        if lines.shape != source.shape:
+            return True
+        block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
+        row = block is not None and block.across == 1 and block.along and not turned and name != "w"
+        number = FORMATS[quant.element(gradient=name == "dy")]
+        if quant.row.per_tensor:
+            return is_rounded_with(lines, source, number, amax=largest, current=not quant.row.history)
+        along = block.along if row and block is not None else None
+        return is_rounded_from(lines, source, number, amax=largest, along=along, fitted=quant.bits == 4)
+
+    def _source(self, path: str, role: str, name: str) -> tuple[torch.Tensor, float] | None:
+        """(the tensor in high precision, or its first rows; the largest element of all of it); None where it is not at hand."""
+        if (role, name) == ("wgrad", "x"):
+            return self._xs[path].popleft() if self._xs[path] else None
+        weight = getattr(self.modules.get(path), "weight", None)
+        held: Any = {"x": self._x.get(path), "dy": self._dy.get(path), "w": weight}[name]
+        if type(held) not in (torch.Tensor, torch.nn.Parameter) or held.dim() != 2 or not held.numel():
+            return None
+        return held.detach(), float(held.detach().abs().amax())
 
     def _fits(self, grid: Grid, quant: Quant, name: str, operand: torch.Tensor, side: int) -> bool:
         wanted = quant.element(gradient=name == "dy")
@@ -242,6 +285,21 @@ class Products:
             if count:
                 turned = rotate(row[:count].to(torch.bfloat16))
                 seen.rotated.setdefault(name, (cosine(row[:count], column[:count]), cosine(turned, column[:count])))
+
+
+def _rotates(quant: Quant) -> bool:
+    return quant.row.has("hadamard") and bool(quant.option("hadamard", os.environ))
+
+
+def _is_turned(column: torch.Tensor, source: torch.Tensor, *, rotated: bool) -> bool:
+    """Whether a four-bit copy with blocks along the tokens is its tensor's: E2M1 leaves a cosine of 0.97 or more."""
+    from mpbridge.emulation.kernels import rotate
+
+    count = min(column.shape[0], source.shape[0]) // 16 * 16
+    if not count or column.shape[1] != source.shape[1] or not source.any():
+        return True
+    wanted = source[:count].to(torch.bfloat16)
+    return cosine(rotate(wanted) if rotated else wanted, column[:count]) > _ALIKE
 
 
 def backward_is_quantized(quant: Quant) -> bool:

@@ -155,15 +155,18 @@ def elements_into(
     gathered: int = 0,
     padding: float = 0.5,
     smallest: int | None = None,
+    these: bool = False,
 ) -> None:
     """Adds what a wrapper sent that copies gradients together first, so that only elements can be counted.
 
     sizes: elements of each trained parameter; times: how often each may be reduced in the step; gathered: elements of parameters that each pass needs;
-    padding: the largest share that rounding up adds; smallest: below it a message is a norm, a loss or a flag (None: the smallest parameter).
+    padding: the largest share that rounding up adds; smallest: below it a message is a norm, a loss or a flag (None: the smallest parameter);
+    these: only what these very ranks sent each other counts, else what as many did.
     """
     least = min(sizes, default=0) if smallest is None else smallest
     for one in watch.sent:
-        if len(one.group) == len(group) and one.elements * max(1, len(group)) >= least:
+        over = set(one.group) == set(group) if these else len(one.group) == len(group)
+        if over and one.elements * max(1, len(group)) >= least:
             _count(one, seen)
     if len(group) == 1:
         return

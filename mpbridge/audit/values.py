@@ -18,6 +18,10 @@ SAMPLES = 48
 """Elements of a weight whose gradient is followed from the GEMM to the optimizer."""
 _ENOUGH = 32
 """Nonzero elements below which low bits prove nothing: 32 FP32 numbers that all happen to be BF16 numbers are a matter of design, fewer can be luck."""
+_DISTINCT = 8
+"""Different values below which they prove nothing either: one number that has few bits may fill a tensor."""
+_TEN_BITS = (1 << 13) - 1
+"""Of FP32's 23 bits of mantissa those that TF32's and FP16's ten leave; BF16 and the narrower formats leave more."""
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -55,14 +59,17 @@ def digest(tensor: Any) -> int:
     return total
 
 
-def fits_bf16(values: torch.Tensor) -> bool | None:
-    """Whether FP32 `values` are all BF16 numbers: what a tensor that was rounded somewhere is. None where that proves nothing (few nonzero values)."""
+def is_narrow(values: torch.Tensor) -> bool | None:
+    """Whether FP32 `values` all have ten bits of mantissa or fewer (TF32, FP16, BF16, FP8 numbers): what a tensor that was rounded somewhere is. None where
+    that proves nothing (few nonzero or few different values)."""
     if values.dtype is not torch.float32 or not values.numel() or hasattr(values, "_quantizer"):
         return None  # Transformer Engine's FP8 moments call themselves FP32
     bits = values.detach().contiguous().view(torch.int32)
     if int(torch.count_nonzero(bits)) < _ENOUGH:
         return None
-    return not bool((bits & 0xFFFF).any())
+    if bool((bits & _TEN_BITS).any()):
+        return False
+    return None if torch.unique(bits.view(-1)[:65536]).numel() < _DISTINCT else True
 
 
 def positions(count: int) -> torch.Tensor:

@@ -11,13 +11,14 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpbridge.audit.arrivals import Arrivals
 from mpbridge.audit.collectives import KINDS, Sent, sent
 from mpbridge.audit.graph import Graph, tensors_in
 from mpbridge.audit.library import Library
 from mpbridge.audit.places import is_attention, is_layer, is_linear, is_norm, is_rotary, linears, module_paths
 from mpbridge.audit.products import Products
 from mpbridge.audit.stored import storage, values
-from mpbridge.audit.values import digest, fits_bf16
+from mpbridge.audit.values import digest, is_narrow
 from mpbridge.audit.wire import aside
 from mpbridge.precision.policy import Gemms
 
@@ -31,6 +32,8 @@ _LOSS = frozenset({"exp", "exp_", "log", "_log_softmax", "logsumexp", "nll_loss_
 _BEHIND = frozenset({"_log_softmax", "nll_loss_forward"})
 """Those of a loss that is computed outside of every module; other operations there may be anything."""
 _NORMS = frozenset({"native_layer_norm", "_fused_rms_norm", "rsqrt"})
+LOGITS = "logits"
+"""Place of what the output layer returns."""
 
 
 def _autocast(device: str) -> str:
@@ -75,7 +78,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.stream: dict[str, Counter[str]] = defaultdict(Counter)
         """Layer -> dtype of the residual stream behind it."""
         self.rounded: Counter[str] = Counter()
-        """Place -> FP32 activations there that were BF16 numbers, every one."""
+        """Place -> FP32 activations there that had ten bits of mantissa or fewer, every one."""
         self.read: dict[str, int] = {}
         """Parameter -> digest of what the first forward pass of the step read."""
         self.read_tensors: dict[str, Callable[[], str]] = {}
@@ -85,6 +88,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
         """Linear -> forward passes with something in them, those with gradients."""
         self.products = Products(gemms_of)
+        self.arrivals = Arrivals()
         self.library = Library()
         self.check_read: Callable[[str, torch.Tensor], None] | None = None
         """Told every parameter that a forward pass reads, once: (name, tensor)."""
@@ -117,6 +121,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._graph.forget()
         self._stack.clear()
         self.products.forget()
+        self.arrivals.forget()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -166,10 +171,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.passed[path][storage(tensor)] += 1
         elif is_rotary(module):
             self.angles[path] = storage(result)
+            self._note_rounding(path, result)
 
     def _note_linear(self, module: Any, path: str, result: torch.Tensor, nodes: list[Any]) -> None:
         self.outputs[path][storage(result)] += 1
         self.autocast[_autocast(result.device.type)] += 1
+        if path.endswith("output_layer"):
+            self._note_rounding(LOGITS, result)
         weight = getattr(module, "weight", None)
         if isinstance(weight, torch.Tensor):
             self.weights[path] = storage(weight)
@@ -179,14 +187,17 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.library.leaves(module, path)
 
     def _note_rounding(self, path: str, tensor: Any) -> None:
-        if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float32 and fits_bf16(tensor):
+        if isinstance(tensor, torch.Tensor) and tensor.dtype is torch.float32 and is_narrow(tensor):
             self.rounded[path] += 1
 
     def _note_weights(self, module: Any, path: str) -> None:
         """What this module's own parameters are while its forward is still on the stack: fully sharded ones are whole here."""
         for name, parameter in module._parameters.items():
             full = f"{path}.{name}" if path else name
-            if parameter is None or full in self.read or hasattr(parameter, "_local_tensor"):
+            if parameter is None or hasattr(parameter, "_local_tensor"):
+                continue
+            self.arrivals.ask(full, parameter)
+            if full in self.read:
                 continue
             self.read[full] = digest(parameter)
             if self.check_read is not None:

@@ -14,7 +14,8 @@ from mpbridge.audit.findings import Finding
 from mpbridge.audit.holdings import ADAMS, Held, holdings
 from mpbridge.audit.ranks import offenders
 from mpbridge.audit.stored import local
-from mpbridge.audit.values import digest, fits_bf16
+from mpbridge.audit.updates import is_another
+from mpbridge.audit.values import digest, is_narrow, positions
 
 EXPERTS = "*.experts.*"
 _SAFETY = 1.25
@@ -22,15 +23,16 @@ _SAFETY = 1.25
 
 
 class Before:
-    """What an update is compared with: a digest of everything that it changes, a few bytes a tensor."""
+    """What an update is compared with: a digest of everything that it changes, and a few of its numbers."""
 
     def __init__(self, engine: Any) -> None:
         self.digests: dict[str, int] = {}
-        self.steps: dict[str, float] = {}
+        self.samples: dict[str, torch.Tensor] = {}
         for held in holdings(engine):
             trained = held.trained
             if trained is not None:
                 self.digests[held.name] = digest(trained)
+                self.samples[held.name] = trained[positions(trained.numel()).to(trained.device)].clone()
 
 
 @dataclass
@@ -41,6 +43,8 @@ class Weights:
     moved: list[str] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
     """Updates larger than rounding were due, and nothing changed."""
+    otherwise: list[str] = field(default_factory=list)
+    """What changed is not what the moments give."""
     small: list[str] = field(default_factory=list)
     """Unchanged, and no update was larger than rounding."""
     idle: list[str] = field(default_factory=list)
@@ -57,7 +61,7 @@ class Weights:
     unequal: list[str] = field(default_factory=list)
     """Parameter is not its main weight, rounded."""
     coarse: list[str] = field(default_factory=list)
-    """FP32 main weights, or moments, that hold nothing below BF16."""
+    """FP32 main weights, or moments, that hold nothing below ten bits of mantissa."""
     quantized: int = 0
     """Weights at rest in a quantized format that were compared with their main weights."""
     misread: list[str] = field(default_factory=list)
@@ -130,6 +134,8 @@ def moved(engine: Any, before: Before, lr: float) -> Weights:
             seen.elsewhere.append(name)
             continue
         due = _motion(seen, held, trained, before.digests.get(name), lr)
+        if name in seen.moved and is_another(held, trained, before.samples.get(name)):
+            seen.otherwise.append(name)
         _width(seen, held, due and name in seen.moved)
     return seen
 
@@ -211,7 +217,7 @@ def _adam(held: Held, first: torch.Tensor, second: torch.Tensor, rate: float) ->
 
 
 def _width(seen: Weights, held: Held, has_moved: bool) -> None:
-    """FP32 states that hold nothing but BF16 numbers: they were rounded outside of every dtype."""
+    """FP32 states that hold nothing but numbers of ten bits or fewer: they were rounded outside of every dtype."""
     main = held.main
     if has_moved and main is not None and held.part is not None and held.part.dtype is torch.bfloat16:
         stored = held.state.get("master_param")
@@ -220,7 +226,7 @@ def _width(seen: Weights, held: Held, has_moved: bool) -> None:
             if stored is None
             else stored.dtype in (torch.float32, torch.int16)
         )
-        if wide and fits_bf16(main):
+        if wide and is_narrow(main):
             seen.coarse.append(f"{held.name} (main weights)")
     betas = (held.group or {}).get("betas", ())
     for role, beta in zip(("exp_avg", "exp_avg_sq"), betas, strict=False):
@@ -228,7 +234,7 @@ def _width(seen: Weights, held: Held, has_moved: bool) -> None:
         # (1 - beta) x gradient has bits below BF16, unless 1 - beta is a power of two
         if stored is None or local(stored).dtype is not torch.float32 or not _uneven(1.0 - beta):
             continue
-        if fits_bf16(local(stored)):
+        if is_narrow(local(stored)):
             seen.coarse.append(f"{held.name} ({role})")
 
 
@@ -292,7 +298,10 @@ def _motion_findings(ranks: Sequence[Weights]) -> list[Finding]:
 def _moved_finding(ranks: Sequence[Weights]) -> Finding:
     names = {name for rank in ranks for name in rank.trainable}
     moved_anywhere = {name for rank in ranks for name in rank.moved}
-    stuck = [[*rank.stuck, *rank.frozen_rate] for rank in ranks]
+    stuck = [
+        [*rank.stuck, *rank.frozen_rate, *(f"{name}: not by what its moments give" for name in rank.otherwise)]
+        for rank in ranks
+    ]
     unreached = _unreached(ranks, moved_anywhere)
     # nobody's optimizer says that it owns it
     orphans = names - _names(
@@ -337,7 +346,7 @@ def _bits_finding(ranks: Sequence[Weights]) -> Finding:
     return Finding(
         subject="bits of states",
         promised="as wide as their dtype",
-        found="BF16 numbers in FP32" if any(coarse) else "as wide as their dtype",
+        found="numbers of ten bits or fewer in FP32" if any(coarse) else "as wide as their dtype",
         ok=not any(coarse),
         count=sum(len(rank.moved) for rank in ranks),
         offenders=offenders(coarse),

@@ -166,7 +166,16 @@ def _compute(ranks: Sequence[Observed], unseen: dict[str, str]) -> DType | None:
     if not plain:
         unseen["compute"] = "no GEMM passed torch's dispatcher"
         return None
-    return dtype(max(plain, key=lambda found: plain[found]))
+    most = dtype(max(plain, key=lambda found: plain[found]))
+    outputs = {
+        kind
+        for rank in ranks
+        if rank.computed
+        for _, _, own in rank.computed.kinds.get("outputs of linears", ())
+        for kind in own
+    }
+    # the CPU layer multiplies FP16 factors in FP32 and rounds once, as tensor cores do: what goes in and comes out is FP16
+    return DType.FP16 if most is DType.FP32 and outputs == {"fp16"} else most
 
 
 def _autocast(ranks: Sequence[Observed], unseen: dict[str, str]) -> DType | None:

@@ -14,6 +14,7 @@ from mpbridge.witnessing.loops import Loop, chunks
 from mpbridge.witnessing.plain import TorchLoop
 from mpbridge.witnessing.sharded import Fsdp1Loop, Fsdp2Loop
 from mpbridge.witnessing.zero import ZeroLoop
+from mpbridge.witnessing.zero3 import Zero3Loop
 
 
 def loop_of(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> Loop:
@@ -29,8 +30,8 @@ def loop_of(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None
         return _core_kind(first)(model, optimizer, scaler=scaler, group=group)
     zero = getattr(optimizer, "optimizer", optimizer) if "DeepSpeedOptimizerWrapper" in names else optimizer
     if type(zero).__module__.startswith("deepspeed.runtime"):
-        loop: Loop = ZeroLoop(model, zero, scaler=scaler, group=group)
-        return loop
+        kind: type[Loop] = Zero3Loop if hasattr(zero, "fp32_partitioned_groups_flat") else ZeroLoop
+        return kind(model, zero, scaler=scaler, group=group)
     inner = list(inner_optimizers(optimizer)) if not isinstance(optimizer, (list, tuple)) else optimizer
     if not inner or not all(hasattr(one, "param_groups") for one in inner):
         raise BadValue(

@@ -186,8 +186,20 @@ class TorchLoop(Loop):
         # frameworks say themselves whether each micro-batch is reduced or all of them at the end; that it comes to one mean, `gradients` shows by value
         sizes = [self._size(name, parameter) for name, parameter in named if parameter.requires_grad]
         whole = sum(self._size(name, parameter) for name, parameter in named) if self.sharded == "everything" else 0
-        elements_into(seen, watch, group, sizes, times={1, max(1, microbatches)}, gathered=whole)
+        times = {1, max(1, microbatches)}
+        shards, copies = self.legs() or (group, ())
+        elements_into(seen, watch, shards, sizes, times=times, gathered=whole, these=bool(copies))
+        if copies:
+            mine = Traffic(ranks=len(copies), promised=promised)
+            own = [max(1, size // len(shards)) for size in sizes]
+            elements_into(mine, watch, copies, own, times=times, these=True)
+            seen.reduced.update(mine.reduced)
+            seen.faults += [f"between copies of shards: {fault}" for fault in mine.faults]
         return seen
+
+    def legs(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """(ranks that hold the shards of one copy, ranks that hold the same shard) of this rank where shards are copied; None elsewhere."""
+        return None
 
     def _size(self, name: str, parameter: Any) -> int:
         return int(parameter.numel())

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mpbridge.audit.holdings import Held
 from mpbridge.audit.places import bare
@@ -46,6 +47,14 @@ class Fsdp2Loop(TorchLoop):
         if self.group is not None or unit is None:
             return super().audit_ranks()
         return tuple(unit.mesh_info.mesh.mesh.flatten().tolist())
+
+    def legs(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Of a mesh of two dimensions: copies, shards."""
+        unit: Any = next(self._units(), None)
+        mesh = None if unit is None else unit.mesh_info.mesh
+        if mesh is None or mesh.ndim != 2 or not hasattr(unit.mesh_info, "replicate_process_group"):
+            return None
+        return _ranks(unit.mesh_info.shard_process_group), _ranks(unit.mesh_info.replicate_process_group)
 
     @property
     def of_the_mean(self) -> float:
@@ -99,6 +108,15 @@ class Fsdp1Loop(TorchLoop):
         """Who reduces gradients."""
         return "torch FSDP1"
 
+    def legs(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Of HYBRID_SHARD: ranks of one node, the same rank of every node."""
+        for chunk in self.model:
+            for module in chunk.modules():
+                between = getattr(module, "_inter_node_pg", None)
+                if between is not None and hasattr(module, "process_group"):
+                    return _ranks(module.process_group), _ranks(between)
+        return None
+
     def _pieces(self) -> list[Piece]:
         return [piece for chunk in self.model for piece in flat_pieces(chunk)]
 
@@ -140,8 +158,10 @@ class Fsdp1Loop(TorchLoop):
 
     def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
         """Sizes of pieces, and what the forward pass read."""
-        pieces = self._pieces()
-        seen = Copies(shards={piece.name: (piece.count, piece.whole) for piece in pieces})
+        pieces, legs = self._pieces(), self.legs()
+        number = legs[1].index(dist.get_rank()) if legs else 0
+        copy = f" (copy {number})" if number else ""
+        seen = Copies(shards={f"{piece.name}{copy}": (piece.count, piece.whole) for piece in pieces})
         for piece in pieces:
             if read is not None and piece.name in read:
                 seen.whole[piece.name, 0, 0] = read[piece.name]
@@ -149,6 +169,10 @@ class Fsdp1Loop(TorchLoop):
 
     def _size(self, name: str, parameter: Any) -> int:
         return next(piece.whole for piece in self._pieces() if piece.name == name)
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def _copy(parameter: Any) -> str:

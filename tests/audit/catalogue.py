@@ -10,6 +10,7 @@ import torch
 
 from tests.audit import compute_faults as c
 from tests.audit import faults as f
+from tests.audit import hostile_faults as h
 
 SHARDED = {"use_distributed_optimizer": True}
 AWARE = {"use_precision_aware_optimizer": True}
@@ -141,4 +142,26 @@ CATALOGUE = (
     Fault("history cut short", c.history_cut, ("delayed",), ("delayed scales",)),
     Fault("no Hadamard transform", c.not_rotated, ("nvfp4",), ("quantized GEMMs",), "Hadamard", quick=True),
     Fault("rounded to nearest", c.rounded_to_nearest, ("nvfp4",), ("quantized GEMMs",), "stochastic", quick=True),
+    # every dtype, flag and hook is in place
+    Fault("first moment with FP16's bits", h.states_with(10, "exp_avg"), ("ddp", "fsdp2", "mfsdp", "aware"), ("bits of states",)),
+    Fault("main weights with TF32's bits", h.main_weights_with(10), ("ddp", "dist", "mfsdp", "fp32"), ("bits of states", "weights moved"), quick=True),
+    Fault("half of a weight frozen", h.half_of_a_weight_frozen, (*ALL, "fsdp2 a", "aware"), ("weights moved",), "not by what its moments give", quick=True),
+    Fault("updates rounded to BF16", h.update_in_bf16, ("ddp", "dist", "mfsdp"), ("weights moved",)),
+    Fault("frozen while nobody looks", h.frozen_while_nobody_looks, (*ALL, "fsdp2 a", "aware"), ("invariants",), "updates in", quick=True, early=False),
+    Fault("last step's gradients kept", h.gradients_kept, ("ddp", "dist", "mfsdp"), ("gradients",)),
+    Fault("a norm's gradient doubled", f.change_gradients(lambda grad: grad * 2, "input_layernorm.weight"), ALL, ("gradients",), "layernorm", quick=True),
+    Fault("the embedding's gradient doubled", f.change_gradients(lambda grad: grad * 2, "word_embeddings.weight"), ALL, ("gradients",), "embeddings"),
+    Fault("an expert's gradient doubled", f.change_gradients(lambda grad: grad * 2, "local_experts.1.linear_fc1.weight"), ("moe",), ("gradients",), "experts.1", quick=True),
+    Fault("the router's gradient doubled", f.change_gradients(lambda grad: grad * 2, "router.weight"), ("moe",), ("gradients",), "router"),
+    Fault("gradient rounded to E4M3", f.change_gradients(h.to_e4m3), ("ddp", "fsdp2", "fsdp2 a", "mfsdp"), ("gradients",), "linear_fc1"),
+    Fault("input gradients in FP16", h.backward_reads(dy=torch.Tensor.half, w=torch.Tensor.half), CORE, ("compute", "gradients"), "linear_fc1"),
+    Fault("input gradients by a rounded weight", h.backward_reads(w=h.to_e4m3), ("ddp", "fp32"), ("gradients",), "linear"),
+    Fault("TF32 allowed", h.tf32_allowed, ("fp32", "moe"), ("derived flags", "invariants"), "tf32", quick=True),
+    Fault("norm computes in BF16", h.norm_in_bf16, ("fp32",), ("norms", "residual stream"), "layernorm"),
+    Fault("rotary angles rounded on their way", h.angles_rounded_on_their_way, ("fp32", "ddp", "fsdp2"), ("rotary angles",), "rotary", quick=True),
+    Fault("logits rounded on their way", h.logits_rounded, ("logits", "fp32"), ("logits",), "output layer"),
+    Fault("range of a scale wasted", h.operands_of("fprop", "x", h.squeezed), ("tensorwise", "mxfp8", "nvfp4"), ("quantized GEMMs",), "fprop x", quick=True),
+    Fault("quantized after another rounding", h.operands_of("fprop", "x", h.coarse), ("tensorwise", "mxfp8", "delayed"), ("quantized GEMMs",), "fprop x"),
+    Fault("half of the gradient's rows lost", h.operands_of("wgrad", "dy", h.halved), ("tensorwise", "mxfp8", "delayed", "nvfp4"), ("quantized GEMMs",), "wgrad dy", quick=True),
+    Fault("quantized copy of an old weight", h.operands_of("fprop", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4", "tensorwise fsdp2"), ("quantized GEMMs",), "fprop w"),
 )  # fmt: skip

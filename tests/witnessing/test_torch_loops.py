@@ -218,3 +218,31 @@ def test_every_planted_fault_of_two_processes_is_named(two: dict[str, Any]) -> N
         assert subjects <= faults(two[f"FAULT {case}"]), (case, faults(two[f"FAULT {case}"]))
     assert "2 times too large" in json.dumps(two["FAULT summed"])
     assert "rank 1" in json.dumps(two["FAULT frozen on one"])
+
+
+# --- four processes: copies of shards --------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """{case: report} of the same program over two copies of two shards."""
+    program = Path(__file__).with_name("two_ranks.py")
+    found: dict[str, Any] = reported(4, str(program), tmp_path_factory.mktemp("four") / "out.json")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "wire"), [("hybrid fsdp2", "fp32"), ("hybrid fsdp2 bf16 wire", "bf16"), ("hybrid fsdp1", "fp32")]
+)
+def test_copies_of_shards_are_described_as_they_are_and_raise_no_alarm(
+    four: dict[str, Any], case: str, wire: str
+) -> None:
+    found = four[case]["described"]
+    told = tuple(found[row] for row in ("storage", "compute", "wire", "accumulator", "exp_avg", "sharded"))
+    assert told == ("fp32", "bf16", wire, "fp32", "fp32", "everything")
+    assert found["bytes_per_parameter"] == pytest.approx(8.0, rel=0.02), "two of the four ranks hold a copy"
+    assert four[case]["ok"], faults(four[case])
+
+
+def test_copies_that_do_not_average_their_gradients_are_named(four: dict[str, Any]) -> None:
+    found = four["FAULT copies apart"]
+    assert {"wire: gradients", "gradients"} <= faults(found)
+    assert "between copies of shards" in json.dumps(found)

@@ -21,7 +21,7 @@ PACKAGES = {
     "automodel": ("transformers",),
 }
 CASES = {
-    "transformers": 2, "accelerate": 2, "lightning": 4, "deepspeed": 3, "megatron-lm": 3, "torchtitan": 2, "automodel": 1
+    "transformers": 2, "accelerate": 4, "lightning": 5, "deepspeed": 4, "megatron-lm": 4, "torchtitan": 2, "automodel": 2
 }  # fmt: skip
 """How many rows of the table each stack's loop shows at least."""
 CHECKOUTS = {"torchtitan": "torchtitan", "automodel": "Automodel"}

@@ -1,4 +1,5 @@
-"""Every kind of plain torch's loops in two processes under a witness; rank 0 writes {case: report} to the file named first."""
+"""Every kind of plain torch's loops under a witness, in two processes or, where shards are copied, in four; rank 0 writes {case: report} to the file
+named first."""
 
 from __future__ import annotations
 
@@ -60,6 +61,36 @@ def fsdp1(
         device_id=torch.device("cpu"),
         auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, torch.nn.Linear),
     )
+
+
+def hybrid2(**dtypes: Any) -> Any:
+    """FSDP2 over two copies of two shards."""
+    model = Tiny()
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    for layer in (*model.layers, model):
+        fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(**dtypes))
+    return model
+
+
+def hybrid1(**dtypes: Any) -> Any:
+    """FSDP1's HYBRID_SHARD over the same."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    return FullyShardedDataParallel(
+        Tiny(),
+        use_orig_params=True,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        mixed_precision=MixedPrecision(**dtypes),
+        device_id=torch.device("cpu"),
+        device_mesh=mesh,
+    )
+
+
+def apart() -> Any:
+    """Copies of a shard never average their gradients."""
+    model = hybrid2(param_dtype=BF16, reduce_dtype=torch.float32)
+    for module in (*model.layers, model):
+        module.set_requires_all_reduce(False)
+    return run(model, "fp32_params_bf16_compute", micro=1)
 
 
 def no_sync(model: Any) -> Callable[[bool], Any]:
@@ -153,12 +184,20 @@ CASES: dict[str, Callable[[], Any]] = {
     "FAULT no main weights": lambda: run(ddp(Tiny().to(BF16)), "bf16_mixed"),
 }  # fmt: skip
 
+WIDE_WIRE = {"param_dtype": BF16, "reduce_dtype": torch.float32}
+FOUR: dict[str, Callable[[], Any]] = {
+    "hybrid fsdp2": lambda: run(hybrid2(**WIDE_WIRE), "fp32_params_bf16_compute"),
+    "hybrid fsdp2 bf16 wire": lambda: run(hybrid2(param_dtype=BF16)),
+    "hybrid fsdp1": lambda: run(hybrid1(**WIDE_WIRE), "fp32_params_bf16_compute"),
+    "FAULT copies apart": apart,
+}
+
 
 def main() -> None:
     out, *wanted = sys.argv[1:]
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
-    for name, case in CASES.items():
+    for name, case in (FOUR if dist.get_world_size() == 4 else CASES).items():
         if wanted and name not in wanted:
             continue
         seen = case()

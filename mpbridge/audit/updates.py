@@ -1,0 +1,85 @@
+"""Is what an update changed what its moments give? Adam's rule, element by element, on a few numbers of every parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mpbridge.audit.holdings import ADAMS, Held
+from mpbridge.audit.stored import local
+from mpbridge.audit.values import positions
+
+_FEW = 8
+"""Sampled elements that have to be larger than rounding."""
+_EXACT, _NARROW = 5e-4, 2e-2
+"""Error relative to all sampled updates where moments are FP32, and where they are kept in 16 bits: optimizers compute with what they round afterwards.
+An update that was rounded to BF16 is off by 1.1e-3."""
+
+
+@torch.no_grad()
+def is_another(held: Held, trained: torch.Tensor, earlier: torch.Tensor | None) -> bool:
+    """Whether the sampled elements changed by anything but one factor times Adam's update and its weight decay; False where that cannot be told.
+
+    trained: what the update changed, flat, as it is now. earlier: its elements at `values.positions`, as they were before. The factor is the rate, which a
+    schedule may have changed since. What rounding to the stored dtype hides is left out.
+    """
+    update = None if earlier is None else _update(held, trained, earlier)
+    if update is None or earlier is None:
+        return False
+    now = trained[positions(trained.numel()).to(trained.device)]
+    changed = now.double() - earlier.double()
+    room = _half_ulp(earlier, trained.dtype if _stored(held) is None else _stored(held))
+    exact = _is_wide(held) and trained.dtype is torch.float32
+    told = update.abs() * float((held.group or {}).get("lr", 0.0)) > (2048 if exact else 64) * room
+    if int(told.sum()) < _FEW:
+        return False
+    update, changed, room = update[told], changed[told], room[told]
+    factor = float(update @ changed) / float(update @ update)
+    error = ((changed - factor * update).abs() - 2 * room).clamp_min(0.0)
+    tolerance = _EXACT if exact else _NARROW
+    return factor >= 0.0 or float(error.norm()) > tolerance * abs(factor) * float(update.norm())
+
+
+def _update(held: Held, trained: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor | None:
+    """What is subtracted, over the rate; None where the rule is not this one."""
+    group = held.group or {}
+    if type(held.inner).__name__ not in ADAMS or group.get("amsgrad") or group.get("maximize") or "betas" not in group:
+        return None
+    first, second = held.moment("exp_avg"), held.moment("exp_avg_sq")
+    if first is None or second is None or first.numel() != trained.numel():
+        return None
+    if any(hasattr(held.state.get(name), "_data") for name in ("exp_avg", "exp_avg_sq")):
+        return None  # FP8 codes: too coarse to tell
+    where = positions(trained.numel()).to(trained.device)
+    beta1, beta2 = group["betas"]
+    step = float(held.state.get("step", group.get("step", 1)) or 1)
+    low, high = (1 - beta1**step, 1 - beta2**step) if group.get("bias_correction", True) else (1.0, 1.0)
+    update: torch.Tensor = first[where].double() / low / ((second[where].double() / high).sqrt() + group["eps"])
+    decay = float(group.get("weight_decay") or 0.0)
+    return update + decay * earlier.double() if _is_decoupled(held, group) else update
+
+
+def _is_decoupled(held: Held, group: dict[str, Any]) -> bool:
+    """Whether weight decay is beside the moments, not in them."""
+    if "decoupled_weight_decay" in group:
+        return bool(group["decoupled_weight_decay"])
+    return bool(getattr(held.inner, "adam_w_mode", type(held.inner).__name__ == "AdamW"))
+
+
+def _stored(held: Held) -> torch.dtype | None:
+    """The dtype that main weights inside of an optimizer are kept in; None: they are not there."""
+    stored = held.state.get("master_param")
+    if stored is None:
+        return None
+    return torch.float32 if stored.dtype is torch.int16 else stored.dtype
+
+
+def _is_wide(held: Held) -> bool:
+    return all(local(held.state[name]).dtype is torch.float32 for name in ("exp_avg", "exp_avg_sq"))
+
+
+def _half_ulp(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    info = torch.finfo(dtype if dtype is not None and dtype.is_floating_point else torch.bfloat16)
+    _, exponent = torch.frexp(values.float())
+    return torch.ldexp(torch.full_like(values, info.eps / 4, dtype=torch.float64), exponent)

@@ -1,0 +1,199 @@
+"""DeepSpeed's ZeRO 3: every parameter cut evenly over the ranks, gathered by the module that reads it; FP32 partitions by sub-group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from mpbridge.audit.holdings import Held
+from mpbridge.audit.places import bare
+from mpbridge.audit.replicas import Copies
+from mpbridge.audit.values import sample
+from mpbridge.engines.contract import Live
+from mpbridge.errors import BadValue
+from mpbridge.witnessing.core import after_call, before_call
+from mpbridge.witnessing.loops import Update
+from mpbridge.witnessing.plain import FSDP, Owned, TorchLoop, states
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """This rank's part of one parameter."""
+
+    parameter: Any
+    group: int
+    """Sub-group, which has one flat FP32 partition."""
+    start: int
+    """First element in that partition."""
+    count: int
+    """Elements here without the padding that makes all ranks' parts equally long."""
+    begin: int
+    """First element in the whole parameter, flat."""
+
+    @property
+    def whole(self) -> int:
+        return int(self.parameter.ds_numel)
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """What the forward pass gathers."""
+        own: torch.Tensor = self.parameter.ds_tensor.detach()
+        return own.reshape(-1)[: self.count]
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This part of something that is as long as the partition."""
+        return flat[self.start : self.start + self.count]
+
+
+class Zero3Loop(TorchLoop):
+    """DeepSpeed's engine around a module whose parameters it partitions, stepped through `engine.step()`."""
+
+    kind = replace(
+        FSDP,
+        name="zero3",
+        summary="DeepSpeed's ZeRO 3",
+        label="DeepSpeed ZeRO 3",
+        layout="even",
+        main_weights="wrapper",
+    )
+    name = "zero3"
+    sharded = "everything"
+
+    def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
+        self._flat: list[torch.Tensor] = list(optimizer.fp32_partitioned_groups_flat)
+        if not all(flat.numel() for flat in self._flat):
+            raise BadValue("witness() got DeepSpeed's ZeRO 3 with states on NVMe: what is swapped out is not observed")
+        self._grads: dict[str, tuple[int, torch.dtype]] = {}
+        self._read: dict[str, tuple[int, torch.dtype]] = {}
+        self._samples: dict[str, dict[int, float]] = {}
+        super().__init__(model, optimizer, scaler=scaler, group=group)
+
+    @property
+    def wrapper(self) -> str:
+        """Who reduces gradients."""
+        return f"DeepSpeed {type(self.outer).__name__}"
+
+    @property
+    def loss_scale(self) -> float:
+        """DeepSpeed's own."""
+        return float(getattr(self.outer, "loss_scale", 1.0) or 1.0)
+
+    # --- who holds what ------------------------------------------------------------------------------------------------------------------
+    def _parts(self) -> dict[str, _Part]:
+        outer: Any = self.outer
+        found = {}
+        for name, parameter in self.named_parameters():
+            place = outer.grad_position.get(outer.get_param_id(parameter)) if parameter.requires_grad else None
+            if place is None:
+                continue
+            size = int(parameter.ds_tensor.ds_numel)
+            begin = size * int(outer._get_param_partition_rank(parameter))
+            count = max(0, min(size, int(parameter.ds_numel) - begin))
+            found[name] = _Part(parameter=parameter, group=place[0], start=place[1], count=count, begin=begin)
+        return found
+
+    def _by_partition(self, number: int) -> Owned:
+        """The optimizer's group of a sub-group: DeepSpeed puts partitions into it one at a time, while each is updated."""
+        inner = self.inner[0]
+        return Owned(inner, inner.param_groups[self.outer.sub_group_to_group_id[number]])
+
+    def audit_holdings(self) -> Iterator[Held]:
+        """Every parameter with the piece of the FP32 partition that this rank updates for it."""
+        parts = self._parts()
+        for name, parameter in self.named_parameters():
+            part = parts.get(name)
+            if part is None:
+                yield Held(name=name, parameter=parameter, elements=int(parameter.ds_numel))
+                continue
+            flat, mine = self._flat[part.group], self._by_partition(part.group)
+            state = dict(mine.inner.state.get(flat, {}))
+            yield Held(
+                name=name,
+                parameter=parameter,
+                part=part.stored,
+                updated=part.of(flat),
+                begin=part.begin,
+                elements=part.whole,
+                inner=mine.inner,
+                group=mine.group,
+                state={key: part.of(value) if _like(value, flat) else value for key, value in state.items()},
+                samples=self._samples.get(name),
+            )
+
+    def tensors(self) -> Iterator[Live]:
+        """As DeepSpeed holds them; gradients, which it frees within its step, as they were then."""
+        for held in self.audit_holdings():
+            yield Live(role="params", parameter=held.name, tensor=_stored(held))
+            for role, seen in (("grads", self._grads), ("main_grads", self._read)):
+                if held.name in seen:
+                    count, dtype = seen[held.name]
+                    yield Live(role=role, parameter=held.name, tensor=torch.empty(count, dtype=dtype, device="meta"))
+            if held.main is not None:
+                yield Live(role="main_params", parameter=held.name, tensor=held.main)
+            yield from states(held)
+        for chunk in self.model:
+            for name, buffer in chunk.named_buffers():
+                yield Live(role="buffers", parameter=bare(name), tensor=buffer)
+
+    def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
+        """Sizes of parts, and what the forward pass read."""
+        seen = Copies(shards={name: (part.count, part.whole) for name, part in self._parts().items()})
+        for name in seen.shards:
+            if read is not None and name in read:
+                seen.whole[name, 0, 0] = read[name]
+        return seen
+
+    def _size(self, name: str, parameter: Any) -> int:
+        return int(parameter.ds_numel)
+
+    # --- the update ----------------------------------------------------------------------------------------------------------------------
+    def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
+        """Behind DeepSpeed's own `step`; gradients are looked at before it, and while the inner optimizer reads them."""
+
+        def stepped(result: Any) -> None:
+            norm = getattr(self.outer, "_global_grad_norm", None)
+            then(Update(applied=not getattr(self.outer, "overflow", False), norm=None if norm is None else float(norm)))
+
+        self._grads, self._read, self._samples = {}, {}, {}
+        handles = [inner.register_step_post_hook(self._reading) for inner in self.inner]
+        undo = [before_call(self.outer, "step", self._accumulated), after_call(self.outer, "step", stepped)]
+
+        def off() -> None:
+            for handle in handles:
+                handle.remove()
+            for one in reversed(undo):
+                one()
+
+        return off
+
+    def _accumulated(self) -> None:
+        """What gradients have added up to, before the step begins: one piece for each parameter of a sub-group, in their order."""
+        names = {id(parameter): name for name, parameter in self.named_parameters()}
+        for number, pieces in dict(self.outer.averaged_gradients).items():
+            for parameter, piece in zip(self.outer.fp16_groups[number], pieces or (), strict=False):
+                self._grads[names[id(parameter)]] = int(piece.numel()), piece.dtype
+
+    def _reading(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """While the inner optimizer steps: the partition whose gradient is there now."""
+        for name, part in self._parts().items():
+            grad = self._flat[part.group].grad
+            if grad is None or not part.count:
+                continue
+            mine = part.of(grad.detach())
+            if name in self._grads and self._grads[name][1] is not mine.dtype:  # else it is the accumulator
+                self._read[name] = int(mine.numel()), mine.dtype
+            self._samples[name] = sample(mine, part.begin, part.whole)
+
+
+def _stored(held: Held) -> torch.Tensor:
+    if held.part is not None:
+        return held.part
+    own: torch.Tensor = held.parameter.ds_tensor.detach()
+    return own
+
+
+def _like(value: Any, flat: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == flat.shape
