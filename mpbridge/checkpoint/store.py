@@ -75,7 +75,7 @@ def locate(where: Path) -> Path:
             f"{where}: an audit found every checkpoint in it suspect (the newest is {inside[0].path.name}); "
             "name one to go on from it all the same (checkpoint.load=that folder)"
         )
-    found = "a folder without checkpoints" if where.is_dir() else "no such folder"
+    found = "a folder without checkpoints" if where.is_dir() else "a file" if where.exists() else "no such folder"
     raise CheckpointError(f"{where}: {found} (expected {name_of(0)[:-1]}... folders in it, or one of them)")
 
 

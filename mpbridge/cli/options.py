@@ -121,7 +121,7 @@ def resolved(
 
 def find_config(name: str | None) -> Path:
     """The file that `name` (None: the small GPT for a CPU) means: a path, or a name among the shipped ones. Raises UnknownName."""
-    wanted = name or DEFAULT_CONFIG
+    wanted = DEFAULT_CONFIG if name is None else name
     return Path(wanted) if is_reference(wanted) else configuration(wanted)
 
 

@@ -48,6 +48,10 @@ def data_faults(data: Mapping[str, Any]) -> list[str]:
             faults.append(f"data.split={brief(data['split'])} leaves nothing to train on: give the first part a weight")
     except BadValue as error:
         faults.append(str(error))
+    if not data["corpus"]:
+        faults.append(
+            f"data.corpus={brief(data['corpus'])}: expected 'stdlib', or at least one file, folder, glob, data set or prefix"
+        )
     entries, weights = entries_of(data["corpus"] or "stdlib"), data["weights"]
     if weights is not None and (
         len(weights) != len(entries) or not all(math.isfinite(weight) and weight > 0 for weight in weights)

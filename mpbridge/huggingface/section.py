@@ -77,7 +77,7 @@ def section(data: Mapping[str, Any], *, ahead: int | None = None, name: str = CO
                 f"{left}={data[left]!r} is not mapped: remove it where the model does not depend on it, else this model cannot be built here"
             )
     if faults:
-        raise Contradiction(faults, subject=f"{name} ({family.name}) cannot be used")
+        raise Contradiction(dict.fromkeys(faults), subject=f"{name} ({family.name}) cannot be used")
     return out
 
 

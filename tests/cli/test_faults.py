@@ -258,3 +258,8 @@ def test_audits_keep_to_sixty_columns(
     assert main(["audit", str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 60, lines
+
+
+def test_a_configuration_without_a_name_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "--config", ""]) == 2
+    assert "no configuration named ''" in capsys.readouterr().err

@@ -45,6 +45,8 @@ FAULTS = [
     pytest.param(["data.tokenizer=nowhere/x"], "data.tokenizer='nowhere/x'", id="no tokenizer"),
     pytest.param(["logger.trackers=[nope]"], "expected a list of csv, tensorboard, wandb, mlflow", id="unknown tracker"),
     pytest.param(["data.corpus=nope"], "data.corpus=nope: nope: no such file", id="no corpus"),
+    pytest.param(["data.corpus=[]"], "at least one file", id="a corpus of nothing"),
+    pytest.param(["checkpoint.pretrained_checkpoint=file"], "file: a file", id="weights in a file"),
     pytest.param(["data.corpus=empty"], "a folder without", id="empty folder"),
     pytest.param(["data.corpus=blank.txt"], "no usable text (1 empty)", id="blank text"),
     pytest.param(["data.corpus=other.jsonl"], "no usable text (1 key missing)", id="another key"),
