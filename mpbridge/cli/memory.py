@@ -14,7 +14,7 @@ from mpbridge.facts import RunFacts
 from mpbridge.memory.budget import STATES, Fit, Memory, duplicate_main, fit, fullest, memory, total_parameters
 from mpbridge.memory.compare import REFERENCE, Comparison, against_bf16
 from mpbridge.memory.uncounted import left_out_of_memory
-from mpbridge.memory.units import Unit, unit_for
+from mpbridge.memory.units import Unit, count, unit_for
 
 SUMMARY = "bytes on each GPU by role, beside bf16_mixed, and whether they fit"
 
@@ -97,45 +97,13 @@ def _print(
     mine, other, sizes = compared.mine, compared.reference, facts.parallel
     unit = unit_for(max(mine.needed, other.needed))
     print(
-        f"recipe {made.recipe}, engine {made.engine}: {total_parameters(facts) / 1e9:.2f}e9 parameters on {made.world_size} GPU{'s' if made.world_size > 1 else ''}"
+        f"recipe {made.recipe}, engine {made.engine}: {count(total_parameters(facts))} parameters on {made.world_size} GPU{'s' if made.world_size > 1 else ''}"
     )
     print(
         f"tensor {sizes.tensor}, pipeline {sizes.pipeline}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}; {_which(made, facts, mine)}\n"
     )
-    rows = [
-        (name, unit.of(mine.roles.get(name, 0)), unit.of(other.roles.get(name, 0)), _each(mine, name), "")
-        for name in STATES
-        if name in mine.roles or name in other.roles
-    ]
-    rows.append(
-        (
-            "states",
-            unit.of(mine.states),
-            unit.of(other.states),
-            f"{mine.bytes_per_parameter:.2f}",
-            "exact"
-            if mine.exact
-            else "see what is left out"
-            if left_out_of_memory(facts)
-            else "without its engine's alignment",
-        )
-    )
-    rows += _beside(mine, other, unit)
-    rows.append(
-        (
-            "activations",
-            unit.of(mine.activations),
-            unit.of(other.activations),
-            "",
-            f"measured on Megatron-LM's test cases, +-{mine.uncertainty:.0%}",
-        )
-    )
-    rows.append(("peak as torch counts it", unit.of(mine.total), unit.of(other.total), "", ""))
-    rows += _beside(mine, other, unit, counted=False)
-    rows.append(
-        ("needed of the device", unit.of(mine.needed), unit.of(other.needed), "", f"+-{unit.of(mine.band)} {unit.name}")
-    )
-    print_table(("role", unit.name, f"{REFERENCE} {unit.name}", "bytes/parameter", "how it is known"), rows)
+    columns = ("role", unit.name, f"{REFERENCE} {unit.name}", "bytes/parameter", "how it is known")
+    print_table(columns, _rows(facts, compared, unit))
     if stages:
         print()
         print_table(
@@ -151,14 +119,44 @@ def _print(
     if fits is not None:
         _say_fit(fits, where, unit)
         if fits.answer == "does not fit":
-            from mpbridge.estimate.layouts import line, nearest
+            _say_nearest(made, facts, where)
 
-            found = nearest(made.policy, facts, where.machine)
-            print(
-                f"nearest layout that fits, on {found.parallel.world_size} GPUs: {line(found)}"
-                if found is not None
-                else f"no layout fits on up to {64 * facts.parallel.world_size} GPUs"
-            )
+
+def _rows(facts: RunFacts, compared: Comparison, unit: Unit) -> list[tuple[str, str, str, str, str]]:
+    """Role, this recipe's amount, the reference's, bytes a parameter, how it is known."""
+    mine, other = compared.mine, compared.reference
+    known = (
+        "exact"
+        if mine.exact
+        else "see what is left out"
+        if left_out_of_memory(facts)
+        else "without its engine's alignment"
+    )
+    measured = f"measured on Megatron-LM's test cases, +-{mine.uncertainty:.0%}"
+    return [
+        *(
+            (name, unit.of(mine.roles.get(name, 0)), unit.of(other.roles.get(name, 0)), _each(mine, name), "")
+            for name in STATES
+            if name in mine.roles or name in other.roles
+        ),
+        ("states", unit.of(mine.states), unit.of(other.states), f"{mine.bytes_per_parameter:.2f}", known),
+        *_beside(mine, other, unit),
+        ("activations", unit.of(mine.activations), unit.of(other.activations), "", measured),
+        ("peak as torch counts it", unit.of(mine.total), unit.of(other.total), "", ""),
+        *_beside(mine, other, unit, counted=False),
+        ("needed of the device", unit.of(mine.needed), unit.of(other.needed), "", f"+-{unit.of(mine.band)} {unit.name}"),
+    ]  # fmt: skip
+
+
+def _say_nearest(made: Run, facts: RunFacts, where: Target) -> None:
+    from mpbridge.estimate.layouts import line, nearest
+
+    found = nearest(made.policy, facts, where.machine)
+    print(
+        f"nearest layout that fits, on {found.parallel.world_size} GPUs: {line(found)}"
+        if found is not None
+        else f"no layout fits on up to {64 * facts.parallel.world_size} GPUs"
+    )
 
 
 def _which(made: Run, facts: RunFacts, mine: Memory) -> str:

@@ -25,3 +25,11 @@ MIB, GIB = Unit("MiB", 2**20, 1), Unit("GiB", 2**30, 2)
 def unit_for(largest: int) -> Unit:
     """The unit in which an answer is given whose largest figure is that many bytes."""
     return GIB if largest >= GIB.size else MIB
+
+
+def count(number: int) -> str:
+    """Parameters in short: '8.03e9', '4.36e6', '82,112'."""
+    for power in (9, 6):
+        if number >= 10**power:
+            return f"{number / 10**power:.2f}e{power}"
+    return f"{number:,}"

@@ -15,6 +15,7 @@ from mpbridge.cli import main as cli
 from mpbridge.cli import text
 from mpbridge.cli.main import main
 from mpbridge.errors import Refused
+from mpbridge.memory.units import count
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipes import BUILT_IN
 
@@ -310,3 +311,9 @@ def test_an_answer_that_nobody_read_is_no_success():
     with os.fdopen(writes, "wb") as gone:
         done = subprocess.run([sys.executable, "-u", "-m", "mpbridge", "list"], stdout=gone, stderr=subprocess.PIPE, check=False)  # fmt: skip
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_parameters_of_small_models_are_no_zeros(capsys):
+    assert main(["memory", "--config", "gpt_tiny", "--recipe", "bf16_mixed"]) == 0
+    assert "4.36e6 parameters on 1 GPU\n" in capsys.readouterr().out
+    assert [count(number) for number in (82_112, 8_030_261_248)] == ["82,112", "8.03e9"]
