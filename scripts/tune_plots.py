@@ -2,8 +2,9 @@
 
     python scripts/tune_plots.py collect [--recipe tuned.yaml] [--training FOLDER] [--ranks ranks.json ...] [--gaps gaps.json] [--late late.json]
     python scripts/tune_plots.py draw
+    python scripts/tune_plots.py tables
 
-What is not given stays as it is in the file.
+What is not given stays as it is in the file. `tables` prints the page's tables.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ OTHER = "tab:blue"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("collect", "draw"))
+    parser.add_argument("what", choices=("collect", "draw", "tables"))
     parser.add_argument("--recipe", type=Path)
     parser.add_argument("--training", type=Path)
     parser.add_argument("--ranks", nargs="*", metavar="NAME=FILE", default=[])
@@ -36,8 +37,8 @@ def main() -> None:
     if args.what == "collect":
         DATA.write_text(json.dumps(data | collected(args), indent=1) + "\n")
     else:
-        for name in draw(data):
-            print(name)
+        for line in {"draw": draw, "tables": tables}[args.what](data):
+            print(line)
 
 
 def collected(args: argparse.Namespace) -> dict[str, Any]:
@@ -60,6 +61,62 @@ def collected(args: argparse.Namespace) -> dict[str, Any]:
             one = json.loads(file.read_text())
             found[name] = {key: value for key, value in one.items() if key != "rows"}
     return found
+
+
+def gaps(rows: list[dict[str, Any]], field: str) -> dict[str, list[float]]:
+    """Arm -> its losses above BF16's, thousandths of a nat per token, of the seeds that have both."""
+    base = {row["seed"]: row[field] for row in rows if row["arm"] == "bf16"}
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row["arm"] != "bf16" and row["seed"] in base:
+            found.setdefault(row["arm"], []).append(1e3 * (row[field] - base[row["seed"]]))
+    return found
+
+
+def interval(values: list[float]) -> float:
+    """Half of the mean's 95 % interval (Student's t); nan for one value."""
+    from tune_training import STUDENT
+
+    return STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def tables(data: dict[str, Any]) -> list[str]:
+    """Lines of Markdown: scores by model, and losses after training."""
+    lines = []
+    if "ranks" in data:
+        models = data["ranks"]
+        lines += ["| score | " + " | ".join(models) + " |", "|---|" + "---|" * len(models)]
+        names = next(iter(models.values()))["spearman"]
+        lines += [
+            f"| {name} | " + " | ".join(f"{one['spearman'][name]:.2f}" for one in models.values()) + " |"
+            for name in names
+        ]
+        for key, words in (
+            ("halves", "one half of the scoring batches with the other"),
+            ("additive", "sum of single squared errors over the joint one"),
+        ):
+            lines.append(f"| {words} | " + " | ".join(f"{one[key]:.2f}" for one in models.values()) + " |")
+        lines.append("")
+    if "training" in data:
+        trained, weights = gaps(data["training"], "loss"), gaps(data["training"], "loss in bf16")
+        lines += ["| arm | seeds | loss above BF16's | weights evaluated in BF16 |", "|---|---|---|---|"]
+        for name, mine in trained.items():
+            cells = " | ".join(
+                f"{statistics.fmean(some):+.1f} ± {interval(some):.1f}" for some in (mine, weights[name])
+            )
+            lines.append(f"| {name} | {len(mine)} | {cells} |")
+        pairs = {name: {row["seed"]: row["loss"] for row in data["training"] if row["arm"] == name} for name in trained}
+        for name in pairs:
+            if name != "tuned" and (both := sorted(pairs["tuned"].keys() & pairs[name].keys())):
+                off = [1e3 * (pairs[name][seed] - pairs["tuned"][seed]) for seed in both]
+                lines.append(
+                    f"{name} above tuned, paired: {statistics.fmean(off):+.2f} ± {interval(off):.2f} ({len(off)} seeds)"
+                )
+        twice = [
+            abs(pairs["all low"][seed] - loss) * 1e3 for seed, loss in pairs.get("all low, other bits", {}).items()
+        ]
+        lines.append(f"A/A differences: {', '.join(f'{one:.2f}' for one in twice)}")
+    return lines
 
 
 def draw(data: dict[str, Any]) -> list[str]:
@@ -88,12 +145,15 @@ def _choice(plt: Any, choice: dict[str, Any]) -> Any:
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), width_ratios=(1.2, 1))
     for name, one in choice["proof"].items():
         left.errorbar(one["cost"], one["error"], yerr=one["se"], fmt="o", capsize=3, color=COLORS.get(name, OTHER))
+        if name.startswith("random") and name != "random 1":
+            continue
+        name = name.replace("random 1", "three random choices")
         left.annotate(name, (one["cost"], one["error"]), textcoords="offset points", xytext=(6, 4), fontsize=8)
-    left.set(xlabel="GEMM time over all low's", ylabel="gradient error on unseen batches", yscale="log")
-    left.margins(x=0.15)
+    left.set(xlabel="GEMM time over all low's", ylabel="gradient error on unseen batches", ylim=(0, None))
+    left.margins(x=0.2)
     kinds = list(choice["scores"])
     layers = sorted({int(layer) for kind in kinds for layer in choice["scores"][kind]["low"]})
-    damage = [[choice["scores"][kind]["low"].get(layer, math.nan) for layer in layers] for kind in kinds]
+    damage = [[choice["scores"][kind]["low"].get(str(layer), math.nan) for layer in layers] for kind in kinds]
     whole = math.fsum(value for row in damage for value in row if value == value)
     image = right.imshow([[100 * value / whole for value in row] for row in damage], aspect="auto", cmap="Reds")
     right.set(xticks=range(len(layers)), xticklabels=layers, xlabel="layer", yticks=range(len(kinds)))
@@ -104,29 +164,28 @@ def _choice(plt: Any, choice: dict[str, Any]) -> Any:
 
 def _training(plt: Any, rows: list[dict[str, Any]]) -> Any:
     """Gaps to BF16 after training, seed by seed, with 95 % intervals of the mean."""
-    from tune_training import STUDENT
-
     figure, both = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True)
-    arms = [name for name in dict.fromkeys(row["arm"] for row in rows) if name != "bf16"]
     for axes, field, title in zip(
         both, ("loss", "loss in bf16"), ("evaluated as trained", "weights evaluated in BF16"), strict=True
     ):
-        base = {row["seed"]: row[field] for row in rows if row["arm"] == "bf16"}
-        for place, name in enumerate(arms):
-            gaps = [
-                1e3 * (row[field] - base[row["seed"]]) for row in rows if row["arm"] == name and row["seed"] in base
-            ]
-            axes.plot(gaps, [place] * len(gaps), ".", color="gray", alpha=0.6)
-            half = (
-                STUDENT.get(len(gaps), math.nan) * statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else 0
+        arms = gaps(rows, field)
+        for place, (name, mine) in enumerate(arms.items()):
+            axes.plot(mine, [place] * len(mine), ".", color="gray", alpha=0.6)
+            half = interval(mine)
+            axes.errorbar(
+                statistics.fmean(mine),
+                place,
+                xerr=0 if math.isnan(half) else half,
+                fmt="o",
+                capsize=4,
+                color=COLORS.get(name, OTHER),
             )
-            axes.errorbar(statistics.fmean(gaps), place, xerr=half, fmt="o", capsize=4, color=COLORS.get(name, OTHER))
         axes.axvline(0, color="black", linewidth=0.8)
         axes.set(
             xlabel="loss above BF16's, thousandths of a nat per token",
             title=title,
             yticks=range(len(arms)),
-            yticklabels=arms,
+            yticklabels=list(arms),
         )
     return figure
 
