@@ -64,13 +64,13 @@ def collected(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def gaps(rows: list[dict[str, Any]], field: str) -> dict[str, list[float]]:
-    """Arm -> its losses above BF16's, thousandths of a nat per token, of the seeds that have both."""
+    """Arm -> its losses above BF16's, thousandths of a nat per token, of the seeds that have both; the least first."""
     base = {row["seed"]: row[field] for row in rows if row["arm"] == "bf16"}
     found: dict[str, list[float]] = {}
     for row in rows:
         if row["arm"] != "bf16" and row["seed"] in base:
             found.setdefault(row["arm"], []).append(1e3 * (row[field] - base[row["seed"]]))
-    return found
+    return dict(sorted(found.items(), key=lambda item: statistics.fmean(item[1])))
 
 
 def interval(values: list[float]) -> float:

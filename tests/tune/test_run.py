@@ -117,33 +117,14 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def tunings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
-    """Layout -> what one process wrote, and what two did."""
-    folder = tmp_path_factory.mktemp("layouts")
-    text = folder / "text.txt"
-    text.write_text("\n\n".join(f"Line {i}: the quick brown fox jumps over {i} lazy dogs." for i in range(2000)))
-    shared = [
-        *("--recipe", NVFP4, "--batches", "4", "--unseen", "2", *TINY),
-        *(f"data.corpus={text}", f"data.cache_dir={folder / 'cache'}", "data.split='90,10,0'"),
-    ]
-    one, two = (
-        {name: ["--out", str(folder / f"{name}{size}.yaml"), *shared, *more] for name, more in LAYOUTS.items()}
-        for size in (1, 2)
-    )
-    for name, arguments in one.items():
-        alone = [word for word in arguments if not word.startswith("parallel.")]
-        assert main(["tune", *alone]) in (0, 1), name
-    start(2, str(Path(__file__).with_name("worker.py")), *(json.dumps(arguments) for arguments in two.values()))
-    return {
-        name: tuple(yaml.safe_load((folder / f"{name}{size}.yaml").read_text()) for size in (1, 2)) for name in LAYOUTS
-    }
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_processes_give_one_processs_answer(layout: str, tunings: dict[str, tuple[Any, Any]]) -> None:
-    one, two = tunings[layout]
+def test_two_processes_give_one_processs_answer(layout: str, tmp_path: Path, corpus: list[str]) -> None:
+    shared = ["--recipe", NVFP4, "--batches", "4", "--unseen", "2", *TINY, *corpus, *LAYOUTS[layout]]
+    alone = [word for word in shared if not word.startswith("parallel.")]
+    assert main(["tune", "--out", str(tmp_path / "1.yaml"), *alone]) in (0, 1)
+    start(2, str(Path(__file__).with_name("worker.py")), "--out", str(tmp_path / "2.yaml"), *shared)
+    one, two = (yaml.safe_load((tmp_path / f"{size}.yaml").read_text()) for size in (1, 2))
     assert one["evidence"]["layout"] != two["evidence"]["layout"]
     assert one["modules"]
     assert {name: said for name, said in one.items() if name != "evidence"} == {

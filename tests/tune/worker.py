@@ -1,8 +1,7 @@
-"""Ranks of several tunings, one after the other, whatever their verdicts. Arguments: JSON lists of the command's arguments, one list a tuning."""
+"""One rank of `mpbridge tune`, whatever its verdict."""
 
 from __future__ import annotations
 
-import json
 import sys
 
 import torch
@@ -10,8 +9,6 @@ import torch
 from mpbridge.cli.main import main
 
 if __name__ == "__main__":
-    for arguments in sys.argv[1:]:
-        with torch._dynamo.config.patch(disable=True):
-            code = main(["tune", *json.loads(arguments)])
-        if code not in (0, 1):
-            sys.exit(code)
+    with torch._dynamo.config.patch(disable=True):
+        code = main(["tune", *sys.argv[1:]])
+    sys.exit(0 if code in (0, 1) else code)
