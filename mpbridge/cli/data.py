@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli.options import whole
 from mpbridge.cli.text import print_json, print_table
-from mpbridge.errors import BadValue
+from mpbridge.errors import BadValue, Contradiction
 from mpbridge.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
+from mpbridge.train.admission import place_fault
 
 if TYPE_CHECKING:
     from mpbridge.data.sources import Sources
@@ -69,6 +70,10 @@ def _prepare(args: argparse.Namespace) -> int:
         raise BadValue("data prepare: no SOURCE; give files, folders, globs, data sets (hf:owner/name) or stdlib")
     if args.workers is not None and args.workers < 1:
         raise BadValue(f"--workers {args.workers}: at least 1")
+    places = (("--out", args.out and args.out.parent), ("--cache", args.cache))
+    faults = [fault for option, place in places if place and (fault := place_fault(option, place))]
+    if faults:
+        raise Contradiction(faults, subject="nothing can be written there")
     name = args.tokenizer or BYTE
     fetch(name)
     sources = find("stdlib" if args.sources == ["stdlib"] else args.sources)

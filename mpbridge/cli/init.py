@@ -17,6 +17,7 @@ from mpbridge.huggingface.folder import is_reference
 from mpbridge.huggingface.section import tree
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.yaml_loader import load_yaml
+from mpbridge.train.admission import place_fault
 
 SUMMARY = "a starter folder: a configuration, a recipe, a script of your own, and the commands"
 DEFAULT_RECIPE = "bf16_mixed"
@@ -34,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes the files; refuses where one of them exists, and then writes none."""
     folder = Path(args.folder)
+    if fault := place_fault("DIR", folder):
+        raise BadValue(fault)
     get_mixed_precision_config(args.recipe)  # a misspelled name is an error before anything is written
     files = starter(starting_text(find_config(args.config)), describe(args.recipe).name)
     taken = [str(folder / name) for name in files if (folder / name).exists()]

@@ -116,6 +116,8 @@ def verbs() -> dict[str, str]:
 
 def _dispatch(arguments: list[str]) -> int:
     known = verbs()
+    if arguments[:1] == ["help"] and len(arguments) > 2:
+        raise BadValue(f"mpbridge help {' '.join(arguments[1:])}: expected one command, as in mpbridge help train")
     if arguments[:1] == ["help"] and len(arguments) > 1:
         arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):

@@ -125,10 +125,10 @@ def _places(sections: Sections) -> list[str]:
     """Folders that the run writes to and cannot."""
     wanted = (("logger", "log_dir"), ("checkpoint", "save"), ("data", "cache_dir"))
     found = [(f"{section}.{name}", sections[section][name]) for section, name in wanted]
-    return [fault for setting, given in found if given and (fault := _place(setting, given))]
+    return [fault for setting, given in found if given and (fault := place_fault(setting, given))]
 
 
-def _place(setting: str, given: str) -> str:
+def place_fault(setting: str, given: str | Path) -> str:
     """Why `given` can be no folder to write to; '' where it can."""
     path = Path(given).expanduser().absolute()
     for place in (path, *path.parents):

@@ -134,6 +134,8 @@ def test_a_whole_number_may_have_an_exponent(arguments: list[str]) -> None:
 def test_help_of_a_verb_is_its_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help", "memory"]) == 0
     assert "--stages" in capsys.readouterr().out
+    assert main(["help", "memory", "more"]) == 2
+    assert "expected one command" in capsys.readouterr().err
     assert main(["help", "memry"]) == 2
     assert "nearest: memory" in capsys.readouterr().err
 
@@ -263,3 +265,13 @@ def test_audits_keep_to_sixty_columns(
 def test_a_configuration_without_a_name_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--config", ""]) == 2
     assert "no configuration named ''" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["init", "file"], ["init", "file/in"], ["data", "prepare", "file", "--out", "file/in/x"], ["data", "prepare", "file", "--cache", "file"]], ids=" ".join)  # fmt: skip
+def test_a_file_in_the_place_of_a_folder_is_named(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("text")
+    assert main(arguments) == 2
+    assert "file is a file, expected a folder" in capsys.readouterr().err
