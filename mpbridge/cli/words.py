@@ -18,15 +18,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "word", nargs="?", metavar="WORD", help="as some stack spells it; without one: every word that is known"
     )
+    for option in sorted(
+        {word for row in TABLE for spelling in row.words for word in spelling.split() if word.startswith("--")}
+    ):
+        parser.add_argument(option, action="append_const", dest="flags", const=option, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a row for each stack and circumstance."""
-    if args.word is None:
+    asked = [*(args.flags or ()), *([args.word] if args.word is not None else ())]
+    if not asked:
         print("\n".join(sorted({word for row in TABLE for word in row.words})))
         return 0
-    found = meanings(args.word)
+    found = meanings(" ".join(asked))
     table = [(row, rows(row.meaning)) for row in found]
     if args.json:
         print_json([{"stack": row.stack, "where": row.where, "source": row.source, **shown} for row, shown in table])

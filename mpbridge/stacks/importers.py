@@ -126,9 +126,11 @@ def read_text(
 
 def read_data_of(stack: str, data: Any, *, version: str | None = None) -> Imported:
     """What plain data means in a stack's configuration. Raises DataError where there is none."""
-    if data is None or data == {}:
+    if data is None:
         raise DataError(f"the configuration is empty: nothing of {stack} stands in it")
-    return _never_read(_importer(stack).read_data(data, version=_version(stack, version)), version)
+    found = _never_read(_importer(stack).read_data(data, version=_version(stack, version)), version)
+    nothing = (f"nothing stands in it: every default of {stack}",) if data == {} else ()
+    return dataclasses.replace(found, assumed=(*nothing, *found.assumed))
 
 
 def load(text: str, name: str) -> Any:
@@ -138,7 +140,8 @@ def load(text: str, name: str) -> Any:
     import yaml
 
     try:
-        return tomllib.loads(text) if name.endswith(".toml") else yaml.load(text, Loader=_Plain)
+        # a TOML file without a key is an empty file, not an empty mapping
+        return (tomllib.loads(text) or None) if name.endswith(".toml") else yaml.load(text, Loader=_Plain)
     except (tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
         first = str(error).splitlines()[0][:MOST_SHOWN] if str(error) else type(error).__name__
         raise DataError(f"{name or 'the file'}: cannot be read: {first}") from None

@@ -87,14 +87,14 @@ def parsed(modules: Any, flags: list[str]) -> dict[str, Any]:
         sys.argv = before
 
 
-def recipes_agree(modules: Any) -> tuple[int, int]:
+def recipes_agree(modules: Any, version: str | None = None) -> tuple[int, int]:
     """Facts compared and facts equal, over every recipe that can be said; prints each difference."""
     from mpbridge import recipes
     from mpbridge.stacks.exporters import export
 
     compared = equal = said = 0
     for name in recipes:
-        exported = export(name, "megatron-lm")
+        exported = export(name, "megatron-lm", version=version)
         if exported.fidelity == "impossible" or recipes[name].engine == "fsdp2":
             print(f"{name}: {exported.fidelity}: not compared")
             continue
@@ -313,8 +313,8 @@ def reduces_in_fp32(args: Any) -> bool:
     )
 
 
-def write_words(modules: Any) -> None:
-    """The options of that parser and how many values each takes."""
+def write_words(modules: Any, version: str | None) -> None:
+    """The options of that parser and how many values each takes; of an earlier version, what it lacks and what it has otherwise."""
     parser = modules.arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     found = {
         option: 0 if action.nargs == 0 else 1 if action.nargs is None else action.nargs
@@ -322,7 +322,13 @@ def write_words(modules: Any) -> None:
         for option in action.option_strings
     }
     path = ROOT / "mpbridge/stacks/data/megatron_lm.json"
-    data = json.loads(path.read_text()) | {"options": found}
+    data = json.loads(path.read_text())
+    if version is None:
+        data["options"] = found
+    else:
+        new = data["options"]
+        other = {name: arity for name, arity in found.items() if new.get(name) != arity}
+        data["older"][version] = {"lacks": sorted(new.keys() - found.keys()), "has": other}
     path.write_text(json.dumps(data, indent=0, sort_keys=True))
     print(f"{len(found)} options written")
 
@@ -333,12 +339,18 @@ def main() -> int:
     arguments.add_argument("checkout", type=Path)
     arguments.add_argument("--recipes", action="store_true", help="judge the exports alone, no example scripts")
     arguments.add_argument("--words", action="store_true", help="rewrite the list of options")
+    arguments.add_argument(
+        "--stack-version", metavar="V", help="of an earlier CHECKOUT: its flags and options, no configured runs"
+    )
     args = arguments.parse_args()
     modules = prepare(args.checkout)
     logging.disable(logging.INFO)  # megatron-core reports every match
     if args.words:
-        write_words(modules)
+        write_words(modules, args.stack_version)
         return 0
+    if args.stack_version:
+        compared, equal = recipes_agree(modules, args.stack_version)
+        return 0 if compared == equal else 1
     compared, equal = (a + b for a, b in zip(recipes_agree(modules), runs_agree(modules), strict=True))
     if args.recipes:
         return 0 if compared == equal else 1

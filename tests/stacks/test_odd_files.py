@@ -59,6 +59,11 @@ def test_a_command_that_fails_under_set_e_is_said() -> None:
         assert ends not in script(text).assumed
 
 
+def test_an_empty_mapping_is_every_default_and_is_said() -> None:
+    found = read_text("{}", stack="deepspeed", name="ds.json")
+    assert found.assumed[0] == "nothing stands in it: every default of deepspeed"
+
+
 @pytest.mark.parametrize("name", ["a.sh", "a.toml", "a.yaml", "a.json"])
 @pytest.mark.parametrize("text", ["", "# nothing yet\n"])
 def test_an_empty_file_is_no_configuration(name: str, text: str, tmp_path: Path) -> None:
@@ -281,3 +286,15 @@ def test_the_accumulator_of_a_torch_engine_is_the_same_in_every_verb(capsys: pyt
     assert "gradients as they add up            bf16" in shown
     main(["plan", "mixed_precision.recipe=bf16_params_fp32_states"])
     assert "gradients as they add up            bf16" in capsys.readouterr().out
+
+
+def test_a_flag_is_a_word_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(*words: str) -> list[str]:
+        assert main(["words", *words]) == 0
+        return capsys.readouterr().out.splitlines()[1:]
+
+    assert rows("--bf16") == rows("bf16")
+    assert [row.split()[:2] for row in rows("--bf16", "--use-torch-fsdp2")] == [["megatron-lm", "--use-torch-fsdp2"]]
+    assert rows("--fp8-format", "hybrid")
+    for word, strategies in (("bf16", {"one", "FSDP", "DeepSpeed:"}), ("16", {"one", "FSDP", "DeepSpeed:"})):
+        assert {row.split()[1] for row in rows(word) if row.startswith("lightning")} == strategies
