@@ -168,7 +168,9 @@ def _training(plt: Any, rows: list[dict[str, Any]]) -> Any:
     for axes, field, title in zip(
         both, ("loss", "loss in bf16"), ("evaluated as trained", "weights evaluated in BF16"), strict=True
     ):
-        arms = gaps(rows, field)
+        found = gaps(rows, field)
+        # one order for both
+        arms = {name: found[name] for name in gaps(rows, "loss")}
         for place, (name, mine) in enumerate(arms.items()):
             axes.plot(mine, [place] * len(mine), ".", color="gray", alpha=0.6)
             half = interval(mine)

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print_json(content)
         else:
-            _print(result, recipe, args.out)
+            _print(result, recipe, args.out, of_folder=args.hf is not None)
     return 0 if result.verdict.take == TUNED else 1
 
 
@@ -146,7 +146,7 @@ def _where(args: argparse.Namespace) -> Where:
     return Where(machine=found.machine, versions=found.versions, constants=found.constants, stack=args.stack)
 
 
-def _print(result: Tuned, recipe: str, out: Path) -> None:
+def _print(result: Tuned, recipe: str, out: Path, *, of_folder: bool) -> None:
     from mpbridge.tune.report import lines, sections
 
     for title, columns, rows in sections(result, recipe):
@@ -155,7 +155,9 @@ def _print(result: Tuned, recipe: str, out: Path) -> None:
     print()
     for line in lines(result, recipe):
         print(line)
-    print(f"recipe: {out} (mpbridge show {out}; mpbridge train --recipe {out} --emulate)")
+    # its names are the folder's own, which megatron-core's model does not have
+    use = f'mpbridge.emulate(model, "{out}")' if of_folder else f"mpbridge train --recipe {out} --emulate"
+    print(f"recipe: {out} (mpbridge show {out}; {use})")
 
 
 def _silent(text: str) -> None:
