@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +126,16 @@ def test_two_processes_give_one_processs_answer(layout: str, tmp_path: Path, cor
     one, two = (yaml.safe_load((tmp_path / f"{size}.yaml").read_text()) for size in (1, 2))
     assert one["evidence"]["layout"] != two["evidence"]["layout"]
     assert one["modules"]
-    assert {name: said for name, said in one.items() if name != "evidence"} == {
-        name: said for name, said in two.items() if name != "evidence"
-    }
-    for name, figures in one["evidence"]["proof"].items():
-        # tensor-parallel ranks take their operands' largest elements from their own shards, expert-parallel ones see tokens in another order
-        near = pytest.approx(figures["error"], rel=0.02 if layout in ("data", "pipeline") else 0.1)
-        assert two["evidence"]["proof"][name]["error"] == near, json.dumps([one["evidence"], two["evidence"]])
+    # tensor-parallel ranks take their operands' largest elements from their own shards, expert-parallel ones see tokens in another order: other
+    # rounding errors of the same size, which turn near ties
+    same = layout in ("data", "pipeline")
+    found = [{name: said for name, said in each.items() if name != "evidence"} for each in (one, two)]
+    if same:
+        assert found[0] == found[1]
+    for name in ("all low", "last 15 % bf16", "all mxfp8", "tuned"):
+        figures = (each["evidence"]["proof"][name]["error"] for each in (one, two))
+        assert next(figures) == pytest.approx(next(figures), rel=0.02 if same else 0.15), (name, found)
+    for kind, levels in one["evidence"]["scores"].items():
+        for level, layers in levels.items():
+            near = pytest.approx(layers, rel=0.05 if same else 0.5)
+            assert two["evidence"]["scores"][kind][level] == near, (kind, level)
