@@ -47,7 +47,7 @@ def generic_gemm(
 
     Raises RuntimeError for a copy that is missing or dimensions that the kernel refuses.
     """
-    del bias_type, workspace, workspace_size, use_split_accumulator, bulk_overlap, comm_type
+    del bias_type, workspace, workspace_size, bulk_overlap, comm_type
     if comm_overlap is not None:
         raise RuntimeError("Userbuffers overlap of GEMM and communication needs a CUDA device")
     if not accumulate and beta:
@@ -61,6 +61,7 @@ def generic_gemm(
     left = gemm_operand(B, "B", column=transB)
     right = gemm_operand(A, "A", column=not transA)
     _check_dimensions(A, transA, shape_a, B, transB, shape_b)
+    _check_blocks(A, B, use_split_accumulator)
     x = _turned(left) if transB else left
     w = _turned(right) if transA else right
     bias_gradient = _bias_gradient(left, shape_b, dtype) if grad and bias is not None else None
@@ -119,6 +120,16 @@ def _check_dimensions(A: Any, transA: bool, a: Sequence[int], B: Any, transB: bo
             raise RuntimeError(f"Leading dimension requirement on {name} for FP8 GEMM. Caller must pad.")
     if kind == "block" and (m % 8 or (not B._is_2D_scaled and n % 8)):
         raise RuntimeError("Outer dimension requirement for NVTE_BLOCK_SCALING GEMM. Caller must pad.")
+
+
+def _check_blocks(A: Any, B: Any, split_accumulator: bool) -> None:
+    """What cuBLAS lacks for blockwise FP8 on a Hopper; later machines multiply such operands as MXFP8."""
+    if storage_kind(A) != "block" or storage_kind(B) != "block" or now().blocks_become_mxfp8:
+        return
+    if A._is_2D_scaled and B._is_2D_scaled:
+        raise RuntimeError("Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling supported, but got 2D by 2D")
+    if not split_accumulator:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED: block scaling is there with the split accumulator only")
 
 
 def _result(x: Operand, w: Operand, out: torch.dtype, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
@@ -199,7 +210,18 @@ def te_general_grouped_gemm(
             out = D[i] if D is not None else None
         made.append(
             _one_of_group(
-                a, transa, b, transb, out, D_type, _at(bias, i), bias_type, _at(pre_gelu_out, i), grad, accumulate
+                a,
+                transa,
+                b,
+                transb,
+                out,
+                D_type,
+                _at(bias, i),
+                bias_type,
+                _at(pre_gelu_out, i),
+                grad,
+                accumulate,
+                use_split_accumulator,
             )
         )
     return bias if D is not None or bias else made
@@ -221,6 +243,7 @@ def _one_of_group(
     gelu: Any,
     grad: bool,
     accumulate: bool,
+    split: bool,
 ) -> Any:
     if 0 in rows_and_columns(b, column=transb) or (isinstance(out, torch.Tensor) and out.numel() == 0):
         for tensor in (None if accumulate else out, bias if grad else None, None if grad else gelu):
@@ -242,6 +265,7 @@ def _one_of_group(
         gelu if grad else None,
         grad,
         accumulate=accumulate,
+        use_split_accumulator=split,
     )
     if pre_gelu is not None:
         gelu.copy_(pre_gelu.reshape(gelu.shape))
