@@ -363,3 +363,16 @@ def test_every_pair_of_recipes_goes_on_as_its_verdict_says(tmp_path):
                 )
                 assert same == (text not in lost), (before, after, role, said)
     assert seen == {"same", "safe", "lossy"}
+
+
+def test_one_command_begins_with_the_weights_of_another_run_and_goes_on_with_its_own(tmp_path):
+    first = go(run("bf16_mixed", iters=2, checkpoint={"save": str(tmp_path / "first")}))
+    own = {
+        "pretrained_checkpoint": str(tmp_path / "first"),
+        "save": str(tmp_path / "own"),
+        "load": str(tmp_path / "own"),
+    }
+    begun = go(run("bf16_mixed", iters=1, checkpoint=own))
+    assert sorted(begun.losses) == [1]  # steps count from 0
+    assert begun.losses[1] != first.losses[1]
+    assert sorted(go(run("bf16_mixed", iters=2, checkpoint=own)).losses) == [2]
