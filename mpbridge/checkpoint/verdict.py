@@ -13,7 +13,7 @@ from mpbridge.facts import OptimizerFacts, RunFacts
 from mpbridge.files import read_json
 from mpbridge.formats import DType, plain
 from mpbridge.memory.keeps import Holding, keeps, updater
-from mpbridge.precision.policy import PrecisionPolicy, own_main
+from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.traits import known, traits
 
 SCHEMA = 1
@@ -98,7 +98,7 @@ class Fingerprint:
     def kept(self) -> Mapping[str, Holding]:
         """What a run like this keeps of a parameter (`memory.keeps`). Raises UnknownName for an engine that is not installed here."""
         # 16-bit parameters that are their own main copy train without the distributed optimizer only (rule full-16-bit-with-distributed-optimizer)
-        alone = own_main(self.policy) and self.policy.params is not DType.FP32
+        alone = self.policy.narrow_alone
         optimizer = OptimizerFacts(name=self.optimizer, distributed=self.distributed and not alone)
         return keeps(self.policy, traits(self.engine), optimizer)
 

@@ -9,12 +9,12 @@ import torch
 
 from mpbridge.formats import DType
 from mpbridge.megatron.inside_optimizer import gradients, gradients_for_norm, parts, set_moment_dtypes
-from mpbridge.precision.policy import PrecisionPolicy, own_main
+from mpbridge.precision.policy import PrecisionPolicy
 
 
 def prepare(optimizer: Any, policy: PrecisionPolicy) -> None:
     """Makes FusedAdam keep its moments in the policy's dtypes: megatron-core passes these on only together with its precision-aware optimizer."""
-    if not own_main(policy) or policy.params is DType.FP32:
+    if not policy.narrow_alone:
         return
     for part in parts(optimizer):
         set_moment_dtypes(

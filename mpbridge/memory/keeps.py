@@ -159,9 +159,7 @@ def _moments(
     stated = tuple((role, getattr(policy, role) or DType.FP32) for role in ("exp_avg", "exp_avg_sq"))
     if engine.main_weights == "megatron_core":
         # its FusedAdam gets state dtypes with the precision-aware optimizer, and from engines/full_bf16.py
-        if policy.precision_aware or (
-            own_main(policy) and policy.params is not DType.FP32 and not optimizer.distributed
-        ):
+        if policy.precision_aware or (policy.narrow_alone and not optimizer.distributed):
             return stated
         return tuple((role, DType.FP32) for role, _ in stated)
     return stated if fused(policy, engine) else tuple((role, updated) for role, _ in stated)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
+from collections.abc import Iterable, Sequence
 
 _TOKEN = re.compile(r"\*|\?|\[!?\]?[^]]*\]|.", re.DOTALL)
 _EXPERT = re.compile(r"\blocal_experts\.\d+\.")
@@ -41,6 +42,11 @@ def matches(glob: str, module: str, path: str = "") -> bool:
     return found or (bool(path) and any(fnmatch.fnmatchcase(name, glob) for name in names(path)))
 
 
+def dead_patterns(patterns: Iterable[str], names: Sequence[str]) -> tuple[str, ...]:
+    """The globs among `patterns` that match none of `names`: an exclusion that excludes nothing is an error, not a no-op."""
+    return tuple(pattern for pattern in patterns if not fnmatch.filter(names, pattern))
+
+
 @functools.lru_cache(maxsize=4096)
 def below(glob: str, stem: str) -> tuple[str, ...]:
     """The globs that, below `stem`, match what `glob` matches as a whole path: '*.mlp.*' below 'decoder.layers.3.' leaves '*.mlp.*' and 'mlp.*'."""
@@ -59,11 +65,11 @@ def below(glob: str, stem: str) -> tuple[str, ...]:
 
 
 def _through_stars(tokens: list[str], states: set[int]) -> set[int]:
-    """The states and those behind stars that match nothing."""
+    """The states and those after stars that match nothing."""
     found = set(states)
     for at in sorted(states):
-        behind = at
-        while behind < len(tokens) and tokens[behind] == "*":
-            behind += 1
-            found.add(behind)
+        after = at
+        while after < len(tokens) and tokens[after] == "*":
+            after += 1
+            found.add(after)
     return found

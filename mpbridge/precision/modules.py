@@ -84,7 +84,7 @@ def _region(pattern: str, rule: Any, base: DType) -> Region:
         if said
     ]
     if len(ways) > 1:
-        raise BadValue(f"{' and '.join(ways)} say the same thing twice: keep one of them")
+        raise BadValue(f"{' and '.join(ways)} conflict: keep one of them")
     layers = layer_spans(rule["layers"]) if "layers" in rule else None
     if "precision" in rule:
         return Region(modules=pattern, layers=layers, quant=rule_of_word(rule["precision"], base))

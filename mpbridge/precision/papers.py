@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpbridge.formats import DType
-from mpbridge.precision.policy import PrecisionPolicy, own_main
+from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.scalings import Arch
 from mpbridge.traits import DEFAULT, EngineTraits, engine_names, traits
 
@@ -41,5 +41,5 @@ def hints(policy: PrecisionPolicy) -> tuple[str, ...]:
     found = [EPSILON] if policy.quantized else []
     found += [EDGES] if policy.ends is not None else []
     found += [FOUR_BITS] if policy.fp4 is not None and policy.ends is None else []
-    found += [LOST_UPDATES] if own_main(policy) and policy.params is not DType.FP32 else []
+    found += [LOST_UPDATES] if policy.narrow_alone else []
     return tuple(found)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mpbridge.errors import BadValue, UnknownName
+from mpbridge.errors import BadValue
 from mpbridge.formats import DType, dtype
 from mpbridge.precision.globs import DECODER, place
 from mpbridge.precision.regions import Gemms, Quant, Region, as_plain, region_from, uses_later_fields
@@ -130,6 +130,11 @@ class PrecisionPolicy:
         return any(quant.stored for quant in self.quants)
 
     @property
+    def narrow_alone(self) -> bool:
+        """Whether 16-bit parameters are what the optimizer updates, with no wider copy beside them ("full BF16")."""
+        return own_main(self) and self.params is not DType.FP32
+
+    @property
     def mixed(self) -> bool:
         """True when compute is narrower than FP32."""
         return self.compute is not DType.FP32
@@ -179,26 +184,6 @@ class PrecisionPolicy:
         first, last = self.ends
         return tuple(i for i in range(layers) if i < first or i >= layers - last)
 
-    def role(self, role: str, module: str = "", layer: int | None = None, layers: int = 0) -> DType | Quant | None:
-        """dtype of a role, or the Quant of 'params' stored in a low format. Raises UnknownName."""
-        if role == "params" and layer is not None:
-            quant = self.at(module, layer, layers)
-            return quant if quant is not None and quant.stored else self.params
-        facts: dict[str, DType | None] = {
-            "params": self.params,
-            "grads": self.reduce,
-            "main_grads": self.main_grads or DType.FP32,
-            "main_params": self.main_params or DType.FP32,
-            "exp_avg": self.exp_avg or DType.FP32,
-            "exp_avg_sq": self.exp_avg_sq or DType.FP32,
-            "compute": self.compute,
-            "pipeline": self.pipeline,
-            "output": self.output,
-        }
-        if role not in facts:
-            raise UnknownName("role", role, facts)
-        return facts[role]
-
     def settled(self, optimizer: Mapping[str, Any] | object | None = None) -> PrecisionPolicy:
         """This policy with the optimizer facts it leaves open filled from the optimizer's section (a mapping or a config object), else FP32."""
         own = _reader(optimizer)
@@ -246,7 +231,12 @@ class PrecisionPolicy:
 
 def own_main(policy: PrecisionPolicy) -> bool:
     """Whether the policy wants the parameters themselves updated: main weights in their dtype, nothing beside them."""
-    return (policy.main_params or DType.FP32) is policy.params and not policy.stored
+    return updates_parameters(policy.main_params, policy.params, stored=policy.stored)
+
+
+def updates_parameters(main_params: DType | None, params: DType, *, stored: bool) -> bool:
+    """Whether main weights of that dtype (None: FP32) are the parameters themselves. stored: weights rest in a low format."""
+    return (main_params or DType.FP32) is params and not stored
 
 
 def _canonical(data: Any) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from mpbridge.formats import DType, dtype
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.field_values import choice_faults, type_faults
 from mpbridge.precision.modules import module_regions
-from mpbridge.precision.policy import LossScale, PrecisionPolicy, Region
+from mpbridge.precision.policy import LossScale, PrecisionPolicy, Region, updates_parameters
 from mpbridge.precision.quants import quant_faults, quant_of
 
 _STATES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -89,7 +88,10 @@ def _precision_aware(v: Mapping[str, Any]) -> bool | None:
 
 
 def _own_main_copy(v: Mapping[str, Any]) -> bool:
-    return v["main_params_dtype"] is not None and v["main_params_dtype"] is (v["params_dtype"] or _base(v))
+    """Whether an author states main weights that are the parameters themselves; moments of FP32 parameters alone leave that open."""
+    stored = bool((v["fp8"] and v["fp8_param"]) or (v["fp4"] and v["fp4_param"]))
+    main = v["main_params_dtype"]
+    return main is not None and updates_parameters(main, v["params_dtype"] or _base(v), stored=stored)
 
 
 def _state_faults(v: Mapping[str, Any]) -> list[str]:
@@ -110,7 +112,7 @@ def _state_faults(v: Mapping[str, Any]) -> list[str]:
     if v["use_precision_aware_optimizer"] is False and not _own_main_copy(v):
         low = [f"{name}={v[name].short}" for name in _STATES if v[name] not in (None, DType.FP32)]
         if low:
-            faults.append(f"{', '.join(low)} needs use_precision_aware_optimizer=true")
+            faults.append(f"{', '.join(low)} needs use_precision_aware_optimizer=true, or fp32")
     if v["store_param_remainders"] and params is not DType.BF16:
         faults.append(
             f"store_param_remainders=true extends BF16 parameters by 16 bits; params_dtype is {params.short}: set it to false"
@@ -189,8 +191,3 @@ def _policy(v: Mapping[str, Any], modules: tuple[Region, ...]) -> PrecisionPolic
         residual_fp32=v["fp32_residual_connection"],
         softmax_fp32=v["attention_softmax_in_fp32"],
     )
-
-
-def dead_patterns(patterns: Mapping[str, Any] | tuple[str, ...], names: tuple[str, ...]) -> tuple[str, ...]:
-    """The globs among `patterns` that match none of `names`: an exclusion that excludes nothing is an error, not a no-op."""
-    return tuple(pattern for pattern in patterns if not fnmatch.filter(names, pattern))

@@ -10,11 +10,14 @@ from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
 from mpbridge.hardware.versions import Window, at_least
 from mpbridge.memory.keeps import Holding, keeps
-from mpbridge.precision.policy import PrecisionPolicy, Quant, own_main
+from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.traits import EngineTraits
 
 ARGUMENTS = "Megatron-LM training/arguments.py validate_args (d98e8a64)"
 """A source that rules of several subjects cite."""
+
+PLAIN_WEIGHTS = "mixed_precision.fp8_param_gather=false mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"
+"""The cure of rules about weights at rest in a low format: a reused buffer without them is a contradiction."""
 
 Severity = Literal["error", "warning"]
 Emulated = Literal["same", "warning", "silent"]
@@ -61,8 +64,24 @@ class Case:
 
     @property
     def own_copy(self) -> bool:
-        """Whether 16-bit parameters are asked to be what the optimizer updates ("full BF16")."""
-        return own_main(self.policy) and self.policy.params is not DType.FP32
+        """As `PrecisionPolicy.narrow_alone`."""
+        return self.policy.narrow_alone
+
+    @property
+    def plain_ddp(self) -> str:
+        """The settings that come to plain DDP: a cure."""
+        also = " ddp.overlap_param_gather=false" if self.ddp("overlap_param_gather") else ""
+        return f"ddp.use_distributed_optimizer=false{also}"
+
+    @property
+    def plain_states(self) -> str:
+        """The settings that come to an optimizer whose states are megatron-core's own: a cure."""
+        low = [
+            f" mixed_precision.{name}_dtype=null"
+            for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
+            if getattr(self.policy, name) not in (None, DType.FP32)
+        ]
+        return "".join(["mixed_precision.use_precision_aware_optimizer=false", *low])
 
     @property
     def scalings(self) -> tuple[str, ...]:
@@ -102,8 +121,11 @@ class Rule:
     found: Callable[[Case], object]
     expected: str
     cure: str
+    """Settings as a command line takes them, or words; several cures stand with ', or ' between them, and each of them cures."""
     source: str
     """Where the rule comes from: file and function of a version, or the upstream issue."""
+    cure_here: Callable[[Case], str] | None = None
+    """The cure of one case, where not every case has the same; None: `cure`."""
     about: str = ""
     """Traits of a recipe (rules.cards.traits) that bring it up, all of them needed; empty: the rule is about runs, not recipes."""
     severity: Severity = "error"

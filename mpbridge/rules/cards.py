@@ -10,7 +10,7 @@ from mpbridge.hardware.capability import ASSUMED, can_run
 from mpbridge.hardware.machines import machines
 from mpbridge.memory.budget import memory
 from mpbridge.memory.keeps import keeps, updater
-from mpbridge.precision.policy import PrecisionPolicy, own_main
+from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipe import Recipe
 from mpbridge.precision.registry import describe
 from mpbridge.precision.resolve import resolve
@@ -80,16 +80,12 @@ def traits(policy: PrecisionPolicy, entry: Recipe) -> set[str]:
         "fp16": policy.compute is DType.FP16,
         "sixteen": policy.mixed,
         "aware": bool(policy.precision_aware),
-        "own_copy": _own_copy(policy),
+        "own_copy": policy.narrow_alone,
         "fp32_storage": policy.params is DType.FP32 and policy.mixed,
         "fp32_grads": policy.reduce is DType.FP32 and policy.mixed,
     }
     found |= {name for name, on in switches.items() if on}
     return found | ({entry.engine} if entry.engine else set())
-
-
-def _own_copy(policy: PrecisionPolicy) -> bool:
-    return own_main(policy) and policy.params is not DType.FP32
 
 
 def _compute(policy: PrecisionPolicy) -> str:
@@ -116,7 +112,7 @@ def main_weights(policy: PrecisionPolicy, engine: EngineTraits) -> str:
     settled = policy.settled()
     optimizer = OptimizerFacts(
         name=updater("adam", settled, engine),
-        distributed=engine.distributed_optimizer != "never" and not _own_copy(settled),
+        distributed=engine.distributed_optimizer != "never" and not settled.narrow_alone,
     )
     kept = keeps(settled, engine, optimizer)
     held = kept.get("main_params")
@@ -138,7 +134,7 @@ def _bytes(policy: PrecisionPolicy, entry: Recipe, ranks: int, native: list[str]
     known = {row.name: row for row in machines.values()}
     first = next((known[name] for name in ("H100", "B200") if name in native), None)
     # 16-bit parameters that are their own main copy cannot be sharded by megatron-core's distributed optimizer
-    shared = policy.stored or (ranks > 1 and not _own_copy(policy))
+    shared = policy.stored or (ranks > 1 and not policy.narrow_alone)
     run = RunFacts(
         shape=_SHAPE,
         parallel=Parallel(world_size=ranks),

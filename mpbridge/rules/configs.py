@@ -220,7 +220,7 @@ RULES: tuple[Rule, ...] = (
     row("switch-without-transformer-engine", _library, "Transformer Engine, whose kernels these are", "install mpbridge[te], or drop them"),
     row("layers-without-rotation", _no_rope, "a divisor of the layers, or one entry a layer, and no flash_decode", "correct model.no_rope_freq"),
     row("context-communication", _context, "one entry a layer, or one for all", "correct model.cp_comm_type"),
-    row("inference-layers", _inference, "layers that train", "model.transformer_impl=transformer_engine"),
+    row("inference-layers", _inference, "layers that train", "model.transformer_impl=transformer_engine model.inference_fuse_tp_communication=false"),
     row("batch-invariance-backend", _batch_invariance, "flash", "model.attention_backend=flash, or model.batch_invariant_mode=false"),
     row("settings-not-known-here", _newer, "settings that megatron-core 0.16.1 has as well: rules, memory and audit know nothing of these", "drop them",
          "mpbridge/megatron_spec/schema", holds=(SINCE_017,)),

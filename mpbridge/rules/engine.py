@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from mpbridge.formats import say
-from mpbridge.rules.base import ARGUMENTS, Case, Rule
+from mpbridge.precision.papers import able
+from mpbridge.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule
+from mpbridge.traits import DEFAULT, traits
 
 _CUDA_MODEL = (
     "masked_softmax_fusion",
@@ -93,6 +95,10 @@ RULES: tuple[Rule, ...] = (
         found=_not_parallel,
         expected="data parallelism alone on this engine",
         cure="engine=mcore, or parallel sizes of 1",
+        # megatron-core has no FP32 storage under 16-bit compute
+        cure_here=lambda c: (
+            "engine=mcore, or parallel sizes of 1" if able(c.policy, traits(DEFAULT)) else "parallel sizes of 1"
+        ),
         source="EngineTraits.parallelisms",
     ),
     Rule(
@@ -114,7 +120,7 @@ RULES: tuple[Rule, ...] = (
         about="stored",
         found=lambda c: not c.traits.stored_weights and c.stored and f"fp8_param_gather=true on {c.run.engine}",
         expected="false: these wrappers shard 16- and 32-bit parameters here",
-        cure="mixed_precision.fp8_param_gather=false, or engine=mcore",
+        cure=f"{PLAIN_WEIGHTS}, or engine=mcore",
         source=f"mpbridge/engines/fsdp2.py, megatron_fsdp.py; {ARGUMENTS} for FSDP2",
     ),
     Rule(

@@ -26,7 +26,7 @@ def _top_one(case: Case) -> str | None:
         and not case.model("moe_router_pre_softmax")
         and case.model("moe_router_load_balancing_type") != "sinkhorn"
     )
-    return "moe_router_topk=1 with the softmax behind the selection" if wrong else None
+    return "moe_router_topk=1 with the softmax after the selection" if wrong else None
 
 
 def _groups(case: Case) -> str | None:
@@ -149,7 +149,8 @@ RULES: tuple[Rule, ...] = (
          "model.moe_router_num_groups, a divisor of num_moe_experts and at least moe_router_group_topk"),
     row("router-group-share", _group_share, "moe_router_topk a multiple of the chosen groups, and no more experts of a group than it has",
          "another model.moe_router_topk or moe_router_group_topk", "megatron-core 0.16.1 transformer/moe/moe_utils.py group_limited_topk"),
-    row("token-dispatcher", _dispatcher, "DeepEP on dispatcher flex alone and without padding to capacity; fixed lengths with allgather", "model.moe_token_dispatcher_type=alltoall"),
+    row("token-dispatcher", _dispatcher, "DeepEP on dispatcher flex alone and without padding to capacity; fixed lengths with allgather",
+         "model.moe_token_dispatcher_type=alltoall model.moe_enable_deepep=false"),
     row("flex-dispatcher-alone", _flex, "tensor x expert parallel ranks above 1", "model.moe_token_dispatcher_type=alltoall",
          "megatron-core 0.16.1 transformer/moe/token_dispatcher.py MoEFlexTokenDispatcher.__init__"),
     row("shared-expert-overlap", lambda c: _shared_overlap(c, ("alltoall",)), "dispatcher alltoall", "model.moe_shared_expert_overlap=false", holds=(BEFORE_017,)),
@@ -163,5 +164,5 @@ RULES: tuple[Rule, ...] = (
     row("expert-bias-by-score", lambda c: _load_bias(c, ("sigmoid", "sqrtsoftplus")), "sigmoid or sqrtsoftplus scores", "model.moe_router_score_function=sigmoid",
          NEWER_MODEL_CONFIG, holds=(SINCE_017,)),
     row("expert-overlap", _expert_overlap, "expert parallel ranks with alltoall or flex, nothing recomputed in full, interleaved stages, at most one further token",
-         "model.overlap_moe_expert_parallel_comm=false"),
+         "model.overlap_moe_expert_parallel_comm=false model.delay_wgrad_compute=false model.ep_overlap_early_attn_memory_release=false"),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpbridge.formats import DType, say
 from mpbridge.hardware.versions import Window
-from mpbridge.rules.base import ARGUMENTS, Case, Rule
+from mpbridge.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule
 
 _CONFIG = "megatron-core 0.16.1 optimizer_config.py __post_init__"
 _KEPT = ("main_params", "exp_avg", "exp_avg_sq")
@@ -16,11 +16,15 @@ def _low_moments(case: Case) -> bool:
 
 def _unread_states(case: Case) -> str | None:
     """States that are stated, and that the engine's optimizer keeps in another dtype."""
+    if case.core and case.own_copy and case.run.optimizer.distributed:
+        return None  # full-16-bit-with-distributed-optimizer: no switch of the optimizer mends that
     kept, found = case.kept, []
     # megatron-core refuses narrow main gradients without a precision-aware optimizer; with one it just reads its own (a warning below)
     names = _KEPT if case.aware or not case.core or case.own_copy else (*_KEPT, "main_grads")
     for name in names:
         stated, held = getattr(case.policy, name), kept.get(name)
+        if name == "main_params" and _bf16_beside(case):
+            continue  # a precision-aware optimizer keeps no such weights either: fused-adam-keeps-no-bf16-main-weights
         if stated is None or (held is None and name != "main_params"):
             continue
         is_ = case.policy.params if held is None else DType.FP32 if held.dtype is DType.INT16 else held.dtype
@@ -31,8 +35,13 @@ def _unread_states(case: Case) -> str | None:
 
 def _bf16_main(case: Case) -> str | None:
     held = case.kept.get("main_params")
-    wrong = held is not None and held.owner == "optimizer" and held.dtype is DType.BF16
-    return "main_params_dtype=bf16 kept by FusedAdam" if wrong else None
+    kept = held is not None and held.owner == "optimizer" and held.dtype is DType.BF16
+    return "main_params_dtype=bf16 kept by FusedAdam" if kept or _bf16_beside(case) else None
+
+
+def _bf16_beside(case: Case) -> bool:
+    """Whether megatron-core is asked for BF16 main weights beside weights of another form, which only FusedAdam could keep, and does not."""
+    return case.core and case.policy.main_params is DType.BF16 and not case.own_copy
 
 
 def _section_states(case: Case) -> str | None:
@@ -98,6 +107,7 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="adam: FusedAdam alone keeps states in chosen dtypes",
         cure="optimizer.optimizer=adam, or mixed_precision.use_precision_aware_optimizer=false",
+        cure_here=lambda c: f"optimizer.optimizer=adam, or {c.plain_states}",
         source=_CONFIG,
     ),
     Rule(
@@ -132,10 +142,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="fused-adam-keeps-no-bf16-main-weights",
-        about="aware",
         found=_bf16_main,
         expected="fp32 or fp16 main weights, or 16-bit parameters that are their own, without a precision-aware optimizer",
-        cure="mixed_precision.main_params_dtype=fp32, or use_precision_aware_optimizer=false",
+        cure="mixed_precision.main_params_dtype=fp32",
         source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py: master_weight_dtype",
     ),
     Rule(
@@ -150,7 +159,8 @@ RULES: tuple[Rule, ...] = (
         about="fp8",
         found=_aware_fp8,
         expected="plain 16-bit or delayed scaling with FP32 moments: the others failed (illegal memory access, asserts) on several releases",
-        cure="mixed_precision.use_precision_aware_optimizer=false",
+        cure="mixed_precision.use_precision_aware_optimizer=false, and no states in 16 bits",
+        cure_here=lambda c: c.plain_states,
         source="Megatron-Bridge#1707, ms-swift#8001, NVIDIA/cloudai#593",
         severity="warning",
     ),
@@ -202,7 +212,7 @@ RULES: tuple[Rule, ...] = (
             and f"store_param_remainders=true with {(c.policy.main_params or DType.FP32).short} main weights of {c.policy.params.short} parameters"
         ),
         expected="a precision-aware optimizer with FP32 main weights of BF16 parameters: remainders are the other half of their bits",
-        cure="mixed_precision.store_param_remainders=null",
+        cure="mixed_precision.store_param_remainders=false",
         source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py initialize_state",
         severity="warning",
     ),
@@ -211,7 +221,7 @@ RULES: tuple[Rule, ...] = (
         about="aware fp8",
         found=_remainders_of_codes,
         expected="whole FP32 main weights: FusedAdam's kernel for FP8 weights checks for them, and 8-bit codes are no upper half of an FP32 number",
-        cure="mixed_precision.store_param_remainders=false, or fp8_param_gather=false",
+        cure=f"mixed_precision.store_param_remainders=false, or {PLAIN_WEIGHTS}",
         source="Transformer Engine 2.11 to 2.20: pytorch/optimizers/fused_adam.py step, common/multi_tensor/adam.cu multi_tensor_adam_fp8_cuda",
         emulated="silent",
     ),
@@ -239,8 +249,9 @@ RULES: tuple[Rule, ...] = (
             and c.policy.main_params is DType.FP32
             and "FP32 parameters under a FusedAdam with FP32 main weights"
         ),
-        expected="one of them: the FP32 branch never reads the copy, four bytes per parameter for nothing",
-        cure="mixed_precision.use_precision_aware_optimizer=false, or params_dtype=bf16",
+        expected="one of them: the FP32 branch never reads the copy, four bytes per parameter are wasted",
+        cure="mixed_precision.use_precision_aware_optimizer=false",
+        cure_here=lambda c: c.plain_states,
         source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py; NeMo-RL#2865",
         severity="warning",
     ),
@@ -264,7 +275,7 @@ RULES: tuple[Rule, ...] = (
             and f"optimizer_cpu_offload with {c.stored[0].scaling} weights at rest"
         ),
         expected="delayed scaling, or 16-bit weights at rest",
-        cure="mixed_precision.fp8_param_gather=false",
+        cure=PLAIN_WEIGHTS,
         source=f"{ARGUMENTS}; Megatron-LM#2788",
     ),
     Rule(
@@ -277,6 +288,7 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="adam",
         cure="ddp.use_distributed_optimizer=false, or optimizer.optimizer=adam",
+        cure_here=lambda c: f"{c.plain_ddp}, or optimizer.optimizer=adam",
         source="megatron-core 0.16.1 distrib_optimizer.py DistributedOptimizer.__init__",
     ),
     Rule(
@@ -289,6 +301,12 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="a distributed optimizer: plain DDP gathers nothing",
         cure="ddp.use_distributed_optimizer=true, or ddp.overlap_param_gather=false",
+        # the distributed optimizer is no way out for parameters that are their own main weights, nor for other optimizers than Adam
+        cure_here=lambda c: (
+            "ddp.overlap_param_gather=false"
+            if c.own_copy or c.run.optimizer.name != "adam"
+            else "ddp.use_distributed_optimizer=true, or ddp.overlap_param_gather=false"
+        ),
         source="megatron-core 0.16.1 param_and_grad_buffer.py start_param_sync (a bare assertion)",
     ),
     Rule(

@@ -10,7 +10,7 @@ from mpbridge.megatron_spec.versions import BEFORE_017, SINCE_017
 from mpbridge.memory.names import SHADOWED_CURE, beyond_the_model, idle, listed
 from mpbridge.precision.policy import Quant
 from mpbridge.precision.words import region_text, rule_words
-from mpbridge.rules.base import Case, Rule
+from mpbridge.rules.base import PLAIN_WEIGHTS, Case, Rule
 
 _CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"
 
@@ -142,7 +142,7 @@ RULES: tuple[Rule, ...] = (
         about="stored",
         found=_module_in_stored,
         expected="one storage in a layer: fp8_model_init makes every linear's weight of the layer low-precision",
-        cure="mixed_precision.fp8_param_gather=false, or drop the module's rule",
+        cure=f"{PLAIN_WEIGHTS}, or drop the module's rule",
         source="megatron-core 0.16.1 transformer_layer.py, fp8_utils.py get_fp8_context(is_init=True); NeMo-RL#3566, #3654",
         emulated="warning",
     ),
@@ -193,6 +193,7 @@ RULES: tuple[Rule, ...] = (
         found=_inert,
         expected="nothing: only delayed scaling reads them",
         cure="drop them, or mixed_precision.fp8_recipe=delayed",
+        cure_here=lambda c: "drop them" if c.policy.ends else "drop them, or mixed_precision.fp8_recipe=delayed",
         source="megatron-core 0.16.1 fp8_utils.py get_fp8_recipe",
         severity="warning",
     ),

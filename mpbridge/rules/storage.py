@@ -5,7 +5,8 @@ from __future__ import annotations
 from mpbridge.formats import DType
 from mpbridge.megatron_spec.versions import BEFORE_017
 from mpbridge.memory.keeps import kept_fp32
-from mpbridge.rules.base import ARGUMENTS, Case, Rule
+from mpbridge.precision.globs import dead_patterns
+from mpbridge.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule
 
 
 def _mxfp8_stored(case: Case) -> bool:
@@ -16,9 +17,16 @@ def _overlaps(case: Case) -> bool:
     return bool(case.ddp("overlap_grad_reduce") and case.ddp("overlap_param_gather"))
 
 
+def _gathers_wide(case: Case) -> str | None:
+    base = case.policy.quant
+    if base is None or not base.row.stored.through_grads or base.stored or case.policy.module_regions:
+        return None  # with rules for single modules weights cannot rest in MXFP8 at all
+    able = case.core and case.run.optimizer.distributed
+    return "MXFP8 with 16-bit parameters at rest" if able else None
+
+
 def _dead_names(case: Case) -> str | None:
     from mpbridge.memory.layers import model_names
-    from mpbridge.precision.resolve import dead_patterns
 
     if not case.policy.keep_fp32:
         return None
@@ -37,6 +45,10 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="one dtype for both: its buckets are what micro-batches add up in and what is reduced",
         cure="mixed_precision.grad_accumulation_dtype=null, or engine=megatron_fsdp",
+        cure_here=lambda c: (
+            "mixed_precision.grad_accumulation_dtype=null"
+            + ("" if BEFORE_017.holds(c.run.versions.megatron_core) else ", or engine=megatron_fsdp")
+        ),
         source="megatron-core 0.16.1 distributed/param_and_grad_buffer.py; torch 2.13 fsdp/_fully_shard/_fsdp_collectives.py",
     ),
     Rule(
@@ -58,7 +70,7 @@ RULES: tuple[Rule, ...] = (
             c.core and c.stored and not c.run.optimizer.distributed and "fp8_param_gather=true with plain DDP"
         ),
         expected="a distributed optimizer, which keeps the high-precision copy",
-        cure="ddp.use_distributed_optimizer=true, or mixed_precision.fp8_param_gather=false",
+        cure=f"ddp.use_distributed_optimizer=true, or {PLAIN_WEIGHTS}",
         source=f"{ARGUMENTS}; megatron-core 0.16.1 accepts it silently",
         emulated="warning",
     ),
@@ -72,7 +84,8 @@ RULES: tuple[Rule, ...] = (
             and "MXFP8 parameter gather with reuse_grad_buf_for_mxfp8_param_ag=false"
         ),
         expected="the gradient buffer reused for the gather",
-        cure="mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=true, or fp8_param_gather=false",
+        cure="mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=true ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true, "
+        f"or {PLAIN_WEIGHTS}",
         source="Megatron-Bridge 067f987d training/config.py validate; Megatron-Bridge#450",
         emulated="warning",
     ),
@@ -87,7 +100,7 @@ RULES: tuple[Rule, ...] = (
             and f"overlap_grad_reduce={str(bool(c.ddp('overlap_grad_reduce'))).lower()}, overlap_param_gather={str(bool(c.ddp('overlap_param_gather'))).lower()}"
         ),
         expected="both overlaps: without them the loss was NaN from the second step",
-        cure="ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true, or mixed_precision.fp8_param_gather=false",
+        cure=f"ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true, or {PLAIN_WEIGHTS}",
         source="Megatron-LM#2272, fixed by #4769",
         holds=(BEFORE_017,),
         emulated="silent",
@@ -103,7 +116,7 @@ RULES: tuple[Rule, ...] = (
             and "evaluation between steps with an overlapped MXFP8 parameter gather"
         ),
         expected="to evaluate on saved checkpoints: inside the run the gathered weights can be wrong",
-        cure="train.eval_interval=null, or mixed_precision.fp8_param_gather=false",
+        cure=f"train.eval_interval=null, or {PLAIN_WEIGHTS}",
         source="Megatron-Bridge#3727, Megatron-LM#4562",
         severity="warning",
         emulated="silent",
@@ -111,9 +124,10 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="mxfp8-without-gather-costs-memory",
         about="mxfp8",
-        found=lambda c: "mxfp8" in c.scalings and not _mxfp8_stored(c) and "MXFP8 with 16-bit parameters at rest",
+        found=_gathers_wide,
         expected="fp8_param_gather with reuse_grad_buf_for_mxfp8_param_ag: otherwise both copies are kept, two bytes per parameter more",
-        cure="both to true, or the memory (mpbridge memory)",
+        cure="mixed_precision.fp8_param_gather=true mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=true ddp.overlap_grad_reduce=true "
+        "ddp.overlap_param_gather=true, or accept the memory (mpbridge memory)",
         source="megatron-core 0.16.1 optimizer_config.py __post_init__",
         severity="warning",
         emulated="silent",
@@ -171,7 +185,7 @@ RULES: tuple[Rule, ...] = (
             and "main_params_dtype=fp16 without a precision-aware optimizer: FP16 parameters as their own main copy"
         ),
         expected="FP32 main weights, or FP16 ones kept by FusedAdam: updates below 2**-11 of a weight are lost, small weights underflow",
-        cure="mixed_precision.main_params_dtype=fp32, or use_precision_aware_optimizer=true",
+        cure="mixed_precision.main_params_dtype=fp32",
         source="arXiv 1710.03740, section 3.1",
     ),
     Rule(
@@ -184,7 +198,8 @@ RULES: tuple[Rule, ...] = (
             and f"{c.policy.params.short} parameters as their own main copy, sharded"
         ),
         expected="plain DDP or FSDP2: the distributed optimizer makes FP32 main weights and moments regardless, silently",
-        cure="ddp.use_distributed_optimizer=false, or engine=fsdp2",
+        cure="ddp.use_distributed_optimizer=false ddp.overlap_param_gather=false, or engine=fsdp2",
+        cure_here=lambda c: f"{c.plain_ddp}, or engine=fsdp2",
         source="megatron-core 0.16.1 distrib_optimizer.py _build_model_and_main_param_groups; torchtitan#1646",
     ),
     Rule(

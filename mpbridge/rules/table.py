@@ -89,7 +89,7 @@ def _judge(rule: Rule, case: Case) -> Violation | None:
         severity=severity,
         found=str(found),
         expected=rule.expected,
-        cure=rule.cure,
+        cure=rule.cure_here(case) if rule.cure_here is not None else rule.cure,
         source=rule.source,
         versions=" and ".join(str(window) for window in rule.holds),
     )

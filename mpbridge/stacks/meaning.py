@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mpbridge.facts import OptimizerFacts
 from mpbridge.formats import DType, say
 from mpbridge.memory.keeps import keeps, updater, wires
-from mpbridge.precision.policy import LossScale, PrecisionPolicy, own_main
+from mpbridge.precision.policy import LossScale, PrecisionPolicy
 from mpbridge.precision.regions import Gemms, Quant, Region
 from mpbridge.precision.words import region_rule, region_text
 from mpbridge.traits import DEFAULT, traits
@@ -141,7 +141,7 @@ def of_policy(policy: PrecisionPolicy, *, engine: str = DEFAULT, sharded: Sharde
     settled, kind = policy.settled(), traits(engine)
     optional = kind.distributed_optimizer == "optional"
     # megatron-core's distributed optimizer always holds FP32 shards: parameters that are their own main weights go without it
-    whole = own_main(settled) and settled.params is not DType.FP32
+    whole = settled.narrow_alone
     divided: Sharded = sharded or ("everything" if not optional else "nothing" if whole else "optimizer")
     name = updater("adam", settled, kind)
     optimizer = OptimizerFacts(name=name, distributed=optional and divided != "nothing" and not whole)

@@ -100,7 +100,7 @@ def test_the_recipe_files_mean_what_their_comments_say():
     assert not policy("fp8_current_two_edges").stored
     assert policy("fp8_mlp_only").at("mlp.linear_fc1", 3, 8).format == "hybrid"
     assert policy("fp8_mlp_only").at("self_attention.linear_qkv", 3, 8) is None
-    assert [policy("bf16_small_states").role(role).bytes for role in ("exp_avg", "exp_avg_sq")] == [1, 2]
+    assert [getattr(policy("bf16_small_states"), role).bytes for role in ("exp_avg", "exp_avg_sq")] == [1, 2]
 
 
 ODD = [

@@ -140,7 +140,6 @@ def test_g2_torch_adam_keeps_its_moments_in_the_parameters_dtype() -> None:
 
 
 def test_a13_every_shipped_recipe_is_pattern_a_or_b_or_says_that_it_is_risky() -> None:
-    from mpbridge.precision.policy import own_main
     from mpbridge.precision.registry import get_mixed_precision_config, recipes
     from mpbridge.precision.resolve import resolve
 
@@ -149,7 +148,7 @@ def test_a13_every_shipped_recipe_is_pattern_a_or_b_or_says_that_it_is_risky() -
     risky = []
     for name in (*recipes, *files):
         policy = resolve(get_mixed_precision_config(name)).settled()
-        if own_main(policy) and policy.params is not DType.FP32:
+        if policy.narrow_alone:
             risky.append(name)
     assert risky == ["full_bf16"]
     assert "converges worse" in recipes["full_bf16"].summary

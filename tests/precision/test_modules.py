@@ -139,7 +139,7 @@ def test_each_gemm_may_have_a_rule_of_its_own() -> None:
     ("rule", "fault"),
     [
         pytest.param({"fprop": "mxfp8"}, "names fprop and not dgrad, wgrad", id="one-of-three"),
-        pytest.param({"fprop": "mxfp8", "fp8": "e4m3"}, "say the same thing twice", id="both-ways"),
+        pytest.param({"fprop": "mxfp8", "fp8": "e4m3"}, "conflict: keep one of them", id="both-ways"),
         pytest.param({"fprop": "fp16", "dgrad": "bf16", "wgrad": "bf16"}, "stays in bf16", id="another-dtype"),
         pytest.param({"fprop": "delayed", "dgrad": "bf16", "wgrad": "bf16"}, "delayed scaling cannot be chosen per module", id="history"),
         pytest.param(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpbridge import MixedPrecisionConfig, get_mixed_precision_config, recipes, resolve
-from mpbridge.errors import BadValue, UnknownName
+from mpbridge.errors import BadValue
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy, Quant, Region
 
@@ -76,17 +76,21 @@ def test_the_first_region_that_covers_a_module_decides() -> None:
     assert policy.module_regions == regions[:2]
 
 
-def test_roles() -> None:
-    policy = POLICIES["fp16_mixed"]
-    assert [policy.role(role) for role in ("params", "grads", "main_grads", "main_params", "exp_avg", "exp_avg_sq", "compute", "pipeline", "output")] == [
-        DType.FP16, DType.FP16, DType.FP32, DType.FP32, DType.FP32, DType.FP32, DType.FP16, DType.FP16, DType.FP16,
-    ]  # fmt: skip
-    stored = POLICIES["bf16_with_fp8_current_scaling_mixed"]
-    assert stored.role("params", "mlp.linear_fc1", 1, 4) == stored.quant
-    assert stored.role("params", "mlp.linear_fc1", 0, 4) is DType.BF16
-    assert stored.role("params") is DType.BF16
-    with pytest.raises(UnknownName, match=r"no role named 'main_param' .nearest: main_params"):
-        policy.role("main_param")
+def test_16_bit_parameters_alone_are_one_question_whether_stated_or_resolved() -> None:
+    alone = {name for name, policy in POLICIES.items() if policy.narrow_alone}
+    assert alone == {
+        name
+        for name, policy in POLICIES.items()
+        if policy.main_params in (DType.BF16, DType.FP16) and policy.params is policy.main_params
+    }
+    # weights at rest in FP8 have no 16-bit parameters that could be their own main weights: FusedAdam is asked for
+    stored = MixedPrecisionConfig(
+        bf16=True, fp8="hybrid", fp8_recipe="delayed", fp8_param=True, main_params_dtype="bf16"
+    )
+    assert not resolve(stored).narrow_alone
+    assert resolve(stored).precision_aware is True
+    assert resolve(stored.derive(fp8_param=False)).narrow_alone
+    assert resolve(stored.derive(fp8_param=False)).precision_aware is False
 
 
 def test_settling_fills_what_is_open_and_changes_nothing_that_is_stated() -> None:

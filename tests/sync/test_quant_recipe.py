@@ -79,7 +79,7 @@ def test_every_module_of_every_stage_gets_the_rule_that_the_policy_gives_it(
     regions: tuple[Region, ...], stages: int
 ) -> None:
     policy = PrecisionPolicy(
-        **{k: POLICIES["bf16_mixed"].role(k) for k in ("compute", "params", "pipeline", "output")},
+        **{k: getattr(POLICIES["bf16_mixed"], k) for k in ("compute", "params", "pipeline", "output")},
         reduce=POLICIES["bf16_mixed"].reduce,
         regions=regions,
     )
