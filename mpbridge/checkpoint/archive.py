@@ -155,7 +155,7 @@ def load(stream: IO[bytes], start: int, stop: int, depth: int = 0) -> Any:
     def storage(key: Any) -> StorageSlice:
         kind, name = key[1], f"data/{key[2]}"
         if key[0] != "storage" or name not in inside:
-            raise CheckpointError(f"a storage that is not there: {str(name)[:80]}")
+            raise CheckpointError(f"missing storage: {str(name)[:80]}")
         place, room = inside[name]
         return StorageSlice(stream, place, room, _storage_dtype(kind))
 

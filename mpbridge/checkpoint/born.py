@@ -27,7 +27,7 @@ def why_alone(path: Path) -> str:
     """Why only weights can be taken from a checkpoint that no run of mpbridge saved, as the rest of a sentence."""
     if holds_weights_alone(path):
         return "holds weights alone"
-    return "was not written by mpbridge, so nothing says what its optimizer states mean"
+    return "was not written by mpbridge, so the meaning of its optimizer states is unknown"
 
 
 def taken_alone(run: Run, index: Index, path: Path) -> Verdict:

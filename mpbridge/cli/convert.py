@@ -73,7 +73,7 @@ def _configuration(args: argparse.Namespace, file: Path) -> None:
     from mpbridge.config.container import ConfigContainer
 
     if file.exists():
-        raise BadValue(f"{file} is there already: expected a new file")
+        raise BadValue(f"{file} already exists: expected a new file")
     ConfigContainer.load(args.source, check=False).dump(file)
     if args.json:
         print_json({"written": str(file)})

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", metavar="NAME", help="as data.tokenizer: byte (default), a folder, a file, a repository's id"
     )
     parser.add_argument(
-        "--end-of-text", metavar="TOKEN", help="the token behind each document (default: the tokenizer's own)"
+        "--end-of-text", metavar="TOKEN", help="the token after each document (default: the tokenizer's own)"
     )
     parser.add_argument(
         "--workers", type=whole, metavar="N", help="processes (default: by the size of the input, at most 8)"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpbridge.diagnose.diagnosis import Diagnosis
 
-SUMMARY = "find the first step and tensors out of line in a run, and the causes that fit, from its files"
+SUMMARY = "find the first anomalous step and tensors in a run, and the causes that fit, from its files"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ def _print(found: Diagnosis) -> None:
     for one in found.onsets:
         say(f"  step {one.step}: {one.what}")
     for title, lines in (
-        ("First tensors out of line:", [str(one) for one in found.odd[:6]]),
+        ("First anomalous tensors:", [str(one) for one in found.odd[:6]]),
         ("What changed:" if found.healthy else "What changed before:", found.changes),
     ):
         if lines:

@@ -24,7 +24,9 @@ from mpbridge.train.admission import Admission
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
 
-SUMMARY = "a Slurm script for a run on many nodes, printed or submitted: it goes on by itself after each time limit"
+SUMMARY = (
+    "a Slurm script for a run on many nodes, printed or submitted, that resumes automatically after each time limit"
+)
 USAGE = "as in: mpbridge launch --nodes 2 --gpus-per-node 8 -- train --config llama3_8b checkpoint.save=DIR"
 
 

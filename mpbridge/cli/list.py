@@ -8,7 +8,7 @@ from mpbridge.cli.text import print_json, print_table
 from mpbridge.precision.recipe import Recipe
 from mpbridge.precision.registry import recipes
 
-SUMMARY = "the recipes: what they need, how far they are proven, what they do"
+SUMMARY = "the recipes: requirements, validation status, and what each one does"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

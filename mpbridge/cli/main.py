@@ -200,7 +200,7 @@ def _help(known: dict[str, str]) -> str:
         [
             *lines,
             "",
-            "mpbridge help COMMAND tells more. Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped early.",
+            "For details: mpbridge help COMMAND. Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped early.",
         ]
     )
 

@@ -33,7 +33,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) ->
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help=f"a YAML file, the name of one that comes along, as llama3_8b, or hf:DIR (default: {DEFAULT_CONFIG})",
+        help=f"a YAML file, the name of a shipped one, such as llama3_8b, or hf:DIR (default: {DEFAULT_CONFIG})",
     )
     parser.add_argument(
         "--engine",
@@ -70,7 +70,7 @@ def whole(text: str) -> int:
         value = float(text)
         if value.is_integer() and abs(value) < 2**53:
             return int(value)
-    raise argparse.ArgumentTypeError(f"{text!r} is no whole number, expected one, as in 1000 or 1e3")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: expected one such as 1000 or 1e3")
 
 
 def container(args: argparse.Namespace) -> ConfigContainer:

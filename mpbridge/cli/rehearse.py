@@ -18,7 +18,7 @@ SUMMARY = "train a few steps under several recipes, emulated, and see which tens
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     parser.add_argument(
-        "--config", metavar="FILE", help="a YAML file, or the name of one that comes along (default: gpt_tiny)"
+        "--config", metavar="FILE", help="a YAML file, or the name of a shipped one (default: gpt_tiny)"
     )
     parser.add_argument(
         "--recipes", metavar="A,B,...", help="names (mpbridge list); default: BF16 and every kind of scaling"

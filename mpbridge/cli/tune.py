@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="what the recipe will be exported to (`mpbridge export`): a level that it has no words for is not proposed",
     )
-    parser.add_argument("--checkpoint", metavar="DIR", help="whose weights are looked at (default: weights as drawn)")
+    parser.add_argument(
+        "--checkpoint", metavar="DIR", help="whose weights are looked at (default: randomly initialized weights)"
+    )
     parser.add_argument(
         "--hf",
         type=Path,

@@ -235,9 +235,7 @@ def _unknown(section: str, name: str, known: Mapping[str, Setting]) -> str:
     error = UnknownName(f"setting in {section}", name, known)
     # a hundred names do not help
     return (
-        str(error)
-        if error.near or len(known) < 20
-        else f"no setting in {section} named {name!r}, and none that looks like it"
+        str(error) if error.near or len(known) < 20 else f"no setting in {section} named {name!r}, and no similar name"
     )
 
 

@@ -84,7 +84,7 @@ class Data:
     """"byte", a folder with tokenizer.json, a tokenizer's file (tokenizer.json, SentencePiece, tiktoken), the id of a repository in the Hugging Face
     cache, or package.module:function."""
     end_of_text: str | int | None = None
-    """The token behind each document, or its number; None: as the tokenizer's files say."""
+    """The token after each document, or its number; None: as the tokenizer's files say."""
     vocab_divisible_by: int = 64
     """Where model.vocab_size is not given: the tokenizer's size, padded to a multiple of this times tensor_model_parallel_size."""
     seq_length: int | None = None

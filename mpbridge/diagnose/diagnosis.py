@@ -1,4 +1,4 @@
-"""`diagnose(folder)`: the first step and tensors out of line, what changed before, and which causes fit, each with its evidence."""
+"""`diagnose(folder)`: the first anomalous step and tensors, what changed before, and which causes fit, each with its evidence."""
 
 from __future__ import annotations
 

@@ -69,8 +69,8 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
     {
         "no": "accelerate's word for FP32 arithmetic: fp32",
         "16_true": "FP16 weights without main weights, which no recipe here keeps; fp16_mixed has FP32 main weights",
-        "float8": "says no scaling: bf16_with_fp8_current_scaling_mixed is tensorwise, bf16_with_mxfp8_mixed has blocks of 32",
-        "rowwise": "torchao's scaling, one scale a row: bf16_with_fp8_rowwise on engine fsdp2",
+        "float8": "does not name a scaling: bf16_with_fp8_current_scaling_mixed is tensorwise, bf16_with_mxfp8_mixed has blocks of 32",
+        "rowwise": "torchao's scaling, one scale per row: bf16_with_fp8_rowwise on engine fsdp2",
         "transformer_engine": "a library, not a recipe: mpbridge list shows the recipes that need it",
     }
 )
@@ -223,7 +223,7 @@ def get_mixed_precision_config(name: str | MixedPrecisionConfig | Path, *, code:
 
 
 def _file(name: str) -> Path | None:
-    """The YAML file that `name` means: its path, or the name of one that comes along; None: it means none."""
+    """The YAML file that `name` means: its path, or the name of a shipped one; None: it means none."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else None
     return path if (path is not None and path.exists()) or name in recipes else recipe_file(name) or path
 

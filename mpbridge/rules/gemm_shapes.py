@@ -174,7 +174,7 @@ def _judge(gemm: LinearShape, run: RunFacts) -> Iterator[Misfit]:
     if gemm.tokens is None and gemm.module.endswith("linear_fc1"):  # once for the pair
         yield Misfit(
             level="experts", module=gemm.module, layers=gemm.layers, dimension="tokens of an expert", value=0, multiple=need.expert,
-            cure=f"megatron-core pads each expert's tokens to {need.expert}: about {need.expert // 2} rows an expert for nothing"
+            cure=f"megatron-core pads each expert's tokens to {need.expert}: about {need.expert // 2} rows of each expert are wasted"
             " (model.moe_router_padding_for_quantization pads in the router instead, without copies)",
             source=_EXPERT_SOURCE,
         )  # fmt: skip

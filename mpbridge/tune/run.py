@@ -172,7 +172,7 @@ def _facts(run: Run, weights: Path | None, where: Where) -> dict[str, Any]:
         **({"for": " on ".join(target)} if target else {}),
         "model": f"{shape.num_layers} layers of width {shape.hidden_size}"
         + (f", {shape.experts} experts" if shape.experts else ""),
-        "checkpoint": str(weights) if weights is not None else "none: weights as drawn",
+        "checkpoint": str(weights) if weights is not None else "none: randomly initialized weights",
         "data": run.data["corpus"] if isinstance(run.data["corpus"], str) else list(map(str, run.data["corpus"])),
         "batch": f"{run.train['global_batch_size']} sequences of {shape.seq_length} tokens",
         "layout": f"{run.world_size} process{'es' if run.world_size > 1 else ''}",

@@ -93,7 +93,7 @@ def to_folder(
         config = _config(model, origin, like, contents, run)
         export = _Export(contents, run, family_of(config), origin, dtype, rows=int(config["vocab_size"]))
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise BadValue(f"{target} is there already: expected a new folder")
+            raise BadValue(f"{target} already exists: expected a new folder")
         partial = target.with_name(f".{target.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         try:

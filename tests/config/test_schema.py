@@ -110,7 +110,7 @@ def test_values_come_back_in_one_plain_form(section, name, value, plain):
         pytest.param("model", "hiden_size", 1, "nearest: hidden_size", id="misspelled"),
         pytest.param("model", "lr", 1e-3, "it is optimizer.lr", id="another section's"),
         pytest.param("model", "kv_lora_rank", 8, "needs model.multi_latent_attention=true", id="MLA's without MLA"),
-        pytest.param("model", "zzzzzzz", 1, "none that looks like it", id="nothing near"),
+        pytest.param("model", "zzzzzzz", 1, "no similar name", id="nothing near"),
         pytest.param("model", "num_layers", "4", "expected a whole number", id="text for a number"),
         pytest.param("model", "num_layers", True, "expected a whole number", id="a truth value is no number"),
         pytest.param("model", "num_layers", 2.5, "expected a whole number", id="a fraction for a whole number"),

@@ -191,7 +191,7 @@ def test_a_folder_of_checkpoints_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be written"):
         folders.convert(place, tmp_path / "file" / "checkpoint")
     for target in (tmp_path / "hf", tmp_path / "file"):
-        with pytest.raises(BadValue, match="is there already"):
+        with pytest.raises(BadValue, match="already exists"):
             to_folder(taken.path, target)
 
 
