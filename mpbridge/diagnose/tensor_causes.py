@@ -90,11 +90,13 @@ def _off(case: Case) -> list[tuple[int, str, float]]:
 
 
 def _remembered(case: Case, step: int, name: str, stale: float) -> bool:
-    """Whether the scale is that of an earlier, larger amax that was measured: a history wastes range for as long as it is."""
+    """Whether the scale is that of amaxes that were measured before: after a larger one a history wastes range for as long as it is, and a
+    gradient that outruns its history saturates once."""
     points = case.run.operands()[name]
     amax = next(row["amax"] for at, row in points if at == step)
     known = [row["amax"] for at, row in points if at < step and isinstance(row.get("amax"), (int, float))]
-    return stale > 0 and amax * 2.0 ** min(stale, 100.0) <= 2 * max(known, default=0.0)
+    asked = amax * 2.0 ** max(-100.0, min(stale, 100.0))  # the amax for which this scale would be right
+    return bool(asked <= 2 * max(known, default=0.0) if stale > 0 else asked >= max(known[-2:], default=math.inf) / 2)
 
 
 def _passes(points: list[tuple[int, Row]], step: int) -> bool:

@@ -203,6 +203,14 @@ def test_a_history_that_remembers_a_spike_is_no_wrong_scale(run: Written) -> Non
     assert first(run.diagnosed()) == "wrong-scale", "no spike explains so much"
 
 
+def test_a_spike_that_outruns_its_history_is_no_wrong_scale(run: Written) -> None:
+    last = run.steps[-1]
+    run.operands[last, LAYERS[1], "dy"] |= {"amax": 2.0 * 2**9, "scale": 448 / 2.0, "staleness": -9.0, "saturated": 0.1}
+    assert run.diagnosed().healthy, "the scale is the one that all earlier amaxes asked for"
+    run.operands[last, LAYERS[1], "dy"] |= {"scale": 448 / 2.0 * 2**4, "staleness": -13.0}
+    assert first(run.diagnosed()) == "wrong-scale", "no amax that was measured asked for it"
+
+
 def test_an_outlier_channel_and_a_flipped_bit(run: Written) -> None:
     for step in run.steps[6:]:
         run.linears[step, LAYERS[2]] |= {"x_outlier": 3000.0, "x_amax": 4000.0}
