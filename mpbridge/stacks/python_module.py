@@ -1,4 +1,4 @@
-"""One Python file as text: its functions, classes and constants by name, and where its imports come from."""
+"""Python files as text: functions, classes and constants by name, and the files of the checkout that their imports name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from mpbridge.errors import DataError
 from mpbridge.stacks.python_values import Dotted, Function
 
 if TYPE_CHECKING:
-    from mpbridge.stacks.python_text import Reading
+    from mpbridge.stacks.python_expressions import Expressions
+
+LARGEST = 1_000_000
+"""Bytes of a file: no configuration comes near."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -23,7 +26,7 @@ def _parsed(text: str) -> ast.Module:
 class Module:
     """One file's text: its functions, classes and constants by name, and where its imports come from."""
 
-    def __init__(self, text: str, path: Path | None, name: str, reading: Reading) -> None:
+    def __init__(self, text: str, path: Path | None, name: str, reading: Expressions) -> None:
         try:
             tree = _parsed(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -47,7 +50,7 @@ class Module:
         if name in self.constants:
             return self.reading.value(self.constants[name], {}, self)
         if name in self.imports:
-            return self.reading.elsewhere(self.imports[name], self)
+            return self.reading.files.elsewhere(self.imports[name], self)
         return Dotted(f"{self.name}.{name}" if name in self.classes else name)
 
 
@@ -66,3 +69,52 @@ def imported(body: Iterable[ast.stmt]) -> dict[str, tuple[int, str, str]]:
                     "",
                 )
     return found
+
+
+class Files:
+    """The other files of a checkout, each taken apart once."""
+
+    def __init__(self, reading: Expressions) -> None:
+        self._reading = reading
+        self._modules: dict[Path, Module | None] = {}
+
+    def elsewhere(self, source: tuple[int, str, str], module: Module) -> Any:
+        """What an import names, in the text of another file of the checkout where there is one."""
+        level, path, name = source
+        full = ".".join(part for part in (path, name) if part)
+        found = self._file(level, path, module)
+        other = None if found is None else self._load(found, path or found.parent.name)
+        if other is not None and name and self._knows(other, name):
+            return other.find(name)
+        return Dotted("." * level + full)
+
+    @staticmethod
+    def _knows(module: Module, name: str) -> bool:
+        return name in module.functions or name in module.constants or name in module.imports or name in module.classes
+
+    @staticmethod
+    def _file(level: int, path: str, module: Module) -> Path | None:
+        if module.path is None:
+            return None
+        parts = [part for part in path.split(".") if part]
+        parents = module.path.resolve().parents
+        roots = [parents[level - 1]] if 0 < level <= len(parents) else [] if level else list(parents)
+        for root in roots:
+            for candidate in (
+                root.joinpath(*parts).with_suffix(".py") if parts else None,
+                root.joinpath(*parts, "__init__.py"),
+            ):
+                if candidate is not None and candidate.is_file() and not candidate.is_symlink():
+                    return candidate
+        return None
+
+    def _load(self, path: Path, name: str) -> Module | None:
+        if path not in self._modules:
+            self._modules[path] = None  # two files that import each other
+            if path.stat().st_size <= LARGEST:
+                try:
+                    text = path.read_text(encoding="utf-8", errors="replace")
+                    self._modules[path] = Module(text, path, name, self._reading)
+                except (OSError, DataError):
+                    self._reading.notes.append(f"{path.name}: cannot be read")
+        return self._modules[path]

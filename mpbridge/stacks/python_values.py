@@ -87,3 +87,10 @@ def without_unknown(data: Mapping[str, Any], found: list[str], path: str = "") -
         else:
             kept[name] = value
     return kept
+
+
+def short(value: Any) -> str:
+    """A value in a note, in at most 60 characters."""
+    said = {Unknown: "text", Dotted: "path", Made: "callee"}.get(type(value))
+    text = repr(value) if said is None else str(getattr(value, said))
+    return text if len(text) <= 60 else text[:57] + "..."
