@@ -8,7 +8,7 @@ from typing import Any
 
 from mpbridge.errors import DataError, brief, cut, nearest
 from mpbridge.formats import DType
-from mpbridge.precision.policy import LossScale, Quant, Region
+from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks import deepspeed_import, megatron_lm_import
 from mpbridge.stacks.accelerate import NAME
 from mpbridge.stacks.base import Imported, engine_with
@@ -16,6 +16,7 @@ from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.megatron_lm import DEFAULT_VERSION as LM_VERSION
 from mpbridge.stacks.reading import Reader, raise_faults
+from mpbridge.stacks.sharded_torch import TORCH_SCALER
 from mpbridge.stacks.torch_import import fields_of
 from mpbridge.traits import DEFAULT
 
@@ -58,12 +59,11 @@ def read_data(data: Any, *, version: str) -> Imported:
     base = _WORDS[word]
     second = str(read.at("fsdp_config.fsdp_version", 1)) == "2"
     meaning = _fsdp(base, second=second) if kind in ("FSDP", "TPU_FSDP") else _ddp(base)
-    quant = _quant(read, cannot) if word == "fp8" else None
+    quant = quantized(read, cannot) if word == "fp8" else None
     if quant is not None:
         meaning = dataclasses.replace(meaning, regions=(Region(quant=quant),))
     if base is DType.FP16:
-        scale = LossScale(initial=2.0**16, window=2000, hysteresis=1)
-        meaning = dataclasses.replace(meaning, loss_scale=scale)
+        meaning = dataclasses.replace(meaning, loss_scale=TORCH_SCALER)
     fields = fields_of(meaning, cannot, quant)
     if base is DType.FP16:
         fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
@@ -91,7 +91,8 @@ def _fsdp(base: DType, *, second: bool) -> Meaning:
     )
 
 
-def _quant(read: Reader, cannot: list[str]) -> Quant | None:
+def quantized(read: Reader, cannot: list[str]) -> Quant | None:
+    """What mixed_precision=fp8 runs under `fp8_config`; None for a backend that it does not have."""
     backend = str(read.at("fp8_config.backend", "TE")).upper()
     if backend == "AO":
         if read.flag("fp8_config.enable_fsdp_float8_all_gather", default=True):

@@ -63,18 +63,26 @@ def text_of(path: Path) -> str:
 def read_python(
     text: str, path: Path | None, function: str = "", *, stack: str | None = None, version: str | None = None
 ) -> Imported:
-    """What a function of a Python configuration hands back means, from the text alone. Raises DataError where the stack has no such files."""
+    """What a Python configuration means, from the text alone: a function of it, or for stacks that train from a script its top level.
+
+    Raises DataError where the stack has no such files.
+    """
+    from mpbridge.stacks import torch_python
     from mpbridge.stacks.python_text import Reading
 
     name = path.name if path is not None else "the file"
-    stack = stack or next((found for mark, found in _PYTHON if mark in text), None)
-    module: Any = _importer(stack) if stack in [found for _, found in _PYTHON] else None
-    if stack is None or module is None:
-        known = " and ".join(found for _, found in _PYTHON)
-        raise DataError(
-            f"{name}: a Python configuration would have to be executed; only functions of {known} are read as text: give the file that it"
-            " writes, or the arguments"
-        )
+    stack = stack or next((found for mark, found in _PYTHON if mark in text), None) or torch_python.recognize(text)
+    if stack is not None and stack in torch_python.MARKS:
+        reading = Reading()
+        script = torch_python.Script(reading, reading.module(text, path, name), name)
+        if function:
+            reading.function(script.module, function)
+        else:
+            reading.script(script.module)
+        return _never_read(torch_python.read(script, stack, _version(stack, version)), version)
+    if stack is None or stack not in [found for _, found in _PYTHON]:
+        raise DataError(f"{name}: {_no_python(stack)}")
+    module = _importer(stack)
     reading = Reading(opaque=module.OPAQUE)
     source = reading.module(text, path, name)
     if not function:
@@ -87,6 +95,19 @@ def read_python(
         reading.function(source, function), reading.notes, name=function, version=_version(stack, version)
     )
     return _never_read(found, version)
+
+
+def _no_python(stack: str | None) -> str:
+    """Why a Python file is not read."""
+    from mpbridge.stacks import torch_python
+
+    functions, scripts = " and ".join(found for _, found in _PYTHON), ", ".join(torch_python.MARKS)
+    known = f"functions of {functions}, and what `mpbridge export` writes for {scripts}, are read as text"
+    if stack is None:
+        return (
+            f"a Python configuration would have to be executed; {known}: give the file that it writes, or the arguments"
+        )
+    return f"{stack} is not configured in Python: give its file or its arguments (of Python, {known})"
 
 
 def read_args(

@@ -9,12 +9,13 @@ from typing import Any
 
 from mpbridge.errors import BadValue, DataError, brief, cut, nearest
 from mpbridge.formats import DType
-from mpbridge.precision.policy import LossScale, Quant, Region
+from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.lightning import NAME
 from mpbridge.stacks.meaning import Meaning, Sharded
 from mpbridge.stacks.reading import Reader, raise_faults
+from mpbridge.stacks.sharded_torch import TORCH_SCALER
 from mpbridge.stacks.torch_import import fields_of
 from mpbridge.traits import DEFAULT
 
@@ -236,7 +237,7 @@ def _meaning(said: _Said) -> Meaning:
         storage=DType.FP32, compute=base, autocast=base, wire=wire, accumulator=DType.FP32, sharded=sharded
     )
     if base is DType.FP16:
-        return dataclasses.replace(meaning, loss_scale=LossScale(initial=2.0**16, window=2000, hysteresis=1))
+        return dataclasses.replace(meaning, loss_scale=TORCH_SCALER)
     return meaning
 
 

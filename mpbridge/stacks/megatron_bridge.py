@@ -91,6 +91,9 @@ def meaning(request: Request) -> Meaning:
         logits=None,
         regions=(*(region for region in policy.regions[:-1] if region.ends and quant), Region(quant=quant)),
     )
+    if not wrapped and not policy.precision_aware:
+        # its optimizers keep FP32 main weights and moments of 16-bit parameters whatever the recipe states
+        said = dataclasses.replace(said, main_params=DType.FP32, main_grads=None, exp_avg=None, exp_avg_sq=None)
     wide = said.params is not said.compute
     said = on_megatron(said) if wide or request.main_weights == "optimizer" else said
     return of_policy(said, engine=DEFAULT if request.main_weights == "optimizer" else request.engine)

@@ -46,6 +46,8 @@ class Expressions(ABC):
         self.opaque = opaque
         """Functions that are not followed, by name: their arguments say what is to be known."""
         self.notes: list[str] = []
+        self.calls: list[tuple[Made, str]] = []
+        """Every call that is not followed, in order, and the condition that is not known under which it stands ('': none)."""
         self.files = Files(self)
         self.doubt: list[str] = []
         """The conditions that are not known, under which the reading stands."""
@@ -160,6 +162,7 @@ class Expressions(ABC):
             first = arguments[0]
             return Made(callee=first.callee, arguments=first.arguments, attributes={**first.attributes, **named})
         made = Made(callee=_name_of(callee, node.func), arguments=arguments, attributes=named)
+        self.calls.append((made, self.doubt[-1] if self.doubt else ""))
         if isinstance(callee, Dotted):
             self._doubt_what_it_changes(callee, made)
         return made

@@ -32,6 +32,7 @@ class Module:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise DataError(f"{name}: is not Python: {error}") from None
         self.path, self.name, self.reading = path, name, reading
+        self.body = tree.body
         self.functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
         self.classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
         self.constants = {

@@ -45,6 +45,10 @@ class Reading(Expressions):
             raise UnknownName(f"function of {module.name}", name, module.functions)
         return self.call(Function(module.functions[name], module), (), {})
 
+    def script(self, module: Module) -> None:
+        """Follows the top level of a file; what it calls stands in `calls` afterwards."""
+        self._run(module.body, {}, module)
+
     def call(self, function: Function, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """The value of a call."""
         if self._depth >= DEEPEST:

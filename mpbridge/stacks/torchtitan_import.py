@@ -6,6 +6,7 @@ A config_registry function is Python and is not run: it is read as text (`read_m
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -118,11 +119,12 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
         for name, one in (("model_spec", spec), ("converters", inner))
         if isinstance(one, Unknown)
     ]
-    quant, cannot = _converted(spec)
+    quant, ends, cannot = _converted(spec)
     fields, meaning = dict(found.fields), found.meaning
     if quant is not None:
-        fields |= quant_fields(quant) if fields else {}
-        meaning = dataclasses.replace(meaning, regions=(Region(quant=quant),))
+        fields |= quant_fields(quant, ends) if fields else {}
+        edges = (Region(first=ends[0], last=ends[1]),) if ends is not None else ()
+        meaning = dataclasses.replace(meaning, regions=(*edges, Region(quant=quant)))
     assumed = [f"{one}: only running it would tell; left at its default" for one in not_known]
     return dataclasses.replace(
         found,
@@ -137,10 +139,10 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
 _TRAINING = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
 
 
-def _converted(spec: Any) -> tuple[Quant | None, list[str]]:
-    """The quantization of model_registry's converters, and what of them has no setting here."""
+def _converted(spec: Any) -> tuple[Quant | None, tuple[int, int] | None, list[str]]:
+    """The quantization of model_registry's converters, the layers at the ends that it leaves out, and what of them has no setting here."""
     given = spec.attributes.get("converters") if isinstance(spec, Made) else None
-    quant, cannot = None, []
+    quant, ends, cannot = None, None, []
     for converter in given if isinstance(given, list) else []:
         if not isinstance(converter, Made):
             cannot.append(f"a converter that its text does not tell: {getattr(converter, 'text', converter)}")
@@ -153,9 +155,27 @@ def _converted(spec: Any) -> tuple[Quant | None, list[str]]:
         said = converter.attributes
         if said.get("recipe_name") == "rowwise_with_gw_hp":
             scaling = "rowwise_gw_hp"
-        quant = Quant(format=format, scaling=scaling)
+        quant, ends = Quant(format=format, scaling=scaling), _ends(said)
         cannot += _filters(word, said)
-    return quant, cannot
+    return quant, ends, cannot
+
+
+_SPAN = re.compile(
+    r"for i in range\((?P<first>\d+), len\(config\.model_spec\.model\.layers\) - (?P<last>\d+)\)"
+    r"|range\((?P<start>\d+)\), \*range\(len\(config\.model_spec\.model\.layers\) - (?P<end>\d+), len"
+)
+"""The layers that `export` writes into fqns, and those that it writes into filter_fqns."""
+
+
+def _ends(said: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Layers at the start and at the end that a converter leaves out, as `export` writes them; None for names of any other kind."""
+    covered, left = said.get("fqns"), said.get("filter_fqns")
+    texts = [covered] if not isinstance(left, list) else left if "lm_head" in left else []
+    found = [_SPAN.search(one.text) for one in texts if isinstance(one, Unknown)]
+    if len(found) != 1 or found[0] is None or len(texts) > 2:
+        return None
+    first, last, start, end = found[0].groups()
+    return int(first or start or 0), int(last or end or 0)
 
 
 def _filters(word: str, said: Mapping[str, Any]) -> list[str]:
@@ -164,6 +184,8 @@ def _filters(word: str, said: Mapping[str, Any]) -> list[str]:
     if said.get("emulate") is True:
         found.append(f"{word}: emulate=True computes torchao's tensorwise default, whatever its recipe")
     covered, left = said.get("fqns"), said.get("filter_fqns")
+    if _ends(said) is not None:
+        return found
     if isinstance(covered, (Unknown, Made)):
         found.append(
             f"{word}: a share of the last layers stays in BF16; give the model's depth and num_layers_at_end_in_bf16"

@@ -8,11 +8,11 @@ from typing import Any
 
 from mpbridge.errors import DataError, cut
 from mpbridge.formats import DType
-from mpbridge.precision.policy import LossScale
 from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.known_keys import known, with_rest
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.reading import Reader, options_of, raise_faults, stray
+from mpbridge.stacks.sharded_torch import TORCH_SCALER
 from mpbridge.stacks.torch_import import fields_of
 from mpbridge.stacks.transformers import NAME
 from mpbridge.traits import DEFAULT
@@ -54,7 +54,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     raise_faults(read_.faults, "these TrainingArguments")
     meaning = _meaning(storage, base, sharded)
     if fp16:
-        meaning = dataclasses.replace(meaning, loss_scale=LossScale(initial=2.0**16, window=2000, hysteresis=1))
+        meaning = dataclasses.replace(meaning, loss_scale=TORCH_SCALER)
     inert += [f"{name}: evaluation only" for name in _EVALUATION if read_.flag(name)]
     if read_.at("deepspeed"):
         assumed.append(f"deepspeed={cut(read_.at('deepspeed'))} decides: give that file (--from deepspeed)")

@@ -1,0 +1,280 @@
+"""A training set-up in Python for torch FSDP2, accelerate, Lightning or transformers, as `export` writes it: read as text, never run.
+
+What stands at the top level of the file counts, or in the function that is named. A script whose settings come from elsewhere is refused.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from mpbridge.errors import DataError
+from mpbridge.formats import DType
+from mpbridge.precision.policy import LossScale
+from mpbridge.precision.regions import Quant, Region
+from mpbridge.stacks import accelerate_import, fsdp2, lightning_import, transformers_import
+from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.meaning import Meaning
+from mpbridge.stacks.python_module import Module
+from mpbridge.stacks.python_text import Reading
+from mpbridge.stacks.python_values import Dotted, Made, Unknown, plain, without_unknown
+from mpbridge.stacks.reading import Reader, raise_faults
+from mpbridge.stacks.sharded_torch import TORCH_SCALER
+from mpbridge.stacks.torch_import import fields_of
+
+MARKS: Mapping[str, str] = MappingProxyType(
+    {
+        "lightning": "FSDPStrategy|TransformerEnginePrecision|Trainer",
+        "accelerate": "Accelerator",
+        "transformers": "TrainingArguments",
+        "fsdp2": "fully_shard",
+    }
+)
+"""Stack -> the calls that make it what it is; a file belongs to the first stack of which it calls one."""
+_WORDS = {word: fsdp2.TORCHAO[scaling] for scaling, word in fsdp2.SCALINGS.items()}
+"""torchao's word for a recipe -> what it runs."""
+
+
+@dataclass
+class Script:
+    """The calls of a file, and what had to be assumed to read them."""
+
+    reading: Reading
+    module: Module
+    name: str
+    assumed: list[str] = field(default_factory=list)
+    cannot: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+    def made(self, *names: str) -> Made | None:
+        """The last object or call of one of these names ('Class', 'Class.method')."""
+        found = [
+            (one, doubt)
+            for one, doubt in self.reading.calls
+            if f".{one.callee}".endswith(tuple(f".{n}" for n in names))
+        ]
+        if not found:
+            return None
+        one, doubt = found[-1]
+        self.assumed += [f"{one.callee}(...) under `{doubt}`: taken as made"] if doubt else []
+        if any(other.attributes != one.attributes for other, _ in found):
+            self.assumed.append(f"{one.callee}(...): the last of {len(found)}")
+        return one
+
+    def data(self, made: Made | None) -> dict[str, Any]:
+        """The named arguments of a call as plain data; what only running would tell is left at its default, and said."""
+        unknown: list[str] = []
+        said = {} if made is None else {name: _of_torch(value) for name, value in made.attributes.items()}
+        kept = without_unknown({name: plain(value) for name, value in said.items()}, unknown)
+        self.assumed += [f"{one}: only running it would tell; left at its default" for one in unknown]
+        return kept
+
+    def reader(self, made: Made | None) -> Reader:
+        """Named arguments, to be read."""
+        return Reader(self.data(made), self.faults)
+
+    def storage(self) -> DType:
+        """The dtype of the last `model.to(dtype)`."""
+        casts = [
+            one.arguments[0].path
+            for one, _ in self.reading.calls
+            if one.callee.endswith(".to") and len(one.arguments) == 1 and isinstance(one.arguments[0], Dotted)
+        ]
+        said = Reader({"to": casts[-1]} if casts else {}, self.faults).dtype("to")
+        if said is None:
+            self.assumed.append("the model is loaded in FP32")
+        return said or DType.FP32
+
+    def torchao(self) -> tuple[Quant | None, tuple[int, int] | None]:
+        """(torchao's quantization, layers at the ends that its filter leaves out)."""
+        made = self.made("Float8LinearConfig.from_recipe_name", "MXFP8TrainingOpConfig.from_recipe")
+        if made is None:
+            return None, None
+        word = "mxfp8" if "MXFP8" in made.callee else str(made.arguments[0]) if made.arguments else "tensorwise"
+        if word not in _WORDS:
+            self.faults.append(f"from_recipe_name({word!r}): expected {', '.join(_WORDS)}")
+            return None, None
+        return _WORDS[word], self._ends()
+
+    def _ends(self) -> tuple[int, int] | None:
+        """From `first <= int(number) < depth - last` of the filter `quantized(module, name)`."""
+        node = self.module.functions.get("quantized")
+        for one in ast.walk(node) if node is not None else ():
+            if isinstance(one, ast.Compare) and [type(op) for op in one.ops] == [ast.LtE, ast.Lt]:
+                low, high = one.left, one.comparators[-1]
+                if (
+                    isinstance(low, ast.Constant)
+                    and isinstance(high, ast.BinOp)
+                    and isinstance(high.right, ast.Constant)
+                ):
+                    ends = int(str(low.value)), int(str(high.right.value))
+                    return ends if any(ends) else None
+        self.cannot.append(
+            "which linears torchao converts: no filter quantized(module, name) as export writes it; taken as those of all layers"
+        )
+        return None
+
+
+def _of_torch(value: Any) -> Any:
+    """A value; a name that is not torch's (an argument of the script) is not known."""
+    return Unknown(value.path) if isinstance(value, Dotted) and not value.path.startswith("torch.") else value
+
+
+def recognize(text: str) -> str | None:
+    """The stack whose set-up a text makes; None where it makes none of these."""
+    return next(
+        (
+            stack
+            for stack, names in MARKS.items()
+            if (stack == "fsdp2" or stack in text) and re.search(rf"\b({names})\(", text)
+        ),
+        None,
+    )
+
+
+def read(script: Script, stack: str, version: str) -> Imported:
+    """What the set-up means. Raises DataError where the calls that decide do not stand there, BadValue with every value that cannot be read."""
+    found = _READ[stack](script, version)
+    raise_faults(script.faults, f"this set-up of {stack}")
+    known = ("fully_shard", "convert_to_float8_training", "quantize_", "torch.", ".to(", "from_pretrained")
+    notes = [note for note in script.reading.notes if not any(one in note.partition(": is not in")[0] for one in known)]
+    return dataclasses.replace(
+        found,
+        cannot_express=(*found.cannot_express, *(line for line in script.cannot if line not in found.cannot_express)),
+        assumed=tuple(dict.fromkeys((*script.assumed, *found.assumed, *notes))),
+    )
+
+
+def _needs(script: Script, stack: str, *names: str) -> Made:
+    found = script.made(*names)
+    if found is None:
+        raise DataError(
+            f"{script.name}: no {' or '.join(names)}(...) stands there: a training script would have to be executed; of {stack} the set-up that"
+            " `mpbridge export` writes is read as text"
+        )
+    return found
+
+
+def _fsdp2(script: Script, version: str) -> Imported:
+    _needs(script, "fsdp2", "fully_shard")
+    storage = script.storage()
+    autocast = script.reader(script.made("torch.autocast")).dtype("dtype")
+    meaning = _sharded(script, script.reader(script.made("MixedPrecisionPolicy")), storage, storage)
+    meaning = _with_adam(script, dataclasses.replace(meaning, autocast=autocast))
+    scaler = script.made("ShardedGradScaler")
+    if scaler is not None:
+        meaning = dataclasses.replace(meaning, loss_scale=_scale(script.reader(scaler)))
+    return _found(script, fsdp2.NAME, version, meaning, *script.torchao())
+
+
+def _sharded(script: Script, policy: Reader, storage: DType, default: DType) -> Meaning:
+    """FSDP2 with a MixedPrecisionPolicy: gradients travel in their own dtype, which is the compute dtype, unless it says another."""
+    compute = policy.dtype("param_dtype", default) or default
+    output = policy.dtype("output_dtype", compute)
+    handed = None if output is compute else output
+    return Meaning(
+        storage=storage, compute=compute, wire=policy.dtype("reduce_dtype", compute) or compute, accumulator=storage,
+        exp_avg=storage, exp_avg_sq=storage, sharded="everything", output=handed, pipeline=handed,
+    )  # fmt: skip
+
+
+def _with_adam(script: Script, meaning: Meaning) -> Meaning:
+    """Transformer Engine's FusedAdam with master weights keeps FP32 beside 16-bit parameters; torch's optimizers update what is stored."""
+    made = script.made("FusedAdam")
+    if made is None:
+        return meaning
+    said = script.reader(made)
+    moments = (
+        said.dtype("exp_avg_dtype", DType.FP32) or DType.FP32,
+        said.dtype("exp_avg_sq_dtype", DType.FP32) or DType.FP32,
+    )
+    kept = dataclasses.replace(meaning, exp_avg=moments[0], exp_avg_sq=moments[1])
+    if not said.flag("master_weights") or meaning.storage is DType.FP32:
+        return kept
+    return dataclasses.replace(kept, main=DType.FP32, remainders=said.flag("store_param_remainders"))
+
+
+def _scale(said: Reader) -> LossScale:
+    return dataclasses.replace(
+        TORCH_SCALER,
+        initial=said.number("init_scale", TORCH_SCALER.initial),
+        window=said.number("growth_interval", TORCH_SCALER.window),
+    )
+
+
+def _found(
+    script: Script, stack: str, version: str, meaning: Meaning, quant: Quant | None, ends: tuple[int, int] | None
+) -> Imported:
+    if quant is not None:
+        edges = (Region(first=ends[0], last=ends[1]),) if ends else ()
+        meaning = dataclasses.replace(meaning, regions=(*edges, Region(quant=quant)))
+    fields = fields_of(meaning, script.cannot, quant, ends)
+    scale = meaning.loss_scale
+    if scale is not None and fields:
+        fields |= {"initial_loss_scale": scale.initial, "loss_scale_window": scale.window, "hysteresis": 1}
+    return Imported(
+        stack=stack,
+        version=version,
+        fields=fields,
+        engine=engine_with("optimizer"),
+        meaning=meaning,
+        cannot_express=tuple(script.cannot),
+    )
+
+
+def _accelerate(script: Script, version: str) -> Imported:
+    made = _needs(script, "accelerate", "Accelerator")
+    word = str(made.attributes.get("mixed_precision") or "no")
+    plugin, storage = script.made("FullyShardedDataParallelPlugin"), script.storage()
+    if plugin is None:
+        if storage is not DType.FP32:
+            script.cannot.append(f"model.to({storage.value}): read as FP32 storage, which accelerate's YAML means")
+        return accelerate_import.read_data({"mixed_precision": word, "distributed_type": "MULTI_GPU"}, version=version)
+    base = {"fp16": DType.FP16, "no": storage}.get(word, DType.BF16)
+    # accelerate upcasts what it shards unless its word is "no"
+    meaning = _sharded(
+        script, script.reader(script.made("MixedPrecisionPolicy")), storage if word == "no" else DType.FP32, base
+    )
+    if word == "fp16":
+        meaning = dataclasses.replace(meaning, loss_scale=_scale(script.reader(script.made("GradScalerKwargs"))))
+    quant, ends = script.torchao()
+    engine = script.made("TERecipeKwargs")
+    if engine is not None and word == "fp8":
+        quant = accelerate_import.quantized(Reader({"fp8_config": script.data(engine)}, script.faults), script.cannot)
+        script.cannot.append("TERecipeKwargs: the output layer is quantized too; here it never is")
+    return _found(script, "accelerate", version, meaning, quant if word == "fp8" else None, ends)
+
+
+def _lightning(script: Script, version: str) -> Imported:
+    made = _needs(script, "lightning", "Trainer")
+    return lightning_import.read_data(
+        {"trainer": {name: _by_class(value) for name, value in made.attributes.items()}}, version=version
+    )
+
+
+def _by_class(value: Any) -> Any:
+    """An object as Lightning's YAML writes it: class_path and init_args."""
+    if isinstance(value, Made):
+        return {
+            "class_path": value.callee,
+            "init_args": {name: _by_class(inner) for name, inner in value.attributes.items()},
+        }
+    return [_by_class(one) for one in value] if isinstance(value, (list, tuple)) else plain(value)
+
+
+def _transformers(script: Script, version: str) -> Imported:
+    made = _needs(script, "transformers", "TrainingArguments")
+    loaded = script.data(script.made("from_pretrained"))
+    return transformers_import.read_data(
+        script.data(made) | {name: loaded[name] for name in ("dtype", "torch_dtype") if name in loaded}, version=version
+    )
+
+
+_READ: Mapping[str, Callable[[Script, str], Imported]] = MappingProxyType(
+    {"fsdp2": _fsdp2, "accelerate": _accelerate, "lightning": _lightning, "transformers": _transformers}
+)

@@ -1,0 +1,100 @@
+"""import(export(x)) = x, for every recipe and stack: what an export means is what the importer says of it. Python is read as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from mpbridge import recipes
+from mpbridge.errors import BadValue, DataError
+from mpbridge.stacks.base import Export, Imported
+from mpbridge.stacks.exporters import STACKS, export
+from mpbridge.stacks.importers import read_args, read_file, read_python, read_text
+from mpbridge.stacks.meaning import STATED, Meaning, differences
+from mpbridge.stacks.nearest import answer
+
+SETS_UP = ("fsdp2", "accelerate", "lightning", "transformers")
+
+
+def back(one: Export) -> Imported:
+    """What the importers make of an export's pieces: torchtitan's arguments hold the dtypes, its Python the quantization."""
+    texts = {piece.name: piece.text for piece in one.pieces}
+    if one.stack in SETS_UP:
+        return read_python(texts["python"], None, stack=one.stack)
+    if "arguments" not in texts:
+        return read_text(one.pieces[0].text, stack=one.stack, name=one.pieces[0].name)
+    found = read_args(texts["arguments"].replace("\\\n", " "), stack=one.stack)
+    if "config_registry.py" not in texts:
+        return found
+    python = read_python(texts["config_registry.py"], None, stack=one.stack)
+    return dataclasses.replace(
+        found,
+        fields={**found.fields, **python.fields} if found.fields else {},
+        meaning=dataclasses.replace(found.meaning, regions=python.meaning.regions),
+    )
+
+
+def lost(one: Export) -> dict[str, tuple[str, str]]:
+    """Facts of an export that its importer does not give back: those that the model's own code decides apart."""
+    found = back(one)
+    unsaid = {name: getattr(one.meaning, name) for name in STATED}
+    theirs: Meaning = dataclasses.replace(found.meaning, **unsaid)
+    return {row: pair for row, pair in differences(one.meaning, theirs).items() if row != "bytes"}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_what_was_exported_is_what_is_read_back(stack: str) -> None:
+    made = {name: export(name, stack) for name in recipes}
+    table = {name: lost(one) for name, one in made.items()}
+    assert {name: rows for name, rows in table.items() if rows} == {}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_importing_an_exact_export_gives_the_recipe_back(stack: str) -> None:
+    exact = {name: one for name in recipes if (one := export(name, stack)).fidelity == "exact"}
+    assert exact, "a stack that says no recipe exactly would make this test say nothing"
+    for name, one in exact.items():
+        found = back(one)
+        told = answer(found.fields, engine=found.engine, meaning=found.meaning)
+        same = {name, "bf16_mixed"} if name == "bf16_megatron_fsdp" and stack == "deepspeed" else {name}
+        assert told.recipe in same, f"{name} came back from {stack} as {told}"
+        assert dict(told.overrides) == {}
+        assert not found.contradicts
+
+
+@pytest.mark.parametrize("stack", SETS_UP)
+def test_a_set_up_is_recognized_by_its_calls_and_never_run(stack: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    text = export("fp32_params_bf16_compute", stack).pieces[0].text
+    path.write_text(f"{text}\nopen({str(tmp_path / 'RAN')!r}, 'w')\n")
+    assert read_file(path).stack == stack
+    assert not (tmp_path / "RAN").exists()
+
+
+def test_what_a_set_up_leaves_open_is_said() -> None:
+    text = export("fp32_params_bf16_compute", "fsdp2").pieces[0].text
+    found = read_python(text.replace("reduce_dtype=torch.float32", "reduce_dtype=args.dtype"), None)
+    assert any("reduce_dtype" in line and "only running it would tell" in line for line in found.assumed)
+    assert found.meaning.wire.short == "bf16"  # what FSDP2 does without a reduce_dtype
+    under = read_python(f"{text}\nif args.long:\n    fully_shard(model)\n", None)
+    assert any("under `if args.long`" in line for line in under.assumed)
+
+
+@pytest.mark.parametrize("stack", [one for one in STACKS if one not in (*SETS_UP, "torchtitan", "megatron-bridge")])
+def test_python_of_a_stack_without_python_settings_is_refused_with_its_name(stack: str) -> None:
+    with pytest.raises(DataError, match=rf"{stack} is not configured in Python.*fsdp2"):
+        read_python("import torch\n", None, stack=stack)
+
+
+@pytest.mark.parametrize("stack", SETS_UP)
+def test_a_script_without_the_call_that_decides_is_refused_by_that_call(stack: str) -> None:
+    with pytest.raises(DataError, match=rf"no \w+\(\.\.\.\) stands there.*{stack}"):
+        read_python("import torch\n", None, stack=stack)
+
+
+def test_a_word_that_torchao_lacks_is_one_readable_error() -> None:
+    text = export("bf16_with_fp8_rowwise", "fsdp2").pieces[0].text
+    with pytest.raises(BadValue, match=r"from_recipe_name\('other'\): expected tensorwise, rowwise"):
+        read_python(text.replace('"rowwise"', '"other"'), None)
