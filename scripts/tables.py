@@ -415,7 +415,8 @@ def command_table() -> str:
                 if action.option_strings
                 else str(action.metavar or action.dest)
             )
-            rows.append((f"`{name}`", (action.help or "") % {"default": action.default}))
+            if action.help != argparse.SUPPRESS:
+                rows.append((f"`{name}`", (action.help or "") % {"default": action.default}))
         parts += [f"## mpbridge {verb}", "", parser.description or "", "", markdown(("argument", "meaning"), rows), ""]
     return "\n".join(parts).rstrip()
 

@@ -100,7 +100,7 @@ RULES: tuple[Rule, ...] = (
         found=_undivided,
         expected="every size to be a multiple of the ranks that share it",
         cure="another parallel size, or another model size",
-        source=_CONFIG,
+        source=f"{_CONFIG}; transformer/moe/moe_layer.py BaseMoELayer.__init__ for experts",
     ),
     Rule(
         id="layers-do-not-divide",
