@@ -20,8 +20,8 @@ from mpbridge.stacks.sharded_torch import TORCH_SCALER
 from mpbridge.stacks.torch_import import fields_of
 from mpbridge.traits import DEFAULT
 
-_WORDS = {"no": DType.FP32, "fp16": DType.FP16, "bf16": DType.BF16, "fp8": DType.BF16}
-
+WORDS = {"no": DType.FP32, "fp16": DType.FP16, "bf16": DType.BF16, "fp8": DType.BF16}
+"""Its words of mixed_precision and what each computes in."""
 _KINDS = frozenset({
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "XLA", "TPU", "TPU_FSDP",
     "FSDP", "DEEPSPEED", "MEGATRON_LM",
@@ -41,8 +41,8 @@ def read_data(data: Any, *, version: str) -> Imported:
     read = Reader(data)
     word = read.text("mixed_precision", "no").lower()
     word = "no" if word in ("none", "false") else word  # YAML reads a bare no as false
-    if word not in _WORDS:
-        read.faults.append(f"mixed_precision={brief(word)}: expected {', '.join(_WORDS)}")
+    if word not in WORDS:
+        read.faults.append(f"mixed_precision={brief(word)}: expected {', '.join(WORDS)}")
     raise_faults(read.faults, "this accelerate configuration")
     kind = read.text("distributed_type", "NO").upper()
     assumed = ["the model is loaded in FP32", f"accelerate {version}: what FSDP upcasts differs between versions"]
@@ -56,7 +56,7 @@ def read_data(data: Any, *, version: str) -> Imported:
         contradicts.append(
             f"distributed_type={cut(kind)}: accelerate has no such type{f'; nearest: {near[0]}' if near else ''}; described as DDP"
         )
-    base = _WORDS[word]
+    base = WORDS[word]
     second = str(read.at("fsdp_config.fsdp_version", 1)) == "2"
     meaning = _fsdp(base, second=second) if kind in ("FSDP", "TPU_FSDP") else _ddp(base)
     quant = quantized(read, cannot) if word == "fp8" else None

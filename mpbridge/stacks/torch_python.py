@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from mpbridge.errors import DataError
+from mpbridge.errors import DataError, brief
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale
 from mpbridge.precision.regions import Quant, Region
@@ -97,7 +97,7 @@ class Script:
             return None, None
         word = "mxfp8" if "MXFP8" in made.callee else str(made.arguments[0]) if made.arguments else "tensorwise"
         if word not in _WORDS:
-            self.faults.append(f"from_recipe_name({word!r}): expected {', '.join(_WORDS)}")
+            self.faults.append(f"from_recipe_name({brief(word)}): expected {', '.join(_WORDS)}")
             return None, None
         return _WORDS[word], self._ends()
 
@@ -107,17 +107,18 @@ class Script:
         for one in ast.walk(node) if node is not None else ():
             if isinstance(one, ast.Compare) and [type(op) for op in one.ops] == [ast.LtE, ast.Lt]:
                 low, high = one.left, one.comparators[-1]
-                if (
-                    isinstance(low, ast.Constant)
-                    and isinstance(high, ast.BinOp)
-                    and isinstance(high.right, ast.Constant)
-                ):
-                    ends = int(str(low.value)), int(str(high.right.value))
-                    return ends if any(ends) else None
+                last = high.right if isinstance(high, ast.BinOp) and isinstance(high.op, ast.Sub) else None
+                ends = (_number(low), _number(last))
+                if None not in ends:
+                    return ends if any(ends) else None  # type: ignore[return-value]
         self.cannot.append(
             "which linears torchao converts: no filter quantized(module, name) as export writes it; taken as those of all layers"
         )
         return None
+
+
+def _number(node: ast.expr | None) -> int | None:
+    return node.value if isinstance(node, ast.Constant) and type(node.value) is int else None
 
 
 def _of_torch(value: Any) -> Any:
@@ -229,7 +230,9 @@ def _found(
 
 def _accelerate(script: Script, version: str) -> Imported:
     made = _needs(script, "accelerate", "Accelerator")
-    word = str(made.attributes.get("mixed_precision") or "no")
+    word = script.reader(made).text("mixed_precision", "no")
+    if word not in accelerate_import.WORDS:
+        script.faults.append(f"mixed_precision={brief(word)}: expected {', '.join(accelerate_import.WORDS)}")
     plugin, storage = script.made("FullyShardedDataParallelPlugin"), script.storage()
     if plugin is None:
         if storage is not DType.FP32:
@@ -252,9 +255,8 @@ def _accelerate(script: Script, version: str) -> Imported:
 
 def _lightning(script: Script, version: str) -> Imported:
     made = _needs(script, "lightning", "Trainer")
-    return lightning_import.read_data(
-        {"trainer": {name: _by_class(value) for name, value in made.attributes.items()}}, version=version
-    )
+    data = script.data(Made(attributes={name: _by_class(value) for name, value in made.attributes.items()}))
+    return lightning_import.read_data({"trainer": data}, version=version)
 
 
 def _by_class(value: Any) -> Any:
@@ -264,7 +266,7 @@ def _by_class(value: Any) -> Any:
             "class_path": value.callee,
             "init_args": {name: _by_class(inner) for name, inner in value.attributes.items()},
         }
-    return [_by_class(one) for one in value] if isinstance(value, (list, tuple)) else plain(value)
+    return [_by_class(one) for one in value] if isinstance(value, (list, tuple)) else plain(_of_torch(value))
 
 
 def _transformers(script: Script, version: str) -> Imported:

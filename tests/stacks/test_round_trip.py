@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -98,3 +99,33 @@ def test_a_word_that_torchao_lacks_is_one_readable_error() -> None:
     text = export("bf16_with_fp8_rowwise", "fsdp2").pieces[0].text
     with pytest.raises(BadValue, match=r"from_recipe_name\('other'\): expected tensorwise, rowwise"):
         read_python(text.replace('"rowwise"', '"other"'), None)
+
+
+ODD = {
+    "no policy": "fully_shard(model)",
+    "a policy that is none": "fully_shard(1, mp_policy=3)",
+    "a dtype that is none": "model.to(torch.nonsense)\nfully_shard(model)",
+    "a filter of words": "def quantized(m, n):\n    return 'a' <= int(n) < depth - 'b'\nFloat8LinearConfig.from_recipe_name('rowwise')\nfully_shard(m)",
+    "a list for a word": "from accelerate import Accelerator\nAccelerator(mixed_precision=[1])",
+    "a word of nobody": "from accelerate import Accelerator, FullyShardedDataParallelPlugin\nFullyShardedDataParallelPlugin()\nAccelerator(mixed_precision='fp4')",
+    "a scale that is none": "ShardedGradScaler(init_scale='x', growth_interval=[])\nfully_shard(m)",
+    "an object for a number": "FusedAdam(master_weights=object(), exp_avg_dtype=3)\nfully_shard(m)",
+    "objects all over": "import lightning\nTrainer(strategy=Strategy(), plugins=[1, Plugin(), None], precision=Word())",
+    "numbers all over": "import transformers\nTrainingArguments(bf16=3, fp16=[], dtype=4)",
+    "a long sum": "x = " + "+".join("1" * 3000) + "\nfully_shard(model)",
+    "a long chain": "x = a" + ".b" * 3000 + "\nfully_shard(model)",
+}
+
+
+@pytest.mark.parametrize("text", ODD.values(), ids=ODD)
+def test_an_odd_set_up_ends_in_an_answer_or_in_our_own_error(text: str) -> None:
+    with contextlib.suppress(BadValue, DataError):
+        assert read_python(text, None).meaning.storage
+
+
+def test_a_word_that_an_argument_of_the_script_gives_is_no_bf16() -> None:
+    text = (
+        export("bf16_mixed", "accelerate").pieces[0].text.replace('mixed_precision="bf16"', "mixed_precision=args.mp")
+    )
+    found = read_python(text, None)
+    assert any("mixed_precision = args.mp" in line for line in found.assumed)
