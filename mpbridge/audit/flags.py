@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mpbridge.audit.promise import Promises
+from mpbridge.devices.fp32_products import reduced
 from mpbridge.formats import DType, say
 from mpbridge.megatron.inside_optimizer import parts
 from mpbridge.megatron_spec.fields import TABLE
@@ -51,14 +52,8 @@ def different(engine: Any) -> tuple[int, list[str]]:
 
 def _reduced_products(policy: PrecisionPolicy) -> Iterator[str]:
     """torch's settings under which products of FP32 factors are TF32 or BF16 ones, where the policy promises any in FP32."""
-    promised = {policy.compute, policy.router, policy.logits}
-    if DType.FP32 not in promised and not policy.keep_fp32:
-        return
-    for place in ("cuda", "mkldnn"):
-        # 'none' and 'ieee' are full precision; torch before 2.9 has no such attribute
-        found = getattr(getattr(getattr(torch.backends, place), "matmul", None), "fp32_precision", "")
-        if found in ("tf32", "bf16"):
-            yield f"products of FP32 factors: promised fp32, found {found} (torch.set_float32_matmul_precision('highest') takes it back)"
+    for found in reduced(policy).values():
+        yield f"products of FP32 factors: promised fp32, found {found} (torch.set_float32_matmul_precision('highest') takes it back)"
 
 
 def _kept(run: Any, objects: dict[str, Any]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from mpbridge.devices import device_layer
+from mpbridge.devices.fp32_products import hold
 from mpbridge.engines.contract import Batch
 from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.engines.te_state import forget_amaxes
@@ -34,6 +35,7 @@ class BaseEngine(ABC):
         self.configs: Any = None
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._parallel: Any = None
+        self._give_back: Callable[[], None] | None = None
 
     def _layer(self) -> AbstractContextManager[None]:
         # entered by every method, so that an engine also works for a caller whose layer knows no optimizer; nested entering costs nothing
@@ -53,6 +55,7 @@ class BaseEngine(ABC):
         require_here(run.policy, run.facts)
         engine = cls(run, cuda=torch.cuda.is_available())
         try:
+            engine._give_back = hold(run.policy)
             with engine._layer():
                 engine._build(backend)
         except BaseException:
@@ -98,9 +101,12 @@ class BaseEngine(ABC):
         return float(from_last_stage(mean_over_data(mean)))
 
     def close(self) -> None:
-        """Frees tensors and megatron-core's process-wide parallel state, so that another engine can be built."""
+        """Frees tensors and megatron-core's process-wide parallel state and gives torch's settings back, so that another engine can be built."""
         from mpbridge.megatron.inside_model import release
 
+        if self._give_back is not None:
+            self._give_back()
+            self._give_back = None
         with self._layer():
             release(self.model)
             self.model, self.optimizer, self.configs = [], None, None

@@ -409,3 +409,20 @@ def test_experts_without_tokens_are_excepted(build: Any, drive: Any) -> None:
     moved = hook.reports["live"].find("weights moved")
     assert moved.ok
     assert "of experts without tokens" in moved.found, "128 choices do not reach all of 64 experts"
+
+
+def test_an_engine_that_promises_fp32_takes_it_and_names_who_allows_tf32_later(build: Any, drive: Any) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        engine = build("fp32")
+        assert torch.get_float32_matmul_precision() == "highest"
+        drive(engine, AuditHook())
+        torch.set_float32_matmul_precision("high")
+        with pytest.raises(AuditFailed, match="products of FP32 factors: promised fp32, found tf32"):
+            drive(engine, AuditHook())
+        torch.set_float32_matmul_precision("highest")
+        engine.close()
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
