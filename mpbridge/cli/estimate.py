@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._target import add_target_arguments, target
-from mpbridge.cli.options import add_run_arguments, resolved
+from mpbridge.cli.options import add_price_argument, add_run_arguments, resolved
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.estimate.predict import Estimate, estimate
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's arguments."""
     add_run_arguments(parser)
     add_target_arguments(parser)
-    parser.add_argument("--price", type=float, metavar="X", help="of one GPU hour, in any currency")
+    add_price_argument(parser)
     parser.add_argument(
         "--plot",
         metavar="FILE",

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._target import add_target_arguments, target
-from mpbridge.cli.options import add_run_arguments, container, whole
+from mpbridge.cli.options import add_run_arguments, container, wanted_world, whole
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import MpbridgeError
-from mpbridge.estimate.layouts import search
+from mpbridge.estimate.layouts import Layout, search
 from mpbridge.hardware.capability import refuse_unless_native
+from mpbridge.memory.uncounted import left_out_of_memory, left_out_of_time
+
+if TYPE_CHECKING:
+    from mpbridge.cli._target import Target
+    from mpbridge.config.container import ConfigContainer, Run
+    from mpbridge.facts import RunFacts
 
 SUMMARY = "parallel layouts that are legal and fit, the fastest first (predicted), as lines to paste"
 
@@ -28,47 +35,70 @@ def run(args: argparse.Namespace) -> int:
     """Prints the layouts; 1 when none fits."""
     where = target(args)
     base = container(args)
-    world = args.world_size or base.smallest_world()
-    found, faults = [], []
+    world = wanted_world(args) or base.smallest_world()
+    found: list[tuple[str, Layout]] = []
+    faults: list[str] = []
+    left_out: dict[str, None] = {}
     for name in args.recipes.split(",") if args.recipes else [None]:
         try:
             box = base if name is None else dataclasses.replace(base, mixed_precision=name)
-            # the search has sizes of its own: the file's need not divide this world
-            made = box.resolved(
-                _divisible(box.smallest_world(), world), machine=where.machine, versions=where.versions, training=False
-            )
-            refuse_unless_native(made.policy, where.machine, where.versions)
-            facts = where.facts(made.facts)
-            facts = dataclasses.replace(
-                facts,
-                parallel=dataclasses.replace(
-                    facts.parallel, world_size=world, tensor=1, pipeline=1, virtual_pipeline=None, context=1, expert=1
-                ),
-            )
+            made = _resolved(box, world, where)
+            facts = _alone(where.facts(made.facts), world)
             found += [
                 (made.recipe, one)
                 for one in search(made.policy, facts, where.machine, most=args.most, using=where.constants)
             ]
+            left_out |= dict.fromkeys((*left_out_of_memory(facts), *left_out_of_time(facts)))
         except MpbridgeError as error:
             faults.append(str(error).replace("\n", " "))
     found.sort(key=lambda pair: pair[1].seconds)
     if args.json:
-        print_json(
-            [
-                {
-                    "recipe": name,
-                    "seconds": one.seconds,
-                    "tokens_per_second_per_gpu": one.tokens_per_second,
-                    "needed": one.needed,
-                    "band": one.band,
-                    "answer": one.answer,
-                    "settings": one.line,
-                }
-                for name, one in found
-            ]
-        )
+        print_json([_data(name, one, tuple(left_out)) for name, one in found])
         return 0 if found else 1
     print(f"{world} x {where.machine.label}: predictions")
+    _print(found)
+    for words in (*faults, *left_out):
+        print(f"left out: {words}")
+    if not found:
+        print(
+            f"no layout is legal and fits: sizes have to divide {world} GPUs, layers, heads and the global batch"
+            if not faults
+            else "no layout found"
+        )
+    return 0 if found else 1
+
+
+def _resolved(box: ConfigContainer, world: int, where: Target) -> Run:
+    """The run in the file's own sizes, which need not divide this world: the search has sizes of its own."""
+    made = box.resolved(
+        _divisible(box.smallest_world(), world), machine=where.machine, versions=where.versions, training=False
+    )
+    refuse_unless_native(made.policy, where.machine, where.versions)
+    return made
+
+
+def _alone(facts: RunFacts, world: int) -> RunFacts:
+    """The facts on that many processes without model parallelism."""
+    sizes = dataclasses.replace(
+        facts.parallel, world_size=world, tensor=1, pipeline=1, virtual_pipeline=None, context=1, expert=1
+    )
+    return dataclasses.replace(facts, parallel=sizes)
+
+
+def _data(name: str, one: Layout, left_out: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "recipe": name,
+        "seconds": one.seconds,
+        "tokens_per_second_per_gpu": one.tokens_per_second,
+        "needed": one.needed,
+        "band": one.band,
+        "answer": one.answer,
+        "settings": one.line,
+        "left_out": list(left_out),
+    }
+
+
+def _print(found: list[tuple[str, Layout]]) -> None:
     rows = [
         (
             str(place), name, f"{one.run.parallel.tensor}", f"{one.run.parallel.pipeline}{f' x {one.run.parallel.virtual_pipeline}' if one.run.parallel.virtual_pipeline else ''}",
@@ -82,11 +112,6 @@ def run(args: argparse.Namespace) -> int:
     )
     for place, (_, one) in enumerate(found, start=1):
         print(f"{place}: {one.line}")
-    for fault in faults:
-        print(f"left out: {fault}")
-    if not found:
-        print("no layout fits" if not faults else "no layout found")
-    return 0 if found else 1
 
 
 def _divisible(smallest: int, world: int) -> int:

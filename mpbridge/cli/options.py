@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,28 @@ def whole(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: expected one such as 1000 or 1e3")
 
 
+def add_price_argument(parser: argparse.ArgumentParser) -> None:
+    """--price."""
+    parser.add_argument("--price", type=_price, metavar="X", help="of one GPU hour, in any currency")
+
+
+def _price(text: str) -> float:
+    """A price of 0 or more. Raises ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        value = float(text)
+        if 0 <= value < math.inf:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no price, expected a number of 0 or more, as in 2.5")
+
+
+def wanted_world(args: argparse.Namespace) -> int | None:
+    """--world-size; None where it is not given. Raises BadValue for less than one process."""
+    wanted: int | None = getattr(args, "world_size", None)
+    if wanted is not None and wanted < 1:
+        raise BadValue(f"--world-size {wanted}: at least 1")
+    return wanted
+
+
 def container(args: argparse.Namespace) -> ConfigContainer:
     """The configuration that the shared arguments describe; `resolved` reports everything that is wrong in it, at once."""
     from mpbridge.config.container import ConfigContainer
@@ -111,9 +134,7 @@ def resolved(
     Raises Contradiction with every fault.
     """
     made = container(args)
-    wanted = getattr(args, "world_size", None) if world_size is None else world_size
-    if wanted is not None and wanted < 1:
-        raise BadValue(f"--world-size {wanted}: at least 1")
+    wanted = wanted_world(args) if world_size is None else world_size
     return made.resolved(
         wanted or made.smallest_world(), machine=machine, versions=versions, training=training, also=also
     )

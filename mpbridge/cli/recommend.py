@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpbridge.cli._target import add_target_arguments, target
-from mpbridge.cli.options import add_run_arguments, container
+from mpbridge.cli.options import add_price_argument, add_run_arguments, container, wanted_world
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.estimate.predict import estimate
 from mpbridge.estimate.timing import timing
 from mpbridge.memory.budget import memory
 from mpbridge.memory.compare import REFERENCE
+from mpbridge.memory.uncounted import left_out_of_memory, left_out_of_time
 from mpbridge.precision.registry import recipe, recipes
 from mpbridge.rules.advice import ORDERS, Advice, advise, order
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     add_target_arguments(parser)
     parser.add_argument("--by", choices=ORDERS, default="status", help="what legal and fitting recipes are sorted by")
-    parser.add_argument("--price", type=float, metavar="X", help="of one GPU hour, in any currency")
+    add_price_argument(parser)
     parser.add_argument(
         "--runs",
         metavar="DIR,DIR",
@@ -48,9 +49,10 @@ def run(args: argparse.Namespace) -> int:
             f"--recipe {recipe(args.recipe).name}: recommend compares all recipes, leave it out (mpbridge check looks at one)"
         )
     base = container(args)
-    world = args.world_size or base.smallest_world()
+    world = wanted_world(args) or base.smallest_world()
     reference = None
     made = []
+    left_out: dict[str, None] = {}
     for name in (REFERENCE, *(other for other in recipes if other != REFERENCE)):
         entry = recipes[name]
         try:
@@ -59,9 +61,13 @@ def run(args: argparse.Namespace) -> int:
             run = box.resolved(world, machine=where.machine, versions=where.versions, training=False)
             facts = where.facts(run.facts)
             reference = memory(run.policy, facts).needed if name == REFERENCE else reference
+            left_out |= dict.fromkeys((*left_out_of_memory(facts), *left_out_of_time(facts)))
             made.append(_timed(advise(entry, run.policy, facts, reference=reference), run, facts, where))
         except MpbridgeError as error:
             made.append(Advice(recipe=name, status=entry.status, legal=False, reason=str(error).replace("\n", " ")))
+    if len({advice.reason for advice in made}) == 1 and not made[0].legal:
+        # not the recipes: the sizes or the model
+        raise BadValue(made[0].reason)
     for folder in args.runs.split(",") if args.runs else ():
         made = [_measured(advice, Path(folder)) for advice in made]
     ranked = sorted(made, key=lambda advice: order(advice, args.by))
@@ -70,11 +76,14 @@ def run(args: argparse.Namespace) -> int:
             {
                 "target": {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)},
                 "recipes": [dataclasses.asdict(a) for a in ranked],
+                "left_out": list(left_out),
             }
         )
     else:
         print(f"target {where.line()}\n")
         _print(ranked, args.price)
+        for words in left_out:
+            print(f"left out: {words}")
     return 0 if any(advice.legal and advice.fits for advice in ranked) else 1
 
 

@@ -154,3 +154,32 @@ def test_every_machine_has_a_price_for_bf16():
         if where.gpu and where.flops("bf16"):
             assert estimate(plain.policy, plain.facts, where).seconds > 0
     assert constants().machine("no such") == 1.0
+
+
+@pytest.mark.parametrize("verb", ["estimate", "recommend", "layouts", "memory"])
+def test_no_verb_makes_up_a_world(verb, capsys):
+    assert main([verb, "--config", "gpt_tiny", "--target", "h100", "--world-size", "0"]) == 2
+    assert "--world-size 0: at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["estimate", "recommend"])
+@pytest.mark.parametrize("price", ["-1", "nan", "inf", "two"])
+def test_a_price_is_a_number_of_zero_or_more(verb, price, capsys):
+    assert main([verb, "--config", "gpt_tiny", "--target", "h100", f"--price={price}"]) == 2
+    assert "no price, expected a number of 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["estimate", "recommend", "layouts"])
+def test_every_verb_that_predicts_names_what_it_leaves_out(verb, capsys):
+    asked = [verb, "--config", "gpt_tiny", "--target", "l40s", "train.global_batch_size=16", "--world-size"]
+    assert main([*asked, "16"]) == 0
+    assert "left out: traffic between hosts: L40S has no network" in capsys.readouterr().out
+    assert main([*asked, "4"]) == 0
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_sizes_that_fit_no_recipe_are_said_once(capsys):
+    assert main(["recommend", "--config", "llama3_8b", "--target", "h100", "--world-size", "7"]) == 2
+    assert capsys.readouterr().err.count("7 processes cannot be divided into tensor 2") == 1
+    assert main(["layouts", "--config", "llama3_8b", "--target", "h100", "--world-size", "7"]) == 1
+    assert "sizes have to divide 7 GPUs" in capsys.readouterr().out
