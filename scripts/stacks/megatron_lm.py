@@ -10,8 +10,10 @@ two places where its parser asks for them are answered. Exit code 0 when every c
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib.machinery
+import inspect
 import io
 import json
 import logging
@@ -80,11 +82,27 @@ def parsed(modules: Any, flags: list[str]) -> dict[str, Any]:
             args = modules.arguments.validate_args(modules.arguments.parse_args())
             model = modules.arguments.core_transformer_config_from_args(args)
             optimizer, _ = modules.training.get_megatron_optimizer_config(args)
-            return {"model": model, "optimizer": optimizer, "ddp": modules.training.get_megatron_ddp_config(args)}
+            return {"model": model, "optimizer": optimizer, "ddp": ddp_config(modules.training, args)}
     except (Exception, SystemExit) as error:
         return {"error": f"{type(error).__name__}: {error} {log.getvalue()[-300:]}"}
     finally:
         sys.argv = before
+
+
+def ddp_config(training: Any, args: Any) -> Any:
+    """The DDP config of its training loop; before it had a function for that, from the statement of its get_model that makes one."""
+    if hasattr(training, "get_megatron_ddp_config"):
+        return training.get_megatron_ddp_config(args)
+    (maker,) = ast.parse(inspect.getsource(training.get_model)).body
+    makes = [
+        node
+        for node in ast.walk(maker)
+        if isinstance(node, ast.If)
+        and any(ast.unparse(one).startswith("ddp_config = ") for one in (*node.body, *node.orelse))
+    ]
+    names = {**vars(training), "args": args, "config": None, "model": []}
+    exec(compile(ast.Module(body=makes[-1:], type_ignores=[]), "get_model", "exec"), names)
+    return names["ddp_config"]
 
 
 def recipes_agree(modules: Any, version: str | None = None) -> tuple[int, int]:
