@@ -124,7 +124,7 @@ def _print(made: Run, where: Target, mine: Estimate, other: Estimate | None, pri
     print(f"step          {mine.seconds:.3g} s ({low:.3g} to {high:.3g}; {mine.because})")
     print(f"tokens/s/GPU  {mine.tokens_per_second:,.0f}")
     print(
-        f"model TFLOP/s {mine.flops_per_second / 1e12:,.0f} a GPU, {mine.share_of_peak:.0%} of the dense peak of its narrowest products"
+        f"model TFLOP/s {_few(mine.flops_per_second / 1e12)} a GPU, {mine.share_of_peak:.0%} of the dense peak of its narrowest products"
     )
     hours = mine.gpu_hours_per_billion_tokens
     cost = f", {price * hours:,.0f} at {price:g} an hour" if price is not None else ""
@@ -147,6 +147,11 @@ def _print(made: Run, where: Target, mine: Estimate, other: Estimate | None, pri
     print_table(("where the time goes", "ms", "share", f"{REFERENCE} ms"), rows)
     for line in mine.left_out:
         print(f"left out: {line}")
+
+
+def _few(value: float) -> str:
+    """Whole numbers from 10 on, three digits below: a CPU has less than one TFLOP/s."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
 
 
 def _plot(path: Path, made: Run, where: Target, mine: Estimate, other: Estimate | None) -> None:

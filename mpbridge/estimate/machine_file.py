@@ -12,6 +12,8 @@ from mpbridge.files import text_of
 from mpbridge.hardware.machines import Machine, machine
 
 _NUMBERS = ("memory_bytes", "bandwidth", "nvlink", "domain", "network", "multiprocessors", "clock")
+FORMATS = ("fp32", "tf32", "fp16", "bf16", "fp8", "fp4")
+"""Of products, as `Machine.flops` names them."""
 LARGEST = 65536
 """Bytes of a machine file: what calibrate writes is about one kilobyte."""
 
@@ -37,10 +39,15 @@ def read_machine(path: Path) -> tuple[Machine, Constants]:
     if unknown:
         raise BadValue(f"machine file {path}: unknown {', '.join(unknown)} (expected {', '.join(sorted(known))})")
     base = machine(data["machine"])
+    strange = sorted(set(map(str, data["peak"])) - set(FORMATS))
+    if strange:
+        raise BadValue(f"machine file {path}: unknown peak.{', peak.'.join(strange)} (expected {', '.join(FORMATS)})")
     peak = {str(name): _positive(path, f"peak.{name}", value) for name, value in data["peak"].items()}
     given: dict[str, Any] = {name: _positive(path, name, data[name]) for name in _NUMBERS if name in data}
     for whole in ("memory_bytes", "domain", "multiprocessors"):
         if whole in given:
+            if given[whole] < 1:
+                raise BadValue(f"machine file {path}: {whole}={given[whole]:g}, expected at least 1")
             given[whole] = int(given[whole])
     made = dataclasses.replace(
         base,

@@ -180,6 +180,7 @@ def test_a_machine_file_replaces_rates_and_constants(tmp_path, capsys):
     assert main(["estimate", "--config", "gpt_tiny", "--machine-file", str(path)]) == 0
     said = capsys.readouterr().out
     assert "here: a prediction" in said
+    assert "TFLOP/s 0 a GPU" not in said
     assert "calibrate measured" in said
     assert "published" not in said
     faster = tmp_path / "f.yaml"
@@ -196,13 +197,25 @@ def test_a_machine_file_replaces_rates_and_constants(tmp_path, capsys):
     [
         ("[1]", "expected the mapping"),
         ("machine: cpu\npeak: {bf16: -1}", "peak.bf16=-1"),
+        ("machine: cpu\npeak: {int3: 1}", "unknown peak.int3"),
+        ("machine: cpu\npeak: {bf16: 1}\ndomain: 0.5", "domain=0.5, expected at least 1"),
         ("machine: cpu\npeak: {bf16: 1}\nspeed: 3", "unknown speed"),
         ("machine: cpu\npeak: {bf16: 1}\nconstants: {nope: 1}", "unknown constants nope"),
         ("machine: ht100\npeak: {bf16: 1}", "ht100"),
         ("a: [", "not YAML"),
         ("x" * 70000, "more than"),
     ],
-    ids=["list", "negative", "unknown key", "unknown constant", "unknown machine", "no YAML", "too large"],
+    ids=[
+        "list",
+        "negative",
+        "unknown format",
+        "no whole number",
+        "unknown key",
+        "unknown constant",
+        "unknown machine",
+        "no YAML",
+        "too large",
+    ],
 )
 def test_a_wrong_machine_file_is_named(tmp_path, text, said):
     path = tmp_path / "m.yaml"
