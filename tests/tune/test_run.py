@@ -119,23 +119,31 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_two_processes_give_one_processs_answer(layout: str, tmp_path: Path, corpus: list[str]) -> None:
-    shared = ["--recipe", NVFP4, "--batches", "4", "--unseen", "2", *TINY, *corpus, *LAYOUTS[layout]]
-    alone = [word for word in shared if not word.startswith("parallel.")]
-    assert main(["tune", "--out", str(tmp_path / "1.yaml"), *alone]) in (0, 1)
-    start(2, str(Path(__file__).with_name("worker.py")), "--out", str(tmp_path / "2.yaml"), *shared)
+    settings = [*TINY, *corpus, *LAYOUTS[layout]]
+    alone = [word for word in settings if not word.startswith("parallel.")]
+    if layout == "tensor":  # the vocabulary is padded to a multiple of this and of the ranks
+        alone.append("data.vocab_divisible_by=128")
+    # weights as drawn depend on the layout
+    steps = ["train.train_iters=2", "scheduler.lr_warmup_iters=0", "train.eval_interval=null"]
+    assert main(["train", "--recipe", "bf16_mixed", *alone, *steps, f"checkpoint.save={tmp_path / 'kept'}"]) == 0
+    asked = ["--recipe", NVFP4, "--batches", "4", "--unseen", "2", "--checkpoint", str(tmp_path / "kept")]
+    assert main(["tune", *asked, "--out", str(tmp_path / "1.yaml"), *alone]) in (0, 1)
+    start(2, str(Path(__file__).with_name("worker.py")), *asked, "--out", str(tmp_path / "2.yaml"), *settings)
     one, two = (yaml.safe_load((tmp_path / f"{size}.yaml").read_text()) for size in (1, 2))
     assert one["evidence"]["layout"] != two["evidence"]["layout"]
     assert one["modules"]
-    # tensor-parallel ranks take their operands' largest elements from their own shards, expert-parallel ones see tokens in another order: other
-    # rounding errors of the same size, which turn near ties
+    # ranks draw other random bits; tensor-parallel ones take their operands' largest elements from their own shards, expert-parallel ones see tokens in
+    # another order: other rounding errors of the same size, which turn near ties
     same = layout in ("data", "pipeline")
     found = [{name: said for name, said in each.items() if name != "evidence"} for each in (one, two)]
     if same:
         assert found[0] == found[1]
-    for name in ("all low", "last 15 % bf16", "all mxfp8", "tuned"):
+    # what a rank's experts cost follows from how many it has, and the choice from what things cost
+    chosen = () if layout == "expert" else ("tuned",)
+    for name in ("all low", "last 15 % bf16", "all mxfp8", *chosen):
         figures = (each["evidence"]["proof"][name]["error"] for each in (one, two))
-        assert next(figures) == pytest.approx(next(figures), rel=0.02 if same else 0.15), (name, found)
+        assert next(figures) == pytest.approx(next(figures), rel=0.15), (name, found)
     for kind, levels in one["evidence"]["scores"].items():
         for level, layers in levels.items():
-            near = pytest.approx(layers, rel=0.05 if same else 0.5)
+            near = pytest.approx(layers, rel=0.5)
             assert two["evidence"]["scores"][kind][level] == near, (kind, level)
