@@ -296,6 +296,8 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Conten
         # the length of a constant weight decay's ramp is not a difference: a run may be made longer
         schedule["wd_incr_steps"] = training.scheduler.wd_incr_steps
     try:
+        # megatron-core adds the saved steps to those taken so far: a rollback would run ahead along the schedule
+        training.scheduler.num_steps = 0
         training.scheduler.load_state_dict(schedule)
     except AssertionError as error:
         raise CheckpointError(
