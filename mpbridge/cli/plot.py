@@ -6,6 +6,10 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpbridge.report.curves import Curves
 
 SUMMARY = "loss, gradient norm, loss scale and tokens/s of runs, in the terminal and as PNG"
 
@@ -24,29 +28,17 @@ def run(args: argparse.Namespace) -> int:
     """Prints one plot for each number and run, and writes the picture; a missing matplotlib costs the picture only."""
     from mpbridge.errors import BadValue, MpbridgeError
     from mpbridge.pages.document import writable
-    from mpbridge.report.curves import CURVES, picture, read_curves, terminal
+    from mpbridge.report.curves import CURVES, picture
 
     if args.width < 10:
         raise BadValue(f"--width {args.width}: at least 10 columns")
     target = args.out or (args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent) / "curves.png"
     if not args.no_picture:
         writable(target)
-    found = [read_curves(path) for path in args.runs]
-    if len({curves.name for curves in found}) < len(found):
-        for curves, path in zip(found, args.runs, strict=True):
-            curves.name = str(path)
-    for curves in found:
-        for fault in curves.faults:
-            print(f"{curves.name}: {fault}", file=sys.stderr)
-    for number, (label, log) in CURVES.items():
+    found = _read(args.runs)
+    for number in CURVES:
         for curves in found:
-            points = curves.series(number)
-            values = {value for _, value in points}
-            if not points or (number == "loss_scale" and values == {1.0}):
-                continue
-            odd = sum(not math.isfinite(value) for _, value in points)
-            print(f"{curves.name}: {label}" + (f" ({odd} of {len(points)} steps not finite)" if odd else ""))
-            print("\n".join(terminal(points, width=args.width, log=log)))
+            _print(curves, number, args.width)
     if args.no_picture:
         return 0
     try:
@@ -58,3 +50,30 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print(f"picture: {target}")
     return 0
+
+
+def _read(runs: list[Path]) -> list[Curves]:
+    """The runs' curves, by their paths where names are alike; what could not be read goes to standard error."""
+    from mpbridge.report.curves import read_curves
+
+    found = [read_curves(path) for path in runs]
+    if len({curves.name for curves in found}) < len(found):
+        for curves, path in zip(found, runs, strict=True):
+            curves.name = str(path)
+    for curves in found:
+        for fault in curves.faults:
+            print(f"{curves.name}: {fault}", file=sys.stderr)
+    return found
+
+
+def _print(curves: Curves, number: str, width: int) -> None:
+    """One plot; none of a number that the run has not, or of a loss scale that is always 1."""
+    from mpbridge.report.curves import CURVES, terminal
+
+    label, log = CURVES[number]
+    points = curves.series(number)
+    if not points or (number == "loss_scale" and {value for _, value in points} == {1.0}):
+        return
+    odd = sum(not math.isfinite(value) for _, value in points)
+    print(f"{curves.name}: {label}" + (f" ({odd} of {len(points)} steps not finite)" if odd else ""))
+    print("\n".join(terminal(points, width=width, log=log)))

@@ -119,29 +119,33 @@ def linear_rules(policy: PrecisionPolicy, *shapes: ModelShape) -> list[tuple[str
     """(linears, rule): what each linear really gets, the first match having decided. Linears with the same fate share their rows; those that no rule
     under `modules` touches come last. Multi-token prediction is listed for a single shape, and where a rule names it.
     """
-    ahead = len(shapes) == 1 or any("mtp" in region.modules for region in policy.module_regions)
-    fates: dict[str, dict[str, set[int]]] = {}
-    own: set[str] = set()
-    for shape in shapes:
-        for stack in stacks(shape):
-            if stack.layer is None and not (ahead and stack.stem in (MTP[0].format(0), "mtp.layers.0.")):
-                continue
-            for name, index in deciders(policy.regions, stack, shape.num_layers).items():
-                label = names(name)[-1] if stack.layer is not None else f"mtp: {names(name)[-1]}"
-                rule = region_rule(policy.regions[index])
-                if (
-                    stack.layer is None
-                    and not policy.gemms_at(name, None, shape.num_layers, f"{stack.stem}{name}").distinct
-                ):
-                    rule = NOT_QUANTIZED
-                fates.setdefault(label, {}).setdefault(rule, set()).add(-1 if stack.layer is None else stack.layer)
-                own |= {label} if index < len(policy.regions) - 1 and not policy.regions[index].ends else set()
+    fates, own = _fates(policy, shapes)
     named = _rows({label: fate for label, fate in fates.items() if label in own})
     others = _rows({label: fate for label, fate in fates.items() if label not in own})
     ways = tuple(dict.fromkeys((where, rule) for _, where, rule in others))
     alike = all(len([way for way in others if way[0] == group]) == len(ways) for group, _, _ in others)
     rest = [("all other linears", where, rule) for where, rule in ways] if alike else others
     return [(f"{group}{where}", rule) for group, where, rule in (*named, *rest)]
+
+
+def _fates(policy: PrecisionPolicy, shapes: tuple[ModelShape, ...]) -> tuple[dict[str, dict[str, set[int]]], set[str]]:
+    """(linear -> what it gets -> layers, -1 in multi-token prediction; the linears that a rule under `modules` decides)."""
+    ahead = len(shapes) == 1 or any("mtp" in region.modules for region in policy.module_regions)
+    fates: dict[str, dict[str, set[int]]] = {}
+    own: set[str] = set()
+    for shape, stack in ((one, stack) for one in shapes for stack in stacks(one)):
+        beside = stack.layer is None
+        if beside and not (ahead and stack.stem in (MTP[0].format(0), "mtp.layers.0.")):
+            continue
+        for name, index in deciders(policy.regions, stack, shape.num_layers).items():
+            region = policy.regions[index]
+            label = f"mtp: {names(name)[-1]}" if beside else names(name)[-1]
+            plain = beside and not policy.gemms_at(name, None, shape.num_layers, f"{stack.stem}{name}").distinct
+            rule = NOT_QUANTIZED if plain else region_rule(region)
+            fates.setdefault(label, {}).setdefault(rule, set()).add(-1 if stack.layer is None else stack.layer)
+            if index < len(policy.regions) - 1 and not region.ends:
+                own.add(label)
+    return fates, own
 
 
 def _rows(fates: Mapping[str, Mapping[str, set[int]]]) -> list[tuple[str, str, str]]:
