@@ -17,6 +17,7 @@ from mpbridge.errors import MOST_NAMED, BadValue, UnknownName
 from mpbridge.formats import DType, dtype
 from mpbridge.megatron_spec.schema import CLASSES, records
 from mpbridge.megatron_spec.versions import current, nearest
+from mpbridge.precision.field_values import yaml_kind
 
 SECTIONS = ("model", "optimizer", "scheduler", "ddp", "parallel", "train", "data", "checkpoint", "logger", "audit")
 ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
@@ -147,7 +148,7 @@ def fit(setting: Setting, value: Any) -> Any:
         fits, plain = _as(name, setting, value)
         if fits:
             return plain
-    kind = f" (a {_kind(value)})" if _kind(value) else ""
+    kind = f" (a {yaml_kind(value)})" if yaml_kind(value) else ""
     raise BadValue(f"{_short(value)}{kind}: expected {setting.expected()}")
 
 
@@ -251,12 +252,6 @@ def _described(hint: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if origin is list:
         return (f"list[{get_args(hint)[0].__name__}]",), ()
     return ("null" if hint is type(None) else str(hint.__name__),), ()
-
-
-def _kind(value: Any) -> str:
-    """The YAML type of a plain value, '' where naming it says nothing."""
-    names = {bool: "truth value", int: "whole number", float: "number", dict: "mapping", list: "list"}
-    return names.get(type(value), "")
 
 
 def _short(value: Any) -> str:

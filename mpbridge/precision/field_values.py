@@ -67,10 +67,20 @@ def _type_fault(name: str, value: Any, hint: str) -> str | None:
     }[expected]
     words = {
         "bool": "true or false",
+        "int": "a whole number",
+        "float": "a finite number",
+        "str": "text",
         "tuple[str, ...]": "a list of globs",
         "Mapping[str, Any]": "a mapping from glob (text) to rule",
     }
-    return None if fits else f"{name}={value!r}: expected {words.get(expected, expected)}, got {type(value).__name__}"
+    kind = f" (a {yaml_kind(value)})" if yaml_kind(value) else ""
+    return None if fits else f"{name}={value!r}{kind}: expected {words[expected]}"
+
+
+def yaml_kind(value: Any) -> str:
+    """The YAML type of a plain value, '' where naming it says nothing."""
+    names = {bool: "truth value", int: "whole number", float: "number", dict: "mapping", list: "list"}
+    return names.get(type(value), "")
 
 
 def choice_faults(v: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal, TypeVar, overload
 
-from mpbridge.errors import BadValue, DuplicateName, MpbridgeError, RecipeError, UnknownName
+from mpbridge.errors import BadValue, DuplicateName, MpbridgeError, RecipeError, UnknownName, cut
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.recipe import Factory, Recipe
 from mpbridge.precision.recipes import BUILT_IN
@@ -368,6 +368,10 @@ def _from_yaml(path: Path, seen: tuple[Path, ...] = ()) -> MixedPrecisionConfig:
             )
         else:
             start = get_mixed_precision_config(str(base))
+        if "recipe" in data:
+            raise RecipeError(
+                f"recipe file {path}: no field named 'recipe'; the recipe that a file starts from is named by `extends: {cut(data['recipe'])}`"
+            )
         return start.derive(**{str(name): value for name, value in data.items()})
     except RecipeError:
         raise

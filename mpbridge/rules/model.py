@@ -37,6 +37,14 @@ def _router(case: Case) -> str | None:
     return f"moe_router_dtype={say(value)} (a {type(value).__name__})"
 
 
+def _router_of_none(case: Case) -> str | None:
+    """A legal dtype for the router of a model that has none."""
+    value = case.model("moe_router_dtype") or (case.policy.router and case.policy.router.short)
+    if case.run.shape.experts or value is None or _router(case):
+        return None
+    return f"moe_router_dtype={value} on a dense model"
+
+
 def _unscoped(scopes: object) -> tuple[str, ...]:
     items = scopes.split(",") if isinstance(scopes, str) else scopes
     return tuple(str(item).rpartition(".")[2] for item in items) if isinstance(items, (list, tuple)) else ()
@@ -122,6 +130,15 @@ RULES: tuple[Rule, ...] = (
         expected="'fp32', 'fp64' or null: megatron-core compares with these strings, anything else leaves the router in 16 bits",
         cure="mixed_precision.moe_router_dtype=fp32",
         source="megatron-core 0.16.1 transformer/moe/router.py",
+    ),
+    Rule(
+        id="router-dtype-without-experts",
+        found=_router_of_none,
+        expected="a mixture of experts: a dense model has no router",
+        cure="mixed_precision.moe_router_dtype=null, or model.moe_router_dtype=null",
+        cure_here=lambda c: f"{'model' if c.policy.router is None else 'mixed_precision'}.moe_router_dtype=null",
+        source="megatron-core 0.16.1 transformer/moe/router.py",
+        severity="warning",
     ),
     Rule(
         id="many-experts-route-in-16-bits",

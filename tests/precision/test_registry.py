@@ -256,6 +256,7 @@ def test_yaml_extends_a_name_or_another_file(tmp_path: Path) -> None:
     ("bf16: true\nbf16: false\n", "key 'bf16' appears twice"),
     ("bf16: [\n", "cannot be read"),
     ("extends: self.yaml\n", "extends itself"),
+    ("recipe: bf16_mixed\nfp8: hybrid\n", "no field named 'recipe'; .* named by `extends: bf16_mixed`"),
     ("fp8_param: true\nfp8_param_gather: false\n", "are one fact"),
     ("params_dtype: b16\n", "params_dtype: 'b16' is not a dtype"),
     ("extends: gone.yaml\n", "gone.yaml cannot be read"),
