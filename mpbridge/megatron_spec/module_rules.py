@@ -8,7 +8,7 @@ from typing import Any
 from mpbridge.errors import Refused
 from mpbridge.megatron_spec.places import ModuleRules
 from mpbridge.megatron_spec.versions import SINCE_017, current
-from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, below, matches
+from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, matches, within
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.precision.words import rule_words
 
@@ -29,7 +29,7 @@ def as_dict(
         for index, region in _asked(rules.regions, layer, layers):
             key = _config(configs, index, region, outside=base is None, core=core)
             # a whole path has the model's layer number, megatron-core matches the stage's
-            for number, glob in enumerate(dict.fromkeys((region.modules, *below(region.modules, theirs)))):
+            for number, glob in enumerate(within(region.modules, theirs)):
                 _add(matchers, f"layer{local}_rule{index}_{number}", f"{stem}{glob}", key)
     for depth in range(ahead):
         # megatron-core opens no FP4 context there
@@ -38,7 +38,8 @@ def as_dict(
             key = _config(configs, index, region, outside=outside, core=core)
             for number, pattern in enumerate(_ahead(region.modules, depth)):
                 _add(matchers, f"mtp{depth}_rule{index}_{number}", pattern, key)
-    return {"configs": configs, "matchers": matchers}
+    used = {matcher["config"] for matcher in matchers.values()}
+    return {"configs": {key: configs[key] for key in configs if key in used}, "matchers": matchers}
 
 
 def _asked(regions: tuple[Region, ...], layer: int | None, layers: int) -> Iterator[tuple[int, Region]]:
@@ -55,7 +56,7 @@ def _ahead(glob: str, depth: int) -> Iterator[str]:
     """Patterns for the linears of a depth of multi-token prediction."""
     for stem in MTP:
         own = stem.format(depth)
-        yield from (f"{own}{rest}" for rest in dict.fromkeys((glob, *below(glob, own))))
+        yield from (f"{own}{rest}" for rest in within(glob, own))
     projection = f"mtp.layers.{depth}.{MTP_PROJECTION}"
     if matches(glob, MTP_PROJECTION, projection):
         yield projection

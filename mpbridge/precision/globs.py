@@ -15,6 +15,8 @@ MTP = ("mtp.layers.{}.transformer_layer.", "mtp.layers.{}.mtp_model_layer.")
 MTP_PROJECTION = "eh_proj"
 """The one quantized linear of such a depth outside of its layer."""
 
+_WHOLE = tuple(dict.fromkeys(f"{stem.partition('.')[0]}." for stem in (DECODER, *MTP)))
+"""How whole paths begin, and no linear's name below its layer does."""
 _DECODER_PATH = re.compile(r"(?:^|\.)(?:decoder\.)?layers\.(\d+)\.(.+)$")
 _MTP_PATH = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer)\.)?(.+)$")
 
@@ -62,6 +64,13 @@ def below(glob: str, stem: str) -> tuple[str, ...]:
         states = _through_stars(tokens, moved)
     rest = ["".join(tokens[at:]) for at in sorted(states)]
     return tuple(dict.fromkeys(text for text in rest if text))
+
+
+def within(glob: str, stem: str) -> tuple[str, ...]:
+    """What to look for below `stem`: the glob itself, unless it begins as whole paths do and so can match no name below a layer, and what `below` leaves."""
+    own = () if glob.startswith(_WHOLE) else (glob,)
+    left = (rest for rest in below(glob, stem) if not rest.startswith("."))
+    return tuple(dict.fromkeys((*own, *left)))
 
 
 def _through_stars(tokens: list[str], states: set[int]) -> set[int]:

@@ -124,6 +124,28 @@ def test_multi_token_prediction_is_matched_by_the_same_rules(base: Quant | None)
             assert said == spell(policy.of_path(path, 4).fprop), path
 
 
+def test_a_whole_path_is_looked_for_in_its_own_layer_only() -> None:
+    regions = (
+        Region(modules="decoder.layers.1.self_attention.linear_qkv", quant=MXFP8),
+        Region(modules="mtp.*.linear_fc2"),
+        Region(quant=BASE),
+    )
+    first, second = (
+        quant_recipe.as_dict(ModuleRules(regions=regions), chunk, 4, ahead=ahead)
+        for chunk, ahead in ((range(2), 0), (range(2, 4), 1))
+    )
+    patterns = [[matcher["pattern"] for matcher in made["matchers"].values()] for made in (first, second)]
+    assert patterns[0] == ["decoder.layers.1.self_attention.linear_qkv"]
+    assert patterns[1] == [
+        f"mtp.layers.0.{layer}.{rest}linear_fc2"
+        for layer in ("transformer_layer", "mtp_model_layer")
+        for rest in ("*.", "")
+    ]
+    for made in (first, second):
+        assert set(made["configs"]) == {matcher["config"] for matcher in made["matchers"].values()}
+        RecipeConfig.from_config_dict(made)
+
+
 def test_formats_that_differ_by_gemm_have_no_word_in_megatron_core() -> None:
     regions = (
         Region(modules="mlp.*", quant=MXFP8, gemms=Gemms(fprop=MXFP8, dgrad=None, wgrad=None)),
