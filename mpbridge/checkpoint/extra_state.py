@@ -82,7 +82,7 @@ def converted(value: Any) -> Any:
     if value is None or (isinstance(value, Tensor) and not value.content()):
         return spelled(None)
     if not isinstance(value, Tensor) or value.dtype != "uint8":
-        raise CheckpointError("an extra state that is no byte tensor")
+        raise CheckpointError("an extra state that is not a byte tensor")
     state, _ = read(value.content(), plain_call(1, _is_recipe))
     if (
         not isinstance(state, dict)

@@ -223,7 +223,7 @@ def _together() -> Iterator[None]:
     except Exception as raised:
         error = raised
     if agreed(0 if error is None else 1):
-        raise error or CheckpointError("another rank could not read its part: its output says why")
+        raise error or CheckpointError("another rank failed to read its part of the checkpoint; see that rank's output")
 
 
 def _run_state(contents: Contents) -> Mapping[str, Any]:

@@ -116,7 +116,7 @@ class _Reader:
     def stack_name(self, _: Any) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise CheckpointError("a name that is no text")
+            raise CheckpointError("a name that is not text")
         self.stack.append(Name(module, name))
 
     def reduce(self, _: Any) -> None:

@@ -73,7 +73,7 @@ def locate(where: Path) -> Path:
     if inside:
         raise CheckpointError(
             f"{where}: an audit found every checkpoint in it suspect (the newest is {inside[0].path.name}); "
-            "name one to go on from it all the same (checkpoint.load=that folder)"
+            "to resume from one anyway, name it (checkpoint.load=FOLDER)"
         )
     found = "a folder without checkpoints" if where.is_dir() else "a file" if where.exists() else "no such folder"
     raise CheckpointError(f"{where}: {found} (expected {name_of(0)[:-1]}... folders in it, or one of them)")
@@ -228,7 +228,7 @@ def offer_before(path: Path) -> str:
                 continue
             if not _is_suspect(entry.path) and not any(_fault(entry.path, *item) for item in files.items()):
                 return f"The one before it is whole: go on with checkpoint.load={entry.path}"
-    return "There is no whole checkpoint before it: start anew, or restore the file"
+    return "There is no complete checkpoint before it: start over, or restore the file"
 
 
 def write_whole(file: Path, text: str) -> None:

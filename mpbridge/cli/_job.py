@@ -14,7 +14,7 @@ OURS = {
 }  # fmt: skip
 """Options of sbatch that this command has a word for."""
 NEVER = {
-    "no-requeue": "the run goes on by going back into the queue",
+    "no-requeue": "the run resumes by returning to the queue",
     "requeue": "it is set",
     "open-mode": "the output of every start is kept",
     "array": "a run is one job",

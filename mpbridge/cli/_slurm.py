@@ -83,7 +83,7 @@ def _body(job: Job) -> list[str]:
         "",
         "# 0: the run is complete. Else back into the queue, where the notice ended it"
         + (f" or it failed ({job.retries} times at most):" if job.retries else ":"),
-        "# the same command goes on from the newest checkpoint",
+        "# the same command resumes from the newest checkpoint",
         f"if ((code != 0 && ({' || '.join(['noticed', *again])}))); then",
         '    echo "back into the queue after exit code $code"',
         '    scontrol requeue "$SLURM_JOB_ID"',

@@ -15,7 +15,7 @@ SECTIONS = {
   log_dir: run # metrics, what was decided, what the audits found""",
     "checkpoint": """checkpoint:
   save: run/checkpoints
-  load: run/checkpoints # the command that starts the run also goes on with it
+  load: run/checkpoints # the command that starts the run also resumes it
   save_interval: 50""",
 }
 """Section -> its text, for configurations without it."""

@@ -32,13 +32,17 @@ def emulation_faults(emulate: Any, target: Any, te: Any) -> list[str]:
     if not any(emulate is way or (isinstance(way, str) and emulate == way) for way in WAYS):
         faults.append(f"emulate={emulate!r}: expected true, false, fast or te")
     if target is not None and not is_played(emulate):
-        faults.append(f"target={target} without emulate=te: only Transformer Engine on a CPU plays a machine")
+        faults.append(
+            f"target={target} without emulate=te: a target machine applies only when Transformer Engine runs on the CPU"
+        )
     if te is not None and not emulate:
-        faults.append(f"te={te} without emulate: a release is chosen for an emulated run; a GPU runs the installed one")
+        faults.append(
+            f"te={te} without emulate: a release can be chosen for emulated runs only; a GPU run uses the installed one"
+        )
     try:
         if te is not None and not isinstance(te, str):
             raise BadValue(
-                f"te={te}: a release is a text (2.20 and 2.2 are one number): write it in quotes, as in te=\"'2.20'\""
+                f"te={te}: expected text, because 2.20 and 2.2 are the same number: write it in quotes, as in te=\"'2.20'\""
             )
         if te is not None:
             release(te)

@@ -54,7 +54,9 @@ def pair_index(prefix: str) -> PairIndex:
         raise DataError(f"{error.filename or place} cannot be read: {error.strerror}") from None
     magic, version, code, sequences, documents = _HEADER.unpack(front.ljust(_HEADER.size, b"\0"))
     if magic != _MAGIC or version != 1 or code not in _BYTES:
-        raise DataError(f"{place} is no index of megatron-core's .bin/.idx (version 1): pack the text again")
+        raise DataError(
+            f"{place} is not an index of megatron-core's .bin/.idx format (version 1): preprocess the text again"
+        )
     needed = _HEADER.size + 12 * sequences + 8 * documents
     if size < needed:
         raise DataError(

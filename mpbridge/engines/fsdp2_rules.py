@@ -10,14 +10,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fsdp2-shards-by-itself",
         found=lambda c: c.run.optimizer.distributed and "ddp.use_distributed_optimizer=true on torch FSDP2",
-        expected="no distributed optimizer beside it",
+        expected="no distributed optimizer: FSDP2 shards the optimizer state itself",
         cure="ddp.use_distributed_optimizer=false",
         source="mpbridge/engines/fsdp2.py",
     ),
     Rule(
         id="fsdp2-casts-by-itself",
         found=lambda c: c.policy.autocast is not None and "autocast_enabled=true on torch FSDP2",
-        expected="FSDP2's own casts alone",
+        expected="only FSDP2's own casts",
         cure="mixed_precision.autocast_enabled=false",
         source="mpbridge/engines/fsdp2.py",
     ),

@@ -130,7 +130,7 @@ def _header(folder: Path, name: str) -> dict[str, FolderTensor]:
         raise BadValue(f"{file} cannot be read: {why(error)}") from None
     data = _parsed(text, file) if 0 < size <= LARGEST_JSON and len(text) == size else None
     if not isinstance(data, dict):
-        raise BadValue(f"{file} is no safetensors file, or was cut off")
+        raise BadValue(f"{file} is not a safetensors file, or is truncated")
     found = {}
     for key, entry in data.items():
         if key == "__metadata__":

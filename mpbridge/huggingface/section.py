@@ -186,7 +186,7 @@ def _mixtures(fields: Fields, family: Family, layers: int) -> int | list[int]:
     """1 where every layer is a mixture, else one 0 or 1 for each."""
     if family.latent:
         first = fields.size("first_k_dense_replace", least=0) if fields.has("first_k_dense_replace") else 3
-        fields.must("moe_layer_freq", (1,), "every layer behind the dense ones is a mixture")
+        fields.must("moe_layer_freq", (1,), "every layer after the dense ones is a mixture of experts")
         kinds = [int(layer >= first) for layer in range(layers)]
     elif family.name == "mixtral":
         return 1

@@ -276,7 +276,7 @@ def _end(file: Path, kind: Kind, tokens: Mapping[str, int], size: int) -> tuple[
         listed = f"eos_token_id of {CONFIG}"
         return (numbers[0], listed) if len(numbers) == 1 else (None, f"{listed} lists {', '.join(map(str, numbers))}")
     if kind == "tiktoken":
-        return size - 1, "its file names no such token, so it is the number behind the last rank"
+        return size - 1, "its file names no such token, so it takes the id after the last rank"
     usual = [text for text in ENDS if text in tokens]
     if len(usual) == 1:
         return tokens[usual[0]], "by its name alone, nothing in the files says so (data.end_of_text gives another)"

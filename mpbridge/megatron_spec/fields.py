@@ -81,7 +81,7 @@ def _router(facts: Facts) -> Any:
 
 
 def _optimizer_scaling(facts: Facts) -> Any:
-    """With FP8 off none; Megatron-LM's arguments always say "delayed" there, which disarms nothing and is left alone."""
+    """With FP8 off none; Megatron-LM's arguments always say "delayed" there, which disables nothing and is left alone."""
     if facts.fp8:
         return facts.fp8.row.core
     return KEEP if facts.own("optimizer", "fp8_recipe", None) == "delayed" else None
@@ -244,7 +244,7 @@ _LOW: tuple[Place, ...] = (
     _row("model", "fp8_output_proj", lambda f: False, "the output layer is outside of quantization", False, holds=SINCE_017),
     _row("model", "quant_recipe", _module_rules, "rules for single modules", None),
     # told in spite of emulation: it decides who keeps main weights, and needs no Transformer Engine
-    _row("optimizer", "fp8_recipe", _optimizer_scaling, "only with FP8 on: else it disarms the precision-aware optimizer", None),
+    _row("optimizer", "fp8_recipe", _optimizer_scaling, "only with FP8 on: else it disables the precision-aware optimizer", None),
     _row("optimizer", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,
          knob="reuse_grad_buf_for_mxfp8_param_ag", turns=_with_stored_mxfp8),
     _row("ddp", "reuse_grad_buf_for_mxfp8_param_ag", _reuse, "MXFP8 parameters gathered through the gradient buffer", False,

@@ -215,6 +215,6 @@ def writable(path: Path, *, folder: bool = False) -> None:
         if path.is_dir():
             raise BadValue(f"--out {path} is a folder, expected a file")
         if not place.is_dir():
-            raise BadValue(f"--out {path}: there is no folder {place}")
+            raise BadValue(f"--out {path}: folder {place} does not exist")
     if not os.access(place, os.W_OK) or (path.is_file() and not os.access(path, os.W_OK)):
         raise BadValue(f"--out {path}: {place} cannot be written")

@@ -190,7 +190,7 @@ BUILT_IN: tuple[Recipe, ...] = (
     ),
 )  # fmt: skip
 
-_INERT_FP8_RECIPE = "inert with FP8 off, and copied to optimizer.fp8_recipe it silently disarms the precision-aware optimizer (megatron-core optimizer_config.py:355)"
+_INERT_FP8_RECIPE = "inert with FP8 off, and copied to optimizer.fp8_recipe it silently disables the precision-aware optimizer (megatron-core optimizer_config.py:355)"
 _NO_FP4_GATHER = "megatron-core 0.16.1 has no FP4 parameter gather: no DDP field, and its distributed optimizer would size the buffer wrongly"
 
 DIFFERENCES: Mapping[tuple[str, str], str] = MappingProxyType(

@@ -49,7 +49,7 @@ class _Steady(io.TextIOBase):
         except (OSError, ValueError) as error:  # ValueError: it was closed
             self.gone = True
             silence()
-            warn(f"standard output is gone ({getattr(error, 'strerror', None) or error}): the run goes on without it")
+            warn(f"standard output is gone ({getattr(error, 'strerror', None) or error}): the run continues without it")
 
 
 def silence() -> None:

@@ -291,7 +291,7 @@ class Background:
     def _lose(self, why: str) -> None:
         if not self._gone:
             self._gone = True
-            self._say(f"tracker {self.name}: {why}; the run goes on without it, metrics.jsonl has everything")
+            self._say(f"tracker {self.name}: {why}; the run continues without it; metrics.jsonl has everything")
 
 
 def opened(names: Iterable[str], place: Place, *, say: Callable[[str], None] = warn) -> list[Background]:

@@ -93,7 +93,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="sharded-engines-do-data-parallelism",
         found=_not_parallel,
-        expected="data parallelism alone on this engine",
+        expected="data parallelism only on this engine",
         cure="engine=mcore, or parallel sizes of 1",
         # megatron-core has no FP32 storage under 16-bit compute
         cure_here=lambda c: (
@@ -111,7 +111,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="optimizer-that-the-engine-does-not-build",
         found=_other_optimizer,
-        expected="one of those that the engine builds (muon: none here does, 0.16 makes it apart from its other optimizers)",
+        expected="an optimizer that the engine builds (no engine builds muon: megatron-core 0.16 creates it separately from its other optimizers)",
         cure="optimizer.optimizer=adam",
         source="EngineTraits.optimizers",
     ),
@@ -119,7 +119,7 @@ RULES: tuple[Rule, ...] = (
         id="stored-weights-under-sharded-engines",
         about="stored",
         found=lambda c: not c.traits.stored_weights and c.stored and f"fp8_param_gather=true on {c.run.engine}",
-        expected="false: these wrappers shard 16- and 32-bit parameters here",
+        expected="false: on this engine the wrapper shards 16- and 32-bit parameters only",
         cure=f"{PLAIN_WEIGHTS}, or engine=mcore",
         source=f"mpbridge/engines/fsdp2.py, megatron_fsdp.py; {ARGUMENTS} for FSDP2",
     ),

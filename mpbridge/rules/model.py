@@ -242,8 +242,8 @@ RULES: tuple[Rule, ...] = (
             and f"pipeline_dtype={c.policy.pipeline.short}, while {_sent(c).short} travels between stages"
         ),
         expected="the dtype of the residual stream: fp32 under fp32_residual_connection, else that of the computation. Receivers allocate by this field "
-        "alone; another one fills them with garbage, silently",
-        cure="mixed_precision.pipeline_dtype of what is sent",
+        "only; a mismatch silently fills their buffers with garbage",
+        cure="set mixed_precision.pipeline_dtype to the dtype that is sent",
         source="megatron-core 0.16.1 pipeline_parallel/p2p_communication.py, measured on gloo; Megatron-LM transformer_config.py (d98e8a64) forces fp32 residuals",
     ),
     Rule(

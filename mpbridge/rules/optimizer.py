@@ -143,7 +143,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="fused-adam-keeps-no-bf16-main-weights",
         found=_bf16_main,
-        expected="fp32 or fp16 main weights, or 16-bit parameters that are their own, without a precision-aware optimizer",
+        expected="fp32 or fp16 main weights, or no precision-aware optimizer and 16-bit parameters that serve as their own main weights",
         cure="mixed_precision.main_params_dtype=fp32",
         source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py: master_weight_dtype",
     ),
@@ -185,7 +185,7 @@ RULES: tuple[Rule, ...] = (
             and c.opt("fp8_recipe") not in (None, "delayed")
             and f"optimizer.fp8_recipe={c.opt('fp8_recipe')!r} with FP8 off"
         ),
-        expected="none: it disarms the precision-aware optimizer (FP32 main weights come back)",
+        expected="null: with any other value megatron-core ignores the precision-aware optimizer and keeps FP32 main weights",
         cure="optimizer.fp8_recipe=null",
         source=f"{_CONFIG}; Megatron-Bridge#2764",
     ),
@@ -244,7 +244,7 @@ RULES: tuple[Rule, ...] = (
             and c.te_before("2.1")
             and f"store_param_remainders with Transformer Engine {c.run.versions.transformer_engine}"
         ),
-        expected="2.1 or later: megatron-core switches them off before, two bytes per parameter more",
+        expected="2.1 or later: with earlier versions megatron-core turns remainders off, at two more bytes per parameter",
         cure="upgrade Transformer Engine, or mixed_precision.store_param_remainders=false",
         source=_CONFIG,
         severity="warning",
@@ -259,7 +259,7 @@ RULES: tuple[Rule, ...] = (
             and c.policy.main_params is DType.FP32
             and "FP32 parameters under a FusedAdam with FP32 main weights"
         ),
-        expected="one of them: the FP32 branch never reads the copy, four bytes per parameter are wasted",
+        expected="one of them: the FP32 branch never reads the copy, which wastes four bytes per parameter",
         cure="mixed_precision.use_precision_aware_optimizer=false",
         cure_here=lambda c: c.plain_states,
         source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py; NeMo-RL#2865",

@@ -38,8 +38,8 @@ _FROM_FOLDER: Mapping[str, str] = MappingProxyType(
 """Stack -> how it takes such a folder; the others by from_pretrained."""
 _MEGATRON_WAYS: Mapping[str, str] = MappingProxyType(
     {
-        "megatron-bridge": "Bridge has a way to read Megatron-LM's, by the arguments inside; what it takes of the states is for its loader to say",
-        "megatron-lm": "Whether Megatron-LM takes Bridge's is for its loader to say: nothing here has looked at it",
+        "megatron-bridge": "Bridge can read Megatron-LM's, using the arguments stored in it; which optimizer states its loader restores is not verified",
+        "megatron-lm": "Whether Megatron-LM's loader accepts Bridge's is not verified",
     }
 )
 """Bridge: training/checkpointing.py at 067f987d, 'extracting config from legacy Megatron-LM checkpoint'."""
@@ -96,11 +96,7 @@ def _here(a: Side, b: Side) -> str:
 
 def _there(a: Side, b: Side) -> str:
     same = not differences(a.meaning, b.meaning)
-    state = (
-        "the dtypes of all it holds are alike"
-        if same
-        else "tensors are cast as that loader sees fit, which nothing here has looked at"
-    )
+    state = "all dtypes are the same" if same else "how that loader casts tensors is not verified"
     return f"Both are {a.stack}: its own loader decides; {state}"
 
 

@@ -31,7 +31,7 @@ COSTS = {
     "modules": "TransformerEnginePrecision(replace_layers=False) on a model whose linears are Transformer Engine's where you want them",
     "edge layers": "TransformerEnginePrecision(replace_layers=False) on a model whose other layers are Transformer Engine's",
     "autocast": "norms, softmax and loss run in FP32, in more memory",
-    "loss_scale": f"FSDPPrecision takes no scaler of yours, the FP8 plugin has none; {SCALER_COST}",
+    "loss_scale": f"FSDPPrecision accepts no custom scaler, and the FP8 plugin has none; {SCALER_COST}",
     "keep_fp32": "one dtype for every parameter",
     "logits": "the model's code decides",
     "router": "the model's code decides",

@@ -65,7 +65,7 @@ def _python(theirs: Meaning) -> str:
             "import torch",
             "from transformers import AutoModelForCausalLM, TrainingArguments",
             "",
-            "# without a dtype the model keeps that of its checkpoint, and with BF16 weights there are no FP32 ones at all",
+            "# without a dtype the model keeps that of its checkpoint, and with BF16 weights no FP32 copy exists",
             f'model = AutoModelForCausalLM.from_pretrained("MODEL", dtype=torch.{SPELL[theirs.storage]})',
             f'arguments = TrainingArguments(output_dir="out", optim="adamw_torch"{flag})',
         ]

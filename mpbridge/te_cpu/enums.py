@@ -59,7 +59,7 @@ def torch_dtype(code: Any) -> torch.dtype:
 def number_format(code: Any) -> NumberFormat:
     """The low-precision format of a `DType`; raises BadValue for another dtype."""
     if int(code) not in _FORMAT:
-        raise BadValue(f"Transformer Engine's dtype {code!r} is no low-precision format (expected FP8 or FP4)")
+        raise BadValue(f"Transformer Engine's dtype {code!r} is not a low-precision format (expected FP8 or FP4)")
     return _FORMAT[int(code)]
 
 

@@ -52,7 +52,7 @@ class Admission:
         self.notes += _unwritten(sections["logger"])
         if self.here:
             self.trackers = [
-                f"tracker {name}: {why}; the run goes on without it"
+                f"tracker {name}: {why}; the run continues without it"
                 for name in names_of(sections["logger"])
                 if (why := absent(name))
             ]

@@ -49,7 +49,7 @@ def budget_of(text: str | None) -> Budget:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?\d+)?)\s*([a-zA-Z]*)\s*", said)
     factor = _UNITS.get(match.group(2).lower()) if match else None
     if match is None or factor is None or (match.group(2) and name != "memory"):
-        raise BadValue(f"--budget {text!r}: {said.strip() or 'nothing'} is no such number; {_LEGAL}")
+        raise BadValue(f"--budget {text!r}: {said.strip() or 'nothing'} is not such a number; {_LEGAL}")
     value = float(match.group(1)) * factor
     if value <= 0:
         raise BadValue(f"--budget {text!r}: above 0; {_LEGAL}")

@@ -146,7 +146,7 @@ def test_damage_is_named_and_the_one_before_offered(tmp_path, damage, said):
 def test_damage_of_the_only_one_is_said_too(tmp_path):
     made = make(tmp_path, 2)
     truncate(made / "data.distcp")
-    with pytest.raises(CheckpointError, match="no whole checkpoint before it"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint before it"):
         store.check(made)
 
 

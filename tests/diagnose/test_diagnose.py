@@ -453,7 +453,7 @@ def test_the_page_links_the_verdict_to_its_plot(run: Written, tmp_path: Path) ->
 
 def test_out_is_checked_before_the_work(run: Written, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diagnose", str(run.write()), "--out", str(run.folder / "nowhere" / "page.html")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_a_loss_that_climbs_slowly_is_read_to_the_end(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_tracker_that_is_not_installed_is_said_once(
     write(tmp_path, range(1, 4), ["wandb", "csv"])
     said = capsys.readouterr().err
     assert said.count("wandb") == said.count("pip install 'mpbridge[wandb]'") * 2 + said.count("import of wandb")
-    assert said.count("the run goes on without it") == 1
+    assert said.count("the run continues without it") == 1
     assert len(read(tmp_path / "metrics.jsonl")) == len(table(tmp_path)) == 3
 
 
@@ -154,5 +154,5 @@ def test_a_server_that_cannot_be_reached_is_said_once(tmp_path: Path, capsys: py
     write(tmp_path, range(1, 4), ["mlflow"], mlflow_uri="http://127.0.0.1:9")
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tracker")]
     assert len(said) == 1
-    assert "the run goes on without it" in said[0]
+    assert "the run continues without it" in said[0]
     assert len(read(tmp_path / "metrics.jsonl")) == 3

@@ -111,7 +111,7 @@ def test_what_is_not_in_the_table_is_left_alone(name: str) -> None:
 
 
 def test_optimizer_fp8_recipe_is_written_only_with_fp8() -> None:
-    # copied there with FP8 off it disarms the precision-aware optimizer, silently (optimizer_config.py)
+    # copied there with FP8 off it disables the precision-aware optimizer, silently (optimizer_config.py)
     for name, policy in POLICIES.items():
         written = plan(policy, optimizer={}).of("optimizer").get("fp8_recipe")
         assert written == ((policy.fp8.row.core or None) if policy.fp8 else None), name

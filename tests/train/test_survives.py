@@ -174,7 +174,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
     process.stdout.close()
     _, said = process.communicate(timeout=200)
     assert process.returncode == 0, said
-    assert said == "standard output is gone (Broken pipe): the run goes on without it\n"
+    assert said == "standard output is gone (Broken pipe): the run continues without it\n"
     assert store.saved(tmp_path / "kept")[0].step == 12
     assert [row["iteration"] for row in read(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 13))
 
@@ -199,7 +199,7 @@ def test_a_closed_or_full_stdout_does_not_end_the_run(tmp_path, close):
     assert done.returncode == 0, done.stderr
     assert len(read(tmp_path / "run" / "metrics.jsonl")) == 4
     assert done.stderr == (
-        "standard output is gone (No space left on device): the run goes on without it\n" if "full" in close else ""
+        "standard output is gone (No space left on device): the run continues without it\n" if "full" in close else ""
     )
 
 

@@ -102,7 +102,7 @@ def follow_while(follower: Follower, node: While) -> Truth:
             _round(follower, node.body)
         if truth is None or truth == node.until or not _round(follower, node.body):
             return True
-    follower.notes.append(f"a loop goes on after {MOST_ROUNDS} rounds: read no further")
+    follower.notes.append(f"a loop runs for more than {MOST_ROUNDS} rounds: not read further")
     return True
 
 
