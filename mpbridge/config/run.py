@@ -333,6 +333,9 @@ def _inert(stages: tuple[Stage, ...]) -> tuple[str, ...]:
     """What the author added to each recipe without any effect."""
     known = [(stage, recipes.get(stage.recipe)) for stage in stages]
     found = [words for stage, entry in known for words in inert(stage.config, entry.make() if entry else None)]
+    # the optimizer's section may be what makes it precision-aware
+    if any(stage.config.store_param_remainders and not stage.policy.precision_aware for stage in stages):
+        found.append("store_param_remainders=true (read with use_precision_aware_optimizer=true only)")
     return tuple(dict.fromkeys(found))
 
 

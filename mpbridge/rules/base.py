@@ -28,10 +28,7 @@ class Case:
     """One policy in one run, with the questions that many rules ask."""
 
     policy: PrecisionPolicy
-    """Settled: what a recipe leaves open is filled from the optimizer's section."""
     run: RunFacts
-    stated: PrecisionPolicy
-    """As the recipe states it, before that."""
 
     def model(self, name: str, default: Any = None) -> Any:
         """A setting of the model section; None counts as not given."""

@@ -217,16 +217,6 @@ RULES: tuple[Rule, ...] = (
         severity="warning",
     ),
     Rule(
-        id="remainders-need-precision-aware",
-        found=lambda c: (
-            c.stated.remainders and not c.aware and "store_param_remainders=true without a precision-aware optimizer"
-        ),
-        expected="use_precision_aware_optimizer=true beside it: no other optimizer reads the setting",
-        cure="mixed_precision.store_param_remainders=null",
-        source="megatron-core 0.16.1 optimizer/__init__.py _get_megatron_optimizer_based_on_param_groups; optimizer_config.py store_param_remainders",
-        severity="warning",
-    ),
-    Rule(
         id="remainders-of-fp8-weights",
         about="aware fp8",
         found=_remainders_of_codes,

@@ -51,7 +51,7 @@ def _engine_rules(name: str) -> Iterator[Rule]:
 
 def broken(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
     """Every broken rule, errors before warnings, each group in table order."""
-    case = Case(policy=policy.settled(dict(run.optimizer.settings)), run=run, stated=policy)
+    case = Case(policy=policy.settled(dict(run.optimizer.settings)), run=run)
     seen = [violation for rule in rules() if (violation := _judge(rule, case)) is not None]
     return tuple(sorted(seen, key=lambda violation: violation.severity != "error"))
 

@@ -38,6 +38,17 @@ def test_check_warns_of_it() -> None:
     assert (found.severity, found.found) == ("warning", "fp8_recipe=mxfp8 (read with fp8 only)")
 
 
+@pytest.mark.parametrize(("recipe", "section", "warned"), [({}, {}, False), ({"store_param_remainders": True}, {}, True),
+    ({"store_param_remainders": True}, {"use_precision_aware_optimizer": True}, False), ({}, {"store_param_remainders": True}, False)])  # fmt: skip
+def test_remainders_are_read_by_a_precision_aware_optimizer_only(
+    recipe: dict[str, bool], section: dict[str, bool], warned: bool
+) -> None:
+    model = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_sequence_length": 64}
+    mixed = {"recipe": "bf16_mixed", **recipe}
+    facts = ConfigContainer(mixed_precision=mixed, model=model, optimizer=section).resolved(training=False).facts
+    assert any(words.startswith("store_param_remainders=true") for words in facts.inert) is warned
+
+
 def test_whole_numbers_written_as_fractions_are_whole() -> None:
     config = MixedPrecisionConfig(fp16=True, hysteresis=2.0)  # type: ignore[arg-type]
     assert config == MixedPrecisionConfig(fp16=True)

@@ -234,7 +234,6 @@ TABLE = {
     "sizes-do-not-divide": ({"parallel": Parallel(world_size=3, tensor=3)}, {"parallel": Parallel(world_size=4, tensor=4)}),
     "layers-do-not-divide": ({"parallel": Parallel(world_size=3, pipeline=3)}, {"parallel": PP2}),
     "router-dtype-is-ignored": ({"shape": MOE, "model": {"moe_router_dtype": "bf16"}}, {"shape": MOE, "model": {"moe_router_dtype": "fp32"}}),
-    "remainders-need-precision-aware": ({"config": {"store_param_remainders": True}}, {"optimizer": opt(settings={"store_param_remainders": True})}),
     "router-dtype-without-experts": ({"config": {"moe_router_dtype": "fp32"}}, {"shape": MOE, "config": {"moe_router_dtype": "fp32"}}),
     "many-experts-route-in-16-bits": ({"shape": MANY}, {"shape": MANY, "config": {"moe_router_dtype": "fp32"}}),
     "router-padding-without-quantization": ({"shape": MOE, "model": PADDED}, {"recipe": "fp8_cs", "shape": MOE, "model": PADDED}),
