@@ -20,6 +20,7 @@ from mpbridge.precision.registry import recipe, recipes
 from mpbridge.rules.advice import ORDERS, Advice, advise, order
 
 if TYPE_CHECKING:
+    from mpbridge.config.container import ConfigContainer
     from mpbridge.cli._target import Target
     from mpbridge.config.container import Run
     from mpbridge.facts import RunFacts
@@ -50,6 +51,33 @@ def run(args: argparse.Namespace) -> int:
         )
     base = container(args)
     world = wanted_world(args) or base.smallest_world()
+    made, left_out = _advice(args, where, base, world)
+    if len({advice.reason for advice in made}) == 1 and not made[0].legal:
+        # not the recipes: the sizes or the model
+        raise BadValue(made[0].reason)
+    for folder in args.runs.split(",") if args.runs else ():
+        made = [_measured(advice, Path(folder)) for advice in made]
+    ranked = sorted(made, key=lambda advice: order(advice, args.by))
+    if args.json:
+        print_json(
+            {
+                "target": {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)},
+                "recipes": [dataclasses.asdict(a) for a in ranked],
+                "left_out": left_out,
+            }
+        )
+    else:
+        print(f"target {where.line()}\n")
+        _print(ranked, args.price)
+        for words in left_out:
+            print(f"left out: {words}")
+    return 0 if any(advice.legal and advice.fits for advice in ranked) else 1
+
+
+def _advice(
+    args: argparse.Namespace, where: Target, base: ConfigContainer, world: int
+) -> tuple[list[Advice], list[str]]:
+    """(what is said of each recipe, what memory and time leave out)."""
     reference = None
     made = []
     left_out: dict[str, None] = {}
@@ -65,26 +93,7 @@ def run(args: argparse.Namespace) -> int:
             made.append(_timed(advise(entry, run.policy, facts, reference=reference), run, facts, where))
         except MpbridgeError as error:
             made.append(Advice(recipe=name, status=entry.status, legal=False, reason=str(error).replace("\n", " ")))
-    if len({advice.reason for advice in made}) == 1 and not made[0].legal:
-        # not the recipes: the sizes or the model
-        raise BadValue(made[0].reason)
-    for folder in args.runs.split(",") if args.runs else ():
-        made = [_measured(advice, Path(folder)) for advice in made]
-    ranked = sorted(made, key=lambda advice: order(advice, args.by))
-    if args.json:
-        print_json(
-            {
-                "target": {"machine": where.machine.name, "versions": dataclasses.asdict(where.versions)},
-                "recipes": [dataclasses.asdict(a) for a in ranked],
-                "left_out": list(left_out),
-            }
-        )
-    else:
-        print(f"target {where.line()}\n")
-        _print(ranked, args.price)
-        for words in left_out:
-            print(f"left out: {words}")
-    return 0 if any(advice.legal and advice.fits for advice in ranked) else 1
+    return made, list(left_out)
 
 
 def _timed(advice: Advice, run: Run, facts: RunFacts, where: Target) -> Advice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,29 @@ LARGEST = 65536
 
 def read_machine(path: Path) -> tuple[Machine, Constants]:
     """(the machine, constants with what was measured in place of what was fitted). Raises BadValue."""
+    data = _mapping(path)
+    base, held = machine(data["machine"]), constants()
+    own = data.get("constants") or {}
+    if not isinstance(own, dict):
+        raise BadValue(f"machine file {path}: constants is {type(own).__name__}, expected a mapping")
+    _known(path, "", data, {"machine", "name", "peak", "constants", "measured", *_NUMBERS})
+    _known(path, "peak.", data["peak"], FORMATS)
+    _known(path, "constants.", own, held.shared)
+    peak = {str(name): _positive(path, f"peak.{name}", value) for name, value in data["peak"].items()}
+    given = _numbers(path, data)
+    made = dataclasses.replace(
+        base,
+        name=str(data.get("name") or base.name),
+        peak=tuple({**dict(base.peak), **peak}.items()),
+        memory_source="as the machine file says" if "memory_bytes" in given else base.memory_source,
+        **given,
+    )
+    shared = {**held.shared, **{name: _positive(path, f"constants.{name}", value) for name, value in own.items()}}
+    return made, dataclasses.replace(held, shared=shared, machines={**held.machines, made.name: 1.0})
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """What the file holds, with a machine and its peaks."""
     import yaml
 
     try:
@@ -34,35 +58,25 @@ def read_machine(path: Path) -> tuple[Machine, Constants]:
         raise BadValue(
             f"machine file {path}: expected the mapping that `mpbridge calibrate` writes, with machine and peak"
         )
-    known = {"machine", "name", "peak", "constants", "measured", *_NUMBERS}
-    unknown = sorted(map(str, set(data) - known))
-    if unknown:
-        raise BadValue(f"machine file {path}: unknown {', '.join(unknown)} (expected {', '.join(sorted(known))})")
-    base = machine(data["machine"])
-    strange = sorted(set(map(str, data["peak"])) - set(FORMATS))
+    return data
+
+
+def _known(path: Path, section: str, given: Iterable[Any], known: Iterable[str]) -> None:
+    strange = sorted(set(map(str, given)) - set(known))
     if strange:
-        raise BadValue(f"machine file {path}: unknown peak.{', peak.'.join(strange)} (expected {', '.join(FORMATS)})")
-    peak = {str(name): _positive(path, f"peak.{name}", value) for name, value in data["peak"].items()}
+        named = ", ".join(f"{section}{name}" for name in strange)
+        raise BadValue(f"machine file {path}: unknown {named} (expected {', '.join(sorted(known))})")
+
+
+def _numbers(path: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """What the file says about the machine beside its peaks."""
     given: dict[str, Any] = {name: _positive(path, name, data[name]) for name in _NUMBERS if name in data}
     for whole in ("memory_bytes", "domain", "multiprocessors"):
         if whole in given:
             if given[whole] < 1:
                 raise BadValue(f"machine file {path}: {whole}={given[whole]:g}, expected at least 1")
             given[whole] = int(given[whole])
-    made = dataclasses.replace(
-        base,
-        name=str(data.get("name") or base.name),
-        peak=tuple({**dict(base.peak), **peak}.items()),
-        memory_source="as the machine file says" if "memory_bytes" in given else base.memory_source,
-        **given,
-    )
-    held = constants()
-    own = data.get("constants") or {}
-    strange = sorted(set(own) - set(held.shared)) if isinstance(own, dict) else ["constants"]
-    if strange:
-        raise BadValue(f"machine file {path}: unknown constants {', '.join(strange)}")
-    shared = {**held.shared, **{name: _positive(path, f"constants.{name}", value) for name, value in own.items()}}
-    return made, dataclasses.replace(held, shared=shared, machines={**held.machines, made.name: 1.0})
+    return given
 
 
 def _positive(path: Path, name: str, value: Any) -> float:
