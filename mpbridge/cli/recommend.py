@@ -20,9 +20,8 @@ from mpbridge.precision.registry import recipe, recipes
 from mpbridge.rules.advice import ORDERS, Advice, advise, order
 
 if TYPE_CHECKING:
-    from mpbridge.config.container import ConfigContainer
     from mpbridge.cli._target import Target
-    from mpbridge.config.container import Run
+    from mpbridge.config.container import ConfigContainer, Run
     from mpbridge.facts import RunFacts
 
 SUMMARY = "legal recipes for a model on a machine, in order, with the reason"

@@ -200,7 +200,7 @@ def test_a_machine_file_replaces_rates_and_constants(tmp_path, capsys):
         ("machine: cpu\npeak: {int3: 1}", "unknown peak.int3"),
         ("machine: cpu\npeak: {bf16: 1}\ndomain: 0.5", "domain=0.5, expected at least 1"),
         ("machine: cpu\npeak: {bf16: 1}\nspeed: 3", "unknown speed"),
-        ("machine: cpu\npeak: {bf16: 1}\nconstants: {nope: 1}", "unknown constants nope"),
+        ("machine: cpu\npeak: {bf16: 1}\nconstants: {nope: 1}", "unknown constants.nope"),
         ("machine: ht100\npeak: {bf16: 1}", "ht100"),
         ("a: [", "not YAML"),
         ("x" * 70000, "more than"),
