@@ -150,7 +150,13 @@ def _rows(facts: RunFacts, compared: Comparison, unit: Unit) -> list[tuple[str, 
 
 def _say_nearest(made: Run, facts: RunFacts, where: Target) -> None:
     from mpbridge.estimate.layouts import line, nearest
+    from mpbridge.rules.table import broken
 
+    # a search that no layout can end: every one of them would be refused for the machine
+    for violation in broken(made.policy, facts):
+        if violation.rule == "machine-cannot-run-it":
+            print(f"no layout was looked for: {violation.found}")
+            return
     found = nearest(made.policy, facts, where.machine)
     print(
         f"nearest layout that fits, on {found.parallel.world_size} GPUs: {line(found)}"
