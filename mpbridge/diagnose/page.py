@@ -19,6 +19,8 @@ CHARTS = (
     ("weights", "parameter", "rms", "RMS of each parameter", "RMS", True),
 )  # fmt: skip
 """Table, key, number, title, axis, logarithmic."""
+CURVES_KEPT = 64
+"""Curves of a chart at most: more are not told apart."""
 OPERAND_COLUMNS = [
     Column(name="layer", number=False, layer=True, help="layer of the model"),
     Column(name="linear", number=False),
@@ -172,7 +174,7 @@ def _tensor_charts(page: Page, run: Evidence, *, marks: list[tuple[float, str]],
                 series.append((name, points, layer_of(name)))
         series.sort(key=lambda one: (not any(one[0] in name for name in first), -_reach(one[1])))
         if series:
-            found[number] = page.chart(title, series[:64], y=label, log=log, marks=marks, note="" if len(series) <= 64 else f"The 64 of {len(series)} curves that move most.")  # fmt: skip
+            found[number] = page.chart(title, series, y=label, log=log, marks=marks, most=CURVES_KEPT, order="those named in the verdict and those that move most" if first else "those that move most")  # fmt: skip
     stale = [
         (name, [(step, row["staleness"]) for step, row in points if isinstance(row["staleness"], (int, float))], layer_of(name))
         for name, points in run.operands().items()
@@ -180,7 +182,7 @@ def _tensor_charts(page: Page, run: Evidence, *, marks: list[tuple[float, str]],
     stale = [one for one in stale if one[1]]
     if stale:
         stale.sort(key=lambda one: -max(abs(value) for _, value in one[1]))
-        found["operands"] = page.chart("staleness of each delayed scale", stale[:64], y="log2 (asked for over used)", marks=marks)  # fmt: skip
+        found["operands"] = page.chart("staleness of each delayed scale", stale, y="log2 (asked for over used)", marks=marks, most=CURVES_KEPT, order="the stalest")  # fmt: skip
     return found
 
 

@@ -70,15 +70,21 @@ class Page:
         bars: bool = False,
         marks: Iterable[tuple[float, str]] = (),
         note: str = "",
+        most: int | None = None,
+        order: str = "the most important ones",
     ) -> str:
-        """Curves: (name, points, layer or '') each. y: label with the unit. marks: upright lines at x with a word each."""
+        """Curves: (name, points, layer or '') each. y: label with the unit. marks: upright lines at x with a word each. most: only so many of the
+        curves stay, the first ones, and the page says what `order` calls them."""
         lines = [
             {"name": name, "layer": layer, "points": [[x_, _plain(y_)] for x_, y_ in points]}
             for name, points, layer in series
         ]
-        return self.add(
-            "chart", title, series=lines, x=x, y=y, log=log, bars=bars, marks=[list(mark) for mark in marks], note=note
-        )
+        made = self.add(
+            "chart", title, series=lines, x=x, y=y, log=log, bars=bars, marks=[list(mark) for mark in marks],
+            note=note, order=order,
+        )  # fmt: skip
+        _keep(self.blocks[-1], most if most is not None else len(lines))
+        return made
 
     def table(
         self,
@@ -174,6 +180,14 @@ def _thin(block: dict[str, Any], most: int) -> None:
         line["points"] = kept
 
 
+def _keep(block: dict[str, Any], most: int) -> None:
+    """The first curves of a chart stay; the page says how many there were."""
+    if len(block["series"]) > most:
+        whole = block.setdefault("whole", len(block["series"]))
+        block["series"] = block["series"][:most]
+        block["kept"] = f"The {most} of {whole} curves, {block['order']}."
+
+
 def _height(point: Sequence[Any]) -> float:
     return float(point[1]) if isinstance(point[1], (int, float)) else math.inf
 
@@ -189,9 +203,7 @@ def _halve(block: dict[str, Any]) -> bool:
         block["sampled"] = f"{len(stay):,} of {whole:,} rows, the most important ones"
         return True
     if block["kind"] == "chart" and len(block["series"]) > 12:
-        whole = block.setdefault("whole", len(block["series"]))
-        block["series"] = block["series"][: len(block["series"]) // 2]
-        block["sampled"] = f"{len(block['series'])} of {whole} curves, the most important ones"
+        _keep(block, len(block["series"]) // 2)
         return True
     if block["kind"] == "heat" and len(block["layers"]) > 24:
         whole = block.setdefault("whole", len(block["layers"]))

@@ -59,8 +59,14 @@
     let plot = null;
     const draw = () => {
       if (plot) plot.destroy();
-      const all = block.series.filter((line) => state.layer === null || line.layer === "" || line.layer === state.layer);
-      const lines = all.length ? all : block.series;
+      plot = null;
+      const layered = block.series.some((line) => line.layer !== "");
+      const lines = block.series.filter((line) => state.layer === null || !layered || line.layer === state.layer);
+      box.replaceChildren();
+      if (!lines.length && state.layer !== null) {
+        box.append(make("p", { class: "dim", text: block.whole > block.series.length ? `no curve of layer ${state.layer} is on this page: ${block.series.length} of ${block.whole} were kept` : `no curve here is of layer ${state.layer}` }));
+        return;
+      }
       const xs = [...new Set(lines.flatMap((line) => line.points.map((point) => point[0])))].sort((a, b) => a - b);
       const at = new Map(xs.map((x, i) => [x, i]));
       const data = [xs, ...lines.map((line) => {
@@ -89,7 +95,7 @@
       plot = new uPlot({
         width: Math.max(260, box.clientWidth - 14), height: narrow ? 220 : 280, scales: { x: { time: false }, y: { distr: block.log ? 3 : 1 } },
         axes: [{ ...axis, label: block.x, labelSize: 20 }, { ...axis, label: block.y, labelSize: 20, size: 66, values: (u, ticks) => ticked(ticks) }],
-        cursor: { focus: { prox: 24 } }, focus: { alpha: 0.25 }, legend: { live: true, isolate: true, show: lines.length <= 40 },
+        cursor: { focus: { prox: 24 } }, focus: { alpha: 0.25 }, legend: { live: true, isolate: true },
         series: [{ label: block.x }, ...lines.map((line, i) => ({ label: line.name, stroke: palette[i % palette.length], width: 1.5, spanGaps: true, fill: block.bars ? `${palette[i % palette.length]}66` : undefined, paths: block.bars ? uPlot.paths.bars({ size: [0.9, 60] }) : undefined, points: { show: xs.length < 40 && !block.bars, size: 5 }, value: (u, value) => (value === null || value === undefined ? "–" : number(value)) }))],
         plugins: block.marks.length ? [marks] : [],
       }, data, box);
@@ -180,6 +186,7 @@
     block.title && block.kind !== "heading" && !block.folded ? make("h3", { text: block.title }) : null,
     kinds[block.kind](block),
     block.note ? make("p", { class: "dim", text: block.note }) : null,
+    block.kept ? make("p", { class: "dim warn", text: block.kept }) : null,
     block.sampled ? make("p", { class: "dim warn", text: `Sampled: ${block.sampled}.` }) : null)));
   const glossary = Object.entries(doc.glossary);
   document.getElementById("glossary").hidden = !glossary.length;

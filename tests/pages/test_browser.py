@@ -54,10 +54,37 @@ def page() -> str:
     return made.html()
 
 
-def shown(tmp_path: Path, width: int, *, dark: bool = False) -> dict[str, Any]:
+# a layer whose curve was not kept, one whose was, and all: what each chart shows
+DRILLING = """
+<script>
+addEventListener("load", () => setTimeout(() => {
+  const seen = { errors: window.faults };
+  const look = () => [...document.querySelectorAll(".chart")].map((one) => ({ text: one.querySelector("p")?.textContent || "", curves: [...one.querySelectorAll(".u-legend .u-label")].slice(1).map((label) => label.textContent) }));
+  const cell = (layer) => [...document.querySelectorAll("td.layer")].find((one) => one.textContent === layer);
+  seen.all = look();
+  seen.scrolls = (() => { const one = document.querySelector(".u-legend"); return one.scrollHeight > one.clientHeight && getComputedStyle(one).overflowY === "auto"; })();
+  cell("80").click(); seen.missing = look();
+  document.querySelector("#chosen button").click(); cell("3").click(); seen.kept = look();
+  document.querySelector("#chosen button").click(); seen.again = look();
+  seen.notes = [...document.querySelectorAll("section > p.warn")].map((one) => one.textContent);
+  const out = document.createElement("pre"); out.id = "seen"; out.textContent = JSON.stringify(seen); document.body.append(out);
+}, 300));
+</script>
+"""
+
+
+def deep() -> str:
+    made = Page("a deep run", {})
+    made.chart("amax", [(f"layers.{i}.fc1", [(x, 1.0 + i * x) for x in range(5)], str(i)) for i in range(100)], y="amax", most=64)  # fmt: skip
+    made.chart("loss", [("loss", [(x, 3.0) for x in range(5)], "")], y="loss")
+    made.table("operands", [Column(name="layer", number=False, layer=True)], [[str(i)] for i in range(100)])
+    return made.html()
+
+
+def shown(tmp_path: Path, width: int, *, dark: bool = False, made: str = "", acts: str = ACTS) -> dict[str, Any]:
     path = tmp_path / "page.html"
-    text = page().replace("<head>", f"<head>{LISTEN}", 1)
-    path.write_text(text.replace("</body>", f"{ACTS}</body>", 1), encoding="utf-8")
+    text = (made or page()).replace("<head>", f"<head>{LISTEN}", 1)
+    path.write_text(text.replace("</body>", f"{acts}</body>", 1), encoding="utf-8")
     command = [
         str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--virtual-time-budget=4000",
         f"--user-data-dir={tmp_path / 'profile'}", f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom", path.as_uri(),
@@ -85,6 +112,20 @@ def test_tables_sort_and_filter_and_a_layer_stands_alone(tmp_path: Path) -> None
     assert seen["all"] == 11
     assert seen["canvases"] == 1
     assert "layer 1" in seen["legend"]
+
+
+@pytest.mark.timeout(600)
+def test_a_layer_without_a_curve_shows_no_other_layers(tmp_path: Path) -> None:
+    seen = shown(tmp_path, 1400, made=deep(), acts=DRILLING)
+    assert seen["errors"] == []
+    assert len(seen["all"][0]["curves"]) == 64, "names, however many"
+    assert seen["scrolls"]
+    amax, loss = seen["missing"]
+    assert amax == {"text": "no curve of layer 80 is on this page: 64 of 100 were kept", "curves": []}
+    assert loss["curves"] == ["loss"], "a chart of the whole run stays"
+    assert seen["kept"][0] == {"text": "", "curves": ["layers.3.fc1"]}
+    assert seen["again"] == seen["all"]
+    assert seen["notes"] == ["The 64 of 100 curves, the most important ones."]
 
 
 @pytest.mark.timeout(600)

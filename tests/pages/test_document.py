@@ -49,7 +49,19 @@ def test_a_hundred_layers_stay_within_the_size_and_the_page_says_so() -> None:
     table = next(block for block in blocks if block["kind"] == "table")
     assert "of 2,400 rows" in table["sampled"]
     assert [0, names[7]] in [row[:2] for row in table["rows"]], "the most important row stays"
-    assert any("curves" in block.get("sampled", "") or "points" in block.get("sampled", "") for block in blocks)
+    chart = next(block for block in blocks if block["kind"] == "chart")
+    assert "points" in chart["sampled"]
+    assert chart["kept"] == f"The {len(chart['series'])} of 64 curves, the most important ones."
+
+
+def test_a_chart_says_how_many_of_its_curves_stay() -> None:
+    page = Page("t", {})
+    page.chart("amax", [(f"linear {i}", [(1, 1.0)], str(i)) for i in range(9)], y="amax", most=4, order="those that move most", note="A note.")  # fmt: skip
+    page.chart("loss", [("loss", [(1, 1.0)], "")], y="loss")
+    cut, whole = data_of(page.html())["blocks"]
+    assert [line["layer"] for line in cut["series"]] == ["0", "1", "2", "3"]
+    assert (cut["whole"], cut["kept"], cut["note"]) == (9, "The 4 of 9 curves, those that move most.", "A note.")
+    assert "kept" not in whole
 
 
 def test_a_spike_survives_the_thinning_of_a_curve() -> None:
