@@ -80,7 +80,7 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
         (tmp_path / "file", True, "is a file"),
         (tmp_path / "file" / "below", True, "is a file"),
         (tmp_path, False, "is a folder"),
-        (tmp_path / "nowhere" / "page.html", False, "no folder"),
+        (tmp_path / "nowhere" / "page.html", False, "does not exist"),
     ):
         with pytest.raises(BadValue, match=said):
             writable(path, folder=folder)
