@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue
-from mpbridge.precision.registry import describe, get_mixed_precision_config, key, recipes
+from mpbridge.precision.registry import RECIPE_FILE, describe, get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.handover import Side, handover
 from mpbridge.stacks.importers import read_file
@@ -97,12 +97,10 @@ def _of_run(path: Path) -> Side:
 
 
 def _is_recipe(path: Path) -> bool:
-    """Whether a YAML file is one of our recipes: a flat mapping of a config's fields."""
-    from mpbridge.precision.config import MixedPrecisionConfig
+    """Whether a YAML file is one of our recipes: it extends one, or it is a flat mapping of what a recipe file holds."""
     from mpbridge.stacks.importers import load, text_of
 
     if not path.is_file():
         return True  # the registry says what is missing
     data = load(text_of(path), path.name)
-    fields = {*MixedPrecisionConfig.__dataclass_fields__, "extends", "summary", "engine", "hints", "source", "name"}
-    return isinstance(data, Mapping) and all(str(name) in fields for name in data)
+    return isinstance(data, Mapping) and ("extends" in data or all(str(name) in RECIPE_FILE for name in data))

@@ -8,7 +8,7 @@ from typing import Any
 from mpbridge.errors import Refused
 from mpbridge.facts import ModelShape
 from mpbridge.memory.layers import layer_weights
-from mpbridge.precision.coverage import Stack, beyond, coverage, deciders
+from mpbridge.precision.coverage import Coverage, Stack, beyond, coverage, deciders
 from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, names
 from mpbridge.precision.modules import layers_text
 from mpbridge.precision.policy import PrecisionPolicy
@@ -77,10 +77,10 @@ SHADOWED_CURE = "The first rule that names a linear decides: move the narrower r
 def idle(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The rules under `modules`, in words, that name no linear of any shape, and those that never decide because earlier ones do."""
     regions = policy.regions
-    own = [index for index, region in enumerate(regions[:-1]) if not region.ends]
+    own = _own(policy)
     if not own:
         return (), ()
-    found = coverage(regions, (stack for shape in shapes for stack in stacks(shape)), shapes[0].num_layers)
+    found = _covered(policy, shapes)
     dead = tuple(region_text(regions[index]) for index in own if found.dead(index))
     late = [
         f"{region_text(regions[index])} never decides: {' and '.join(_early(regions[i]) for i in sorted(found.ahead[index]))} comes first"
@@ -88,6 +88,22 @@ def idle(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[tuple[str, ...],
         if found.shadowed(index)
     ]
     return dead, tuple(late)
+
+
+def unnamed(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[Region, ...]:
+    """The rules under `modules` that name no linear of any shape."""
+    own = _own(policy)
+    found = _covered(policy, shapes) if own else None
+    return () if found is None else tuple(policy.regions[index] for index in own if found.dead(index))
+
+
+def _own(policy: PrecisionPolicy) -> list[int]:
+    """Positions of the rules under `modules` among the regions."""
+    return [index for index, region in enumerate(policy.regions[:-1]) if not region.ends]
+
+
+def _covered(policy: PrecisionPolicy, shapes: tuple[ModelShape, ...]) -> Coverage:
+    return coverage(policy.regions, (stack for shape in shapes for stack in stacks(shape)), shapes[0].num_layers)
 
 
 def _early(region: Region) -> str:

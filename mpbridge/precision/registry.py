@@ -26,6 +26,8 @@ EVIDENCE = "evidence"
 """Key of a recipe file under which stands how it was found (`mpbridge tune`); no field, and nothing reads it but `show`."""
 ENGINE = "engine"
 """Key of a recipe file under which stands the engine that it is meant for; no field: the run's own `engine` setting comes first."""
+RECIPE_FILE: frozenset[str] = frozenset({*MixedPrecisionConfig.__dataclass_fields__, "extends", EVIDENCE, ENGINE})
+"""Every key of a recipe file: a config's fields, the recipe that it starts from, how it was found, and its engine."""
 ENTRY_POINTS = "mpbridge.recipes"
 """Entry point group in which other packages offer recipes: name -> a factory; loaded on use only."""
 FOREIGN = "names of another model"

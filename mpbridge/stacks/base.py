@@ -55,6 +55,8 @@ class Request:
     """Of the stack."""
     run: Any = None
     """config.container.Run whose settings are exported; None: the recipe alone."""
+    unnamed: tuple[Region, ...] = ()
+    """Rules under `modules` that are about another model: no linear of megatron-core's models is called so."""
 
     @property
     def main_weights(self) -> MainWeights:

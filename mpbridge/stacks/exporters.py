@@ -12,9 +12,11 @@ from typing import Any
 from mpbridge.errors import BadValue, UnknownName
 from mpbridge.formats import dtype
 from mpbridge.megatron_spec.schema import records
+from mpbridge.memory.names import any_gpt, unnamed
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.precision.registry import describe, get_mixed_precision_config, key
+from mpbridge.precision.regions import Region
+from mpbridge.precision.registry import FOREIGN, describe, evidence_of, get_mixed_precision_config, key
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Export, Line, Request
 from mpbridge.stacks.meaning import STATED
@@ -81,6 +83,7 @@ def export(
         engine=run.facts.engine if run is not None else engine or own or DEFAULT,
         version=version_of(module, version),
         run=run,
+        unnamed=_of_another_model(str(recipe), policy),
     )
     made: Export = module.export(request)
     others = _other_stages(run, stage)
@@ -92,6 +95,11 @@ def request_of(run: Any) -> Request:
     stage = run.stages[0]
     policy = _with_the_models_own(run, stage.policy.settled())
     return Request(name=stage.recipe, config=stage.config, policy=policy, engine=run.facts.engine, version="", run=run)
+
+
+def _of_another_model(name: str, policy: PrecisionPolicy) -> tuple[Region, ...]:
+    """The rules under `modules` that name no linear of any GPT of megatron-core; all of them where the recipe's evidence says that they are another's."""
+    return policy.module_regions if evidence_of(name).get(FOREIGN) else unnamed(policy, *any_gpt())
 
 
 def _stage(run: Any, recipe: Any) -> Any:

@@ -186,7 +186,9 @@ def recognize(text: str, name: str) -> str:
     for stack, keys in _MARKS:
         if any(key in data for key in keys):
             return stack
-    raise DataError(f"{name or 'the text'}: no stack's configuration is recognized: name it with --from")
+    raise DataError(
+        f"{name or 'the text'}: no stack's configuration is recognized: name it, mpbridge import FILE --from STACK"
+    )
 
 
 def ours(data: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
 from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning, of_policy
-from mpbridge.stacks.megatron_modules import in_core, softmax_of
+from mpbridge.stacks.megatron_modules import costs, in_core, softmax_of
 from mpbridge.stacks.sharded_torch import environment
 from mpbridge.traits import DEFAULT
 
@@ -54,7 +54,7 @@ def export(request: Request) -> Export:
     sections["model"] = _model(policy, softmax_of(request, core=CORE))
     text = yaml.safe_dump({name: values for name, values in sections.items() if values}, sort_keys=False)
     theirs = meaning(request)
-    lines = [*_unsayable(request), *compared(request.ours, theirs, _COSTS)]
+    lines = [*_unsayable(request), *compared(request.ours, theirs, costs(request, _COSTS))]
     return Export(
         stack=NAME,
         version=request.version,

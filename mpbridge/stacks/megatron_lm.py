@@ -38,17 +38,18 @@ def export(request: Request) -> Export:
         *_gradients(policy, wrapped),
         *_scale(policy),
         *_quantization(policy),
+        *(("--te-precision-config-file precision.yaml",) if megatron_modules.rules_there(request) else ()),
         *_model(policy, softmax, said(request).logits),
     ]
     words += [*_optimizer(policy, request), *_megatron_fsdp(request)]
     pieces = [Fragment(name="arguments", text=_wrapped(words))]
-    if policy.module_regions:
+    if megatron_modules.rules_there(request):
         pieces.append(Fragment(name="precision.yaml", text=megatron_modules.rules_file(request, core=_core(request))))
         lines += megatron_modules.notes(request)
     pieces += environment(policy.quants)
     lines += process_wide(policy.quants)
     theirs = _meaning(request)
-    lines += compared(request.ours, theirs, _COSTS)
+    lines += compared(request.ours, theirs, megatron_modules.costs(request, _COSTS))
     return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
 
 
@@ -163,8 +164,6 @@ def _quantization(policy: PrecisionPolicy) -> Flags:
         if policy.ends is not None:
             first, last = policy.ends
             yield f"--first-last-layers-bf16 --num-layers-at-start-in-bf16 {first} --num-layers-at-end-in-bf16 {last}"
-    if policy.module_regions:
-        yield "--te-precision-config-file precision.yaml"
 
 
 def _one(quant: Quant) -> Flags:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mpbridge.errors import cut
 from mpbridge.megatron_spec.module_rules import as_dict, params
 from mpbridge.megatron_spec.places import ModuleRules
 from mpbridge.megatron_spec.schema import records
 from mpbridge.megatron_spec.versions import SINCE_017
+from mpbridge.memory.names import any_gpt, listed
 from mpbridge.precision.regions import Quant, Region
 from mpbridge.stacks.base import Line, Request
 
@@ -31,7 +33,7 @@ def regions_said(request: Request, *, core: str) -> Iterator[Region]:
             # the switch acts beside a format alone; with the depth known the file itself leaves those layers out
             if request.policy.quant is not None or depth is not None:
                 yield region
-        elif _sayable(region, depth):
+        elif _sayable(request, region):
             yield dataclasses.replace(region, quant=region.quant and _of_the_file(region.quant, new=new))
     quant = in_core(request.policy.quant)
     yield Region(quant=quant and dataclasses.replace(quant, attention="none"))
@@ -46,8 +48,11 @@ def _depth(request: Request) -> int | None:
     return None if request.run is None else int(request.run.facts.shape.num_layers)
 
 
-def _sayable(region: Region, depth: int | None) -> bool:
-    """Whether the file can hold a rule: one for all three GEMMs, of layers whose numbers are known."""
+def _sayable(request: Request, region: Region) -> bool:
+    """Whether the file can hold a rule: one for all three GEMMs, of linears that are there and layers whose numbers are known."""
+    if region in request.unnamed:
+        return False
+    depth = _depth(request)
     known = region.quant is None or in_core(region.quant) is not None
     return known and region.gemms is None and (depth is not None or all(min(span) >= 0 for span in region.layers or ()))
 
@@ -57,18 +62,32 @@ def _of_the_file(quant: Quant, *, new: bool) -> Quant:
     return dataclasses.replace(said, stored=quant.stored and new)
 
 
+def rules_there(request: Request) -> bool:
+    """Whether a rule under `modules` is about megatron-core's linears, so that a file of rules is worth writing."""
+    return any(region not in request.unnamed for region in request.policy.module_regions)
+
+
+def costs(request: Request, usual: Mapping[str, str]) -> Mapping[str, str]:
+    """What differences cost on a Megatron, `usual` but for rules that name the linears of another model."""
+    if not request.unnamed:
+        return usual
+    named = ", ".join(dict.fromkeys(region.modules for region in request.unnamed))
+    text = f"{cut(named)}: names of another model, not of megatron-core's linears ({listed(*any_gpt())})"
+    return {**usual, "modules": text}
+
+
 def rules_file(request: Request, *, core: str) -> str:
     """The text of that file. With a run's depth it is what the plan writes to model.quant_recipe; without one its patterns hold for any depth."""
     import yaml
 
     depth, regions = _depth(request), request.policy.regions
     if depth is not None:
-        kept = tuple(region for region in regions if region.ends or _sayable(region, depth))
+        kept = tuple(region for region in regions if region.ends or _sayable(request, region))
         return yaml.safe_dump(as_dict(ModuleRules(regions=kept), range(depth), depth, core=core), sort_keys=False)
     configs: dict[str, Any] = {}
     matchers: dict[str, Any] = {}
     for index, region in enumerate(request.policy.module_regions):
-        if not _sayable(region, None):
+        if not _sayable(request, region):
             continue
         name = f"rule_{index}"
         configs[name] = params(region.quant, outside=request.policy.quant is None, core=core)

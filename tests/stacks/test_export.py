@@ -288,6 +288,24 @@ def test_an_unknown_stack_or_version_is_named_with_the_known_ones() -> None:
         export("bf16_mixed", "deepspeed", version="0.12")
 
 
+@pytest.mark.parametrize("stack", STACKS)
+def test_rules_that_name_the_linears_of_another_model_can_be_said_nowhere(stack: str, tmp_path: Path) -> None:
+    rule = "{fp8: hybrid, fp8_recipe: tensorwise}"
+    files = {
+        "hf": f"extends: bf16_mixed\nmodules:\n  '*layers.0.self_attn.q_proj': {rule}\n",
+        # a name that megatron-core has too, chosen for another model's linear
+        "alike": f"extends: bf16_mixed\nmodules:\n  '*linear_fc1': {rule}\nevidence: {{names of another model: Net}}\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(text)
+        made = export(str(path), stack)
+        assert made.fidelity == "impossible", name
+        assert "precision.yaml" not in "".join(piece.name + piece.text for piece in made.pieces)
+        if stack.startswith("megatron"):
+            assert any("names of another model" in line.text for line in made.lines if line.fact == "modules"), name
+
+
 def test_rules_by_module_become_a_file_of_megatron_lm() -> None:
     config = MixedPrecisionConfig(bf16=True, modules={"mlp.*": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}})
     arguments, rules = export(config, "megatron-lm").pieces

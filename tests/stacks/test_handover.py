@@ -119,3 +119,18 @@ def test_a_recipe_file_states_its_engine_and_a_wrong_one_is_refused(tmp_path: Pa
     base.write_text("extends: bf16_mixed\nengine: fsdp3\n")
     with pytest.raises(RecipeError, match=r"fsdp3.*nearest: fsdp2"):
         get_mixed_precision_config(str(base))
+
+
+def test_compare_reads_every_file_that_is_a_recipe_and_names_what_reads_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned = tmp_path / "tuned.yaml"
+    tuned.write_text("extends: bf16_mixed\ngrad_reduce_in_fp32: false\nengine: mcore\nevidence: {model: tiny}\n")
+    assert main(["compare", str(tuned), "bf16_mixed"]) == 0
+    assert "gradients on the wire" in capsys.readouterr().out.partition("alike")[0]
+    tuned.write_text("extends: bf16_mixed\ngrad_reduce_in_fp31: false\n")
+    assert main(["compare", str(tuned), "bf16_mixed"]) == 2
+    assert "grad_reduce_in_fp32" in capsys.readouterr().err
+    tuned.write_text("color: red\n")
+    assert main(["compare", str(tuned), "bf16_mixed"]) == 2
+    assert "mpbridge import FILE --from STACK" in capsys.readouterr().err
