@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from mpbridge.estimate.work import MatrixProduct, Pass
 from mpbridge.facts import RunFacts
+from mpbridge.memory.activations import recomputed_modules
 from mpbridge.memory.alike import layer_kinds
 from mpbridge.memory.layers import Weight, layer_weights, te_layers
 from mpbridge.memory.ranks import Chunk
@@ -60,9 +61,7 @@ def _beside_layers(policy: PrecisionPolicy, run: RunFacts, chunk: Chunk) -> Iter
 
 def recomputed(run: RunFacts, module: str, *, mixture: bool) -> bool:
     """Whether a layer's linear is computed once more for the backward pass (transformer_config.py recompute_modules)."""
-    if run.model.get("recompute_granularity") != "selective":
-        return False
-    asked = set(run.model.get("recompute_modules") or ())
+    asked = recomputed_modules(run)
     if module.endswith(("linear_q_up_proj", "linear_kv_up_proj")):
         return "mla_up_proj" in asked
     if not module.startswith("mlp."):

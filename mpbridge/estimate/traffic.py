@@ -12,7 +12,7 @@ from mpbridge.estimate.flops import attended
 from mpbridge.estimate.gemms import full_layers, tokens
 from mpbridge.estimate.work import Attention, MatrixProduct, MemoryTraffic
 from mpbridge.facts import RunFacts
-from mpbridge.memory.activations import attention_kernel
+from mpbridge.memory.activations import attention_kernel, recomputed_modules
 from mpbridge.memory.layers import parameters
 from mpbridge.memory.ranks import Chunk, Coordinates
 from mpbridge.precision.policy import PrecisionPolicy
@@ -30,10 +30,7 @@ def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[Attention]:
         else latent["qk_head_dim"] + latent["qk_pos_emb_head_dim"] + latent["v_head_dim"]
     )
     kernel = attention_kernel(run)
-    again = (
-        "core_attn" in (run.model.get("recompute_modules") or ())
-        and run.model.get("recompute_granularity") == "selective"
-    )
+    again = "core_attn" in recomputed_modules(run)
     flops = scores = 0.0
     layers = 0
     for chunk in chunks:

@@ -109,6 +109,15 @@ def attention_kernel(run: RunFacts) -> str:
     return asked if asked in ("unfused", "local") else "fused"
 
 
+def recomputed_modules(run: RunFacts) -> frozenset[str]:
+    """What selective recomputation runs once more in each layer, empty without it; core attention where nothing is named (transformer_config.py)."""
+    how, named = run.model.get("recompute_granularity"), run.model.get("recompute_modules")
+    asked = frozenset(("core_attn",) if named is None else named)
+    if run.model.get("moe_layer_recompute") and how != "full":  # an older name for selective recomputation of "moe"
+        return asked | {"moe"}
+    return asked if how == "selective" else frozenset()
+
+
 def _away(run: RunFacts, layers: int) -> int:
     """How many of a stage's layers keep their activations on the host (cpu_offloading)."""
     if not run.model.get("cpu_offloading") or run.model.get("cpu_offloading_activations") is False:
@@ -135,9 +144,7 @@ def _recomputed(run: RunFacts, kept: list[LayerBytes]) -> float:
 
 
 def _recomputed_parts(run: RunFacts) -> frozenset[str]:
-    if run.model.get("recompute_granularity") != "selective":
-        return frozenset()
-    return frozenset(part for name in run.model.get("recompute_modules") or () for part in _RECOMPUTED.get(name, ()))
+    return frozenset(part for name in recomputed_modules(run) for part in _RECOMPUTED.get(name, ()))
 
 
 def _selected(run: RunFacts, kept: LayerBytes) -> float:

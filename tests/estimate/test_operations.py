@@ -49,6 +49,28 @@ def test_recomputed_modules_are_computed_once_more():
     assert {gemm.where.rpartition(".")[2] for gemm in again} == {"linear_q_up_proj", "linear_kv_up_proj"}
 
 
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({}, 3.5),
+        ({"recompute_modules": ["core_attn"]}, 3.5),
+        ({"recompute_granularity": "selective"}, 4.5),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, 4.5),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, 3.5),
+        ({"recompute_granularity": "selective", "recompute_modules": []}, 3.5),
+        ({"moe_layer_recompute": True}, 4.5),
+    ],
+    ids=str,
+)
+def test_selective_recomputation_that_names_nothing_computes_core_attention_once_more(settings, passes):
+    run = run_of(rows()[1])  # Llama 3 70B: no experts, fused attention
+    bare = {name: value for name, value in run.facts.model.items() if not name.startswith("recompute")}
+    facts = dataclasses.replace(run.facts, model={**bare, **settings})
+    none = dataclasses.replace(run.facts, model=bare)
+    each, alone = (sum(one.flops for one in work(run.policy, asked, 0).attention) for asked in (facts, none))
+    assert each / alone == pytest.approx(passes / 3.5)
+
+
 def test_formats_follow_the_recipe_layer_by_layer():
     run = run_of(rows()[2])
     assert {gemm.scaling for gemm in work(run.policy, run.facts, 0).gemms if gemm.format == "fp4"} == {"nvfp4"}

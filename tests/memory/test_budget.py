@@ -333,7 +333,8 @@ def test_activations_follow_the_settings_that_change_them(model, more):
     assert other != base
 
 
-def test_unfused_attention_keeps_its_scores():
+@pytest.mark.parametrize("named", [{}, {"recompute_modules": None}, {"recompute_modules": ["core_attn"]}], ids=str)
+def test_unfused_attention_keeps_its_scores(named):
     run = facts(model={"attention_backend": "unfused", "attention_dropout": 0.0})
     scores = 32 * 8192 * 8192 * 2
     extra = memory(policy("bf16"), run).activations - memory(policy("bf16"), facts()).activations
@@ -343,7 +344,7 @@ def test_unfused_attention_keeps_its_scores():
             "attention_backend": "unfused",
             "attention_dropout": 0.0,
             "recompute_granularity": "selective",
-            "recompute_modules": ["core_attn"],
+            **named,
         }
     )
     assert memory(policy("bf16"), again).activations - memory(policy("bf16"), facts()).activations == scores
