@@ -10,8 +10,9 @@ import torch
 
 from mpbridge.errors import BadValue, DataError, Refused
 from mpbridge.huggingface.folder import read_config, read_json_file, tensors
+from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.tune.budget import Budget
-from mpbridge.tune.module import tune_module
+from mpbridge.tune.module import aimed, tune_module
 from mpbridge.tune.run import Where
 from mpbridge.tune.tuning import Tuned, refuse_bad
 
@@ -34,11 +35,12 @@ def tune_folder(
 ) -> tuple[Tuned, dict[str, Any]]:
     """As `tune_module`, for the model in `folder` on the text file. Nothing is downloaded and no code of the folder's runs.
 
-    Raises what `refuse_code` raises, DataError for a text that is too short, BadValue for numbers.
+    Raises what `aimed` and `refuse_code` raise before anything is loaded, DataError for a text that is too short, BadValue for numbers.
     """
     refuse_bad(batches, unseen)
     if seq_length < 2 or batch_size < 1:
         raise BadValue(f"--seq-length {seq_length}, --batch-size {batch_size}: at least 2 and 1")
+    aimed(get_mixed_precision_config(recipe), levels, where or Where())
     refuse_code(folder)
     model, encode = _loaded(folder, say)
     tokens = encode(_read(text))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,18 @@ import torch
 
 from mpbridge.emulation import emulate_linears
 from mpbridge.emulation.modules import refuse_without_linears
+from mpbridge.errors import BadValue, Refused
 from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.regions import Quant
 from mpbridge.precision.registry import FOREIGN, get_mixed_precision_config
 from mpbridge.tune.budget import Budget, budget_of
 from mpbridge.tune.costs import Pricing
 from mpbridge.tune.evidence import evidence
 from mpbridge.tune.run import Where, default_levels, natural
+from mpbridge.tune.sayable import runnable
 from mpbridge.tune.subject import ModuleSubject
-from mpbridge.tune.tuning import Asked, Tuned, levels_of, prepared, refuse_bad, tuned
+from mpbridge.tune.tuning import ENOUGH, FEWEST, Asked, Tuned, levels_of, prepared, tuned
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -39,29 +43,32 @@ def tune_module(
     """Which of `module`'s linears may go low under `recipe`: the result, and the content of a recipe file whose `modules:` name them as the module does.
 
     step: (module, batch) -> the batch's loss, a scalar tensor on which backward has not been called. batches: the last `unseen` are for the proof, the
-    others (8 or more) are scored. levels, budget, where: as for `mpbridge tune`. facts: what the evidence should say of model and data. options: those of
-    Emulation. The module is left as it was, gradients gone. Raises what `mpbridge tune` raises.
+    others (4 or more, 8 rank better) are scored. levels, budget, where: as for `mpbridge tune`. facts: what the evidence should say of model and data.
+    options: those of Emulation. The module is left as it was, gradients gone. Raises what `mpbridge tune` raises, BadValue for a step that calls backward
+    itself and for batches that are no sequence, Refused for a module that is frozen or emulated already.
     """
-    refuse_bad(len(batches) - unseen, unseen)
+    every = _listed(batches, unseen)
+    limit = budget if isinstance(budget, Budget) else budget_of(budget)
     config = get_mixed_precision_config(recipe)
-    _, policy = prepared(config)
+    where = where or Where()
+    found, notes, policy = aimed(config, levels, where)
     refuse_without_linears(module)
-    where, words = where or Where(), default_levels(config) if levels is None else levels
-    target = where.machine or natural(policy.quants)
+    _refuse_frozen(module)
     asked = Asked(
         config=config,
-        levels=levels_of(words, config),
-        budget=budget if isinstance(budget, Budget) else budget_of(budget),
-        batches=len(batches) - unseen,
+        levels=found,
+        budget=limit,
+        batches=len(every) - unseen,
         unseen=unseen,
-        pricing=Pricing(machine=target, constants=where.constants),
+        pricing=Pricing(machine=where.machine or natural(policy.quants), constants=where.constants),
         fused=False,
+        notes=tuple(notes),
     )
     emulation = emulate_linears(module, policy, **options)
     training = module.training
     try:
         module.train()
-        result = tuned(ModuleSubject(module, step, batches, emulation, unseen=unseen), asked, say)
+        result = tuned(ModuleSubject(module, step, every, emulation, unseen=unseen), asked, say)
     finally:
         emulation.detach()
         module.train(training)
@@ -71,3 +78,44 @@ def tune_module(
     return result, evidence(
         result, recipe=str(recipe) if not isinstance(recipe, MixedPrecisionConfig) else "", facts=said
     )
+
+
+def aimed(
+    config: MixedPrecisionConfig, levels: Sequence[str] | None, where: Where
+) -> tuple[dict[str, Quant | None], list[str], PrecisionPolicy]:
+    """(levels of a module's linears that run on the target, why others are not proposed, the recipe's policy). Raises Refused, BadValue."""
+    if where.stack is not None:
+        raise BadValue(
+            f"stack {where.stack}: its words are about megatron-core's linears, not about another module's: leave it out"
+        )
+    base, policy = prepared(config)
+    words = default_levels(config) if levels is None else levels
+    found, notes = runnable(
+        levels_of(words, config), base, machine=where.machine, versions=where.versions, asked=levels is not None
+    )
+    return found, notes, policy
+
+
+def _listed(batches: Sequence[Any], unseen: int) -> list[Any]:
+    if not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")) or isinstance(batches, (str, Mapping)):
+        raise BadValue(
+            f"batches is a {type(batches).__name__}, expected a sequence, since each batch is looked at more than once: "
+            f"list(itertools.islice(batches, {ENOUGH + unseen}))"
+        )
+    if unseen < 2:
+        raise BadValue(f"unseen={unseen}: a standard error needs 2 batches or more")
+    count = len(batches)
+    if count - unseen < FEWEST:
+        raise BadValue(
+            f"{count} batches, {unseen} of them unseen, leave {max(count - unseen, 0)} to score, and scores of fewer than {FEWEST} rank nothing: "
+            f"give {FEWEST + unseen} batches or more ({ENOUGH + unseen} rank better)"
+        )
+    return [batches[number] for number in range(count)]
+
+
+def _refuse_frozen(module: torch.nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise Refused(
+            f"every parameter of {type(module).__name__} is frozen (requires_grad=False), so there is no gradient to measure: "
+            "unfreeze those that will be trained"
+        )

@@ -18,10 +18,8 @@ from mpbridge.data.batches import Feed
 from mpbridge.devices import device_layer
 from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.engines.registry import build_engine
-from mpbridge.errors import Refused
 from mpbridge.estimate.constants import Constants
 from mpbridge.facts import Versions
-from mpbridge.hardware.capability import quant_faults
 from mpbridge.hardware.machines import Machine, machine
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.resolve import resolve
@@ -33,7 +31,7 @@ from mpbridge.tune.budget import Budget
 from mpbridge.tune.costs import Pricing
 from mpbridge.tune.evidence import evidence
 from mpbridge.tune.proposal import base_of
-from mpbridge.tune.sayable import sayable
+from mpbridge.tune.sayable import runnable, sayable
 from mpbridge.tune.subject import EngineSubject
 from mpbridge.tune.tuning import Asked, Tuned, levels_of, prepared, refuse_bad, tuned
 
@@ -91,16 +89,10 @@ def tune(
         config = asked_for.stages[0].config
         base, policy = prepared(config)
         words = default_levels(config) if levels is None else levels
-        found = levels_of(words, config)
         target = where.machine or natural(policy.quants)
-        for word, quant in {"the recipe": policy.quant, **found}.items():
-            faults = (
-                quant_faults(quant, target, where.versions) if quant is not None and where.versions is not None else ()
-            )
-            if faults:
-                raise Refused(
-                    f"{word if quant is policy.quant else 'level ' + word} does not run on {target.label}: {'; '.join(faults)}"
-                )
+        found, left_out = runnable(
+            levels_of(words, config), base, machine=where.machine, versions=where.versions, asked=levels is not None
+        )
         priced = container.resolved(world, machine=target, versions=where.versions, training=False)
         found, notes = sayable(
             found, base, run=priced.facts if where.machine else None, stack=where.stack, asked=levels is not None
@@ -114,7 +106,7 @@ def tune(
             pricing=Pricing(machine=target, constants=where.constants),
             run=dataclasses.replace(priced.facts, machine=target),
             seed=int(asked_for.train.get("seed") or 1234),
-            notes=tuple(notes),
+            notes=(*left_out, *notes),
         )
         with opened(container, base, batches=batches, unseen=unseen) as (subject, weights):
             result = tuned(subject, asked, say)

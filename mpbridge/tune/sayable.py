@@ -1,4 +1,4 @@
-"""Levels that the target can say: module by module on a machine's Transformer Engine, and in another stack's words."""
+"""Levels that the target runs and can say: module by module on a machine's Transformer Engine, and in another stack's words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from mpbridge.errors import MpbridgeError, Refused
-from mpbridge.facts import RunFacts
+from mpbridge.facts import RunFacts, Versions
+from mpbridge.hardware.capability import ASSUMED, quant_faults
+from mpbridge.hardware.machines import Machine
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.regions import Quant
 from mpbridge.precision.resolve import resolve
@@ -18,6 +20,42 @@ PROBE = "self_attention.linear_proj"
 """A linear that every layer of megatron-core's GPT has: a level is asked about by a rule for it in one layer."""
 
 Levels = dict[str, Quant | None]
+
+
+def runnable(
+    levels: Mapping[str, Quant | None],
+    config: MixedPrecisionConfig,
+    *,
+    machine: Machine | None,
+    versions: Versions | None,
+    asked: bool,
+) -> tuple[Levels, list[str]]:
+    """(the levels that run on `machine`, why others are not proposed); all of them where no machine was named.
+
+    config: the recipe without edge layers. versions: None: the newest that are known. asked: somebody named the levels, so one that does not run is
+    refused. Raises Refused for that, and for a recipe that does not run there.
+    """
+    if machine is None:
+        return dict(levels), []
+    policy = resolve(config)
+    own = [fault for quant in policy.quants for fault in quant_faults(quant, machine, versions or ASSUMED)]
+    if own:
+        raise Refused(
+            f"the recipe does not run on {machine.label}: {'; '.join(own)} (tune for another machine, or a recipe that mpbridge recommend names for this one)"
+        )
+    lost = {
+        word: "; ".join(faults)
+        for word, quant in levels.items()
+        if quant is not None and (faults := quant_faults(quant, machine, versions or ASSUMED))
+    }
+    if asked and lost:
+        raise Refused(
+            "; ".join(f"level {word} does not run on {machine.label}: {why}" for word, why in lost.items())
+            + ": leave it out of --levels"
+        )
+    return {word: quant for word, quant in levels.items() if word not in lost}, [
+        f"level {word} is not proposed: it does not run on {machine.label}: {why}" for word, why in lost.items()
+    ]
 
 
 def sayable(

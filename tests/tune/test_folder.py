@@ -88,3 +88,23 @@ def test_code_and_pickles_are_refused_before_anything_is_loaded(tmp_path: Path, 
     assert tune(folder, text, out) != 0
     assert "pickled weights" in capsys.readouterr().err
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "why"),
+    [
+        ("bf16_with_mxfp8_mixed", "h100", "MXFP8 needs compute capability 10.0 or later"),
+        (NVFP4, "h100", "NVFP4 needs compute capability 10.0 or later"),
+        ("bf16_with_fp8_current_scaling_mixed", "a100", "needs compute capability 8.9 or later"),
+    ],
+)
+def test_a_recipe_that_the_target_does_not_run_is_refused_before_anything_is_loaded(
+    recipe: str, target: str, why: str, tmp_path: Path, text: Path, capsys: Any
+) -> None:
+    folder, out = folder_of(tmp_path), tmp_path / "tuned.yaml"
+    command = ["tune", "--hf", str(folder), "--text", str(text), "--recipe", recipe, "--target", target]
+    assert main([*command, "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert f"the recipe does not run on {target.upper()}" in said
+    assert why in said
+    assert "mpbridge recommend" in said

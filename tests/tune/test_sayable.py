@@ -14,7 +14,7 @@ from mpbridge.hardware.machines import machine
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.tune.proposal import base_of
-from mpbridge.tune.sayable import sayable
+from mpbridge.tune.sayable import runnable, sayable
 from mpbridge.tune.tuning import levels_of
 
 TINY = Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml"
@@ -58,3 +58,14 @@ def test_a_level_without_words_is_left_out_or_refused_where_it_was_asked_for(mon
     assert notes == ["level tensorwise is not proposed: no word"]
     with pytest.raises(Refused, match="level tensorwise: no word: leave it out of --levels"):
         sayable(levels, base, run=None, stack="megatron-lm", asked=True)
+
+
+def test_a_level_that_the_machine_does_not_run_is_left_out_or_refused_where_it_was_asked_for() -> None:
+    levels, base, _ = asked("bf16_with_fp8_current_scaling_mixed", "mxfp8")
+    hopper = machine("h100")
+    kept, notes = runnable(levels, base, machine=hopper, versions=None, asked=False)
+    assert list(kept) == ["bf16"]
+    assert "level mxfp8 is not proposed: it does not run on H100" in notes[0]
+    with pytest.raises(Refused, match=r"level mxfp8 does not run on H100 \(sm_90\): .*leave it out of --levels"):
+        runnable(levels, base, machine=hopper, versions=None, asked=True)
+    assert runnable(levels, base, machine=None, versions=None, asked=True) == (levels, [])
