@@ -11,6 +11,10 @@ from typing import Any
 import numpy as np
 
 from mpbridge.data.records import Skip, Unit, records
+from mpbridge.errors import DataError
+
+LONGEST = 64 << 20
+"""Characters of a document at most where a tokenizer sees it whole; the libraries hold about 20 bytes for each of them."""
 
 
 @dataclass(slots=True)
@@ -43,6 +47,38 @@ def pieces(text: str, size: int) -> Iterator[str]:
         start = end
 
 
+def cut(tokens: Sequence[int], most: int, line_end: Sequence[int]) -> Iterator[Sequence[int]]:
+    """`tokens` in parts of at most `most`, cut behind a token of `line_end` where the second half of a part has one.
+
+    A text is tokenized whole and its tokens are cut: SentencePiece's dummy prefix, or a rule of white space, would put other tokens where text is cut.
+    """
+    start = 0
+    while start < len(tokens):
+        end = start + most
+        if end < len(tokens):
+            ends = (place for place in range(end, start + most // 2, -1) if tokens[place - 1] in line_end)
+            end = next(ends, end)
+        yield tokens[start:end]
+        start = end
+
+
+def _tokens(text: str, tok: Any, piece: int, line_end: Sequence[int] | None) -> list[Sequence[int]]:
+    """The tokens of a document, in sequences of about `piece` characters. line_end: None for bytes, which are the same however text is cut."""
+    if line_end is None:
+        return [tok.tokenize(part) for part in pieces(text, piece)]
+    found = tok.tokenize(text)
+    most = max(1, -(-len(found) * piece // len(text)))
+    return list(cut(found, most, line_end))
+
+
+def _refuse_long(text: str, path: Path) -> None:
+    if len(text) > LONGEST:
+        raise DataError(
+            f"{path}: a document of {len(text):,} characters; a tokenizer sees a document whole, {LONGEST:,} of them at most: "
+            "divide it (split -C 32M --additional-suffix=.txt FILE part-), or make JSON lines of it"
+        )
+
+
 def token_dtype(tok: Any) -> Any:
     """The numpy type that holds every token: uint16 up to 65,536 of them, else int32 (the library's own rule)."""
     from megatron.core.datasets.indexed_dataset import DType
@@ -50,20 +86,28 @@ def token_dtype(tok: Any) -> Any:
     return DType.optimal_dtype(tok.vocab_size)
 
 
-def encode(work: Sequence[Unit], tok: Any, keys: Sequence[str], folder: Path, piece: int) -> RecordCounts:
-    """Writes `folder`/<key>.bin and .idx for every key, empty ones too; returns the tally. Whatever fails is raised."""
+def encode(
+    work: Sequence[Unit], tok: Any, keys: Sequence[str], folder: Path, piece: int, *, whole: bool
+) -> RecordCounts:
+    """Writes `folder`/<key>.bin and .idx for every key, empty ones too; returns the tally. Whatever fails is raised.
+
+    whole: a document is tokenized in one go, which all need but bytes; one above `LONGEST` is a DataError.
+    """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     dtype = token_dtype(tok)
     writers = {key: IndexedDatasetBuilder(str(folder / f"{key}.bin"), dtype=dtype) for key in keys}
     tally = RecordCounts()
     try:
+        line_end = tok.tokenize("\n")[-1:] if whole else None
         for unit in work:
             for found in records(unit, keys):
                 if isinstance(found, Skip):
                     tally.skipped[found.reason] += 1
                     continue
-                parts = [tok.tokenize(part) for part in pieces(found.text, piece)]
+                if whole:
+                    _refuse_long(found.text, unit.path)
+                parts = _tokens(found.text, tok, piece, line_end) or [[]]
                 parts[-1] = [*parts[-1], tok.eod]
                 tally.documents += 1
                 tally.tokens += sum(map(len, parts))

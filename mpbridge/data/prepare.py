@@ -26,13 +26,14 @@ from mpbridge.data.records import Unit, units
 from mpbridge.data.sources import JSON_LINES, TABLES
 from mpbridge.data.tokenizer import identity, tokenizer
 from mpbridge.errors import DataError
+from mpbridge.huggingface.tokenizers import BYTE
 from mpbridge.locks import lock
 from mpbridge.report.chatter import without_chatter
 
-FORMAT = "1"
+FORMAT = "2"
 """Part of every key: increase it when the same files would be written differently."""
 PIECE = 32 << 10
-"""Characters in a sequence at most; see `encode.pieces`."""
+"""Characters in a sequence, about; see `encode.pieces` and `encode.cut`."""
 ONE_WORKER = 64 << 20
 """Bytes of input up to which starting processes (which import torch) costs more than it saves, and a share that is finished on its own."""
 Told = Callable[[int, int], None]
@@ -175,6 +176,11 @@ class _Work:
     keys: tuple[str, ...]
     piece: int = PIECE
 
+    @property
+    def whole(self) -> bool:
+        """Whether the tokens depend on where a text is cut, as far as is known."""
+        return self.name != BYTE
+
 
 def _encode_all(
     files: Sequence[Path], tok: Any, work: _Work, folder: Path, home: Path, workers: int | None, told: Told
@@ -190,7 +196,7 @@ def _encode_all(
     shares = list(_shares(todo, most))
     if len(shares) == 1 or (workers <= 1 and size <= ONE_WORKER):
         try:
-            tally = encode(todo, tok, work.keys, folder, work.piece)
+            tally = encode(todo, tok, work.keys, folder, work.piece, whole=work.whole)
         except Exception as error:
             raise _failed("preprocessing failed", error) from error
         told(size, size)
@@ -278,7 +284,7 @@ def _work(share: Sequence[Unit], work: _Work, target: Path) -> RecordCounts:
     folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     folder.mkdir()
     try:
-        tally = encode(share, tokenizer(work.name, work.end), work.keys, folder, work.piece)
+        tally = encode(share, tokenizer(work.name, work.end), work.keys, folder, work.piece, whole=work.whole)
         facts = {"documents": tally.documents, "tokens": tally.tokens, "skipped": dict(tally.skipped)}
         (folder / "done.json").write_text(json.dumps(facts))
         shutil.rmtree(target, ignore_errors=True)

@@ -172,7 +172,7 @@ def test_a_failing_worker_ends_with_an_error_and_leaves_nothing(tmp_path: Path) 
 def test_a_failure_while_writing_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "a.txt"
     source.write_text("text")
-    monkeypatch.setattr(prepare_module, "encode", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(prepare_module, "encode", lambda *_, **__: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(DataError, match="disk full"):
         prepare([source], cache=tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
@@ -184,6 +184,38 @@ def test_pieces_are_the_text_and_end_behind_lines() -> None:
     assert "".join(cut) == text
     assert all(part.endswith("\n") and len(part) <= 100 for part in cut)
     assert "".join(pieces("x" * 1001, 100)) == "x" * 1001
+
+
+class Prefixed:
+    """As SentencePiece's dummy prefix: one token before whatever text it is given, and one a character."""
+
+    eod, vocab_size, unique_identifiers = 1, 300, {"class": "Prefixed"}
+
+    def tokenize(self, text: str) -> list[int]:
+        return [2, *text.encode()]
+
+
+def prefixed() -> Prefixed:
+    """A tokenizer factory."""
+    return Prefixed()
+
+
+def test_a_document_is_packed_with_the_tokens_that_it_has_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    text = "".join(f"line {n} of a text\n" for n in range(500))
+    (tmp_path / "a.txt").write_text(text)
+    own = {"tokenizer_name": f"{Path(__file__).stem}:prefixed", "cache": tmp_path / "cache"}
+    found = _tokens(prepare([tmp_path / "a.txt"], **own).prefixes[0])
+    assert [token for sequence in found for token in sequence] == [*Prefixed().tokenize(text), 1]
+    # and it is still not one sequence, which a split could not divide
+    assert len(found) > 8
+    assert all(sequence[-1] == 10 and len(sequence) <= 1025 for sequence in found[:-1])
+    monkeypatch.setattr("mpbridge.data.encode.LONGEST", 1000)
+    (tmp_path / "b.txt").write_text(text + "more")
+    with pytest.raises(DataError, match=r"b\.txt: a document of .* characters.*split -C"):
+        prepare([tmp_path / "b.txt"], **own)
 
 
 def test_stdlib_corpus_is_real_text_in_a_fixed_order() -> None:
