@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mpbridge.emulation.emulation import Emulation
+from mpbridge.emulation.linear import EmulatedLinear
 from mpbridge.errors import BadValue, Refused
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
@@ -32,8 +33,10 @@ def emulate_linears(module: torch.nn.Module, policy: PrecisionPolicy, **options:
     """Makes every `torch.nn.Linear` inside the layers of `module` run under `policy`; `Emulation.detach` undoes it.
 
     A layer is a member of a `ModuleList` (the outermost one on the path); linears outside of all of them, such as an output head, stay in
-    high precision. In a module without any `ModuleList` every linear is a layer of its own. options: those of `Emulation`.
+    high precision. In a module without any `ModuleList` every linear is a layer of its own. options: those of `Emulation`. Raises Refused for a
+    module that is emulated already.
     """
+    _refuse_emulated(module)
     emulation = Emulation(policy, **options)
     places = list(_places(module))
     found = [
@@ -65,6 +68,14 @@ def _places(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear, str
         if owner is not None:
             number, _, below = name[len(owner) + 1 if owner else 0 :].partition(".")
             yield name, linear, below or number, int(number), len(named[owner])
+
+
+def _refuse_emulated(module: torch.nn.Module) -> None:
+    held = [name for name, child in module.named_modules() if isinstance(child, EmulatedLinear)]
+    if held:
+        raise Refused(
+            f"{type(module).__name__} is emulated already ({len(held)} linears, as {held[0] or 'itself'}): call detach() of what mpbridge.emulate returned first"
+        )
 
 
 def refuse_without_linears(module: torch.nn.Module) -> None:

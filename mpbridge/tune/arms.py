@@ -1,4 +1,4 @@
-"""The proposal's neighbours: simple rules that anybody can write down, and random choices at the same cost."""
+"""The proposal's neighbours: simple rules that anybody can write down, and random choices at about the same cost."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ TAIL = "last 15 %"
 ALL_LOW = "all low"
 KINDS = "whole kinds"
 TUNED = "tuned"
+NEAR = 0.95
+"""Of the proposal's cost: what a random choice is raised to where its levels allow."""
 
 
 def uniform(units: Sequence[Unit], options: Options, level: str, high: str) -> dict[str, str]:
@@ -50,7 +52,7 @@ def kinds(units: Sequence[Unit], options: Options, costs: Costs, budget: float, 
 
 
 def at_random(units: Sequence[Unit], options: Options, costs: Costs, limit: float, seed: int) -> dict[str, str]:
-    """Units drawn one by one, each to a random level that it can take, for as long as the cost stays within `limit`."""
+    """Units drawn one by one, each to a random level that it can take, while the cost stays within `limit`; then raised at random until it is near."""
     draw = random.Random(seed)
     chosen = [LOW if LOW in mine else min(mine, key=costs[i].__getitem__) for i, mine in enumerate(options)]
     spent = sum(costs[i][level] for i, level in enumerate(chosen))
@@ -61,4 +63,16 @@ def at_random(units: Sequence[Unit], options: Options, costs: Costs, limit: floa
         more = costs[i][level] - costs[i][chosen[i]]
         if spent + more <= limit * (1 + 1e-9):
             chosen[i], spent = level, spent + more
+    while spent < limit * NEAR:
+        room = limit * (1 + 1e-9) - spent
+        raises = [
+            (i, level)
+            for i, mine in enumerate(options)
+            for level in sorted(mine)
+            if 0 < costs[i][level] - costs[i][chosen[i]] <= room
+        ]
+        if not raises:
+            break
+        i, level = draw.choice(raises)
+        chosen[i], spent = level, spent + costs[i][level] - costs[i][chosen[i]]
     return {unit.name: level for unit, level in zip(units, chosen, strict=True)}

@@ -40,6 +40,8 @@ class Budget:
 
 def budget_of(text: str | None) -> Budget:
     """The budget that --budget says. Raises BadValue."""
+    if text is not None and not isinstance(text, str):
+        raise BadValue(f"budget={text!r}: a {type(text).__name__} says not of what; {_LEGAL}, as a string")
     if not text:
         return Budget()
     name, found, said = text.partition("=")

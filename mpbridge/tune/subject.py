@@ -104,6 +104,11 @@ class ModuleSubject:
                 f"the step returned {type(loss).__name__}{tuple(loss.shape) if isinstance(loss, torch.Tensor) else ''}, expected the "
                 "batch's loss: a scalar tensor with its graph, on which backward has not been called"
             )
+        if any(parameter.grad is not None for parameter in self.parameters):
+            raise BadValue(
+                "the step called backward itself: expected a step that returns the batch's loss and leaves backward (and the optimizer) out, "
+                "since gradients are taken several times under several formats"
+            )
         with same_draws(number):
             # activation recomputation restores its own state
             torch.autograd.backward(loss)

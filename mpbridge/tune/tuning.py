@@ -296,6 +296,8 @@ class _Choice:
         picked = least(prices, self.options, limit) if swapped else least(self.options, prices, limit)
         if picked is None:
             raise BadValue(f"--budget {asked.budget}: nothing meets it")
+        if swapped and set(picked) == {asked.high}:
+            self._refuse_all_high()
         mine = {unit.name: level for unit, level in zip(self.units, picked, strict=True)}
         found = {
             arms.TUNED: mine,
@@ -313,6 +315,15 @@ class _Choice:
                 self.units, self.options, self.costs, self.spent(mine), asked.seed + number
             )
         return found
+
+    def _refuse_all_high(self) -> None:
+        """For an error that leaves nothing low. Raises BadValue with the least one that does not."""
+        asked = self.asked
+        least_damage = min(damage for mine in self.options for level, damage in mine.items() if level != asked.high)
+        raise BadValue(
+            f"--budget {asked.budget}: only {asked.high} for all linears meets it, so nothing is left low (the least that any one of them in a lower format is "
+            f"expected to be off by is {math.sqrt(least_damage):.2g}): take {asked.high}, or a larger error"
+        )
 
     def proved(self, subject: Subject, agreement: float, pooled: bool, say: Callable[[str], None]) -> Tuned:
         """The proposal and its neighbours on unseen batches."""

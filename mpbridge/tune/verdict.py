@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpbridge.tune.arms import TUNED
@@ -49,8 +49,9 @@ def judged(proof: Mapping[str, Measured], spent: Mapping[str, float], same: Mapp
     drawn = [name for name in proof if name.startswith("random")]
     if drawn:
         mean = sum(proof[name].error for name in drawn) / len(drawn)
+        plural = "s" if len(drawn) > 1 else ""
         lines.append(
-            f"{len(drawn)} random choice{'s' if len(drawn) > 1 else ''} at the same cost: off by {mean:.3f} on average"
+            f"{len(drawn)} random choice{plural} at {_costs([spent[name] / spent[TUNED] for name in drawn])}: off by {mean:.3f} on average"
         )
     for name, one in proof.items():
         if name.startswith("all ") and spent[name] > spent[TUNED] * SAME_COST and one.error < mine.error:
@@ -66,3 +67,12 @@ def judged(proof: Mapping[str, Measured], spent: Mapping[str, float], same: Mapp
         )
     )
     return Verdict(take=take, lines=tuple(lines))
+
+
+def _costs(ratios: Sequence[float]) -> str:
+    """Costs over the proposal's, in words."""
+    least, most = min(ratios), max(ratios)
+    if least >= 1 / SAME_COST and most <= SAME_COST:
+        return "the same cost"
+    span = f"{least:.2f}" if f"{least:.2f}" == f"{most:.2f}" else f"{least:.2f} to {most:.2f}"
+    return f"{span} times its cost"

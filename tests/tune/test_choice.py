@@ -10,6 +10,7 @@ import pytest
 from mpbridge.errors import BadValue
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
+from mpbridge.tune.arms import at_random
 from mpbridge.tune.budget import budget_of
 from mpbridge.tune.damage import rank_correlation
 from mpbridge.tune.knapsack import least
@@ -109,6 +110,22 @@ def test_the_recipe_says_exactly_what_was_chosen(seed: int) -> None:
     assert bool(made.first_last_layers_bf16) == (
         high > 0 or all(choice[unit.name] == "bf16" for unit in some if unit.layer == 0)
     )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_choices_come_within_five_percent_of_the_cost(seed: int) -> None:
+    some = [Unit(slots=(str(i),), places=((i, "a"),)) for i in range(16)]
+    options, costs = [dict.fromkeys(LEVELS, 0.0)] * 16, [{LOW: 1.0, "mxfp8": 2.0, "bf16": 4.0}] * 16
+    limit = 16 * 2.5
+    chosen = at_random(some, options, costs, limit, seed)
+    spent = sum(costs[i][chosen[unit.name]] for i, unit in enumerate(some))
+    assert 0.95 * limit <= spent <= limit
+
+
+@pytest.mark.parametrize("budget", [1.3, 0, True])
+def test_a_budget_that_is_no_text_is_refused_with_the_legal_ones(budget: object) -> None:
+    with pytest.raises(BadValue, match=r"says not of what; expected time=1\.1"):
+        budget_of(budget)  # type: ignore[arg-type]
 
 
 def test_the_authors_own_rules_stay_before_the_choice() -> None:

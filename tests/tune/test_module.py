@@ -10,8 +10,10 @@ import torch
 import mpbridge
 from mpbridge.emulation import emulate_linears
 from mpbridge.errors import BadValue, DataError, Refused
+from mpbridge.hardware.machines import machine
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
+from mpbridge.tune.run import Where
 from mpbridge.tune.scores import Scorer
 from mpbridge.tune.units import LOW
 
@@ -188,6 +190,18 @@ def test_a_linear_whose_shape_does_not_fit_is_no_candidate() -> None:
     assert any("cannot be quantized" in note for note in result.notes)
 
 
+def backward_too(module: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    found = loss(module, batch)
+    found.backward()
+    return found
+
+
+def emulated() -> Net:
+    model = net(1)
+    mpbridge.emulate(model, NVFP4, compiled=False)
+    return model
+
+
 def poisoned(number: int) -> list[torch.Tensor]:
     some = batches(7)
     some[number][3, 4] = float("nan")
@@ -242,6 +256,39 @@ def poisoned(number: int) -> list[torch.Tensor]:
             lambda: mpbridge.tune_module(net(), lambda m, b: loss(m, b).detach(), batches(8), NVFP4),
             BadValue,
             "scalar tensor with its graph",
+        ),
+        (
+            lambda: mpbridge.tune_module(net(1), loss, batches(6), NVFP4, unseen=2, budget="gradient-error=1e-9"),
+            BadValue,
+            "only bf16 for all linears meets it.*or a larger error",
+        ),
+        (
+            lambda: mpbridge.tune_module(net(1), backward_too, batches(8), NVFP4),
+            BadValue,
+            "the step called backward itself",
+        ),
+        (lambda: mpbridge.tune_module(net(1), loss, batches(8), NVFP4, budget=1.3), BadValue, "1.3.*expected time=1.1"),
+        (
+            lambda: mpbridge.tune_module(net(1), loss, (one for one in batches(8)), NVFP4),  # type: ignore[arg-type]
+            BadValue,
+            "batches is a generator, expected a sequence",
+        ),
+        (lambda: mpbridge.tune_module(emulated(), loss, batches(8), NVFP4), Refused, "is emulated already.*detach"),
+        (lambda: mpbridge.emulate(emulated(), NVFP4), Refused, "is emulated already.*detach"),
+        (
+            lambda: mpbridge.tune_module(net(1).requires_grad_(False), loss, batches(8), NVFP4),
+            Refused,
+            "every parameter of Net is frozen",
+        ),
+        (
+            lambda: mpbridge.tune_module(net(1), loss, batches(7), NVFP4),
+            BadValue,
+            "^7 batches, 4 of them unseen, leave 3 to score.*give 8 batches or more",
+        ),
+        (
+            lambda: mpbridge.tune_module(net(1), loss, batches(8), NVFP4, where=Where(machine=machine("h100"))),
+            Refused,
+            "the recipe does not run on H100",
         ),
     ],
 )

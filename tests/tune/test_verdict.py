@@ -44,6 +44,12 @@ def test_a_choice_that_is_a_rule_says_so() -> None:
     assert "random choice at the same cost" in said
 
 
+def test_the_costs_of_random_choices_are_said_where_they_differ() -> None:
+    proof = {"tuned": arm(0.10, 0.11), "random 1": arm(0.2, 0.2), "random 2": arm(0.2, 0.2)}
+    _, said = judge(proof, {"tuned": 2.5, "random 1": 1.8, "random 2": 2.0})
+    assert "2 random choices at 0.72 to 0.80 times its cost: off by 0.200" in said
+
+
 def test_noise_above_the_yardstick_names_the_batch_that_averages_it_below() -> None:
     noisy = Measured(errors=[1.2, 1.2], gaps=[0.0, 0.0], bias=0.1, noise=1.1)
     _, said = judge({"tuned": noisy}, {"tuned": 1.0})
