@@ -12,7 +12,7 @@ import torch.distributed as dist
 from mpbridge.audit.bounded import bounded
 from mpbridge.audit.compute import compute_findings
 from mpbridge.audit.findings import Finding, Report, Stage
-from mpbridge.audit.gradients import Followed, gradient_findings, scale_finding
+from mpbridge.audit.gradients import Followed, gradient_findings, scale_finding, share_of
 from mpbridge.audit.judge import flag_finding, rule_findings, tensor_findings
 from mpbridge.audit.observe import Observed, look
 from mpbridge.audit.places import is_attention, is_layer, is_norm, is_rotary, is_router, module_paths
@@ -159,9 +159,12 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
     norm = result.grad_norm
     parallel, config = engine.run.facts.parallel, engine.configs
     clip = getattr(config.optimizer, "clip_grad", None)
-    # a sum over tokens, or over chunks of a sequence, is scaled by what only the schedule knows, and another's loop may clip by what only it knows
+    # another's loop may clip by what only it knows
     told = clip is not None and (norm is not None or not clip)
-    known = told and not getattr(config.model, "calculate_per_token_loss", False) and parallel.context == 1
+    summed = bool(getattr(config.model, "calculate_per_token_loss", False))
+    share = share_of(followed) if summed else 1.0
+    known = told and share is not None and parallel.context == 1
+    hidden = _hidden_factor(summed=share is None, context=parallel.context)
     why = why_unseen(engine, promises, "gradients")
     findings = []
     if why:
@@ -180,13 +183,32 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
             known=known,
             widths=widths_of(promises),
             most=getattr(engine, "of_the_mean", 1.0) / result.loss_scale if promises.foreign else None,
+            share=share or 1.0,
+            why=hidden,
         )
     if not math.isnan(result.loss):
-        findings += scale_finding(followed, scale=result.loss_scale, promised=f"{result.loss_scale:g}", known=known)
+        findings += _scale_findings(followed, result.loss_scale, known=known, summed=summed)
     if norm is not None:
         good = math.isfinite(norm) and norm > 0.0
         findings.append(Finding(subject="gradient norm", promised="finite and above 0", found=f"{norm:.4g}", ok=good))
     return findings
+
+
+def _hidden_factor(*, summed: bool, context: int) -> str:
+    """Why nothing says what the factor between a gradient's GEMMs and its optimizer is; '' where something does."""
+    if context > 1:
+        return "under context parallelism the schedule scales each chunk's loss: values and a common factor are checked, its size is not"
+    if summed:
+        return "calculate_per_token_loss, and no count of tokens was seen: values and a common factor are checked, its size is not"
+    return ""
+
+
+def _scale_findings(followed: list[Followed], scale: float, *, known: bool, summed: bool) -> list[Finding]:
+    if not summed:
+        return scale_finding(followed, scale=scale, promised=f"{scale:g}", known=known)
+    why = "calculate_per_token_loss: backward starts from sums over tokens, the report holds means of micro-batches"
+    promised = f"{scale:g}, applied" if scale != 1 else "none"
+    return [Finding(subject="loss scale", promised=promised, found="not observed", ok=False, unseen=why)]
 
 
 def widths_of(promises: Promises) -> dict[str, str]:

@@ -36,11 +36,15 @@ class Followed:
     roots: float | None = None
     """Sum of the scaled losses that backward started from; None on pipeline stages without a loss."""
     loss: float = 0.0
+    tokens: int | None = None
+    """Tokens that this rank's summed loss was taken over; None where the loss is a mean."""
 
 
 def followed(engine: Any, watch: Watch, loss: float) -> Followed:
     """Samples of every weight whose gradient this rank's GEMMs gave, and, where nothing else is added to them on their way, of all other parameters."""
-    seen = Followed(group=data_parallel(engine), roots=sum(watch.roots) if watch.roots else None, loss=loss)
+    tokens = watch.tokens[0] if len(watch.tokens) == 1 else None
+    roots = sum(watch.roots) if watch.roots else None
+    seen = Followed(group=data_parallel(engine), roots=roots, loss=loss, tokens=tokens)
     alone = _is_alone(engine)
     for held in holdings(engine):
         path, _, last = held.name.rpartition(".")
@@ -102,13 +106,16 @@ def gradient_findings(
     known: bool,
     widths: Mapping[str, str],
     most: float | None = None,
+    share: float = 1.0,
+    why: str = "",
 ) -> list[Finding]:
     """Whether each sampled gradient is what GEMMs gave times the one factor that it should be.
 
-    known: False where the factor depends on token counts (calculate_per_token_loss): then all must share one. widths: the dtypes on a gradient's way.
+    known: False where nothing says what the factor is: then all must share one. widths: the dtypes on a gradient's way. share: what the mean over ranks is
+    multiplied by besides, see `share_of`. why: reason for a factor that cannot be known; the row is then as promised of nothing, or a fault.
     most: the largest that the factor may be where it is not known: clipping makes it smaller.
     """
-    factor = (min(1.0, clip / (norm + 1.0e-6)) if clip > 0 else 1.0) / scale
+    factor = share * (min(1.0, clip / (norm + 1.0e-6)) if clip > 0 else 1.0) / scale
     tolerance = max(_ROUNDED.get(width, 0.15) for width in widths.values()) if widths else _EXACT
     aim = Aim(factor=factor if known else None, most=None if known else most, scale=scale, tolerance=tolerance)
     told = [[*_told(rank, ranks, aim)] for rank in ranks]
@@ -121,13 +128,24 @@ def gradient_findings(
         Finding(
             subject="gradients",
             promised=promised,
-            found="others" if any(wrong) else promised,
+            found="others" if any(wrong) else "one factor, not observed" if why else promised,
             ok=not any(wrong),
             count=len(ratios),
             offenders=offenders(wrong),
             cure="something between the backward pass and the optimizer changes them" if any(wrong) else "",
+            unseen="" if any(wrong) else why,
         )
     ]
+
+
+def share_of(ranks: Sequence[Followed]) -> float | None:
+    """Where the loss is a sum over tokens: what takes the mean of the ranks' gradients to their sum over all tokens of the step; None where no rank counted."""
+    first = next((rank for rank in ranks if rank.roots is not None), None)
+    if first is None:
+        return None
+    tokens = [ranks[other].tokens for other in first.group]
+    total = sum(count for count in tokens if count is not None)
+    return len(tokens) / total if total > 0 and None not in tokens else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from mpbridge.audit.library import Library
 from mpbridge.audit.places import is_attention, is_layer, is_linear, is_norm, is_rotary, linears, module_paths
 from mpbridge.audit.products import Products
 from mpbridge.audit.stored import storage, values
+from mpbridge.audit.tokens import counted
 from mpbridge.audit.values import digest, is_narrow
 from mpbridge.audit.wire import aside
 from mpbridge.precision.policy import Gemms
@@ -85,6 +86,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.sent: list[Sent] = []
         self.roots: list[float] = []
         """What backward started from: the scaled losses of the micro-batches."""
+        self.tokens: list[int] = []
+        """Tokens that a sum of losses was taken over, on this rank; nothing where the loss is a mean."""
         self.calls: Counter[str] = Counter()
         """Linear -> forward passes with something in them, those with gradients."""
         self.products = Products(gemms_of)
@@ -110,8 +113,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with ExitStack() as undo:
             undo.callback(register_module_forward_pre_hook(self._enter).remove)
             undo.callback(register_module_forward_hook(self._leave).remove)
+            undo.enter_context(counted(chunks, self._count))
             undo.enter_context(self)
             self._undo = undo.pop_all()
+
+    def _count(self, tokens: int) -> None:
+        self.tokens.append(tokens)
 
     def stop(self) -> None:
         """Takes every hook off and lets the graph go."""

@@ -100,6 +100,25 @@ def gradients_kept(engine: Any) -> None:
         chunk.zero_grad_buffer = nothing
 
 
+def all_gradients_times(factor: float) -> Callable[[Any], None]:
+    """Every gradient alike, behind the division by the number of tokens."""
+
+    def plant(engine: Any) -> None:
+        config = engine.configs.model
+        real = config.finalize_model_grads_func
+
+        def finish(*args: Any, **kwargs: Any) -> Any:
+            result = real(*args, **kwargs)
+            for _, parameter in engine.named_parameters():
+                parameter.main_grad.mul_(factor)
+            return result
+
+        config.finalize_model_grads_func = finish
+        engine.undo.append(SimpleNamespace(owner=config, name="finalize_model_grads_func", value=real))
+
+    return plant
+
+
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
     """Rounded to E4M3 under a scale of the whole tensor."""
     factor = 448.0 / values.abs().amax().clamp_min(1e-30).float()

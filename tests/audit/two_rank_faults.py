@@ -173,6 +173,7 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
 
     from tests.audit import compute_faults as c
     from tests.audit import faults as f
+    from tests.audit import hostile_faults as h
 
     return {
         "never reduced": ("ddp", _never_reduced, 0, {"wire: gradients", "gradients", "replicas"}),
@@ -196,6 +197,8 @@ def cases() -> dict[str, tuple[str, Callable[[Any], None], int, set[str]]]:
         "rank 1 loses a gradient": ("ddp", _on_rank_1(f.change_gradients(torch.zeros_like)), 0, {"gradients", "weights moved", "replicas"}),
         "more travels between stages": ("pipeline", _more_between_stages, 0, {"wire: stages"}),
         "a gradient doubled on the second stage": ("pipeline", _on_rank_1(_last_weight_doubled), 0, {"gradients"}),
+        "all gradients halved, sum of tokens": ("sum of tokens", h.all_gradients_times(0.5), 0, {"gradients"}),
+        "healthy, sum of tokens": ("sum of tokens", f.nothing, 0, set()),
         "healthy, pipeline": ("pipeline", f.nothing, 0, set()),
         "healthy": ("ddp", f.nothing, 0, set()),
         "healthy, sharded": ("dist", f.nothing, 0, set()),
