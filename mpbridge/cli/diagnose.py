@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,22 +24,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the diagnosis; 0 for a run without anything out of line, 1 otherwise."""
     from mpbridge.diagnose.diagnosis import diagnose
-    from mpbridge.pages.document import writable
+    from mpbridge.pages.document import writable, write
 
     if args.out is not None:
         writable(args.out)
     found = diagnose(args.run_folder, args.against)
-    if args.out is not None:
-        from mpbridge.diagnose.page import diagnosis_page
-
-        args.out.write_text(diagnosis_page(found).html(), encoding="utf-8")
     if args.json:
         import json
 
         print(json.dumps(found.as_data(), indent=2, default=str))
     else:
         _print(found)
-        if args.out is not None:
+    if args.out is not None:
+        from mpbridge.diagnose.page import diagnosis_page
+
+        sys.stdout.flush()  # the answer first: a page that cannot be written costs the page
+        write(args.out, diagnosis_page(found).html())
+        if not args.json:
             print(f"\npage: {args.out}")
     return 0 if found.healthy else 1
 

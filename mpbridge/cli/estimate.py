@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the prediction."""
+    drawn = args.plot is not None and _drawn(Path(args.plot))
     where = target(args)
     measured = timing(Path(args.against)) if args.against else None
     made = (
@@ -53,19 +55,29 @@ def run(args: argparse.Namespace) -> int:
         refuse_unless_native(made.policy, where.machine, where.versions)
     mine = estimate(made.policy, where.facts(made.facts), None, where.constants)
     other = _reference(made, where)
-    if args.plot:
-        _plot(Path(args.plot), made, where, mine, other)
     if args.json:
         print_json(
             _data(made, mine, args.price) | {"reference": None if other is None else _data(made, other, args.price)}
         )
-        return 0
-    _print(made, where, mine, other, args.price)
-    if measured is not None:
+    else:
+        _print(made, where, mine, other, args.price)
+    if measured is not None and not args.json:
         print(
             f"\nmeasured: {measured.seconds:.3g} s (median of {measured.steps} steps), {measured.tokens_per_second:,.0f} tokens/s per process; predicted over measured {mine.seconds / measured.seconds:.2f}"
         )
+    if drawn:
+        sys.stdout.flush()  # the answer first: a picture that cannot be written costs the picture
+        _plot(Path(args.plot), made, where, mine, other)
     return 0
+
+
+def _drawn(path: Path) -> bool:
+    """Whether a picture will be drawn. Raises BadValue where it could not be written, before anything is predicted."""
+    from mpbridge.pages.document import writable
+    from mpbridge.report.pictures import told_drawable
+
+    writable(path, option="--plot")
+    return told_drawable()
 
 
 def _run_of(measured: Timing, where: Target) -> Run:

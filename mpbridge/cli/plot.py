@@ -26,29 +26,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one plot for each number and run, and writes the picture; a missing matplotlib costs the picture only."""
-    from mpbridge.errors import BadValue, MpbridgeError
+    from mpbridge.errors import BadValue
     from mpbridge.pages.document import writable
     from mpbridge.report.curves import CURVES, picture
+    from mpbridge.report.pictures import told_drawable
 
     if args.width < 10:
         raise BadValue(f"--width {args.width}: at least 10 columns")
     target = args.out or (args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent) / "curves.png"
     if not args.no_picture:
         writable(target)
+    drawn = not args.no_picture and told_drawable()
     found = _read(args.runs)
     for number in CURVES:
         for curves in found:
             _print(curves, number, args.width)
-    if args.no_picture:
-        return 0
-    try:
+    if drawn:
+        sys.stdout.flush()
         picture(found, target)
-    except BadValue:
-        raise
-    except MpbridgeError as error:
-        print(f"no picture: {error}", file=sys.stderr)
-        return 0
-    print(f"picture: {target}")
+        print(f"picture: {target}")
     return 0
 
 

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the worst operands of the newest measurement and writes the page; 1 where nothing was measured."""
     from mpbridge.diagnose.evidence import gather
     from mpbridge.diagnose.page import precision_page
-    from mpbridge.pages.document import writable
+    from mpbridge.pages.document import writable, write
     from mpbridge.report.console import console
 
     target = args.out or args.run_folder / "precision.html"
@@ -33,7 +33,6 @@ def run(args: argparse.Namespace) -> int:
     found = gather(args.run_folder)
     writable(target)
     out = console()
-    target.write_text(precision_page(found).html(), encoding="utf-8")
     for gap in found.gaps:
         out.print(gap, markup=False, soft_wrap=True)
     measured = [one for one in found.measured if one.tables["operands"]]
@@ -41,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
         out.print(_table(measured[-1].step, measured[-1].tables["operands"], args.top))
     elif found.measured:
         out.print("no GEMM of this run is quantized: its linears and weights are on the page", markup=False)
+    write(target, precision_page(found).html())
     out.print(f"page: {target}", markup=False, soft_wrap=True)
     return 0 if found.measured else 1
 

@@ -67,12 +67,13 @@ def run(args: argparse.Namespace) -> int:
     from mpbridge.pages.document import writable
     from mpbridge.rehearse.report import caveats, tables
     from mpbridge.report.console import console, rank
+    from mpbridge.report.pictures import MISSING, drawable
 
     writable(args.out, folder=True)
     out = console(speaks=rank() == 0)
-    pictures = _pictures()
+    pictures = drawable()
     if not pictures:
-        out.print("no pictures: matplotlib is not installed (pip install 'mpbridge[plot]'); the page has its own charts", markup=False)  # fmt: skip
+        out.print(f"no pictures: {MISSING}; the page has its own charts", markup=False)
     result = _rehearsed(args)
     if args.suggest:
         _suggest(args, result)
@@ -86,16 +87,6 @@ def run(args: argparse.Namespace) -> int:
     if rank() == 0:
         out.print(f"report: {page}", markup=False, soft_wrap=True)
     return 1 if all(recipe.failure is not None for recipe in result.recipes) else 0
-
-
-def _pictures() -> bool:
-    """Whether PNG files can be drawn, asked before the work."""
-    import importlib.util
-
-    try:
-        return importlib.util.find_spec("matplotlib") is not None
-    except ValueError:  # it stands in sys.modules without a spec
-        return False
 
 
 def _rehearsed(args: argparse.Namespace) -> Rehearsal:

@@ -214,19 +214,27 @@ def _halve(block: dict[str, Any]) -> bool:
     return False
 
 
-def writable(path: Path, *, folder: bool = False) -> None:
-    """Raises BadValue where a file (a folder) cannot be written at `path`: to be asked before the work, not after it."""
+def writable(path: Path, *, folder: bool = False, option: str = "--out") -> None:
+    """Raises BadValue where a file (a folder) cannot be written at `path`, the value of `option`: to be asked before the work, not after it."""
     if folder:
         place = path
         while not place.exists() and place != place.parent:
             place = place.parent
         if not place.is_dir():
-            raise BadValue(f"--out {path}: {place} is a file, expected a folder or a place for one")
+            raise BadValue(f"{option} {path}: {place} is a file, expected a folder or a place for one")
     else:
         place = path.parent
         if path.is_dir():
-            raise BadValue(f"--out {path} is a folder, expected a file")
+            raise BadValue(f"{option} {path} is a folder, expected a file")
         if not place.is_dir():
-            raise BadValue(f"--out {path}: folder {place} does not exist")
+            raise BadValue(f"{option} {path}: folder {place} does not exist")
     if not os.access(place, os.W_OK) or (path.is_file() and not os.access(path, os.W_OK)):
-        raise BadValue(f"--out {path}: {place} cannot be written")
+        raise BadValue(f"{option} {path}: {place} cannot be written")
+
+
+def write(path: Path, text: str, *, option: str = "--out") -> None:
+    """Writes a page. Raises BadValue with the file's name where there is no room for it after all."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadValue(f"{option} {path} cannot be written: {error.strerror or error}") from None

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpbridge.formats import FORMATS
 from mpbridge.rehearse.report import Rehearsal, Rehearsed, place
-from mpbridge.report.curves import pyplot
+from mpbridge.report.pictures import pyplot
 
 LOW = -32
 """The power of two of the first histogram bin, as in mpbridge.emulation.statistics.BINS."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mpbridge.errors import BadValue, MpbridgeError
+from mpbridge.errors import BadValue
+from mpbridge.report.pictures import pyplot
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +23,7 @@ class Panel:
 def stacked_bars(path: Path, panels: Sequence[Panel]) -> None:
     """Writes a picture of the panels, one above the other, a horizontal bar for each name with its parts one after another. Raises MpbridgeError
     where matplotlib is missing, BadValue where the file cannot be written."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MpbridgeError(
-            "a picture needs matplotlib, which is not installed (pip install 'mpbridge[plot]')"
-        ) from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     height = sum(2.2 + 0.6 * len(panel.bars) for panel in panels)
     figure, places = plt.subplots(len(panels), 1, figsize=(10, height), squeeze=False, layout="constrained")
     for panel, axes in zip(panels, places[:, 0], strict=True):

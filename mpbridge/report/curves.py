@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mpbridge.errors import BadValue, MpbridgeError
+from mpbridge.errors import BadValue
 from mpbridge.files import text_of
 
 METRICS = "metrics.jsonl"
@@ -128,22 +128,10 @@ def _number(value: float) -> str:
 
 
 # --- as a picture --------------------------------------------------------------------------------------------------------------------------
-def pyplot() -> Any:
-    """matplotlib's pyplot without a display. Raises MpbridgeError with the extra's name where it is missing."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MpbridgeError(
-            "pictures need matplotlib, which is not installed (pip install 'mpbridge[plot]')"
-        ) from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 def picture(runs: Sequence[Curves], path: Path) -> None:
     """All curves of all runs in one picture. Raises MpbridgeError without matplotlib, BadValue where the picture cannot be written."""
+    from mpbridge.report.pictures import pyplot
+
     plt = pyplot()
     figure, all_axes = plt.subplots(2, 2, figsize=(12, 7))
     for (number, (label, log)), axes in zip(CURVES.items(), all_axes.flat, strict=True):

@@ -246,6 +246,19 @@ def test_precision_names_the_folder_that_is_missing(capsys: pytest.CaptureFixtur
     assert "--top 0: at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("verb", ["diagnose", "precision"])
+def test_a_page_without_room_is_named_and_costs_the_page_only(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"iteration": step, "loss": 3.0, "grad_norm": 1.0, "lr": 1e-3} for step in range(1, 20)]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert main([verb, str(tmp_path), "--out", "/dev/full"]) == 2
+    out, err = capsys.readouterr()
+    assert {"diagnose": "nothing is out of line", "precision": "no precision.json"}[verb] in out
+    assert err == "--out /dev/full cannot be written: No space left on device\n"
+
+
 def test_audits_keep_to_sixty_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,4 +40,29 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytes
     config = str(Path(__file__).parents[2] / "configs" / "gpt_125m.yaml")
     where = str(tmp_path / "no" / "x.png")
     assert main(["estimate", "--config", config, "--recipe", "bf16_mixed", "--target", "h100", "--plot", where]) == 2
-    assert where in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith(f"--plot {where}: folder {tmp_path / 'no'} does not exist")
+
+
+def test_without_matplotlib_only_the_picture_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["estimate", *RUN, "--plot", str(tmp_path / "x.png")]) == 0
+    out, err = capsys.readouterr()
+    assert "where the time goes" in out
+    assert err.startswith("no picture: matplotlib is not installed (pip install 'mpbridge[plot]')")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_picture_without_room_costs_the_picture_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    assert main(["estimate", *RUN, "--plot", str(tmp_path / "full.png")]) == 2
+    out, err = capsys.readouterr()
+    assert "where the time goes" in out
+    assert str(tmp_path / "full.png") in err
