@@ -46,6 +46,10 @@ class UnknownRecipe(UnknownName, ValueError):
         self.args = (f"Unknown mixed-precision recipe {given!r}: {self.args[0]}",)
 
 
+class UnknownField(UnknownName, ValueError):
+    """No field of that name; also a ValueError, as every error about a value is here."""
+
+
 @dataclasses.dataclass(kw_only=True)
 class MixedPrecisionConfig:
     """Bridge's 31 fields with Bridge's defaults; `ours()` is the config that they mean here."""
@@ -84,7 +88,7 @@ class MixedPrecisionConfig:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in FIELDS:
-            raise UnknownName("field of MixedPrecisionConfig", name, FIELDS)
+            raise UnknownField("field of MixedPrecisionConfig", name, FIELDS)
         object.__setattr__(self, name, value)
         twin = _TWINS.get(name)
         if twin is not None and "_made" in self.__dict__:
@@ -174,7 +178,7 @@ def _set(config: Any, write: Write) -> None:
         after = after.torch()
     if before is not after and before != after:
         setattr(config, write.field, after)
-        logging.debug(f"Overwrote {type(config).__name__}.{write.field}  {before} -> {after}")
+        logger.debug("Overwrote %s.%s  %s -> %s", type(config).__name__, write.field, before, after)
         logger.info(
             "%s.%s: %s -> %s (%s)", type(config).__name__, write.field, say(before), say(write.after), write.why
         )

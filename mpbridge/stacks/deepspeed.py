@@ -18,6 +18,8 @@ from mpbridge.stacks.meaning import Meaning
 NAME = "deepspeed"
 VERSIONS = {"0.19": "0.19.8"}
 DEFAULT_VERSION = "0.19"
+OVERFLOW = "check_grad_overflow is on for bf16 too: such a step is skipped, as here; Megatron-LM's own loop ends there"
+"""What follows from gradients that overflow, where nothing is said (train.faults.Nonfinite is ours)."""
 COSTS = {
     "quantization": "16-bit GEMMs",
     "modules": "16-bit GEMMs",
@@ -47,10 +49,7 @@ def export(request: Request) -> Export:
         text = "torch_autocast reduces in its own dtype, whatever communication_data_type says"
         lines.append(Line(fidelity="exact", fact="wire", text=text))
     if policy.mixed and theirs.main is DType.FP32 and policy.loss_scale is None:
-        text = (
-            "check_grad_overflow is on for bf16 too: such a step is skipped, as here; Megatron-LM's own loop ends there"
-        )
-        lines.append(Line(fidelity="exact", fact="non-finite gradients", text=text))
+        lines.append(Line(fidelity="exact", fact="non-finite gradients", text=OVERFLOW))
     lines += compared(request.ours, theirs, COSTS)
     piece = Fragment(name="ds_config.json", text=json.dumps(_config(policy, theirs), indent=2))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))

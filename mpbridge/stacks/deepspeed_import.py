@@ -10,11 +10,12 @@ from mpbridge.errors import DataError, cut
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale
 from mpbridge.stacks.base import Imported
-from mpbridge.stacks.deepspeed import NAME
+from mpbridge.stacks.deepspeed import NAME, OVERFLOW
 from mpbridge.stacks.known_keys import known, with_rest
 from mpbridge.stacks.meaning import Meaning, Sharded
 from mpbridge.stacks.reading import Reader, base_field, raise_faults
 from mpbridge.stacks.sharded_torch import TORCH_SCALER
+from mpbridge.stacks.torch_import import scale_fields
 from mpbridge.traits import DEFAULT
 
 _SHARDED: Mapping[int, Sharded] = {0: "nothing", 1: "optimizer", 2: "gradients", 3: "everything"}
@@ -31,20 +32,25 @@ def read_data(data: Any, *, version: str) -> Imported:
     found = Imported(
         stack=NAME, version=version, fields=_fields(said), engine=DEFAULT, meaning=_meaning(said),
         inert=tuple(f"{key}: unknown at the top level, accepted and ignored" for key in _INERT if key in data),
-        contradicts=tuple(_contradictions(said)), cannot_express=tuple(_skips(said)),
-        assumed=(f"DeepSpeed {version}: the wire's default differs between versions",),
+        contradicts=tuple(_contradictions(said)), cannot_express=tuple(_cannot(said)),
+        assumed=(f"DeepSpeed {version}: the wire's default differs between versions", *_assumed(said)),
     )  # fmt: skip
     return with_rest(found, said.read)
 
 
-def _skips(said: _Said) -> Iterator[str]:
-    """A BF16 step that overflows is skipped there by default; Megatron's never is."""
+def _assumed(said: _Said) -> Iterator[str]:
+    if said.bf16 and said.read.at("bf16.check_grad_overflow") is None:
+        yield f"non-finite gradients: {OVERFLOW}"
+
+
+def _cannot(said: _Said) -> Iterator[str]:
+    """What no setting of ours says: autocast's wire by module, and a non-finite step that is applied."""
     safe = said.read.at("torch_autocast.lower_precision_safe_modules")
     if said.autocast is not None and safe is not None:
         some = ", ".join(map(str, safe)) if isinstance(safe, list) else str(safe)
         yield f"torch_autocast.lower_precision_safe_modules: gradients of {cut(some)} alone travel in {said.autocast.short}, the others in FP32"
-    if said.bf16 and said.read.flag("bf16.check_grad_overflow", default=True):
-        yield "bf16.check_grad_overflow, on unless it is false: a step whose gradients overflow is skipped; here BF16 skips none"
+    if said.bf16 and not said.read.flag("bf16.check_grad_overflow", default=True):
+        yield "bf16.check_grad_overflow=false: a step whose gradients overflow is applied; here it is skipped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +91,7 @@ def _said(read: Reader) -> _Said:
         own=read.flag(f"{base.short}.{base.short}_master_weights_and_grads") if bf16 or fp16 else False,
         low=read.flag("bf16.bf16_optimizer_states"),
         # torch_autocast brings torch's scaler, whatever the fp16 section says
-        scale=TORCH_SCALER if autocast is DType.FP16 else _scale(read) if fp16 else None,
+        scale=TORCH_SCALER if autocast is DType.FP16 else scale_of(read, "fp16.") if fp16 else None,
     )
 
 
@@ -137,22 +143,16 @@ def _fields(said: _Said) -> dict[str, Any]:
         fields |= {"main_params_dtype": said.base.short, "grad_reduce_in_fp32": wide}
         fields |= {"exp_avg_dtype": meaning.exp_avg.short, "exp_avg_sq_dtype": meaning.exp_avg_sq.short}
         fields |= {} if wide else {"main_grads_dtype": said.base.short}
-    return fields if said.scale is None else fields | _scale_fields(said.scale)
+    return fields if said.scale is None else fields | scale_fields(said.scale)
 
 
-def _scale(read: Reader) -> LossScale:
-    static = read.number("fp16.loss_scale", 0)
+def scale_of(read: Reader, under: str = "") -> LossScale:
+    """The loss scale of an fp16 section, whose keys stand `under` a path; Lightning's DeepSpeedStrategy takes the same keys with the same defaults."""
+    static = read.number(f"{under}loss_scale", 0)
     return LossScale(
         static=static or None,
-        initial=2.0 ** read.number("fp16.initial_scale_power", 16),
-        minimum=read.number("fp16.min_loss_scale", 1),
-        window=read.number("fp16.loss_scale_window", 1000),
-        hysteresis=int(read.number("fp16.hysteresis", 2)),
+        initial=2.0 ** read.number(f"{under}initial_scale_power", 16),
+        minimum=read.number(f"{under}min_loss_scale", 1),
+        window=read.number(f"{under}loss_scale_window", 1000),
+        hysteresis=int(read.number(f"{under}hysteresis", 2)),
     )
-
-
-def _scale_fields(scale: LossScale) -> dict[str, Any]:
-    fields: dict[str, Any] = {"initial_loss_scale": scale.initial}
-    fields |= {"min_loss_scale": scale.minimum} if scale.minimum else {}  # torch's has none
-    fields |= {"loss_scale_window": scale.window, "hysteresis": scale.hysteresis}
-    return fields | ({} if scale.static is None else {"loss_scale": scale.static})

@@ -11,12 +11,13 @@ from mpbridge.errors import BadValue, DataError, brief, cut, nearest
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.deepspeed_import import scale_of
 from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.lightning import NAME
 from mpbridge.stacks.meaning import Meaning, Sharded
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.stacks.sharded_torch import TORCH_SCALER
-from mpbridge.stacks.torch_import import fields_of
+from mpbridge.stacks.torch_import import fields_of, scale_fields
 from mpbridge.traits import DEFAULT
 
 _WORDS: Mapping[str, tuple[DType, bool]] = {
@@ -33,17 +34,26 @@ _PLUGINS: Mapping[str, str | None] = {
     "HalfPrecision": "precision", "MixedPrecision": "precision", "FSDPPrecision": "precision", "DeepSpeedPrecision": "precision",
     "XLAPrecision": "precision", "DoublePrecision": None, "Precision": None, "BitsandbytesPrecision": None, "TransformerEnginePrecision": None,
 }  # fmt: skip
-_STRATEGIES = ("auto", "ddp", "fsdp", "deepspeed", "single_device", "single_xla", "single_tpu", "xla", "model_parallel")
-"""What its names of strategies begin with (StrategyRegistry.available_strategies), and ModelParallelStrategy."""
+_STRATEGIES = (
+    "auto", "fsdp", "fsdp_cpu_offload", "single_device", "single_device_xla", "single_xla", "single_tpu", "xla", "xla_debug", "model_parallel",
+    *(f"ddp{start}{unused}" for start in ("", "_spawn", "_fork", "_notebook")
+      for unused in ("", "_find_unused_parameters_false", "_find_unused_parameters_true")),
+    *(f"deepspeed{stage}" for stage in ("", "_stage_1", "_stage_2", "_stage_2_offload", "_stage_3", "_stage_3_offload", "_stage_3_offload_nvme")),
+)  # fmt: skip
+"""Its names of strategies (StrategyRegistry.available_strategies), and its classes without 'Strategy'."""
 
 
 def read(words: Iterable[str], *, version: str) -> Imported:
-    """What `precision=bf16-mixed strategy=fsdp` means; leading dashes and 'trainer.' may stand before. Raises BadValue."""
+    """What `precision=bf16-mixed strategy=fsdp` means, or `--trainer.precision bf16-mixed` as its CLI takes it. Raises BadValue."""
     data: dict[str, Any] = {}
-    for word in words:
+    items = list(words)
+    while items:
+        word = items.pop(0)
         name, equals, value = word.lstrip("-").removeprefix("trainer.").partition("=")
         if not equals:
-            raise BadValue(f"{brief(word)} is not an argument: expected name=value")
+            if not word.startswith("--") or not items or items[0].startswith("--"):
+                raise BadValue(f"{brief(word)} is not an argument: expected name=value or --name value")
+            value = items.pop(0)
         data[name] = value.strip("\"'")
     return read_data({"trainer": data}, version=version)
 
@@ -60,12 +70,17 @@ class _Said:
     """Of what the FP8 plugin does not quantize; None: `base`."""
     quant: Quant | None = None
     strategy: str = "auto"
-    """The strategy's name or class, in small letters."""
+    """The strategy's name or class in small letters, without '_' and 'strategy'; 'auto' for one that is not Lightning's."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Of the strategy, where it is given as a class."""
     assumed: list[str] = field(default_factory=list)
     cannot: list[str] = field(default_factory=list)
     contradicts: list[str] = field(default_factory=list)
+
+    @property
+    def fsdp(self) -> bool:
+        """Whether parameters are divided as torch FSDP divides them."""
+        return self.strategy.startswith(("fsdp", "modelparallel"))
 
 
 def read_data(data: Any, *, version: str) -> Imported:
@@ -88,7 +103,7 @@ def read_data(data: Any, *, version: str) -> Imported:
         compute = said.compute or said.base
         meaning = dataclasses.replace(meaning, compute=compute, autocast=compute, regions=(Region(quant=said.quant),))
     found = Imported(
-        stack=NAME, version=version, fields=_fields(said, meaning), engine=engine_with("optimizer") if "fsdp" in said.strategy else DEFAULT,
+        stack=NAME, version=version, fields=_fields(said, meaning), engine=engine_with("optimizer") if said.fsdp else DEFAULT,
         meaning=meaning, contradicts=tuple(said.contradicts), cannot_express=tuple(said.cannot), assumed=tuple(said.assumed),
     )  # fmt: skip
     return with_rest(found, said.read, under="trainer")
@@ -98,9 +113,10 @@ def _fields(said: _Said, meaning: Meaning) -> dict[str, Any]:
     if said.base is DType.FP64:
         said.cannot.append("64-true: FP64 parameters and arithmetic")
         return {}
+    scale = {} if meaning.loss_scale is None else scale_fields(meaning.loss_scale)
     if meaning.main is not None:
-        return {meaning.storage.short: True, "grad_reduce_in_fp32": meaning.wire is DType.FP32}
-    fields = fields_of(meaning, said.cannot, said.quant)
+        return {meaning.storage.short: True, "grad_reduce_in_fp32": meaning.wire is DType.FP32, **scale}
+    fields = fields_of(meaning, said.cannot, said.quant) | scale
     if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
         said.cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     return fields
@@ -119,10 +135,10 @@ def _strategy(said: _Said) -> None:
     said.read.whole |= {"strategy"} if isinstance(given, Mapping) else set()
     path, said.arguments = _class_of("auto" if given is None else given)
     name = path.rpartition(".")[2]
-    said.strategy = name.lower()
-    known = said.strategy.removesuffix("strategy").replace("_", "")
-    if not any(known.startswith(one.replace("_", "")) for one in _STRATEGIES):
-        near = nearest(said.strategy, _STRATEGIES, most=1)
+    said.strategy = name.lower().removesuffix("strategy").replace("_", "")
+    if said.strategy not in {one.replace("_", "") for one in _STRATEGIES}:
+        near = nearest(name.lower(), _STRATEGIES, most=1)
+        said.strategy = "auto"
         hint = f"; nearest: {near[0]}" if near else ""
         said.contradicts.append(
             f"strategy={cut(name)}: none of Lightning's own{hint}; described as one process or DDP, which a strategy of yours may not be"
@@ -206,7 +222,7 @@ def _transformer_engine(said: _Said, read: Reader) -> None:
 
 def _refused(said: _Said) -> None:
     """What ModelParallelStrategy makes of a precision: no loss scaler, and FSDP2's dtypes are the author's."""
-    if "modelparallel" in said.strategy.replace("_", ""):
+    if "modelparallel" in said.strategy:
         said.assumed.append(
             "ModelParallelStrategy leaves FSDP2's MixedPrecisionPolicy to configure_model: read as FSDP's"
         )
@@ -215,8 +231,8 @@ def _refused(said: _Said) -> None:
 
 
 def _meaning(said: _Said) -> Meaning:
-    base, strategy = said.base, said.strategy
-    if "deepspeed" in strategy and base is not DType.FP32:
+    base = said.base
+    if "deepspeed" in said.strategy and base is not DType.FP32:
         said.assumed.append("under DeepSpeed mixed and true are the same settings")
         return Meaning(
             storage=base,
@@ -226,8 +242,9 @@ def _meaning(said: _Said) -> Meaning:
             accumulator=base,
             optimizer_reads=DType.FP32,
             sharded=_zero(said),
+            loss_scale=scale_of(Reader(said.arguments, said.read.faults)) if base is DType.FP16 else None,
         )
-    sharded: Sharded = "everything" if "fsdp" in strategy or "modelparallel" in strategy else "nothing"
+    sharded: Sharded = "everything" if said.fsdp else "nothing"
     if said.cast:
         return Meaning(
             storage=base, compute=base, wire=base, accumulator=base, exp_avg=base, exp_avg_sq=base, sharded=sharded
@@ -243,7 +260,7 @@ def _meaning(said: _Said) -> Meaning:
 
 def _zero(said: _Said) -> Sharded:
     """What ZeRO divides: by the stage in the strategy's name or among its arguments; DeepSpeedStrategy's own is 2."""
-    stage = str(said.arguments.get("stage") or said.strategy.partition("deepspeed_stage_")[2][:1] or "2")
+    stage = str(said.arguments.get("stage") or said.strategy.partition("deepspeedstage")[2][:1] or "2")
     stages: Mapping[str, Sharded] = {"0": "nothing", "1": "optimizer", "2": "gradients", "3": "everything"}
     return stages.get(stage, "everything")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpbridge.errors import cut
 from mpbridge.formats import DType
-from mpbridge.precision.policy import Quant
+from mpbridge.precision.policy import LossScale, Quant
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.reading import base_field
 
@@ -42,6 +42,14 @@ def fields_of(
         fields |= {"autocast_enabled": True, "autocast_dtype": meaning.autocast.short}
     fields |= quant_fields(quant, ends)
     return fields
+
+
+def scale_fields(scale: LossScale) -> dict[str, Any]:
+    """The fields of a loss scale."""
+    fields: dict[str, Any] = {"initial_loss_scale": scale.initial}
+    fields |= {"min_loss_scale": scale.minimum} if scale.minimum else {}  # torch's has none
+    fields |= {"loss_scale_window": scale.window, "hysteresis": scale.hysteresis}
+    return fields | ({} if scale.static is None else {"loss_scale": scale.static})
 
 
 def left_out(names: Any, who: str, cannot: list[str], assumed: list[str]) -> tuple[int, int] | None:

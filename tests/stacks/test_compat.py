@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -79,6 +80,16 @@ def test_both_spellings_are_one_recipe_and_unknown_names_are_value_errors() -> N
     assert bridge.MIXED_PRECISION_RECIPES["bf16_mixed"] is bridge.MIXED_PRECISION_RECIPES["bf16-mixed"]
     with pytest.raises(ValueError, match=r"Unknown mixed-precision recipe 'bf16_mixd'.*nearest: bf16_mixed"):
         bridge.get_mixed_precision_config("bf16_mixd")
+
+
+def test_an_unknown_field_is_a_value_error_and_setup_leaves_the_root_logger_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ValueError, match="fp8_recipe"):
+        bridge.MixedPrecisionConfig().fp8_recip = "mxfp8"
+    monkeypatch.setattr(logging.root, "handlers", [])
+    bridge.MixedPrecisionConfig(bf16=True).setup(types.SimpleNamespace(bf16=False))
+    assert logging.root.handlers == []
 
 
 def test_a_registered_recipe_is_in_both_registries_and_keeps_bridges_fields() -> None:

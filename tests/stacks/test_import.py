@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import pickle
 import sys
@@ -14,6 +15,7 @@ import torch
 
 from mpbridge.errors import BadValue, DataError, MpbridgeError, UnknownName
 from mpbridge.formats import DType
+from mpbridge.precision.policy import LossScale
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.importers import read_args, read_file, read_text
 from mpbridge.stacks.nearest import answer
@@ -388,6 +390,44 @@ def test_lightnings_mixed_and_true_are_one_under_deepspeed_and_two_elsewhere() -
     assert meaning("precision=bf16-mixed strategy=fsdp").wire is BF16
     assert meaning("precision=bf16-mixed strategy=ddp").wire is FP32
     assert meaning("precision=bf16") == meaning("precision=bf16-mixed")
+
+
+@pytest.mark.parametrize("word", ["16-mixed", "16-true"])
+def test_lightnings_fp16_under_deepspeed_has_the_loss_scale_that_its_strategy_writes(word: str) -> None:
+    found = read_args(f"precision={word} strategy=deepspeed_stage_2", stack="lightning")
+    # DeepSpeedStrategy's own arguments: 2**16, a window of 1000, a hysteresis of 2, at least 1
+    assert found.meaning.loss_scale == LossScale(initial=2.0**16, window=1000, minimum=1, hysteresis=2)
+    assert found.fields["initial_loss_scale"] == 2.0**16
+    data = {"class_path": "DeepSpeedStrategy", "init_args": {"stage": 2, "initial_scale_power": 12, "hysteresis": 4}}
+    text = json.dumps({"trainer": {"precision": word, "strategy": data}})
+    scale = read_text(text, stack="lightning", name="l.yaml").meaning.loss_scale
+    assert scale == LossScale(initial=2.0**12, window=1000, minimum=1, hysteresis=4)
+    assert read_args("precision=bf16-mixed strategy=deepspeed", stack="lightning").meaning.loss_scale is None
+
+
+def test_a_loss_scale_is_written_from_lightning_as_from_the_other_torch_stacks() -> None:
+    fields = read_args("precision=16-mixed", stack="lightning").fields
+    other = read_args("--fp16", stack="transformers").fields
+    names = ("initial_loss_scale", "loss_scale_window", "hysteresis")
+    assert [fields[name] for name in names] == [other[name] for name in names] == [2.0**16, 2000, 1]
+
+
+def test_lightnings_model_parallel_is_read_as_fsdp_in_both_spellings_and_a_misspelled_strategy_as_none() -> None:
+    by_name = read_args("precision=bf16-true strategy=model_parallel", stack="lightning")
+    by_class = read_args("precision=bf16-true strategy=ModelParallelStrategy", stack="lightning")
+    assert by_name.meaning == by_class.meaning
+    assert (by_name.meaning.sharded, by_name.engine) == ("everything", by_class.engine)
+    wrong = read_args("precision=bf16-mixed strategy=fsdpp", stack="lightning")
+    assert any("nearest: fsdp" in line for line in wrong.contradicts)
+    assert wrong.meaning.sharded == "nothing"
+
+
+def test_lightnings_command_line_takes_a_space_for_the_equals_sign() -> None:
+    apart = read_args("--trainer.precision bf16-mixed --trainer.strategy fsdp", stack="lightning")
+    assert apart == read_args("precision=bf16-mixed strategy=fsdp", stack="lightning")
+    for text in ("--trainer.precision", "--trainer.precision --trainer.strategy ddp", "precision bf16-mixed"):
+        with pytest.raises(BadValue, match="expected name=value or --name value"):
+            read_args(text, stack="lightning")
 
 
 def deepspeed(text: str) -> Imported:
