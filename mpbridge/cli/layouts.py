@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.cli._target import add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, container, wanted_world, whole
 from mpbridge.cli.text import print_json, print_table
-from mpbridge.errors import MpbridgeError
+from mpbridge.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.estimate.layouts import Layout, search
 from mpbridge.hardware.capability import refuse_unless_native
 from mpbridge.memory.uncounted import left_out_of_memory, left_out_of_time
@@ -33,24 +33,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the layouts; 1 when none fits."""
+    if args.most < 1:
+        raise BadValue(f"--most {args.most}: at least 1")
     where = target(args)
     base = container(args)
     world = wanted_world(args) or base.smallest_world()
     found: list[tuple[str, Layout]] = []
     faults: list[str] = []
     left_out: dict[str, None] = {}
-    for name in args.recipes.split(",") if args.recipes else [None]:
+    names = _names(args)
+    for name in names:
         try:
             box = base if name is None else dataclasses.replace(base, mixed_precision=name)
             made = _resolved(box, world, where)
             facts = _alone(where.facts(made.facts), world)
             found += [
                 (made.recipe, one)
-                for one in search(made.policy, facts, where.machine, most=args.most, using=where.constants)
+                for one in search(
+                    made.policy, facts, where.machine, most=args.most, using=where.constants, stated=says_optimizer(box)
+                )
             ]
             left_out |= dict.fromkeys((*left_out_of_memory(facts), *left_out_of_time(facts)))
         except MpbridgeError as error:
+            if len(names) == 1 and isinstance(error, Contradiction):
+                raise
             faults.append(str(error).replace("\n", " "))
+    if not where.machine.memory_bytes:
+        left_out[f"memory: that of {where.machine.label} is not known, so no layout is refused for it"] = None
     found.sort(key=lambda pair: pair[1].seconds)
     if args.json:
         print_json([_data(name, one, tuple(left_out)) for name, one in found])
@@ -75,6 +84,23 @@ def _resolved(box: ConfigContainer, world: int, where: Target) -> Run:
     )
     refuse_unless_native(made.policy, where.machine, where.versions)
     return made
+
+
+def _names(args: argparse.Namespace) -> list[str | None]:
+    """The recipes, each once; None: the file's. Raises UnknownName, RecipeError."""
+    from mpbridge.precision.registry import describe
+
+    if not args.recipes:
+        return [None]
+    names = list(dict.fromkeys(args.recipes.split(",")))
+    for name in names:
+        describe(name)
+    return [*names]
+
+
+def says_optimizer(box: ConfigContainer) -> bool:
+    """Whether the file says that the optimizer is distributed, or that it is not."""
+    return "use_distributed_optimizer" in (box.as_data().get("ddp") or {})
 
 
 def _alone(facts: RunFacts, world: int) -> RunFacts:
@@ -103,12 +129,27 @@ def _print(found: list[tuple[str, Layout]]) -> None:
         (
             str(place), name, f"{one.run.parallel.tensor}", f"{one.run.parallel.pipeline}{f' x {one.run.parallel.virtual_pipeline}' if one.run.parallel.virtual_pipeline else ''}",
             f"{one.run.parallel.context}", f"{one.run.parallel.expert}", f"{one.run.micro_batch_size}", str(one.run.model.get("recompute_granularity") or "none"),
+            "distributed" if one.run.optimizer.distributed else "whole" if "exp_avg" not in one.run.traits.shards else "sharded",
             f"{one.seconds:.3g} s", f"{one.tokens_per_second:,.0f}", f"{one.needed / 2**30:.0f} +- {one.band / 2**30:.0f} GiB, {one.answer}",
         )
         for place, (name, one) in enumerate(found, start=1)
     ]  # fmt: skip
     print_table(
-        ("", "recipe", "TP", "PP", "CP", "EP", "micro-batch", "recompute", "step", "tokens/s/GPU", "memory"), rows
+        (
+            "",
+            "recipe",
+            "TP",
+            "PP",
+            "CP",
+            "EP",
+            "micro-batch",
+            "recompute",
+            "optimizer",
+            "step",
+            "tokens/s/GPU",
+            "memory",
+        ),
+        rows,
     )
     for place, (_, one) in enumerate(found, start=1):
         print(f"{place}: {one.line}")

@@ -149,6 +149,7 @@ def _rows(facts: RunFacts, compared: Comparison, unit: Unit) -> list[tuple[str, 
 
 
 def _say_nearest(made: Run, facts: RunFacts, where: Target) -> None:
+    from mpbridge.cli.layouts import says_optimizer
     from mpbridge.estimate.layouts import line, nearest
     from mpbridge.rules.table import broken
 
@@ -157,7 +158,7 @@ def _say_nearest(made: Run, facts: RunFacts, where: Target) -> None:
         if violation.rule == "machine-cannot-run-it":
             print(f"no layout was looked for: {violation.found}")
             return
-    found = nearest(made.policy, facts, where.machine)
+    found = nearest(made.policy, facts, where.machine, stated=says_optimizer(made.container))
     print(
         f"nearest layout that fits, on {found.parallel.world_size} GPUs: {line(found)}"
         if found is not None

@@ -34,8 +34,13 @@ def recompute_choices(run: RunFacts) -> tuple[Mapping[str, Any], ...]:
     return (NONE, *([own] if own["recompute_granularity"] == "selective" else []), FULL)
 
 
-def families(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> Iterator[tuple[RunFacts, ...]]:
-    """Layouts of that world whose sizes divide and whose states may fit; those of one family differ in micro-batch and recomputation only."""
+def families(
+    policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated: bool = False
+) -> Iterator[tuple[RunFacts, ...]]:
+    """Layouts of that world whose sizes divide and whose states may fit; those of one family differ in micro-batch and recomputation only.
+
+    stated: the author said whether the optimizer is distributed; else both are looked at where the run's is not.
+    """
     world = run.parallel.world_size
     sharded = "params" in run.traits.shards
     for tensor in (1,) if sharded else _powers(min(8, machine.domain)):
@@ -55,20 +60,35 @@ def families(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> Iterat
                             expert_tensor=1 if run.shape.experts else None,
                             sequence=tensor > 1,
                         )
-                        family = tuple(_family(policy, run, machine, sizes, placed))
-                        if family:
-                            yield family
+                        for distributed in _distributed(run, sizes, stated=stated):
+                            family = tuple(_family(policy, run, machine, sizes, placed, distributed))
+                            if family:
+                                yield family
+
+
+def _distributed(run: RunFacts, sizes: Parallel, *, stated: bool) -> tuple[bool, ...]:
+    """Whether the optimizer is distributed: what is worth a look."""
+    here = run.optimizer.distributed
+    if here or stated or run.traits.distributed_optimizer != "optional":
+        return (here,)
+    return (True, False) if sizes.data * sizes.context > 1 else (False,)
 
 
 def _family(
-    policy: PrecisionPolicy, run: RunFacts, machine: Machine, sizes: Parallel, placed: Mapping[str, Any]
+    policy: PrecisionPolicy,
+    run: RunFacts,
+    machine: Machine,
+    sizes: Parallel,
+    placed: Mapping[str, Any],
+    distributed: bool,
 ) -> Iterator[RunFacts]:
     if run.global_batch_size % sizes.data:
         return
     model = {**unsplit(run, sizes).model, **NONE, **placed}
-    optimizer = dataclasses.replace(run.optimizer, distributed=run.optimizer.distributed or sizes.data > 1)
+    optimizer = dataclasses.replace(run.optimizer, distributed=distributed)
     base = dataclasses.replace(run, parallel=sizes, model=model, optimizer=optimizer, micro_batch_size=1)
-    if _states_at_least(policy, base) > machine.memory_bytes:
+    # 0: not known
+    if machine.memory_bytes and _states_at_least(policy, base) > machine.memory_bytes:
         return
     try:
         divisible(base)

@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from mpbridge.errors import MpbridgeError
+from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.estimate.build import Standing
 from mpbridge.estimate.candidates import FULL, NONE, families
 from mpbridge.estimate.constants import Constants, constants
@@ -78,14 +78,23 @@ def _setting(name: str, value: object) -> str:
 
 
 def search(
-    policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, most: int = 10, using: Constants | None = None
+    policy: PrecisionPolicy,
+    run: RunFacts,
+    machine: Machine,
+    *,
+    most: int = 10,
+    using: Constants | None = None,
+    stated: bool = False,
 ) -> tuple[Layout, ...]:
     """The fastest layouts of that world that are legal and not refused by memory, fastest first; empty when there is none.
 
     Every candidate that memory cannot refuse at a glance is priced; bytes and rules are then asked from the fastest on, until there are enough.
+    stated: the author said whether the optimizer is distributed, and it stays so. Raises BadValue for fewer than one layout.
     """
+    if most < 1:
+        raise BadValue(f"{most} layouts: expected at least 1")
     priced: list[_Priced] = []
-    for members in families(policy, run, machine):
+    for members in families(policy, run, machine, stated=stated):
         with contextlib.suppress(MpbridgeError):
             priced += _price(policy, _Family(policy, members), members, machine, using or constants())
     priced.sort(key=lambda one: one.seconds)
@@ -168,7 +177,7 @@ def _legal(policy: PrecisionPolicy, run: RunFacts) -> bool:
     return not any(violation.severity == "error" for violation in broken(policy, run))
 
 
-def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> RunFacts | None:
+def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine, *, stated: bool = False) -> RunFacts | None:
     """The layout on the fewest GPUs, from this run's number on, that memory says fits; the one that changes least first. None: none up to 64 times as
     many GPUs."""
     here = run.parallel
@@ -182,7 +191,7 @@ def nearest(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> RunFact
             wider = dataclasses.replace(wider, global_batch_size=run.global_batch_size * factor)
         every = [
             (candidate, shared)
-            for members in families(policy, wider, machine)
+            for members in families(policy, wider, machine, stated=stated)
             for shared in (_Family(policy, members),)
             for candidate in members
         ]
@@ -200,7 +209,7 @@ def _distance(run: RunFacts, other: RunFacts) -> tuple[int, int, int]:
     changed = sum(x != y for x, y in pairs)
     again = run.model.get("recompute_granularity") != other.model.get("recompute_granularity")
     return (
-        changed + 2 * again,
+        changed + 2 * again + (run.optimizer.distributed != other.optimizer.distributed),
         sum(max(x, y) // min(x, y) for x, y in pairs),
         abs(run.micro_batch_size - other.micro_batch_size),
     )

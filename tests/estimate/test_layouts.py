@@ -293,3 +293,51 @@ def test_recommend_sorts_by_what_is_asked_and_prefers_what_was_measured(tmp_path
     first = json.loads(capsys.readouterr().out)["recipes"][0]
     assert (first["recipe"], first["seconds"]) == ("bf16_mixed", 0.001)
     assert first["speed_known"].startswith("measured in")
+
+
+def test_fewer_than_one_layout_is_refused(capsys):
+    policy, facts = facts_of("gpt_tiny", 1)
+    for most in (0, -1):
+        with pytest.raises(BadValue, match="at least 1"):
+            search(policy, facts, H100, most=most)
+        assert main(["layouts", "--target", "h100", "--most", str(most)]) == 2
+        assert f"--most {most}: at least 1" in capsys.readouterr().err
+
+
+def test_a_machine_of_unknown_memory_refuses_no_layout(tmp_path, capsys):
+    path = tmp_path / "m.yaml"
+    path.write_text(MACHINE)
+    assert main(["layouts", "--machine-file", str(path), "--most", "1"]) == 0
+    assert "that of here is not known" in capsys.readouterr().out
+
+
+def test_the_optimizer_is_looked_at_both_ways_unless_the_file_says_which(capsys):
+    policy, facts = facts_of("gpt_tiny", 4)
+    pairs = {
+        stated: {run.optimizer.distributed for run in itertools.chain(*families(policy, facts, H100, stated=stated))}
+        for stated in (False, True)
+    }
+    assert pairs == {False: {False, True}, True: {False}}
+    start = ["layouts", "--target", "h100", "--world-size", "4", "--most", "40", "--json"]
+    for said, ways in (((), {"true", "false"}), (("ddp.use_distributed_optimizer=false",), {"false"})):
+        assert main([*start, *said]) == 0
+        found = {one["settings"].rpartition("=")[2] for one in json.loads(capsys.readouterr().out)}
+        assert found == ways
+
+
+@pytest.mark.parametrize("more", [["--recipes", "full_bf16"], ["--engine", "fsdp2"]], ids=lambda more: more[1])
+def test_what_cannot_distribute_the_optimizer_has_layouts_without_it(more, capsys):
+    assert main(["layouts", "--target", "h100", "--world-size", "4", "--json", *more]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {one["settings"].rpartition("=")[2] for one in found} == {"false"}
+
+
+def test_a_recipe_of_the_list_that_is_not_there_is_named_and_one_that_is_twice_counts_once(capsys):
+    for more in ([], ["--json"]):
+        assert main(["layouts", "--target", "h100", "--recipes", "bf16_mixed,nope", *more]) == 2
+        said = capsys.readouterr()
+        assert "nope" in said.err
+        assert said.out == ""
+    assert main(["layouts", "--target", "h100", "--recipes", "bf16_mixed,bf16_mixed", "--json"]) == 0
+    lines = [one["settings"] for one in json.loads(capsys.readouterr().out)]
+    assert len(lines) == len(set(lines))
