@@ -89,6 +89,8 @@ def _option_faults(option: str) -> list[str]:
     name, _, value = option.lstrip("-").partition("=")
     if not re.fullmatch(r"[A-Za-z][\w-]*", name) or "\n" in value or (" " in value and value[:1] not in "'\""):
         return [f"--slurm {option!r}: expected an option of sbatch, as partition=long or exclusive"]
+    if option.startswith("-") and not option.startswith("--") and len(name) > 1:
+        return [f"--slurm {option}: a short option is one letter, as -p=long; a long one has two dashes or none"]
     if name in OURS:
         return [f"--slurm {option}: give {OURS[name]} instead"]
     return [f"--slurm {option}: not here: {NEVER[name]}"] if name in NEVER else []

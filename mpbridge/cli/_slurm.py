@@ -13,6 +13,16 @@ NOTICE = "USR1"
 """The signal before the time limit; mpbridge finishes its step, saves and ends."""
 
 
+_COUNTED = (
+    "# failures are counted apart: Slurm's count of restarts has those after a notice, or of a node that was lost, in it",
+    'FAILURES=".mpbridge-failures-$SLURM_JOB_ID" failures=0',
+    'if ((code != 0 && !noticed)); then echo >>"$FAILURES"; failures=$(wc -l <"$FAILURES"); fi',
+    '((code != 0)) || rm -f "$FAILURES"',
+    "",
+)
+"""Lines of the script that count failures, in a file of the folder that the job runs in."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What is asked of Slurm."""
@@ -55,7 +65,13 @@ def _header(job: Job) -> list[str]:
     }
     lines = ["#!/bin/bash", f"# written by mpbridge {__version__}"]
     lines += [f"#SBATCH --{name}={value}" for name, value in options.items()]
-    return [*lines, "#SBATCH --requeue", *(f"#SBATCH --{option.lstrip('-')}" for option in job.options)]
+    return [*lines, "#SBATCH --requeue", *(f"#SBATCH {_spelled(option)}" for option in job.options)]
+
+
+def _spelled(option: str) -> str:
+    """As sbatch reads it: one letter is a short option, whose value stands apart."""
+    name, _, value = option.lstrip("-").partition("=")
+    return f"-{name} {value}".rstrip() if len(name) == 1 else f"--{option.lstrip('-')}"
 
 
 def _body(job: Job) -> list[str]:
@@ -67,7 +83,7 @@ def _body(job: Job) -> list[str]:
     image = f" --container-image={shlex.quote(job.image)}" if job.image else ""
     mounts = ",".join(['"$PWD"', *map(shlex.quote, job.mounts)])
     image += f' --container-mounts={mounts} --container-workdir="$PWD"' if job.image else ""
-    again = [f"${{SLURM_RESTART_COUNT:-0}} < {job.retries}"] if job.retries else []
+    again = [f"failures <= {job.retries}"] if job.retries else []
     return [
         "# the first node is where the others meet; a restart must not meet what is left of the run before it",
         'export HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 10000))"',
@@ -81,6 +97,7 @@ def _body(job: Job) -> list[str]:
         'wait "$step"; code=$?',
         'while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a trap ends wait before its time',
         "",
+        *(_COUNTED if job.retries else []),
         "# 0: the run is complete. Else back into the queue, where the notice ended it"
         + (f" or it failed ({job.retries} times at most):" if job.retries else ":"),
         "# the same command resumes from the newest checkpoint",

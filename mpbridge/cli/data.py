@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +75,8 @@ def _prepare(args: argparse.Namespace) -> int:
     faults = [fault for option, place in places if place and (fault := place_fault(option, place))]
     if faults:
         raise Contradiction(faults, subject="nothing can be written there")
+    if args.out:
+        _try_writing(args.out)
     name = args.tokenizer or BYTE
     fetch(name)
     sources = find("stdlib" if args.sources == ["stdlib"] else args.sources)
@@ -103,6 +106,18 @@ def _prepare(args: argparse.Namespace) -> int:
     print(done.line() + (" (prepared before)" if done.cached else ""))
     print("\n".join(prefixes))
     return 0
+
+
+def _try_writing(out: Path) -> None:
+    """Raises BadValue where no file can be made beside `out`: a folder's mode does not say it of /proc, or of a full disk."""
+    place = out.expanduser().absolute().parent
+    while not place.exists():
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise BadValue(f"--out {out}: no file can be written in {place} ({error.strerror})") from None
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mpbridge.cli import _starter
 from mpbridge.cli.options import DEFAULT_CONFIG, find_config
 from mpbridge.config.container import ConfigContainer
+from mpbridge.config.corpus import entries_of
 from mpbridge.config.load import dump_yaml
+from mpbridge.data.sources import DATA_SET, located
 from mpbridge.errors import BadValue
 from mpbridge.files import text_of
 from mpbridge.huggingface.folder import is_reference
@@ -49,14 +52,33 @@ def run(args: argparse.Namespace) -> int:
         (folder / name).write_text(text, encoding="utf-8")
         print(f"{folder / name}  {_starter.WHAT[name]}")
     go = "" if folder == Path(".") else f"cd {folder} && "
-    print(f"\nnext: {go}mpbridge check --config config.yaml && mpbridge train --config config.yaml")
+    settings = "".join(f" {one}" for one in _to_fill_in(load_yaml(files["config.yaml"]), folder))
+    print(f"\nnext: {go}mpbridge check --config config.yaml && mpbridge train --config config.yaml{settings}")
+    if settings:
+        print(f"config.yaml does not say, or does not have here:{settings} (put your own there, or into config.yaml)")
     return 0
+
+
+def _to_fill_in(config: Mapping[str, Any], folder: Path) -> list[str]:
+    """Settings without which the configuration does not train there, with a value to begin with, or a word in capitals for what only the user has."""
+    wanted = (("train", "train_iters", "100"), ("optimizer", "lr", "1e-5"))
+    missing = [
+        f"{section}.{name}={value}" for section, name, value in wanted if (config.get(section) or {}).get(name) is None
+    ]
+    entries = entries_of((config.get("data") or {}).get("corpus") or "stdlib")
+    local = [str(folder / entry) for entry in entries if entry != "stdlib" and not entry.startswith(DATA_SET)]
+    return [*missing, "data.corpus=YOUR_TEXT"] if local and located(local)[1] else missing
 
 
 def starting_text(place: Path) -> str:
     """The text of a configuration, or of a Hugging Face folder's. Raises BadValue, Contradiction: what is written starts from one that can be used."""
     ConfigContainer.load(place)
-    return dump_yaml(tree(str(place))) if is_reference(str(place)) else text_of(place)
+    if not is_reference(str(place)):
+        return text_of(place)
+    made = tree(str(place))
+    if "tokenizer" in made["data"]:  # config.yaml lies elsewhere
+        made["data"]["tokenizer"] = str(Path(made["data"]["tokenizer"]).absolute())
+    return dump_yaml(made)
 
 
 def starter(config: str, recipe: str) -> dict[str, str]:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpbridge.cli.options import whole
+
 if TYPE_CHECKING:
     from mpbridge.report.curves import Curves
 
@@ -21,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, metavar="FILE", help="the picture (default: curves.png in the first run's folder)"
     )
     parser.add_argument("--no-picture", action="store_true", help="the terminal only")
-    parser.add_argument("--width", type=int, default=72, metavar="N", help="columns of a plot (default: 72)")
+    parser.add_argument("--width", type=whole, default=72, metavar="N", help="columns of a plot (default: 72)")
 
 
 def run(args: argparse.Namespace) -> int:

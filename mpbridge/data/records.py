@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from mpbridge.data import tables
 from mpbridge.data.sources import JSON_LINES, TABLES
+from mpbridge.errors import DataError
 
 CHUNK = 16 << 20
 """Bytes of a JSON-lines file that one worker takes at a time; small enough to distribute, large enough to keep overhead low."""
@@ -43,7 +45,7 @@ class Skip:
 
 
 def units(files: Sequence[Path]) -> list[Unit]:
-    """The work that `files` make, in an order that does not depend on how many workers share it. Raises DataError for a damaged table."""
+    """The work that `files` make, in an order that does not depend on how many workers share it. Raises DataError for a damaged table and a JSON array."""
     work: list[Unit] = []
     for path in files:
         size = path.stat().st_size
@@ -52,10 +54,24 @@ def units(files: Sequence[Path]) -> list[Unit]:
         elif path.suffix not in JSON_LINES:
             work.append(Unit(path=path, end=size, size=size))
         else:
+            _refuse_array(path)
             starts = range(0, max(size, 1), CHUNK)
             ends = [min(start + CHUNK, size) for start in starts]
             work += [Unit(path=path, start=a, end=b, size=b - a) for a, b in zip(starts, ends, strict=True)]
     return work
+
+
+def _refuse_array(path: Path) -> None:
+    """Raises DataError for one JSON array over many lines, or of objects: read by lines, its records would be lost."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(4096)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
+    if re.match(rb"(\xef\xbb\xbf)?\s*\[(\s*\{|[ \t\r]*\n)", begin):
+        raise DataError(
+            f"{path} is one JSON array, expected JSON lines, a record on each: jq -c '.[]' {path} > {path.stem}.jsonl"
+        )
 
 
 def records(unit: Unit, keys: Sequence[str]) -> Iterator[Text | Skip]:

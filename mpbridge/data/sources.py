@@ -112,8 +112,9 @@ def _files(item: str) -> list[Path]:
 
 def data_set(item: str) -> list[Path]:
     """The Arrow files of a data set in the cache of the library datasets, which fetches it where it can. Raises DataError."""
-    name, *rest = item.removeprefix(DATA_SET).split(":")
-    configuration, split = (*rest, None, None)[:2]
+    # a split may be a slice, as in train[:10%], with colons of its own
+    name, _, rest = item.removeprefix(DATA_SET).partition(":")
+    configuration, _, split = rest.partition(":")
     try:
         import datasets
     except ImportError:

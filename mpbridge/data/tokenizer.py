@@ -87,6 +87,14 @@ def _json(files: TokenizerFiles) -> Callable[[str], list[int]]:
 
 
 def _parts(files: TokenizerFiles) -> Callable[[str], list[int]]:
+    folder = files.file.parent
+    if not any((folder / name).is_file() for name in ("tokenizer_config.json", "config.json")):
+        # nothing says more than the two files: GPT-2's form, bytes without a space put before a text
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        made = Tokenizer(models.BPE.from_file(str(files.file), str(folder / "merges.txt")))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return _plain(made)
     from transformers import AutoTokenizer
 
     return _plain(AutoTokenizer.from_pretrained(files.file.parent, trust_remote_code=False).backend_tokenizer)

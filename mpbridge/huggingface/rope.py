@@ -66,7 +66,9 @@ def _scaled(kind: str, inner: Fields, *, latent: bool) -> dict[str, Any]:
                 inner.fault(f"{name}={found:g}: expected {value:g}, which megatron-core's rope_scaling has built in")
         return {"rope_scaling": True, "rope_scaling_factor": inner.number("factor", 8.0, least=1.0)}
     known = "default or yarn" if latent else "default, linear or llama3"
-    inner.fault(f"rope_type={kind!r}: expected {known}; megatron-core's GPT has no such scaling of these layers")
+    inner.fault(
+        f"rope_type={kind!r}: expected {known}: mpbridge maps no other scaling to megatron-core's settings for these layers"
+    )
     for name in inner.left():  # its factors are no faults of their own
         inner.raw(name)
     return plain

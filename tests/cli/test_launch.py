@@ -154,6 +154,24 @@ def test_the_script_goes_back_into_the_queue_only_where_it_should(
     assert (tmp_path / "requeued").exists() == again
 
 
+def test_time_limits_use_up_no_retries(tmp_path: Path, printed) -> None:
+    play(tmp_path, scontrol='[ "$1" = requeue ] && touch requeued || echo node1', srun="exit 1", sleep="exit 0")
+    (tmp_path / "job.sh").write_text(printed("--retries", "2"), encoding="utf-8")
+    known = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    again = []
+    # nine restarts after time limits have been; then it fails three times
+    for restarts in ("9", "10", "11"):
+        subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=known | {"SLURM_RESTART_COUNT": restarts}, check=False)
+        again.append((tmp_path / "requeued").exists())
+        (tmp_path / "requeued").unlink(missing_ok=True)
+    assert again == [True, True, False]
+
+
+def test_short_options_of_sbatch_stay_short(printed) -> None:
+    text = printed("--slurm", "A=me", "--slurm=-p=long", "--slurm=-H", "--slurm=--qos=high")
+    assert {"#SBATCH -A me", "#SBATCH -p long", "#SBATCH -H", "#SBATCH --qos=high"} <= set(text.splitlines())
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
     # man sbatch: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and days-hours:minutes:seconds

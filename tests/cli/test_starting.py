@@ -59,6 +59,13 @@ def test_a_starter_folder_is_legal_as_it_stands_and_written_once(
     assert not (tmp_path / "other").exists()
 
 
+def test_the_next_command_names_what_is_to_be_filled_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(tmp_path / "a"), "--config", "llama3_8b"]) == 0
+    assert "train --config config.yaml data.corpus=YOUR_TEXT\n" in capsys.readouterr().out
+    assert main(["init", str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out.endswith("train --config config.yaml\n")
+
+
 @pytest.mark.parametrize(
     ("words", "offered"),
     [

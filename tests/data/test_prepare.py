@@ -186,6 +186,13 @@ def test_pieces_are_the_text_and_end_behind_lines() -> None:
     assert "".join(pieces("x" * 1001, 100)) == "x" * 1001
 
 
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_array_is_refused_with_the_way_to_lines(tmp_path: Path, indent: int | None) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "one"}, {"text": "two"}], indent=indent))
+    with pytest.raises(DataError, match=r"one JSON array, expected JSON lines.*jq -c"):
+        prepare([tmp_path / "a.json"], cache=tmp_path / "cache")
+
+
 class Prefixed:
     """As SentencePiece's dummy prefix: one token before whatever text it is given, and one a character."""
 
