@@ -7,7 +7,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from mpbridge.checkpoint.store import locate
+from mpbridge.checkpoint.store import locate, step_of, whole
 from mpbridge.checkpoint.verdict import Fingerprint, Verdict, read_fingerprint, verdict
 from mpbridge.precision.papers import engine_for
 from mpbridge.precision.registry import describe, get_mixed_precision_config
@@ -31,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the verdict; 0: the run resumes; 1: it does not, or with the weights alone and that was not asked for."""
     folder = locate(args.checkpoint)
+    step_of(folder)
+    whole(folder)
     saved = read_fingerprint(folder)
     wanted = wanted_fingerprint(saved, args.recipe, args.engine)
     found = verdict(saved, wanted)

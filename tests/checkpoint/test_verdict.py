@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from mpbridge.checkpoint import store
 from mpbridge.checkpoint.verdict import FILE, Fingerprint, fingerprint, read_fingerprint, verdict
 from mpbridge.cli import resume_check
 from mpbridge.config.container import ConfigContainer
@@ -186,10 +188,46 @@ def test_the_optimizer_section_settles_both_sides():
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    folder = tmp_path / "step_00000012"
-    folder.mkdir()
-    (folder / FILE).write_text(json.dumps(made("bf16_with_fp8_delayed_scaling_mixed").as_data()))
-    return folder
+    partial = store.begin(tmp_path, 12)
+    (partial / FILE).write_text(json.dumps(made("bf16_with_fp8_delayed_scaling_mixed").as_data()))
+    for name in ("index.json", "state.json", "__0_0.distcp"):
+        (partial / name).write_text("{}")
+    return store.seal(partial, 12)
+
+
+def _is_fifo(folder):
+    (folder / store.MANIFEST).unlink()
+    os.mkfifo(folder / store.MANIFEST)
+
+
+def _states(step):
+    def change(folder):
+        store.write_whole(
+            folder / store.MANIFEST, json.dumps(json.loads((folder / store.MANIFEST).read_text()) | {"step": step})
+        )
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        pytest.param(lambda folder: (folder / store.MANIFEST).write_text("[" * 200_000), store.MANIFEST, id="brackets"),
+        pytest.param(_is_fifo, store.MANIFEST, id="a pipe"),
+        pytest.param(_states(-6), store.MANIFEST, id="negative step"),
+        pytest.param(lambda folder: (folder / store.MANIFEST).unlink(), store.MANIFEST, id="no manifest"),
+        pytest.param(lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp is missing", id="no tensors"),
+        pytest.param(
+            lambda folder: (folder / "__0_0.distcp").write_text("{"), "__0_0.distcp has 1 bytes", id="cut off"
+        ),
+    ],
+)
+def test_the_verb_says_yes_only_to_a_checkpoint_that_is_there(checkpoint, damage, named):
+    damage(checkpoint)
+    parser = argparse.ArgumentParser()
+    resume_check.add_arguments(parser)
+    with pytest.raises(CheckpointError, match=named):
+        resume_check.run(parser.parse_args([str(checkpoint)]))
 
 
 @pytest.mark.parametrize(
