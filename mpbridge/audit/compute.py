@@ -59,6 +59,9 @@ _NARROW = "numbers of ten bits or fewer"
 
 def _linears(promises: Promises, watch: Watch, gemm: tuple[str, ...]) -> Iterator[Row]:
     policy, compute = promises.policy, promises.policy.compute.short
+    if policy.router is DType.FP32 and not promises.foreign:
+        for path, dtypes in watch.routing.items():
+            yield "router", path, (_WIDE,), dtypes
     routers = {path for module, path in watch._paths.items() if is_router(module)}
     for path, dtypes in watch.products.dtypes.items():
         yield *_product(path, promises, gemm, routers), dtypes
@@ -76,9 +79,12 @@ def _attention(promises: Promises, watch: Watch, gemm: tuple[str, ...]) -> Itera
         yield "attention", path, (compute, _WIDE) if path in watch.widened else gemm, dtypes
     for path, dtypes in watch.passed.items():
         yield "attention", path, (compute,), dtypes
-    fused = (compute,) if promises.policy.softmax_fp32 is False else (compute, _WIDE)
+    stated = promises.policy.softmax_fp32
+    either = (compute,) if stated is False else (compute, _WIDE)
     for path, dtypes in watch.softmax.items():
-        yield "softmax", path, fused, dtypes
+        # the module whose flag says so; a kernel of its own, and another model's attention, may read what they are given
+        wide = stated is True and path.endswith("scale_mask_softmax") and path not in watch.fused
+        yield "softmax", path, (_WIDE,) if wide else either, dtypes
 
 
 def _between(promises: Promises, watch: Watch) -> Iterator[Row]:
@@ -122,7 +128,7 @@ def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> No
     """Numbers that have the promised dtype and were rounded on their way."""
     seen.wrong["GEMMs"] = [f"{path} reads {what}" for path, what in watch.products.other.items()]
     policy = promises.policy
-    apart = {LOGITS, *watch.angles}
+    apart = {LOGITS, *watch.angles, *watch.routing}
     if policy.compute.short == "fp32":
         # the first layer may well read BF16 numbers: embeddings that came from a 16-bit checkpoint
         seen.wrong["residual stream"] = [
@@ -138,6 +144,8 @@ def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> No
         seen.wrong["rotary angles"] += [
             f"{path} gives {_NARROW}" for path in watch.angles if path in watch.rounded.keys() & wide
         ]
+    if policy.router is DType.FP32 and not promises.foreign:
+        seen.wrong["router"] = [f"{path} routes by {_NARROW}" for path in watch.routing if path in watch.rounded]
     if LOGITS in watch.rounded and DType.FP32 in (policy.logits, policy.compute):
         seen.wrong["logits"] = [f"the output layer gives {_NARROW}"]
 

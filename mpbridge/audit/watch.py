@@ -15,7 +15,16 @@ from mpbridge.audit.arrivals import Arrivals
 from mpbridge.audit.collectives import KINDS, Sent, sent
 from mpbridge.audit.graph import Graph, tensors_in
 from mpbridge.audit.library import Library
-from mpbridge.audit.places import is_attention, is_layer, is_linear, is_norm, is_rotary, linears, module_paths
+from mpbridge.audit.places import (
+    is_attention,
+    is_layer,
+    is_linear,
+    is_norm,
+    is_rotary,
+    is_router,
+    linears,
+    module_paths,
+)
 from mpbridge.audit.products import Products
 from mpbridge.audit.stored import storage, values
 from mpbridge.audit.tokens import counted
@@ -28,6 +37,8 @@ __all__ = ["Watch", "linears"]
 _GEMMS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_scaled_mm": (0, 1), "linear": (0, 1)}
 """aten operation -> positions of the two factors."""
 _SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
+_ROUTING = frozenset({"_softmax", "topk", "sigmoid"})
+"""Operations of a router that read its logits, or scores that are made of them."""
 _FUSED_ATTENTION = "_scaled_dot_product"
 _LOSS = frozenset({"exp", "exp_", "log", "_log_softmax", "logsumexp", "nll_loss_forward"})
 _BEHIND = frozenset({"_log_softmax", "nll_loss_forward"})
@@ -71,6 +82,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Core attention that torch's own scaled_dot_product_attention computed step by step: it does so in FP32 whatever it is given."""
         self.softmax: dict[str, Counter[str]] = defaultdict(Counter)
         """Module -> dtype that its softmax read -> how often."""
+        self.fused: set[str] = set()
+        """Modules whose softmax is inside one attention kernel, in FP32 whatever it reads."""
+        self.routing: dict[str, Counter[str]] = defaultdict(Counter)
+        """Router -> dtype that its softmax, sigmoid and choice of experts read."""
         self.norms: dict[str, Counter[str]] = defaultdict(Counter)
         """Norm -> dtype that it computed on."""
         self.loss: Counter[str] = Counter()
@@ -224,6 +239,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _operation(self, name: str, args: Any, out: Any) -> None:
+        # with experts of limited capacity a router also sorts whole numbers
+        if name in _ROUTING and self._stack and is_router(self._stack[-1][0]) and args[0].is_floating_point():
+            self._routed(args[0])
         if name in _GEMMS:
             self._gemm(name, args, out)
         elif name in _SOFTMAX or name.startswith(_FUSED_ATTENTION):
@@ -233,6 +251,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if name == "_safe_softmax":
                     self.widened.add(path)
                 if name.startswith(_FUSED_ATTENTION):
+                    self.fused.add(path)
                     self.attention[path][storage(args[0])] += 1
         elif name in _NORMS:
             module, path = self._here()
@@ -242,6 +261,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.loss[storage(args[0])] += 1
         if name == "ones_like" and not self._stack and _begins_backward(args[0]):
             self.roots.append(float(args[0].detach()))
+
+    def _routed(self, read: torch.Tensor) -> None:
+        path = self._stack[-1][1]
+        if path not in self.routing:  # the first such operation reads the logits themselves
+            self._note_rounding(path, read)
+        self.routing[path][storage(read)] += 1
 
     def _gemm(self, name: str, args: Any, out: Any) -> None:
         left, right = (values(args[index]) for index in _GEMMS[name])

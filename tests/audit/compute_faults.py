@@ -44,6 +44,23 @@ def router_in_bf16(engine: Any) -> None:
         layer.mlp.router.config.moe_router_dtype = None
 
 
+def router_logits_rounded(engine: Any) -> None:
+    for layer in gpt(engine).decoder.layers:
+        router = layer.mlp.router
+        router.gating = lambda x, real=router.gating: real(x).bfloat16().float()
+
+
+def routed_in_bf16(engine: Any) -> None:
+    for layer in gpt(engine).decoder.layers:
+        router = layer.mlp.router
+        router.routing = lambda logits, *args, real=router.routing, **more: real(logits.bfloat16(), *args, **more)
+
+
+def softmax_flag_off(engine: Any) -> None:
+    for layer in gpt(engine).decoder.layers:
+        layer.self_attention.core_attention.scale_mask_softmax.softmax_in_fp32 = False
+
+
 def stream_rounded(engine: Any) -> None:
     layer = gpt(engine).decoder.layers[0]
 
