@@ -8,7 +8,7 @@ from typing import Any
 
 from mpbridge.errors import MpbridgeError
 from mpbridge.hardware.machines import machines
-from mpbridge.precision.registry import recipes
+from mpbridge.precision.registry import aliases, recipes
 from mpbridge.shipped import configurations, recipe_files
 
 SUMMARY = "what makes your shell complete commands, options, recipes and configurations"
@@ -57,12 +57,12 @@ def everything(shtab: Any) -> argparse.ArgumentParser:
 
 def _annotate(action: Any, shtab: Any) -> None:
     if action.dest in ("recipe", "a", "b"):
-        action.complete = _names_or_files("recipe", [*recipes, *recipe_files()])
+        action.complete = _names_or_files("recipe", [*recipes, *aliases, *recipe_files()])
     elif action.dest == "config":
         action.complete = _names_or_files("config", list(configurations()))
     elif action.dest == "target":
         action.choices = sorted(machines)
-    elif action.metavar == "FILE":
+    elif action.metavar == "FILE" or action.metavar in ("RUN", "RUN_B", "SOURCE"):
         action.complete = shtab.FILE
     elif action.metavar in ("DIR", "RUN_DIR"):
         action.complete = shtab.DIRECTORY

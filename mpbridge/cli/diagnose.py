@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,38 +47,32 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(found: Diagnosis) -> None:
-    from mpbridge.report.console import console
+    from mpbridge.cli.text import print_line
 
-    out = console()
-
-    def say(text: str = "") -> None:
-        out.print(text, markup=False, soft_wrap=True)
-
-    say(
-        f"{found.run.folder}: {found.run.recipe}, {len(found.run.curves.rows)} steps, {len(found.run.measured)} measured"
-    )
-    say(found.verdict)
+    run = found.run
+    print_line(f"{run.folder}: {run.recipe}, {len(run.curves.rows)} steps, {len(run.measured)} measured")
+    print_line(found.verdict)
     for one in found.onsets:
-        say(f"  step {one.step}: {one.what}")
-    for title, lines in (
-        ("First anomalous tensors:", [str(one) for one in found.odd[:6]]),
-        ("What changed:" if found.healthy else "What changed before:", found.changes),
-    ):
-        if lines:
-            say(f"\n{title}")
-            for line in lines:
-                say(f"  {line}")
+        print_line(f"step {one.step}: {one.what}", indent="  ")
+    _section("First anomalous tensors:", [str(one) for one in found.odd[:6]])
+    _section("What changed:" if found.healthy else "What changed before:", found.changes)
     for number, suspect in enumerate(found.suspects, start=1):
-        say(f"\n{number}. {suspect.cause} (step {suspect.step}, evidence {suspect.score:.2f}): {suspect.sentence}")
-        for line in suspect.evidence:
-            say(f"   seen: {line}")
-        for line in suspect.advice:
-            say(f"   try:  {line}")
-    if found.against:
-        say("\nBeside the other run:")
-        for line in found.against:
-            say(f"  {line}")
-    if found.run.gaps:
-        say("\nWhat cannot be told:")
-        for line in found.run.gaps:
-            say(f"  {line}")
+        print()
+        print_line(f"{number}. {suspect.cause} (step {suspect.step}, evidence {suspect.score:.2f}): {suspect.sentence}")
+        for word, lines in (("seen: ", suspect.evidence), ("try:  ", suspect.advice)):
+            for line in lines:
+                print_line(f"{word}{line}", indent="   ")
+    _section("Beside the other run:", found.against)
+    _section("What cannot be told:", run.gaps)
+    _section("What can still be told:", run.remaining)
+
+
+def _section(title: str, lines: Sequence[str]) -> None:
+    """Indented lines under a title, where there are any."""
+    if not lines:
+        return
+    from mpbridge.cli.text import print_line
+
+    print(f"\n{title}")
+    for line in lines:
+        print_line(line, indent="  ")

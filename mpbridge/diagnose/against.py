@@ -78,7 +78,13 @@ def _skipped(run: Evidence) -> set[int]:
 
 def _tensors(run: Evidence, other: Evidence) -> list[str]:
     """The first measured step that both have at which a tensor differs by more than a factor of two."""
+    without = [which for which, one in (("this run", run), ("the other", other)) if not one.measured]
+    if without:
+        verb = "have" if len(without) > 1 else "has"
+        return [f"tensors cannot be compared: {' and '.join(without)} {verb} no statistics (logger.precision_every)"]
     theirs = {one.step: one for one in other.measured}
+    if not any(one.step in theirs for one in run.measured):
+        return ["tensors cannot be compared: no step was measured in both runs (logger.precision_every)"]
     for one in run.measured:
         if one.step not in theirs:
             continue

@@ -78,6 +78,7 @@ class Diagnosis:
             "changes": self.changes,
             "against": self.against,
             "cannot_tell": self.run.gaps,
+            "can_still_tell": self.run.remaining,
         }
 
 

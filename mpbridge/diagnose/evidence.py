@@ -75,6 +75,29 @@ class Evidence:
             self._by_name[table, key] = found
         return self._by_name[table, key]
 
+    @property
+    def remaining(self) -> list[str]:
+        """Without statistics, what the run's other files still tell, with how much there is of it; empty where tensors were measured."""
+        if self.measured:
+            return []
+        words = {"loss": "loss", "grad_norm": "gradient norm", "loss_scale": "loss scale", "lr": "learning rate"}
+        curves = [word for number, word in words.items() if self.curves.series(number)]
+        found = [f"{len(self.curves.rows)} steps of {', '.join(curves)}: where they jump, and what is not finite"] if curves else []  # fmt: skip
+        if any("applied" in row for row in self.curves.rows):
+            skipped = sum(row.get("applied") is False for row in self.curves.rows)
+            found.append(f"which updates were made: {skipped} of {len(self.curves.rows)} were skipped")
+        if self.audits:
+            kept = sum(bool(one.get("ok", True)) for one in self.audits)
+            found.append(f"audits: {kept} of {len(self.audits)} as promised")
+        if self.config or "recipe" in self.precision:
+            found.append("its recipe and settings" if self.config else "its recipe")
+        if self.events:
+            names = ", ".join(
+                f"{count} x {name}" for name, count in Counter(one["event"] for one in self.events).items()
+            )
+            found.append(f"events: {names}")
+        return found
+
     def settings(self) -> Iterator[tuple[str, Any]]:
         """Dotted settings of the run, as far as its files have them."""
         for section, values in self.config.items():

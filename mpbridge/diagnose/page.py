@@ -148,6 +148,8 @@ def _plot_of(cause: str, charts: dict[str, str], odd: str) -> str | None:
 def _gaps(page: Page, run: Evidence) -> None:
     if run.gaps:
         page.verdicts("What cannot be told", [{"text": line} for line in run.gaps])
+    if run.remaining:
+        page.verdicts("What can still be told", [{"text": line} for line in run.remaining])
 
 
 def _curves(page: Page, run: Evidence, *, marks: list[tuple[float, str]]) -> dict[str, str]:

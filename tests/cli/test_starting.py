@@ -73,6 +73,10 @@ def test_the_next_command_names_what_is_to_be_filled_in(tmp_path: Path, capsys: 
         (["show", "bf16_par"], {"bf16_params_fp32_states"}),
         (["check", "--config", "llama3_"], {"llama3_8b", "llama3_70b", "llama3_405b"}),
         (["plan", "--recipe", "fp8_mlp"], {"fp8_mlp_only"}),
+        (["plan", "--recipe", "fp8_cs"], {"fp8_cs"}),
+        (["diagnose", "a_r"], {"a_run"}),
+        (["diagnose", "x", "--against", "a_r"], {"a_run"}),
+        (["data", "prepare", "a_r"], {"a_run"}),
         (["help", "mem"], {"memory"}),
     ],
 )
@@ -80,6 +84,7 @@ def test_bash_completes_from_the_printed_script(
     words: list[str], offered: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["completion", "bash"]) == 0
+    (tmp_path / "a_run").mkdir()
     script = tmp_path / "completion.bash"
     script.write_text(capsys.readouterr().out, encoding="utf-8")
     ask = f'source {script}; COMP_WORDS=(mpbridge {" ".join(words)}); COMP_CWORD={len(words)}; _shtab_mpbridge; printf "%s\\n" "${{COMPREPLY[@]}}"'

@@ -415,6 +415,24 @@ def test_another_run_beside_it_says_which_updates_and_loss_scales_differ(run: Wr
     assert "step 24: this run skipped its update, the other did not; 3 of the 60 steps that both have skipped, the other's 1" in text  # fmt: skip
 
 
+def test_a_run_without_statistics_is_not_compared_by_tensors_and_says_what_it_still_tells(
+    run: Written, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = Written(run.folder.parent / "other")
+    (other.write() / FILE).unlink()
+    for one, two, which in ((run.write(), other.folder, "the other"), (other.folder, run.folder, "this run")):
+        said = diagnose(one, two).against
+        assert f"tensors cannot be compared: {which} has no statistics (logger.precision_every)" in said
+        assert not [line for line in said if "no measured step" in line]
+    both = "tensors cannot be compared: this run and the other have no statistics (logger.precision_every)"
+    assert both in diagnose(other.folder, other.folder).against
+    assert not diagnose(run.folder).run.remaining
+    capsys.readouterr()
+    main(["diagnose", str(other.folder)])
+    told = capsys.readouterr().out.partition("What can still be told:")[2]
+    assert f"{STEPS} steps of loss, gradient norm" in told
+
+
 def test_settings_of_runs_that_broke_off_are_compared(run: Written) -> None:
     for made, rate in ((run, 1.0), (other := Written(run.folder.parent / "other"), 0.1)):
         made.write()
