@@ -65,8 +65,17 @@ def read_python(
 ) -> Imported:
     """What a Python configuration means, from the text alone: a function of it, or for stacks that train from a script its top level.
 
-    Raises DataError where the stack has no such files.
+    Raises DataError where the stack has no such files, and for expressions that are nested too deeply to be read.
     """
+    try:
+        return _read_python(text, path, function, stack, version)
+    except RecursionError:
+        raise DataError(
+            f"{path.name if path is not None else 'the file'}: its expressions are nested deeper than any configuration's"
+        ) from None
+
+
+def _read_python(text: str, path: Path | None, function: str, stack: str | None, version: str | None) -> Imported:
     from mpbridge.stacks import torch_python
     from mpbridge.stacks.python_text import Reading
 

@@ -88,7 +88,7 @@ def test_names_of_docker_hub_and_files_are_images(printed, image: str) -> None:
         (["--nodes", "2", "--notice", "70000", "--", *TRAIN], "at most 65535"),
         (["--nodes", "2", "--name", "a b", "--", *TRAIN], "--name 'a b'"),
         (["--nodes", "2", "--slurm", "time=3", "--", *TRAIN], "give --time instead"),
-        (["--nodes", "2", "--slurm", "no-requeue", "--", *TRAIN], "going back into the queue"),
+        (["--nodes", "2", "--slurm", "no-requeue", "--", *TRAIN], "by returning to the queue"),
         (["--nodes", "2", "--slurm", "x=1\n#SBATCH --wrap=y", "--", *TRAIN], "expected an option of sbatch"),
         (["--nodes", "2", "--image", "a", "--mount", "here", "--", *TRAIN], "expected FROM:TO"),
         (["--nodes", "2"], "is missing"),
@@ -199,4 +199,7 @@ def test_a_rule_that_holds_on_every_machine_is_asked_before_the_queue(capsys: py
     assert main(["launch", "--nodes", "2", "--gpus-per-node", "4", "--", *TRAIN, *wrong]) == 1
     assert "distributed-optimizer-is-adam-only" in capsys.readouterr().err
     # what a GPU can do is no fault of a login node
-    assert main(["launch", "--nodes", "2", "--gpus-per-node", "4", "--", *TRAIN, "--recipe", "mxfp8"]) == 0
+    sharded = [
+        f"ddp.{name}=true" for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+    ]
+    assert main(["launch", "--nodes", "2", "--gpus-per-node", "4", "--", *TRAIN, "--recipe", "mxfp8", *sharded]) == 0

@@ -37,7 +37,8 @@ NAMED = {
     "Reuse grad buffer only": {"resolve"},
     "only supported with adam": {"precision-aware-needs-adam"},
     "only supported with distributed optimizer": {"precision-aware-needs-distributed-optimizer"},
-    "can only be fp32 when not using precision-aware": {"states-need-precision-aware", "optimizer-section-states-need-precision-aware", "fp16-parameters-alone", "resolve"},
+    "can only be fp32 when not using precision-aware": {"states-need-precision-aware", "optimizer-section-states-need-precision-aware", "fp16-parameters-alone", "resolve",
+                                                                  "fp4-weights-stored"},  # there the policy is precision-aware by itself
     "moe_preprocess cuda graph is not supported": {"router-padding-in-a-graph"},
     "only supported with bf16 or fp16 model": {"expert-overlap-needs-16-bits"},
 }  # fmt: skip

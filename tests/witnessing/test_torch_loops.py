@@ -79,7 +79,8 @@ def test_a_weight_that_the_optimizer_does_not_hold_is_named() -> None:
     model = Tiny()
     optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if name != "norm.weight"])
     found = train(model, optimizer).report.as_data()
-    assert faults(found) == {"optimizer holds"}
+    # nobody clears its gradient either, which grows from step to step
+    assert faults(found) == {"optimizer holds", "gradients"}
     assert "norm.weight" in json.dumps(found["audit"])
 
 
