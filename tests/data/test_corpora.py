@@ -67,6 +67,11 @@ def test_a_data_set_of_the_library_is_its_arrow_files(tmp_path: Path, monkeypatc
         find(f"hf:{tmp_path / 'none'}")
 
 
+def test_a_slice_of_a_split_is_refused_with_the_way_to_a_file() -> None:
+    with pytest.raises(DataError, match="a slice of a split is not read"):
+        find("hf:owner/name::train[:10%]")
+
+
 def test_a_damaged_table_is_refused_by_name(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="datasets brings it (pip install 'mpbridge[hf]')")
     for name in ("a.parquet", "a.arrow"):
