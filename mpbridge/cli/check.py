@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from mpbridge.cli._target import Target, add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, resolved
-from mpbridge.cli.text import print_json, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.config.container import Run
 from mpbridge.hardware.capability import Capability, can_run
 from mpbridge.precision.policy import PrecisionPolicy
@@ -95,15 +95,21 @@ def _print(
     answer: Capability,
     notes: Sequence[str],
 ) -> None:
-    print(f"recipe {made.recipe}, engine {made.engine}, {made.world_size} process{'es' if made.world_size > 1 else ''}")
-    print(f"target {where.line()}")
-    print(f"runs   {answer.how}{'' if answer.proven else ' (unproven)'}: {answer.reason}")
+    print_line(
+        f"recipe {made.recipe}, engine {made.engine}, {made.world_size} process{'es' if made.world_size > 1 else ''}"
+    )
+    print_line(f"target {where.line()}")
+    print_line(f"runs   {answer.how}{'' if answer.proven else ' (unproven)'}: {answer.reason}")
     warmup = scale_warmup(made.policy.loss_scale, made.train["train_iters"])
-    print(f"scale  {warmup}\n" if warmup else "")
+    if warmup:
+        print_line(f"scale  {warmup}")
+    print()
     for v in violations:
-        print(
-            f"{v.severity}: {v.rule}\n  found     {v.found}\n  expected  {v.expected}\n  cure      {v.cure}\n  source    {v.source}{f' ({v.versions})' if v.versions else ''}\n"
-        )
+        print(f"{v.severity}: {v.rule}")
+        source = f"{v.source}{f' ({v.versions})' if v.versions else ''}"
+        for name, text in (("found", v.found), ("expected", v.expected), ("cure", v.cure), ("source", source)):
+            print_line(f"{name:8}  {text}", indent="  ")
+        print()
     rows = [
         (
             f.level,
@@ -125,7 +131,7 @@ def _print(
         )
         print()
     for note in notes:
-        print(f"note   {note}")
+        print_line(f"note   {note}")
     errors = sum(v.severity == "error" for v in violations)
     print(
         f"{errors} error{'s' if errors != 1 else ''}, {len(violations) - errors} warning{'s' if len(violations) - errors != 1 else ''}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._target import add_target_arguments, target
 from mpbridge.cli.options import add_price_argument, add_run_arguments, resolved
-from mpbridge.cli.text import print_json, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.estimate.predict import Estimate, estimate
 from mpbridge.estimate.timing import Timing, timing
@@ -128,21 +128,21 @@ def _data(made: Run, one: Estimate, price: float | None) -> dict[str, Any]:
 
 def _print(made: Run, where: Target, mine: Estimate, other: Estimate | None, price: float | None) -> None:
     sizes = made.facts.parallel
-    print(f"recipe {made.recipe}, engine {made.engine}, {sizes.world_size} x {where.machine.label}: a prediction")
+    print_line(f"recipe {made.recipe}, engine {made.engine}, {sizes.world_size} x {where.machine.label}: a prediction")
     print(
         f"tensor {sizes.tensor}, pipeline {sizes.pipeline}{f' x {sizes.virtual_pipeline}' if sizes.virtual_pipeline else ''}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}\n"
     )
     low, high = mine.seconds * (1 - mine.band), mine.seconds * (1 + mine.band)
-    print(f"step          {mine.seconds:.3g} s ({low:.3g} to {high:.3g}; {mine.because})")
+    print_line(f"step          {mine.seconds:.3g} s ({low:.3g} to {high:.3g}; {mine.because})")
     print(f"tokens/s/GPU  {mine.tokens_per_second:,.0f}")
-    print(
+    print_line(
         f"model TFLOP/s {_few(mine.flops_per_second / 1e12)} a GPU, {mine.share_of_peak:.0%} of the dense peak of its narrowest products"
     )
     hours = mine.gpu_hours_per_billion_tokens
     cost = f", {price * hours:,.0f} at {price:g} an hour" if price is not None else ""
-    print(f"GPU hours     {hours:,.0f} per billion tokens{cost}")
+    print_line(f"GPU hours     {hours:,.0f} per billion tokens{cost}")
     if other is not None:
-        print(
+        print_line(
             f"beside {REFERENCE} in the same layout: {other.seconds / mine.seconds:.2f} times as fast ({other.seconds:.3g} s)"
         )
     print()
@@ -158,7 +158,7 @@ def _print(made: Run, where: Target, mine: Estimate, other: Estimate | None, pri
     ]
     print_table(("where the time goes", "ms", "share", f"{REFERENCE} ms"), rows)
     for line in mine.left_out:
-        print(f"left out: {line}")
+        print_line(f"left out: {line}")
 
 
 def _few(value: float) -> str:

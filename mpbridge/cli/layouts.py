@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._target import add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, container, wanted_world, whole
-from mpbridge.cli.text import print_json, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.estimate.layouts import Layout, search
 from mpbridge.hardware.capability import refuse_unless_native
@@ -64,12 +64,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json([_data(name, one, tuple(left_out)) for name, one in found])
         return 0 if found else 1
-    print(f"{world} x {where.machine.label}: predictions")
+    print_line(f"{world} x {where.machine.label}: predictions")
     _print(found)
     for words in (*faults, *left_out):
-        print(f"left out: {words}")
+        print_line(f"left out: {words}")
     if not found:
-        print(
+        print_line(
             f"no layout is legal and fits: sizes have to divide {world} GPUs, layers, heads and the global batch"
             if not faults
             else "no layout found"

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpbridge.cli._target import Target, add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, resolved, whole
-from mpbridge.cli.text import print_json, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.config.container import Run
 from mpbridge.facts import RunFacts
 from mpbridge.memory.budget import STATES, Fit, Memory, duplicate_main, fit, fullest, memory, total_parameters
@@ -96,12 +96,13 @@ def _print(
 ) -> None:
     mine, other, sizes = compared.mine, compared.reference, facts.parallel
     unit = unit_for(max(mine.needed, other.needed))
-    print(
+    print_line(
         f"recipe {made.recipe}, engine {made.engine}: {count(total_parameters(facts))} parameters on {made.world_size} GPU{'s' if made.world_size > 1 else ''}"
     )
-    print(
-        f"tensor {sizes.tensor}, pipeline {sizes.pipeline}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}; {_which(made, facts, mine)}\n"
+    print_line(
+        f"tensor {sizes.tensor}, pipeline {sizes.pipeline}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}; {_which(made, facts, mine)}"
     )
+    print()
     columns = ("role", unit.name, f"{REFERENCE} {unit.name}", "bytes/parameter", "how it is known")
     print_table(columns, _rows(facts, compared, unit))
     if stages:
@@ -113,9 +114,9 @@ def _print(
     if compared.reasons:
         print(f"\nwhy it differs from {REFERENCE}")
         for reason in compared.reasons:
-            print(f"  {reason}")
+            print_line(reason, indent="  ")
     for words in left_out_of_memory(facts):
-        print(f"left out: {words}")
+        print_line(f"left out: {words}")
     if fits is not None:
         _say_fit(fits, where, unit)
         if fits.answer == "does not fit":
@@ -156,7 +157,7 @@ def _say_nearest(made: Run, facts: RunFacts, where: Target) -> None:
     # a search that no layout can end: every one of them would be refused for the machine
     for violation in broken(made.policy, facts):
         if violation.rule == "machine-cannot-run-it":
-            print(f"no layout was looked for: {violation.found}")
+            print_line(f"no layout was looked for: {violation.found}")
             return
     found = nearest(made.policy, facts, where.machine, stated=says_optimizer(made.container))
     print(
@@ -190,11 +191,12 @@ def _beside(mine: Memory, other: Memory, unit: Unit, *, counted: bool = True) ->
 
 def _say_fit(fits: Fit, where: Target, unit: Unit) -> None:
     need, off, have = (unit.of(size) for size in (fits.needed, fits.band, fits.available))
-    print(
-        f"\n{fits.answer} on {where.machine.name}: {need} +- {off} {unit.name} of {have} ({where.machine.memory_source})"
+    print()
+    print_line(
+        f"{fits.answer} on {where.machine.name}: {need} +- {off} {unit.name} of {have} ({where.machine.memory_source})"
     )
     for way in fits.ways:
-        print(f"  {way}")
+        print_line(way, indent="  ")
 
 
 def _each(mine: Memory, name: str) -> str:

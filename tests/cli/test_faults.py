@@ -160,6 +160,18 @@ def test_tables_keep_to_sixty_columns(
     assert len(lines) > 5
 
 
+@pytest.mark.parametrize("verb", ["memory", "check", "estimate"])
+def test_sentences_keep_to_sixty_columns(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    main([verb, "--config", "llama3_8b", "--target", "h100"])
+    lines = capsys.readouterr().out.splitlines()
+    # settings to paste stay whole
+    assert not [line for line in lines if len(line) > 60 and not line.startswith("nearest layout")]
+    assert len(lines) > 4
+
+
 def test_the_table_and_the_verdict_speak_one_unit(capsys: pytest.CaptureFixture[str]) -> None:
     main(["memory", "--config", "llama3_8b", "--target", "h100"])
     out = capsys.readouterr().out
