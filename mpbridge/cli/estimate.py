@@ -115,6 +115,7 @@ def _data(made: Run, one: Estimate, price: float | None) -> dict[str, Any]:
         "predicted": True,
         "seconds": one.seconds,
         "band": one.band,
+        "span": list(one.span),
         "because": one.because,
         "tokens_per_second_per_gpu": one.tokens_per_second,
         "model_tflops_per_gpu": one.flops_per_second / 1e12,
@@ -132,7 +133,7 @@ def _print(made: Run, where: Target, mine: Estimate, other: Estimate | None, pri
     print(
         f"tensor {sizes.tensor}, pipeline {sizes.pipeline}{f' x {sizes.virtual_pipeline}' if sizes.virtual_pipeline else ''}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}\n"
     )
-    low, high = mine.seconds * (1 - mine.band), mine.seconds * (1 + mine.band)
+    low, high = mine.span
     print_line(f"step          {mine.seconds:.3g} s ({low:.3g} to {high:.3g}; {mine.because})")
     print(f"tokens/s/GPU  {mine.tokens_per_second:,.0f}")
     print_line(

@@ -11,6 +11,7 @@ from mpbridge.cli.options import add_run_arguments, container, wanted_world, who
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.estimate.layouts import Layout, search
+from mpbridge.estimate.predict import longer
 from mpbridge.hardware.capability import refuse_unless_native
 from mpbridge.memory.uncounted import left_out_of_memory, left_out_of_time
 
@@ -53,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
                     made.policy, facts, where.machine, most=args.most, using=where.constants, stated=says_optimizer(box)
                 )
             ]
-            left_out |= dict.fromkeys((*left_out_of_memory(facts), *left_out_of_time(facts)))
+            left_out |= dict.fromkeys(
+                (*left_out_of_memory(facts), *left_out_of_time(facts), *filter(None, [longer(facts)]))
+            )
         except MpbridgeError as error:
             if len(names) == 1 and isinstance(error, Contradiction):
                 raise

@@ -118,7 +118,7 @@ def _print(
     for words in left_out_of_memory(facts):
         print_line(f"left out: {words}")
     if fits is not None:
-        _say_fit(fits, where, unit)
+        _say_fit(fits, where, unit, _fullest_words(made, facts, mine))
         if fits.answer == "does not fit":
             _say_nearest(made, facts, where)
 
@@ -189,11 +189,17 @@ def _beside(mine: Memory, other: Memory, unit: Unit, *, counted: bool = True) ->
     ]
 
 
-def _say_fit(fits: Fit, where: Target, unit: Unit) -> None:
+def _fullest_words(made: Run, facts: RunFacts, mine: Memory) -> str:
+    """Whose bytes the verdict is about, where the table shows another rank's."""
+    full = fullest(made.policy, facts, mine)
+    return "" if full == mine.rank else f"rank {full}, which holds most, needs "
+
+
+def _say_fit(fits: Fit, where: Target, unit: Unit, whose: str) -> None:
     need, off, have = (unit.of(size) for size in (fits.needed, fits.band, fits.available))
     print()
     print_line(
-        f"{fits.answer} on {where.machine.name}: {need} +- {off} {unit.name} of {have} ({where.machine.memory_source})"
+        f"{fits.answer} on {where.machine.name}: {whose}{need} +- {off} {unit.name} of {have} ({where.machine.memory_source})"
     )
     for way in fits.ways:
         print_line(way, indent="  ")

@@ -11,7 +11,7 @@ from mpbridge.cli._target import add_target_arguments, target
 from mpbridge.cli.options import add_price_argument, add_run_arguments, container, wanted_world
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue, MpbridgeError
-from mpbridge.estimate.predict import estimate
+from mpbridge.estimate.predict import estimate, longer
 from mpbridge.estimate.timing import timing
 from mpbridge.memory.budget import memory
 from mpbridge.memory.compare import REFERENCE
@@ -88,7 +88,9 @@ def _advice(
             run = box.resolved(world, machine=where.machine, versions=where.versions, training=False)
             facts = where.facts(run.facts)
             reference = memory(run.policy, facts).needed if name == REFERENCE else reference
-            left_out |= dict.fromkeys((*left_out_of_memory(facts), *left_out_of_time(facts)))
+            left_out |= dict.fromkeys(
+                (*left_out_of_memory(facts), *left_out_of_time(facts), *filter(None, [longer(facts)]))
+            )
             made.append(_timed(advise(entry, run.policy, facts, reference=reference), run, facts, where))
         except MpbridgeError as error:
             made.append(Advice(recipe=name, status=entry.status, legal=False, reason=str(error).replace("\n", " ")))
@@ -104,7 +106,12 @@ def _timed(advice: Advice, run: Run, facts: RunFacts, where: Target) -> Advice:
     except MpbridgeError:
         return advice
     return dataclasses.replace(
-        advice, seconds=one.seconds, band=one.band, speed_known="predicted", hours=one.gpu_hours_per_billion_tokens
+        advice,
+        seconds=one.seconds,
+        band=one.band,
+        one_sided=one.one_sided,
+        speed_known="predicted",
+        hours=one.gpu_hours_per_billion_tokens,
     )
 
 
@@ -115,14 +122,14 @@ def _measured(advice: Advice, folder: Path) -> Advice:
         return advice
     hours = 1e9 / found.tokens_per_second / 3600
     return dataclasses.replace(
-        advice, seconds=found.seconds, band=0.0, speed_known=f"measured in {folder}", hours=hours
+        advice, seconds=found.seconds, band=0.0, one_sided=False, speed_known=f"measured in {folder}", hours=hours
     )
 
 
 def _speed(advice: Advice, price: float | None) -> tuple[str, str]:
     if advice.seconds is None or advice.hours is None:
         return "not priced", ""
-    off = f" +- {advice.band:.0%}" if advice.band else ""
+    off = f" {'+' if advice.one_sided else '+-'} {advice.band:.0%}" if advice.band else ""
     cost = f" ({price * advice.hours:,.0f})" if price is not None else ""
     return f"{advice.seconds:.3g} s{off}, {advice.speed_known}", f"{advice.hours:,.0f}{cost}"
 

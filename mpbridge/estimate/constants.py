@@ -23,7 +23,7 @@ class Constants:
     alike: Mapping[str, str]
     """Products without rows of their own -> those that run alike ('gemm_delayed' -> 'gemm_tensorwise')."""
     bands: Mapping[str, float]
-    """'machine with rows', 'machine without rows', 'unusual kernels' -> relative error that nine of ten predictions keep."""
+    """'machine with rows', 'machine without rows', 'unusual kernels' -> relative error that nine of ten predictions keep (unusual kernels: upwards only)."""
 
     def of(self, name: str) -> float:
         """The shared multiplier of that name. Raises KeyError."""

@@ -86,6 +86,14 @@ UNCOUNTED = (
         memory="smaller",
         states=True,
     ),
+    Uncounted(
+        asked=lambda run: run.optimizer.name == "muon",
+        what="the Muon optimizer",
+        instead="counted as Adam, with two moments and without Muon's products",
+        time="slower",
+        memory="smaller by the second moments of matrices",
+        states=True,
+    ),
     Uncounted(asked=_no_network, what="traffic between hosts", instead="", time="slower"),
 )
 

@@ -34,6 +34,8 @@ class Advice:
     """Of a step: predicted, or measured where `speed_known` says so; None: it cannot be priced."""
     band: float = 0.0
     """Relative error of a prediction."""
+    one_sided: bool = False
+    """Whether the real step is only longer than predicted."""
     speed_known: str = ""
     """"predicted", or the folder of the run that it was measured on."""
     hours: float | None = None

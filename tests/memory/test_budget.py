@@ -4,12 +4,14 @@ import dataclasses
 
 import pytest
 
+from mpbridge.cli.main import main
 from mpbridge.facts import ModelShape, OptimizerFacts, Parallel, RunFacts
 from mpbridge.hardware.machines import machine
 from mpbridge.memory.activations import activations
 from mpbridge.memory.budget import duplicate_main, fit, memory, total_parameters, verdict
 from mpbridge.memory.compare import against_bf16
 from mpbridge.memory.ranks import Coordinates, in_flight
+from mpbridge.memory.uncounted import left_out_of_memory
 from mpbridge.precision.registry import recipes
 from mpbridge.precision.resolve import resolve
 
@@ -438,3 +440,22 @@ def test_offloaded_modules_keep_their_inputs_on_the_host():
     scores = run.shape.num_attention_heads * run.shape.seq_length**2 * run.micro_batch_size * 2
     # of 32 layers the scores of two stay: of the one that computes, and of the one on its way
     assert there - memory(policy("bf16"), run).activations > 30 * scores
+
+
+def test_states_of_muon_are_not_called_exact():
+    run = facts(8)
+    assert memory(policy("bf16"), run).exact
+    muon = dataclasses.replace(run, optimizer=dataclasses.replace(run.optimizer, name="muon"))
+    assert not memory(policy("bf16"), muon).exact
+    assert any("Muon" in words for words in left_out_of_memory(muon))
+
+
+def test_a_verdict_beside_another_ranks_bytes_says_whose_it_is(capsys):
+    asked = ["memory", "--config", "llama3_70b", "--world-size", "64", "--target", "h100"]
+    said = {}
+    for rank in ("0", "63"):
+        main([*asked, "--rank", rank])
+        said[rank] = " ".join(capsys.readouterr().out.split())
+    other = [text for text in said.values() if "holds most, needs" in text]
+    assert len(other) == 1
+    assert "; rank " in other[0]
