@@ -14,7 +14,7 @@ from mpbridge.data.records import Skip, Unit, records
 from mpbridge.errors import DataError
 
 LONGEST = 64 << 20
-"""Characters of a document at most where a tokenizer sees it whole; the libraries hold about 20 bytes for each of them."""
+"""Characters of a document at most where a tokenizer sees it whole: its tokens, and what a library notes of each, are in memory at once."""
 
 
 @dataclass(slots=True)
