@@ -54,8 +54,8 @@ def planted(build: Any, fault: Fault, engine_name: str, at: int, *, plant: bool 
 def check(build: Any, fault: Fault, engine: str, at: int) -> None:
     found = planted(build, fault, engine, at)
     named = {subject for subject, _ in found}
-    if (BREAKS, "at once") in found:
-        return  # the step that it is planted before does not survive it
+    if (BREAKS, "at once") in found and not named & set(fault.subjects):
+        pytest.skip("the step that it is planted before does not survive it: no audit came to name it")
     assert named & set(fault.subjects), f"found only {sorted(named)}"
     if fault.offender:
         assert any(fault.offender in text for _, text in found), found
