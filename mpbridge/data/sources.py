@@ -112,9 +112,13 @@ def _files(item: str) -> list[Path]:
 
 def data_set(item: str) -> list[Path]:
     """The Arrow files of a data set in the cache of the library datasets, which fetches it where it can. Raises DataError."""
-    # a split may be a slice, as in train[:10%], with colons of its own
     name, _, rest = item.removeprefix(DATA_SET).partition(":")
     configuration, _, split = rest.partition(":")
+    if "[" in split:
+        # the library leaves the slice out of the files, which are whole
+        raise DataError(
+            f"{item}: a slice of a split is not read; write it to a file: datasets.load_dataset(...).to_parquet('part.parquet')"
+        )
     try:
         import datasets
     except ImportError:
