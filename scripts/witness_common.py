@@ -77,6 +77,17 @@ def adam(model: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
+def two_steps(model: Any, optimizer: torch.optim.Optimizer) -> Witnessed:
+    """What is seen in the second of two steps of a loop of torch's own."""
+    seen = witness(model, optimizer, at={2})
+    for step in range(2):
+        with seen.step():
+            model(tokens(step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return seen.report
+
+
 def lightning_module() -> Any:
     """The network as Lightning takes it."""
     import lightning.pytorch as pl

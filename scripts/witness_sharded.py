@@ -14,7 +14,7 @@ from torch.nn import functional
 from mpbridge.witnessing.callbacks import lightning_callback
 from mpbridge.witnessing.report import Witnessed
 from mpbridge.witnessing.witness import witness
-from scripts.witness_common import BF16, VOCABULARY, Case, Net, adam, checkout, lightning_module, tokens
+from scripts.witness_common import BF16, VOCABULARY, Case, Net, adam, checkout, lightning_module, tokens, two_steps
 
 
 # --- torchtitan --------------------------------------------------------------------------------------------------------------------------------
@@ -217,14 +217,7 @@ def hybrid() -> Witnessed:
     model = Net()
     for layer in (*model.layers, model):
         fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-    optimizer = adam(model)
-    seen = witness(model, optimizer, at={2})
-    for step in range(2):
-        with seen.step():
-            model(tokens(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen.report
+    return two_steps(model, adam(model))
 
 
 CASES: tuple[Case, ...] = (

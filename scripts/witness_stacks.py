@@ -31,9 +31,19 @@ from mpbridge.stacks.meaning import LABELS, rows
 from mpbridge.stacks.words import TABLE
 from mpbridge.witnessing.callbacks import FabricWitness, lightning_callback, trainer_callback
 from mpbridge.witnessing.report import Witnessed
-from mpbridge.witnessing.witness import witness
 from scripts import witness_deepspeed, witness_megatron, witness_sharded
-from scripts.witness_common import BF16, VOCABULARY, Case, Net, accelerated, adam, lightning_module, together, tokens
+from scripts.witness_common import (
+    BF16,
+    VOCABULARY,
+    Case,
+    Net,
+    accelerated,
+    adam,
+    lightning_module,
+    together,
+    tokens,
+    two_steps,
+)
 
 COMPARED = tuple(row for row in LABELS if row not in ("quantization", "loss_scale"))
 
@@ -159,14 +169,7 @@ def fsdp2() -> Witnessed:
     model = Net()
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-    optimizer = adam(model)
-    seen = witness(model, optimizer, at={2})
-    for step in range(2):
-        with seen.step():
-            model(tokens(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return seen.report
+    return two_steps(model, adam(model))
 
 
 def bf16_net() -> Net:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mpbridge.audit.holdings import Held
-from mpbridge.audit.places import bare
 from mpbridge.audit.replicas import Copies
 from mpbridge.audit.values import sample
-from mpbridge.engines.contract import Live
 from mpbridge.errors import BadValue
-from mpbridge.witnessing.core import after_call, before_call
-from mpbridge.witnessing.loops import Update
-from mpbridge.witnessing.plain import FSDP, Owned, TorchLoop, states
+from mpbridge.witnessing.deepspeed import DeepSpeedLoop
+from mpbridge.witnessing.plain import FSDP, Owned
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +45,8 @@ class _Part:
         return flat[self.start : self.start + self.count]
 
 
-class Zero3Loop(TorchLoop):
-    """DeepSpeed's engine around a module whose parameters it partitions, stepped through `engine.step()`."""
+class Zero3Loop(DeepSpeedLoop):
+    """Parameters, gradients and states divided."""
 
     kind = replace(
         FSDP,
@@ -63,23 +60,10 @@ class Zero3Loop(TorchLoop):
     sharded = "everything"
 
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
-        self._flat: list[torch.Tensor] = list(optimizer.fp32_partitioned_groups_flat)
-        if not all(flat.numel() for flat in self._flat):
+        flat: list[torch.Tensor] = list(optimizer.fp32_partitioned_groups_flat)
+        if not all(one.numel() for one in flat):
             raise BadValue("witness() got DeepSpeed's ZeRO 3 with states on NVMe: what is swapped out is not observed")
-        self._grads: dict[str, tuple[int, torch.dtype]] = {}
-        self._read: dict[str, tuple[int, torch.dtype]] = {}
-        self._samples: dict[str, dict[int, float]] = {}
-        super().__init__(model, optimizer, scaler=scaler, group=group)
-
-    @property
-    def wrapper(self) -> str:
-        """Who reduces gradients."""
-        return f"DeepSpeed {type(self.outer).__name__}"
-
-    @property
-    def loss_scale(self) -> float:
-        """DeepSpeed's own."""
-        return float(getattr(self.outer, "loss_scale", 1.0) or 1.0)
+        super().__init__(model, optimizer, flat, scaler=scaler, group=group)
 
     # --- who holds what ------------------------------------------------------------------------------------------------------------------
     def _parts(self) -> dict[str, _Part]:
@@ -123,21 +107,6 @@ class Zero3Loop(TorchLoop):
                 samples=self._samples.get(name),
             )
 
-    def tensors(self) -> Iterator[Live]:
-        """As DeepSpeed holds them; gradients, which it frees within its step, as they were then."""
-        for held in self.audit_holdings():
-            yield Live(role="params", parameter=held.name, tensor=_stored(held))
-            for role, seen in (("grads", self._grads), ("main_grads", self._read)):
-                if held.name in seen:
-                    count, dtype = seen[held.name]
-                    yield Live(role=role, parameter=held.name, tensor=torch.empty(count, dtype=dtype, device="meta"))
-            if held.main is not None:
-                yield Live(role="main_params", parameter=held.name, tensor=held.main)
-            yield from states(held)
-        for chunk in self.model:
-            for name, buffer in chunk.named_buffers():
-                yield Live(role="buffers", parameter=bare(name), tensor=buffer)
-
     def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
         """Sizes of parts, and what the forward pass read."""
         seen = Copies(shards={name: (part.count, part.whole) for name, part in self._parts().items()})
@@ -150,24 +119,9 @@ class Zero3Loop(TorchLoop):
         return int(parameter.ds_numel)
 
     # --- the update ----------------------------------------------------------------------------------------------------------------------
-    def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
-        """Behind DeepSpeed's own `step`; gradients are looked at before it, and while the inner optimizer reads them."""
-
-        def stepped(result: Any) -> None:
-            norm = getattr(self.outer, "_global_grad_norm", None)
-            then(Update(applied=not getattr(self.outer, "overflow", False), norm=None if norm is None else float(norm)))
-
-        self._grads, self._read, self._samples = {}, {}, {}
-        handles = [inner.register_step_post_hook(self._reading) for inner in self.inner]
-        undo = [before_call(self.outer, "step", self._accumulated), after_call(self.outer, "step", stepped)]
-
-        def off() -> None:
-            for handle in handles:
-                handle.remove()
-            for one in reversed(undo):
-                one()
-
-        return off
+    def _stored(self, held: Held) -> torch.Tensor:
+        own: torch.Tensor = held.parameter.ds_tensor.detach() if held.part is None else held.part
+        return own
 
     def _accumulated(self) -> None:
         """What gradients have added up to, before the step begins: one piece for each parameter of a sub-group, in their order."""
@@ -183,16 +137,8 @@ class Zero3Loop(TorchLoop):
             if grad is None or not part.count:
                 continue
             mine = part.of(grad.detach())
-            if name in self._grads and self._grads[name][1] is not mine.dtype:  # else it is the accumulator
-                self._read[name] = int(mine.numel()), mine.dtype
+            self._note(name, mine)
             self._samples[name] = sample(mine, part.begin, part.whole)
-
-
-def _stored(held: Held) -> torch.Tensor:
-    if held.part is not None:
-        return held.part
-    own: torch.Tensor = held.parameter.ds_tensor.detach()
-    return own
 
 
 def _like(value: Any, flat: torch.Tensor) -> bool:

@@ -8,8 +8,6 @@ import transformer_engine_torch as tex
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
 
-from mpbridge.te_cpu.played import now
-
 
 def test_mxfp8_scales_are_padded_and_compact_data_dequantizes() -> None:
     torch.manual_seed(0)
@@ -26,9 +24,8 @@ def test_mxfp8_scales_are_padded_and_compact_data_dequantizes() -> None:
     assert float((made.dequantize() - x).abs().max() / x.abs().max()) < 0.04
 
 
+@pytest.mark.since((2, 12))
 def test_swizzled_scales_are_read_back() -> None:
-    if not hasattr(MXFP8Quantizer(fp8_dtype=tex.DType.kFloat8E4M3), "optimize_for_gemm"):
-        pytest.skip("this release stores no swizzled scales")
     torch.manual_seed(0)
     x, w = torch.randn(160, 256, dtype=torch.bfloat16), torch.randn(96, 256, dtype=torch.bfloat16)
     results, stored = [], []
@@ -102,7 +99,7 @@ def test_storage_classes_and_tensors_dequantize_alike(kind) -> None:
     assert torch.equal(whole.to(torch.float64), whole.dequantize().double())
 
 
-@pytest.mark.skipif(now().release < (2, 17), reason="Four Over Six came with release 2.17")
+@pytest.mark.since((2, 17))
 @pytest.mark.parametrize("square", [False, True])
 @pytest.mark.parametrize(("mode", "power"), [("MAE", 1), ("MSE", 2)])
 def test_four_over_six_errs_less(square, mode, power) -> None:
