@@ -68,14 +68,14 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
     base, accumulator = policy.compute, policy.accumulate or policy.reduce
     if _autocast(policy):  # gradients travel in the autocast dtype there, and add up in the parameters'
         return Meaning(
-            storage=DType.FP32, compute=base, autocast=base, wire=base, accumulator=DType.FP32, sharded="optimizer",
+            storage=DType.FP32, compute=base, autocast=base, main=DType.FP32, wire=base, accumulator=DType.FP32, sharded="optimizer",
             residual_fp32=True, softmax_fp32=True,
         )  # fmt: skip
     own = _own(policy)
     return Meaning(
         storage=base,
         compute=base,
-        main=None if own or base is DType.FP32 else DType.FP32,
+        main=None if own else DType.FP32,
         wire=policy.reduce,
         accumulator=accumulator,
         optimizer_reads=DType.FP32 if not own and accumulator is not DType.FP32 else None,

@@ -119,7 +119,8 @@ def _meaning(said: _Said) -> Meaning:
         storage=said.base,
         compute=said.autocast or said.base,
         autocast=said.autocast,
-        main=None if said.own or wide else DType.FP32,
+        # ZeRO updates a copy of every parameter, FP32 ones too (zero/stage_1_and_2.py, stage3.py: clone)
+        main=None if said.own or (wide and said.stage < 1) else DType.FP32,
         wire=said.autocast or said.wire,
         accumulator=said.accumulator,
         optimizer_reads=DType.FP32 if converted else None,

@@ -104,7 +104,7 @@ TABLE: tuple[Word, ...] = (
     _row("bf16.enabled | bf16", "deepspeed", "ZeRO 1, data_types.grad_accum_dtype fp32", "runtime/engine.py",
          storage=_B, compute=_B, main=_F, wire=_B, accumulator=_F, sharded="optimizer"),
     _row("torch_autocast.enabled | torch_autocast | autocast", "deepspeed", "torch_autocast.enabled", "runtime/torch_autocast.py",
-         storage=_F, compute=_B, autocast=_B, wire=_B, accumulator=_F, sharded="everything"),
+         storage=_F, compute=_B, autocast=_B, main=_F, wire=_B, accumulator=_F, sharded="everything"),
     _row("fp16_mixed | fp16 | 16-mixed", "mpbridge", "megatron-core, distributed optimizer", "precision/recipes.py",
          storage=_H, compute=_H, main=_F, wire=_H, accumulator=_H, reads=_F, sharded="optimizer"),
     _row("--fp16 | fp16", "megatron-lm", "DDP", "training/arguments.py, validate_args",

@@ -45,7 +45,8 @@ def test_every_export_is_as_the_golden_file_says(stack: str) -> None:
 
 # the published comparison of stacks, recipe by recipe: E exact, A approximate, - not at all; rows that differ are explained below
 COVERAGE = {
-    "fp32": "E E E E E . . E",
+    # published as E for DeepSpeed; live tensors show that ZeRO updates a copy of FP32 parameters too
+    "fp32": "E E E E E . . A",
     "bf16_mixed": "E E A A A A A E",
     "fp16_mixed": "E E A - A A A E",
     "bf16_with_fp8_delayed_scaling_mixed": "E E - - - A A -",
@@ -395,7 +396,7 @@ def test_autocast_around_fp32_parameters_is_said_where_a_stack_has_it() -> None:
     assert found["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
     assert {line.fact for line in export(config, "deepspeed").lines if line.fidelity == "different"} == {"wire"}
     low = config.derive(grad_reduce_in_fp32=False)
-    assert export(low, "deepspeed").fidelity == "exact"
+    assert export(low, "deepspeed").fidelity == "layout"  # ZeRO updates a copy of the FP32 parameters
     assert export(low, "accelerate").fidelity == "different"
 
 
