@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mpbridge import __version__
-from mpbridge.errors import BadValue, Contradiction, MpbridgeError, UnknownName
+from mpbridge.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName
 
 NOT_VERBS = frozenset({"main", "options", "text"})
 FOREIGN = frozenset({"on-cpu", "launch"})
 """Verbs that end in another command: its arguments are none of theirs, wherever they stand."""
+NEEDED = {"megatron": "megatron-core", "torch": "torch", "numpy": "NumPy"}
+"""Packages that mpbridge depends on and that light verbs, and those for other people's modules, do without -> their names: `pip install --no-deps` leaves them out."""
 ORDER = (
     "list",
     "show",
@@ -69,6 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MpbridgeError as error:
         _complain(error, as_json)
         code = error.exit_code
+    except ModuleNotFoundError as error:
+        needed = NEEDED.get((error.name or "").partition(".")[0])
+        if needed is None:
+            raise
+        text = f"this needs {needed}, which is not installed in this environment: pip install mpbridge brings it with all that it needs"
+        _complain(Refused(text), as_json)
+        code = Refused.exit_code
     except BrokenPipeError:
         # `mpbridge list | head`: the reader has seen enough; nothing may be written at exit either. What the answer would have been is not known: the code
         # is that of a program which such a pipe ends (128 + SIGPIPE), never that of success

@@ -12,8 +12,8 @@ from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue
 
 if TYPE_CHECKING:
-    from mpbridge.tune.run import Where
     from mpbridge.tune.tuning import Tuned
+    from mpbridge.tune.where import Where
 
 SUMMARY = "find out which linears may go low, on this model and under a budget, and write the recipe"
 
@@ -140,7 +140,7 @@ def _of_folder(args: argparse.Namespace, levels: Any, budget: Any, say: Any) -> 
 
 
 def _where(args: argparse.Namespace) -> Where:
-    from mpbridge.tune.run import Where
+    from mpbridge.tune.where import Where
 
     if args.target is None and getattr(args, "machine_file", None) is None:
         return Where(stack=args.stack)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import megatron.core
 import torch
 
 from mpbridge import __version__
@@ -18,11 +17,12 @@ from mpbridge.tune.tuning import Tuned
 from mpbridge.tune.units import LOW
 
 
-def evidence(result: Tuned, *, recipe: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """The file's content: the recipe that it extends, what differs, and the evidence. recipe: a name, or anything else for a config written in full."""
+def evidence(result: Tuned, *, recipe: str, facts: dict[str, Any], library: str | None = None) -> dict[str, Any]:
+    """The file's content: the recipe that it extends, what differs, and the evidence. recipe: a name, or anything else for a config written in full.
+    library: whose the model is, with its version."""
     asked = result.asked
     said = {
-        "found by": f"mpbridge {__version__} tune, torch {torch.__version__}, megatron-core {megatron.core.__version__}",
+        "found by": ", ".join(filter(None, (f"mpbridge {__version__} tune, torch {torch.__version__}", library))),
         **facts,
         "batches": {"scored": asked.batches, "unseen": asked.unseen},
         "budget": str(asked.budget),

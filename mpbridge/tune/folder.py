@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from mpbridge.huggingface.folder import read_config, read_json_file, tensors
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.tune.budget import Budget
 from mpbridge.tune.module import aimed, tune_module
-from mpbridge.tune.run import Where
 from mpbridge.tune.tuning import Tuned, refuse_bad
+from mpbridge.tune.where import Where
 
 TOKENIZER = "tokenizer_config.json"
 
@@ -66,6 +67,7 @@ def tune_folder(
         unseen=unseen,
         where=where,
         facts=facts,
+        library=f"transformers {version('transformers')}",
         say=say,
     )
 

@@ -18,10 +18,10 @@ from mpbridge.precision.registry import FOREIGN, get_mixed_precision_config
 from mpbridge.tune.budget import Budget, budget_of
 from mpbridge.tune.costs import Pricing
 from mpbridge.tune.evidence import evidence
-from mpbridge.tune.run import Where, default_levels, natural
 from mpbridge.tune.sayable import runnable
 from mpbridge.tune.subject import ModuleSubject
 from mpbridge.tune.tuning import ENOUGH, FEWEST, Asked, Tuned, levels_of, prepared, tuned
+from mpbridge.tune.where import Where, default_levels, natural
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -37,14 +37,15 @@ def tune_module(
     unseen: int = 4,
     where: Where | None = None,
     facts: dict[str, Any] | None = None,
+    library: str | None = None,
     say: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> tuple[Tuned, dict[str, Any]]:
     """Which of `module`'s linears may go low under `recipe`: the result, and the content of a recipe file whose `modules:` name them as the module does.
 
     step: (module, batch) -> the batch's loss, a scalar tensor on which backward has not been called. batches: the last `unseen` are for the proof, the
-    others (4 or more, 8 rank better) are scored. levels, budget, where: as for `mpbridge tune`. facts: what the evidence should say of model and data.
-    options: those of Emulation. The module is left as it was, gradients gone. Raises what `mpbridge tune` raises, BadValue for a step that calls backward
+    others (4 or more, 8 rank better) are scored. levels, budget, where: as for `mpbridge tune`. facts: what the evidence should say of model and data; library: whose module it is,
+    with its version. options: those of Emulation. The module is left as it was, gradients gone. Raises what `mpbridge tune` raises, BadValue for a step that calls backward
     itself and for batches that are no sequence, Refused for a module that is frozen or emulated already.
     """
     every = _listed(batches, unseen)
@@ -76,7 +77,7 @@ def tune_module(
     kind = type(module).__name__
     said = {"model": kind, FOREIGN: kind, **(facts or {})}
     return result, evidence(
-        result, recipe=str(recipe) if not isinstance(recipe, MixedPrecisionConfig) else "", facts=said
+        result, recipe=str(recipe) if not isinstance(recipe, MixedPrecisionConfig) else "", facts=said, library=library
     )
 
 

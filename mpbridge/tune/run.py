@@ -18,11 +18,8 @@ from mpbridge.data.batches import Feed
 from mpbridge.devices import device_layer
 from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.engines.registry import build_engine
-from mpbridge.estimate.constants import Constants
-from mpbridge.facts import Versions
-from mpbridge.hardware.machines import Machine, machine
+from mpbridge.hardware.probe import installed
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.precision.resolve import resolve
 from mpbridge.train.base import Training
 from mpbridge.train.machine import data_parallel, process_group, process_settings
 from mpbridge.train.metrics import Counters
@@ -30,10 +27,10 @@ from mpbridge.traits import DEFAULT
 from mpbridge.tune.budget import Budget
 from mpbridge.tune.costs import Pricing
 from mpbridge.tune.evidence import evidence
-from mpbridge.tune.proposal import base_of
 from mpbridge.tune.sayable import runnable, sayable
 from mpbridge.tune.subject import EngineSubject
 from mpbridge.tune.tuning import Asked, Tuned, levels_of, prepared, refuse_bad, tuned
+from mpbridge.tune.where import Where, default_levels, natural
 
 if TYPE_CHECKING:
     from mpbridge.config.container import ConfigContainer, Run
@@ -44,25 +41,6 @@ _STATES = {
     "fp4_param_gather": None, "reuse_grad_buf_for_mxfp8_param_ag": False, "grad_reduce_in_fp32": True, "pipeline_dtype": None, "keep_fp32": None,
 }  # fmt: skip
 """Fields about states: gradients are measured on a plain engine, whatever the recipe keeps in which dtype."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
-    """The machine that the choice is for."""
-
-    machine: Machine | None = None
-    """None: the first GPU of the table that runs the recipe."""
-    versions: Versions | None = None
-    constants: Constants | None = None
-    """Of a --machine-file."""
-    stack: str | None = None
-    """What the recipe is to be exported to: only what can be said there is proposed."""
-
-
-def default_levels(config: MixedPrecisionConfig) -> tuple[str, ...]:
-    """Between four bits and high precision what stands nearest to them in the table of scalings; nothing between eight bits and it."""
-    quant = resolve(base_of(config)).quant
-    return quant.row.substitutes[:1] if quant is not None and quant.bits < 8 else ()
 
 
 def tune(
@@ -110,7 +88,10 @@ def tune(
         )
         with opened(container, base, batches=batches, unseen=unseen) as (subject, weights):
             result = tuned(subject, asked, say)
-        return result, evidence(result, recipe=asked_for.recipe, facts=_facts(asked_for, weights, where))
+        library = f"megatron-core {installed().megatron_core}"
+        return result, evidence(
+            result, recipe=asked_for.recipe, facts=_facts(asked_for, weights, where), library=library
+        )
 
 
 @contextmanager
@@ -149,12 +130,6 @@ def measuring(container: ConfigContainer, config: MixedPrecisionConfig, *, batch
     )
     made.checkpoint, made.logger = {}, {"log_dir": None, "tensorboard": False, "progress": False}
     return made.resolved(dist.get_world_size())
-
-
-def natural(quants: Sequence[Any]) -> Machine:
-    """What the choice is priced for where nobody named a machine."""
-    lowest = max((quant.row.hardware.low for quant in quants), default=(0, 0))
-    return machine("b200" if lowest >= (10, 0) else "h100")
 
 
 def _facts(run: Run, weights: Path | None, where: Where) -> dict[str, Any]:

@@ -60,6 +60,7 @@ def test_a_model_made_from_a_config_is_tuned_by_its_own_names(tmp_path: Path, te
     assert "verdict:" in printed
     assert f'mpbridge.emulate(model, "{out}")' in printed
     content = yaml.safe_load(out.read_text())
+    assert f"transformers {transformers.__version__}" in content["evidence"]["found by"]
     assert set(content["evidence"]["scores"]) == {
         "self_attn.q_proj + self_attn.k_proj + self_attn.v_proj",
         "self_attn.o_proj",

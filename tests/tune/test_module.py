@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +16,9 @@ from mpbridge.errors import BadValue, DataError, Refused
 from mpbridge.hardware.machines import machine
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
-from mpbridge.tune.run import Where
 from mpbridge.tune.scores import Scorer
 from mpbridge.tune.units import LOW
+from mpbridge.tune.where import Where
 
 NVFP4 = "bf16_with_nvfp4_mixed"
 
@@ -366,3 +369,31 @@ def test_products_of_folded_vectors_are_those_of_the_vectors(room: int, monkeypa
     exact = sum(float(a.double() @ b.double()) for a in vectors for b in vectors if a is not b)
     assert folded.across() == pytest.approx(exact, rel=1e-5 if room > 5000 else 0.2)
     proof._signs.cache_clear()
+
+
+WITHOUT_CORE = """
+import sys
+sys.modules["megatron"] = None
+import torch
+import mpbridge
+from mpbridge.cli.main import main
+module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32)).bfloat16()
+batches = [torch.randn(32, 64, dtype=torch.bfloat16) for _ in range(6)]
+loss = lambda module, batch: module(batch).float().square().mean()
+with torch._dynamo.config.patch(disable=True):
+    result, content = mpbridge.tune_module(module, loss, batches, "bf16_with_nvfp4_mixed", budget="time=2", unseen=2)
+assert len(result.choice) == 2, result.choice
+assert "megatron" not in content["evidence"]["found by"]
+import mpbridge.tune.folder, mpbridge.tune.report
+sys.exit(main(["tune", "--config", sys.argv[1], "--recipe", "bf16_with_nvfp4_mixed"]))
+"""
+
+
+def test_a_module_needs_no_megatron_core_and_a_configuration_says_that_it_does(tmp_path: Path) -> None:
+    config = Path(__file__).parents[2] / "configs" / "gpt_tiny.yaml"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_CORE, str(config)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 1, done.stderr
+    assert "this needs megatron-core, which is not installed" in done.stderr
+    assert "Traceback" not in done.stderr

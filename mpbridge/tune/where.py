@@ -1,0 +1,39 @@
+"""What a choice is for: the machine that prices it, the stack that has to say it, and the levels between a recipe's format and high precision."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from mpbridge.estimate.constants import Constants
+from mpbridge.facts import Versions
+from mpbridge.hardware.machines import Machine, machine
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.resolve import resolve
+from mpbridge.tune.proposal import base_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Where:
+    """The machine that the choice is for."""
+
+    machine: Machine | None = None
+    """None: the first GPU of the table that runs the recipe."""
+    versions: Versions | None = None
+    constants: Constants | None = None
+    """Of a --machine-file."""
+    stack: str | None = None
+    """What the recipe is to be exported to: only what can be said there is proposed."""
+
+
+def default_levels(config: MixedPrecisionConfig) -> tuple[str, ...]:
+    """Between four bits and high precision what stands nearest to them in the table of scalings; nothing between eight bits and it."""
+    quant = resolve(base_of(config)).quant
+    return quant.row.substitutes[:1] if quant is not None and quant.bits < 8 else ()
+
+
+def natural(quants: Sequence[Any]) -> Machine:
+    """What the choice is priced for where nobody named a machine."""
+    lowest = max((quant.row.hardware.low for quant in quants), default=(0, 0))
+    return machine("b200" if lowest >= (10, 0) else "h100")
