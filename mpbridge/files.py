@@ -6,11 +6,14 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from mpbridge.errors import CheckpointError
 
+ProgressCallback = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
 LARGEST_JSON = 1 << 28
 """Bytes of a JSON file that is read at all: the index of a checkpoint with a million shards has a quarter of that."""
 

@@ -70,7 +70,7 @@ def opened(args: argparse.Namespace) -> Any:
 def scored(subject: Any, batches: int, levels: dict[str, Any] | None = None) -> Any:
     """(units, scores of all batches, the scorer). levels: besides the recipe's own format."""
     from mpbridge.tune.scores import Scorer, merged
-    from mpbridge.tune.units import LOW, Place, units
+    from mpbridge.tune.units import LOW, QuantizedLinear, units
 
     emulation = subject.emulation
     scorer = Scorer({LOW: emulation.policy.quant, **(levels or {})}, emulation)
@@ -79,7 +79,7 @@ def scored(subject: Any, batches: int, levels: dict[str, Any] | None = None) -> 
         with emulation.listening(scorer):
             subject.backward("train", number)
     places = [
-        Place(slot=name, below=below, layer=layer, layers=layers, weight=id(linear.weight))
+        QuantizedLinear(slot=name, below=below, layer=layer, layers=layers, weight=id(linear.weight))
         for linear, name, below, layer, layers in emulation.linears()
     ]
     return units(places), merged(scorer.halves), scorer

@@ -20,7 +20,7 @@ Seen = dict[str, dict[str, list[str]]]
 """Kind -> dtypes that would be as promised, joined by '/' -> 'place: dtype' of what was seen."""
 
 
-Place = tuple[str, tuple[str, ...], tuple[str, ...]]
+PlaceDtypes = tuple[str, tuple[str, ...], tuple[str, ...]]
 """(where, dtypes that are as promised, dtypes seen)."""
 
 
@@ -28,13 +28,13 @@ Place = tuple[str, tuple[str, ...], tuple[str, ...]]
 class Computed:
     """One rank's observation."""
 
-    kinds: dict[str, list[Place]] = field(default_factory=dict)
+    kinds: dict[str, list[PlaceDtypes]] = field(default_factory=dict)
     wrong: dict[str, list[str]] = field(default_factory=dict)
     """Kind -> places whose values are not as promised though their dtype is."""
     autocast: list[str] = field(default_factory=list)
 
 
-Row = tuple[str, str, Iterable[str], Iterable[str]]
+KindDtypes = tuple[str, str, Iterable[str], Iterable[str]]
 """(kind, place, dtypes that would be as promised, dtypes seen)."""
 
 
@@ -57,7 +57,7 @@ _NARROW = "numbers of ten bits or fewer"
 """What rounding to TF32, FP16, BF16 or FP8 leaves."""
 
 
-def _linears(promises: Promises, watch: Watch, gemm: tuple[str, ...]) -> Iterator[Row]:
+def _linears(promises: Promises, watch: Watch, gemm: tuple[str, ...]) -> Iterator[KindDtypes]:
     policy, compute = promises.policy, promises.policy.compute.short
     if policy.router is DType.FP32 and not promises.foreign:
         for path, dtypes in watch.routing.items():
@@ -73,7 +73,7 @@ def _linears(promises: Promises, watch: Watch, gemm: tuple[str, ...]) -> Iterato
             yield "outputs of linears", path, (compute, _WIDE) if kept else (compute,), dtypes
 
 
-def _attention(promises: Promises, watch: Watch, gemm: tuple[str, ...]) -> Iterator[Row]:
+def _attention(promises: Promises, watch: Watch, gemm: tuple[str, ...]) -> Iterator[KindDtypes]:
     compute = promises.policy.compute.short
     for path, dtypes in watch.attention.items():
         yield "attention", path, (compute, _WIDE) if path in watch.widened else gemm, dtypes
@@ -87,7 +87,7 @@ def _attention(promises: Promises, watch: Watch, gemm: tuple[str, ...]) -> Itera
         yield "softmax", path, (_WIDE,) if wide else either, dtypes
 
 
-def _between(promises: Promises, watch: Watch) -> Iterator[Row]:
+def _between(promises: Promises, watch: Watch) -> Iterator[KindDtypes]:
     """What lies between GEMMs: norms, the residual stream, rotary angles, the loss."""
     compute = promises.policy.compute.short
     either = (compute, _WIDE)
@@ -204,7 +204,7 @@ def compute_findings(
     return findings + _autocast(ranks, promises)
 
 
-def _told(subject: str, rows: list[list[Place]], values: list[list[str]]) -> Finding:
+def _told(subject: str, rows: list[list[PlaceDtypes]], values: list[list[str]]) -> Finding:
     """What every rank saw of one subject. values: places whose numbers are wrong in spite of their dtype."""
     wrong = [
         [place for place, promised, found in own if not set(found) <= set(promised)] + bad

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mpbridge.audit.bounded import bounded
 from mpbridge.audit.compute import compute_findings
-from mpbridge.audit.findings import Finding, Report, Stage
+from mpbridge.audit.findings import AuditStage, Finding, Report
 from mpbridge.audit.gradients import Followed, gradient_findings, scale_finding, share_of
 from mpbridge.audit.judge import flag_finding, rule_findings, tensor_findings
 from mpbridge.audit.observe import Observed, look
@@ -49,7 +49,7 @@ def audit(
     policy: PrecisionPolicy,
     engine: Engine,
     *,
-    stage: Stage = "static",
+    stage: AuditStage = "static",
     watch: Watch | None = None,
     before: Before | None = None,
     result: StepResult | None = None,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from mpbridge.errors import AuditFailed
 
-Stage = Literal["static", "live"]
+AuditStage = Literal["static", "live"]
 SHOWN = 3
 """How many offenders a line of text names; `as_data` holds them all."""
 
@@ -60,7 +60,7 @@ class Finding:
 class Report:
     """The audit of one stage; equal on every rank."""
 
-    stage: Stage
+    stage: AuditStage
     findings: tuple[Finding, ...]
     layouts: tuple[Mapping[str, Any], ...] = ()
     """{'roles': {role: dtype}, 'parameters': [names]}: every distinct combination once; rank 0's."""

@@ -19,7 +19,7 @@ _FORWARD, _BACKWARD = 3, 2
 
 
 @dataclass
-class Library:
+class LibraryObservation:
     """One rank's observation of a step."""
 
     cached: int = 0

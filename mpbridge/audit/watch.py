@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpbridge.audit.arrivals import Arrivals
 from mpbridge.audit.collectives import KINDS, Sent, sent
 from mpbridge.audit.graph import Graph, tensors_in
-from mpbridge.audit.library import Library
+from mpbridge.audit.library import LibraryObservation
 from mpbridge.audit.places import (
     is_attention,
     is_layer,
@@ -107,7 +107,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Linear -> forward passes with something in them, those with gradients."""
         self.products = Products(gemms_of)
         self.arrivals = Arrivals()
-        self.library = Library()
+        self.library = LibraryObservation()
         self.check_read: Callable[[str, torch.Tensor], None] | None = None
         """Told every parameter that a forward pass reads, once: (name, tensor)."""
         self._stack: list[tuple[Any, str]] = []

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from io import BytesIO, RawIOBase
 from typing import IO, Any
 
-from mpbridge.checkpoint.opcodes import Made, Name, read
+from mpbridge.checkpoint.opcodes import Name, UnpickledCall, read
 from mpbridge.checkpoint.plain import WIDTHS, elements
 from mpbridge.errors import CheckpointError
 
@@ -197,7 +197,7 @@ def plain_call(
             case ("collections", "deque") if not args or args[0] in ([], ()):
                 return []
         if records(name):
-            return Made(name, args)
+            return UnpickledCall(name, args)
         raise CheckpointError(f"it asks for {name}, which is not plain data")
 
     return call

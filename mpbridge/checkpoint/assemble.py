@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.checkpoint import foreign
-from mpbridge.checkpoint.index import INDEX, Index, Piece, StoredTensor
+from mpbridge.checkpoint.index import INDEX, Index, StoredPiece, StoredTensor
 from mpbridge.checkpoint.writer import part_file
 from mpbridge.devices.gather import from_all
 from mpbridge.devices.together import agreed
@@ -23,7 +23,9 @@ def indexed(partial: Path, ranks: int) -> dict[str, Any]:
     for part in parts:
         file = part["file"]
         for key, entry in part["tensors"].items():
-            pieces = tuple(Piece(file, at, tuple(offset), tuple(shape)) for at, offset, shape, *_ in entry["pieces"])
+            pieces = tuple(
+                StoredPiece(file, at, tuple(offset), tuple(shape)) for at, offset, shape, *_ in entry["pieces"]
+            )
             before = tensors.get(key)
             tensors[key] = StoredTensor(
                 entry["dtype"], tuple(entry["shape"]), (*(before.pieces if before else ()), *pieces)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpbridge.checkpoint.archive import Tensor, plain_call
-from mpbridge.checkpoint.opcodes import Made, Name, read
+from mpbridge.checkpoint.opcodes import Name, UnpickledCall, read
 from mpbridge.checkpoint.spelling import spelled
 from mpbridge.errors import CheckpointError
 
@@ -86,7 +86,7 @@ def converted(value: Any) -> Any:
     state, _ = read(value.content(), plain_call(1, _is_recipe))
     if (
         not isinstance(state, dict)
-        or not isinstance(state.get("recipe"), Made)
+        or not isinstance(state.get("recipe"), UnpickledCall)
         or _kind(state["recipe"].name) not in RECIPES
     ):
         raise CheckpointError("no extra state of Transformer Engine")

@@ -25,7 +25,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredPiece:
     """Part of a tensor: `shape` elements from `offset`, at byte `at` of `file`."""
 
     file: str
@@ -40,7 +40,7 @@ class StoredTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,9 @@ def _index(data: Any, room: Mapping[str, int]) -> Index:
     return Index(tensors, objects)
 
 
-def _piece(entry: Any, files: list[str], room: Mapping[str, int], dtype: str, whole: list[int], key: str) -> Piece:
+def _piece(
+    entry: Any, files: list[str], room: Mapping[str, int], dtype: str, whole: list[int], key: str
+) -> StoredPiece:
     number, at, offset, shape = entry
     sizes(offset)
     name, count = files[_place(number, len(files))], elements(dtype, shape)
@@ -125,7 +127,7 @@ def _piece(entry: Any, files: list[str], room: Mapping[str, int], dtype: str, wh
     if len(ends) != len(whole) or any(end > side for end, side in zip(ends, whole, strict=True)):
         raise CheckpointError(f"a piece of {key} lies outside of the tensor")
     _inside(at, count * WIDTHS[dtype], room[name], name, key)
-    return Piece(name, at, tuple(offset), tuple(shape))
+    return StoredPiece(name, at, tuple(offset), tuple(shape))
 
 
 def _place(number: Any, count: int) -> int:

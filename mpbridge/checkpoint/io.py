@@ -25,7 +25,7 @@ from mpbridge.checkpoint.index import INDEX
 from mpbridge.checkpoint.plain import encoded
 from mpbridge.checkpoint.reader import STATE, Contents
 from mpbridge.checkpoint.verdict import FILE, Fingerprint, Verdict, fingerprint, read_fingerprint, verdict
-from mpbridge.checkpoint.writer import Background, attempted, staged
+from mpbridge.checkpoint.writer import BackgroundWrite, attempted, staged
 from mpbridge.devices.together import agreed, is_of_a_lost_rank, on_first_rank
 from mpbridge.errors import CheckpointError, MpbridgeError, Refused
 from mpbridge.megatron import sharded
@@ -46,10 +46,12 @@ def of_run(run: Run, stored: Mapping[str, str] | None = None) -> Fingerprint:
 class Writing:
     """A checkpoint under way; `finish` seals it."""
 
-    def __init__(self, folder: Path, partial: Path, step: int, audit: store.Audit, written: Background | str) -> None:
+    def __init__(
+        self, folder: Path, partial: Path, step: int, audit: store.AuditMark, written: BackgroundWrite | str
+    ) -> None:
         self.folder, self.partial, self.step, self.audit = folder, partial, step, audit
-        self.background = written if isinstance(written, Background) else None
-        self._said = "" if isinstance(written, Background) else written
+        self.background = written if isinstance(written, BackgroundWrite) else None
+        self._said = "" if isinstance(written, BackgroundWrite) else written
 
     def done(self) -> bool:
         """Whether every rank's files are written; every rank calls it."""
@@ -91,7 +93,7 @@ def save(training: Training, folder: Path, *, background: bool = False) -> Writi
         stored = state.stored_dtypes(contents)
         on_first_rank(lambda: _describe(partial, training.run, stored, step, sharded.common(contents)))
         load = staged(contents)
-        written = Background(partial, rank, load) if background else attempted(partial, rank, load)
+        written = BackgroundWrite(partial, rank, load) if background else attempted(partial, rank, load)
         return Writing(folder, partial, step, training.audit, written)
 
 

@@ -1,6 +1,6 @@
 """Pickles read as data: a small interpreter that imports nothing, calls nothing and sets no attribute. Loads no framework.
 
-Names stand for themselves. Those on the list may head a call, which makes a `Made`: a record of the name, the arguments and the state, for others to
+Names stand for themselves. Those on the list may head a call, which makes a `UnpickledCall`: a record of the name, the arguments and the state, for others to
 look into. So a pickle can describe whatever it likes and do nothing; what is not plain data, or a listed record, is an error.
 """
 
@@ -29,7 +29,7 @@ class Name:
 
 
 @dataclass(slots=True, eq=False)
-class Made:
+class UnpickledCall:
     """What calling a name would have made: never called."""
 
     name: Name
@@ -127,7 +127,7 @@ class _Reader:
 
     def build(self, _: Any) -> None:
         state, made = self.stack.pop(), self.stack[-1]
-        if not isinstance(made, Made) or made.state is not None:
+        if not isinstance(made, UnpickledCall) or made.state is not None:
             what = made if isinstance(made, Name) else type(made).__name__
             raise CheckpointError(f"it sets attributes of {what}, which only a record has")
         made.state = state
@@ -160,7 +160,7 @@ class _Reader:
 
     def _dict(self) -> dict[Any, Any]:
         top = self.stack[-1]
-        if isinstance(top, Made):
+        if isinstance(top, UnpickledCall):
             return top.items
         if type(top) is not dict:
             raise CheckpointError("items set on something that is not a dict")

@@ -12,7 +12,7 @@ from typing import IO, Any, Self
 import torch
 
 from mpbridge.checkpoint import extra_state, store
-from mpbridge.checkpoint.index import Index, Piece, StoredTensor, read_index
+from mpbridge.checkpoint.index import Index, StoredPiece, StoredTensor, read_index
 from mpbridge.checkpoint.plain import decoded
 from mpbridge.errors import CheckpointError
 from mpbridge.files import opened, parsed, read_json
@@ -106,7 +106,7 @@ class Contents:
             target.copy_(whole.view(target.shape))
         return target
 
-    def _copy(self, piece: Piece, stored: StoredTensor, target: torch.Tensor, offset: tuple[int, ...]) -> int:
+    def _copy(self, piece: StoredPiece, stored: StoredTensor, target: torch.Tensor, offset: tuple[int, ...]) -> int:
         """Reads what a piece and a wanted block (its first element at `offset`) have in common; returns the number of elements."""
         lows = [max(a, b) for a, b in zip(piece.offset, offset, strict=True)]
         highs = [

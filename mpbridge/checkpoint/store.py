@@ -31,7 +31,7 @@ WRITER = ".writer"
 SCHEMA = 2
 CONVERTIBLE = 1
 """Schema of checkpoints that hold pickles: they are converted before they are loaded."""
-Audit = Literal["good", "suspect", "unaudited"]
+AuditMark = Literal["good", "suspect", "unaudited"]
 """What the audit said of the state that a checkpoint holds."""
 LAST_STEP = 1 << 40
 """No run takes more steps: a larger number was not counted."""
@@ -106,15 +106,15 @@ def step_in(manifest: Mapping[str, Any], path: Path) -> int:
     return step
 
 
-def audit_of(path: Path) -> Audit:
+def audit_of(path: Path) -> AuditMark:
     """What the audit said of a checkpoint: 'good', 'suspect', or 'unaudited'; raises CheckpointError."""
     found = read_manifest(path).get("audit", "unaudited")
-    if found not in get_args(Audit):
+    if found not in get_args(AuditMark):
         raise CheckpointError(f"{path / MANIFEST} has audit {str(found)[:40]!r}, expected good, suspect or unaudited")
     return found  # type: ignore[no-any-return]
 
 
-def mark(path: Path, audit: Audit) -> None:
+def mark(path: Path, audit: AuditMark) -> None:
     """Writes what an audit said into a sealed checkpoint; its other files stay as they are. Raises CheckpointError."""
     write_whole(path / MANIFEST, _text(read_manifest(path) | {"audit": audit}))
 
@@ -128,7 +128,7 @@ def _is_suspect(path: Path) -> bool:
     return _has(path, "suspect")
 
 
-def _has(path: Path, audit: Audit) -> bool:
+def _has(path: Path, audit: AuditMark) -> bool:
     with contextlib.suppress(CheckpointError):
         return audit_of(path) == audit
     return False
@@ -157,7 +157,7 @@ def seal(
     step: int,
     *,
     known: Mapping[str, Mapping[str, Any]] | None = None,
-    audit: Audit = "unaudited",
+    audit: AuditMark = "unaudited",
     foreign: bool = False,
 ) -> Path:
     """Gives a written folder its checksums and its name, and points `latest` to it. Returns the new path; a crash at any point leaves no partial checkpoint.

@@ -15,8 +15,8 @@ from typing import IO, Any
 
 from mpbridge.checkpoint import extra_state
 from mpbridge.checkpoint.archive import Tensor, load
-from mpbridge.checkpoint.index import INDEX, Index, Piece, StoredTensor
-from mpbridge.checkpoint.opcodes import Made, Name, read
+from mpbridge.checkpoint.index import INDEX, Index, StoredPiece, StoredTensor
+from mpbridge.checkpoint.opcodes import Name, UnpickledCall, read
 from mpbridge.checkpoint.plain import encoded
 from mpbridge.checkpoint.spelling import spelled
 from mpbridge.errors import CheckpointError, MpbridgeError
@@ -101,7 +101,7 @@ def _record(name: Name, args: tuple[Any, ...]) -> Any:
     if (name.module, name.name) == ("collections", "OrderedDict") and not args:
         return {}
     if (name.module, name.name) in _RECORDS:
-        return Made(name, args)
+        return UnpickledCall(name, args)
     raise CheckpointError(f"it asks for {name}, which no writer of checkpoints needs")
 
 
@@ -121,7 +121,7 @@ def _metadata(file: Path) -> tuple[Entries, Places]:
         table, _ = read(raw, _record)
         entries: Entries = {}
         for key, entry in _record_of(table, "Metadata").get("state_dict_metadata").items():
-            if not isinstance(key, str) or not isinstance(entry, Made):
+            if not isinstance(key, str) or not isinstance(entry, UnpickledCall):
                 raise CheckpointError("no table of tensors")
             if entry.name.name == "BytesStorageMetadata":
                 entries[key] = "bytes"
@@ -143,13 +143,13 @@ def _metadata(file: Path) -> tuple[Entries, Places]:
         return entries, places
 
 
-def _record_of(value: Any, name: str) -> Made:
-    if not isinstance(value, Made) or value.name.name != name:
+def _record_of(value: Any, name: str) -> UnpickledCall:
+    if not isinstance(value, UnpickledCall) or value.name.name != name:
         raise CheckpointError(f"expected a {name}")
     return value
 
 
-def _tensor(key: str, value: Any, offset: Any, kind: tuple[str, tuple[int, ...]], data: IO[bytes]) -> Piece:
+def _tensor(key: str, value: Any, offset: Any, kind: tuple[str, tuple[int, ...]], data: IO[bytes]) -> StoredPiece:
     if not isinstance(value, Tensor) or value.dtype != kind[0]:
         raise CheckpointError(f"{key} is not the tensor of {kind[0]} that the table names")
     ends = [begin + side for begin, side in zip(offset, value.shape, strict=True)]
@@ -158,7 +158,7 @@ def _tensor(key: str, value: Any, offset: Any, kind: tuple[str, tuple[int, ...]]
     at = data.tell() + -data.tell() % 64
     data.write(bytes(at - data.tell()))
     data.write(value.content())
-    return Piece(DATA, at, tuple(offset), value.shape)
+    return StoredPiece(DATA, at, tuple(offset), value.shape)
 
 
 def _object(key: str, value: Any, data: IO[bytes]) -> tuple[str, int, int]:

@@ -20,7 +20,7 @@ SCHEMA = 1
 FILE = "precision.json"
 """The fingerprint's file inside a checkpoint."""
 
-Kind = Literal["same", "safe", "lossy", "weights only", "refused"]
+ResumeKind = Literal["same", "safe", "lossy", "weights only", "refused"]
 _OPTIMIZER_FIELDS = (
     "use_precision_aware_optimizer", "store_param_remainders", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
 )  # fmt: skip
@@ -129,7 +129,7 @@ class Fingerprint:
 class Verdict:
     """Whether and how a run resumes from a checkpoint."""
 
-    kind: Kind
+    kind: ResumeKind
     lost: tuple[str, ...] = ()
     """What the checkpoint holds and the run cannot take over."""
     notes: tuple[str, ...] = ()

@@ -137,7 +137,7 @@ def _payload(stream: IO[bytes], start: int, stop: int, size: int) -> int:
     return at
 
 
-class Background:
+class BackgroundWrite:
     """A rank's `write` under way in a forked child, which sees the tensors as they were at the fork."""
 
     def __init__(self, folder: Path, rank: int, load: Load) -> None:

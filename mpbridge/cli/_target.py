@@ -35,7 +35,7 @@ _EXAMPLES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class TargetMachine:
     """What is asked about."""
 
     machine: Machine
@@ -82,7 +82,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
             )
 
 
-def target(args: argparse.Namespace) -> Target:
+def target(args: argparse.Namespace) -> TargetMachine:
     """The machine and versions that the arguments name. Raises UnknownName with the nearest names."""
     given = {
         field: _version(option, getattr(args, option))
@@ -93,9 +93,11 @@ def target(args: argparse.Namespace) -> Target:
         if args.target is not None:
             raise BadValue(f"--target {args.target} and --machine-file {args.machine_file}: give one of them")
         read, held = read_machine(Path(args.machine_file))
-        return Target(machine=read, versions=dataclasses.replace(installed(), **given), here=False, constants=held)
+        return TargetMachine(
+            machine=read, versions=dataclasses.replace(installed(), **given), here=False, constants=held
+        )
     if args.target is None:
-        return Target(machine=this_machine(), versions=dataclasses.replace(installed(), **given), here=not given)
+        return TargetMachine(machine=this_machine(), versions=dataclasses.replace(installed(), **given), here=not given)
     found = machine(args.target)
     base = ASSUMED if found.gpu else dataclasses.replace(ASSUMED, transformer_engine=None, cuda=None)
     assumed = tuple(
@@ -103,7 +105,7 @@ def target(args: argparse.Namespace) -> Target:
         for name, value in dataclasses.asdict(base).items()
         if value and name not in given and name != "python"
     )
-    return Target(machine=found, versions=dataclasses.replace(base, **given), here=False, assumed=assumed)
+    return TargetMachine(machine=found, versions=dataclasses.replace(base, **given), here=False, assumed=assumed)
 
 
 def _version(option: str, text: str) -> str | None:

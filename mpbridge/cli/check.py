@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 
-from mpbridge.cli._target import Target, add_target_arguments, target
+from mpbridge.cli._target import TargetMachine, add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, resolved
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.config.container import Run
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(v.severity == "error" for v in violations) else 0
 
 
-def judge(made: Run, where: Target) -> tuple[Violation, ...]:
+def judge(made: Run, where: TargetMachine) -> tuple[Violation, ...]:
     """What any recipe of the run breaks; a later stage's violations name the stage."""
     facts = where.facts(made.facts)
     found = list(broken(made.policy, facts))
@@ -59,7 +59,7 @@ def judge(made: Run, where: Target) -> tuple[Violation, ...]:
 
 
 def as_data(
-    made: Run, where: Target, violations: Sequence[Violation], findings: Sequence[Misfit], answer: Capability
+    made: Run, where: TargetMachine, violations: Sequence[Violation], findings: Sequence[Misfit], answer: Capability
 ) -> dict[str, object]:
     """The answer in JSON types."""
     errors = [v for v in violations if v.severity == "error"]
@@ -89,7 +89,7 @@ def _edges(policy: PrecisionPolicy, depth: int) -> list[int]:
 
 def _print(
     made: Run,
-    where: Target,
+    where: TargetMachine,
     violations: Sequence[Violation],
     findings: Sequence[Misfit],
     answer: Capability,

@@ -10,7 +10,7 @@ from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue
 from mpbridge.precision.registry import RECIPE_FILE, describe, get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
-from mpbridge.stacks.handover import Side, handover
+from mpbridge.stacks.handover import Setup, handover
 from mpbridge.stacks.importers import read_file
 from mpbridge.stacks.meaning import LABELS, STATED, differences, of_policy, rows
 from mpbridge.traits import DEFAULT
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _side(name: str) -> Side:
+def _side(name: str) -> Setup:
     """What a name or file means, and whose it is. Nothing of somebody else's is executed: a Python file is read as text, as `import` reads it."""
     known = key(name) in recipes
     path = Path(name)
@@ -71,9 +71,9 @@ def _side(name: str) -> Side:
         return _of_run(path)
     if python or (not known and path.exists() and (path.suffix not in (".yaml", ".yml") or not _is_recipe(path))):
         found = read_file(path)
-        return Side(meaning=found.meaning, stack=found.stack, engine=found.engine)
+        return Setup(meaning=found.meaning, stack=found.stack, engine=found.engine)
     engine = describe(name).engine or DEFAULT
-    return Side(meaning=of_policy(resolve(get_mixed_precision_config(name)), engine=engine), engine=engine)
+    return Setup(meaning=of_policy(resolve(get_mixed_precision_config(name)), engine=engine), engine=engine)
 
 
 def _is_run(path: Path) -> bool:
@@ -83,7 +83,7 @@ def _is_run(path: Path) -> bool:
     return isinstance(data, Mapping) and ours(data)
 
 
-def _of_run(path: Path) -> Side:
+def _of_run(path: Path) -> Setup:
     """A run's configuration of ours: its recipe with its additions, its engine, and what its model section says."""
     from mpbridge.config.container import ConfigContainer
     from mpbridge.stacks.exporters import request_of
@@ -93,7 +93,7 @@ def _of_run(path: Path) -> Side:
     if len(run.stages) > 1:
         names = ", ".join(stage.recipe for stage in run.stages)
         raise BadValue(f"{path}: the run goes through stages ({names}): compare one of them by its name")
-    return Side(meaning=request_of(run).ours, engine=run.facts.engine)
+    return Setup(meaning=request_of(run).ours, engine=run.facts.engine)
 
 
 def _is_recipe(path: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from mpbridge.cli._target import Target, add_target_arguments, target
+from mpbridge.cli._target import TargetMachine, add_target_arguments, target
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.hardware.capability import Capability, can_run
 from mpbridge.hardware.probe import environment, gpus
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if args.recipe and not all(answer.native for answer in answers.values()) else 0
 
 
-def as_data(where: Target, answers: dict[str, Capability]) -> dict[str, object]:
+def as_data(where: TargetMachine, answers: dict[str, Capability]) -> dict[str, object]:
     """The answer in JSON types."""
     machine = dataclasses.asdict(where.machine) | {"sm": where.machine.sm, "peak": dict(where.machine.peak)}
     found = {"gpus": [gpu.name for gpu in gpus()], "environment": environment()} if where.here else {}
@@ -48,7 +48,7 @@ def as_data(where: Target, answers: dict[str, Capability]) -> dict[str, object]:
     }
 
 
-def _print(where: Target, answers: dict[str, Capability]) -> None:
+def _print(where: TargetMachine, answers: dict[str, Capability]) -> None:
     machine = where.machine
     print(
         f"machine   {machine.label}, {machine.memory_bytes / 2**30:.1f} GiB{f', {machine.note}' if machine.note else ''}"

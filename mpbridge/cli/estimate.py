@@ -19,7 +19,7 @@ from mpbridge.memory.budget import memory
 from mpbridge.memory.compare import REFERENCE
 
 if TYPE_CHECKING:
-    from mpbridge.cli._target import Target
+    from mpbridge.cli._target import TargetMachine
     from mpbridge.config.container import Run
 
 SUMMARY = "time of a step, tokens/s and where the time goes, with a band: a prediction"
@@ -80,7 +80,7 @@ def _drawn(path: Path) -> bool:
     return told_drawable()
 
 
-def _run_of(measured: Timing, where: Target) -> Run:
+def _run_of(measured: Timing, where: TargetMachine) -> Run:
     from mpbridge.config.container import ConfigContainer
 
     if not measured.config:
@@ -89,7 +89,7 @@ def _run_of(measured: Timing, where: Target) -> Run:
     return box.resolved(measured.world_size, machine=where.machine, versions=where.versions, training=False)
 
 
-def _reference(made: Run, where: Target) -> Estimate | None:
+def _reference(made: Run, where: TargetMachine) -> Estimate | None:
     """bf16_mixed on the same machine and layout; None where it cannot run there or is what was asked."""
     run = _plain_run(made, where)
     try:
@@ -98,7 +98,7 @@ def _reference(made: Run, where: Target) -> Estimate | None:
         return None
 
 
-def _plain_run(made: Run, where: Target) -> Run | None:
+def _plain_run(made: Run, where: TargetMachine) -> Run | None:
     if made.recipe == REFERENCE:
         return None
     plain = dataclasses.replace(made.container, mixed_precision=REFERENCE, engine=made.engine, emulate=False)
@@ -127,7 +127,7 @@ def _data(made: Run, one: Estimate, price: float | None) -> dict[str, Any]:
     }
 
 
-def _print(made: Run, where: Target, mine: Estimate, other: Estimate | None, price: float | None) -> None:
+def _print(made: Run, where: TargetMachine, mine: Estimate, other: Estimate | None, price: float | None) -> None:
     sizes = made.facts.parallel
     print_line(f"recipe {made.recipe}, engine {made.engine}, {sizes.world_size} x {where.machine.label}: a prediction")
     print(
@@ -167,7 +167,7 @@ def _few(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
 
 
-def _plot(path: Path, made: Run, where: Target, mine: Estimate, other: Estimate | None) -> None:
+def _plot(path: Path, made: Run, where: TargetMachine, mine: Estimate, other: Estimate | None) -> None:
     """Two panels: where the time goes, and what the fullest rank's memory holds, the recipe above bf16_mixed."""
     from mpbridge.report.bars import Panel, stacked_bars
 
@@ -181,7 +181,7 @@ def _plot(path: Path, made: Run, where: Target, mine: Estimate, other: Estimate 
     stacked_bars(path, panels)
 
 
-def _by_role(run: Run, where: Target) -> dict[str, float]:
+def _by_role(run: Run, where: TargetMachine) -> dict[str, float]:
     """GiB by role: states, activations, and what lies beside them and outside of what torch counts."""
     one = memory(run.policy, where.facts(run.facts))
     beside = {part.name: part.bytes for part in (*one.beside, *one.outside)}

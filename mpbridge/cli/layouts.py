@@ -16,7 +16,7 @@ from mpbridge.hardware.capability import refuse_unless_native
 from mpbridge.memory.uncounted import left_out_of_memory, left_out_of_time
 
 if TYPE_CHECKING:
-    from mpbridge.cli._target import Target
+    from mpbridge.cli._target import TargetMachine
     from mpbridge.config.container import ConfigContainer, Run
     from mpbridge.facts import RunFacts
 
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found else 1
 
 
-def _resolved(box: ConfigContainer, world: int, where: Target) -> Run:
+def _resolved(box: ConfigContainer, world: int, where: TargetMachine) -> Run:
     """The run in the file's own sizes, which need not divide this world: the search has sizes of its own."""
     made = box.resolved(
         _divisible(box.smallest_world(), world), machine=where.machine, versions=where.versions, training=False

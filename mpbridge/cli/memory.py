@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 from typing import Any
 
-from mpbridge.cli._target import Target, add_target_arguments, target
+from mpbridge.cli._target import TargetMachine, add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, resolved, whole
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.config.container import Run
@@ -14,7 +14,7 @@ from mpbridge.facts import RunFacts
 from mpbridge.memory.budget import STATES, Fit, Memory, duplicate_main, fit, fullest, memory, total_parameters
 from mpbridge.memory.compare import REFERENCE, Comparison, against_bf16
 from mpbridge.memory.uncounted import left_out_of_memory
-from mpbridge.memory.units import Unit, count, unit_for
+from mpbridge.memory.units import ByteUnit, count, unit_for
 
 SUMMARY = "bytes on each GPU by role, beside bf16_mixed, and whether they fit"
 
@@ -92,7 +92,7 @@ def _stages(made: Run, facts: RunFacts) -> tuple[Memory, ...]:
 
 
 def _print(
-    made: Run, facts: RunFacts, where: Target, compared: Comparison, fits: Fit | None, stages: tuple[Memory, ...]
+    made: Run, facts: RunFacts, where: TargetMachine, compared: Comparison, fits: Fit | None, stages: tuple[Memory, ...]
 ) -> None:
     mine, other, sizes = compared.mine, compared.reference, facts.parallel
     unit = unit_for(max(mine.needed, other.needed))
@@ -123,7 +123,7 @@ def _print(
             _say_nearest(made, facts, where)
 
 
-def _rows(facts: RunFacts, compared: Comparison, unit: Unit) -> list[tuple[str, str, str, str, str]]:
+def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[str, str, str, str, str]]:
     """Role, this recipe's amount, the reference's, bytes a parameter, how it is known."""
     mine, other = compared.mine, compared.reference
     known = (
@@ -149,7 +149,7 @@ def _rows(facts: RunFacts, compared: Comparison, unit: Unit) -> list[tuple[str, 
     ]  # fmt: skip
 
 
-def _say_nearest(made: Run, facts: RunFacts, where: Target) -> None:
+def _say_nearest(made: Run, facts: RunFacts, where: TargetMachine) -> None:
     from mpbridge.cli.layouts import says_optimizer
     from mpbridge.estimate.layouts import line, nearest
     from mpbridge.rules.table import broken
@@ -173,7 +173,9 @@ def _which(made: Run, facts: RunFacts, mine: Memory) -> str:
     return f"{here} holds most" if mine.rank == full else f"{here}; rank {full} holds most"
 
 
-def _beside(mine: Memory, other: Memory, unit: Unit, *, counted: bool = True) -> list[tuple[str, str, str, str, str]]:
+def _beside(
+    mine: Memory, other: Memory, unit: ByteUnit, *, counted: bool = True
+) -> list[tuple[str, str, str, str, str]]:
     """Rows of what is neither a state nor an activation; counted: by torch."""
     parts = {part.name: part for part in (mine.beside if counted else mine.outside)}
     theirs = {part.name: part for part in (other.beside if counted else other.outside)}
@@ -195,7 +197,7 @@ def _fullest_words(made: Run, facts: RunFacts, mine: Memory) -> str:
     return "" if full == mine.rank else f"rank {full}, which holds most, needs "
 
 
-def _say_fit(fits: Fit, where: Target, unit: Unit, whose: str) -> None:
+def _say_fit(fits: Fit, where: TargetMachine, unit: ByteUnit, whose: str) -> None:
     need, off, have = (unit.of(size) for size in (fits.needed, fits.band, fits.available))
     print()
     print_line(

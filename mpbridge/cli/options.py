@@ -15,7 +15,7 @@ from mpbridge.traits import DEFAULT, engine_names
 
 if TYPE_CHECKING:
     from mpbridge.config.container import ConfigContainer, Run
-    from mpbridge.config.run import Asked
+    from mpbridge.config.run import FaultFinder
     from mpbridge.facts import Versions
 
 DEFAULT_CONFIG = "gpt_tiny"
@@ -125,7 +125,7 @@ def resolved(
     world_size: int | None = None,
     machine: Any = None,
     versions: Versions | None = None,
-    also: Asked | None = None,
+    also: FaultFinder | None = None,
 ) -> Run:
     """The Run that the shared arguments describe.
 

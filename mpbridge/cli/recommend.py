@@ -20,7 +20,7 @@ from mpbridge.precision.registry import recipe, recipes
 from mpbridge.rules.advice import ORDERS, Advice, advise, order
 
 if TYPE_CHECKING:
-    from mpbridge.cli._target import Target
+    from mpbridge.cli._target import TargetMachine
     from mpbridge.config.container import ConfigContainer, Run
     from mpbridge.facts import RunFacts
 
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _advice(
-    args: argparse.Namespace, where: Target, base: ConfigContainer, world: int
+    args: argparse.Namespace, where: TargetMachine, base: ConfigContainer, world: int
 ) -> tuple[list[Advice], list[str]]:
     """(what is said of each recipe, what memory and time leave out)."""
     reference = None
@@ -97,7 +97,7 @@ def _advice(
     return made, list(left_out)
 
 
-def _timed(advice: Advice, run: Run, facts: RunFacts, where: Target) -> Advice:
+def _timed(advice: Advice, run: Run, facts: RunFacts, where: TargetMachine) -> Advice:
     """With the predicted step, where the machine has rates."""
     if not advice.legal or facts.machine is None or not facts.machine.peak:
         return advice

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.errors import Contradiction, MpbridgeError, UnknownName
 from mpbridge.formats import DType, dtype, say
 from mpbridge.megatron_spec.fields import TABLE
-from mpbridge.megatron_spec.places import TARGETS, UNSET, Target
+from mpbridge.megatron_spec.precision_field import TARGETS, UNSET, Target
 from mpbridge.precision import registry
 from mpbridge.precision.config import MixedPrecisionConfig as OurConfig
 from mpbridge.precision.config import twin_clashes

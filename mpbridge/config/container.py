@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from mpbridge.config.live import as_mapping
 from mpbridge.config.load import COMMAND_LINE, TOP, dump_yaml, read
 from mpbridge.config.realized import emulation_faults
-from mpbridge.config.run import Asked, Draft, Run, joined
+from mpbridge.config.run import Draft, FaultFinder, Run, joined
 from mpbridge.config.schema import SECTIONS, checked
 from mpbridge.config.section import Section
 from mpbridge.config.sections import OWN
@@ -139,7 +139,7 @@ class ConfigContainer:
         versions: Versions | None = None,
         *,
         training: bool = True,
-        also: Asked | None = None,
+        also: FaultFinder | None = None,
     ) -> Run:
         """The frozen Run on that many processes. Raises Contradiction with every fault.
 

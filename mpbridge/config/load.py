@@ -29,7 +29,7 @@ MOST_VALUES, DEEPEST = 20_000, 12
 
 
 @dataclass(slots=True, kw_only=True)
-class Layers:
+class ConfigLayers:
     """The merged tree, with the source of every leaf ("optimizer.lr" -> "gpt_tiny.yaml") and what could not be read."""
 
     tree: Tree = field(default_factory=dict)
@@ -106,14 +106,14 @@ class Layers:
             self._merge(into[name], value, source, f"{at}.")
 
 
-def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Layers:
+def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> ConfigLayers:
     """The layers of a YAML file, of a configuration that comes along by its name, or of 'hf:DIR' (None: nothing), and of 'section.key=value' overrides,
     the stronger last.
 
     Faults are collected in the result; BadValue only where there is nothing to go on with: invalid YAML, or not a mapping; UnknownName for a
     missing file.
     """
-    layers = Layers()
+    layers = ConfigLayers()
     if path is not None:
         if is_reference(os.fspath(path)):
             layers.add(tree(os.fspath(path)), os.fspath(path))

@@ -27,8 +27,7 @@ from mpbridge.traits import DEFAULT, engine_names, known, traits
 if TYPE_CHECKING:
     from mpbridge.config.container import ConfigContainer
 
-Section = dict[str, Any]
-Asked = Callable[[Mapping[str, Section]], list[str]]
+FaultFinder = Callable[[Mapping[str, dict[str, Any]]], list[str]]
 """Finds faults in the sections of a run."""
 _ONE_FACT = ("use_distributed_optimizer", "overlap_param_gather")
 """Fields that megatron-core has in two configs, ddp and optimizer."""
@@ -49,14 +48,14 @@ class Run:
     """Settled: every optimizer fact decided."""
     plan: Plan
     facts: RunFacts
-    inputs: Mapping[str, Section]
+    inputs: Mapping[str, dict[str, Any]]
     """model, optimizer, ddp: what the author wrote, the recipe not applied; GPTModel's arguments and parallel sizes filled in."""
-    train: Section
-    data: Section
-    scheduler: Section
-    checkpoint: Section
-    logger: Section
-    audit: Section
+    train: dict[str, Any]
+    data: dict[str, Any]
+    scheduler: dict[str, Any]
+    checkpoint: dict[str, Any]
+    logger: dict[str, Any]
+    audit: dict[str, Any]
     """These five with their defaults filled in."""
     origin: Mapping[str, str]
     """'optimizer.lr' -> where its value came from, for every value that is not a default."""
@@ -86,14 +85,14 @@ class Run:
         return self.facts.parallel.world_size
 
 
-def filled(section: str, given: Mapping[str, Any]) -> Section:
+def filled(section: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """`given` over the section's defaults."""
     return defaults(section, latent=bool(given.get("multi_latent_attention"))) | dict(given)
 
 
 def joined(
-    sections: Mapping[str, Section], engine: str | None, faults: list[str]
-) -> tuple[dict[str, Section], Section]:
+    sections: Mapping[str, dict[str, Any]], engine: str | None, faults: list[str]
+) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """(model, optimizer and ddp as megatron-core is to be told, the parallel sizes): facts with two homes said in both.
 
     Two homes that disagree go to `faults`.
@@ -121,7 +120,7 @@ def joined(
     return {"model": model, "optimizer": optimizer, "ddp": ddp}, filled("parallel", parallel)
 
 
-def _join_engine(ddp: Section, engine: str | None, faults: list[str]) -> None:
+def _join_engine(ddp: dict[str, Any], engine: str | None, faults: list[str]) -> None:
     """Says in the ddp section too which engine runs, where megatron-core has a switch for it."""
     own = known(engine or DEFAULT)
     for other in (traits(name) for name in engine_names()):
@@ -176,7 +175,7 @@ class Draft:
     """Checked sections on the way to a Run."""
 
     container: ConfigContainer
-    given: Mapping[str, Section]
+    given: Mapping[str, dict[str, Any]]
     """Every section as its author wrote it, in canonical plain form."""
     stages: tuple[Stage, ...]
     engine: str
@@ -184,7 +183,7 @@ class Draft:
     faults: list[str]
 
     def run(
-        self, world_size: int, machine: Any, versions: Versions | None, training: bool, also: Asked | None = None
+        self, world_size: int, machine: Any, versions: Versions | None, training: bool, also: FaultFinder | None = None
     ) -> Run | None:
         """The Run, or None when there are faults. also: finds further ones in the sections, defaults filled in."""
         machine, versions = self._machine(machine, versions)
@@ -242,9 +241,9 @@ class Draft:
         self,
         shape: ModelShape,
         parallel: Parallel,
-        inputs: Mapping[str, Section],
+        inputs: Mapping[str, dict[str, Any]],
         planned: Plan,
-        train: Section,
+        train: dict[str, Any],
         *,
         versions: Versions,
         machine: Any,
@@ -266,7 +265,7 @@ class Draft:
             environment=environment(),
         )
 
-    def _bring_along(self, inputs: dict[str, Section]) -> dict[str, str]:
+    def _bring_along(self, inputs: dict[str, dict[str, Any]]) -> dict[str, str]:
         """Fills in what the recipe requires and the author did not set; setting -> where it came from. An explicit false is rejected by a rule."""
         aware = (
             bool(self.stages)
@@ -281,7 +280,7 @@ class Draft:
             inputs[section]["use_distributed_optimizer"] = True
         return {"ddp.use_distributed_optimizer": BROUGHT}
 
-    def _plan(self, inputs: Mapping[str, Section], versions: Versions) -> Plan:
+    def _plan(self, inputs: Mapping[str, dict[str, Any]], versions: Versions) -> Plan:
         policy = self.stages[0].policy
         return plan(
             policy,
@@ -301,13 +300,13 @@ class Draft:
             ):
                 self.faults.append(new)
 
-    def _fit_schedule(self, train: Section, seq: int) -> None:
+    def _fit_schedule(self, train: dict[str, Any], seq: int) -> None:
         try:
             spans(self.stages, steps=train["train_iters"], tokens_per_step=train["global_batch_size"] * seq)
         except Contradiction as error:
             self.faults += [f"mixed_precision: {fault}" for fault in error.faults]
 
-    def _parallel(self, sizes: Section, world_size: int) -> Parallel | None:
+    def _parallel(self, sizes: dict[str, Any], world_size: int) -> Parallel | None:
         try:
             return parallel_of(sizes, world_size)
         except BadValue as error:
@@ -319,7 +318,7 @@ GPT_FILLED = ("position_embedding_type", "rotary_base", "rotary_percent", "share
 """GPTModel's arguments that a Run's inputs always name."""
 
 
-def _optimizer_facts(optimizer: Section, policy: PrecisionPolicy, engine: str) -> OptimizerFacts:
+def _optimizer_facts(optimizer: dict[str, Any], policy: PrecisionPolicy, engine: str) -> OptimizerFacts:
     return OptimizerFacts(
         name=updater(optimizer["optimizer"], policy, traits(engine)),
         distributed=optimizer["use_distributed_optimizer"],
@@ -339,6 +338,6 @@ def _inert(stages: tuple[Stage, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _after(target: str, inputs: Mapping[str, Section], planned: Plan) -> Section:
+def _after(target: str, inputs: Mapping[str, dict[str, Any]], planned: Plan) -> dict[str, Any]:
     """The section with its defaults and the plan's writes, in plain types."""
     return filled(target, inputs[target]) | {name: plain(value) for name, value in planned.of(target).items()}

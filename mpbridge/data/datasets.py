@@ -13,11 +13,12 @@ import numpy as np
 from mpbridge.config.corpus import SPLITS, split_shares
 from mpbridge.data.look import nothing_left
 from mpbridge.data.pairs import pair_index
-from mpbridge.data.prepare import Prepared, Told, cache_folder, prepare
+from mpbridge.data.prepare import Prepared, cache_folder, prepare
 from mpbridge.data.sources import find
 from mpbridge.data.tokenizer import tokenizer
 from mpbridge.devices.together import on_first_rank
 from mpbridge.errors import BadValue, DataError
+from mpbridge.files import ProgressCallback
 from mpbridge.locks import lock
 
 
@@ -115,7 +116,7 @@ def open_corpus(
     seq_length: int,
     seed: int,
     vocab_size: int | None = None,
-    told: Told = lambda done, total: None,
+    told: ProgressCallback = lambda done, total: None,
 ) -> Corpus:
     """The corpus that a run's data section names. Collective: rank 0 prepares it while the other ranks wait.
 
@@ -135,7 +136,7 @@ def open_corpus(
     )
 
 
-def _ready(data: Mapping[str, Any], told: Told) -> dict[str, Any]:
+def _ready(data: Mapping[str, Any], told: ProgressCallback) -> dict[str, Any]:
     """Pairs of the corpus and of the validation text, prepared; each entry of a weighted blend by itself."""
     corpus, weights, held_out = data.get("corpus") or "stdlib", data.get("weights"), data.get("valid")
     entries = [corpus] if isinstance(corpus, str) else list(corpus)
@@ -161,14 +162,18 @@ def _ready(data: Mapping[str, Any], told: Told) -> dict[str, Any]:
     return out | _held_out(held_out, data, told, done)
 
 
-def _held_out(given: Any, data: Mapping[str, Any], told: Told, done: tuple[Prepared, ...]) -> dict[str, Any]:
+def _held_out(
+    given: Any, data: Mapping[str, Any], told: ProgressCallback, done: tuple[Prepared, ...]
+) -> dict[str, Any]:
     if not given:
         return {}
     prefixes, more = _prepared(given, data, told)
     return {"held_out": prefixes, "prepared": (*done, *more)}
 
 
-def _prepared(corpus: Any, data: Mapping[str, Any], told: Told) -> tuple[tuple[str, ...], tuple[Prepared, ...]]:
+def _prepared(
+    corpus: Any, data: Mapping[str, Any], told: ProgressCallback
+) -> tuple[tuple[str, ...], tuple[Prepared, ...]]:
     sources = find(corpus)
     if sources.prefixes:
         return sources.prefixes, ()

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpbridge.data.records import Skip, Unit, records
+from mpbridge.data.records import RecordRange, Skip, records
 from mpbridge.errors import DataError
 
 LONGEST = 64 << 20
@@ -87,7 +87,7 @@ def token_dtype(tok: Any) -> Any:
 
 
 def encode(
-    work: Sequence[Unit], tok: Any, keys: Sequence[str], folder: Path, piece: int, *, whole: bool
+    work: Sequence[RecordRange], tok: Any, keys: Sequence[str], folder: Path, piece: int, *, whole: bool
 ) -> RecordCounts:
     """Writes `folder`/<key>.bin and .idx for every key, empty ones too; returns the tally. Whatever fails is raised.
 

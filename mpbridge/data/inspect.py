@@ -13,7 +13,7 @@ from mpbridge.errors import DataError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class PairFigures:
     """Figures of one .bin/.idx pair."""
 
     prefix: str
@@ -33,11 +33,11 @@ class Pair:
 
 
 SHOWN = 24
-"""Tokens of `Pair.first`."""
+"""Tokens of `PairFigures.first`."""
 _STEP = 1 << 24
 
 
-def pair(prefix: str) -> Pair:
+def pair(prefix: str) -> PairFigures:
     """The figures of a pair; reads all of it once. Raises DataError."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -55,7 +55,7 @@ def pair(prefix: str) -> Pair:
             f"{prefix}.bin holds {len(tokens):,} tokens, its index {lengths.sum():,}: one of them was cut off"
         )
     largest = max((int(tokens[at : at + _STEP].max()) for at in range(0, len(tokens), _STEP)), default=0)
-    return Pair(
+    return PairFigures(
         prefix=prefix,
         documents=documents,
         sequences=len(lengths),

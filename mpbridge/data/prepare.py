@@ -11,7 +11,7 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
@@ -22,10 +22,11 @@ from typing import Any
 
 from mpbridge.data.encode import RecordCounts, encode, merge
 from mpbridge.data.look import no_text
-from mpbridge.data.records import Unit, units
+from mpbridge.data.records import RecordRange, units
 from mpbridge.data.sources import JSON_LINES, TABLES
 from mpbridge.data.tokenizer import identity, tokenizer
 from mpbridge.errors import DataError
+from mpbridge.files import ProgressCallback
 from mpbridge.huggingface.tokenizers import BYTE
 from mpbridge.locks import lock
 from mpbridge.report.chatter import without_chatter
@@ -36,8 +37,6 @@ PIECE = 32 << 10
 """Characters in a sequence, about; see `encode.pieces` and `encode.cut`."""
 ONE_WORKER = 64 << 20
 """Bytes of input up to which starting processes (which import torch) costs more than it saves, and a share that is finished on its own."""
-Told = Callable[[int, int], None]
-"""Called with (bytes of input done, bytes in all)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +86,7 @@ def prepare(
     end: str | int | None = None,
     keys: Sequence[str] = ("text",),
     workers: int | None = None,
-    told: Told = lambda done, total: None,
+    told: ProgressCallback = lambda done, total: None,
 ) -> Prepared:
     """The pairs for `files`, from the cache where the same content was prepared before.
 
@@ -183,7 +182,7 @@ class _Work:
 
 
 def _encode_all(
-    files: Sequence[Path], tok: Any, work: _Work, folder: Path, home: Path, workers: int | None, told: Told
+    files: Sequence[Path], tok: Any, work: _Work, folder: Path, home: Path, workers: int | None, told: ProgressCallback
 ) -> RecordCounts:
     todo = units(files)
     size = sum(unit.size for unit in todo)
@@ -217,7 +216,7 @@ def _encode_all(
 
 
 def _encode_shares(
-    shares: Sequence[Sequence[Unit]], work: _Work, parts: Path, workers: int, told: Told
+    shares: Sequence[Sequence[RecordRange]], work: _Work, parts: Path, workers: int, told: ProgressCallback
 ) -> RecordCounts:
     """Every share in a folder of its own under `parts`; those that an earlier attempt finished are taken as they are."""
     sizes = [sum(unit.size for unit in share) for share in shares]
@@ -252,9 +251,9 @@ def _failed(what: str, error: Exception) -> DataError:
     return error if isinstance(error, DataError) else DataError(f"{what}: {type(error).__name__}: {error}")
 
 
-def _shares(work: Sequence[Unit], most: int) -> Iterator[list[Unit]]:
+def _shares(work: Sequence[RecordRange], most: int) -> Iterator[list[RecordRange]]:
     """`work` in contiguous parts of about `most` bytes; at least one."""
-    share: list[Unit] = []
+    share: list[RecordRange] = []
     size = 0
     for unit in work:
         share.append(unit)
@@ -279,7 +278,7 @@ def _done(share: Path) -> RecordCounts | None:
         return None
 
 
-def _work(share: Sequence[Unit], work: _Work, target: Path) -> RecordCounts:
+def _work(share: Sequence[RecordRange], work: _Work, target: Path) -> RecordCounts:
     """One worker's share, under its name once it is finished."""
     folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     folder.mkdir()

@@ -18,7 +18,7 @@ CHUNK = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class RecordRange:
     """A piece of work: the records of `path` whose first byte lies in [start, end); of a table, its row groups or batches start to end."""
 
     path: Path
@@ -44,20 +44,20 @@ class Skip:
     reason: str
 
 
-def units(files: Sequence[Path]) -> list[Unit]:
+def units(files: Sequence[Path]) -> list[RecordRange]:
     """The work that `files` make, in an order that does not depend on how many workers share it. Raises DataError for a damaged table and a JSON array."""
-    work: list[Unit] = []
+    work: list[RecordRange] = []
     for path in files:
         size = path.stat().st_size
         if path.suffix in TABLES:
-            work += [Unit(path=path, start=n, end=n + 1, size=part) for n, part in enumerate(tables.parts(path))]
+            work += [RecordRange(path=path, start=n, end=n + 1, size=part) for n, part in enumerate(tables.parts(path))]
         elif path.suffix not in JSON_LINES:
-            work.append(Unit(path=path, end=size, size=size))
+            work.append(RecordRange(path=path, end=size, size=size))
         else:
             _refuse_array(path)
             starts = range(0, max(size, 1), CHUNK)
             ends = [min(start + CHUNK, size) for start in starts]
-            work += [Unit(path=path, start=a, end=b, size=b - a) for a, b in zip(starts, ends, strict=True)]
+            work += [RecordRange(path=path, start=a, end=b, size=b - a) for a, b in zip(starts, ends, strict=True)]
     return work
 
 
@@ -74,7 +74,7 @@ def _refuse_array(path: Path) -> None:
         )
 
 
-def records(unit: Unit, keys: Sequence[str]) -> Iterator[Text | Skip]:
+def records(unit: RecordRange, keys: Sequence[str]) -> Iterator[Text | Skip]:
     """Every usable text of the unit and every reason to skip. A text file is one record, found under the first key."""
     if unit.path.suffix in TABLES:
         for row in tables.rows(unit.path, unit.start, keys):
@@ -97,7 +97,7 @@ def records(unit: Unit, keys: Sequence[str]) -> Iterator[Text | Skip]:
                 yield from _values(key, row)
 
 
-def _lines(unit: Unit) -> Iterator[bytes]:
+def _lines(unit: RecordRange) -> Iterator[bytes]:
     with unit.path.open("rb") as file:
         if unit.start:
             # a record that crosses the boundary belongs to the previous unit

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from mpbridge.devices.coalesce import one_by_one
-from mpbridge.devices.redirect import NullStream, Patch, cuda_patches, get_state, set_state, split_sizes
+from mpbridge.devices.redirect import NullStream, cuda_patches, get_state, set_state, split_sizes
 from mpbridge.errors import BadValue
 from mpbridge.megatron import cpu as megatron
+from mpbridge.megatron.cpu import Patch
 
 _MISSING = object()
 

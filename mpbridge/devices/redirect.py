@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from mpbridge.megatron.cpu import Patch
+
 CPU = torch.device("cpu")
 
 FACTORIES = [
@@ -219,10 +221,6 @@ def set_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 def seed(value: int) -> None:
     """Seeds the CPU generator, which stands for every CUDA generator."""
     torch.default_generator.manual_seed(value)
-
-
-Patch = tuple[Any, str, Any]
-"""(owner, attribute, replacement)."""
 
 
 def cuda_patches() -> Iterator[Patch]:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 
 from mpbridge.diagnose.run_causes import data, other_audits, recipe_changed, resumed_badly
 from mpbridge.diagnose.step_causes import not_finite, rate, scale_of_the_loss
-from mpbridge.diagnose.suspects import Case, Suspect
+from mpbridge.diagnose.suspects import Suspect, Symptoms
 from mpbridge.diagnose.tensor_causes import main_weights, moments, one_weight, outlier, scales
 
-CAUSES: Mapping[str, Callable[[Case], Suspect | None]] = {
+CAUSES: Mapping[str, Callable[[Symptoms], Suspect | None]] = {
     "bad-resume": resumed_badly,
     "recipe-switch": recipe_changed,
     "nan-source": not_finite,
@@ -29,7 +29,7 @@ CAUSES: Mapping[str, Callable[[Case], Suspect | None]] = {
 """What is searched for."""
 
 
-def suspects(case: Case) -> list[Suspect]:
+def suspects(case: Symptoms) -> list[Suspect]:
     """All that anything speaks for: those whose evidence is earlier first, where it goes far enough; else by how far it goes."""
     found = [one for cause in CAUSES.values() if (one := cause(case)) is not None]
     if not found:

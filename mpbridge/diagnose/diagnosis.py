@@ -11,7 +11,7 @@ from mpbridge.diagnose.against import differences
 from mpbridge.diagnose.causes import suspects
 from mpbridge.diagnose.evidence import Evidence, gather
 from mpbridge.diagnose.signals import Odd, Onset, odd_tensors, onsets, rate_jumps, rates
-from mpbridge.diagnose.suspects import Case, Suspect
+from mpbridge.diagnose.suspects import Suspect, Symptoms
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Diagnosis:
             if _rising(rates(self.run), at):
                 return "nothing in the files explains it but that the learning rate still rose there: a lower optimizer.lr or a longer warm-up is the first to try"
             return "nothing in the files explains it"
-        case = Case(run=self.run, onsets=self.onsets, odd=self.odd)
+        case = Symptoms(run=self.run, onsets=self.onsets, odd=self.odd)
         tokens = ", and its tokens are like those before" if case.tokens_counted else ""
         return f"no cause in precision is seen{tokens}: the optimization itself may do that (a longer warm-up or a lower optimizer.lr makes it rarer)"
 
@@ -88,7 +88,7 @@ def diagnose(folder: Path, against: Path | None = None) -> Diagnosis:
     found, odd = onsets(run), odd_tensors(run)
     if run.sampled:
         run, odd = _closer(run, found, odd)
-    named = suspects(Case(run=run, onsets=found, odd=odd))
+    named = suspects(Symptoms(run=run, onsets=found, odd=odd))
     first = min([one.step for one in found] + [one.step for one in named[:1]], default=None)
     return Diagnosis(
         run=run,

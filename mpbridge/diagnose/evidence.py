@@ -14,7 +14,7 @@ from mpbridge.errors import BadValue
 from mpbridge.report.curves import Curves, read_curves
 from mpbridge.report.events import EVENTS
 from mpbridge.report.history import PRECISION, read_history
-from mpbridge.telemetry.reading import Measured, Row, read
+from mpbridge.telemetry.reading import MeasuredStep, TensorRow, read
 
 FEWEST = 6
 """Steps that a step is compared with at least."""
@@ -26,7 +26,7 @@ class Evidence:
 
     folder: Path
     curves: Curves
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[MeasuredStep] = field(default_factory=list)
     audits: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     precision: dict[str, Any] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Evidence:
     """What could not be read, and so cannot be told."""
     sampled: bool = False
     """Whether there are more measurements than were read."""
-    _by_name: dict[tuple[str, str], dict[str, list[tuple[int, Row]]]] = field(default_factory=dict)
+    _by_name: dict[tuple[str, str], dict[str, list[tuple[int, TensorRow]]]] = field(default_factory=dict)
 
     @property
     def recipe(self) -> str:
@@ -53,7 +53,7 @@ class Evidence:
         """The rows of a table, in the order of the model."""
         return list(self._index(table, key))
 
-    def operands(self) -> Mapping[str, list[tuple[int, Row]]]:
+    def operands(self) -> Mapping[str, list[tuple[int, TensorRow]]]:
         """Name of an operand of a GEMM -> what was measured of it by step."""
         return self._index("operands", "")
 
@@ -62,10 +62,10 @@ class Evidence:
         steps = [one.step for one in self.measured]
         return max((one for one in steps if one < step), default=step), min((one for one in steps if one > step), default=step)  # fmt: skip
 
-    def _index(self, table: str, key: str) -> dict[str, list[tuple[int, Row]]]:
+    def _index(self, table: str, key: str) -> dict[str, list[tuple[int, TensorRow]]]:
         """A table's rows by name, made once; of two with one name at a step the first counts."""
         if (table, key) not in self._by_name:
-            found: dict[str, list[tuple[int, Row]]] = {}
+            found: dict[str, list[tuple[int, TensorRow]]] = {}
             for one in self.measured:
                 for row in one.tables[table]:
                     name = str(row[key]) if key else f"{row['linear']} {row['side']} ({row['copy']})"

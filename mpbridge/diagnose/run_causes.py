@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mpbridge.diagnose.evidence import finite
 from mpbridge.diagnose.signals import rate_jumps
-from mpbridge.diagnose.suspects import Case, Suspect, flushed_operands
+from mpbridge.diagnose.suspects import Suspect, Symptoms, flushed_operands
 
 
-def resumed_badly(case: Case) -> Suspect | None:
+def resumed_badly(case: Symptoms) -> Suspect | None:
     """The first step behind a resume is out of line with the last before it."""
     for event in case.events("resumed"):
         at = int(event["iteration"])
@@ -27,7 +27,7 @@ def resumed_badly(case: Case) -> Suspect | None:
     return None
 
 
-def recipe_changed(case: Case) -> Suspect | None:
+def recipe_changed(case: Symptoms) -> Suspect | None:
     """A change of recipe right before everything else."""
     for event in case.events("recipe"):
         at = int(event["iteration"])
@@ -45,7 +45,7 @@ def recipe_changed(case: Case) -> Suspect | None:
     return None
 
 
-def data(case: Case) -> Suspect | None:
+def data(case: Symptoms) -> Suspect | None:
     """Tokens unlike those before at the step where the loss jumps; without a count of tokens, a loss that jumps and is back at once."""
     if not case.tokens_counted:
         return _short_spike(case)
@@ -59,7 +59,7 @@ def data(case: Case) -> Suspect | None:
     return None
 
 
-def _short_spike(case: Case) -> Suspect | None:
+def _short_spike(case: Symptoms) -> Suspect | None:
     """A loss that jumps and is back at once, while no tensor of the model had changed before it."""
     onset = case.onset("loss")
     if onset is None:
@@ -79,7 +79,7 @@ def _short_spike(case: Case) -> Suspect | None:
     return _spike(case, onset.step, points[high - 1][0], seen, 0.85)
 
 
-def _spike(case: Case, first: int, last: int, evidence: list[str], score: float) -> Suspect:
+def _spike(case: Symptoms, first: int, last: int, evidence: list[str], score: float) -> Suspect:
     return Suspect(
         cause="data-spike", step=first, score=score,
         sentence=f"the data of steps {first} to {last} are unlike those around them",
@@ -88,12 +88,12 @@ def _spike(case: Case, first: int, last: int, evidence: list[str], score: float)
     )  # fmt: skip
 
 
-def _samples(case: Case, step: int) -> str:
+def _samples(case: Symptoms, step: int) -> str:
     at = {row["iteration"]: row.get("consumed_samples") for row in case.run.curves.rows}
     return f"{at.get(step - 1, '?')} to {at.get(step, '?')}"
 
 
-def other_audits(case: Case) -> Suspect | None:
+def other_audits(case: Symptoms) -> Suspect | None:
     """An audit that found the live tensors other than promised."""
     for audit in case.run.audits:
         if not audit.get("ok", True):

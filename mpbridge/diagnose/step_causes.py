@@ -8,11 +8,11 @@ from typing import Any
 
 from mpbridge.diagnose.evidence import median
 from mpbridge.diagnose.signals import Odd, Onset, rate_jumps, rates, rises
-from mpbridge.diagnose.suspects import Case, Suspect
-from mpbridge.telemetry.reading import Measured
+from mpbridge.diagnose.suspects import Suspect, Symptoms
+from mpbridge.telemetry.reading import MeasuredStep
 
 
-def not_finite(case: Case) -> Suspect | None:
+def not_finite(case: Symptoms) -> Suspect | None:
     """NaN or infinity out of nowhere: the losses right before it are ordinary, or the loss never shows it at all."""
     onset, seen = case.onset("applied"), _first_nonfinite(case)
     if (onset is None and seen is None) or (onset is not None and _announced(case, onset)):
@@ -48,7 +48,7 @@ def _next_look(bad: list[Odd], first: str) -> str:
     return "train the step again from the last checkpoint with logger.precision_every=1"
 
 
-def _announced(case: Case, onset: Onset) -> bool:
+def _announced(case: Symptoms, onset: Onset) -> bool:
     """Whether something else was out of line in the steps before: the NaN is then its consequence."""
     return any(onset.step - 10 <= one.step < onset.step - 1 for one in case.onsets)
 
@@ -58,7 +58,7 @@ def _where(step: int | None, places: list[str]) -> list[str]:
     return [f"step {step}: elements that are not finite in {', '.join(places[:3])}"] if places else []
 
 
-def _first_nonfinite(case: Case) -> tuple[int, list[str]] | None:
+def _first_nonfinite(case: Symptoms) -> tuple[int, list[str]] | None:
     """The first measured step with elements that are not finite, and where, inputs before gradients; an overflow that a loss scale caught is none."""
     steps = {row["iteration"]: row for row in case.run.curves.rows}
     for one in case.run.measured:
@@ -76,7 +76,7 @@ def _first_nonfinite(case: Case) -> tuple[int, list[str]] | None:
     return None
 
 
-def scale_of_the_loss(case: Case) -> Suspect | None:
+def scale_of_the_loss(case: Symptoms) -> Suspect | None:
     """fp16's loss scale: a jump that its rule cannot make, or so many skipped steps that nothing is trained."""
     rows = [row for row in case.run.curves.rows if isinstance(row.get("loss_scale"), (int, float))]
     if not rows or all(row["loss_scale"] == 1.0 for row in rows):
@@ -126,12 +126,12 @@ def _mostly_skipped(rows: list[dict[str, Any]]) -> Iterator[_Mark]:
         yield rows[0]["iteration"], f"{skipped} of {len(rows)} steps skipped", False
 
 
-def rate(case: Case) -> Suspect | None:
+def rate(case: Symptoms) -> Suspect | None:
     """A rate that jumps right before the run goes wrong, or updates of the size of the weights, most often while the rate still rises."""
     return _rate_jumped(case) or _rate_beyond_weights(case)
 
 
-def _rate_jumped(case: Case) -> Suspect | None:
+def _rate_jumped(case: Symptoms) -> Suspect | None:
     """The rate itself tells: three times as high from one step to the next, and within 20 steps a number of the model is out of line."""
     for jump in rate_jumps(case.run):
         factor = jump.after / jump.before
@@ -147,7 +147,7 @@ def _rate_jumped(case: Case) -> Suspect | None:
     return None
 
 
-def _rate_beyond_weights(case: Case) -> Suspect | None:
+def _rate_beyond_weights(case: Symptoms) -> Suspect | None:
     """Updates of the size of the weights."""
     onset = case.onset("loss") or case.onset("grad_norm") or case.onset("applied")
     points = rates(case.run)
@@ -175,7 +175,7 @@ def _rate_beyond_weights(case: Case) -> Suspect | None:
     )  # fmt: skip
 
 
-def _median_weight(case: Case, until: int) -> tuple[tuple[int, float], tuple[int, float]] | None:
+def _median_weight(case: Symptoms, until: int) -> tuple[tuple[int, float], tuple[int, float]] | None:
     """(step, RMS of the median weight) at the first and the last step measured until then; None without weights there."""
     measured = [one for one in case.run.measured if one.step <= until]
     sizes = [(one.step, _matrices(one)) for one in (*measured[:1], *measured[-1:])]
@@ -185,7 +185,7 @@ def _median_weight(case: Case, until: int) -> tuple[tuple[int, float], tuple[int
     return (began, median(first)), (at, median(last))
 
 
-def _matrices(one: Measured) -> list[float]:
+def _matrices(one: MeasuredStep) -> list[float]:
     """RMS of every weight at a measured step, gains of norms and biases left out."""
     rows = one.tables["weights"]
     return [row["rms"] for row in rows if "norm" not in row["parameter"] and "weight" in row["parameter"]]

@@ -24,7 +24,7 @@ class Suspect:
 
 
 @dataclass(slots=True, kw_only=True)
-class Case:
+class Symptoms:
     """What all causes are asked about."""
 
     run: Evidence
@@ -60,7 +60,7 @@ class Case:
         return max(1, min((b - a for a, b in itertools.pairwise(steps)), default=1), 5)
 
 
-def flushed_operands(case: Case, *, after: int = -1) -> list[str]:
+def flushed_operands(case: Symptoms, *, after: int = -1) -> list[str]:
     """Operands of which much is lost, as sentences."""
     found = []
     for name, points in case.run.operands().items():

@@ -7,14 +7,14 @@ import math
 
 from mpbridge.diagnose.evidence import median
 from mpbridge.diagnose.signals import Odd
-from mpbridge.diagnose.suspects import Case, Suspect, flushed_operands
-from mpbridge.telemetry.reading import Row
+from mpbridge.diagnose.suspects import Suspect, Symptoms, flushed_operands
+from mpbridge.telemetry.reading import TensorRow
 
 SATURATES, WASTED, MUCH_WASTED = -3, 8, 12
 """Staleness (log2) below which a scale is wrong, above which it wastes range, and above which no spike explains it."""
 
 
-def scales(case: Case) -> Suspect | None:
+def scales(case: Symptoms) -> Suspect | None:
     """Delayed scales beside the amaxes that they should follow: one that is far off, or all that stand still."""
     still, wrong = _still(case), _off(case)
     if len(still) >= 2 and len(still) > 2 * len(wrong):
@@ -31,7 +31,7 @@ def scales(case: Case) -> Suspect | None:
     return _wrong_scale(case, wrong)
 
 
-def _wrong_scale(case: Case, wrong: list[tuple[int, str, float]]) -> Suspect:
+def _wrong_scale(case: Symptoms, wrong: list[tuple[int, str, float]]) -> Suspect:
     """wrong: (step, operand, staleness) of scales that are far off."""
     step = min(at for at, _, _ in wrong)
     named = [(name, stale) for at, name, stale in wrong if at == step]
@@ -45,7 +45,7 @@ def _wrong_scale(case: Case, wrong: list[tuple[int, str, float]]) -> Suspect:
 
 
 def _follow_the_tensors(
-    case: Case, wrong: list[tuple[int, str, float]], step: int, named: list[tuple[str, float]]
+    case: Symptoms, wrong: list[tuple[int, str, float]], step: int, named: list[tuple[str, float]]
 ) -> bool:
     """Whether the tensors changed rather than the scales: every amax outruns its history at once, or the scale is right again at the next measurement."""
     states = case.run.operands()
@@ -55,13 +55,13 @@ def _follow_the_tensors(
     return passing or weak or len(wrong) > max(3, 0.25 * len(states))
 
 
-def _audited(case: Case, *words: str) -> list[str]:
+def _audited(case: Symptoms, *words: str) -> list[str]:
     """Faults of the run's audits that mention one of these."""
     faults = [str(fault) for audit in case.run.audits for fault in audit.get("faults", [])]
     return [fault for fault in faults if any(word in fault for word in words)]
 
 
-def _still(case: Case) -> list[tuple[int, str]]:
+def _still(case: Symptoms) -> list[tuple[int, str]]:
     """Operands whose scale stays where its amax asked for another one: (step, sentence)."""
     found = []
     for name, points in case.run.operands().items():
@@ -77,7 +77,7 @@ def _still(case: Case) -> list[tuple[int, str]]:
     return found
 
 
-def _off(case: Case) -> list[tuple[int, str, float]]:
+def _off(case: Symptoms) -> list[tuple[int, str, float]]:
     """Operands whose scale is far from what their amax asks for: (step, operand, staleness)."""
     found = []
     for name, points in case.run.operands().items():
@@ -89,7 +89,7 @@ def _off(case: Case) -> list[tuple[int, str, float]]:
     return found
 
 
-def _remembered(case: Case, step: int, name: str, stale: float) -> bool:
+def _remembered(case: Symptoms, step: int, name: str, stale: float) -> bool:
     """Whether the scale is that of amaxes that were measured before: after a larger one a history wastes range for as long as it is, and a
     gradient that outruns its history saturates once."""
     points = case.run.operands()[name]
@@ -99,13 +99,13 @@ def _remembered(case: Case, step: int, name: str, stale: float) -> bool:
     return bool(asked <= 2 * max(known, default=0.0) if stale > 0 else asked >= max(known[-2:], default=math.inf) / 2)
 
 
-def _passes(points: list[tuple[int, Row]], step: int) -> bool:
+def _passes(points: list[tuple[int, TensorRow]], step: int) -> bool:
     """Whether a scale that was off at that measurement is right again at the next."""
     later = [row.get("staleness") for at, row in points if at > step]
     return bool(later) and isinstance(later[0], float) and SATURATES <= later[0] <= WASTED
 
 
-def main_weights(case: Case) -> Suspect | None:
+def main_weights(case: Symptoms) -> Suspect | None:
     """The model's parameters are not what its main weights say."""
     gaps = [
         (one.step, row["parameter"], row["main_gap"])
@@ -126,7 +126,7 @@ def main_weights(case: Case) -> Suspect | None:
     )  # fmt: skip
 
 
-def moments(case: Case) -> Suspect | None:
+def moments(case: Symptoms) -> Suspect | None:
     """Second moments that are suddenly a fraction of what they were, or one update that moves every weight at once at an unchanged rate."""
     ratios: dict[int, list[float]] = {}
     names = case.run.names("weights", "parameter")
@@ -150,7 +150,7 @@ def moments(case: Case) -> Suspect | None:
     return _update_of_all(case, names)
 
 
-def _update_of_all(case: Case, names: list[str]) -> Suspect | None:
+def _update_of_all(case: Symptoms, names: list[str]) -> Suspect | None:
     """Most weights jump between two measurements although rate and clipped gradients are what they were."""
     loss = case.onset("loss") or case.onset("grad_norm")
     if loss is None:
@@ -172,7 +172,7 @@ def _update_of_all(case: Case, names: list[str]) -> Suspect | None:
     return None
 
 
-def _growth(case: Case, names: list[str], step: int) -> list[float]:
+def _growth(case: Symptoms, names: list[str], step: int) -> list[float]:
     """RMS of each weight over that of the measurement before."""
     found = []
     for name in names:
@@ -182,7 +182,7 @@ def _growth(case: Case, names: list[str], step: int) -> list[float]:
     return found
 
 
-def one_weight(case: Case) -> Suspect | None:
+def one_weight(case: Symptoms) -> Suspect | None:
     """One parameter has elements of another size than before, and no other has."""
     jumps = [one for one in case.odd if one.number == "amax" and "norm" not in one.tensor]
     if not jumps:
@@ -213,7 +213,7 @@ def one_weight(case: Case) -> Suspect | None:
     )  # fmt: skip
 
 
-def outlier(case: Case) -> Suspect | None:
+def outlier(case: Symptoms) -> Suspect | None:
     """One channel of a linear's input is far larger than the others, and was not before."""
     channels = [one for one in case.odd if one.number == "x_outlier" and one.after > 30]
     if not channels:
@@ -232,7 +232,7 @@ def outlier(case: Case) -> Suspect | None:
     )  # fmt: skip
 
 
-def _channel(case: Case, odd: Odd) -> int | None:
+def _channel(case: Symptoms, odd: Odd) -> int | None:
     """Which channel of the linear's input was the largest at that step."""
     rows = (row for one in case.run.measured if one.step == odd.step for row in one.tables["linears"])
     found: int | None = next(row for row in rows if row["linear"] == odd.tensor).get("x_channel")

@@ -38,7 +38,7 @@ from mpbridge.emulation.scales import (
 from mpbridge.formats import E2M1, E4M3, NumberFormat
 
 _log = logging.getLogger(__name__)
-Pair = tuple[torch.Tensor, torch.Tensor]
+TensorPair = tuple[torch.Tensor, torch.Tensor]
 
 
 # --- amax ---------------------------------------------------------------------------------------------------------------------------------
@@ -53,13 +53,13 @@ def peaks(view: torch.Tensor) -> torch.Tensor:
 
 
 # --- (multiplier before the cast, factor after it) from the amaxes of blocks --------------------------------------------------------------
-def blockwise_factors(amax: torch.Tensor, number: NumberFormat, overflow: float, power_of_two: bool) -> Pair:
+def blockwise_factors(amax: torch.Tensor, number: NumberFormat, overflow: float, power_of_two: bool) -> TensorPair:
     """Float8BlockScaling: (scale, 1/scale). overflow: the largest value of the *input's* dtype, TE's scale for vanishing blocks."""
     scale = scale_from_amax(amax, number.largest, power_of_two=power_of_two, when_infinite=overflow)
     return scale, 1.0 / scale
 
 
-def mxfp8_block_factors(amax: torch.Tensor, number: NumberFormat, rules: Rules) -> Pair:
+def mxfp8_block_factors(amax: torch.Tensor, number: NumberFormat, rules: Rules) -> TensorPair:
     """MXFP8: (2**(127-e), 2**(e-127))."""
     return mxfp8_factors(mxfp8_exponent(amax, number), rules)
 
@@ -73,7 +73,7 @@ def nvfp4_factors(amax: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch
 
 def four_over_six(
     view: torch.Tensor, amax: torch.Tensor, overall: torch.Tensor, bound: float, squared: bool, square: bool
-) -> Pair:
+) -> TensorPair:
     """NVFP4's Four Over Six: (multiplier, E4M3 block scale) of the candidate with the smaller error in each block; 6 wins a tie.
 
     view: [.., 16 along, ..] blocks along axis 1; amax: of each block, shaped to multiply the view; overall: the tensor's amax, or one that multiplies
@@ -105,12 +105,12 @@ def _across(error: torch.Tensor) -> torch.Tensor:
     return lines.repeat_interleave(16, 3).reshape(error.shape)
 
 
-def blockwise_scales(view: torch.Tensor, number: NumberFormat, power_of_two: bool) -> Pair:
+def blockwise_scales(view: torch.Tensor, number: NumberFormat, power_of_two: bool) -> TensorPair:
     """`blockwise_factors` of a view."""
     return blockwise_factors(peaks(view), number, torch.finfo(view.dtype).max, power_of_two)
 
 
-def mxfp8_scales(view: torch.Tensor, number: NumberFormat, rules: Rules) -> Pair:
+def mxfp8_scales(view: torch.Tensor, number: NumberFormat, rules: Rules) -> TensorPair:
     """`mxfp8_block_factors` of a view."""
     return mxfp8_block_factors(peaks(view), number, rules)
 

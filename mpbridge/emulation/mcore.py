@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from mpbridge.emulation.gemm import Plug
 from mpbridge.emulation.linear import apply
 from mpbridge.errors import Refused
-from mpbridge.megatron.inside_model import OwnProduct, Product, experts_in_turn
+from mpbridge.megatron.inside_model import LocalMatmul, OwnProduct, experts_in_turn
 from mpbridge.precision.globs import MTP_PROJECTION
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class _Emulated(OwnProduct):
         return None if self.plug is None else self.plug.quantizer.quant
 
     def product(
-        self, plain: Product, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+        self, plain: LocalMatmul, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """The quantized product; high precision where nothing is quantized, or while the emulation rests."""
         if self.plug is None or (self.plug.emulation.is_paused and self.plug.emulation.listener is None):

@@ -15,7 +15,7 @@ from mpbridge.emulation.kernels import (
     values,
     values_stochastic,
 )
-from mpbridge.emulation.operands import Copy, Operand, Side, spread, square_peaks, view_of
+from mpbridge.emulation.operands import Operand, OperandCopy, Side, spread, square_peaks, view_of
 from mpbridge.emulation.rules import Options
 from mpbridge.emulation.scales import Rules, nvfp4_block, nvfp4_global
 from mpbridge.formats import E2M1, E4M3
@@ -48,7 +48,7 @@ class Nvfp4:
         """Whether that side has a second-level scale for each line of its GEMM."""
         return side == "x" and bool(self.options.get("row_scaled_activations", False))
 
-    def _nvfp4(self, x: torch.Tensor, slot: str, side: Side, copy: Copy) -> Operand:
+    def _nvfp4(self, x: torch.Tensor, slot: str, side: Side, copy: OperandCopy) -> Operand:
         source, view, across = self._nvfp4_view(x, side, copy)
         multiplier, factor, alpha = self._nvfp4_factors(x, view, side, copy)
         if side == "dy" and self.options.get("stochastic_rounding", True):
@@ -59,7 +59,7 @@ class Nvfp4:
         out = out.view(source.shape)
         return Operand(out.t() if across else out, alpha)
 
-    def _nvfp4_view(self, x: torch.Tensor, side: Side, copy: Copy) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    def _nvfp4_view(self, x: torch.Tensor, side: Side, copy: OperandCopy) -> tuple[torch.Tensor, torch.Tensor, bool]:
         """(what is rounded, the kernels' view of it, whether it is x transposed)."""
         along = self.block(side).along
         if side == "w":
@@ -75,7 +75,7 @@ class Nvfp4:
         return rotate(x, rounded=not (self.options.get("fast_math") and _fused(x)))
 
     def _nvfp4_factors(
-        self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: Copy, overall: torch.Tensor | None = None
+        self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: OperandCopy, overall: torch.Tensor | None = None
     ) -> Factors:
         """(multiplier before the cast, block scale, second-level factor) of a view. overall: the tensor's amax, where the view has only part of it."""
         square = side == "w" and self.block("w").square
@@ -93,7 +93,7 @@ class Nvfp4:
             return (*self._four_or_six(view, amax, lines, side, square=False), alpha)
         return (*nvfp4_block(amax, nvfp4_global(lines), self.rules), alpha)
 
-    def _plain_factors(self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: Copy) -> Factors:
+    def _plain_factors(self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: OperandCopy) -> Factors:
         # the kernel fused with the transform makes the rotated copy, and from 2.14 on the row copy too; its block amaxes hand NaN on
         fused = side != "w" and self._hadamard and _fused(x) and (copy == "column" or self.rules.nvfp4_fused_rows)
         scales: Factors = self._kernel(nvfp4_fused_scales if fused else nvfp4_scales, view, self.rules)(view)
@@ -113,7 +113,7 @@ class Nvfp4:
         alpha = lines / (E2M1.largest * self._largest_scale(side))
         return (*self._four_or_six(view, amax, lines, side, square=True), alpha)
 
-    def _line_peaks(self, x: torch.Tensor, amax: torch.Tensor, side: Side, copy: Copy) -> torch.Tensor:
+    def _line_peaks(self, x: torch.Tensor, amax: torch.Tensor, side: Side, copy: OperandCopy) -> torch.Tensor:
         """The amax that the second-level scale follows: one, or one for each line of x under row scaling."""
         if not self.row_scaled(side):
             return amax.amax()
@@ -134,7 +134,7 @@ class Nvfp4:
         return self.four_over_six(side) and self.options.get("four_over_six_256", "all") in (scope, "all")
 
     def _explain_nvfp4(
-        self, x: torch.Tensor, operand: Operand, side: Side, copy: Copy
+        self, x: torch.Tensor, operand: Operand, side: Side, copy: OperandCopy
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert operand.alpha is not None  # its second-level scale
         source, view, across = self._nvfp4_view(x, side, copy)

@@ -11,8 +11,8 @@ import torch
 from mpbridge.precision.regions import Gemm
 
 Side = Literal["x", "w", "dy"]
-Copy = Literal["row", "column"]
-COPY_OF: Mapping[tuple[Gemm, Side], Copy] = {
+OperandCopy = Literal["row", "column"]
+COPY_OF: Mapping[tuple[Gemm, Side], OperandCopy] = {
     ("fprop", "x"): "row",
     ("fprop", "w"): "row",
     ("dgrad", "dy"): "row",
@@ -36,7 +36,7 @@ class Operand:
         return self.values.float() if self.alpha is None else self.values.float() * self.alpha
 
 
-def view_of(x: torch.Tensor, along: int, copy: Copy) -> torch.Tensor:
+def view_of(x: torch.Tensor, along: int, copy: OperandCopy) -> torch.Tensor:
     """The kernels' view of [rows, columns] with blocks of `along` elements in a row or down a column."""
     return x.reshape(-1, along) if copy == "row" else x.reshape(x.shape[0] // along, along, x.shape[1])
 
@@ -52,7 +52,7 @@ def spread(factors: tuple[torch.Tensor, torch.Tensor], side: int) -> tuple[torch
     return first, second
 
 
-def padded_to_blocks(x: torch.Tensor, across: int, along: int, copy: Copy) -> tuple[torch.Tensor, torch.Size]:
+def padded_to_blocks(x: torch.Tensor, across: int, along: int, copy: OperandCopy) -> tuple[torch.Tensor, torch.Size]:
     """x filled with zeros to whole blocks, which changes no amax, and its own shape."""
     rows, columns = (across, along) if copy == "row" else (along, across)
     if across > 1:

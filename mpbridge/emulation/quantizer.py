@@ -34,8 +34,8 @@ from mpbridge.emulation.kernels import (
 from mpbridge.emulation.nvfp4 import Nvfp4
 from mpbridge.emulation.operands import (
     COPY_OF,
-    Copy,
     Operand,
+    OperandCopy,
     Side,
     cropped,
     padded_to_blocks,
@@ -228,7 +228,7 @@ class Quantizer(Nvfp4):
         """Drops scales that no replay asked for (a forward pass without a backward one)."""
         self._stashed.clear()
 
-    def _blocks(self, x: torch.Tensor, side: Side, copy: Copy, wide: bool) -> Operand:
+    def _blocks(self, x: torch.Tensor, side: Side, copy: OperandCopy, wide: bool) -> Operand:
         number = self.format_of(side)
         mx = self.rule == "e8m0_blocks"
         # an fp32 scale times a code has too many bits for bf16, whatever its size

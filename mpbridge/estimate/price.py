@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from mpbridge.errors import BadValue
-from mpbridge.estimate.work import Attention, Collective, MatrixProduct, Work
+from mpbridge.estimate.work import AttentionWork, Collective, MatrixProduct, Work
 from mpbridge.facts import RunFacts
 from mpbridge.hardware.machines import Machine
 
@@ -32,7 +32,7 @@ def gemm_seconds(gemm: MatrixProduct, machine: Machine, *, saturated: bool = Tru
     return f"gemm_{gemm.scaling or gemm.format}", (grown if saturated else 1.0) * gemm.flops / peak
 
 
-def attention_seconds(part: Attention, machine: Machine) -> float:
+def attention_seconds(part: AttentionWork, machine: Machine) -> float:
     """Both products at the 16-bit peak, and the exponentials at 16 a clock and multiprocessor (32 on compute capability 10.3)."""
     peak = machine.flops("bf16") or machine.flops("fp16") or machine.flops("fp32") or 0.0
     found = part.flops / peak if peak else 0.0

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from mpbridge.estimate.flops import attended
 from mpbridge.estimate.gemms import full_layers, tokens
-from mpbridge.estimate.work import Attention, MatrixProduct, MemoryTraffic
+from mpbridge.estimate.work import AttentionWork, MatrixProduct, MemoryTraffic
 from mpbridge.facts import RunFacts
 from mpbridge.memory.activations import attention_kernel, recomputed_modules
 from mpbridge.memory.layers import parameters
@@ -19,7 +19,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.scalings import scaling
 
 
-def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[Attention]:
+def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[AttentionWork]:
     """Core attention of those chunks."""
     shape, rows = run.shape, tokens(run)
     heads = shape.num_attention_heads / run.parallel.tensor
@@ -45,7 +45,7 @@ def attention(run: RunFacts, chunks: tuple[Chunk, ...]) -> Iterator[Attention]:
     # unfused: the whole square is computed, written, normalized, read; twice as many positions as a causal kernel visits
     moved = 0.0 if kernel == "fused" else layers * rows * heads * shape.seq_length * 2 * 8
     if layers:
-        yield Attention(flops=flops * (1 if kernel == "fused" else 2), scores=scores, kernel=kernel, bytes=moved)
+        yield AttentionWork(flops=flops * (1 if kernel == "fused" else 2), scores=scores, kernel=kernel, bytes=moved)
 
 
 def traffic(

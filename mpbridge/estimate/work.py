@@ -43,7 +43,7 @@ class MatrixProduct:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class AttentionWork:
     """Softmax(QK)V of some layers in one micro-batch, forward and backward."""
 
     flops: float
@@ -88,7 +88,7 @@ class Work:
     experts: int
     """Layers that are mixtures of experts."""
     gemms: tuple[MatrixProduct, ...]
-    attention: tuple[Attention, ...]
+    attention: tuple[AttentionWork, ...]
     traffic: tuple[MemoryTraffic, ...]
     collectives: tuple[Collective, ...]
     step: tuple[Collective, ...]

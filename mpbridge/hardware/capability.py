@@ -10,15 +10,15 @@ from typing import Literal
 from mpbridge.errors import MpbridgeError, Refused
 from mpbridge.facts import Versions
 from mpbridge.formats import DType
-from mpbridge.hardware.machines import Arch, Machine
+from mpbridge.hardware.machines import Machine
 from mpbridge.hardware.versions import at_least
 from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.precision.registry import recipe
 from mpbridge.precision.resolve import resolve
-from mpbridge.scalings import SCALINGS, Hardware
+from mpbridge.scalings import SCALINGS, Arch, Hardware
 
 How = Literal["native", "emulated", "no"]
-Quantizer = Literal["transformer_engine", "emulation"]
+QuantizedBy = Literal["transformer_engine", "emulation"]
 
 LIBRARIES: Mapping[str, str] = MappingProxyType({"transformer_engine": "Transformer Engine", "torchao": "torchao"})
 """Field of Versions -> what people call the library."""
@@ -62,7 +62,7 @@ NAMES: Mapping[Arch, str] = MappingProxyType(
 
 
 def can_run(
-    policy: PrecisionPolicy, machine: Machine, versions: Versions, *, quantized_by: Quantizer = "transformer_engine"
+    policy: PrecisionPolicy, machine: Machine, versions: Versions, *, quantized_by: QuantizedBy = "transformer_engine"
 ) -> Capability:
     """Whether `machine` with `versions` runs `policy`.
 

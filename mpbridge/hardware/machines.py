@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from mpbridge.errors import UnknownName
-
-Arch = tuple[int, int]
+from mpbridge.scalings import Arch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

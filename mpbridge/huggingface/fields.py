@@ -26,7 +26,7 @@ LARGEST = 1 << 40
 """No size of a model is larger."""
 
 
-class Fields:
+class ConfigFields:
     """The fields of config.json, or of a mapping in it; `faults` has everything that is wrong."""
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mpbridge.huggingface.fields import Fields
+from mpbridge.huggingface.fields import ConfigFields
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core's RotaryEmbedding._apply_scaling has as constants (0.16.1 to 0.20); Llama 3.1, 3.2 and 3.3 have the same."""
@@ -13,7 +13,7 @@ _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0
 """What transformers takes for factors of YaRN that are left out (modeling_rope_utils.py)."""
 
 
-def rope_section(fields: Fields, *, latent: bool) -> dict[str, Any]:
+def rope_section(fields: ConfigFields, *, latent: bool) -> dict[str, Any]:
     """The model section's settings of rotary embeddings."""
     own = fields.raw("rope_parameters")
     scaling = fields.raw("rope_scaling")
@@ -27,7 +27,7 @@ def rope_section(fields: Fields, *, latent: bool) -> dict[str, Any]:
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         fields.fault(f"{name}: expected one mapping for all layers, of rope_type and its factors")
         return {}
-    inner = Fields(given, fields.faults, {}, within=f"{name}.")
+    inner = ConfigFields(given, fields.faults, {}, within=f"{name}.")
     if inner.has("rope_theta"):
         theta = inner.number("rope_theta", theta, least=1.0)
     kind = inner.raw("rope_type") or inner.raw("type") or "default"
@@ -49,7 +49,7 @@ def _spelled(given: Any) -> Any:
     return plain | {"rope_type": given.get("rope_type", given.get("type", "default"))}
 
 
-def _scaled(kind: str, inner: Fields, *, latent: bool) -> dict[str, Any]:
+def _scaled(kind: str, inner: ConfigFields, *, latent: bool) -> dict[str, Any]:
     """What scales the frequencies, by rope_type."""
     if kind == "yarn" and latent:
         return _yarn(inner)
@@ -74,7 +74,7 @@ def _scaled(kind: str, inner: Fields, *, latent: bool) -> dict[str, Any]:
     return plain
 
 
-def _yarn(inner: Fields) -> dict[str, Any]:
+def _yarn(inner: ConfigFields) -> dict[str, Any]:
     inner.must("attention_factor", (), "it follows from mscale and mscale_all_dim")
     inner.must("truncate", (True,), "megatron-core rounds the range of corrected frequencies")
     original = inner.size("original_max_position_embeddings")

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpbridge.errors import Contradiction
 from mpbridge.huggingface.families import FAMILIES, Family
-from mpbridge.huggingface.fields import BOOKKEEPING, Fields
+from mpbridge.huggingface.fields import BOOKKEEPING, ConfigFields
 from mpbridge.huggingface.folder import CONFIG, folder_of, read_config, tensors
 from mpbridge.huggingface.rope import rope_section
 
@@ -16,8 +16,6 @@ SEQUENCE = 4096
 """Tokens in a sample of a run that begins with such a folder and says nothing else: the most that its model has positions for, up to this."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 """Files by which a folder shows that it holds a tokenizer."""
-
-Section = dict[str, Any]
 
 
 def tree(reference: str) -> dict[str, Any]:
@@ -27,13 +25,13 @@ def tree(reference: str) -> dict[str, Any]:
     """
     folder = folder_of(reference)
     model = model_section(folder)
-    data: Section = {"seq_length": min(model["max_sequence_length"], SEQUENCE)}
+    data: dict[str, Any] = {"seq_length": min(model["max_sequence_length"], SEQUENCE)}
     if any((folder / name).is_file() for name in TOKENIZERS):
         data["tokenizer"] = str(folder)
     return {"mixed_precision": "bf16_mixed", "model": model, "train": {"micro_batch_size": 1}, "data": data}
 
 
-def model_section(folder: Path) -> Section:
+def model_section(folder: Path) -> dict[str, Any]:
     """The model section of the folder's config.json; its weights say, by their headers, whether layers that predict further tokens are there."""
     data = read_config(folder)
     held = tensors(folder)
@@ -51,14 +49,14 @@ def family_of(data: Mapping[str, Any], name: str = CONFIG) -> Family:
     return FAMILIES[kind]
 
 
-def section(data: Mapping[str, Any], *, ahead: int | None = None, name: str = CONFIG) -> Section:
+def section(data: Mapping[str, Any], *, ahead: int | None = None, name: str = CONFIG) -> dict[str, Any]:
     """The model section that config.json describes.
 
     ahead: layers for further tokens (multi-token prediction) that the weights hold; None: as config.json says. Raises Contradiction.
     """
     family = family_of(data, name)
     faults: list[str] = []
-    fields = Fields(data, faults, family.defaults)
+    fields = ConfigFields(data, faults, family.defaults)
     fields.must("architectures", ([family.architecture],), f"the language model of model_type={family.name}")
     _quantized(fields)
     out = _common(fields, family)
@@ -81,7 +79,7 @@ def section(data: Mapping[str, Any], *, ahead: int | None = None, name: str = CO
     return out
 
 
-def _common(fields: Fields, family: Family) -> Section:
+def _common(fields: ConfigFields, family: Family) -> dict[str, Any]:
     fields.must("hidden_act", ("silu",), f"the activation of {family.name}'s gated layers here")
     fields.must("use_mrope", (False,), "positions of text are one number each")
     fields.must("mlp_bias", (False,), "megatron-core's linears have biases everywhere or nowhere")
@@ -105,7 +103,7 @@ def _common(fields: Fields, family: Family) -> Section:
     }
 
 
-def _attention(fields: Fields, family: Family) -> Section:
+def _attention(fields: ConfigFields, family: Family) -> dict[str, Any]:
     fields.must("attention_bias", (False,), "megatron-core has no bias on attention's linears alone")
     if family.qkv_bias:
         fields.must("qkv_bias", (True,), f"{family.name} has it")
@@ -113,7 +111,7 @@ def _attention(fields: Fields, family: Family) -> Section:
     groups = fields.size("num_key_value_heads") if fields.has("num_key_value_heads") else heads
     if heads % groups:
         fields.fault(f"num_attention_heads={heads} cannot be shared by num_key_value_heads={groups}")
-    out: Section = {"num_query_groups": groups}
+    out: dict[str, Any] = {"num_query_groups": groups}
     if fields.raw("head_dim") is not None:
         out["kv_channels"] = fields.size("head_dim")
     elif fields.size("hidden_size") % heads:
@@ -125,7 +123,7 @@ def _attention(fields: Fields, family: Family) -> Section:
     return out | _window(fields, family)
 
 
-def _window(fields: Fields, family: Family) -> Section:
+def _window(fields: ConfigFields, family: Family) -> dict[str, Any]:
     """A sliding window of w tokens, the own one among them, is w - 1 to the left in megatron-core."""
     kinds = fields.raw("layer_types")
     fields.raw("max_window_layers")
@@ -141,7 +139,7 @@ def _window(fields: Fields, family: Family) -> Section:
     return {"window_size": [fields.size("sliding_window") - 1, 0]}
 
 
-def _latent(fields: Fields) -> Section:
+def _latent(fields: ConfigFields) -> dict[str, Any]:
     why = "megatron-core has no such latent attention"
     fields.must("attention_bias", (False,), why)
     fields.must("rope_interleave", (True,), why)
@@ -163,13 +161,13 @@ def _latent(fields: Fields) -> Section:
     }
 
 
-def _experts(fields: Fields, family: Family, layers: int) -> Section:
+def _experts(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any]:
     # transformers 5 writes another name for the same number
     named = next((n for n in (family.experts, "num_local_experts", "num_experts") if fields.has(n)), family.experts)
     experts, topk = fields.size(named), fields.size("num_experts_per_tok")
     if topk > experts:
         fields.fault(f"num_experts_per_tok={topk} of {named}={experts}")
-    out: Section = {
+    out: dict[str, Any] = {
         "num_moe_experts": experts,
         "moe_ffn_hidden_size": fields.size(family.expert_width),
         "moe_router_topk": topk,
@@ -182,7 +180,7 @@ def _experts(fields: Fields, family: Family, layers: int) -> Section:
     return out | (_sigmoid_router(fields, experts, topk) if family.latent else _softmax_router(fields, family))
 
 
-def _mixtures(fields: Fields, family: Family, layers: int) -> int | list[int]:
+def _mixtures(fields: ConfigFields, family: Family, layers: int) -> int | list[int]:
     """1 where every layer is a mixture, else one 0 or 1 for each."""
     if family.latent:
         first = fields.size("first_k_dense_replace", least=0) if fields.has("first_k_dense_replace") else 3
@@ -197,8 +195,8 @@ def _mixtures(fields: Fields, family: Family, layers: int) -> int | list[int]:
     return 1 if all(kinds) else kinds
 
 
-def _softmax_router(fields: Fields, family: Family) -> Section:
-    out: Section = {
+def _softmax_router(fields: ConfigFields, family: Family) -> dict[str, Any]:
+    out: dict[str, Any] = {
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": fields.number("router_aux_loss_coef", 0.001),
     }
@@ -211,7 +209,7 @@ def _softmax_router(fields: Fields, family: Family) -> Section:
     return out
 
 
-def _sigmoid_router(fields: Fields, experts: int, topk: int) -> Section:
+def _sigmoid_router(fields: ConfigFields, experts: int, topk: int) -> dict[str, Any]:
     fields.must("scoring_func", ("sigmoid",), "the router of deepseek_v3")
     fields.must("topk_method", ("noaux_tc",), "the router of deepseek_v3")
     if topk > 1:
@@ -219,7 +217,7 @@ def _sigmoid_router(fields: Fields, experts: int, topk: int) -> Section:
     groups, chosen = fields.size("n_group"), fields.size("topk_group")
     if experts % groups or chosen > groups:
         fields.fault(f"n_group={groups} and topk_group={chosen} do not fit n_routed_experts={experts}")
-    out: Section = {
+    out: dict[str, Any] = {
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": True,
         "moe_router_enable_expert_bias": True,
@@ -241,7 +239,7 @@ def _sigmoid_router(fields: Fields, experts: int, topk: int) -> Section:
     return out
 
 
-def _quantized(fields: Fields) -> None:
+def _quantized(fields: ConfigFields) -> None:
     """Block-wise FP8 is widened when weights are read; any other quantization is refused."""
     given = fields.raw("quantization_config")
     if given is None:
@@ -249,7 +247,7 @@ def _quantized(fields: Fields) -> None:
     if not isinstance(given, dict):
         fields.fault("quantization_config: expected a mapping")
         return
-    inner = Fields(given, fields.faults, {}, within="quantization_config.")
+    inner = ConfigFields(given, fields.faults, {}, within="quantization_config.")
     why = "only FP8 in blocks, as DeepSeek-V3's, can be widened"
     inner.must("quant_method", ("fp8",), why)
     inner.must("fmt", ("e4m3",), why)

@@ -12,12 +12,12 @@ from mpbridge.huggingface.families import Family
 from mpbridge.memory.layers import Weight, layer_weights
 from mpbridge.precision.globs import DECODER, MTP
 
-Layout = Literal["whole", "qkv", "stacked"]
+PartLayout = Literal["whole", "qkv", "stacked"]
 """How parts make a parameter: as it is; rows of queries, keys and values by query group; gate above up."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CheckpointSlice:
     """A parameter's place in a checkpoint: `counts` leading axes (layers, experts) of the tensor `key`, and its own index on them."""
 
     key: str
@@ -32,10 +32,10 @@ class Mapped:
     name: str
     """Global, as megatron-core's local modules call it."""
     shape: tuple[int, ...]
-    layout: Layout
+    layout: PartLayout
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     """(name in the folder, shape), in order."""
-    places: tuple[Place, ...]
+    places: tuple[CheckpointSlice, ...]
     """Every name under which an engine looks for it; the first is where it is written."""
     wide: bool = False
     """FP32 in any recipe: no weight, but a bias that the load balancing moves."""
@@ -55,7 +55,7 @@ def mapped(family: Family, shape: ModelShape, model: Mapping[str, Any]) -> Itera
     if not shape.tied:
         whole["output_layer.weight"] = ("lm_head.weight", (shape.vocab_size, shape.hidden_size))
     for name, (theirs, size) in whole.items():
-        yield Mapped(name, size, "whole", ((theirs, size),), (Place(name),))
+        yield Mapped(name, size, "whole", ((theirs, size),), (CheckpointSlice(name),))
     for layer in range(shape.num_layers):
         yield from _layer(family, shape, model, layer, layer)
     for depth in range(shape.mtp_layers):
@@ -110,11 +110,11 @@ def _ahead(family: Family, shape: ModelShape, model: Mapping[str, Any], depth: i
     }
     for ours, (theirs, size) in outside.items():
         name = f"mtp.layers.{depth}.{ours}"
-        yield Mapped(name, size, "whole", ((f"model.layers.{layer}.{theirs}", size),), (Place(name),))
+        yield Mapped(name, size, "whole", ((f"model.layers.{layer}.{theirs}", size),), (CheckpointSlice(name),))
     yield from _layer(family, shape, model, shape.num_layers - 1, layer)
 
 
-_ATTENTION: Mapping[str, tuple[Layout, tuple[str, ...]]] = {
+_ATTENTION: Mapping[str, tuple[PartLayout, tuple[str, ...]]] = {
     "input_layernorm.weight": ("whole", ("input_layernorm.weight",)),
     "pre_mlp_layernorm.weight": ("whole", ("post_attention_layernorm.weight",)),
     "self_attention.linear_proj.weight": ("whole", ("self_attn.o_proj.weight",)),
@@ -133,7 +133,7 @@ _ATTENTION: Mapping[str, tuple[Layout, tuple[str, ...]]] = {
 """Path below a layer -> layout and names below the folder's layer, for everything but the MLP and the norm of queries."""
 
 
-def _source(family: Family, path: str) -> tuple[Layout, tuple[str, ...]]:
+def _source(family: Family, path: str) -> tuple[PartLayout, tuple[str, ...]]:
     if path in _ATTENTION:
         return _ATTENTION[path]
     if path == "self_attention.q_layernorm.weight":
@@ -154,7 +154,7 @@ def _source(family: Family, path: str) -> tuple[Layout, tuple[str, ...]]:
     return "whole", (f"{stem}.{down}.weight",)
 
 
-def _sizes(shape: ModelShape, weight: Weight, layout: Layout) -> list[tuple[int, ...]]:
+def _sizes(shape: ModelShape, weight: Weight, layout: PartLayout) -> list[tuple[int, ...]]:
     """Shapes of the parts."""
     rows, *rest = weight.shape
     if layout == "stacked":
@@ -174,7 +174,7 @@ FUSED_NORMS = {
 """A norm's name -> its name inside the linear behind it, where Transformer Engine's modules fuse the two; megatron-core's checkpoints often use it for both."""
 
 
-def _places(path: str, stems: list[str], stack: tuple[int, int] | None, experts: int) -> Iterator[Place]:
+def _places(path: str, stems: list[str], stack: tuple[int, int] | None, experts: int) -> Iterator[CheckpointSlice]:
     """Layers stacked under one key, as megatron-core keeps layers of one kind; one key for each layer; and the modules' own names, as FSDP engines keep them.
 
     stack: number of the layer and of all layers, where they are of one kind.
@@ -182,13 +182,13 @@ def _places(path: str, stems: list[str], stack: tuple[int, int] | None, experts:
     if not path.startswith("mlp.experts."):
         for name in (path, *([FUSED_NORMS[path]] if path in FUSED_NORMS else [])):
             if stack is not None:
-                yield Place(f"decoder.layers.{name}", stack[:1], stack[1:])
-            yield from (Place(f"{stem}{name}") for stem in stems)
+                yield CheckpointSlice(f"decoder.layers.{name}", stack[:1], stack[1:])
+            yield from (CheckpointSlice(f"{stem}{name}") for stem in stems)
         return
     _, _, _, number, linear, part = path.split(".")
     expert, grouped = int(number), f"mlp.experts.experts.{linear}.{part}"
     if stack is not None:
-        yield Place(f"decoder.layers.{grouped}", (stack[0], expert), (stack[1], experts))
-    yield from (Place(f"{stem}{grouped}", (expert,), (experts,)) for stem in stems)
-    yield from (Place(f"{stem}{path}") for stem in stems)
-    yield from (Place(f"{stem}mlp.experts.{linear}.{part}{expert}") for stem in stems)
+        yield CheckpointSlice(f"decoder.layers.{grouped}", (stack[0], expert), (stack[1], experts))
+    yield from (CheckpointSlice(f"{stem}{grouped}", (expert,), (experts,)) for stem in stems)
+    yield from (CheckpointSlice(f"{stem}{path}") for stem in stems)
+    yield from (CheckpointSlice(f"{stem}mlp.experts.{linear}.{part}{expert}") for stem in stems)

@@ -15,9 +15,9 @@ from mpbridge.huggingface.folder import CONFIG, PREFIX, read_json_file
 
 BYTE = "byte"
 """The built-in tokenizer."""
-Kind = Literal["json", "sentencepiece", "tiktoken", "parts"]
+TokenizerKind = Literal["json", "sentencepiece", "tiktoken", "parts"]
 """A tokenizer.json of the library tokenizers; SentencePiece's model; ranks of tiktoken; vocab.json with merges.txt."""
-LIBRARY: Mapping[Kind, str] = {
+LIBRARY: Mapping[TokenizerKind, str] = {
     "json": "tokenizers",
     "parts": "transformers",
     "sentencepiece": "sentencepiece",
@@ -36,7 +36,7 @@ class TokenizerFiles:
 
     name: str
     """As it was given."""
-    kind: Kind
+    kind: TokenizerKind
     file: Path
     """Its main file."""
     size: int
@@ -129,7 +129,7 @@ def cached(name: str) -> Path | None:
     return place if place.is_dir() else None
 
 
-def _main_file(path: Path, name: str) -> tuple[Kind, Path]:
+def _main_file(path: Path, name: str) -> tuple[TokenizerKind, Path]:
     if path.is_file():
         if path.name.endswith(".json"):
             return "json", path
@@ -261,7 +261,7 @@ def _given(name: str, tokens: Mapping[str, int], size: int, given: str | int) ->
     return number
 
 
-def _end(file: Path, kind: Kind, tokens: Mapping[str, int], size: int) -> tuple[int | None, str]:
+def _end(file: Path, kind: TokenizerKind, tokens: Mapping[str, int], size: int) -> tuple[int | None, str]:
     """(the token that ends a text, who says so), or None and why: nobody does, or two differ."""
     said = [(who, tokens[text]) for who, text in _said(file, kind) if text in tokens]
     if len({number for _, number in said}) > 1:
@@ -283,7 +283,7 @@ def _end(file: Path, kind: Kind, tokens: Mapping[str, int], size: int) -> tuple[
     return None, f"{' and '.join(map(repr, usual))} could both be it" if usual else ""
 
 
-def _said(file: Path, kind: Kind) -> Iterator[tuple[str, str]]:
+def _said(file: Path, kind: TokenizerKind) -> Iterator[tuple[str, str]]:
     """(where, eos_token) of SentencePiece's own model, else of tokenizer_config.json and special_tokens_map.json."""
     found = False
     for name in ("tokenizer_config.json", "special_tokens_map.json"):

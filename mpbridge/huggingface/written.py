@@ -27,8 +27,6 @@ _TRAINING = frozenset(
 )  # fmt: skip
 """Settings of the section that may differ between training and the folder."""
 
-Section = dict[str, Any]
-
 
 def family_for(model: Mapping[str, Any]) -> Family:
     """The family whose layers a model section describes, the plainest where several do."""
@@ -42,13 +40,13 @@ def family_for(model: Mapping[str, Any]) -> Family:
     return FAMILIES["mixtral" if experts else "mistral" if window else "llama"]
 
 
-def config_json(model: Mapping[str, Any], *, rows: int, dtype: str) -> Section:
+def config_json(model: Mapping[str, Any], *, rows: int, dtype: str) -> dict[str, Any]:
     """config.json of a model section with its defaults filled in. rows: of the embedding; dtype: torch's name of the weights'.
 
     Raises Contradiction with every setting that the family's config.json cannot say.
     """
     family = family_for(model)
-    out: Section = {
+    out: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.name,
         "vocab_size": rows,
@@ -80,7 +78,7 @@ def config_json(model: Mapping[str, Any], *, rows: int, dtype: str) -> Section:
     return out
 
 
-def _latent(model: Mapping[str, Any]) -> Section:
+def _latent(model: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "q_lora_rank": model["q_lora_rank"],
         "kv_lora_rank": model["kv_lora_rank"],
@@ -91,9 +89,9 @@ def _latent(model: Mapping[str, Any]) -> Section:
     }
 
 
-def _experts(model: Mapping[str, Any], family: Family) -> Section:
+def _experts(model: Mapping[str, Any], family: Family) -> dict[str, Any]:
     width = model["moe_ffn_hidden_size"] or model["ffn_hidden_size"] or 4 * model["hidden_size"]
-    out: Section = {family.experts: model["num_moe_experts"], "num_experts_per_tok": model["moe_router_topk"]}
+    out: dict[str, Any] = {family.experts: model["num_moe_experts"], "num_experts_per_tok": model["moe_router_topk"]}
     out[family.expert_width] = width
     layers, pattern = model["num_layers"], model["moe_layer_freq"]
     dense = [i for i in range(layers) if not (pattern[i] if isinstance(pattern, list) else i % pattern == 0)]

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mpbridge")
 
-Section = dict[str, Any]
 
 CPU_DEFAULTS: Mapping[str, Any] = types.MappingProxyType(
     {
@@ -34,7 +33,7 @@ COMPILED = ("bias_dropout_fusion", "bias_activation_fusion", "cross_entropy_loss
 """Model fields that run through torch.compile, which wants a C++ compiler on a CPU."""
 
 
-def sections(run: Run, *, cuda: bool) -> dict[str, Section]:
+def sections(run: Run, *, cuda: bool) -> dict[str, dict[str, Any]]:
     """The run's inputs; on a CPU with its defaults under the author's values."""
     inputs = {name: dict(run.inputs[name]) for name in ("model", "optimizer", "ddp")}
     if not cuda:
@@ -43,7 +42,7 @@ def sections(run: Run, *, cuda: bool) -> dict[str, Section]:
     return inputs
 
 
-def _drop_compiled(model: Section) -> None:
+def _drop_compiled(model: dict[str, Any]) -> None:
     """Switches fusions off where nothing can compile them. On a CPU they save nothing worth a refusal: 343 against 344 ms per step of gpt_tiny."""
     wanted = [field for field in COMPILED if model.get(field)]
     if wanted and not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
@@ -53,7 +52,7 @@ def _drop_compiled(model: Section) -> None:
         model.update(dict.fromkeys(wanted, False))
 
 
-def build_targets(run: Run, *, cuda: bool, inputs: Mapping[str, Section] | None = None) -> Targets:
+def build_targets(run: Run, *, cuda: bool, inputs: Mapping[str, dict[str, Any]] | None = None) -> Targets:
     """megatron-core's configs and GPTModel's own arguments, the run's plan written into them once.
 
     inputs: what to build from; None: `sections`. Raises Refused when what computes here would run the recipe as something else: a run may

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-Role = Literal["params", "main_params", "grads"]
+BufferRole = Literal["params", "main_params", "grads"]
 
 
 def wrap(config: Any, ddp: Any, chunk: Any, device: torch.device) -> Any:
@@ -77,13 +77,13 @@ def offset(wrapped: Any, name: str, parameter: Any) -> tuple[int, ...]:
     return (start // row, *([0] * (original.dim() - 1)))
 
 
-def held(wrapped: Any) -> Iterator[tuple[Role, str, torch.Tensor]]:
+def held(wrapped: Any) -> Iterator[tuple[BufferRole, str, torch.Tensor]]:
     """(role, parameter, local shard) of model weights as they rest between steps, main weights and gradients; shared tensors named once."""
     buffer = _buffer(wrapped)
     for group in buffer.parameter_groups:
         for index, parameter in enumerate(group.params):
             name = bare_name(buffer.param_to_name[parameter])
-            buffers: tuple[tuple[Role, Any], ...] = (
+            buffers: tuple[tuple[BufferRole, Any], ...] = (
                 ("params", group.model_weight_buffer),
                 ("main_params", group.main_weight_buffer),
                 ("grads", group.main_grad_buffer),

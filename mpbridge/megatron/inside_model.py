@@ -15,7 +15,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import TopKRouter
 
-Product = Callable[..., torch.Tensor]
+LocalMatmul = Callable[..., torch.Tensor]
 """(input, weight, *, bias, tp_group, sequence_parallel ...) -> input Wt: the local matrix product of a parallel linear, without its communication."""
 
 
@@ -23,11 +23,11 @@ class OwnProduct:
     """Mixed in before one of megatron-core's parallel linears: `product` decides how its local matrix product is computed."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        plain: Product = super()._forward_impl  # type: ignore[misc]
+        plain: LocalMatmul = super()._forward_impl  # type: ignore[misc]
         return self.product(plain, input, weight, *args, **kwargs)
 
     def product(
-        self, plain: Product, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+        self, plain: LocalMatmul, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """The product; `plain` is megatron-core's own, with the same arguments."""
         return plain(input, weight, *args, **kwargs)

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from mpbridge.errors import Refused
 from mpbridge.megatron_spec.module_rules import as_dict
-from mpbridge.megatron_spec.places import ModuleRules
+from mpbridge.megatron_spec.precision_field import ModuleRules
 
 
 class StageRecipe(RecipeConfig):  # type: ignore[misc]  # megatron-core is not typed

@@ -14,15 +14,15 @@ from typing import Any, Literal
 from mpbridge.config.schema import ACTIVATIONS
 from mpbridge.config.sections import GPT
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError, Refused, StalePlan, UnknownName, UpstreamRefused
-from mpbridge.facts import Versions
+from mpbridge.facts import Realization, Versions
 from mpbridge.formats import DType, dtype
 from mpbridge.hardware.capability import refuse_unless_native
 from mpbridge.hardware.machines import Machine
 from mpbridge.hardware.probe import installed, this_machine
-from mpbridge.megatron_spec.places import TARGETS
+from mpbridge.megatron_spec.precision_field import TARGETS
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.sync.apply import commit, refusal, spelled
-from mpbridge.sync.plan import Plan, Realization, Receipt
+from mpbridge.sync.plan import Plan, Receipt
 from mpbridge.sync.targets import is_inputs, same
 
 log = logging.getLogger("mpbridge")

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 from mpbridge.errors import BadValue
 from mpbridge.formats import DType, dtype
-from mpbridge.megatron_spec.places import KEEP, TARGETS, Facts, ModuleRules, Place, Target, Value
+from mpbridge.megatron_spec.precision_field import KEEP, TARGETS, Facts, FieldValue, ModuleRules, PrecisionField, Target
 from mpbridge.megatron_spec.versions import BEFORE_017, SINCE_017
 from mpbridge.precision.policy import Quant, own_main
 
 
-def _of(low: Literal["fp8", "fp4", "quant"], attribute: str, off: Any) -> Value:
+def _of(low: Literal["fp8", "fp4", "quant"], attribute: str, off: Any) -> FieldValue:
     """Attribute of the policy's quantization, or megatron-core's default where there is none."""
 
     def value(facts: Facts) -> Any:
@@ -25,7 +25,7 @@ def _of(low: Literal["fp8", "fp4", "quant"], attribute: str, off: Any) -> Value:
     return value
 
 
-def _word(low: Literal["fp8", "fp4"], off: str) -> Value:
+def _word(low: Literal["fp8", "fp4"], off: str) -> FieldValue:
     """megatron-core's word for the scaling, or its default where there is none."""
 
     def value(facts: Facts) -> Any:
@@ -35,16 +35,16 @@ def _word(low: Literal["fp8", "fp4"], off: str) -> Value:
     return value
 
 
-def _scale(attribute: str) -> Value:
+def _scale(attribute: str) -> FieldValue:
     """A detail of dynamic loss scaling; without loss scaling megatron-core reads none of them."""
     return lambda facts: KEEP if facts.policy.loss_scale is None else getattr(facts.policy.loss_scale, attribute)
 
 
-def _edge(side: int) -> Value:
+def _edge(side: int) -> FieldValue:
     return lambda facts: 1 if facts.policy.ends is None else facts.policy.ends[side]
 
 
-def _stated(attribute: str) -> Value:
+def _stated(attribute: str) -> FieldValue:
     def value(facts: Facts) -> Any:
         stated = getattr(facts.policy, attribute)
         return KEEP if stated is None else stated
@@ -52,7 +52,7 @@ def _stated(attribute: str) -> Value:
     return value
 
 
-def _state(attribute: str) -> Value:
+def _state(attribute: str) -> FieldValue:
     """An optimizer state's dtype; megatron-core refuses anything but FP32 there without its precision-aware optimizer."""
 
     def value(facts: Facts) -> Any:
@@ -108,7 +108,7 @@ def _main_copy_dtype(facts: Facts) -> Any:
     return kept if kept is KEEP else DType.FP32 if kept else None
 
 
-def _under_megatron_fsdp(value: Value) -> Value:
+def _under_megatron_fsdp(value: FieldValue) -> FieldValue:
     """A field that only Megatron-FSDP reads."""
     return lambda facts: value(facts) if facts.megatron_fsdp else KEEP
 
@@ -157,11 +157,11 @@ def _low_states(facts: Facts) -> bool:
     return any(state not in (None, DType.FP32) for state in (policy.main_params, policy.exp_avg, policy.exp_avg_sq))
 
 
-def _row(target: Target, field: str, value: Value, why: str, default: Any, **more: Any) -> Place:
-    return Place(target=target, field=field, value=value, why=why, default=default, **more)
+def _row(target: Target, field: str, value: FieldValue, why: str, default: Any, **more: Any) -> PrecisionField:
+    return PrecisionField(target=target, field=field, value=value, why=why, default=default, **more)
 
 
-_HALVES: tuple[Place, ...] = (
+_HALVES: tuple[PrecisionField, ...] = (
     _row("model", "bf16", lambda f: f.policy.compute is DType.BF16, "the model computes in BF16", False),
     _row("model", "fp16", lambda f: f.policy.compute is DType.FP16, "the model computes in FP16", False),
     # with bf16 on, megatron-core's optimizer keeps an FP32 copy (Float16Optimizer); off, it updates the parameters themselves (FP32Optimizer)
@@ -218,7 +218,7 @@ _HALVES: tuple[Place, ...] = (
     ),
     _row("model", "moe_router_dtype", _router, "the router's arithmetic", None, knob="moe_router_dtype"),
 )
-_LOW: tuple[Place, ...] = (
+_LOW: tuple[PrecisionField, ...] = (
     _row("model", "fp8", _of("fp8", "format", None), "format of GEMM operands", None),
     _row("model", "fp8_recipe", _word("fp8", "delayed"), "how FP8 scales are chosen", "delayed"),
     _row("model", "fp8_param", _of("fp8", "stored", False), "weights at rest in FP8", False, knob="fp8_param", turns=_storage_turns),
@@ -252,7 +252,7 @@ _LOW: tuple[Place, ...] = (
     _row("ddp", "fp8_param_gather", _of("fp8", "stored", False), "parameters on the wire in FP8", False, knob="fp8_param_gather", turns=_storage_turns),
     _row("ddp", "fp4_param_gather", _of("fp4", "stored", False), "parameters on the wire in FP4", False, knob="fp4_param_gather", turns=_with_fp4, holds=SINCE_017, required=True),
 )  # fmt: skip
-_STATES: tuple[Place, ...] = (
+_STATES: tuple[PrecisionField, ...] = (
     _row("ddp", "grad_reduce_in_fp32", lambda f: f.policy.reduce is DType.FP32, "gradient buffers and their reduction", False, knob="grad_reduce_in_fp32",
          turns=lambda f, v: v is False or f.policy.main_grads in (None, DType.FP32)),
     _row("ddp", "preserve_fp32_weights", _main_copy, "Megatron-FSDP's main weights", True, holds=BEFORE_017),
@@ -289,11 +289,11 @@ def _dynamic(facts: Facts) -> Any:
     return False if scale is not None and scale.dynamic else KEEP
 
 
-def _needs(low: Literal["fp8", "quantized"]) -> Value:
+def _needs(low: Literal["fp8", "quantized"]) -> FieldValue:
     return lambda facts: KEEP if getattr(facts.policy, low) else False
 
 
-_CLEARED: tuple[Place, ...] = (
+_CLEARED: tuple[PrecisionField, ...] = (
     _row("ddp", "check_for_nan_in_grad", _dynamic, "its fatal check would end the run at the first overflow that the loss scale is made to skip", False,
          kind="cleared"),
     _row("ddp", "keep_fp8_transpose_cache", _needs("fp8"), "means FP8 weights", False, kind="cleared"),
@@ -303,7 +303,7 @@ _CLEARED: tuple[Place, ...] = (
     _row("model", "moe_router_padding_for_fp8", _needs("quantized"), "megatron-core refuses it without FP8 or FP4", False, kind="cleared"),
 )  # fmt: skip
 
-TABLE: tuple[Place, ...] = tuple(
+TABLE: tuple[PrecisionField, ...] = tuple(
     sorted((*_HALVES, *_LOW, *_STATES, *_CLEARED), key=lambda place: TARGETS.index(place.target))
 )
 """All rows, by target; the order in which a plan lists them."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpbridge.errors import Refused
-from mpbridge.megatron_spec.places import ModuleRules
+from mpbridge.megatron_spec.precision_field import ModuleRules
 from mpbridge.megatron_spec.versions import SINCE_017, current
 from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, matches, within
 from mpbridge.precision.policy import Quant, Region

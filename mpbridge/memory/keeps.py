@@ -14,7 +14,7 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy, own_main
 from mpbridge.traits import EngineTraits, Sharding
 
-Keeper = Literal["model", "wrapper", "engine", "optimizer"]
+Owner = Literal["model", "wrapper", "engine", "optimizer"]
 """Who allocates it. 'engine': megatron-core's optimizer classes, or the sharded wrapper; 'optimizer': the torch optimizer inside."""
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -25,7 +25,7 @@ class Holding:
 
     dtype: DType
     """As stored: FP8 and FP4 are UINT8, the lower halves of main weights INT16."""
-    owner: Keeper
+    owner: Owner
     sharding: Sharding
     view_of: str | None = None
     """The role whose memory it is; None: memory of its own."""
@@ -44,9 +44,9 @@ def keeps(
     policy: settled. at_rest: dtype of the stored parameter, UINT8 in a low format; None: the policy's. ddp: the ddp section, for how far sharding goes.
     """
     rests = at_rest or policy.params
-    found: dict[str, tuple[DType, Keeper, str | None]] = {}
-    outer: Keeper = "engine" if engine.distributed_optimizer != "optional" else "wrapper"
-    mine: Keeper = "model" if outer == "wrapper" and not optimizer.distributed else outer
+    found: dict[str, tuple[DType, Owner, str | None]] = {}
+    outer: Owner = "engine" if engine.distributed_optimizer != "optional" else "wrapper"
+    mine: Owner = "model" if outer == "wrapper" and not optimizer.distributed else outer
     grads = _grads(policy, engine, rests)
     found["params"] = (rests, mine, None)
     found["grads"] = (grads, outer, None)
@@ -124,12 +124,12 @@ def _grads(policy: PrecisionPolicy, engine: EngineTraits, rests: DType) -> DType
 
 def _main_params(
     policy: PrecisionPolicy, engine: EngineTraits, optimizer: OptimizerFacts, rests: DType
-) -> tuple[DType, Keeper] | None:
+) -> tuple[DType, Owner] | None:
     """(dtype, owner) of the copy that the optimizer updates beside the parameter; None: it updates the parameter."""
     wanted = policy.main_params or DType.FP32
     # the lower half of an FP32 main weight beside the BF16 parameter, which is the upper one (fused_adam.py)
     halves = bool(policy.precision_aware and policy.remainders) and rests is DType.BF16 and wanted is DType.FP32
-    by_fused: tuple[DType, Keeper] = (DType.INT16 if halves else wanted, "optimizer")
+    by_fused: tuple[DType, Owner] = (DType.INT16 if halves else wanted, "optimizer")
     if engine.main_weights == "wrapper":
         return None if own_main(policy) or rests is DType.FP32 else (wanted, "engine")
     if engine.main_weights == "optimizer":

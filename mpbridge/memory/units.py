@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ByteUnit:
     """A binary multiple of bytes."""
 
     name: str
@@ -19,10 +19,10 @@ class Unit:
         return f"{amount / self.size:,.{self.digits}f}"
 
 
-MIB, GIB = Unit("MiB", 2**20, 1), Unit("GiB", 2**30, 2)
+MIB, GIB = ByteUnit("MiB", 2**20, 1), ByteUnit("GiB", 2**30, 2)
 
 
-def unit_for(largest: int) -> Unit:
+def unit_for(largest: int) -> ByteUnit:
     """The unit in which an answer is given whose largest figure is that many bytes."""
     return GIB if largest >= GIB.size else MIB
 

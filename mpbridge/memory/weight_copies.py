@@ -9,10 +9,10 @@ from mpbridge.formats import DType
 from mpbridge.memory.layers import Parameter
 from mpbridge.precision.policy import Quant
 
-Copy = tuple[str, str, DType, int]
+WeightCopy = tuple[str, str, DType, int]
 
 
-def weight_copies(parameter: Parameter, quant: Quant, run: RunFacts) -> Iterator[Copy]:
+def weight_copies(parameter: Parameter, quant: Quant, run: RunFacts) -> Iterator[WeightCopy]:
     """(role, parameter, dtype, elements) of a weight in the low format beside its entry in the parameter buffer.
 
     Weights that do not rest in the low format are quantized once a step and kept over its micro-batches, unless disable_parameter_transpose_cache says

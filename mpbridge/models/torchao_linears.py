@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from mpbridge.emulation.mcore import EmulatedBackend, _Emulated, places
 from mpbridge.errors import Refused
-from mpbridge.megatron.inside_model import Product
+from mpbridge.megatron.inside_model import LocalMatmul
 from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant
 from mpbridge.precision.words import rule_words
 
@@ -53,7 +53,7 @@ class _Float8(_Emulated):
         return None if self.plug is None else next(iter(self.plug.gemms.distinct))
 
     def product(
-        self, plain: Product, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
+        self, plain: LocalMatmul, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """torchao's product; megatron-core's own where the rule is high precision."""
         if self.plug is None or self.plug.owner.is_paused:

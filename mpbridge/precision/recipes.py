@@ -16,34 +16,34 @@ from mpbridge.precision.recipe import Recipe
 
 BRIDGE = "Megatron Bridge mixed_precision.py at 067f987d"
 
-Fields = Mapping[str, Any]
-_BF16: Fields = {"bf16": True, "params_dtype": "bf16", "pipeline_dtype": "bf16", "grad_reduce_in_fp32": True}
-_WIDE: Fields = {
+RecipeFields = Mapping[str, Any]
+_BF16: RecipeFields = {"bf16": True, "params_dtype": "bf16", "pipeline_dtype": "bf16", "grad_reduce_in_fp32": True}
+_WIDE: RecipeFields = {
     "bf16": True, "params_dtype": "fp32", "pipeline_dtype": "bf16", "grad_reduce_in_fp32": True, "main_params_dtype": "fp32",
 }  # fmt: skip
-_FP16: Fields = {"fp16": True, "params_dtype": "fp16", "pipeline_dtype": "fp16", "grad_reduce_in_fp32": False}
-_DELAYED: Fields = {
+_FP16: RecipeFields = {"fp16": True, "params_dtype": "fp16", "pipeline_dtype": "fp16", "grad_reduce_in_fp32": False}
+_DELAYED: RecipeFields = {
     "fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max", "fp8_param_gather": True,
 }  # fmt: skip
-_CURRENT: Fields = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True}
-_BLOCKWISE: Fields = {"fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_param_gather": False}
-_MXFP8: Fields = {
+_CURRENT: RecipeFields = {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_param_gather": True}
+_BLOCKWISE: RecipeFields = {"fp8": "hybrid", "fp8_recipe": "blockwise", "fp8_param_gather": False}
+_MXFP8: RecipeFields = {
     "fp8": "e4m3",
     "fp8_recipe": "mxfp8",
     "fp8_param_gather": True,
     "reuse_grad_buf_for_mxfp8_param_ag": True,
 }
-_NVFP4: Fields = {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": False}
+_NVFP4: RecipeFields = {"fp4": "e2m1", "fp4_recipe": "nvfp4", "fp4_param_gather": False}
 
 
-def _edges(first: int, last: int) -> Fields:
+def _edges(first: int, last: int) -> RecipeFields:
     return {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": first, "num_layers_at_end_in_bf16": last}
 
 
 def _recipe(
     name: str,
     summary: str,
-    *fields: Fields,
+    *fields: RecipeFields,
     aliases: tuple[str, ...] = (),
     status: Literal["validated", "experimental"] = "experimental",
     source: str = BRIDGE,

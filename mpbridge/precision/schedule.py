@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from mpbridge.errors import BadValue, Contradiction
 
-Unit = Literal["percent", "steps", "tokens"]
+MarkUnit = Literal["percent", "steps", "tokens"]
 
 _MULTIPLE = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 _MARK = re.compile(
@@ -24,7 +24,7 @@ class Mark:
     """A place in a run, as its author wrote it."""
 
     amount: float
-    unit: Unit
+    unit: MarkUnit
 
     @classmethod
     def parse(cls, text: object) -> Mark:
@@ -37,7 +37,7 @@ class Mark:
             raise BadValue(f"until: {text!r} is not a valid stage end (expected {_FORMS})")
         unit = (found["unit"] or "steps").lower()
         amount = float(found["number"]) * _MULTIPLE[found["multiple"].lower()]
-        kind: Unit = "percent" if unit in ("%", "percent") else "tokens" if unit.startswith("token") else "steps"
+        kind: MarkUnit = "percent" if unit in ("%", "percent") else "tokens" if unit.startswith("token") else "steps"
         if kind == "percent" and not 0 < amount < 100:
             raise BadValue(f"until: {text!r} is not between 0% and 100%")
         if kind == "steps" and (amount < 1 or amount != int(amount)):

@@ -11,8 +11,7 @@ from mpbridge.config.training import microbatches
 from mpbridge.devices.gather import from_all
 from mpbridge.precision.regions import GEMMS, Gemm, Quant
 from mpbridge.train.machine import data_parallel
-from mpbridge.tune.proof import YARDSTICK, prove
-from mpbridge.tune.proof import Measured as GradientError
+from mpbridge.tune.proof import YARDSTICK, GradientError, prove
 from mpbridge.tune.scores import Scorer, merged
 from mpbridge.tune.subject import EngineSubject
 
@@ -56,7 +55,7 @@ class ProductErrors:
 
 
 @dataclass(slots=True, kw_only=True)
-class Measured:
+class RecipeMeasurement:
     """One recipe."""
 
     gradient: GradientError
@@ -96,7 +95,7 @@ class Measured:
         return {"gradient": {**self.gradient.as_data(), "errors": self.gradient.errors}, "products": products}
 
 
-def measure(training: Training) -> Measured | None:
+def measure(training: Training) -> RecipeMeasurement | None:
     """The figures of an emulated run as it stands; None on an engine that says nothing of its gradients (FSDP). Every rank calls it.
 
     Weights stay; scales of delayed scaling go on from where they are.
@@ -125,7 +124,7 @@ def measure(training: Training) -> Measured | None:
             errors = {gemm: sums.relative(gemm) for gemm in GEMMS}
             excess = max(error / _own(quants[scaling], gemm) for gemm, error in errors.items())
             found.append(ProductErrors(linear=slot, errors=errors, excess=excess))
-    return Measured(gradient=gradient, products=sorted(found, key=lambda one: -one.excess))
+    return RecipeMeasurement(gradient=gradient, products=sorted(found, key=lambda one: -one.excess))
 
 
 def _own(quant: Quant, gemm: Gemm) -> float:

@@ -7,11 +7,11 @@ from typing import Any
 from mpbridge.formats import FORMATS
 from mpbridge.pages.about import glossary, made_now
 from mpbridge.pages.document import Column, Page
-from mpbridge.rehearse.measure import Measured
+from mpbridge.rehearse.measure import RecipeMeasurement
 from mpbridge.rehearse.plots import LOW, SIDES
-from mpbridge.rehearse.report import NO_RANKING, Rehearsal, Rehearsed, Row, Word, place
+from mpbridge.rehearse.report import NO_RANKING, Rehearsal, RehearsalVerdict, Rehearsed, TensorSummary, place
 
-TONES: dict[Word, str] = {
+TONES: dict[RehearsalVerdict, str] = {
     "high precision": "",
     "sound": "good",
     "look closer": "warn",
@@ -126,11 +126,11 @@ def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
     return heading
 
 
-def _gradient(measured: Measured) -> tuple[float, float, float]:
+def _gradient(measured: RecipeMeasurement) -> tuple[float, float, float]:
     return measured.gradient.error, measured.gradient.bias, measured.gradient.noise
 
 
-def _error(row: Row) -> float:
+def _error(row: TensorSummary) -> float:
     return -(row["row_error"] or 0.0)
 
 
@@ -141,7 +141,7 @@ def _plot_of(reason: str, heat: str, ranges: str, amax: str) -> str:
     return ranges if "saturate" in reason or "become zero" in reason else heat
 
 
-def _cells(row: Row) -> list[Any]:
+def _cells(row: TensorSummary) -> list[Any]:
     numbers = (row[name] for name in ("row_error", "relative_error", "flushed", "saturated", "sqnr", "staleness"))
     return [place(row)[0], row["tensor"], row["copy"], " ".join(row["gemms"]), row["format"], *numbers]
 

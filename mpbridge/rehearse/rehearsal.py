@@ -24,7 +24,7 @@ from mpbridge.pages.about import data_text, model_text
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
-from mpbridge.rehearse.measure import Measured, measure
+from mpbridge.rehearse.measure import RecipeMeasurement, measure
 from mpbridge.rehearse.report import Rehearsal, Rehearsed
 from mpbridge.report.console import rank
 from mpbridge.train.base import Hook
@@ -55,7 +55,7 @@ class Listen(Hook):
     def __init__(self, statistics: Statistics, weights: Path | None) -> None:
         self.statistics, self.weights, self.losses = statistics, weights, list[float]()
         self.quantized, self.high, self.notes = list[str](), list[str](), list[str]()
-        self.measured: Measured | None = None
+        self.measured: RecipeMeasurement | None = None
 
     def finished(self, training: Training) -> None:
         """Compares gradients, and the products of every linear, with high precision's."""

@@ -13,12 +13,12 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from mpbridge.rehearse.measure import OWN_ERROR, Measured
+from mpbridge.rehearse.measure import OWN_ERROR, RecipeMeasurement
 from mpbridge.report.tables import table
 
 SCHEMA = 1
-Word = Literal["high precision", "sound", "look closer", "damage", "failed"]
-Row = Mapping[str, Any]
+RehearsalVerdict = Literal["high precision", "sound", "look closer", "damage", "failed"]
+TensorSummary = Mapping[str, Any]
 """A tensor's summary: what mpbridge.emulation's Track.summary returns."""
 
 NO_RANKING = (
@@ -72,10 +72,10 @@ class Rehearsed:
     """Linears that the recipe keeps in high precision."""
     notes: list[str] = field(default_factory=list)
     """What differs from the GPU, one sentence each."""
-    tensors: Sequence[Row] = ()
+    tensors: Sequence[TensorSummary] = ()
     failure: str | None = None
     """Why the recipe could not be rehearsed."""
-    measured: Measured | None = None
+    measured: RecipeMeasurement | None = None
     """Gradients and products against high precision's; None where only operands were looked at: the verdict is then about those."""
 
     @property
@@ -84,11 +84,11 @@ class Rehearsed:
         return sorted((c for row in self.tensors for c in complaints(row)), key=lambda c: not c.severe)
 
     @property
-    def worst(self) -> list[Row]:
+    def worst(self) -> list[TensorSummary]:
         """The ten tensors with the largest median row error relative to what their format costs anyway, before them those with NaN."""
         return sorted(self.tensors, key=lambda row: -_excess(row))[:10]
 
-    def verdict(self) -> tuple[Word, list[str]]:
+    def verdict(self) -> tuple[RehearsalVerdict, list[str]]:
         """A word, and the reasons for it in sentences."""
         if self.failure is not None:
             return "failed", [self.failure]
@@ -157,7 +157,7 @@ class Rehearsal:
         path.write_text(json.dumps(_finite(self.as_data()), indent=1) + "\n", encoding="utf-8")
 
 
-def complaints(row: Row) -> list[Complaint]:
+def complaints(row: TensorSummary) -> list[Complaint]:
     """What is wrong with one tensor, one sentence each, with the number and the limit."""
     limits = LIMITS[4 if row["format"] == "e2m1" else 8]
     own = OWN_ERROR.get((row["format"], row["side"]), 0.0265)
@@ -197,13 +197,13 @@ def _reasons(found: list[Complaint], operands: int) -> list[str]:
     return reasons
 
 
-def _excess(row: Row) -> float:
+def _excess(row: TensorSummary) -> float:
     if row["nonfinite"]:  # the errors are those of the finite elements
         return math.inf
     return (row["row_error"] or 0.0) / OWN_ERROR.get((row["format"], row["side"]), 0.0265)
 
 
-def by_layer(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
+def by_layer(rows: Iterable[TensorSummary]) -> dict[str, dict[str, float]]:
     """Layer -> 'linear_qkv.x row' -> median row error; a tensor outside of any numbered layer is under ''."""
     found: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -212,7 +212,7 @@ def by_layer(rows: Iterable[Row]) -> dict[str, dict[str, float]]:
     return found
 
 
-def place(row: Row) -> tuple[str, str]:
+def place(row: TensorSummary) -> tuple[str, str]:
     """(layer number as text, the rest of the name with side and copy)."""
     parts = str(row["slot"]).split(".")
     number = next((part for part in parts if part.isdigit()), "")
@@ -278,7 +278,7 @@ def overall(recipe: Rehearsed) -> tuple[str, str, str, str]:
 COLUMNS = ("tensor", "copy", "GEMMs", "format", "row error", "rel. error", "flushed", "saturated", "SQNR dB", "stale")
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: TensorSummary) -> tuple[str, ...]:
     """A tensor's row of the tables: COLUMNS as text."""
     percent = (
         f"{row[name]:.2%}" if row[name] is not None else ""

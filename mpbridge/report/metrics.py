@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from mpbridge.files import opened_to_write
 from mpbridge.report.console import warn
-from mpbridge.report.trackers import Place, names_of, numbers, opened
+from mpbridge.report.trackers import TrackedRun, names_of, numbers, opened
 
 
 class MetricsLog:
@@ -45,7 +45,7 @@ class MetricsLog:
         finally:
             beside.unlink(missing_ok=True)
         self._file = opened_to_write(self.path, append=True)
-        self._trackers = opened(names, Place(folder, section, recipe=recipe, after=after))
+        self._trackers = opened(names, TrackedRun(folder, section, recipe=recipe, after=after))
 
     def write(self, values: Mapping[str, Any], *, board: bool = True) -> None:
         """One line. 'iteration' is the trackers' step; board=False leaves those out that do not take every step. Non-finite numbers become 'nan', 'inf', '-inf'.

@@ -37,7 +37,7 @@ class Tracker(Protocol):
         """Everything is written when this returns."""
 
 
-class Place:
+class TrackedRun:
     """What a tracker is told of the run. after: the last finished step of the run that is continued, 0 for a new one."""
 
     def __init__(self, folder: Path, section: Mapping[str, Any], *, recipe: str = "", after: int = 0) -> None:
@@ -72,7 +72,7 @@ class Csv:
 
     EACH_STEP = True
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: TrackedRun) -> None:
         self.path = place.folder / "metrics.csv"
         self.columns = ["iteration"]
         self._row: dict[str, str] = {}
@@ -129,7 +129,7 @@ def _step(row: Mapping[str, str | None]) -> int:
 class TensorBoard:
     """Event files under log_dir/tensorboard."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides the events of steps that are done again
@@ -150,7 +150,7 @@ class TensorBoard:
 class Wandb:
     """Weights & Biases; offline it writes log_dir/wandb, which `wandb sync` uploads."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: TrackedRun) -> None:
         import wandb
 
         mode = str(place.section.get("wandb_mode") or "offline")
@@ -180,7 +180,7 @@ class Wandb:
 class Mlflow:
     """MLflow; without a tracking URI its store is log_dir/mlflow.db (SQLite; MLflow 3.17 refuses the older store of plain files)."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: TrackedRun) -> None:
         # a server that is gone is given up soon: MLflow's own default tries for minutes
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -221,7 +221,7 @@ class Mlflow:
         self._client.set_terminated(self._id)
 
 
-TRACKERS: Mapping[str, tuple[Callable[[Place], Tracker], str]] = {
+TRACKERS: Mapping[str, tuple[Callable[[TrackedRun], Tracker], str]] = {
     "csv": (Csv, ""),
     "tensorboard": (TensorBoard, "tensorboard"),
     "wandb": (Wandb, "wandb"),
@@ -246,10 +246,10 @@ def absent(name: str) -> str:
     return f"is not installed (pip install 'mpbridge[{extra}]')" if extra and find_spec(extra) is None else ""
 
 
-class Background:
+class TrackerThread:
     """A tracker in a thread of its own: it is imported, opened and written there, so that training waits for none of it."""
 
-    def __init__(self, name: str, place: Place, *, say: Callable[[str], None] = warn, wait: float = WAIT) -> None:
+    def __init__(self, name: str, place: TrackedRun, *, say: Callable[[str], None] = warn, wait: float = WAIT) -> None:
         self.name, self._place, self._say, self._wait = name, place, say, wait
         self._lines: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(WAITING)
         self._gone = False
@@ -294,9 +294,9 @@ class Background:
             self._say(f"tracker {self.name}: {why}; the run continues without it; metrics.jsonl has everything")
 
 
-def opened(names: Iterable[str], place: Place, *, say: Callable[[str], None] = warn) -> list[Background]:
+def opened(names: Iterable[str], place: TrackedRun, *, say: Callable[[str], None] = warn) -> list[TrackerThread]:
     """The trackers of a run, each in its own thread."""
-    return [Background(name, place, say=say) for name in names]
+    return [TrackerThread(name, place, say=say) for name in names]
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:

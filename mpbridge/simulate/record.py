@@ -21,7 +21,7 @@ _SENT_SECOND = ("all_gather", "reduce_scatter", "all_to_all")
 
 Wire = tuple[str, int, str, int]
 """(kind, ranks of the group, dtype, bytes handed in)."""
-Product = tuple[int, int, int, str]
+MatmulShape = tuple[int, int, int, str]
 """(smaller and larger outer size, inner size, dtype)."""
 
 
@@ -31,7 +31,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.wires: Counter[Wire] = Counter()
-        self.products: Counter[Product] = Counter()
+        self.products: Counter[MatmulShape] = Counter()
 
     def clear(self) -> None:
         """Forgets what was noted."""

@@ -38,12 +38,12 @@ def read_data(data: Any, *, version: str) -> Imported:
     return with_rest(found, said.read)
 
 
-def _assumed(said: _Said) -> Iterator[str]:
+def _assumed(said: _DeepSpeedSettings) -> Iterator[str]:
     if said.bf16 and said.read.at("bf16.check_grad_overflow") is None:
         yield f"non-finite gradients: {OVERFLOW}"
 
 
-def _cannot(said: _Said) -> Iterator[str]:
+def _cannot(said: _DeepSpeedSettings) -> Iterator[str]:
     """What no setting of ours says: autocast's wire by module, and a non-finite step that is applied."""
     safe = said.read.at("torch_autocast.lower_precision_safe_modules")
     if said.autocast is not None and safe is not None:
@@ -54,7 +54,7 @@ def _cannot(said: _Said) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Said:
+class _DeepSpeedSettings:
     """The settings about precision, with the engine's own defaults filled in."""
 
     read: Reader
@@ -74,11 +74,11 @@ class _Said:
     scale: LossScale | None
 
 
-def _said(read: Reader) -> _Said:
+def _said(read: Reader) -> _DeepSpeedSettings:
     bf16, fp16 = read.flag("bf16.enabled") or read.flag("bfloat16.enabled"), read.flag("fp16.enabled")
     base = DType.BF16 if bf16 else DType.FP16 if fp16 else DType.FP32
     autocast = read.dtype("torch_autocast.dtype", DType.BF16) if read.flag("torch_autocast.enabled") else None
-    return _Said(
+    return _DeepSpeedSettings(
         read=read,
         bf16=bf16,
         fp16=fp16,
@@ -95,7 +95,7 @@ def _said(read: Reader) -> _Said:
     )
 
 
-def _contradictions(said: _Said) -> Iterator[str]:
+def _contradictions(said: _DeepSpeedSettings) -> Iterator[str]:
     if said.bf16 and said.fp16:
         yield "bf16.enabled and fp16.enabled: DeepSpeed refuses both together"
     for section in ("bf16", "fp16"):
@@ -112,7 +112,7 @@ def _contradictions(said: _Said) -> Iterator[str]:
         yield "data_types.grad_accum_dtype=fp32 without ZeRO: not implemented there"
 
 
-def _meaning(said: _Said) -> Meaning:
+def _meaning(said: _DeepSpeedSettings) -> Meaning:
     wide, moments = said.base is DType.FP32, DType.BF16 if said.low else DType.FP32
     converted = not said.own and said.accumulator is not DType.FP32 and not wide
     return Meaning(
@@ -131,7 +131,7 @@ def _meaning(said: _Said) -> Meaning:
     )
 
 
-def _fields(said: _Said) -> dict[str, Any]:
+def _fields(said: _DeepSpeedSettings) -> dict[str, Any]:
     """The recipe that comes nearest."""
     meaning, wide = _meaning(said), said.wire is DType.FP32
     fields: dict[str, Any] = {**base_field(meaning.compute), "grad_reduce_in_fp32": wide}

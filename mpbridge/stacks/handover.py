@@ -47,7 +47,7 @@ ALONE = "the weights alone: moments, loss scale, schedule and the data's positio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class Setup:
     """One of the two setups."""
 
     meaning: Meaning
@@ -56,7 +56,7 @@ class Side:
     """Of ours: that of a recipe, or the one that a stack's settings correspond to."""
 
 
-def handover(a: Side, b: Side) -> str:
+def handover(a: Setup, b: Setup) -> str:
     """What becomes of a checkpoint of A in B, in one or two sentences.
 
     Forms come first: a format that B does not read is not made readable by equal dtypes. Which formats: docs/stacks/index.md.
@@ -72,7 +72,7 @@ def _arithmetic(a: Meaning, b: Meaning) -> str:
     )
 
 
-def _way(a: Side, b: Side) -> str:
+def _way(a: Setup, b: Setup) -> str:
     if a.stack == b.stack:
         return _here(a, b) if a.stack == OURS else _there(a, b)
     if a.stack in _MEGATRON and b.stack in _MEGATRON:
@@ -83,7 +83,7 @@ def _way(a: Side, b: Side) -> str:
     return f"No checkpoint of A goes on in B. By way of a Hugging Face folder ({_TO_FOLDER[a.stack]}, then {take}) go {ALONE}"
 
 
-def _here(a: Side, b: Side) -> str:
+def _here(a: Setup, b: Setup) -> str:
     if traits(a.engine).checkpoints != traits(b.engine).checkpoints:
         return (
             f"No checkpoint of engine {a.engine} goes on with engine {b.engine}: names and shapes differ."
@@ -94,13 +94,13 @@ def _here(a: Side, b: Side) -> str:
     return "A checkpoint of A goes on in B after the verdict of mpbridge resume-check, which knows the run"
 
 
-def _there(a: Side, b: Side) -> str:
+def _there(a: Setup, b: Setup) -> str:
     same = not differences(a.meaning, b.meaning)
     state = "all dtypes are the same" if same else "how that loader casts tensors is not verified"
     return f"Both are {a.stack}: its own loader decides; {state}"
 
 
-def _rounded(a: Side, b: Side) -> str:
+def _rounded(a: Setup, b: Setup) -> str:
     one, other = a.meaning.master, b.meaning.master
     if one.bytes <= other.bytes:
         return ""

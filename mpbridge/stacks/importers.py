@@ -83,7 +83,7 @@ def _read_python(text: str, path: Path | None, function: str, stack: str | None,
     stack = stack or next((found for mark, found in _PYTHON if mark in text), None) or torch_python.recognize(text)
     if stack is not None and stack in torch_python.MARKS:
         reading = Reading()
-        script = torch_python.Script(reading, reading.module(text, path, name), name)
+        script = torch_python.PythonScript(reading, reading.module(text, path, name), name)
         if function:
             reading.function(script.module, function)
         else:

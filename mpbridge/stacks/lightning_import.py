@@ -59,7 +59,7 @@ def read(words: Iterable[str], *, version: str) -> Imported:
 
 
 @dataclass
-class _Said:
+class _TrainerSettings:
     """The trainer's precision and strategy."""
 
     read: Reader
@@ -90,7 +90,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     inner = data.get("trainer", data)
     if not isinstance(inner, Mapping):
         raise DataError(f"trainer={brief(inner)}: expected a mapping of Trainer's arguments")
-    said = _Said(read=Reader(inner))
+    said = _TrainerSettings(read=Reader(inner))
     _strategy(said)
     _precision(said)
     raise_faults(said.read.faults, "this Lightning configuration")
@@ -109,7 +109,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     return with_rest(found, said.read, under="trainer")
 
 
-def _fields(said: _Said, meaning: Meaning) -> dict[str, Any]:
+def _fields(said: _TrainerSettings, meaning: Meaning) -> dict[str, Any]:
     if said.base is DType.FP64:
         said.cannot.append("64-true: FP64 parameters and arithmetic")
         return {}
@@ -130,7 +130,7 @@ def _class_of(value: Any) -> tuple[str, Mapping[str, Any]]:
     return str(value.get("class_path", "")), arguments if isinstance(arguments, Mapping) else {}
 
 
-def _strategy(said: _Said) -> None:
+def _strategy(said: _TrainerSettings) -> None:
     given = said.read.at("strategy", "auto")
     said.read.whole |= {"strategy"} if isinstance(given, Mapping) else set()
     path, said.arguments = _class_of("auto" if given is None else given)
@@ -145,7 +145,7 @@ def _strategy(said: _Said) -> None:
         )
 
 
-def _precision(said: _Said) -> None:
+def _precision(said: _TrainerSettings) -> None:
     """From the word, or from a plugin that is a precision."""
     plugin, arguments = _plugin(said.read)
     word = said.read.text("precision", "").lower()
@@ -186,7 +186,7 @@ def _plugin(read: Reader) -> tuple[str, Mapping[str, Any]]:
     return "", {}
 
 
-def _transformer_engine(said: _Said, read: Reader) -> None:
+def _transformer_engine(said: _TrainerSettings, read: Reader) -> None:
     """TransformerEnginePrecision: weights in one dtype, the rest under autocast, linears by DelayedScaling with the recipe's arguments."""
     said.base = read.dtype("weights_dtype", DType.BF16) or DType.BF16
     said.compute = read.dtype("fallback_compute_dtype", said.base) or said.base
@@ -220,7 +220,7 @@ def _transformer_engine(said: _Said, read: Reader) -> None:
         )
 
 
-def _refused(said: _Said) -> None:
+def _refused(said: _TrainerSettings) -> None:
     """What ModelParallelStrategy makes of a precision: no loss scaler, and FSDP2's dtypes are the author's."""
     if "modelparallel" in said.strategy:
         said.assumed.append(
@@ -230,7 +230,7 @@ def _refused(said: _Said) -> None:
             said.contradicts.append("16-mixed: ModelParallelStrategy refuses it")
 
 
-def _meaning(said: _Said) -> Meaning:
+def _meaning(said: _TrainerSettings) -> Meaning:
     base = said.base
     if "deepspeed" in said.strategy and base is not DType.FP32:
         said.assumed.append("under DeepSpeed mixed and true are the same settings")
@@ -258,14 +258,14 @@ def _meaning(said: _Said) -> Meaning:
     return meaning
 
 
-def _zero(said: _Said) -> Sharded:
+def _zero(said: _TrainerSettings) -> Sharded:
     """What ZeRO divides: by the stage in the strategy's name or among its arguments; DeepSpeedStrategy's own is 2."""
     stage = str(said.arguments.get("stage") or said.strategy.partition("deepspeedstage")[2][:1] or "2")
     stages: Mapping[str, Sharded] = {"0": "nothing", "1": "optimizer", "2": "gradients", "3": "everything"}
     return stages.get(stage, "everything")
 
 
-def _reduce(said: _Said) -> DType:
+def _reduce(said: _TrainerSettings) -> DType:
     """FSDPStrategy reduces in the precision's dtype unless it was given a MixedPrecision."""
     policy = said.arguments.get("mixed_precision")
     if not isinstance(policy, Mapping):

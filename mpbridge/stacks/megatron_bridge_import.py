@@ -20,7 +20,7 @@ from mpbridge.stacks.described import described
 from mpbridge.stacks.known_keys import unknown_of, with_rest
 from mpbridge.stacks.meaning import Sharded
 from mpbridge.stacks.megatron_bridge import CORE, DIFFERS, FIELDS, NAME, TARGET
-from mpbridge.stacks.python_values import Made, Unknown, plain, without_unknown
+from mpbridge.stacks.python_values import SourceObject, Unknown, plain, without_unknown
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.traits import DEFAULT
 
@@ -109,7 +109,7 @@ _SECTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
 
 def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Imported:
     """What the ConfigContainer that a recipe function hands back means, from the function's text. Raises DataError where that does not tell its precision."""
-    if not isinstance(made, Made) or "mixed_precision" not in made.attributes:
+    if not isinstance(made, SourceObject) or "mixed_precision" not in made.attributes:
         raise DataError(f"{name}: hands back no configuration whose mixed_precision its text tells")
     data: dict[str, Any] = {}
     not_known: list[str] = []
@@ -118,7 +118,7 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
         value = made.attributes.get(section)
         if section == "mixed_precision":
             value = _named_recipe(value, name)
-        if isinstance(value, Made):
+        if isinstance(value, SourceObject):
             unknown += unknown_of(NAME, section, value.attributes)
             kept = {field: plain(inner) for field, inner in value.attributes.items() if field in wanted}
             data[section] = without_unknown(kept, not_known, section)
@@ -135,7 +135,7 @@ def _named_recipe(value: Any, name: str) -> Any:
     """mixed_precision as a recipe's name, or as the object that a call made, with what was set on it since."""
     if isinstance(value, Unknown):
         raise DataError(f"{name}: mixed_precision = {value.text}: only running it would tell")
-    if not isinstance(value, Made) or value.callee.endswith("MixedPrecisionConfig"):
+    if not isinstance(value, SourceObject) or value.callee.endswith("MixedPrecisionConfig"):
         return value
     last = value.callee.rpartition(".")[2]
     asked = value.arguments[0] if last in OPAQUE and value.arguments else last
@@ -146,7 +146,7 @@ def _named_recipe(value: Any, name: str) -> Any:
     said = get_mixed_precision_config(key(asked)).derive(**DIFFERS.get(key(asked), {})).stored()
     base = {field: said[field].short if isinstance(said[field], DType) else said[field] for field in FIELDS}
     set_since = value.attributes
-    return Made(callee=TARGET, attributes={**{n: v for n, v in base.items() if v is not None}, **set_since})
+    return SourceObject(callee=TARGET, attributes={**{n: v for n, v in base.items() if v is not None}, **set_since})
 
 
 class _Notes:

@@ -24,7 +24,7 @@ class Parsed:
         return bool(self.values.get(name))
 
 
-Row = tuple[bool, str]
+ConditionalNote = tuple[bool, str]
 """Whether it applies, and what is said then."""
 
 
@@ -34,7 +34,7 @@ def inert(read: Parsed, values: Mapping[str, Any]) -> list[str]:
     return [text for applies, text in rows if applies]
 
 
-def _inert_quantization(read: Parsed, values: Mapping[str, Any]) -> Iterator[Row]:
+def _inert_quantization(read: Parsed, values: Mapping[str, Any]) -> Iterator[ConditionalNote]:
     said, off, recipe = read.said, values["fp8"] is None, values["fp8_recipe"]
     alone = "fp8_recipe" in said and off
     moves = read.on("aware") and recipe != "delayed"
@@ -53,7 +53,7 @@ def _inert_quantization(read: Parsed, values: Mapping[str, Any]) -> Iterator[Row
     yield recipe == "mxfp8" and hybrid, "--fp8-format hybrid under mxfp8: all operands are E4M3"
 
 
-def _inert_reduction(read: Parsed, values: Mapping[str, Any]) -> Iterator[Row]:
+def _inert_reduction(read: Parsed, values: Mapping[str, Any]) -> Iterator[ConditionalNote]:
     yield (
         read.on("softmax") and values["transformer_impl"] != "local",
         "--attention-softmax-in-fp32: Transformer Engine's attention does not read it",
@@ -67,7 +67,7 @@ def _inert_reduction(read: Parsed, values: Mapping[str, Any]) -> Iterator[Row]:
     yield low and read.on("fp16"), "--grad-reduce-in-bf16 under --fp16: gradients are reduced in FP16"
 
 
-def _inert_states(read: Parsed, values: Mapping[str, Any]) -> Iterator[Row]:
+def _inert_states(read: Parsed, values: Mapping[str, Any]) -> Iterator[ConditionalNote]:
     states = {"main_params", "main_grads", "exp_avg", "exp_avg_sq"} & read.said
     yield (
         bool(states) and not read.on("aware") and all(values[name] == "fp32" for name in states),
@@ -85,7 +85,7 @@ def contradictions(read: Parsed, values: Mapping[str, Any]) -> list[str]:
     return [text for applies, text in rows if applies]
 
 
-def _contradicting_dtypes(read: Parsed, values: Mapping[str, Any]) -> Iterator[Row]:
+def _contradicting_dtypes(read: Parsed, values: Mapping[str, Any]) -> Iterator[ConditionalNote]:
     yield read.on("bf16") and read.on("fp16"), "--bf16 and --fp16: the parser refuses both together"
     low = any(values[name] != "fp32" for name in ("main_params", "exp_avg", "exp_avg_sq", "main_grads"))
     yield (
@@ -98,7 +98,7 @@ def _contradicting_dtypes(read: Parsed, values: Mapping[str, Any]) -> Iterator[R
     )
 
 
-def _contradicting_quantization(read: Parsed, values: Mapping[str, Any]) -> Iterator[Row]:
+def _contradicting_quantization(read: Parsed, values: Mapping[str, Any]) -> Iterator[ConditionalNote]:
     fp8, fp4, stored = values["fp8"], values["fp4"], read.on("fp8_stored")
     yield bool(fp8 and fp4), "--fp8-format and --fp4-format: megatron-core refuses both together"
     delayed = bool(fp8) and values["fp8_recipe"] == "delayed"

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpbridge.errors import cut
 from mpbridge.megatron_spec.module_rules import as_dict, params
-from mpbridge.megatron_spec.places import ModuleRules
+from mpbridge.megatron_spec.precision_field import ModuleRules
 from mpbridge.megatron_spec.schema import records
 from mpbridge.megatron_spec.versions import SINCE_017
 from mpbridge.memory.names import any_gpt, listed

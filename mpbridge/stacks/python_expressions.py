@@ -12,7 +12,7 @@ from typing import Any
 
 from mpbridge.errors import DataError
 from mpbridge.stacks.python_module import Files, Module
-from mpbridge.stacks.python_values import Dotted, Function, Made, Unknown, is_known, short
+from mpbridge.stacks.python_values import Dotted, SourceFunction, SourceObject, Unknown, is_known, short
 
 MOST_STEPS = 100_000
 """Expressions that are looked at: no configuration comes near."""
@@ -46,7 +46,7 @@ class Expressions(ABC):
         self.opaque = opaque
         """Functions that are not followed, by name: their arguments say what is to be known."""
         self.notes: list[str] = []
-        self.calls: list[tuple[Made, str]] = []
+        self.calls: list[tuple[SourceObject, str]] = []
         """Every call that is not followed, in order, and the condition that is not known under which it stands ('': none)."""
         self.files = Files(self)
         self.doubt: list[str] = []
@@ -54,7 +54,7 @@ class Expressions(ABC):
         self._steps = 0
 
     @abstractmethod
-    def call(self, function: Function, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    def call(self, function: SourceFunction, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """The value of a call of a function whose text is read."""
 
     def value(self, node: ast.expr, scope: dict[str, Any], module: Module) -> Any:
@@ -74,7 +74,7 @@ class Expressions(ABC):
         owner = self.value(node.value, scope, module)
         if isinstance(owner, Dotted):
             return Dotted(f"{owner.path}.{node.attr}")
-        if isinstance(owner, Made):
+        if isinstance(owner, SourceObject):
             return owner.attributes.get(node.attr, Unknown(ast.unparse(node)))
         return Unknown(ast.unparse(node))
 
@@ -151,17 +151,24 @@ class Expressions(ABC):
         named = self._named(node, scope, module)
         if isinstance(callee, Dotted) and callee.path == "setattr" and len(arguments) == 3:
             return self._set(arguments, ast.unparse(node))
-        if isinstance(callee, Function) and callee.node.name not in self.opaque:
+        if isinstance(callee, SourceFunction) and callee.node.name not in self.opaque:
             return self.call(callee, arguments, named)
         if isinstance(callee, Dotted) and len(arguments) == 2:
             if callee.path == "isinstance":
                 return _is_instance(*arguments, ast.unparse(node))
             if callee.last == "cast":
                 return arguments[1]
-        if isinstance(callee, Dotted) and callee.path in _COPIES and arguments and isinstance(arguments[0], Made):
+        if (
+            isinstance(callee, Dotted)
+            and callee.path in _COPIES
+            and arguments
+            and isinstance(arguments[0], SourceObject)
+        ):
             first = arguments[0]
-            return Made(callee=first.callee, arguments=first.arguments, attributes={**first.attributes, **named})
-        made = Made(callee=_name_of(callee, node.func), arguments=arguments, attributes=named)
+            return SourceObject(
+                callee=first.callee, arguments=first.arguments, attributes={**first.attributes, **named}
+            )
+        made = SourceObject(callee=_name_of(callee, node.func), arguments=arguments, attributes=named)
         self.calls.append((made, self.doubt[-1] if self.doubt else ""))
         if isinstance(callee, Dotted):
             self._doubt_what_it_changes(callee, made)
@@ -176,7 +183,7 @@ class Expressions(ABC):
                 found[item.arg] = value
             elif isinstance(value, Mapping):
                 found |= {str(name): inner for name, inner in value.items()}
-            elif isinstance(value, Made) and _name_of(Dotted(value.callee), item.value) == "dict":
+            elif isinstance(value, SourceObject) and _name_of(Dotted(value.callee), item.value) == "dict":
                 found |= value.attributes
             else:
                 self.notes.append(
@@ -187,15 +194,15 @@ class Expressions(ABC):
     def _set(self, arguments: tuple[Any, ...], text: str) -> None:
         """setattr(object, name, value)."""
         owner, name, value = arguments
-        if isinstance(owner, Made) and isinstance(name, str):
+        if isinstance(owner, SourceObject) and isinstance(name, str):
             owner.attributes[name] = Unknown(f"{short(value)} under `{self.doubt[-1]}`") if self.doubt else value
         else:
             self.notes.append(f"{text}: what it sets is not known")
 
-    def _doubt_what_it_changes(self, callee: Dotted, made: Made) -> None:
+    def _doubt_what_it_changes(self, callee: Dotted, made: SourceObject) -> None:
         """A note where a function that is not read is given an object: it may set attributes of it."""
         function = callee.last[:1].islower() and callee.path.partition(".")[0] not in _HARMLESS
-        if function and any(isinstance(one, Made) for one in (*made.arguments, *made.attributes.values())):
+        if function and any(isinstance(one, SourceObject) for one in (*made.arguments, *made.attributes.values())):
             self.notes.append(f"{callee.path}(...): is not in this checkout; what it changes is not known")
 
 
@@ -203,7 +210,7 @@ def _name_of(callee: Any, written: ast.expr) -> str:
     """What is called, by the name that is nearest to its definition."""
     if isinstance(callee, Dotted):
         return callee.path
-    return callee.node.name if isinstance(callee, Function) else ast.unparse(written)
+    return callee.node.name if isinstance(callee, SourceFunction) else ast.unparse(written)
 
 
 def _is_instance(value: Any, kind: Any, text: str) -> Any:
@@ -212,6 +219,6 @@ def _is_instance(value: Any, kind: Any, text: str) -> Any:
     plain_kinds = {"str": str, "bool": bool, "int": int, "float": float, "list": list, "dict": dict}
     if asked in plain_kinds and is_known(value):
         return isinstance(value, plain_kinds[asked])
-    if isinstance(value, Made) and is_known(value) and asked == value.callee.rpartition(".")[2]:
+    if isinstance(value, SourceObject) and is_known(value) and asked == value.callee.rpartition(".")[2]:
         return True
     return Unknown(text)

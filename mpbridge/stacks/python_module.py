@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.errors import DataError
-from mpbridge.stacks.python_values import Dotted, Function
+from mpbridge.stacks.python_values import Dotted, SourceFunction
 
 if TYPE_CHECKING:
     from mpbridge.stacks.python_expressions import Expressions
@@ -47,7 +47,7 @@ class Module:
     def find(self, name: str) -> Any:
         """What a name of this file stands for."""
         if name in self.functions:
-            return Function(self.functions[name], self)
+            return SourceFunction(self.functions[name], self)
         if name in self.constants:
             return self.reading.value(self.constants[name], {}, self)
         if name in self.imports:

@@ -15,7 +15,7 @@ from typing import Any
 from mpbridge.errors import UnknownName
 from mpbridge.stacks.python_expressions import Expressions
 from mpbridge.stacks.python_module import Module, imported
-from mpbridge.stacks.python_values import Function, Made, Unknown, is_known, short
+from mpbridge.stacks.python_values import SourceFunction, SourceObject, Unknown, is_known, short
 
 DEEPEST = 12
 """Calls within calls."""
@@ -43,13 +43,13 @@ class Reading(Expressions):
         """What the function `name` of `module` hands back when called without arguments. Raises UnknownName, DataError."""
         if name not in module.functions:
             raise UnknownName(f"function of {module.name}", name, module.functions)
-        return self.call(Function(module.functions[name], module), (), {})
+        return self.call(SourceFunction(module.functions[name], module), (), {})
 
     def script(self, module: Module) -> None:
         """Follows the top level of a file; what it calls stands in `calls` afterwards."""
         self._run(module.body, {}, module)
 
-    def call(self, function: Function, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    def call(self, function: SourceFunction, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         """The value of a call."""
         if self._depth >= DEEPEST:
             return Unknown(f"{function.node.name}(...)")
@@ -166,7 +166,7 @@ class Reading(Expressions):
             for index, inner in enumerate(target.elts):
                 self._store(inner, parts[index] if known else Unknown(ast.unparse(inner)), scope, module)
             return
-        if self.doubt and isinstance(target, ast.Name) and isinstance(value, Made):
+        if self.doubt and isinstance(target, ast.Name) and isinstance(value, SourceObject):
             self.notes.append(f"{target.id} = {value.callee}(...) under `{self.doubt[-1]}`: taken as made")
         elif self.doubt:
             value = Unknown(f"{short(value)} under `{self.doubt[-1]}`")
@@ -183,12 +183,12 @@ class Reading(Expressions):
             else:
                 self.notes.append(f"{ast.unparse(target)} = ...: what it sets is not known")
 
-    def _owner(self, node: ast.expr, scope: dict[str, Any], module: Module) -> Made | None:
+    def _owner(self, node: ast.expr, scope: dict[str, Any], module: Module) -> SourceObject | None:
         """The object whose attribute is set; objects on the way come into being."""
         if isinstance(node, ast.Attribute):
             outer = self._owner(node.value, scope, module)
             return None if outer is None else outer.child(node.attr)
         found = self.value(node, scope, module)
         if isinstance(node, ast.Name) and isinstance(found, Unknown):
-            found = scope[node.id] = Made()
-        return found if isinstance(found, Made) else None
+            found = scope[node.id] = SourceObject()
+        return found if isinstance(found, SourceObject) else None

@@ -29,7 +29,7 @@ class Dotted:
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class SourceFunction:
     """A function in a file that was read as text."""
 
     node: ast.FunctionDef
@@ -38,24 +38,24 @@ class Function:
 
 
 @dataclass(slots=True, eq=False)
-class Made:
+class SourceObject:
     """An object: what was called with which arguments, and the attributes that were set since. Objects are shared, as in Python."""
 
     callee: str = ""
     arguments: tuple[Any, ...] = ()
     attributes: dict[str, Any] = field(default_factory=dict)
 
-    def child(self, name: str) -> Made:
+    def child(self, name: str) -> SourceObject:
         """The object behind an attribute, made where nothing is known of it."""
         found = self.attributes.get(name)
-        if not isinstance(found, Made):
-            found = self.attributes[name] = Made()
+        if not isinstance(found, SourceObject):
+            found = self.attributes[name] = SourceObject()
         return found
 
 
 def is_known(value: Any) -> bool:
     """Whether a condition may rest on it: no name of another module, and not what an unread function hands back (a class makes an object)."""
-    if isinstance(value, Made):
+    if isinstance(value, SourceObject):
         return value.callee.removesuffix(".Config").rpartition(".")[2][:1].isupper()
     return not isinstance(value, (Unknown, Dotted))
 
@@ -64,7 +64,7 @@ def plain(value: Any, depth: int = 12) -> Any:
     """Data for an importer: objects as mappings, dtypes and other names as text. Unknown values stay."""
     if depth == 0:
         return Unknown("...")
-    if isinstance(value, Made):
+    if isinstance(value, SourceObject):
         return {name: plain(inner, depth - 1) for name, inner in value.attributes.items()}
     if isinstance(value, Dotted):
         return value.path
@@ -91,6 +91,6 @@ def without_unknown(data: Mapping[str, Any], found: list[str], path: str = "") -
 
 def short(value: Any) -> str:
     """A value in a note, in at most 60 characters."""
-    said = {Unknown: "text", Dotted: "path", Made: "callee"}.get(type(value))
+    said = {Unknown: "text", Dotted: "path", SourceObject: "callee"}.get(type(value))
     text = repr(value) if said is None else str(getattr(value, said))
     return text if len(text) <= 60 else text[:57] + "..."

@@ -22,7 +22,7 @@ from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.python_module import Module
 from mpbridge.stacks.python_text import Reading
-from mpbridge.stacks.python_values import Dotted, Made, Unknown, plain, without_unknown
+from mpbridge.stacks.python_values import Dotted, SourceObject, Unknown, plain, without_unknown
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.stacks.sharded_torch import TORCH_SCALER
 from mpbridge.stacks.torch_import import fields_of
@@ -41,7 +41,7 @@ _WORDS = {word: fsdp2.TORCHAO[scaling] for scaling, word in fsdp2.SCALINGS.items
 
 
 @dataclass
-class Script:
+class PythonScript:
     """The calls of a file, and what had to be assumed to read them."""
 
     reading: Reading
@@ -51,7 +51,7 @@ class Script:
     cannot: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
-    def made(self, *names: str) -> Made | None:
+    def made(self, *names: str) -> SourceObject | None:
         """The last object or call of one of these names ('Class', 'Class.method')."""
         found = [
             (one, doubt)
@@ -66,7 +66,7 @@ class Script:
             self.assumed.append(f"{one.callee}(...): the last of {len(found)}")
         return one
 
-    def data(self, made: Made | None) -> dict[str, Any]:
+    def data(self, made: SourceObject | None) -> dict[str, Any]:
         """The named arguments of a call as plain data; what only running would tell is left at its default, and said."""
         unknown: list[str] = []
         said = {} if made is None else {name: _of_torch(value) for name, value in made.attributes.items()}
@@ -74,7 +74,7 @@ class Script:
         self.assumed += [f"{one}: only running it would tell; left at its default" for one in unknown]
         return kept
 
-    def reader(self, made: Made | None) -> Reader:
+    def reader(self, made: SourceObject | None) -> Reader:
         """Named arguments, to be read."""
         return Reader(self.data(made), self.faults)
 
@@ -138,7 +138,7 @@ def recognize(text: str) -> str | None:
     )
 
 
-def read(script: Script, stack: str, version: str) -> Imported:
+def read(script: PythonScript, stack: str, version: str) -> Imported:
     """What the set-up means. Raises DataError where the calls that decide do not stand there, BadValue with every value that cannot be read."""
     found = _READ[stack](script, version)
     raise_faults(script.faults, f"this set-up of {stack}")
@@ -151,7 +151,7 @@ def read(script: Script, stack: str, version: str) -> Imported:
     )
 
 
-def _needs(script: Script, stack: str, *names: str) -> Made:
+def _needs(script: PythonScript, stack: str, *names: str) -> SourceObject:
     found = script.made(*names)
     if found is None:
         raise DataError(
@@ -161,7 +161,7 @@ def _needs(script: Script, stack: str, *names: str) -> Made:
     return found
 
 
-def _fsdp2(script: Script, version: str) -> Imported:
+def _fsdp2(script: PythonScript, version: str) -> Imported:
     _needs(script, "fsdp2", "fully_shard")
     storage = script.storage()
     autocast = script.reader(script.made("torch.autocast")).dtype("dtype")
@@ -173,7 +173,7 @@ def _fsdp2(script: Script, version: str) -> Imported:
     return _found(script, fsdp2.NAME, version, meaning, *script.torchao())
 
 
-def _sharded(script: Script, policy: Reader, storage: DType, default: DType) -> Meaning:
+def _sharded(script: PythonScript, policy: Reader, storage: DType, default: DType) -> Meaning:
     """FSDP2 with a MixedPrecisionPolicy: gradients travel in their own dtype, which is the compute dtype, unless it says another."""
     compute = policy.dtype("param_dtype", default) or default
     output = policy.dtype("output_dtype", compute)
@@ -184,7 +184,7 @@ def _sharded(script: Script, policy: Reader, storage: DType, default: DType) -> 
     )  # fmt: skip
 
 
-def _with_adam(script: Script, meaning: Meaning) -> Meaning:
+def _with_adam(script: PythonScript, meaning: Meaning) -> Meaning:
     """Transformer Engine's FusedAdam with master weights keeps FP32 beside 16-bit parameters; torch's optimizers update what is stored."""
     made = script.made("FusedAdam")
     if made is None:
@@ -209,7 +209,7 @@ def _scale(said: Reader) -> LossScale:
 
 
 def _found(
-    script: Script, stack: str, version: str, meaning: Meaning, quant: Quant | None, ends: tuple[int, int] | None
+    script: PythonScript, stack: str, version: str, meaning: Meaning, quant: Quant | None, ends: tuple[int, int] | None
 ) -> Imported:
     if quant is not None:
         edges = (Region(first=ends[0], last=ends[1]),) if ends else ()
@@ -228,7 +228,7 @@ def _found(
     )
 
 
-def _accelerate(script: Script, version: str) -> Imported:
+def _accelerate(script: PythonScript, version: str) -> Imported:
     made = _needs(script, "accelerate", "Accelerator")
     word = script.reader(made).text("mixed_precision", "no")
     if word not in accelerate_import.WORDS:
@@ -253,15 +253,15 @@ def _accelerate(script: Script, version: str) -> Imported:
     return _found(script, "accelerate", version, meaning, quant if word == "fp8" else None, ends)
 
 
-def _lightning(script: Script, version: str) -> Imported:
+def _lightning(script: PythonScript, version: str) -> Imported:
     made = _needs(script, "lightning", "Trainer")
-    data = script.data(Made(attributes={name: _by_class(value) for name, value in made.attributes.items()}))
+    data = script.data(SourceObject(attributes={name: _by_class(value) for name, value in made.attributes.items()}))
     return lightning_import.read_data({"trainer": data}, version=version)
 
 
 def _by_class(value: Any) -> Any:
     """An object as Lightning's YAML writes it: class_path and init_args."""
-    if isinstance(value, Made):
+    if isinstance(value, SourceObject):
         return {
             "class_path": value.callee,
             "init_args": {name: _by_class(inner) for name, inner in value.attributes.items()},
@@ -269,7 +269,7 @@ def _by_class(value: Any) -> Any:
     return [_by_class(one) for one in value] if isinstance(value, (list, tuple)) else plain(_of_torch(value))
 
 
-def _transformers(script: Script, version: str) -> Imported:
+def _transformers(script: PythonScript, version: str) -> Imported:
     made = _needs(script, "transformers", "TrainingArguments")
     loaded = script.data(script.made("from_pretrained"))
     return transformers_import.read_data(
@@ -277,6 +277,6 @@ def _transformers(script: Script, version: str) -> Imported:
     )
 
 
-_READ: Mapping[str, Callable[[Script, str], Imported]] = MappingProxyType(
+_READ: Mapping[str, Callable[[PythonScript, str], Imported]] = MappingProxyType(
     {"fsdp2": _fsdp2, "accelerate": _accelerate, "lightning": _lightning, "transformers": _transformers}
 )

@@ -17,7 +17,7 @@ from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks.base import Imported, engine_with
 from mpbridge.stacks.known_keys import unknown_of, with_rest
 from mpbridge.stacks.meaning import Meaning
-from mpbridge.stacks.python_values import Made, Unknown, plain, without_unknown
+from mpbridge.stacks.python_values import SourceObject, Unknown, plain, without_unknown
 from mpbridge.stacks.reading import Reader, options_of, raise_faults
 from mpbridge.stacks.torch_import import fields_of, quant_fields
 from mpbridge.stacks.torchtitan import NAME
@@ -99,21 +99,21 @@ _CONVERTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Imported:
     """What the Trainer.Config that a config_registry function hands back means, from the function's text. Raises DataError where it hands back none."""
-    if not isinstance(made, Made) or not {"training", "model_spec"} & made.attributes.keys():
+    if not isinstance(made, SourceObject) or not {"training", "model_spec"} & made.attributes.keys():
         raise DataError(f"{name}: hands back no Trainer.Config that its text tells")
     not_known: list[str] = []
     data: dict[str, Any] = {}
     unknown: list[str] = []
     for section, wanted in (("training", _TRAINING), ("optimizer", ("implementation",))):
         value = made.attributes.get(section)
-        inside = value.attributes if isinstance(value, Made) else {}
+        inside = value.attributes if isinstance(value, SourceObject) else {}
         if isinstance(value, Unknown):
             not_known.append(f"{section} = {value.text}")
         unknown += unknown_of(NAME, section, inside)
         data[section] = without_unknown({n: plain(v) for n, v in inside.items() if n in wanted}, not_known, section)
     found = read_data(data, version=version)
     spec = made.attributes.get("model_spec")
-    inner = spec.attributes.get("converters") if isinstance(spec, Made) else None
+    inner = spec.attributes.get("converters") if isinstance(spec, SourceObject) else None
     not_known += [
         f"{name} = {one.text}"
         for name, one in (("model_spec", spec), ("converters", inner))
@@ -141,10 +141,10 @@ _TRAINING = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
 
 def _converted(spec: Any) -> tuple[Quant | None, tuple[int, int] | None, list[str]]:
     """The quantization of model_registry's converters, the layers at the ends that it leaves out, and what of them has no setting here."""
-    given = spec.attributes.get("converters") if isinstance(spec, Made) else None
+    given = spec.attributes.get("converters") if isinstance(spec, SourceObject) else None
     quant, ends, cannot = None, None, []
     for converter in given if isinstance(given, list) else []:
-        if not isinstance(converter, Made):
+        if not isinstance(converter, SourceObject):
             cannot.append(f"a converter that its text does not tell: {getattr(converter, 'text', converter)}")
             continue
         word = converter.callee.removesuffix(".Config").rpartition(".")[2]
@@ -186,7 +186,7 @@ def _filters(word: str, said: Mapping[str, Any]) -> list[str]:
     covered, left = said.get("fqns"), said.get("filter_fqns")
     if _ends(said) is not None:
         return found
-    if isinstance(covered, (Unknown, Made)):
+    if isinstance(covered, (Unknown, SourceObject)):
         found.append(
             f"{word}: a share of the last layers stays in BF16; give the model's depth and num_layers_at_end_in_bf16"
         )

@@ -15,7 +15,7 @@ _F, _B, _H = DType.FP32, DType.BF16, DType.FP16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
+class StackWord:
     """One word in one stack."""
 
     words: tuple[str, ...]
@@ -31,16 +31,16 @@ def _row(
     words: str, stack: str, where: str, source: str, *, storage: DType, compute: DType, wire: DType, accumulator: DType,
     main: DType | None = None, autocast: DType | None = None, reads: DType | None = None, moments: DType = _F,
     sharded: Sharded = "nothing", remainders: bool = False, quant: Quant | None = None,
-) -> Word:  # fmt: skip
+) -> StackWord:  # fmt: skip
     meaning = Meaning(
         storage=storage, compute=compute, autocast=autocast, main=main, remainders=remainders, wire=wire, accumulator=accumulator,
         optimizer_reads=reads, exp_avg=moments, exp_avg_sq=moments, sharded=sharded,
         regions=(Region(quant=quant),),
     )  # fmt: skip
-    return Word(words=tuple(words.split(" | ")), stack=stack, where=where, meaning=meaning, source=source)
+    return StackWord(words=tuple(words.split(" | ")), stack=stack, where=where, meaning=meaning, source=source)
 
 
-TABLE: tuple[Word, ...] = (
+TABLE: tuple[StackWord, ...] = (
     _row("bf16_mixed | bf16-mixed | bf16", "mpbridge", "megatron-core, distributed optimizer", "precision/recipes.py",
          storage=_B, compute=_B, main=_F, wire=_F, accumulator=_F, sharded="optimizer"),
     _row("--bf16 | bf16", "megatron-lm", "DDP", "training/arguments.py, validate_args",
@@ -176,7 +176,7 @@ TABLE: tuple[Word, ...] = (
 )  # fmt: skip
 
 
-def meanings(word: str) -> tuple[Word, ...]:
+def meanings(word: str) -> tuple[StackWord, ...]:
     """Every row whose spelling `word` is, letter case and hyphens apart. Raises UnknownName with the nearest spellings."""
     wanted = _key(word)
     found = tuple(row for row in TABLE if any(_key(spelling) == wanted for spelling in row.words))

@@ -15,7 +15,7 @@ from mpbridge.errors import BadValue, Conflict, StalePlan, UpstreamRefused
 from mpbridge.formats import DType
 from mpbridge.megatron_spec.classes import FILLED
 from mpbridge.megatron_spec.fields import TABLE
-from mpbridge.megatron_spec.places import TARGETS, UNSET, ModuleRules
+from mpbridge.megatron_spec.precision_field import TARGETS, UNSET, ModuleRules
 from mpbridge.sync.plan import Plan, Receipt, show
 from mpbridge.sync.targets import holder, is_inputs, read, same
 

@@ -7,19 +7,28 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from mpbridge.errors import BadValue, UnknownName
+from mpbridge.facts import Realization
 from mpbridge.formats import DType, dtype, say
 from mpbridge.formats import plain as plain_data
 from mpbridge.megatron_spec.classes import PROCESS_WIDE, USERS_OWN
 from mpbridge.megatron_spec.fields import TABLE
-from mpbridge.megatron_spec.places import ALWAYS, KEEP, TARGETS, UNSET, Facts, ModuleRules, Place, Target
+from mpbridge.megatron_spec.precision_field import (
+    ALWAYS,
+    KEEP,
+    TARGETS,
+    UNSET,
+    Facts,
+    ModuleRules,
+    PrecisionField,
+    Target,
+)
 from mpbridge.megatron_spec.versions import current, nearest
 from mpbridge.precision.policy import PrecisionPolicy, Region
 from mpbridge.sync.targets import class_default, has, holder, is_inputs, normal, read, same
 
-Realization = Literal["native", "emulated"]
 SCHEMA = 1
 """Of Plan.as_data."""
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -218,7 +227,7 @@ class _Reading:
         value = self.baseline(target, name, read(self.targets[target], name))
         return default if value is UNSET or value is None else value
 
-    def writes(self, row: Place, facts: Facts | None) -> Iterator[Write]:
+    def writes(self, row: PrecisionField, facts: Facts | None) -> Iterator[Write]:
         target = self.targets[row.target]
         if not self._asked(row, facts):
             return
@@ -246,7 +255,7 @@ class _Reading:
             keep=_keep(row, facts, now) if conflict else None,
         )
 
-    def _asked(self, row: Place, facts: Facts | None) -> bool:
+    def _asked(self, row: PrecisionField, facts: Facts | None) -> bool:
         """Whether the row's field is there to be read. Raises UnknownName where the policy needs a field that is not."""
         target = self.targets[row.target]
         told = row.required and facts is not None and not same(row.value(facts), row.default)
@@ -259,7 +268,7 @@ class _Reading:
             return False
         raise UnknownName(f"field of {type(target).__name__}", row.field, getattr(target, "__dict__", {}))
 
-    def _set_by(self, row: Place, now: Any) -> tuple[str, bool]:
+    def _set_by(self, row: PrecisionField, now: Any) -> tuple[str, bool]:
         target, name = self.targets[row.target], f"{row.target}.{row.field}"
         # of these two None says "derive it" and nothing more
         if now is UNSET or (now is None and row.field in ("pipeline_dtype", "autocast_dtype")):
@@ -275,7 +284,7 @@ class _Reading:
             return "nobody", False
         return ("derived", False) if self._derived(row, now) else ("somebody", True)
 
-    def _derived(self, row: Place, now: Any) -> bool:
+    def _derived(self, row: PrecisionField, now: Any) -> bool:
         """Whether megatron-core's own post-init explains the value."""
         owner = holder(self.targets[row.target], row.field)
         if row.field == "autocast_dtype":
@@ -295,7 +304,7 @@ class _Reading:
                 yield Kept(target=name, field=field_name, value=value, why=why)
 
 
-def _keep(row: Place, facts: Facts | None, now: Any) -> str | None:
+def _keep(row: PrecisionField, facts: Facts | None, now: Any) -> str | None:
     """The line that keeps the author's value; None where only another recipe does."""
     turns = row.knob is not None and facts is not None and row.turns(facts, now)
     return f"mixed_precision.{row.knob}={_yaml(now)}" if turns else None

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpbridge.errors import BadValue
 from mpbridge.formats import DType, dtype
-from mpbridge.megatron_spec.places import UNSET, ModuleRules, Place
+from mpbridge.megatron_spec.precision_field import UNSET, ModuleRules, PrecisionField
 
 CARRIED_AS = ("transformer", "config")
 """Attributes under which an outer object (a model provider, a training script's namespace) carries the config that megatron-core reads."""
@@ -78,7 +78,7 @@ def _comparable(value: Any) -> Any:
     return value
 
 
-def normal(row: Place, value: Any) -> Any:
+def normal(row: PrecisionField, value: Any) -> Any:
     """An input's value as the plan compares it: strings in dtype fields become DType (moe_router_dtype is a string in megatron-core). Raises BadValue."""
     if not isinstance(value, str) or not row.field.endswith("dtype") or row.field == "moe_router_dtype":
         return value

@@ -15,10 +15,11 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from mpbridge.devices.coalesce import one_by_one
-from mpbridge.devices.redirect import Patch, cuda_patches, names_cuda, nothing, on_cpu
+from mpbridge.devices.redirect import cuda_patches, names_cuda, nothing, on_cpu
 from mpbridge.emulation.gemm import product
 from mpbridge.emulation.operands import Operand
 from mpbridge.hardware.transformer_engine import CUDA_VERSION
+from mpbridge.megatron.cpu import Patch
 from mpbridge.te_cpu.played import Played
 
 
@@ -105,14 +106,14 @@ def _counters(played: Played) -> dict[str, Any]:
 def _generator(original: Any) -> Any:
     """A class, since libraries that are imported later annotate with `torch.Generator | None` and ask isinstance."""
 
-    class Kind(type):
+    class GeneratorMeta(type):
         def __call__(cls, device: Any = "cpu") -> Any:
             return original("cpu" if names_cuda(device) else device)
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, original)
 
-    return Kind("Generator", (), {})
+    return GeneratorMeta("Generator", (), {})
 
 
 def _scaled_mm(original: Any) -> Any:

@@ -10,11 +10,11 @@ from mpbridge.emulation.scales import mxfp8_exponent, scale_from_amax
 from mpbridge.formats import E4M3
 from mpbridge.te_cpu.registry import kernel
 
-Lists = Sequence[Sequence[torch.Tensor]]
+TensorLists = Sequence[Sequence[torch.Tensor]]
 
 
 @kernel
-def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float) -> None:
+def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, scale: float) -> None:
     """Second list = first list times `scale`; the flag becomes 1 where anything is not finite."""
     for source, target in zip(*tensor_lists, strict=True):
         scaled = source.detach().float() * scale
@@ -25,7 +25,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: L
 
 @kernel
 def multi_tensor_scale_tensor(
-    chunk_size: int, is_infinite: torch.Tensor, tensor_lists: Lists, scale: torch.Tensor
+    chunk_size: int, is_infinite: torch.Tensor, tensor_lists: TensorLists, scale: torch.Tensor
 ) -> None:
     """As `multi_tensor_scale` with the scale in a tensor."""
     multi_tensor_scale(chunk_size, is_infinite, tensor_lists, float(scale))
@@ -40,7 +40,7 @@ def _norms(tensors: Sequence[torch.Tensor], factor: float, each: bool | None) ->
 
 @kernel
 def multi_tensor_l2norm(
-    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor_python: bool | None = None
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, per_tensor_python: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm of all, norms of each or an empty tensor)."""
     return _norms(tensor_lists[0], 1.0, per_tensor_python)
@@ -50,7 +50,7 @@ def multi_tensor_l2norm(
 def multi_tensor_unscale_l2norm(
     chunk_size: int,
     noop_flag: torch.Tensor,
-    tensor_lists: Lists,
+    tensor_lists: TensorLists,
     inv_scale: torch.Tensor,
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,7 +62,7 @@ def multi_tensor_unscale_l2norm(
 def multi_tensor_compute_scale_and_scale_inv(
     chunk_size: int,
     noop_flag: torch.Tensor,
-    tensor_lists: Lists,
+    tensor_lists: TensorLists,
     max_fp8: float,
     force_pow_2_scales: bool,
     amax_epsilon: float,
@@ -76,7 +76,9 @@ def multi_tensor_compute_scale_and_scale_inv(
 
 
 @kernel
-def multi_tensor_compute_scale_inv_e8m0(chunk_size: int, noop_flag: torch.Tensor | None, tensor_lists: Lists) -> None:
+def multi_tensor_compute_scale_inv_e8m0(
+    chunk_size: int, noop_flag: torch.Tensor | None, tensor_lists: TensorLists
+) -> None:
     """Lists of bf16 amaxes and E8M0 bytes: MXFP8's scales in E4M3."""
     for amax, scale in zip(*tensor_lists, strict=True):
         if amax.dtype is not torch.bfloat16:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +9,9 @@ import torch
 from mpbridge.emulation.codes import encode_fp8
 from mpbridge.emulation.kernels import amax_of
 from mpbridge.te_cpu.enums import number_format
+from mpbridge.te_cpu.multi_tensor import TensorLists
 from mpbridge.te_cpu.registry import KERNELS, kernel
 
-Lists = Sequence[Sequence[torch.Tensor]]
 _L2, _DECOUPLED = 0, 1
 _HALF = 1 << 15
 
@@ -46,7 +45,7 @@ class _Rule:
 def multi_tensor_adam(
     chunk_size: int,
     noop_flag: Any,
-    tensor_lists: Lists,
+    tensor_lists: TensorLists,
     lr: float,
     beta1: float,
     beta2: float,
@@ -70,7 +69,7 @@ def multi_tensor_adam(
 def multi_tensor_adam_fp8(
     chunk_size: int,
     noop_flag: Any,
-    tensor_lists: Lists,
+    tensor_lists: TensorLists,
     lr: float,
     beta1: float,
     beta2: float,
@@ -103,7 +102,7 @@ def multi_tensor_adam_fp8(
 def multi_tensor_adam_param_remainder(
     chunk_size: int,
     noop_flag: Any,
-    tensor_lists: Lists,
+    tensor_lists: TensorLists,
     lr: float,
     beta1: float,
     beta2: float,
@@ -132,7 +131,7 @@ def multi_tensor_adam_param_remainder(
 def multi_tensor_adam_capturable(
     chunk_size: int,
     noop_flag: torch.Tensor,
-    tensor_lists: Lists,
+    tensor_lists: TensorLists,
     lr: Any,
     beta1: float,
     beta2: float,
@@ -163,7 +162,7 @@ KERNELS["multi_tensor_adam_capturable_master"] = multi_tensor_adam_capturable
 def multi_tensor_sgd(
     chunk_size: int,
     noop_flag: torch.Tensor,
-    tensor_lists: Lists,
+    tensor_lists: TensorLists,
     wd: float,
     momentum: float,
     dampening: float,

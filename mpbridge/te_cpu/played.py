@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from mpbridge.emulation.scales import Rules, rules_for
 from mpbridge.errors import Refused
-from mpbridge.hardware.machines import Arch, Machine
+from mpbridge.hardware.machines import Machine
+from mpbridge.scalings import Arch
 
-Release = tuple[int, ...]
+LibraryRelease = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +17,7 @@ class Played:
     """A machine and a Transformer Engine release."""
 
     machine: Machine
-    release: Release
+    release: LibraryRelease
 
     @property
     def capability(self) -> Arch:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+KernelFunction = TypeVar("KernelFunction", bound=Callable[..., Any])
 
 KERNELS: dict[str, Callable[..., Any]] = {}
 """Name in `transformer_engine_torch` -> function."""
 
 
-def kernel(function: Function) -> Function:
+def kernel(function: KernelFunction) -> KernelFunction:
     """Enters a function under its own name."""
     KERNELS[function.__name__] = function
     return function

@@ -19,21 +19,21 @@ from mpbridge.devices import redirect
 from mpbridge.errors import Refused
 from mpbridge.te_cpu.played import now
 
-Kind = Literal["delayed", "current", "mxfp8", "block", "nvfp4"]
-_QUANTIZERS: Mapping[str, Kind] = {
+QuantizerKind = Literal["delayed", "current", "mxfp8", "block", "nvfp4"]
+_QUANTIZERS: Mapping[str, QuantizerKind] = {
     "Float8Quantizer": "delayed",
     "Float8CurrentScalingQuantizer": "current",
     "MXFP8Quantizer": "mxfp8",
     "Float8BlockQuantizer": "block",
     "NVFP4Quantizer": "nvfp4",
 }
-_STORAGES: Mapping[str, Kind] = {
+_STORAGES: Mapping[str, QuantizerKind] = {
     "Float8TensorStorage": "delayed",
     "MXFP8TensorStorage": "mxfp8",
     "Float8BlockwiseQTensorStorage": "block",
     "NVFP4TensorStorage": "nvfp4",
 }
-_CLASSES: Mapping[Kind, tuple[str, str, str]] = {
+_CLASSES: Mapping[QuantizerKind, tuple[str, str, str]] = {
     # module under transformer_engine.pytorch.tensor, tensor class, storage class
     "delayed": ("float8_tensor", "Float8Tensor", "Float8TensorStorage"),
     "current": ("float8_tensor", "Float8Tensor", "Float8TensorStorage"),
@@ -44,7 +44,7 @@ _CLASSES: Mapping[Kind, tuple[str, str, str]] = {
 
 
 @functools.cache
-def _kind_of_class(cls: Any, table: str) -> Kind | None:
+def _kind_of_class(cls: Any, table: str) -> QuantizerKind | None:
     known = _QUANTIZERS if table == "quantizer" else _STORAGES
     return next((known[base.__name__] for base in cls.__mro__ if base.__name__ in known), None)
 
@@ -53,7 +53,7 @@ def _class(thing: Any) -> Any:
     return type(thing)
 
 
-def kind_of(quantizer: Any) -> Kind:
+def kind_of(quantizer: Any) -> QuantizerKind:
     """Which of the compiled quantizers an object is; raises Refused for one that the extension does not know."""
     kind = _kind_of_class(_class(quantizer), "quantizer")
     if kind is None:
@@ -63,7 +63,7 @@ def kind_of(quantizer: Any) -> Kind:
     return kind
 
 
-def storage_kind(tensor: Any) -> Kind | None:
+def storage_kind(tensor: Any) -> QuantizerKind | None:
     """Kind of a quantized tensor or storage; None for a plain tensor. Both per-tensor scalings are 'delayed': they share a class."""
     return _kind_of_class(_class(tensor), "storage")
 
@@ -84,7 +84,7 @@ def is_compact(quantizer: Any) -> bool:
 
 
 @functools.cache
-def _classes(kind: Kind) -> tuple[type, type, frozenset[str], frozenset[str]]:
+def _classes(kind: QuantizerKind) -> tuple[type, type, frozenset[str], frozenset[str]]:
     """(tensor class, storage class, arguments of each)."""
     module, tensor, storage = _CLASSES[kind]
     package = "transformer_engine.pytorch.tensor"
@@ -101,7 +101,7 @@ def forget_classes() -> None:
 
 
 def _made(
-    kind: Kind, quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, values: dict[str, Any]
+    kind: QuantizerKind, quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, values: dict[str, Any]
 ) -> Any:
     full, bare, outer, inner = _classes(kind)
     options = {

@@ -18,7 +18,7 @@ _STEP = re.compile(rb'"iteration": ?(\d{1,18})')
 _WORDS = {"nan", "inf", "-inf"}
 
 
-class Row(Mapping[str, Any]):
+class TensorRow(Mapping[str, Any]):
     """A tensor's numbers at one step by the name of the column; all rows of a file share the names."""
 
     __slots__ = ("_at", "_values")
@@ -41,17 +41,17 @@ class Row(Mapping[str, Any]):
         return len(self._at)
 
 
-class Measured:
+class MeasuredStep:
     """One line of the file, read back: `tables["operands"]` is a list of rows."""
 
     def __init__(self, data: Mapping[str, Any], names: dict[tuple[str, ...], dict[str, int]] | None = None) -> None:
         self.step = int(data["iteration"])
         self.facts = {name: value for name, value in data.items() if name not in TABLES}
         known = {} if names is None else names
-        self.tables: dict[str, list[Row]] = {name: _rows(data.get(name), known) for name in TABLES}
+        self.tables: dict[str, list[TensorRow]] = {name: _rows(data.get(name), known) for name in TABLES}
 
 
-def _rows(table: Any, names: dict[tuple[str, ...], dict[str, int]]) -> list[Row]:
+def _rows(table: Any, names: dict[tuple[str, ...], dict[str, int]]) -> list[TensorRow]:
     """A table's rows; numbers written as words are numbers again. Raises ValueError where a row is not as long as the columns."""
     if not isinstance(table, Mapping):
         return []
@@ -64,15 +64,15 @@ def _rows(table: Any, names: dict[tuple[str, ...], dict[str, int]]) -> list[Row]
         for i, value in enumerate(row):
             if value.__class__ is str and value in _WORDS:
                 row[i] = float(value)
-        found.append(Row(at, row))
+        found.append(TensorRow(at, row))
     return found
 
 
 @dataclass(slots=True)
-class Statistics:
+class RunStatistics:
     """What was read of a run's statistics."""
 
-    measured: list[Measured] = field(default_factory=list)
+    measured: list[MeasuredStep] = field(default_factory=list)
     """Oldest first; a step that was done again counts as it was done last."""
     faults: list[str] = field(default_factory=list)
     """What could not be read, as sentences."""
@@ -80,13 +80,13 @@ class Statistics:
     """Measured steps that were not read since the file is too large."""
 
 
-def read(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Statistics:
+def read(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> RunStatistics:
     """The statistics in `folder`, or in a file itself.
 
     A file of more than LARGEST bytes is sampled evenly, first and last measurement included; half of the sample is from the ranges of steps `within`, where there are any.
     """
     path = folder / FILE if folder.is_dir() else folder
-    made = Statistics()
+    made = RunStatistics()
     try:
         with path.open("rb") as stream:
             _read_lines(stream, made, within)
@@ -97,12 +97,12 @@ def read(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Statistics:
     return made
 
 
-def _read_lines(stream: BinaryIO, made: Statistics, within: Sequence[tuple[int, int]]) -> None:
+def _read_lines(stream: BinaryIO, made: RunStatistics, within: Sequence[tuple[int, int]]) -> None:
     places, size, whole = _places(stream)
     wanted = None
     if size > LARGEST:
         wanted = _sample([step for _, _, step in places], max(2, LARGEST * len(places) // size), within)
-    found: dict[int, Measured] = {}
+    found: dict[int, MeasuredStep] = {}
     names: dict[tuple[str, ...], dict[str, int]] = {}
     for number, (offset, length, step) in enumerate(places, start=1):
         if wanted is not None and step is not None and step not in wanted:
@@ -114,7 +114,7 @@ def _read_lines(stream: BinaryIO, made: Statistics, within: Sequence[tuple[int, 
             if data.get("schema") != SCHEMA:
                 made.faults.append(f"{FILE}, line {number}: schema {data.get('schema')!r}, this version reads {SCHEMA}")
                 continue
-            one = Measured(data, names)
+            one = MeasuredStep(data, names)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             cut = number == len(places) and not whole
             made.faults.append(f"{FILE}, line {number}: {'cut off' if cut else 'not readable'}, left out")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpbridge.checkpoint.store import Audit
+    from mpbridge.checkpoint.store import AuditMark
     from mpbridge.config.container import Run
     from mpbridge.data.batches import Feed
     from mpbridge.engines.contract import Engine, StepResult
@@ -38,7 +38,7 @@ class Training:
     """Facts for the closing summary, by name."""
     measured: dict[str, float] = field(default_factory=dict)
     """Numbers of this step for the trackers, from hooks that measured it; emptied after each step."""
-    audit: Audit = "unaudited"
+    audit: AuditMark = "unaudited"
     """What the audit says of the state as it stands; written into each checkpoint. Resuming by itself passes suspect ones over."""
     trouble: str | None = None
     """Set it on one rank where something cannot be written: all ranks stop after the current step, with a checkpoint."""

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from mpbridge.tune.costs import Costs
 from mpbridge.tune.knapsack import least
 from mpbridge.tune.proposal import tail_of
-from mpbridge.tune.units import LOW, Unit, by_kind
+from mpbridge.tune.units import LOW, DecisionUnit, by_kind
 
-Options = Sequence[Mapping[str, float]]
+DamageByLevel = Sequence[Mapping[str, float]]
 """For each unit: the levels that it can take -> their damage."""
 TAIL = "last 15 %"
 ALL_LOW = "all low"
@@ -20,12 +20,12 @@ NEAR = 0.95
 """Of the proposal's cost: what a random choice is raised to where its levels allow."""
 
 
-def uniform(units: Sequence[Unit], options: Options, level: str, high: str) -> dict[str, str]:
+def uniform(units: Sequence[DecisionUnit], options: DamageByLevel, level: str, high: str) -> dict[str, str]:
     """Every unit at `level`; one that cannot take it in high precision."""
     return {unit.name: level if level in mine else high for unit, mine in zip(units, options, strict=True)}
 
 
-def tail(units: Sequence[Unit], options: Options, high: str) -> dict[str, str]:
+def tail(units: Sequence[DecisionUnit], options: DamageByLevel, high: str) -> dict[str, str]:
     """The last 15 % of the layers high, the others low."""
     wanted = tail_of(units, high)
     return {
@@ -34,7 +34,9 @@ def tail(units: Sequence[Unit], options: Options, high: str) -> dict[str, str]:
     }
 
 
-def kinds(units: Sequence[Unit], options: Options, costs: Costs, budget: float, swapped: bool) -> dict[str, str] | None:
+def kinds(
+    units: Sequence[DecisionUnit], options: DamageByLevel, costs: Costs, budget: float, swapped: bool
+) -> dict[str, str] | None:
     """The best choice of whole kinds under the budget; None: none keeps within it. swapped: the budget is of damage."""
     whole = by_kind(units)
     owner = {slot: number for number, kind in enumerate(whole) for slot in kind.slots}
@@ -51,7 +53,9 @@ def kinds(units: Sequence[Unit], options: Options, costs: Costs, budget: float, 
     return {unit.name: found[owner[unit.slots[0]]] for unit in units}
 
 
-def at_random(units: Sequence[Unit], options: Options, costs: Costs, limit: float, seed: int) -> dict[str, str]:
+def at_random(
+    units: Sequence[DecisionUnit], options: DamageByLevel, costs: Costs, limit: float, seed: int
+) -> dict[str, str]:
     """Units drawn one by one, each to a random level that it can take, while the cost stays within `limit`; then raised at random until it is near."""
     draw = random.Random(seed)
     chosen = [LOW if LOW in mine else min(mine, key=costs[i].__getitem__) for i, mine in enumerate(options)]

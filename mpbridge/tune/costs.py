@@ -13,7 +13,7 @@ from mpbridge.hardware.machines import Machine
 from mpbridge.memory.budget import memory
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
-from mpbridge.tune.units import Unit
+from mpbridge.tune.units import DecisionUnit
 
 Costs = list[dict[str, float]]
 """For each unit: level -> cost."""
@@ -37,7 +37,7 @@ class Pricing:
 
 
 def seconds(
-    units: Sequence[Unit],
+    units: Sequence[DecisionUnit],
     levels: Mapping[str, Quant | None],
     policy: PrecisionPolicy,
     pricing: Pricing,
@@ -80,7 +80,7 @@ def _is(where: str, glob: str) -> bool:
 
 
 def bytes_of(
-    units: Sequence[Unit], levels: Mapping[str, Quant | None], policy: PrecisionPolicy, run: RunFacts
+    units: Sequence[DecisionUnit], levels: Mapping[str, Quant | None], policy: PrecisionPolicy, run: RunFacts
 ) -> tuple[Costs, float]:
     """(bytes that each level adds for each unit, bytes of the fullest rank with every unit at the first level).
 

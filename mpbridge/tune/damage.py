@@ -14,7 +14,7 @@ from mpbridge.precision.regions import GEMMS, Gemm, Gemms, Quant, Region
 from mpbridge.tune.proof import prove
 from mpbridge.tune.scores import Scores
 from mpbridge.tune.subject import Subject
-from mpbridge.tune.units import Unit
+from mpbridge.tune.units import DecisionUnit
 
 Joint = Mapping[str, Mapping[Gemm, float]]
 """Level -> GEMM -> (||g_q - g|| / ||g||)^2 with that GEMM of every linear under the level and the two others in high precision."""
@@ -44,7 +44,9 @@ def joint(
     }
 
 
-def damages(units: Sequence[Unit], levels: Mapping[str, Quant], scores: Scores, whole: Joint) -> list[dict[str, float]]:
+def damages(
+    units: Sequence[DecisionUnit], levels: Mapping[str, Quant], scores: Scores, whole: Joint
+) -> list[dict[str, float]]:
     """For each unit: level -> its part of the squared relative gradient error; levels that its shapes cannot take are left out.
 
     Of each kind of GEMM the joint damage is shared out by the scores: what one linear does is about proportional to its score, and what several do

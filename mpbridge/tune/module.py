@@ -20,7 +20,7 @@ from mpbridge.tune.costs import Pricing
 from mpbridge.tune.evidence import evidence
 from mpbridge.tune.sayable import runnable
 from mpbridge.tune.subject import ModuleSubject
-from mpbridge.tune.tuning import ENOUGH, FEWEST, Asked, Tuned, levels_of, prepared, tuned
+from mpbridge.tune.tuning import ENOUGH, FEWEST, Tuned, TuningRequest, levels_of, prepared, tuned
 from mpbridge.tune.where import Where, default_levels, natural
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor]
@@ -55,7 +55,7 @@ def tune_module(
     found, notes, policy = aimed(config, levels, where)
     refuse_without_linears(module)
     _refuse_frozen(module)
-    asked = Asked(
+    asked = TuningRequest(
         config=config,
         levels=found,
         budget=limit,

@@ -25,7 +25,7 @@ FOLD = 1 << 23
 
 
 @dataclass(slots=True, kw_only=True)
-class Measured:
+class GradientError:
     """One policy's gradients against high precision's, over some batches."""
 
     errors: list[float] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Measured:
         """Standard error of the mean."""
         return _se(self.errors)
 
-    def better_than(self, other: Measured) -> tuple[float, float]:
+    def better_than(self, other: GradientError) -> tuple[float, float]:
         """(other's error minus this one's, mean over the same batches; its standard error)."""
         if not math.isfinite(self.error) or not math.isfinite(other.error):
             return (math.inf if math.isfinite(self.error) else -math.inf), 0.0
@@ -73,12 +73,12 @@ def _se(values: Sequence[float]) -> float:
 
 def prove(
     subject: Subject, arms: Mapping[str, PrecisionPolicy], batches: int, *, split: str = "valid", first: int = 0
-) -> dict[str, Measured]:
+) -> dict[str, GradientError]:
     """name -> its figures over that many unseen batches; infinite errors where a policy's gradient overflows. Every rank calls it; the emulation is left under the policy that it had.
 
     Every policy sees the same batches and the same random bits. Keeps one FP32 gradient, and for each policy a folded sum of its errors (`Folded`).
     """
-    found = {name: Measured() for name in arms}
+    found = {name: GradientError() for name in arms}
     sums = {name: Folded() for name in arms}
     squares: dict[str, list[float]] = {name: [] for name in arms}
     own = subject.emulation.policy

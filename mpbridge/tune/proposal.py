@@ -9,7 +9,7 @@ from typing import Any
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.modules import layers_text
 from mpbridge.precision.regions import spans_of
-from mpbridge.tune.units import LOW, Unit
+from mpbridge.tune.units import LOW, DecisionUnit
 
 Choice = Mapping[str, str]
 """Unit's name -> level."""
@@ -22,7 +22,9 @@ def base_of(config: MixedPrecisionConfig) -> MixedPrecisionConfig:
     return config.derive(first_last_layers_bf16=False, num_layers_at_start_in_bf16=None, num_layers_at_end_in_bf16=None)
 
 
-def configured(base: MixedPrecisionConfig, units: Sequence[Unit], choice: Choice, high: str) -> MixedPrecisionConfig:
+def configured(
+    base: MixedPrecisionConfig, units: Sequence[DecisionUnit], choice: Choice, high: str
+) -> MixedPrecisionConfig:
     """The config in which each unit has its level. high: the word of high precision ('bf16')."""
     layers = _layers(units, choice)
     start, end = (0, 0) if base.modules else _edges(layers, high)
@@ -52,7 +54,7 @@ def configured(base: MixedPrecisionConfig, units: Sequence[Unit], choice: Choice
     return base.derive(**changes)
 
 
-def _layers(units: Sequence[Unit], choice: Choice) -> dict[int, set[str]]:
+def _layers(units: Sequence[DecisionUnit], choice: Choice) -> dict[int, set[str]]:
     found: dict[int, set[str]] = {}
     for unit in units:
         for layer, _ in unit.places:
@@ -76,7 +78,7 @@ def spans(numbers: Sequence[int]) -> str:
     return layers_text(spans_of(numbers))
 
 
-def tail_of(units: Sequence[Unit], high: str) -> dict[str, str]:
+def tail_of(units: Sequence[DecisionUnit], high: str) -> dict[str, str]:
     """The last 15 % of the layers in high precision, at least one."""
     total = max((layer for unit in units for layer, _ in unit.places), default=0) + 1
     first = total - max(1, math.ceil(TAIL * total - 1e-9))

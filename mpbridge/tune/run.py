@@ -29,7 +29,7 @@ from mpbridge.tune.costs import Pricing
 from mpbridge.tune.evidence import evidence
 from mpbridge.tune.sayable import runnable, sayable
 from mpbridge.tune.subject import EngineSubject
-from mpbridge.tune.tuning import Asked, Tuned, levels_of, prepared, refuse_bad, tuned
+from mpbridge.tune.tuning import Tuned, TuningRequest, levels_of, prepared, refuse_bad, tuned
 from mpbridge.tune.where import Where, default_levels, natural
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def tune(
         found, notes = sayable(
             found, base, run=priced.facts if where.machine else None, stack=where.stack, asked=levels is not None
         )
-        asked = Asked(
+        asked = TuningRequest(
             config=config,
             levels=found,
             budget=budget or Budget(),

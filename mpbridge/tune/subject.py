@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpbridge.data.batches import Feed
     from mpbridge.engines.contract import Batch
 
-Split = str
+BatchSource = str
 """'train': batches for scoring; 'valid': batches that no score has seen."""
 
 
@@ -27,7 +27,7 @@ class Subject(Protocol):
 
     emulation: Emulation
 
-    def backward(self, split: Split, number: int) -> float:
+    def backward(self, split: BatchSource, number: int) -> float:
         """Forward and backward of a global batch, under whatever the emulation does now; the loss, which need not be finite."""
 
     def gradients(self) -> list[torch.Tensor]:
@@ -62,7 +62,7 @@ class EngineSubject:
         self.engine, self.emulation, self.feed = engine, engine.emulation, feed
         self._micro, self._rank, self._ranks = microbatches, rank, ranks
 
-    def backward(self, split: Split, number: int) -> float:
+    def backward(self, split: BatchSource, number: int) -> float:
         """See Subject."""
         size = int(self.feed.run.train["global_batch_size"])
         stream: Iterator[Batch] = islice(self.feed.batches(split, number * size, self._rank, self._ranks), self._micro)
@@ -93,7 +93,7 @@ class ModuleSubject:
         }
         self.parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
 
-    def backward(self, split: Split, number: int) -> float:
+    def backward(self, split: BatchSource, number: int) -> float:
         """See Subject."""
         for parameter in self.parameters:
             parameter.grad = None
@@ -122,7 +122,7 @@ class ModuleSubject:
         return found
 
 
-def high_precision(subject: Subject, split: Split, number: int) -> float:
+def high_precision(subject: Subject, split: BatchSource, number: int) -> float:
     """Forward and backward of a global batch in high precision; the loss. Raises DataError where it is not finite: every rank has the same."""
     with contextlib.ExitStack() as stack:
         if not subject.emulation.is_paused:

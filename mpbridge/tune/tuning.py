@@ -20,12 +20,12 @@ from mpbridge.tune.budget import Budget
 from mpbridge.tune.costs import Costs, Pricing, bytes_of, seconds
 from mpbridge.tune.damage import damages, joint, rank_correlation
 from mpbridge.tune.knapsack import least
-from mpbridge.tune.proof import Measured, prove
+from mpbridge.tune.proof import GradientError, prove
 from mpbridge.tune.proposal import base_of, configured
 from mpbridge.tune.scores import Scorer, Scores, merged
 from mpbridge.tune.subject import Subject, high_precision
-from mpbridge.tune.units import LOW, Place, Unit, by_kind, units
-from mpbridge.tune.verdict import Verdict, judged
+from mpbridge.tune.units import LOW, DecisionUnit, TunedLinear, by_kind, units
+from mpbridge.tune.verdict import TuningVerdict, judged
 
 FEWEST, ENOUGH = 4, 8
 """Scoring batches: below the first nothing is scored, below the second it is said."""
@@ -38,7 +38,7 @@ JOINT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TuningRequest:
     """What is to be tuned and how."""
 
     config: MixedPrecisionConfig
@@ -70,14 +70,14 @@ class Tuned:
     """The proposal."""
     choice: dict[str, str]
     """Unit's name -> level."""
-    units: list[Unit]
+    units: list[DecisionUnit]
     options: list[dict[str, float]]
     """For each unit: levels that it can take -> damage."""
     costs: list[dict[str, float]]
     """For each unit: level -> seconds, or bytes under a memory budget."""
     spent: dict[str, float]
     """Arm -> its cost over all low's; under a memory budget bytes of the fullest rank."""
-    proof: dict[str, Measured]
+    proof: dict[str, GradientError]
     """Arm -> its figures on unseen batches."""
     recipes: dict[str, MixedPrecisionConfig]
     """Arm -> its config."""
@@ -85,9 +85,9 @@ class Tuned:
     pooled: bool
     predicted: float
     """The gradient error that the choice was expected to have."""
-    verdict: Verdict
+    verdict: TuningVerdict
     notes: list[str] = field(default_factory=list)
-    asked: Asked
+    asked: TuningRequest
 
 
 def refuse_bad(batches: int, unseen: int) -> None:
@@ -112,7 +112,7 @@ def prepared(config: MixedPrecisionConfig) -> tuple[MixedPrecisionConfig, Precis
     return base, policy
 
 
-def tuned(subject: Subject, asked: Asked, say: Callable[[str], None] = lambda text: None) -> Tuned:
+def tuned(subject: Subject, asked: TuningRequest, say: Callable[[str], None] = lambda text: None) -> Tuned:
     """Measures, chooses and proves. Every rank calls it. Raises BadValue for a budget that nothing or everything meets, DataError for bad batches."""
     refuse_bad(asked.batches, asked.unseen)
     base, policy = prepared(asked.config)
@@ -147,19 +147,19 @@ def tuned(subject: Subject, asked: Asked, say: Callable[[str], None] = lambda te
 class _Heard:
     """What scoring brought, of all ranks."""
 
-    places: list[Place]
+    places: list[TunedLinear]
     halves: tuple[Scores, Scores]
     refused: dict[tuple[str, str], str]
     inputs: dict[str, Any]
     shapes: dict[str, tuple[int, int, int]]
 
 
-def _score(subject: Subject, asked: Asked, low: Mapping[str, Quant], say: Callable[[str], None]) -> _Heard:
+def _score(subject: Subject, asked: TuningRequest, low: Mapping[str, Quant], say: Callable[[str], None]) -> _Heard:
     emulation = subject.emulation
     scorer = Scorer(low, emulation)
     # layers of multi-token prediction have no number that a rule could name: they keep the recipe's own
     own = [
-        Place(slot=name, below=below, layer=layer, layers=layers, weight=id(linear.weight))
+        TunedLinear(slot=name, below=below, layer=layer, layers=layers, weight=id(linear.weight))
         for linear, name, below, layer, layers in emulation.linears()
         if layer is not None
     ]
@@ -169,7 +169,7 @@ def _score(subject: Subject, asked: Asked, low: Mapping[str, Quant], say: Callab
             high_precision(subject, "train", number)
     say(f"scored {len(own)} linears on {asked.batches} batches")
     parts = from_all((own, scorer.halves, scorer.refused, scorer.inputs, scorer.shapes))
-    places: dict[str, Place] = {}
+    places: dict[str, TunedLinear] = {}
     for number, part in enumerate(parts):
         for place in part[0]:
             # a weight's identity says nothing on another rank
@@ -193,10 +193,10 @@ class _Choice:
 
     def __init__(
         self,
-        asked: Asked,
+        asked: TuningRequest,
         base: MixedPrecisionConfig,
         policy: PrecisionPolicy,
-        found: list[Unit],
+        found: list[DecisionUnit],
         options: list[dict[str, float]],
         heard: _Heard,
     ) -> None:

@@ -12,7 +12,7 @@ LOW = "low"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class TunedLinear:
     """A linear that the recipe quantizes."""
 
     slot: str
@@ -33,7 +33,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
+class DecisionUnit:
     """One decision."""
 
     slots: tuple[str, ...]
@@ -56,7 +56,7 @@ class Unit:
         return f"{self.layer}.{self.kind}"
 
 
-def units(places: Iterable[Place], inputs: Mapping[str, Hashable] | None = None) -> list[Unit]:
+def units(places: Iterable[TunedLinear], inputs: Mapping[str, Hashable] | None = None) -> list[DecisionUnit]:
     """The decisions, in the order of their first linears: an expert layer is one, so are linears with one weight, and those that read one input.
 
     inputs: slot -> what is the same for linears of one layer that read one tensor (they are one GEMM in a stack that fuses them); None: the linears
@@ -81,11 +81,11 @@ def units(places: Iterable[Place], inputs: Mapping[str, Hashable] | None = None)
             first = root.setdefault(key, index)
             low, high = sorted((find(first), find(index)))
             group[high] = low
-    members: dict[int, list[Place]] = {}
+    members: dict[int, list[TunedLinear]] = {}
     for index, place in enumerate(known):
         members.setdefault(find(index), []).append(place)
     return [
-        Unit(
+        DecisionUnit(
             slots=tuple(place.slot for place in several),
             places=tuple(dict.fromkeys((place.layer, place.glob) for place in several)),
         )
@@ -93,13 +93,13 @@ def units(places: Iterable[Place], inputs: Mapping[str, Hashable] | None = None)
     ]
 
 
-def by_kind(found: Iterable[Unit]) -> list[Unit]:
+def by_kind(found: Iterable[DecisionUnit]) -> list[DecisionUnit]:
     """Whole kinds as decisions: all layers' units of a kind in one."""
-    kinds: dict[str, list[Unit]] = {}
+    kinds: dict[str, list[DecisionUnit]] = {}
     for unit in found:
         kinds.setdefault(unit.kind, []).append(unit)
     return [
-        Unit(
+        DecisionUnit(
             slots=tuple(slot for unit in several for slot in unit.slots),
             places=tuple(place for unit in several for place in unit.places),
         )

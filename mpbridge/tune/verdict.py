@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mpbridge.tune.arms import TUNED
-from mpbridge.tune.proof import YARDSTICK, Measured
+from mpbridge.tune.proof import YARDSTICK, GradientError
 
 ERRORS = 2.0
 """Standard errors of the paired difference that separate two choices."""
@@ -15,7 +15,7 @@ SAME_COST = 1.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class TuningVerdict:
     """In words, and what to take."""
 
     take: str
@@ -23,7 +23,7 @@ class Verdict:
     lines: tuple[str, ...]
 
 
-def judged(proof: Mapping[str, Measured], spent: Mapping[str, float], same: Mapping[str, bool]) -> Verdict:
+def judged(proof: Mapping[str, GradientError], spent: Mapping[str, float], same: Mapping[str, bool]) -> TuningVerdict:
     """proof and spent: by arm, the proposal's under TUNED; same: whether an arm's choice is the proposal itself."""
     mine = proof[TUNED]
     rules = {
@@ -66,7 +66,7 @@ def judged(proof: Mapping[str, Measured], spent: Mapping[str, float], same: Mapp
             else f": a global batch {math.ceil((final.noise / YARDSTICK) ** 2)} times as large averages it below"
         )
     )
-    return Verdict(take=take, lines=tuple(lines))
+    return TuningVerdict(take=take, lines=tuple(lines))
 
 
 def _costs(ratios: Sequence[float]) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from mpbridge.facts import ModelShape
-from mpbridge.huggingface.tensors import Layout
+from mpbridge.huggingface.tensors import PartLayout
 
 
-def joined(parts: Sequence[torch.Tensor], layout: Layout, shape: ModelShape) -> torch.Tensor:
+def joined(parts: Sequence[torch.Tensor], layout: PartLayout, shape: ModelShape) -> torch.Tensor:
     """The parameter that `parts` make.
 
     qkv: for each query group the rows of its queries, then of its key, then of its value, as megatron-core's linear_qkv has them.
@@ -24,7 +24,7 @@ def joined(parts: Sequence[torch.Tensor], layout: Layout, shape: ModelShape) -> 
     return torch.cat([_grouped(part, groups) for part in parts], dim=1).flatten(0, 1)
 
 
-def apart(parameter: torch.Tensor, layout: Layout, shape: ModelShape) -> list[torch.Tensor]:
+def apart(parameter: torch.Tensor, layout: PartLayout, shape: ModelShape) -> list[torch.Tensor]:
     """The parts that `joined` made it of."""
     if layout == "whole":
         return [parameter]

@@ -13,12 +13,13 @@ import torch
 from mpbridge.checkpoint import foreign, store
 from mpbridge.checkpoint.assemble import indexed
 from mpbridge.checkpoint.born import SOURCE
-from mpbridge.checkpoint.index import INDEX, Index, Piece, StoredTensor, read_index
+from mpbridge.checkpoint.index import INDEX, Index, StoredPiece, StoredTensor, read_index
 from mpbridge.checkpoint.io import CONFIG
 from mpbridge.checkpoint.plain import encoded
 from mpbridge.checkpoint.reader import STATE
 from mpbridge.checkpoint.writer import Load, write
 from mpbridge.errors import BadValue, CheckpointError
+from mpbridge.files import ProgressCallback
 from mpbridge.huggingface.folder import PREFIX, read_config, tensors
 from mpbridge.huggingface.section import family_of
 from mpbridge.huggingface.tensors import Mapped, copies, mapped
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 SCHEMA = 1
 FILE_BYTES = 8 << 30
 """Elements of a data file, in bytes: about so many."""
-Told = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
 
 
 @dataclass(slots=True)
@@ -51,7 +50,7 @@ class Taken:
     """Elements of those whose product of code and scale the dtype cannot hold exactly."""
 
 
-def to_checkpoint(source: Path, folder: Path, run: Run, told: Told = lambda done, total: None) -> Taken:
+def to_checkpoint(source: Path, folder: Path, run: Run, told: ProgressCallback = lambda done, total: None) -> Taken:
     """Writes the weights of `source` as step 0 of `folder`. run: the folder's own configuration, resolved.
 
     Raises Contradiction for weights that are not those of config.json's model, before anything is written; BadValue for a folder without weights;
@@ -85,7 +84,7 @@ def _written(
     wanted: list[Mapped],
     reader: FolderReader,
     run: Run,
-    told: Told,
+    told: ProgressCallback,
     config: Mapping[str, Any],
     copied: Mapping[str, str],
 ) -> Taken:
@@ -167,7 +166,7 @@ def _add_places(partial: Path, wanted: list[Mapped], known: Mapping[str, Any]) -
     """Puts every parameter's other names into the index: the same bytes under another key."""
     index = read_index(partial, known)
     at = {(key, piece.offset): (stored, piece) for key, stored in index.tensors.items() for piece in stored.pieces}
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for one in wanted:
         first, zeros = one.places[0], (0,) * len(one.shape)
@@ -175,7 +174,7 @@ def _add_places(partial: Path, wanted: list[Mapped], known: Mapping[str, Any]) -
         for place in one.places[1:]:
             shapes[place.key] = (stored.dtype, (*place.counts, *one.shape))
             whole = (1,) * len(place.counts) + one.shape
-            pieces.setdefault(place.key, []).append(Piece(piece.file, piece.at, (*place.index, *zeros), whole))
+            pieces.setdefault(place.key, []).append(StoredPiece(piece.file, piece.at, (*place.index, *zeros), whole))
     others = {key: StoredTensor(*shapes[key], tuple(found)) for key, found in pieces.items()}
     merged = Index({**others, **index.tensors}, index.objects)
     if faults := merged.incomplete():

@@ -18,15 +18,14 @@ from mpbridge.checkpoint.io import CONFIG
 from mpbridge.checkpoint.reader import Contents
 from mpbridge.checkpoint.state import MAIN
 from mpbridge.errors import BadValue, CheckpointError
-from mpbridge.files import read_json
+from mpbridge.files import ProgressCallback, read_json
 from mpbridge.huggingface import folder as layout
 from mpbridge.huggingface.families import Family
 from mpbridge.huggingface.section import TOKENIZERS, family_of
-from mpbridge.huggingface.tensors import Mapped, Place, copies, mapped
+from mpbridge.huggingface.tensors import CheckpointSlice, Mapped, copies, mapped
 from mpbridge.huggingface.written import config_json, refuse_differences
 from mpbridge.weights.layouts import apart
 from mpbridge.weights.source import library
-from mpbridge.weights.to_checkpoint import Told
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
@@ -78,7 +77,7 @@ def to_folder(
     *,
     like: Path | None = None,
     dtype: str | None = None,
-    told: Told = lambda done, total: None,
+    told: ProgressCallback = lambda done, total: None,
 ) -> Given:
     """Writes the weights of the checkpoint in `path` to the new folder `target`.
 
@@ -166,7 +165,7 @@ class _Export:
                 f"config.json has vocab_size={rows}, the checkpoint's embedding {self.shape.vocab_size} rows"
             )
 
-    def write(self, folder: Path, told: Told) -> Given:
+    def write(self, folder: Path, told: ProgressCallback) -> Given:
         """All safetensors files, and their index where there are several."""
         given = Given(path=folder, family=self.family.name)
         given.left_out = self.shape.vocab_size - self.rows
@@ -226,7 +225,9 @@ class _Export:
         raise CheckpointError(f"{self.contents.folder}: {one.name} {found}, expected {list(one.shape)}")
 
 
-def _whole(contents: Contents, key: str, place: Place, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _whole(
+    contents: Contents, key: str, place: CheckpointSlice, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     leaf = ShardedTensor(

@@ -12,7 +12,7 @@ from mpbridge.audit.places import bare
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FlatPiece:
     """What this rank holds of one parameter."""
 
     name: str
@@ -32,7 +32,7 @@ class Piece:
         return flat.reshape(-1)[self.start : self.start + self.count]
 
 
-def flat_pieces(model: Any) -> Iterator[Piece]:
+def flat_pieces(model: Any) -> Iterator[FlatPiece]:
     """Every parameter of every unit, then those that FSDP was told to ignore (whole, on every rank)."""
     seen: set[int] = set()
     for path, unit in model.named_modules():
@@ -47,7 +47,7 @@ def flat_pieces(model: Any) -> Iterator[Piece]:
             owner = flat if originals is None else originals[index]
             seen.add(id(owner))
             there = bool(held.in_shard)
-            yield Piece(
+            yield FlatPiece(
                 name=bare(f"{path}.{name}" if path else name),
                 owner=owner,
                 tensor=owner,
@@ -59,4 +59,4 @@ def flat_pieces(model: Any) -> Iterator[Piece]:
     for name, parameter in model.named_parameters():
         if id(parameter) not in seen:
             size = int(parameter.numel())
-            yield Piece(bare(name), parameter, parameter, 0, size, 0, size)
+            yield FlatPiece(bare(name), parameter, parameter, 0, size, 0, size)

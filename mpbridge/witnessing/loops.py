@@ -19,7 +19,7 @@ from mpbridge.stacks.meaning import Sharded
 from mpbridge.traits import EngineTraits
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
-Layers = ("layers", "h", "blocks", "block", "layer")
+LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")
 """Names under which models keep their list of layers."""
 
 
@@ -143,7 +143,7 @@ def shape_of(modules: Iterable[tuple[str, Any]], *, tied: bool = False) -> Model
     for path, _ in modules:
         parts = path.split(".")
         for name, number in itertools.pairwise(parts):
-            if name in Layers and number.isdigit():
+            if name in LAYER_LISTS and number.isdigit():
                 layers = max(layers, int(number) + 1)
                 break
     return ModelShape(

@@ -17,7 +17,7 @@ from mpbridge.audit.stored import local
 from mpbridge.audit.values import digest
 from mpbridge.engines.contract import Live
 from mpbridge.engines.shard_optimizer import placed
-from mpbridge.witnessing.flat import Piece, flat_pieces
+from mpbridge.witnessing.flat import FlatPiece, flat_pieces
 from mpbridge.witnessing.plain import FSDP, TorchLoop, states
 
 
@@ -117,7 +117,7 @@ class Fsdp1Loop(TorchLoop):
                     return _ranks(module.process_group), _ranks(between)
         return None
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[FlatPiece]:
         return [piece for chunk in self.model for piece in flat_pieces(chunk)]
 
     def named_parameters(self) -> list[tuple[str, Any]]:

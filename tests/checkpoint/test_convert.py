@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mpbridge.checkpoint import convert, extra_state, io, state, store
-from mpbridge.checkpoint.opcodes import Made, read
+from mpbridge.checkpoint.opcodes import UnpickledCall, read
 from mpbridge.checkpoint.plain import decoded, encoded
 from mpbridge.checkpoint.verdict import FILE
 from mpbridge.errors import CheckpointError, Refused
@@ -355,7 +355,7 @@ def test_a_damaged_pickle_is_an_error_of_ours(raw):
 
 
 def test_names_stand_for_themselves():
-    found, end = read(pickled("x"), lambda name, args: Made(name, args))
+    found, end = read(pickled("x"), lambda name, args: UnpickledCall(name, args))
     assert (str(found.name), found.args) == ("posix.mkdir", ("x",))
     assert end == len(pickled("x"))
 

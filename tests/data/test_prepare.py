@@ -13,7 +13,7 @@ import pytest
 from mpbridge.data import prepare as prepare_module
 from mpbridge.data.encode import pieces
 from mpbridge.data.prepare import prepare
-from mpbridge.data.records import Skip, Text, Unit, records
+from mpbridge.data.records import RecordRange, Skip, Text, records
 from mpbridge.data.sources import find, stdlib_files
 from mpbridge.data.tokenizer import tokenizer
 from mpbridge.errors import DataError
@@ -72,7 +72,7 @@ def test_dirty_records_are_skipped_and_counted(tmp_path: Path) -> None:
 def test_each_malformed_record_has_its_reason(tmp_path: Path, line: bytes, reason: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n' + line + b'\n{"text": "two"}\n')
-    found = list(records(Unit(path=path, end=path.stat().st_size, size=1), ["text"]))
+    found = list(records(RecordRange(path=path, end=path.stat().st_size, size=1), ["text"]))
     assert found == [Text("text", "one"), Skip("text", reason), Text("text", "two")]
 
 

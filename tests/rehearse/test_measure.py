@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from mpbridge.rehearse.measure import Measured, ProductErrors
+from mpbridge.rehearse.measure import ProductErrors, RecipeMeasurement
 from mpbridge.rehearse.report import Rehearsed
-from mpbridge.tune.proof import Measured as GradientError
+from mpbridge.tune.proof import GradientError
 
 
 def product(excess: float) -> ProductErrors:
@@ -15,9 +15,9 @@ def product(excess: float) -> ProductErrors:
     )
 
 
-def measured(noise: float, bias: float, *products: ProductErrors) -> Measured:
+def measured(noise: float, bias: float, *products: ProductErrors) -> RecipeMeasurement:
     error = (noise**2 + bias**2) ** 0.5
-    return Measured(
+    return RecipeMeasurement(
         gradient=GradientError(errors=[error, error], gaps=[0.0, 0.0], bias=bias, noise=noise), products=list(products)
     )
 
@@ -32,7 +32,7 @@ def measured(noise: float, bias: float, *products: ProductErrors) -> Measured:
         (measured(0.2, 0.1, product(1.5)), "sound", "below"),
     ],
 )
-def test_the_verdict_is_about_gradients_then_products(found: Measured, word: str, says: str) -> None:
+def test_the_verdict_is_about_gradients_then_products(found: RecipeMeasurement, word: str, says: str) -> None:
     assert found.verdict()[0] == word
     assert says in " ".join(found.verdict()[1])
 

@@ -104,7 +104,7 @@ def test_a_tracker_that_breaks_or_hangs_stops_nothing(
             pass
 
     monkeypatch.setattr(trackers, "TRACKERS", {"breaks": (Breaks, "x"), "hangs": (Hangs, "x")})
-    monkeypatch.setattr(trackers.Background.__init__, "__kwdefaults__", {"say": trackers.warn, "wait": 0.2})
+    monkeypatch.setattr(trackers.TrackerThread.__init__, "__kwdefaults__", {"say": trackers.warn, "wait": 0.2})
     write(tmp_path, range(1, 4), ["breaks", "hangs"])
     said = capsys.readouterr().err.splitlines()
     release.set()

@@ -12,7 +12,7 @@ from mpbridge.cli.main import main
 from mpbridge.errors import RecipeError
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.stacks.exporters import STACKS
-from mpbridge.stacks.handover import ALONE, OURS, Side, handover
+from mpbridge.stacks.handover import ALONE, OURS, Setup, handover
 from mpbridge.stacks.importers import read_args, read_file
 from mpbridge.stacks.meaning import of_policy
 from mpbridge.traits import DEFAULT
@@ -21,8 +21,8 @@ MEANING = of_policy(resolve(get_mixed_precision_config("bf16_mixed")))
 MEGATRON = {"megatron-lm", "megatron-bridge"}
 
 
-def side(stack: str = OURS, engine: str = DEFAULT, recipe: str = "bf16_mixed") -> Side:
-    return Side(
+def side(stack: str = OURS, engine: str = DEFAULT, recipe: str = "bf16_mixed") -> Setup:
+    return Setup(
         meaning=of_policy(resolve(get_mixed_precision_config(recipe)), engine=engine), stack=stack, engine=engine
     )
 

@@ -16,7 +16,7 @@ from mpbridge.hardware.machines import Machine, machine
 from mpbridge.megatron import targets
 from mpbridge.megatron.quant_recipe import compile_rules
 from mpbridge.megatron_spec.fields import TABLE
-from mpbridge.megatron_spec.places import KEEP, Facts
+from mpbridge.megatron_spec.precision_field import KEEP, Facts
 from mpbridge.megatron_spec.versions import current, nearest
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy

@@ -13,7 +13,7 @@ from sync_kit import CLASSES, INPUTS, POLICIES, facts_of, fresh
 from mpbridge.formats import DType
 from mpbridge.megatron_spec.classes import LOOKS_LIKE_PRECISION, NOT_PRECISION, PROCESS_WIDE, USERS_OWN
 from mpbridge.megatron_spec.fields import TABLE
-from mpbridge.megatron_spec.places import KEEP, UNSET
+from mpbridge.megatron_spec.precision_field import KEEP, UNSET
 from mpbridge.megatron_spec.schema import records
 from mpbridge.megatron_spec.versions import described
 from mpbridge.precision.config import MixedPrecisionConfig

@@ -16,7 +16,7 @@ from sync_kit import DDP, INPUTS, OPTIMIZER, POLICIES, live, planned
 from mpbridge.errors import BadValue, UnknownName
 from mpbridge.formats import DType, dtype
 from mpbridge.megatron_spec.fields import TABLE
-from mpbridge.megatron_spec.places import UNSET
+from mpbridge.megatron_spec.precision_field import UNSET
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve

@@ -15,7 +15,7 @@ from sync_kit import POLICIES, applied, built, live
 
 from mpbridge.errors import BadValue, Refused
 from mpbridge.megatron import quant_recipe
-from mpbridge.megatron_spec.places import ModuleRules
+from mpbridge.megatron_spec.precision_field import ModuleRules
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant, Region
 from mpbridge.precision.resolve import resolve

@@ -15,7 +15,7 @@ from mpbridge.tune.budget import budget_of
 from mpbridge.tune.damage import rank_correlation
 from mpbridge.tune.knapsack import least
 from mpbridge.tune.proposal import base_of, configured
-from mpbridge.tune.units import LOW, Place, Unit, by_kind, units
+from mpbridge.tune.units import LOW, DecisionUnit, TunedLinear, by_kind, units
 
 LEVELS = (LOW, "mxfp8", "bf16")
 
@@ -63,8 +63,8 @@ def test_a_budget_that_is_none_is_refused_with_the_legal_ones(text: str) -> None
         budget_of(text)
 
 
-def place(slot: str, layer: int, below: str, weight: int | None = None, layers: int = 3) -> Place:
-    return Place(slot=slot, below=below, layer=layer, layers=layers, weight=slot if weight is None else weight)
+def place(slot: str, layer: int, below: str, weight: int | None = None, layers: int = 3) -> TunedLinear:
+    return TunedLinear(slot=slot, below=below, layer=layer, layers=layers, weight=slot if weight is None else weight)
 
 
 def test_an_expert_layer_is_one_decision_and_so_are_linears_with_one_weight() -> None:
@@ -94,7 +94,7 @@ def test_the_recipe_says_exactly_what_was_chosen(seed: int) -> None:
     """Read back through the policy, every linear of every layer has the level of its unit."""
     draw = random.Random(seed)
     names = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-    some = [Unit(slots=(f"{layer}{name}",), places=((layer, name),)) for layer in range(6) for name in names]
+    some = [DecisionUnit(slots=(f"{layer}{name}",), places=((layer, name),)) for layer in range(6) for name in names]
     choice = {unit.name: draw.choice(LEVELS) for unit in some}
     high = draw.choice([0, 1, 2])
     choice |= {unit.name: "bf16" for unit in some if unit.layer >= 6 - high}
@@ -114,7 +114,7 @@ def test_the_recipe_says_exactly_what_was_chosen(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_choices_come_within_five_percent_of_the_cost(seed: int) -> None:
-    some = [Unit(slots=(str(i),), places=((i, "a"),)) for i in range(16)]
+    some = [DecisionUnit(slots=(str(i),), places=((i, "a"),)) for i in range(16)]
     options, costs = [dict.fromkeys(LEVELS, 0.0)] * 16, [{LOW: 1.0, "mxfp8": 2.0, "bf16": 4.0}] * 16
     limit = 16 * 2.5
     chosen = at_random(some, options, costs, limit, seed)
@@ -130,7 +130,10 @@ def test_a_budget_that_is_no_text_is_refused_with_the_legal_ones(budget: object)
 
 def test_the_authors_own_rules_stay_before_the_choice() -> None:
     base = base_of(get_mixed_precision_config("nvfp4").derive(modules={"mlp.linear_fc2": "bf16"}))
-    some = [Unit(slots=("a",), places=((0, "mlp.linear_fc1"),)), Unit(slots=("b",), places=((1, "mlp.linear_fc1"),))]
+    some = [
+        DecisionUnit(slots=("a",), places=((0, "mlp.linear_fc1"),)),
+        DecisionUnit(slots=("b",), places=((1, "mlp.linear_fc1"),)),
+    ]
     made = configured(base, some, {some[0].name: "bf16", some[1].name: LOW}, "bf16")
     assert made.modules == {"mlp.linear_fc2": "bf16", "mlp.linear_fc1": [{"layers": "0", "precision": "bf16"}]}
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from mpbridge.tune.proof import Measured
+from mpbridge.tune.proof import GradientError
 from mpbridge.tune.verdict import judged
 
 
-def arm(*errors: float) -> Measured:
-    return Measured(errors=list(errors), gaps=[0.0] * len(errors), bias=0.1, noise=0.2)
+def arm(*errors: float) -> GradientError:
+    return GradientError(errors=list(errors), gaps=[0.0] * len(errors), bias=0.1, noise=0.2)
 
 
-def judge(proof: dict[str, Measured], spent: dict[str, float], same: tuple[str, ...] = ()) -> tuple[str, str]:
+def judge(proof: dict[str, GradientError], spent: dict[str, float], same: tuple[str, ...] = ()) -> tuple[str, str]:
     found = judged(proof, spent, {name: name in same for name in proof})
     return found.take, " ".join(found.lines)
 
@@ -51,7 +51,7 @@ def test_the_costs_of_random_choices_are_said_where_they_differ() -> None:
 
 
 def test_noise_above_the_yardstick_names_the_batch_that_averages_it_below() -> None:
-    noisy = Measured(errors=[1.2, 1.2], gaps=[0.0, 0.0], bias=0.1, noise=1.1)
+    noisy = GradientError(errors=[1.2, 1.2], gaps=[0.0, 0.0], bias=0.1, noise=1.1)
     _, said = judge({"tuned": noisy}, {"tuned": 1.0})
     assert "is above the yardstick 0.577" in said
     # (1.1 x sqrt 3)^2 = 3.63

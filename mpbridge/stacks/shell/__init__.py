@@ -15,14 +15,14 @@ from mpbridge.errors import BadValue
 from mpbridge.stacks.shell.commands import Follower
 from mpbridge.stacks.shell.fields import bare, clean, unknown_word
 from mpbridge.stacks.shell.syntax import Command, parse
-from mpbridge.stacks.shell.values import NO_VALUE, Value, Values, texts
+from mpbridge.stacks.shell.values import NO_VALUE, ShellValue, Values, texts
 
 MOST = 400_000
 """Characters of a script; launch scripts are a hundredth of it."""
 
 
 @dataclass
-class Script:
+class LaunchScript:
     """What was read."""
 
     words: list[str] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Script:
     """What was passed over, and what was assumed."""
 
 
-def read_script(text: str, env: Mapping[str, str], path: Path | None = None) -> Script:
+def read_script(text: str, env: Mapping[str, str], path: Path | None = None) -> LaunchScript:
     """The arguments in a launch script. Raises BadValue for what is no script.
 
     env: values of variables that it takes from outside; '1', '2', ... are its own arguments. path: the script's, for files that it sources.
@@ -46,10 +46,10 @@ def read_script(text: str, env: Mapping[str, str], path: Path | None = None) -> 
     unread = [
         f"--env {name}: nothing of the script reads it" for name in env if not name.isdigit() and name not in text
     ]
-    return Script(words=words, notes=[*notes, *unread])
+    return LaunchScript(words=words, notes=[*notes, *unread])
 
 
-def read_words(text: str, env: Mapping[str, str]) -> Script:
+def read_words(text: str, env: Mapping[str, str]) -> LaunchScript:
     """The words of one command line without its command. Raises BadValue for quotes that are never closed."""
     follower = _follower(env, None)
     made = parse(f": {clean(text)}", follower.notes)
@@ -60,7 +60,7 @@ def read_words(text: str, env: Mapping[str, str]) -> Script:
             "--args cannot be split into words: expected the arguments of one command, without ; | & and parentheses"
         )
     words = [word for raw in made[0].words[1:] for word in follower.values.fields(raw)]
-    return Script(words=[bare(word) for word in words if not unknown_word(word)], notes=_said(follower, words))
+    return LaunchScript(words=[bare(word) for word in words if not unknown_word(word)], notes=_said(follower, words))
 
 
 def _follower(env: Mapping[str, str], path: Path | None) -> Follower:
@@ -68,7 +68,7 @@ def _follower(env: Mapping[str, str], path: Path | None) -> Follower:
     while str(len(positional) + 1) in env:
         positional.append(env[str(len(positional) + 1)])
     # a script is started where it lies unless the variable says something else
-    variables: dict[str, Value] = {"PWD": "." if path is None else str(path.parent)}
+    variables: dict[str, ShellValue] = {"PWD": "." if path is None else str(path.parent)}
     variables |= {name: clean(value) for name, value in env.items() if not name.isdigit()}
     values = Values(
         variables=variables, positional=[clean(one) for one in positional], script="" if path is None else str(path)

@@ -8,7 +8,7 @@ from mpbridge.stacks.shell.conditions import Truth
 from mpbridge.stacks.shell.endings import Stop
 from mpbridge.stacks.shell.fields import bare, matches
 from mpbridge.stacks.shell.inside import tells, text_of
-from mpbridge.stacks.shell.syntax import Block, Case, For, If, While
+from mpbridge.stacks.shell.syntax import CaseCommand, CommandList, For, If, While
 
 if TYPE_CHECKING:
     from mpbridge.stacks.shell.commands import Follower
@@ -26,7 +26,7 @@ def follow_if(follower: Follower, node: If) -> Truth:
     return True
 
 
-def _judged(follower: Follower, condition: Block, branches: Block) -> bool:
+def _judged(follower: Follower, condition: CommandList, branches: CommandList) -> bool:
     follower.files.clear()
     truth = judged(follower, condition)
     not_there(follower, branches)
@@ -36,7 +36,7 @@ def _judged(follower: Follower, condition: Block, branches: Block) -> bool:
     return bool(truth)
 
 
-def judged(follower: Follower, condition: Block) -> Truth:
+def judged(follower: Follower, condition: CommandList) -> Truth:
     """A condition's answer: to fail is one."""
     follower.judging += 1
     try:
@@ -45,14 +45,14 @@ def judged(follower: Follower, condition: Block) -> Truth:
         follower.judging -= 1
 
 
-def not_there(follower: Follower, rest: Block) -> None:
+def not_there(follower: Follower, rest: CommandList) -> None:
     """A note for each file that a condition asked for, where what follows matters."""
     if tells(rest):
         follower.notes += [f"`[ {one} ]` is not looked at: taken as not there" for one in follower.files]
     follower.files.clear()
 
 
-def follow_case(follower: Follower, node: Case) -> Truth:
+def follow_case(follower: Follower, node: CaseCommand) -> Truth:
     """The first clause that fits, and those that it goes on to."""
     word = follower.values.text(node.word)
     follower.matters(word)
@@ -106,7 +106,7 @@ def follow_while(follower: Follower, node: While) -> Truth:
     return True
 
 
-def _round(follower: Follower, body: Block) -> bool:
+def _round(follower: Follower, body: CommandList) -> bool:
     """One round of a loop; False where it ends the loop."""
     try:
         follower.block(body)

@@ -18,8 +18,21 @@ from mpbridge.stacks.shell.endings import NotText, Stop
 from mpbridge.stacks.shell.fields import bare, unknown_word
 from mpbridge.stacks.shell.inside import first_word, tells, text_of
 from mpbridge.stacks.shell.programs import start
-from mpbridge.stacks.shell.syntax import Block, Case, Chain, Command, For, Function, Group, If, Node, Pipe, While, parse
-from mpbridge.stacks.shell.values import ASSIGNMENT, Value, Values
+from mpbridge.stacks.shell.syntax import (
+    CaseCommand,
+    Chain,
+    Command,
+    CommandList,
+    For,
+    FunctionDefinition,
+    Group,
+    If,
+    Node,
+    Pipe,
+    While,
+    parse,
+)
+from mpbridge.stacks.shell.values import ASSIGNMENT, ShellValue, Values
 
 MOST_STEPS = 20_000
 MOST_CALLS = 20
@@ -42,13 +55,13 @@ class Follower:
     commands: list[list[str]] = field(default_factory=list)
     """Programs that it starts: their words, with marks."""
     notes: list[str] = field(default_factory=list)
-    functions: dict[str, Block] = field(default_factory=dict)
+    functions: dict[str, CommandList] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     output: list[str] | None = None
     """What was printed, where a substitution asks for it."""
     files: list[str] = field(default_factory=list)
     """What tests have asked for since the last branch: `-f name`."""
-    own: list[dict[str, Value | None]] = field(default_factory=list)
+    own: list[dict[str, ShellValue | None]] = field(default_factory=list)
     """For each function that is being followed: its own variables' values outside of it; None: there was none."""
     ends_at_failure: bool = False
     """set -e."""
@@ -60,7 +73,7 @@ class Follower:
     def __post_init__(self) -> None:
         self.values.run = self._printed
 
-    def follow(self, block: Block) -> None:
+    def follow(self, block: CommandList) -> None:
         """A whole script; what stops it ends it."""
         with contextlib.suppress(Stop):
             self.block(block)
@@ -71,7 +84,7 @@ class Follower:
             if name not in self.called and tells(body):
                 self.notes.append(f"the function {name} is never called: its options do not count")
 
-    def block(self, block: Block) -> Truth:
+    def block(self, block: CommandList) -> Truth:
         """The last command's success; None where only running would tell."""
         truth: Truth = True
         for node in block:
@@ -103,19 +116,19 @@ class Follower:
                 return self._pipe(node)
             case If():
                 return follow_if(self, node)
-            case Case():
+            case CaseCommand():
                 return follow_case(self, node)
             case For():
                 return follow_for(self, node)
             case While():
                 return follow_while(self, node)
-            case Function():
+            case FunctionDefinition():
                 self.functions[node.name] = node.body
                 return True
             case Group():
                 return self.apart(node.body) if node.subshell else self.block(node.body)
 
-    def apart(self, block: Block) -> Truth:
+    def apart(self, block: CommandList) -> Truth:
         """Commands whose variables end with them."""
         kept = dict(self.values.variables), list(self.values.positional)
         try:
@@ -192,7 +205,7 @@ class Follower:
         finally:
             self._restore(kept)
 
-    def _restore(self, kept: Mapping[str, Value | None]) -> None:
+    def _restore(self, kept: Mapping[str, ShellValue | None]) -> None:
         """Variables as they were; None: there was none."""
         for name, value in kept.items():
             if value is None:

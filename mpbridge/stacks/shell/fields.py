@@ -24,7 +24,7 @@ def unknown_word(text: str) -> bool:
     return bool(text) and not bare(text) and QUOTED not in text
 
 
-class Fields:
+class WordBuilder:
     """Words while they are put together."""
 
     def __init__(self, *, splits: bool = True, pattern: bool = False) -> None:

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from mpbridge.stacks.shell.syntax import Block, Case, Chain, Command, For, Function, Group, If, Node, Pipe, While
+from mpbridge.stacks.shell.syntax import (
+    CaseCommand,
+    Chain,
+    Command,
+    CommandList,
+    For,
+    FunctionDefinition,
+    Group,
+    If,
+    Node,
+    Pipe,
+    While,
+)
 from mpbridge.stacks.shell.values import ASSIGNMENT
 
 
-def tells(block: Block) -> bool:
+def tells(block: CommandList) -> bool:
     """Whether commands set a variable, have options, or start a program."""
     return any(
         "--" in word or word.endswith(".py") or ASSIGNMENT.fullmatch(word) or word in ("source", ".", "eval")
@@ -17,7 +29,7 @@ def tells(block: Block) -> bool:
     )
 
 
-def commands_in(block: Block) -> Iterator[Command]:
+def commands_in(block: CommandList) -> Iterator[Command]:
     """Every command in a block, those of inner constructs too."""
     for node in block:
         match node:
@@ -30,12 +42,12 @@ def commands_in(block: Block) -> Iterator[Command]:
             case If():
                 for condition, body in node.branches:
                     yield from commands_in((*(condition or ()), *body))
-            case Case():
+            case CaseCommand():
                 for _, body, _ in node.clauses:
                     yield from commands_in(body)
             case While():
                 yield from commands_in((*node.condition, *node.body))
-            case For() | Function() | Group():
+            case For() | FunctionDefinition() | Group():
                 yield from commands_in(node.body)
 
 

@@ -39,15 +39,15 @@ class Pipe:
 class If:
     """Branches in order; the last has no condition where an `else` stands."""
 
-    branches: tuple[tuple[Block | None, Block], ...]
+    branches: tuple[tuple[CommandList | None, CommandList], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class CaseCommand:
     """A word and its clauses: patterns, body, what ends it."""
 
     word: str
-    clauses: tuple[tuple[tuple[str, ...], Block, str], ...]
+    clauses: tuple[tuple[tuple[str, ...], CommandList, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,39 +56,39 @@ class For:
 
     name: str
     words: tuple[str, ...] | None
-    body: Block
+    body: CommandList
 
 
 @dataclass(frozen=True, slots=True)
 class While:
     """until: the condition's opposite counts."""
 
-    condition: Block
-    body: Block
+    condition: CommandList
+    body: CommandList
     until: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class FunctionDefinition:
     """Named commands."""
 
     name: str
-    body: Block
+    body: CommandList
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
     """`{ ...; }`, or `( ... )` whose variables end with it."""
 
-    body: Block
+    body: CommandList
     subshell: bool
 
 
-Node = Command | Chain | Pipe | If | Case | For | While | Function | Group
-Block = tuple[Node, ...]
+Node = Command | Chain | Pipe | If | CaseCommand | For | While | FunctionDefinition | Group
+CommandList = tuple[Node, ...]
 
 
-def parse(text: str, notes: list[str]) -> Block:
+def parse(text: str, notes: list[str]) -> CommandList:
     """The commands of a script. notes: gets what was assumed of quotes and constructs that are never closed. Raises BadValue where they nest too deep."""
     return _Parser(Lexer(text, notes)).whole()
 
@@ -99,7 +99,7 @@ class _Parser:
     open: list[tuple[str, frozenset[str]]] = field(default_factory=list)
     """Constructs that are open: their name, and the words that may follow in them."""
 
-    def whole(self) -> Block:
+    def whole(self) -> CommandList:
         found: list[Node] = []
         while True:
             found += self.block(frozenset())
@@ -110,7 +110,7 @@ class _Parser:
                 f"`{token.text}` in line {self.lexer.line(token.start)} closes nothing: passed over"
             )
 
-    def block(self, ends: frozenset[str]) -> Block:
+    def block(self, ends: frozenset[str]) -> CommandList:
         """Commands up to one of `ends`, or to a word that closes an outer construct."""
         if len(self.open) > DEEPEST:
             raise BadValue(f"this script nests more than {DEEPEST} constructs")
@@ -223,7 +223,9 @@ class _Parser:
                 return Command(("((", inside))
         return Group(self.inside("(", token, frozenset({")"})), subshell=True)
 
-    def inside(self, name: str, token: Token, ends: frozenset[str], *, first: frozenset[str] | None = None) -> Block:
+    def inside(
+        self, name: str, token: Token, ends: frozenset[str], *, first: frozenset[str] | None = None
+    ) -> CommandList:
         """The body of a construct up to one of `ends`, which is taken; a note where the text or an outer construct ends first."""
         self.open.append((name, ends))
         body = self.block(first or ends)
@@ -247,9 +249,9 @@ class _Parser:
 
     def if_(self, token: Token) -> Node:
         ends = frozenset({"then", "elif", "else", "fi"})
-        branches: list[tuple[Block | None, Block]] = []
+        branches: list[tuple[CommandList | None, CommandList]] = []
         self.open.append(("if", ends))
-        condition: Block | None = self.block(frozenset({"then"}))
+        condition: CommandList | None = self.block(frozenset({"then"}))
         self.close("if", token, frozenset({"then"}))
         while True:
             branches.append((condition, self.block(frozenset({"elif", "else", "fi"}))))
@@ -289,7 +291,7 @@ class _Parser:
         word = self.lexer.take().text if self.lexer.peek().kind == "word" else ""
         self.newlines()
         self.close("case", token, frozenset({"in"}))
-        clauses: list[tuple[tuple[str, ...], Block, str]] = []
+        clauses: list[tuple[tuple[str, ...], CommandList, str]] = []
         self.open.append(("case", frozenset({";;", ";&", ";;&", "esac"})))
         while True:
             self.newlines()
@@ -307,7 +309,7 @@ class _Parser:
             clauses.append((tuple(patterns), body, ending))
         self.open.pop()
         self.close("case", token, frozenset({"esac"}))
-        return Case(word, tuple(clauses))
+        return CaseCommand(word, tuple(clauses))
 
     def function(self, token: Token) -> Node:
         name = self.lexer.take().text
@@ -319,4 +321,4 @@ class _Parser:
     def named(self, name: str, token: Token) -> Node:
         self.newlines()
         body = self.command()
-        return Function(name, body.body if isinstance(body, Group) else (body,))
+        return FunctionDefinition(name, body.body if isinstance(body, Group) else (body,))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from mpbridge.errors import BadValue
 from mpbridge.stacks.shell.arithmetic import computed
 from mpbridge.stacks.shell.cuts import in_other_case, part, replaced, trimmed
-from mpbridge.stacks.shell.fields import END, MARK, PLAIN, Fields, bare, braces
+from mpbridge.stacks.shell.fields import END, MARK, PLAIN, WordBuilder, bare, braces
 from mpbridge.stacks.shell.lexer import end_of, words_of
 
 LONGEST = 1_000_000
@@ -26,14 +26,14 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=(.*)", re.DOTALL)
 NO_VALUE = re.compile(r"(\$\w+) has no value: taken as empty")
 """What is said of a variable that nothing sets; its name first."""
 
-Value = str | list[str] | dict[str, str]
+ShellValue = str | list[str] | dict[str, str]
 
 
 @dataclass
 class Values:
     """Variables, and the texts that marks stand for."""
 
-    variables: dict[str, Value] = field(default_factory=dict)
+    variables: dict[str, ShellValue] = field(default_factory=dict)
     positional: list[str] = field(default_factory=list)
     references: dict[str, str] = field(default_factory=dict)
     """Name -> the variable that it stands for (declare -n)."""
@@ -58,7 +58,7 @@ class Values:
 
     def fields(self, raw: str) -> list[str]:
         """The words that bash makes of one word. A word that is nothing but marks stays, for `told`."""
-        made = Fields()
+        made = WordBuilder()
         for one in braces(raw):
             self._into(made, one, quoted=False)
             made.close()
@@ -66,28 +66,28 @@ class Values:
 
     def text(self, raw: str) -> str:
         """A word that is not split: an assignment's value, a pattern."""
-        made = Fields(splits=False)
+        made = WordBuilder(splits=False)
         self._into(made, raw, quoted=False)
         return " ".join(made.whole())
 
     def pattern(self, raw: str) -> str:
         """A word as a pattern, whose quoted parts mean themselves."""
-        made = Fields(splits=False, pattern=True)
+        made = WordBuilder(splits=False, pattern=True)
         self._into(made, raw, quoted=False)
         return "".join(made.whole())
 
     def here(self, raw: str) -> str:
         """A here-document's text: expanded, not split, its quotes plain signs."""
-        made = Fields(splits=False)
+        made = WordBuilder(splits=False)
         self._into(made, raw, quoted=True)
         return "".join(made.whole())
 
-    def _into(self, made: Fields, raw: str, *, quoted: bool) -> None:
+    def _into(self, made: WordBuilder, raw: str, *, quoted: bool) -> None:
         at = 0
         while at < len(raw):
             at = (self._escaped if raw[at] == "\\" else self._piece)(made, raw, at, quoted)
 
-    def _piece(self, made: Fields, raw: str, at: int, quoted: bool) -> int:
+    def _piece(self, made: WordBuilder, raw: str, at: int, quoted: bool) -> int:
         """Adds what starts at `at`: quotes, an expansion, or plain signs up to the next that means something. Returns the place behind it."""
         sign, ansi = raw[at], raw.startswith("$'", at)
         end = at + 1 if quoted and (ansi or sign in "'\"") else end_of(raw, at)
@@ -104,7 +104,7 @@ class Values:
             made.add(raw[at:end], quoted=quoted, literal=True)
         return end
 
-    def _quotes(self, made: Fields, raw: str) -> None:
+    def _quotes(self, made: WordBuilder, raw: str) -> None:
         """`'...'`, `"..."` and `$'...'`; quotes that are never closed end with the text."""
         if raw.startswith("$"):
             made.add(_ansi(raw[2:-1]), quoted=True)
@@ -114,14 +114,14 @@ class Values:
         if raw[0] == '"':
             self._into(made, inside, quoted=True)
 
-    def _escaped(self, made: Fields, raw: str, at: int, quoted: bool) -> int:
+    def _escaped(self, made: WordBuilder, raw: str, at: int, quoted: bool) -> int:
         after = raw[at + 1 : at + 2]
         if after != "\n":
             keeps = quoted and after not in ("$", "`", '"', "\\")
             made.add(f"\\{after}" if keeps else after, quoted=True)
         return at + 2
 
-    def _dollar(self, made: Fields, raw: str, at: int, end: int, quoted: bool) -> int:
+    def _dollar(self, made: WordBuilder, raw: str, at: int, end: int, quoted: bool) -> int:
         if raw.startswith("$((", at) and raw[end - 2 : end] == "))":
             made.add(self.arithmetic(raw[at + 3 : end - 2]), quoted=quoted)
         elif raw.startswith("$(", at):
@@ -143,7 +143,7 @@ class Values:
         found = self.run(command)
         return self.mark(f"$({' '.join(command.split())}) is not run: taken as empty") if found is None else found
 
-    def _parameter(self, made: Fields, inside: str, quoted: bool) -> None:
+    def _parameter(self, made: WordBuilder, inside: str, quoted: bool) -> None:
         found = _PARAMETER.fullmatch(inside)
         if found is None:
             made.add(self.mark(f"${{{inside}}} is not understood: taken as empty"), quoted=quoted)
@@ -161,7 +161,7 @@ class Values:
             value = self._missing(name) if value is None else value
             _put(made, value, joined="*" in (name, index), quoted=quoted)
 
-    def get(self, name: str) -> Value | None:
+    def get(self, name: str) -> ShellValue | None:
         """A variable's value; None without one."""
         if name in ("@", "*"):
             return self.positional or None
@@ -172,7 +172,7 @@ class Values:
             return str(len(self.positional))
         return self.variables.get(self.references.get(name, name))
 
-    def _indexed(self, name: str, index: str | None) -> Value | None:
+    def _indexed(self, name: str, index: str | None) -> ShellValue | None:
         value = self.get(name)
         if name == "BASH_SOURCE":
             return self.script
@@ -189,14 +189,14 @@ class Values:
                 return None
         return value
 
-    def _missing(self, name: str) -> Value:
+    def _missing(self, name: str) -> ShellValue:
         if name in ("@", "*"):
             return [self.mark('"$@" has no values: taken as none (--env 1=... --env 2=...)')]
         if name in "?$!-#":
             return self.mark(f"${name} is known only while the script runs: taken as empty")
         return self.mark(f"${name} has no value: taken as empty (--env {name}=...)")
 
-    def _changed(self, name: str, value: Value | None, operation: str) -> Value | None:
+    def _changed(self, name: str, value: ShellValue | None, operation: str) -> ShellValue | None:
         """`${A operation}`."""
         default = re.fullmatch(r"(:?)([-=+?])(.*)", operation, re.DOTALL)
         if default:
@@ -211,7 +211,7 @@ class Values:
             return value[first:][: int(bare(self.arithmetic(length)) or 0)] if length else value[first:]
         return [self._cut(item, operation) for item in texts(value)]
 
-    def _with_default(self, name: str, value: Value | None, default: re.Match[str]) -> Value | None:
+    def _with_default(self, name: str, value: ShellValue | None, default: re.Match[str]) -> ShellValue | None:
         """`${A:-text}` and its kin; default: the colon, the sign and the text."""
         empty = value is None or (bool(default[1]) and not bare(value if isinstance(value, str) else "".join(value)))
         if default[2] == "+":
@@ -259,7 +259,7 @@ class Values:
         """`NAME=raw`, `NAME+=raw`, `NAME=(...)`, `NAME[index]=raw`."""
         name = self.references.get(name, name)
         before = self.variables.get(name)
-        made: Value
+        made: ShellValue
         if raw.startswith("(") and index is None:
             made = self._array(raw[1:].removesuffix(")"), before, more)
         else:
@@ -274,7 +274,7 @@ class Values:
             raise BadValue(f"${name} grows beyond {LONGEST} characters")
         self.variables[name] = made
 
-    def _array(self, inside: str, before: Value | None, more: bool) -> Value:
+    def _array(self, inside: str, before: ShellValue | None, more: bool) -> ShellValue:
         words = words_of(inside)
         keyed = [re.fullmatch(r"\[([^\]]*)\]=(.*)", word, re.DOTALL) for word in words]
         if words and all(keyed):
@@ -283,7 +283,7 @@ class Values:
         old = [] if not more or before is None else [before] if isinstance(before, str) else list(before)
         return [*old, *(one for word in words for one in self.fields(word))]
 
-    def _element(self, before: Value | None, index: str, text: str, more: bool) -> Value:
+    def _element(self, before: ShellValue | None, index: str, text: str, more: bool) -> ShellValue:
         if (
             isinstance(before, dict)
             or not re.fullmatch(r"[\s\w$+*-]*", index)
@@ -306,7 +306,7 @@ def _ansi(text: str) -> str:
     return re.sub(r"\\(.)", lambda found: named.get(found[1], found[0]), text)
 
 
-def _put(made: Fields, value: Value, *, joined: bool, quoted: bool) -> None:
+def _put(made: WordBuilder, value: ShellValue, *, joined: bool, quoted: bool) -> None:
     """Adds a text, or an array's texts: each a word, or joined (`"${A[*]}"`) all of them one."""
     if isinstance(value, str):
         made.add(value, quoted=quoted)
@@ -316,6 +316,6 @@ def _put(made: Fields, value: Value, *, joined: bool, quoted: bool) -> None:
         made.add_all(texts(value), quoted)
 
 
-def texts(value: Value) -> list[str]:
+def texts(value: ShellValue) -> list[str]:
     """The texts of a value: one, or an array's."""
     return [value] if isinstance(value, str) else list(value.values()) if isinstance(value, dict) else value

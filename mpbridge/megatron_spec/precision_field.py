@@ -84,16 +84,16 @@ class Facts:
         return bool(self.own("ddp", "use_megatron_fsdp", False))
 
 
-Value = Callable[[Facts], Any]
+FieldValue = Callable[[Facts], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PrecisionField:
     """One row."""
 
     target: Target
     field: str
-    value: Value
+    value: FieldValue
     """The field's value under a policy, dtypes as DType; or KEEP."""
     why: str
     default: Any
