@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from mpbridge.config.sections import YARN
 from mpbridge.errors import CheckpointError, MpbridgeError
 from mpbridge.facts import OptimizerFacts, RunFacts
 from mpbridge.files import read_json
@@ -40,7 +41,7 @@ _TABLES = ("parallel", "shape", "versions", "optimizer_section", "function", "st
 """Fields of a fingerprint that are mappings."""
 _FUNCTION = (
     "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "activation_func", "rotary_base", "rotary_percent", "rotary_interleaved",
-    "rope_scaling", "rope_scaling_factor", "softmax_scale", "window_size", "apply_residual_connection_post_layernorm", "moe_router_score_function",
+    "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "position_embedding_type", *YARN, "softmax_scale", "window_size", "apply_residual_connection_post_layernorm", "moe_router_score_function",
 )  # fmt: skip
 """Settings of the model that change what it computes from the same tensors."""
 _FAMILY: Mapping[str, str] = {"torch_adamw": "adam"}

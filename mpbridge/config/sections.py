@@ -14,15 +14,33 @@ class GPT:
     """As embedded, padding included. None: the tokenizer's size, padded as data.vocab_divisible_by says."""
     max_sequence_length: int | None = None
     """None: data.seq_length."""
-    position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
+    position_embedding_type: Literal["learned_absolute", "rope", "yarn", "none"] = "learned_absolute"
+    """yarn: rotary embeddings scaled as yarn_* say; latent attention has rope_type instead."""
     rotary_base: float = 10000
     rotary_percent: float = 1.0
     rope_scaling: bool = False
     rope_scaling_factor: float = 8.0
     seq_len_interpolation_factor: float | None = None
+    yarn_rotary_scaling_factor: float | None = None
+    """By how much YaRN stretches the positions that the model was first trained on."""
+    yarn_original_max_position_embeddings: int | None = None
+    """Positions that the model was first trained on."""
+    yarn_beta_fast: float = 32.0
+    """Turns over those positions from which a frequency stays as it is."""
+    yarn_beta_slow: float = 1.0
+    """Turns up to which a frequency is divided by the whole factor."""
+    yarn_mscale: float | None = None
+    """Sines and cosines are multiplied by (0.1 yarn_mscale ln factor + 1) / (0.1 yarn_mscale_all_dim ln factor + 1); None: by 0.1 ln factor + 1."""
+    yarn_mscale_all_dim: float | None = None
+    yarn_correction_range_round_to_int: bool = True
+    """Channels between which beta_fast and beta_slow lie, rounded to whole ones."""
     share_embeddings_and_output_weights: bool = False
     """Tied embeddings."""
     fp16_lm_cross_entropy: bool = False
+
+
+YARN = tuple(name for name in GPT.__dataclass_fields__ if name.startswith("yarn_"))
+"""YaRN of attention that is not latent: no arguments of GPTModel, which reads them off the config object, and no fields of the config's class."""
 
 
 @dataclass(kw_only=True)

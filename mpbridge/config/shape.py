@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from mpbridge.config.sections import GPT, YARN
 from mpbridge.errors import BadValue
 from mpbridge.facts import ModelShape, Parallel
 from mpbridge.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
@@ -49,13 +50,13 @@ def shape_faults(model: Mapping[str, Any]) -> list[str]:
         )
     width = model["kv_channels"] or hidden // heads
     if (
-        model["position_embedding_type"] == "rope"
+        model["position_embedding_type"] in ("rope", "yarn")
         and not model["multi_latent_attention"]
         and width % 2
         and model["rotary_percent"] == 1
     ):
         faults.append(
-            f"model.position_embedding_type=rope turns pairs of channels, and a head has {width}: change model.kv_channels or the number of heads"
+            f"model.position_embedding_type={model['position_embedding_type']} turns pairs of channels, and a head has {width}: change model.kv_channels or the number of heads"
         )
     if model["multi_latent_attention"] and model["qk_pos_emb_head_dim"] % 2:
         faults.append(
@@ -65,7 +66,39 @@ def shape_faults(model: Mapping[str, Any]) -> list[str]:
         faults.append(
             f"model.window_size={model['window_size']}: expected two numbers, the tokens seen to the left and to the right"
         )
+    faults += _yarn_faults(model)
     faults += _expert_faults(model)
+    return faults
+
+
+_NOT_UNDER_YARN = {
+    "rope_scaling": False, "seq_len_interpolation_factor": None, "rotary_percent": 1.0, "rotary_interleaved": False, "flash_decode": False,
+    "fused_single_qkv_rope": False,
+}  # fmt: skip
+"""What megatron-core's YarnRotaryEmbedding ignores or refuses, and the fused kernel that ignores its factor of sines and cosines."""
+
+
+def _yarn_faults(model: Mapping[str, Any]) -> list[str]:
+    if model["position_embedding_type"] != "yarn":
+        plain = GPT()
+        given = [f"model.{name}={model[name]}" for name in YARN if model[name] != getattr(plain, name)]
+        return [f"{', '.join(given)}: only read with model.position_embedding_type=yarn"] if given else []
+    if model["multi_latent_attention"]:
+        return [
+            "model.position_embedding_type=yarn is for other attention: latent attention takes model.rope_type=yarn with rotary_scaling_factor,"
+            " original_max_position_embeddings and their neighbours"
+        ]
+    needed = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
+    faults = [f"model.{name} is missing" for name in needed if model[name] is None]
+    faults += [
+        f"model.{name}={model[name]}: megatron-core's YaRN does not know it: leave it {plain}"
+        for name, plain in _NOT_UNDER_YARN.items()
+        if model[name] != plain
+    ]
+    if model["yarn_beta_fast"] <= model["yarn_beta_slow"]:
+        faults.append(
+            f"model.yarn_beta_fast={model['yarn_beta_fast']:g}: expected more than model.yarn_beta_slow={model['yarn_beta_slow']:g}"
+        )
     return faults
 
 

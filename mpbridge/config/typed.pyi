@@ -29,12 +29,19 @@ class ModelSettings(TypedDict, total=False):
 
     vocab_size: int | None
     max_sequence_length: int | None
-    position_embedding_type: Literal['learned_absolute', 'rope', 'none']
+    position_embedding_type: Literal['learned_absolute', 'rope', 'yarn', 'none']
     rotary_base: float
     rotary_percent: float
     rope_scaling: bool
     rope_scaling_factor: float
     seq_len_interpolation_factor: float | None
+    yarn_rotary_scaling_factor: float | None
+    yarn_original_max_position_embeddings: int | None
+    yarn_beta_fast: float
+    yarn_beta_slow: float
+    yarn_mscale: float | None
+    yarn_mscale_all_dim: float | None
+    yarn_correction_range_round_to_int: bool
     share_embeddings_and_output_weights: bool
     fp16_lm_cross_entropy: bool
     tensor_model_parallel_size: int
@@ -378,12 +385,19 @@ class ModelSection(Section):
 
     vocab_size: int | None
     max_sequence_length: int | None
-    position_embedding_type: Literal['learned_absolute', 'rope', 'none']
+    position_embedding_type: Literal['learned_absolute', 'rope', 'yarn', 'none']
     rotary_base: float
     rotary_percent: float
     rope_scaling: bool
     rope_scaling_factor: float
     seq_len_interpolation_factor: float | None
+    yarn_rotary_scaling_factor: float | None
+    yarn_original_max_position_embeddings: int | None
+    yarn_beta_fast: float
+    yarn_beta_slow: float
+    yarn_mscale: float | None
+    yarn_mscale_all_dim: float | None
+    yarn_correction_range_round_to_int: bool
     share_embeddings_and_output_weights: bool
     fp16_lm_cross_entropy: bool
     tensor_model_parallel_size: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,9 @@ from mpbridge.huggingface.fields import ConfigFields
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What megatron-core's RotaryEmbedding._apply_scaling has as constants (0.16.1 to 0.20); Llama 3.1, 3.2 and 3.3 have the same."""
-_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
-"""What transformers takes for factors of YaRN that are left out (modeling_rope_utils.py)."""
+_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+"""What transformers takes where YaRN's bounds are left out, null or 0 (modeling_rope_utils.py)."""
+_SCALES = ("mscale", "mscale_all_dim")
 
 
 def rope_section(fields: ConfigFields, *, latent: bool) -> dict[str, Any]:
@@ -51,21 +53,21 @@ def _spelled(given: Any) -> Any:
 
 def _scaled(kind: str, inner: ConfigFields, *, latent: bool) -> dict[str, Any]:
     """What scales the frequencies, by rope_type."""
-    if kind == "yarn" and latent:
-        return _yarn(inner)
+    if kind == "yarn":
+        return _latent_yarn(inner) if latent else _yarn(inner)
     # megatron-core multiplies attention scores by a function of this factor, in plain latent attention too
     plain: dict[str, Any] = {"rope_type": "rope", "rotary_scaling_factor": 1.0} if latent else {}
     if kind == "default":
         return plain
     if kind == "linear" and not latent:
-        return {"seq_len_interpolation_factor": inner.number("factor", 1.0, least=1.0)}
+        return {"seq_len_interpolation_factor": _factor(inner)}
     if kind == "llama3" and not latent:
         for name, value in _LLAMA3.items():
             found = inner.number(name, value)
             if found != value:
                 inner.fault(f"{name}={found:g}: expected {value:g}, which megatron-core's rope_scaling has built in")
-        return {"rope_scaling": True, "rope_scaling_factor": inner.number("factor", 8.0, least=1.0)}
-    known = "default or yarn" if latent else "default, linear or llama3"
+        return {"rope_scaling": True, "rope_scaling_factor": _factor(inner)}
+    known = "default or yarn" if latent else "default, linear, llama3 or yarn"
     inner.fault(
         f"rope_type={kind!r}: expected {known}: mpbridge maps no other scaling to megatron-core's settings for these layers"
     )
@@ -74,16 +76,64 @@ def _scaled(kind: str, inner: ConfigFields, *, latent: bool) -> dict[str, Any]:
     return plain
 
 
+def _factor(inner: ConfigFields) -> float:
+    """By how much positions are stretched; transformers has no default for it."""
+    if not inner.has("factor"):
+        inner.fault("factor is missing")
+        return 1.0
+    return inner.number("factor", 1.0, least=1.0)
+
+
+def _bounds(inner: ConfigFields) -> dict[str, float]:
+    betas = {name: inner.number(name, value) or value for name, value in _BETAS.items()}
+    if betas["beta_fast"] <= betas["beta_slow"]:
+        inner.fault(f"beta_fast={betas['beta_fast']:g}: expected more than beta_slow={betas['beta_slow']:g}")
+    return betas
+
+
+def _scales(inner: ConfigFields, factor: float) -> tuple[float, float] | None:
+    """mscale and mscale_all_dim where both decide; None: sines and cosines are multiplied by 0.1 ln factor + 1, which transformers takes unless both are there."""
+    pair = inner.number("mscale"), inner.number("mscale_all_dim")
+    usual = 0.1 * math.log(factor) + 1.0
+    given = inner.number("attention_factor", usual)
+    if given not in (usual, 1.0):
+        inner.fault(
+            f"attention_factor={given}: expected 1, or {usual} (0.1 ln factor + 1): mpbridge maps no other to megatron-core's mscale"
+        )
+    if inner.has("attention_factor"):  # transformers looks at the other two only where it is left out
+        return None if given == usual else (1.0, 1.0)
+    return pair if all(pair) else None
+
+
 def _yarn(inner: ConfigFields) -> dict[str, Any]:
+    factor = _factor(inner)
+    scales = _scales(inner, factor)
+    out: dict[str, Any] = {f"yarn_{name}": value for name, value in _bounds(inner).items()}
+    out |= {f"yarn_{name}": value for name, value in zip(_SCALES, scales or (None, None), strict=True)}
+    return out | {
+        "position_embedding_type": "yarn",
+        "yarn_rotary_scaling_factor": factor,
+        "yarn_original_max_position_embeddings": inner.size("original_max_position_embeddings"),
+        "yarn_correction_range_round_to_int": inner.flag("truncate", True),
+    }
+
+
+def _latent_yarn(inner: ConfigFields) -> dict[str, Any]:
     inner.must("attention_factor", (), "it follows from mscale and mscale_all_dim")
     inner.must("truncate", (True,), "megatron-core rounds the range of corrected frequencies")
-    original = inner.size("original_max_position_embeddings")
-    factors = {name: inner.number(name, value) for name, value in _YARN.items()}
+    mscale, whole = inner.number("mscale"), inner.number("mscale_all_dim")
+    if whole and not mscale:
+        inner.fault(
+            f"mscale_all_dim={whole:g} without mscale: megatron-core has no setting for what transformers makes of it"
+        )
     return {
         "rope_type": "yarn",
-        "rotary_scaling_factor": inner.number("factor", 1.0, least=1.0),
-        "original_max_position_embeddings": original,
-        **factors,
+        "rotary_scaling_factor": _factor(inner),
+        "original_max_position_embeddings": inner.size("original_max_position_embeddings"),
+        **_bounds(inner),
+        # transformers looks at mscale only where mscale_all_dim is there
+        "mscale": mscale if whole else 1.0,
+        "mscale_all_dim": whole,
     }
 
 
@@ -91,10 +141,21 @@ def rope_fields(model: Mapping[str, Any], *, latent: bool) -> dict[str, Any]:
     """rope_theta and rope_scaling of config.json from a model section with its defaults filled in."""
     out: dict[str, Any] = {"rope_theta": float(model["rotary_base"]), "rope_scaling": None}
     if latent and model["rope_type"] == "yarn":
-        scaling = {name: model[name] for name in ("original_max_position_embeddings", *_YARN)}
+        scaling = {name: model[name] for name in ("original_max_position_embeddings", *_BETAS, *_SCALES)}
         out["rope_scaling"] = {"type": "yarn", "factor": float(model["rotary_scaling_factor"]), **scaling}
+    elif model["position_embedding_type"] == "yarn":
+        out["rope_scaling"] = {"rope_type": "yarn", **_dense_yarn_fields(model)}
     elif model["rope_scaling"]:
         out["rope_scaling"] = {"rope_type": "llama3", "factor": float(model["rope_scaling_factor"]), **_LLAMA3}
     elif model["seq_len_interpolation_factor"] is not None:
         out["rope_scaling"] = {"rope_type": "linear", "factor": float(model["seq_len_interpolation_factor"])}
     return out
+
+
+def _dense_yarn_fields(model: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("original_max_position_embeddings", *_BETAS)
+    out: dict[str, Any] = {"factor": float(model["yarn_rotary_scaling_factor"])}
+    out |= {name: model[f"yarn_{name}"] for name in names}
+    scales = {name: model[f"yarn_{name}"] for name in _SCALES}
+    out |= scales if None not in scales.values() else {}
+    return out if model["yarn_correction_range_round_to_int"] else out | {"truncate": False}

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mpbridge.config.schema import ACTIVATIONS
-from mpbridge.config.sections import GPT
+from mpbridge.config.sections import GPT, YARN
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError, Refused, StalePlan, UnknownName, UpstreamRefused
 from mpbridge.facts import Realization, Versions
 from mpbridge.formats import DType, dtype
@@ -70,6 +70,7 @@ def build(
     _refuse_unknown(sections, classes)
     for name, section in sections.items():
         made[name] = _construct(name, classes[name], section, plan)
+    _add_yarn(made["model"], gpt)
     return Targets(gpt=MappingProxyType(gpt), **made)
 
 
@@ -149,6 +150,18 @@ def _gpt_arguments(section: dict[str, Any], config: type) -> dict[str, Any]:
         if name not in _fields(config):
             del section[name]
     return own
+
+
+def _add_yarn(config: Any, gpt: dict[str, Any]) -> None:
+    """Moves yarn_* from GPTModel's arguments onto the config object, where GPTModel and its attention look for them (no field of any class).
+
+    Only under YaRN: attention scales sines and cosines of every model whose config has such an attribute.
+    """
+    given = {name: gpt.pop(name) for name in YARN if name in gpt}
+    if gpt.get("position_embedding_type") == "yarn":
+        plain = GPT()
+        for name in YARN:
+            setattr(config, name, given.get(name, getattr(plain, name)))
 
 
 def _fields(config: type) -> Mapping[str, Any]:

@@ -183,10 +183,15 @@ _LAYOUTS: Mapping[Sharding, Callable[..., Iterator[Role]]] = MappingProxyType(
 
 def _module_buffers(policy: PrecisionPolicy, run: RunFacts, chunk: tuple[Parameter, ...]) -> Iterator[Role]:
     """Buffers of the router (how many tokens each expert got and, FP32 again from the first forward pass on, the bias that balances them), and of YaRN:
-    latent attention keeps cosines and sines of the positions that the model was first trained on, in each layer (yarn_rotary_pos_embedding.py)."""
+    cosines and sines of the positions that the model was first trained on, in each layer of latent attention, else once for all layers of a chunk
+    (yarn_rotary_pos_embedding.py)."""
     latent = run.shape.latent_attention
     yarn = latent is not None and run.model.get("rope_type", "yarn") == "yarn"
     positions = int(run.model.get("original_max_position_embeddings") or 4096)
+    if chunk and run.model.get("position_embedding_type") == "yarn":
+        size = int(run.model["yarn_original_max_position_embeddings"]) * run.shape.kv_channels
+        for table in ("cos_cached", "sin_cached"):
+            yield Role("buffers", f"rotary_pos_emb.{table}", policy.params, size, 0, "model")
     for parameter in chunk:
         if yarn and latent is not None and parameter.weight.path.endswith("self_attention.linear_proj.weight"):
             prefix = parameter.name.removesuffix("linear_proj.weight")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -374,3 +375,31 @@ def test_every_dump_loads_back(values):
 def test_the_constructor_names_the_nearest_section():
     with pytest.raises(UnknownName, match="nearest: mixed_precision"):
         ConfigContainer(mixed_precison="bf16_mixed")
+
+
+YARN = {
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 64, "position_embedding_type": "yarn",
+    "yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rotary_percent": 0.5}, "model.rotary_percent=0.5: megatron-core's YaRN does not know it"),
+        ({"rope_scaling": True}, "model.rope_scaling=True: megatron-core's YaRN does not know it"),
+        ({"yarn_beta_fast": 1}, "model.yarn_beta_fast=1: expected more than model.yarn_beta_slow=1"),
+        ({"yarn_rotary_scaling_factor": None}, "model.yarn_rotary_scaling_factor is missing"),
+        ({"multi_latent_attention": True}, "latent attention takes model.rope_type=yarn"),
+        ({"position_embedding_type": "rope"}, "only read with model.position_embedding_type=yarn"),
+    ],
+    ids=["part of a head", "another scaling", "bounds", "no factor", "latent", "not yarn"],
+)
+def test_yarn_that_megatron_core_would_not_compute_is_refused(change: dict[str, Any], said: str) -> None:
+    config = ConfigContainer(mixed_precision="bf16_mixed", model=YARN, data={"seq_length": 32})
+    assert config.resolved(training=False).facts.model["position_embedding_type"] == "yarn"
+    for name, value in change.items():
+        setattr(config.model, name, value)
+    with pytest.raises(Contradiction) as refused:
+        config.resolved(training=False)
+    assert said in str(refused.value)

@@ -74,6 +74,48 @@ def test_scaled_rotary_embeddings_keep_their_factors() -> None:
     assert new["rotary_base"] == 1e6
 
 
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+"""As the model cards of Qwen 2.5 and 3 give it."""
+
+
+@pytest.mark.parametrize(
+    ("more", "scales"),
+    [
+        ({}, (None, None)),
+        ({"mscale": 0.7, "mscale_all_dim": 0.4}, (0.7, 0.4)),
+        ({"mscale": 0.7}, (None, None)),
+        ({"mscale_all_dim": 0.7}, (None, None)),
+        ({"attention_factor": 1.1386294361119891, "mscale": 0.7, "mscale_all_dim": 0.4}, (None, None)),
+        ({"attention_factor": 1.0}, (1.0, 1.0)),
+    ],
+    ids=["0.1 ln 4 + 1", "two scales", "mscale alone", "all dimensions alone", "the same factor given", "no factor"],
+)
+def test_yarn_multiplies_sines_and_cosines_as_transformers_does(
+    more: dict[str, float], scales: tuple[float | None, float | None]
+) -> None:
+    made = section(published.QWEN2_5_7B | {"rope_scaling": YARN | more})
+    assert made["position_embedding_type"] == "yarn"
+    assert (made["yarn_rotary_scaling_factor"], made["yarn_original_max_position_embeddings"]) == (4.0, 32768)
+    assert (made["yarn_beta_fast"], made["yarn_beta_slow"]) == (32.0, 1.0)
+    assert (made["yarn_mscale"], made["yarn_mscale_all_dim"]) == scales
+    back = config_json(filled("model", made), rows=152064, dtype="bfloat16")
+    assert section(back) == made
+
+
+def test_scales_of_latent_yarn_are_transformers() -> None:
+    latent, scaling = published.DEEPSEEK_V3, published.DEEPSEEK_V3["rope_scaling"]
+    for given, found in (
+        ({}, (1.0, 1.0)),
+        ({"mscale": 0.7}, (0.7, 1.0)),
+        ({"mscale": 0.7, "mscale_all_dim": 0}, (1.0, 0.0)),
+    ):
+        made = section(latent | {"rope_scaling": scaling | given})
+        # transformers leaves mscale out of account unless mscale_all_dim is there
+        assert (made["mscale"], made["mscale_all_dim"]) == found
+    with pytest.raises(Contradiction, match="mscale_all_dim=1 without mscale"):
+        section(latent | {"rope_scaling": _without(scaling, "mscale")})
+
+
 ROPE = published.LLAMA_3_1_8B["rope_scaling"]
 REFUSED = {
     "an unknown family": (published.LLAMA_3_8B | {"model_type": "mamba"}, "model_type='mamba': expected one of llama"),
@@ -85,8 +127,47 @@ REFUSED = {
     "a huge size": (published.LLAMA_3_8B | {"hidden_size": 1 << 50}, "hidden_size="),
     "rope of another kind": (
         published.LLAMA_3_8B | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-        "rope_type='dynamic': expected default, linear or llama3",
+        "rope_type='dynamic': expected default, linear, llama3 or yarn",
     ),
+    "rope of another kind for latent attention": (
+        published.DEEPSEEK_V3 | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_type='linear': expected default or yarn",
+    ),
+    "linear rope without its factor": (
+        published.LLAMA_3_8B | {"rope_scaling": {"type": "linear"}},
+        "rope_scaling.factor is missing",
+    ),
+    "llama3 rope without its factor": (
+        published.LLAMA_3_8B | {"rope_scaling": _without(ROPE, "factor")},
+        "rope_scaling.factor is missing",
+    ),
+    "yarn without its factor": (
+        published.LLAMA_3_8B | {"rope_scaling": _without(YARN, "factor")},
+        "rope_scaling.factor is missing",
+    ),
+    "yarn without its positions": (
+        published.LLAMA_3_8B | {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+        "rope_scaling.original_max_position_embeddings is missing",
+    ),
+    "a factor below one": (published.LLAMA_3_8B | {"rope_scaling": YARN | {"factor": 0.5}}, "rope_scaling.factor=0.5"),
+    "a text for a factor": (published.LLAMA_3_8B | {"rope_scaling": YARN | {"factor": "4"}}, 'rope_scaling.factor="4"'),
+    "bounds the wrong way round": (
+        published.LLAMA_3_8B | {"rope_scaling": YARN | {"beta_fast": 1, "beta_slow": 32}},
+        "rope_scaling.beta_fast=1: expected more than beta_slow=32",
+    ),
+    "another factor of sines and cosines": (
+        published.LLAMA_3_8B | {"rope_scaling": YARN | {"attention_factor": 1.5}},
+        "rope_scaling.attention_factor=1.5: expected 1, or 1.138",
+    ),
+    "channels that stay": (
+        published.LLAMA_3_8B | {"partial_rotary_factor": 0.5},
+        "partial_rotary_factor=0.5: expected 1",
+    ),
+    "two that differ": (
+        published.LLAMA_3_8B | {"rope_scaling": ROPE, "rope_parameters": YARN},
+        "transformers takes the first, and the two differ",
+    ),
+    "rope that is a word": (published.LLAMA_3_8B | {"rope_scaling": "yarn"}, "rope_scaling: expected one mapping"),
     "another low factor": (
         published.LLAMA_3_8B | {"rope_scaling": ROPE | {"low_freq_factor": 2.0}},
         "rope_scaling.low_freq_factor=2: expected 1",

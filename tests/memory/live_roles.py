@@ -21,7 +21,12 @@ LLAMA = {
     "share_embeddings_and_output_weights": False, "add_bias_linear": False, "normalization": "RMSNorm", "gated_linear_unit": True, "num_query_groups": 2,
     "position_embedding_type": "rope", "ffn_hidden_size": 104, "qk_layernorm": True,
 }  # fmt: skip
-LLAMA_TIED = LLAMA | {"share_embeddings_and_output_weights": True, "add_qkv_bias": True, "qk_layernorm": False}
+YARN = {
+    "position_embedding_type": "yarn",
+    "yarn_rotary_scaling_factor": 4.0,
+    "yarn_original_max_position_embeddings": 24,
+}
+LLAMA_TIED = LLAMA | YARN | {"share_embeddings_and_output_weights": True, "add_qkv_bias": True, "qk_layernorm": False}
 MOE = {
     "share_embeddings_and_output_weights": False, "add_bias_linear": False, "num_moe_experts": 4, "moe_ffn_hidden_size": 40, "moe_layer_freq": [0, 1],
     "moe_token_dispatcher_type": "alltoall", "moe_shared_expert_intermediate_size": 24, "moe_router_load_balancing_type": "none",

@@ -21,6 +21,7 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1,
     "mscale": 1.0, "mscale_all_dim": 1.0,
 }  # fmt: skip
+DENSE_YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
 LATENT = {
     "num_hidden_layers": 3, "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
     "v_head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 32,
@@ -32,6 +33,10 @@ LLAMA3 = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"rope_parameters": LLAMA3}),
     "llama, tied, linear rope": ("Llama", {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "llama, yarn, factor of one": ("Llama", {"rope_parameters": DENSE_YARN | {"attention_factor": 1.0, "beta_fast": 16, "beta_slow": 2}}),
+    "mistral, yarn, not rounded": ("Mistral", {"sliding_window": None, "rope_parameters": DENSE_YARN | {"truncate": False}}),
+    "qwen2, yarn": ("Qwen2", {"rope_parameters": DENSE_YARN}),
+    "qwen3_moe, yarn, two scales": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "rope_parameters": DENSE_YARN | {"mscale": 0.7, "mscale_all_dim": 0.4}}),
     "mistral with a window": ("Mistral", {"sliding_window": 16}),
     "mixtral": ("Mixtral", {"num_local_experts": 4}),
     "qwen2": ("Qwen2", {}),
