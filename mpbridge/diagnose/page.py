@@ -19,8 +19,8 @@ CHARTS = (
     ("weights", "parameter", "rms", "RMS of each parameter", "RMS", True),
 )  # fmt: skip
 """Table, key, number, title, axis, logarithmic."""
-CURVES_KEPT = 64
-"""Curves of a chart at most: more are not told apart."""
+MANY = 8
+"""Layers from which on a heat map stands above a chart of tensors: where to look among more curves than are drawn at once."""
 OPERAND_COLUMNS = [
     Column(name="layer", number=False, layer=True, help="layer of the model"),
     Column(name="linear", number=False),
@@ -87,6 +87,11 @@ def diagnosis_page(found: Diagnosis) -> Page:
 def layer_of(name: str) -> str:
     """The layer's number in a tensor's name; '' outside of the layers."""
     return next((part for part in name.split(" ")[0].split(".") if part.isdigit()), "")
+
+
+def kind_of(name: str) -> str:
+    """The rest of a tensor's name, behind its layer's number."""
+    return name.partition(f".{layer_of(name)}.")[2] or name
 
 
 def _made(run: Evidence) -> dict[str, str]:
@@ -176,7 +181,8 @@ def _tensor_charts(page: Page, run: Evidence, *, marks: list[tuple[float, str]],
                 series.append((name, points, layer_of(name)))
         series.sort(key=lambda one: (not any(one[0] in name for name in first), -_reach(one[1])))
         if series:
-            found[number] = page.chart(title, series, y=label, log=log, marks=marks, most=CURVES_KEPT, order="those named in the verdict and those that move most" if first else "those that move most")  # fmt: skip
+            _movement(page, title, series)
+            found[number] = page.chart(title, series, y=label, log=log, marks=marks, order="those named in the verdict and those that move most first" if first else "those that move most first")  # fmt: skip
     stale = [
         (name, [(step, row["staleness"]) for step, row in points if isinstance(row["staleness"], (int, float))], layer_of(name))
         for name, points in run.operands().items()
@@ -184,8 +190,19 @@ def _tensor_charts(page: Page, run: Evidence, *, marks: list[tuple[float, str]],
     stale = [one for one in stale if one[1]]
     if stale:
         stale.sort(key=lambda one: -max(abs(value) for _, value in one[1]))
-        found["operands"] = page.chart("staleness of each delayed scale", stale, y="log2 (asked for over used)", marks=marks, most=CURVES_KEPT, order="the stalest")  # fmt: skip
+        found["operands"] = page.chart("staleness of each delayed scale", stale, y="log2 (asked for over used)", marks=marks, order="the stalest first")  # fmt: skip
     return found
+
+
+def _movement(page: Page, title: str, series: list[tuple[str, list[tuple[int, float]], str]]) -> None:
+    """Of a deep model: by layer and kind, how far each curve moves."""
+    layers = sorted({layer for _, _, layer in series if layer}, key=int)
+    if len(layers) < MANY:
+        return
+    values = {(layer, kind_of(name)): 2.0 ** _reach(points) for name, points, layer in series if layer}
+    kinds = list(dict.fromkeys(kind for _, kind in sorted(values, key=lambda place: int(place[0]))))
+    high = max(10.0, *values.values())
+    page.heat(f"{title}: how far it moves", layers, kinds, values, low=1.0, high=high, unit="times", note="Largest over smallest value of the run.")  # fmt: skip
 
 
 def _reach(points: list[tuple[int, float]]) -> float:
@@ -208,9 +225,8 @@ def _operand_tables(page: Page, run: Evidence) -> None:
     values: dict[tuple[str, str], float] = {}
     for row in rows:
         layer = layer_of(row["linear"])
-        rest = row["linear"].partition(f".{layer}.")[2] or row["linear"]
         if row["row_error"] is not None:
-            values[layer, f"{rest} {row['side']} {row['copy']}"] = row["row_error"]
+            values[layer, f"{kind_of(row['linear'])} {row['side']} {row['copy']}"] = row["row_error"]
     layers = sorted({layer for layer, _ in values}, key=lambda text: int(text or -1))
     if values:
         page.heat(f"Median row error by layer, step {last.step}", layers, list(dict.fromkeys(kind for _, kind in values)), values, low=0.01, high=1.0)  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.errors import BadValue
+from mpbridge.pages.sampling import packed, plain, spare, thin
 
 LARGEST = 2_000_000
 """Bytes of a page at most."""
-POINTS = 600
-"""Points of a curve at most: more than a wide screen has columns for."""
+CURVES = 12
+"""Curves of a chart that are drawn at once: as many as there are colours that can be told apart."""
 _HERE = Path(__file__).parent
 
 
@@ -70,21 +70,18 @@ class Page:
         bars: bool = False,
         marks: Iterable[tuple[float, str]] = (),
         note: str = "",
-        most: int | None = None,
-        order: str = "the most important ones",
+        order: str = "the most important ones first",
     ) -> str:
-        """Curves: (name, points, layer or '') each. y: label with the unit. marks: upright lines at x with a word each. most: only so many of the
-        curves stay, the first ones, and the page says what `order` calls them."""
+        """Curves: (name, points, layer or '') each. y: label with the unit. marks: upright lines at x with a word each. Of more than CURVES the first are
+        drawn, and the others by a layer, a part of their names or page by page; order: how the page calls the order that they come in."""
         lines = [
-            {"name": name, "layer": layer, "points": [[x_, _plain(y_)] for x_, y_ in points]}
+            {"name": name, "layer": layer, "points": [[x_, plain(y_)] for x_, y_ in points]}
             for name, points, layer in series
         ]
-        made = self.add(
+        return self.add(
             "chart", title, series=lines, x=x, y=y, log=log, bars=bars, marks=[list(mark) for mark in marks],
-            note=note, order=order,
+            note=note, order=order, shown=CURVES,
         )  # fmt: skip
-        _keep(self.blocks[-1], most if most is not None else len(lines))
-        return made
 
     def table(
         self,
@@ -103,7 +100,7 @@ class Page:
             "table",
             title,
             columns=heads,
-            rows=[[_plain(cell) for cell in row] for row in rows],
+            rows=[[plain(cell) for cell in row] for row in rows],
             order=list(order or range(len(rows))),
             folded=folded,
         )
@@ -117,11 +114,15 @@ class Page:
         *,
         low: float,
         high: float,
+        unit: str = "percent",
         note: str = "",
     ) -> str:
-        """Shares by layer (columns) and kind (rows), shown in percent on one logarithmic colour scale from `low` to `high`; a click chooses a layer."""
-        grid = [[_plain(values.get((layer, kind))) for layer in layers] for kind in kinds]
-        return self.add("heat", title, layers=list(layers), kinds=list(kinds), grid=grid, low=low, high=high, note=note)
+        """Numbers by layer (columns) and kind (rows) on one logarithmic colour scale from `low` to `high`; a click chooses a layer. unit: 'percent' shows
+        shares as percent, 'times' factors."""
+        grid = [[plain(values.get((layer, kind))) for layer in layers] for kind in kinds]
+        return self.add(
+            "heat", title, layers=list(layers), kinds=list(kinds), grid=grid, low=low, high=high, unit=unit, note=note
+        )
 
     def html(self, *, largest: int = LARGEST) -> str:
         """The file's text, at most `largest` bytes. Raises BadValue where even the smallest sample is more."""
@@ -133,15 +134,15 @@ class Page:
         template = environment.get_template("page.html.j2")
         assets = {name: (_HERE / path).read_text(encoding="utf-8") for name, path in _ASSETS.items()}
         for block in self.blocks:
-            _thin(block, POINTS)
+            thin(block)
         while True:
-            data = {"title": self.title, "made": self.made, "glossary": self.glossary, "blocks": self.blocks}
+            blocks = [packed(block) for block in self.blocks]
+            data = {"title": self.title, "made": self.made, "glossary": self.glossary, "blocks": blocks}
             # the only sequence that could end the script element early
             text = template.render(title=self.title, data=_json(data).replace("</", "<\\/"), **assets)
             if len(text.encode()) <= largest:
                 return text
-            spared = [_halve(block) for block in self.blocks]
-            if not any(spared):
+            if not spare(self.blocks):
                 raise BadValue(f"the page cannot be made smaller than {len(text.encode()):,} bytes")
 
 
@@ -155,63 +156,6 @@ _ASSETS = {
 
 def _json(data: Any) -> str:
     return json.dumps(data, separators=(",", ":"), ensure_ascii=False)
-
-
-def _plain(value: Any) -> Any:
-    """Five digits; what is not finite as a word."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}") if math.isfinite(value) else str(value)
-    return value
-
-
-def _thin(block: dict[str, Any], most: int) -> None:
-    """At most so many points a curve: the smallest and largest of each stretch, so that no spike is lost."""
-    for line in block.get("series", ()):
-        points = line["points"]
-        if len(points) <= most:
-            continue
-        stride = math.ceil(2 * len(points) / most)
-        kept: list[Any] = []
-        for start in range(0, len(points), stride):
-            part = points[start : start + stride]
-            ends = {id(point): point for point in (min(part, key=_height), max(part, key=_height))}
-            kept += sorted(ends.values(), key=lambda point: point[0])
-        block["sampled"] = f"each curve drawn with the extremes of every {stride} points"
-        line["points"] = kept
-
-
-def _keep(block: dict[str, Any], most: int) -> None:
-    """The first curves of a chart stay; the page says how many there were."""
-    if len(block["series"]) > most:
-        whole = block.setdefault("whole", len(block["series"]))
-        block["series"] = block["series"][:most]
-        block["kept"] = f"The {most} of {whole} curves, {block['order']}."
-
-
-def _height(point: Sequence[Any]) -> float:
-    return float(point[1]) if isinstance(point[1], (int, float)) else math.inf
-
-
-def _halve(block: dict[str, Any]) -> bool:
-    """Half of a block's rows, curves or layers go, the less important ones; False where there is nothing to spare."""
-    if block["kind"] == "table" and len(block["rows"]) > 20:
-        whole = block.setdefault("whole", len(block["rows"]))
-        stay = sorted(block["order"][: len(block["order"]) // 2])
-        number = {old: new for new, old in enumerate(stay)}
-        block["order"] = [number[old] for old in block["order"] if old in number]
-        block["rows"] = [block["rows"][old] for old in stay]
-        block["sampled"] = f"{len(stay):,} of {whole:,} rows, the most important ones"
-        return True
-    if block["kind"] == "chart" and len(block["series"]) > 12:
-        _keep(block, len(block["series"]) // 2)
-        return True
-    if block["kind"] == "heat" and len(block["layers"]) > 24:
-        whole = block.setdefault("whole", len(block["layers"]))
-        block["layers"] = block["layers"][::2]
-        block["grid"] = [row[::2] for row in block["grid"]]
-        block["sampled"] = f"{len(block['layers'])} of {whole} layers, evenly spread"
-        return True
-    return False
 
 
 def writable(path: Path, *, folder: bool = False, option: str = "--out") -> None:

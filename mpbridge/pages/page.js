@@ -52,26 +52,37 @@
     tip.style.top = `${Math.min(event.clientY + 16, innerHeight - tip.offsetHeight - 8)}px`;
   });
 
-  const palette = ["#3b7dd8", "#d9822b", "#2e9e5b", "#c23b4b", "#8a63d2", "#1aa3a3", "#b5651d", "#d15fa8", "#7d8a2e", "#5b7083"];
+  const palette = ["#3b7dd8", "#d9822b", "#2e9e5b", "#c23b4b", "#8a63d2", "#1aa3a3", "#b5651d", "#d15fa8", "#7d8a2e", "#5b7083", "#e0b400", "#7fb2f0"];
   const charts = [];
   const chart = (block) => {
     const box = make("div", { class: "chart" });
-    let plot = null;
+    const layered = block.series.some((line) => line.layer !== "");
+    let plot = null, wanted = "", first = 0;
+    const count = make("span", { class: "dim" });
+    const turn = (label, name, by) => make("button", { type: "button", text: label, "aria-label": name, onclick: () => { first += by; draw(); } });
+    const [back, on] = [turn("‹", "curves before these", -block.shown), turn("›", "more curves", block.shown)];
+    const tools = block.series.length > block.shown ? make("div", { class: "tools" }, make("input", { type: "search", placeholder: "filter curves", "aria-label": "filter curves", oninput: (event) => { wanted = event.target.value.toLowerCase(); first = 0; draw(); } }), back, on, count) : null;
+    const place = make("div");
     const draw = () => {
       if (plot) plot.destroy();
       plot = null;
-      const layered = block.series.some((line) => line.layer !== "");
-      const lines = block.series.filter((line) => state.layer === null || !layered || line.layer === state.layer);
-      box.replaceChildren();
-      if (!lines.length && state.layer !== null) {
-        box.append(make("p", { class: "dim", text: block.whole > block.series.length ? `no curve of layer ${state.layer} is on this page: ${block.series.length} of ${block.whole} were kept` : `no curve here is of layer ${state.layer}` }));
+      const found = block.series.filter((line) => (state.layer === null || !layered || line.layer === state.layer) && line.name.toLowerCase().includes(wanted));
+      first = Math.max(0, Math.min(first, found.length - 1));
+      const lines = found.slice(first, first + block.shown);
+      back.disabled = first === 0;
+      on.disabled = first + block.shown >= found.length;
+      count.textContent = found.length > block.shown ? `curves ${first + 1} to ${first + lines.length} of ${found.length}, ${block.order}` : `${found.length} of ${block.series.length} curves`;
+      place.replaceChildren();
+      if (!lines.length && (state.layer !== null || wanted)) {
+        const sought = state.layer === null ? `no curve's name holds '${wanted}'` : block.whole > block.series.length ? `no curve of layer ${state.layer} is on this page: ${block.series.length} of ${block.whole} were kept` : `no curve here is of layer ${state.layer}${wanted ? ` and holds '${wanted}'` : ""}`;
+        place.append(make("p", { class: "dim", text: sought }));
         return;
       }
-      const xs = [...new Set(lines.flatMap((line) => line.points.map((point) => point[0])))].sort((a, b) => a - b);
+      const xs = [...new Set(lines.flatMap((line) => block.xs[line.x]))].sort((a, b) => a - b);
       const at = new Map(xs.map((x, i) => [x, i]));
       const data = [xs, ...lines.map((line) => {
         const values = new Array(xs.length).fill(undefined);
-        line.points.forEach(([x, y]) => { const good = typeof y === "number" && (!block.log || y > 0); values[at.get(x)] = good ? y : null; });
+        block.xs[line.x].forEach((x, i) => { const y = line.y[i], good = typeof y === "number" && (!block.log || y > 0); values[at.get(x)] = good ? y : null; });
         return values;
       })];
       const axis = { stroke: css("--fg"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line") } };
@@ -98,10 +109,11 @@
         cursor: { focus: { prox: 24 } }, focus: { alpha: 0.25 }, legend: { live: true, isolate: true },
         series: [{ label: block.x }, ...lines.map((line, i) => ({ label: line.name, stroke: palette[i % palette.length], width: 1.5, spanGaps: true, fill: block.bars ? `${palette[i % palette.length]}66` : undefined, paths: block.bars ? uPlot.paths.bars({ size: [0.9, 60] }) : undefined, points: { show: xs.length < 40 && !block.bars, size: 5 }, value: (u, value) => (value === null || value === undefined ? "–" : number(value)) }))],
         plugins: block.marks.length ? [marks] : [],
-      }, data, box);
+      }, data, place);
     };
+    box.append(...(tools ? [tools, place] : [place]));
     charts.push(draw);
-    state.watchers.push(() => { if (block.series.some((line) => line.layer !== "")) draw(); });
+    state.watchers.push(() => { if (layered) { first = 0; draw(); } });
     requestAnimationFrame(draw);
     return box;
   };
@@ -156,21 +168,26 @@
     return `rgb(${stops[low].map((value, i) => Math.round(value + (stops[low + 1][i] - value) * (place - low))).join(",")})`;
   };
   const heat = (block) => {
-    const span = Math.log(block.high / block.low);
+    const span = Math.log(block.high / block.low), dense = block.layers.length > 40, percent = block.unit === "percent";
+    const said = (value) => (typeof value !== "number" ? String(value) : percent ? number(value, "percent") : `${number(value)} times`);
+    const short = (value) => (typeof value !== "number" ? value : percent ? (100 * value >= 10 ? (100 * value).toFixed(0) : (100 * value).toFixed(1)) : value >= 1e4 ? value.toExponential(0) : String(+value.toPrecision(value >= 100 ? 3 : 2)));
     const cells = [];
     const rows = block.kinds.map((kind, i) => make("tr", {}, make("th", { class: "text", text: kind }), ...block.layers.map((layer, j) => {
       const value = block.grid[i][j];
       if (value === null || value === undefined) return make("td", { class: "none" });
       const part = typeof value === "number" ? Math.log(Math.max(value, block.low) / block.low) / span : 1;
-      const cell = make("td", { class: part < 0.55 ? "lit" : "", style: `background:${colour(part)}`, "data-tip": `layer ${layer}, ${kind}: ${number(value, "percent")} (click: this layer alone)`, text: block.layers.length <= 40 ? (typeof value === "number" ? (100 * value >= 10 ? (100 * value).toFixed(0) : (100 * value).toFixed(1)) : value) : "", onclick: () => choose(layer) });
+      const cell = make("td", { class: part < 0.55 ? "lit" : "", style: `background:${colour(part)}`, "data-tip": `layer ${layer || "–"}, ${kind}: ${said(value)} (click: this layer alone)`, text: dense ? "" : short(value), onclick: () => choose(layer) });
       cells.push([layer, cell]);
       return cell;
     })));
     state.watchers.push(() => cells.forEach(([layer, cell]) => cell.classList.toggle("chosen", layer === state.layer)));
     const gradient = `linear-gradient(to right, ${[0, 0.25, 0.5, 0.75, 1].map(colour).join(",")})`;
-    return make("div", { class: "heat" },
-      make("div", { class: "scale" }, number(block.low, "percent"), make("i", { style: `background:${gradient}` }), number(block.high, "percent"), " (logarithmic; cells in percent)"),
-      make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, make("th", { class: "text", text: "layer" }), ...block.layers.map((layer) => make("th", { text: layer || "–" })))), make("tbody", {}, ...rows))));
+    // narrow cells have no room for a number each
+    const wide = dense ? 10 : 1;
+    const heads = block.layers.map((layer, j) => (j % wide ? null : make("th", { text: layer || "–", colspan: Math.min(wide, block.layers.length - j) })));
+    return make("div", { class: dense ? "heat dense" : "heat" },
+      make("div", { class: "scale" }, said(block.low), make("i", { style: `background:${gradient}` }), said(block.high), percent && !dense ? " (logarithmic; cells in percent)" : " (logarithmic)"),
+      make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, make("th", { class: "text", text: "layer" }), ...heads.filter((head) => head !== null))), make("tbody", {}, ...rows))));
   };
 
   const item = (one) => make("li", {}, one.word ? make("span", { class: `word ${one.tone || ""}`, text: one.word }) : null, one.word ? " " : null, one.href ? make("a", { href: `#${one.href}`, text: one.text }) : one.text, one.more && one.more.length ? make("ul", {}, ...one.more.map((line) => make("li", { text: line }))) : null);

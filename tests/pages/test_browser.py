@@ -54,19 +54,29 @@ def page() -> str:
     return made.html()
 
 
-# a layer whose curve was not kept, one whose was, and all: what each chart shows
+# a hundred curves: the first ones, the next ones, one by its name, one layer's, and what each chart shows of a layer without curves
 DRILLING = """
 <script>
 addEventListener("load", () => setTimeout(() => {
   const seen = { errors: window.faults };
-  const look = () => [...document.querySelectorAll(".chart")].map((one) => ({ text: one.querySelector("p")?.textContent || "", curves: [...one.querySelectorAll(".u-legend .u-label")].slice(1).map((label) => label.textContent) }));
+  const look = () => [...document.querySelectorAll(".chart")].map((one) => ({ text: one.querySelector("p")?.textContent || "", count: one.querySelector(".tools span")?.textContent || "", curves: [...one.querySelectorAll(".u-legend .u-label")].slice(1).map((label) => label.textContent) }));
   const cell = (layer) => [...document.querySelectorAll("td.layer")].find((one) => one.textContent === layer);
+  const [back, on] = document.querySelectorAll(".chart button");
+  const type = (text) => { const box = document.querySelector(".chart input"); box.value = text; box.dispatchEvent(new Event("input")); };
   seen.all = look();
-  seen.scrolls = (() => { const one = document.querySelector(".u-legend"); return one.scrollHeight > one.clientHeight && getComputedStyle(one).overflowY === "auto"; })();
-  cell("80").click(); seen.missing = look();
-  document.querySelector("#chosen button").click(); cell("3").click(); seen.kept = look();
+  seen.ends = [back.disabled, on.disabled];
+  seen.reached = new Set(seen.all[0].curves);
+  while (!on.disabled) { on.click(); look()[0].curves.forEach((name) => seen.reached.add(name)); }
+  seen.reached = seen.reached.size; seen.last = look()[0];
+  type("layers.42."); seen.named = look()[0];
+  type("nothing"); seen.nowhere = look()[0]; type("");
+  cell("80").click(); seen.layer = look();
+  document.querySelector("#chosen button").click(); cell("100").click(); seen.missing = look();
   document.querySelector("#chosen button").click(); seen.again = look();
-  seen.notes = [...document.querySelectorAll("section > p.warn")].map((one) => one.textContent);
+  seen.heads = [...document.querySelectorAll(".heat thead th")].map((one) => one.textContent);
+  seen.cells = document.querySelectorAll(".heat tbody td").length;
+  seen.tip = document.querySelector(".heat tbody td:nth-of-type(64)").dataset.tip;
+  document.querySelector(".heat tbody td:nth-of-type(64)").click(); seen.clicked = look()[0].curves;
   const out = document.createElement("pre"); out.id = "seen"; out.textContent = JSON.stringify(seen); document.body.append(out);
 }, 300));
 </script>
@@ -75,9 +85,11 @@ addEventListener("load", () => setTimeout(() => {
 
 def deep() -> str:
     made = Page("a deep run", {})
-    made.chart("amax", [(f"layers.{i}.fc1", [(x, 1.0 + i * x) for x in range(5)], str(i)) for i in range(100)], y="amax", most=64)  # fmt: skip
+    values = {(str(i), "fc1"): 1.0 + i for i in range(100)}
+    made.heat("moves", [str(i) for i in range(100)], ["fc1"], values, low=1.0, high=100.0, unit="times")
+    made.chart("amax", [(f"layers.{i}.fc1", [(x, 1.0 + i * x) for x in range(5)], str(i)) for i in range(100)], y="amax", order="those that move most first")  # fmt: skip
     made.chart("loss", [("loss", [(x, 3.0) for x in range(5)], "")], y="loss")
-    made.table("operands", [Column(name="layer", number=False, layer=True)], [[str(i)] for i in range(100)])
+    made.table("operands", [Column(name="layer", number=False, layer=True)], [[str(i)] for i in range(101)])
     return made.html()
 
 
@@ -115,17 +127,27 @@ def test_tables_sort_and_filter_and_a_layer_stands_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(600)
-def test_a_layer_without_a_curve_shows_no_other_layers(tmp_path: Path) -> None:
+def test_each_of_a_hundred_curves_is_reached_a_few_at_once(tmp_path: Path) -> None:
     seen = shown(tmp_path, 1400, made=deep(), acts=DRILLING)
     assert seen["errors"] == []
-    assert len(seen["all"][0]["curves"]) == 64, "names, however many"
-    assert seen["scrolls"]
-    amax, loss = seen["missing"]
-    assert amax == {"text": "no curve of layer 80 is on this page: 64 of 100 were kept", "curves": []}
-    assert loss["curves"] == ["loss"], "a chart of the whole run stays"
-    assert seen["kept"][0] == {"text": "", "curves": ["layers.3.fc1"]}
+    amax, loss = seen["all"]
+    assert amax["curves"] == [f"layers.{i}.fc1" for i in range(12)]
+    assert amax["count"] == "curves 1 to 12 of 100, those that move most first"
+    assert loss == {"text": "", "count": "", "curves": ["loss"]}, "nothing to choose from"
+    assert seen["ends"] == [True, False]
+    assert seen["reached"] == 100
+    assert seen["last"]["curves"][-1] == "layers.99.fc1"
+    assert (seen["named"]["curves"], seen["named"]["count"]) == (["layers.42.fc1"], "1 of 100 curves")
+    assert seen["nowhere"] == {"text": "no curve's name holds 'nothing'", "count": "0 of 100 curves", "curves": []}
+    assert seen["layer"][0]["curves"] == ["layers.80.fc1"]
+    assert seen["layer"][1]["curves"] == ["loss"], "a chart of the whole run stays"
+    assert seen["missing"][0] == {"text": "no curve here is of layer 100", "count": "0 of 100 curves", "curves": []}
     assert seen["again"] == seen["all"]
-    assert seen["notes"] == ["The 64 of 100 curves, the most important ones."]
+    # the heat map above them chooses a layer
+    assert seen["heads"] == ["layer", *(str(i) for i in range(0, 100, 10))]
+    assert seen["cells"] == 100
+    assert seen["tip"] == "layer 63, fc1: 64 times (click: this layer alone)"
+    assert seen["clicked"] == ["layers.63.fc1"]
 
 
 @pytest.mark.timeout(600)

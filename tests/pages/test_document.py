@@ -50,26 +50,41 @@ def test_a_hundred_layers_stay_within_the_size_and_the_page_says_so() -> None:
     assert "of 2,400 rows" in table["sampled"]
     assert [0, names[7]] in [row[:2] for row in table["rows"]], "the most important row stays"
     chart = next(block for block in blocks if block["kind"] == "chart")
-    assert "points" in chart["sampled"]
-    assert chart["kept"] == f"The {len(chart['series'])} of 64 curves, the most important ones."
+    assert re.fullmatch(
+        r"each curve drawn with the extremes of its stretches, at most (\d+) of 2,000 points", chart["sampled"]
+    )
+    assert chart["kept"] == f"{len(chart['series'])} of 64 curves are on this page, the most important ones first."
 
 
-def test_a_chart_says_how_many_of_its_curves_stay() -> None:
+def test_curves_lose_points_before_any_of_them_is_left_out() -> None:
     page = Page("t", {})
-    page.chart("amax", [(f"linear {i}", [(1, 1.0)], str(i)) for i in range(9)], y="amax", most=4, order="those that move most", note="A note.")  # fmt: skip
-    page.chart("loss", [("loss", [(1, 1.0)], "")], y="loss")
-    cut, whole = data_of(page.html())["blocks"]
-    assert [line["layer"] for line in cut["series"]] == ["0", "1", "2", "3"]
-    assert (cut["whole"], cut["kept"], cut["note"]) == (9, "The 4 of 9 curves, those that move most.", "A note.")
-    assert "kept" not in whole
+    many = [(f"layers.{i}.fc1", [(x, 1e9 if x == 71 * i else x * 1.234567 * i) for x in range(400)], str(i)) for i in range(500)]  # fmt: skip
+    page.chart("amax", many, y="amax")
+    page.table("rows", [Column(name="n")], [[i] for i in range(300)])
+    chart, table = data_of(page.html(largest=700_000))["blocks"]
+    assert len(chart["series"]) == 500
+    assert len(table["rows"]) == 300
+    assert "kept" not in chart
+    assert "points" in chart["sampled"]
+    assert max(chart["series"][5]["y"]) == 1e9, "no spike is lost"
+
+
+def test_curves_that_were_measured_together_share_their_steps() -> None:
+    page = Page("t", {})
+    page.chart("amax", [*((f"l{i}", [(5, 1.0), (10, 2.0)], "") for i in range(9)), ("late", [(10, 7.0)], "")], y="amax")
+    block = data_of(page.html())["blocks"][0]
+    assert block["xs"] == [[5, 10], [10]]
+    assert [line["x"] for line in block["series"]] == [0] * 9 + [1]
+    assert (block["series"][0]["y"], block["series"][9]["y"]) == ([1.0, 2.0], [7.0])
 
 
 def test_a_spike_survives_the_thinning_of_a_curve() -> None:
     page = Page("t", {})
     page.chart("loss", [("loss", [(x, 100.0 if x == 54321 else 1.0) for x in range(100_000)], "")], y="loss")
-    points = data_of(page.html())["blocks"][0]["series"][0]["points"]
+    block = data_of(page.html())["blocks"][0]
+    points = list(zip(block["xs"][0], block["series"][0]["y"], strict=True))
     assert len(points) <= 700
-    assert [54321, 100.0] in points
+    assert (54321, 100.0) in points
 
 
 def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:

@@ -1,0 +1,39 @@
+"""What the audit reads out of an operand's values, beside quantization written out here from the format's definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mpbridge.audit.operands import is_rounded_from
+from mpbridge.formats import E2M1
+
+CODES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def nvfp4(source: torch.Tensor) -> torch.Tensor:
+    """Codes times E4M3 block scales, to nearest: the factor of the whole tensor is left out."""
+    blocks = (source * (2688.0 / source.abs().amax())).view(source.shape[0], -1, 16)
+    scale = (blocks.abs().amax(2, keepdim=True) / 6.0).to(torch.float8_e4m3fn).float()
+    ratio = blocks / scale.clamp_min(1e-30)
+    near = CODES[(ratio.abs().clamp_max(6.0).unsqueeze(-1) - CODES).abs().argmin(-1)] * ratio.sign()
+    return (near * scale).view(source.shape)
+
+
+def judged(values: torch.Tensor, source: torch.Tensor) -> bool:
+    return is_rounded_from(values, source, E2M1, amax=float(source.abs().amax()), along=16, fitted=True)
+
+
+@pytest.mark.parametrize("small", [1.0, 1e-4, 3e-6, 1e-6, 1e-7, 1e-20])
+def test_blocks_far_below_the_tensors_largest_element_are_no_fault(small: float) -> None:
+    source = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    source[8:] *= small  # a gradient that spikes in a few tokens
+    assert judged(nvfp4(source), source)
+
+
+def test_other_values_are_a_fault_beside_such_blocks() -> None:
+    source = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
+    source[8:] *= 1e-7
+    wrong = source.clone()
+    wrong[0] = wrong[0].roll(1)
+    assert not judged(nvfp4(wrong), source)
