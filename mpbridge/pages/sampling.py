@@ -45,7 +45,8 @@ def spare(blocks: Sequence[dict[str, Any]]) -> bool:
         for block in blocks:
             thin(block, max(FEWEST, max(longest) // 2))
         return True
-    return any([_halve(block) for block in blocks])
+    spared = [_halve(block) for block in blocks]
+    return any(spared)
 
 
 def packed(block: dict[str, Any]) -> dict[str, Any]:
