@@ -22,7 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a name (mpbridge list), a YAML file, package.module:function or file.py:function",
     )
     parser.add_argument("--to", required=True, metavar="STACK", help=f"one of {', '.join(STACKS)}")
-    parser.add_argument("--stack-version", metavar="V", help="of the stack (default: the newest that was read)")
+    parser.add_argument(
+        "--stack-version",
+        metavar="V",
+        help="of the stack (default: the newest that was read; of one that nobody read: the nearest, and said)",
+    )
     parser.add_argument("--config", metavar="FILE", help="a run whose engine and precision additions are exported too")
     parser.add_argument("--engine", metavar="NAME", help="the engine it is meant for (default: the recipe's)")
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -34,9 +38,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         pieces = [{"name": piece.name, "text": piece.text} for piece in made.pieces]
         lines = [{"fidelity": line.fidelity, "fact": line.fact, "text": line.text} for line in made.lines]
-        print_json(
-            {"stack": made.stack, "version": made.version, "fidelity": made.fidelity, "pieces": pieces, "lines": lines}
-        )
+        said = {"stack": made.stack, "version": made.version, "fidelity": made.fidelity, "assumed": list(made.assumed)}
+        print_json({**said, "pieces": pieces, "lines": lines})
         return 1 if made.fidelity == "impossible" else 0
     for piece in made.pieces:
         print(f"# {made.stack} {made.version}: {piece.name}")
@@ -48,9 +51,13 @@ def run(args: argparse.Namespace) -> int:
         "different": "different arithmetic",
         "impossible": "not all of it can be said there",
     }
-    print(f"{args.recipe} on {made.stack}: {words[made.fidelity]}")
+    print(f"{args.recipe} on {made.stack}{f' {made.version}' if made.assumed else ''}: {words[made.fidelity]}")
     for line in made.lines:
         print(f"  {line}")
+    if made.assumed:
+        print("\nassumed:")
+        for text in made.assumed:
+            print(f"  {text}")
     return 1 if made.fidelity == "impossible" else 0
 
 

@@ -30,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="stack", metavar="STACK", help=f"one of {', '.join(STACKS)} (default: recognized)"
     )
-    parser.add_argument("--stack-version", metavar="V", help="of the stack (default: the newest that was read)")
+    parser.add_argument(
+        "--stack-version",
+        metavar="V",
+        help="of the stack (default: the newest that was read; of one that nobody read: the nearest, and said)",
+    )
     parser.add_argument(
         "--env",
         action="append",

@@ -32,10 +32,12 @@ _MACHINE = {
     "fp8": "a GPU with FP8: on another accelerate trains FP16 under fp8, without a word",
 }
 """What the machine must be for a word to mean what it says."""
+_READS_USE_CPU = ("NO", "MULTI_CPU")
+"""Types whose launcher hands use_cpu on: utils/launch.py sets ACCELERATE_USE_CPU for them alone."""
 
 
-def read_data(data: Any, *, version: str) -> Imported:
-    """What the file means for a model loaded in FP32. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
+def read_data(data: Any, *, version: str, storage: DType = DType.FP32) -> Imported:
+    """What the file means for a model loaded in `storage`. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"an accelerate configuration is a mapping, found {type(data).__name__}")
     read = Reader(data)
@@ -45,27 +47,20 @@ def read_data(data: Any, *, version: str) -> Imported:
         read.faults.append(f"mixed_precision={brief(word)}: expected {', '.join(WORDS)}")
     raise_faults(read.faults, "this accelerate configuration")
     kind = read.text("distributed_type", "NO").upper()
-    assumed = ["the model is loaded in FP32", f"accelerate {version}: what FSDP upcasts differs between versions"]
-    assumed += [_MACHINE[word]] if word in _MACHINE else []
+    assumed = [
+        f"the model is loaded in {storage.short.upper()}",
+        f"accelerate {version}: what FSDP upcasts differs between versions",
+    ]
+    word, inert = _on_a_cpu(read, word, kind)
+    assumed += [_MACHINE[word]] if word in _MACHINE and not _cpu(read, kind) else []
     if kind in ("DEEPSPEED", "MEGATRON_LM"):
-        return (_deepspeed if kind == "DEEPSPEED" else _megatron)(read, word, version, assumed)
+        found = (_deepspeed if kind == "DEEPSPEED" else _megatron)(read, word, version, assumed)
+        return dataclasses.replace(found, inert=(*inert, *found.inert))
     cannot: list[str] = []
-    contradicts = []
-    if kind not in _KINDS:
-        near = nearest(kind, _KINDS, most=1)
-        contradicts.append(
-            f"distributed_type={cut(kind)}: accelerate has no such type{f'; nearest: {near[0]}' if near else ''}; described as DDP"
-        )
-    base = WORDS[word]
-    second = str(read.at("fsdp_config.fsdp_version", 1)) == "2"
-    meaning = _fsdp(base, second=second) if kind in ("FSDP", "TPU_FSDP") else _ddp(base)
-    quant = quantized(read, cannot) if word == "fp8" else None
-    if quant is not None:
-        meaning = dataclasses.replace(meaning, regions=(Region(quant=quant),))
-    if base is DType.FP16:
-        meaning = dataclasses.replace(meaning, loss_scale=TORCH_SCALER)
+    contradicts: list[str] = []
+    meaning, quant = _meaning(read, word, kind, storage, cannot, contradicts)
     fields = fields_of(meaning, cannot, quant)
-    if base is DType.FP16:
+    if word == "fp16" and fields:
         fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
     raise_faults(read.faults, "this accelerate configuration")
     if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
@@ -73,34 +68,81 @@ def read_data(data: Any, *, version: str) -> Imported:
     engine = engine_with("optimizer") if kind == "FSDP" else DEFAULT
     found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, cannot_express=tuple(cannot),
-        contradicts=tuple(contradicts), assumed=tuple(assumed),
+        inert=inert, contradicts=tuple(contradicts), assumed=tuple(assumed),
     )  # fmt: skip
     return with_rest(found, read)
 
 
-def _ddp(base: DType) -> Meaning:
-    autocast = None if base is DType.FP32 else base
-    return Meaning(storage=DType.FP32, compute=base, autocast=autocast, wire=DType.FP32, accumulator=DType.FP32)
+def _meaning(
+    read: Reader, word: str, kind: str, storage: DType, cannot: list[str], contradicts: list[str]
+) -> tuple[Meaning, Quant | None]:
+    """(what the word makes of a model loaded in `storage`, its quantization)."""
+    if kind not in _KINDS:
+        near = nearest(kind, _KINDS, most=1)
+        hint = f"; nearest: {near[0]}" if near else ""
+        contradicts.append(f"distributed_type={cut(kind)}: accelerate has no such type{hint}; described as DDP")
+    base = storage if word == "no" else WORDS[word]
+    second = str(read.at("fsdp_config.fsdp_version", 1)) == "2"
+    sharded = kind in ("FSDP", "TPU_FSDP")
+    meaning = _fsdp(word, base, storage, second=second) if sharded else _ddp(word, base, storage)
+    if word == "fp16":
+        return dataclasses.replace(meaning, loss_scale=TORCH_SCALER), None
+    quant = quantized(read, cannot) if word == "fp8" else None
+    if quant is None:
+        return meaning, None
+    if quant.scaling != "tensorwise" and _cpu(read, kind):
+        contradicts.append("fp8_config.backend=TE on a CPU (use_cpu): Transformer Engine runs on GPUs alone")
+    return dataclasses.replace(meaning, regions=(Region(quant=quant),)), quant
 
 
-def _fsdp(base: DType, *, second: bool) -> Meaning:
-    """Parameters upcast to FP32, gathered and reduced in the 16-bit dtype; autocast on top of FSDP1 only."""
-    autocast = None if base is DType.FP32 or second else base
+def _cpu(read: Reader, kind: str) -> bool:
+    """Whether the file trains on a CPU: `use_cpu` reaches the launcher of one process and of several CPUs alone."""
+    return kind in _READS_USE_CPU and read.flag("use_cpu")
+
+
+def _on_a_cpu(read: Reader, word: str, kind: str) -> tuple[str, tuple[str, ...]]:
+    """(the word of mixed_precision that decides, what has no effect) under `use_cpu`."""
+    if _cpu(read, kind) and word == "fp16":
+        return "no", ("mixed_precision=fp16: on a CPU (use_cpu) accelerate trains FP32 without a word",)
+    if kind not in _READS_USE_CPU and read.flag("use_cpu"):
+        return word, (f"use_cpu: the launcher of {cut(kind)} does not hand it on",)
+    if kind == "MULTI_CPU" and not read.flag("use_cpu"):
+        return word, ("distributed_type=MULTI_CPU without use_cpu: a process takes a GPU where there is one",)
+    return word, ()
+
+
+def _ddp(word: str, base: DType, storage: DType) -> Meaning:
+    """One process or DDP: gradients and moments follow what is stored, and autocast is on wherever there is a word."""
     return Meaning(
-        storage=DType.FP32, compute=base, autocast=autocast, wire=base, accumulator=DType.FP32, sharded="everything"
-    )
+        storage=storage, compute=base, autocast=None if word == "no" else base, wire=storage, accumulator=storage,
+        exp_avg=storage, exp_avg_sq=storage,
+    )  # fmt: skip
+
+
+def _fsdp(word: str, base: DType, storage: DType, *, second: bool) -> Meaning:
+    """Parameters upcast to FP32 under any word, gathered and reduced in the 16-bit dtype; autocast on top of FSDP1 only."""
+    autocast = None if word == "no" or second else base
+    held = storage if word == "no" else DType.FP32
+    return Meaning(
+        storage=held, compute=base, autocast=autocast, wire=base, accumulator=held, exp_avg=held, exp_avg_sq=held,
+        sharded="everything",
+    )  # fmt: skip
 
 
 def quantized(read: Reader, cannot: list[str]) -> Quant | None:
     """What mixed_precision=fp8 runs under `fp8_config`; None for a backend that it does not have."""
     backend = str(read.at("fp8_config.backend", "TE")).upper()
     if backend == "AO":
+        cannot.append(
+            "fp8_config.backend=AO: the first and the last linear of the model stay out of it; here layers at the ends do, and the output layer"
+        )
         if read.flag("fp8_config.enable_fsdp_float8_all_gather", default=True):
             cannot.append("fp8_config.enable_fsdp_float8_all_gather: parameters travel in FP8 and rest in FP32")
         return Quant(format="hybrid", scaling="tensorwise")
     if backend != "TE":
         cannot.append(f"fp8_config.backend={backend}")
         return None
+    cannot.append("fp8_config.backend=TE: the output layer is quantized too; here it never is")
     if read.flag("fp8_config.use_mxfp8_block_scaling"):
         return Quant(format="e4m3", scaling="mxfp8")
     form = str(read.at("fp8_config.fp8_format", "HYBRID")).lower()

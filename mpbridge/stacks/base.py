@@ -83,6 +83,8 @@ class Export:
     """What the pieces mean there."""
     lines: tuple[Line, ...] = ()
     """Facts that differ, and notes that a reader must know."""
+    assumed: tuple[str, ...] = ()
+    """What was taken for granted: the words of another version than the one asked for."""
 
     @property
     def fidelity(self) -> Fidelity:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from mpbridge.errors import BadValue, UnknownName
+from mpbridge.errors import UnknownName
 from mpbridge.formats import dtype
 from mpbridge.megatron_spec.schema import records
 from mpbridge.memory.names import any_gpt, unnamed
@@ -20,6 +20,7 @@ from mpbridge.precision.registry import FOREIGN, describe, evidence_of, get_mixe
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Export, Line, Request
 from mpbridge.stacks.meaning import STATED
+from mpbridge.stacks.versions import version_for
 from mpbridge.traits import DEFAULT
 
 _MODULES: Mapping[str, str] = MappingProxyType(
@@ -46,16 +47,6 @@ def stack_module(name: str) -> ModuleType:
     return importlib.import_module(f"mpbridge.stacks.{_MODULES[wanted]}")
 
 
-def version_of(module: ModuleType, asked: str | None) -> str:
-    """The stack's version to write or read for. Raises BadValue for one that was never read."""
-    if asked is None:
-        return str(module.DEFAULT_VERSION)
-    if asked not in module.VERSIONS:
-        known = ", ".join(f"{version} ({what})" for version, what in module.VERSIONS.items())
-        raise BadValue(f"{module.NAME} {asked} was never read for this: its words may differ. Known: {known}")
-    return asked
-
-
 def export(
     recipe: str | Path | MixedPrecisionConfig,
     stack: str,
@@ -66,11 +57,13 @@ def export(
 ) -> Export:
     """`recipe` in the words of `stack`, with a line for each fact that does not arrive as meant.
 
-    recipe: a name, a YAML file, or a config. version: of the stack; None: the newest that was read. engine: None: the recipe's own.
+    recipe: a name, a YAML file, or a config. version: of the stack; None: the newest that was read, and of one that nobody read the nearest,
+    which `assumed` says. engine: None: the recipe's own.
     run: a resolved Run, whose additions to the recipe, engine and optimizer settings are exported too; its recipe and engine count.
-    Raises UnknownName for a stack or a recipe, BadValue for a version that was never read.
+    Raises UnknownName for a stack or a recipe.
     """
     module = stack_module(stack)
+    words, assumed = version_for(module, version, doing="written")
     stage = None if run is None else _stage(run, recipe)
     config = stage.config if stage is not None else get_mixed_precision_config(recipe)
     policy = _with_the_models_own(run, stage.policy.settled()) if stage is not None else resolve(config)
@@ -81,13 +74,13 @@ def export(
         config=config,
         policy=policy,
         engine=run.facts.engine if run is not None else engine or own or DEFAULT,
-        version=version_of(module, version),
+        version=words,
         run=run,
         unnamed=_of_another_model(str(recipe), policy),
     )
     made: Export = module.export(request)
     others = _other_stages(run, stage)
-    return dataclasses.replace(made, lines=(*others, *made.lines)) if others else made
+    return dataclasses.replace(made, lines=(*others, *made.lines), assumed=assumed)
 
 
 def request_of(run: Any) -> Request:

@@ -12,8 +12,9 @@ from mpbridge.errors import MOST_SHOWN, BadValue, DataError, cut
 from mpbridge.precision.yaml_loader import of_bounded_size
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.checkpoint_args import arguments_file, read_arguments
-from mpbridge.stacks.exporters import stack_module, version_of
+from mpbridge.stacks.exporters import stack_module
 from mpbridge.stacks.shell import read_script, read_words
+from mpbridge.stacks.versions import version_for
 
 MOST = 4_000_000
 """Bytes of a configuration file."""
@@ -239,20 +240,15 @@ def _lm() -> Any:
 
 
 def _version(stack: str, asked: str | None) -> str:
-    """The version that is read for: the one asked for where it was read, else the newest; `_never_read` tells of the difference."""
-    module = stack_module(stack)
-    return version_of(module, asked if asked in module.VERSIONS else None)
+    """The version that is read for: the one asked for where it was read, else the nearest; `_never_read` tells of the difference."""
+    return version_for(stack_module(stack), asked, doing="read")[0]
 
 
 def _never_read(found: Imported, asked: str | None) -> Imported:
     """`found` with no line longer than anybody reads, and with a note where another version was asked for than any that was read."""
     lines: dict[str, Any] = {name: tuple(cut(line, LONGEST) for line in getattr(found, name)) for name in _LINES}
-    found = dataclasses.replace(found, **lines)
-    if asked is None or asked == found.version:
-        return found
-    known = ", ".join(stack_module(found.stack).VERSIONS)
-    text = f"{found.stack} {asked} was never read for this (known: {known}): read as {found.version}, where its words may mean something else"
-    return dataclasses.replace(found, assumed=(text, *found.assumed))
+    _, assumed = version_for(stack_module(found.stack), asked, doing="read")
+    return dataclasses.replace(found, **(lines | {"assumed": (*assumed, *lines["assumed"])}))
 
 
 def _plain_loader() -> Any:

@@ -73,6 +73,9 @@ class _TrainerSettings:
     """The strategy's name or class in small letters, without '_' and 'strategy'; 'auto' for one that is not Lightning's."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Of the strategy, where it is given as a class."""
+    plugin: bool = False
+    """A precision plugin decides instead of the word."""
+    inert: list[str] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
     cannot: list[str] = field(default_factory=list)
     contradicts: list[str] = field(default_factory=list)
@@ -95,8 +98,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     _precision(said)
     raise_faults(said.read.faults, "this Lightning configuration")
     said.assumed.insert(0, "the module is FP32 before the trainer sees it")
-    if said.base is DType.FP16:
-        said.assumed.append("a GPU: on a CPU Lightning trains BF16 under 16")
+    _on_a_cpu(said)
     _refused(said)
     meaning = _meaning(said)
     if said.quant is not None:
@@ -104,7 +106,7 @@ def read_data(data: Any, *, version: str) -> Imported:
         meaning = dataclasses.replace(meaning, compute=compute, autocast=compute, regions=(Region(quant=said.quant),))
     found = Imported(
         stack=NAME, version=version, fields=_fields(said, meaning), engine=engine_with("optimizer") if said.fsdp else DEFAULT,
-        meaning=meaning, contradicts=tuple(said.contradicts), cannot_express=tuple(said.cannot), assumed=tuple(said.assumed),
+        meaning=meaning, inert=tuple(said.inert), contradicts=tuple(said.contradicts), cannot_express=tuple(said.cannot), assumed=tuple(said.assumed),
     )  # fmt: skip
     return with_rest(found, said.read, under="trainer")
 
@@ -151,6 +153,7 @@ def _precision(said: _TrainerSettings) -> None:
     word = said.read.text("precision", "").lower()
     if plugin and word:
         said.contradicts.append(f"precision={word} beside plugins: {plugin}: Lightning refuses both together")
+    said.plugin = bool(plugin)
     if plugin == "TransformerEnginePrecision":
         _transformer_engine(said, Reader(arguments, said.read.faults))
         return
@@ -218,6 +221,30 @@ def _transformer_engine(said: _TrainerSettings, read: Reader) -> None:
         said.cannot.append(
             "replace_layers: false: only what the model itself makes of Transformer Engine's modules is quantized"
         )
+
+
+def _on_a_cpu(said: _TrainerSettings) -> None:
+    """What Trainer makes of the settings on a CPU: it refuses what it has for GPUs alone, and trains BF16 under the word 16-mixed."""
+    given = said.read.at("accelerator", "auto")
+    name = _class_of("auto" if given is None else given)[0].rpartition(".")[2].lower().removesuffix("accelerator")
+    said.read.whole |= {"accelerator"} if isinstance(given, Mapping) else set()
+    mixed = said.base is DType.FP16 and not said.cast
+    if name != "cpu":
+        if mixed and name == "auto":
+            said.assumed.append("a GPU: on a CPU Lightning trains BF16 under 16")
+        return
+    gpus = next((name for name in ("fsdp", "deepspeed") if said.strategy.startswith(name)), None)
+    if gpus is not None:
+        said.contradicts.append(f"strategy={gpus} with accelerator=cpu: Lightning refuses it, it needs a GPU")
+    elif said.quant is not None:
+        said.contradicts.append("transformer-engine with accelerator=cpu: Transformer Engine runs on GPUs alone")
+    elif isinstance(given, Mapping) and not said.cast and not said.plugin:
+        # Trainer compares with the word, not with an object, and its autocast is for CUDA then
+        said.inert.append("the precision: beside a CPUAccelerator (accelerator=cpu is a word) Lightning trains FP32")
+        said.base, said.cast = DType.FP32, True
+    elif mixed and not said.plugin:
+        said.base = DType.BF16
+        said.inert.append("precision=16-mixed: with accelerator=cpu Lightning warns and trains bf16-mixed")
 
 
 def _refused(said: _TrainerSettings) -> None:

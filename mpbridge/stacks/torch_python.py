@@ -230,26 +230,26 @@ def _found(
 
 def _accelerate(script: PythonScript, version: str) -> Imported:
     made = _needs(script, "accelerate", "Accelerator")
-    word = script.reader(made).text("mixed_precision", "no")
+    said = script.reader(made)
+    word, on_a_cpu = said.text("mixed_precision", "no"), said.flag("cpu")
     if word not in accelerate_import.WORDS:
         script.faults.append(f"mixed_precision={brief(word)}: expected {', '.join(accelerate_import.WORDS)}")
     plugin, storage = script.made("FullyShardedDataParallelPlugin"), script.storage()
-    if plugin is None:
-        if storage is not DType.FP32:
-            script.cannot.append(f"model.to({storage.value}): read as FP32 storage, which accelerate's YAML means")
-        return accelerate_import.read_data({"mixed_precision": word, "distributed_type": "MULTI_GPU"}, version=version)
+    if plugin is None or on_a_cpu:  # a CPU's processes are never sharded there
+        kind = {"distributed_type": "NO", "use_cpu": True} if on_a_cpu else {"distributed_type": "MULTI_GPU"}
+        return accelerate_import.read_data({"mixed_precision": word, **kind}, version=version, storage=storage)
     base = {"fp16": DType.FP16, "no": storage}.get(word, DType.BF16)
     # accelerate upcasts what it shards unless its word is "no"
-    meaning = _sharded(
-        script, script.reader(script.made("MixedPrecisionPolicy")), storage if word == "no" else DType.FP32, base
-    )
+    policy = script.reader(script.made("MixedPrecisionPolicy", "MixedPrecision"))
+    meaning = _sharded(script, policy, storage if word == "no" else DType.FP32, base)
+    if str(script.reader(plugin).at("fsdp_version", 1)) != "2" and word != "no":
+        meaning = dataclasses.replace(meaning, autocast=base)  # which stays on over FSDP1 alone
     if word == "fp16":
         meaning = dataclasses.replace(meaning, loss_scale=_scale(script.reader(script.made("GradScalerKwargs"))))
     quant, ends = script.torchao()
     engine = script.made("TERecipeKwargs")
     if engine is not None and word == "fp8":
         quant = accelerate_import.quantized(Reader({"fp8_config": script.data(engine)}, script.faults), script.cannot)
-        script.cannot.append("TERecipeKwargs: the output layer is quantized too; here it never is")
     return _found(script, "accelerate", version, meaning, quant if word == "fp8" else None, ends)
 
 

@@ -49,8 +49,15 @@ def read_data(data: Any, *, version: str) -> Imported:
             "the loaded dtype is the checkpoint's own since version 5 ('auto'): taken as float32 (dtype=...)"
         )
         storage = DType.FP32
+    cpu = read_.flag("use_cpu")
+    if cpu and fp16:
+        inert.append("fp16: on a CPU (use_cpu) accelerate, which trains here, trains FP32 without a word")
+        fp16 = False
     base = DType.BF16 if bf16 else DType.FP16 if fp16 else None
-    sharded = bool(read_.at("fsdp")) and read_.at("fsdp") is not False
+    sharded = _sharded(read_, assumed)
+    if sharded and cpu:
+        contradicts.append("fsdp with use_cpu: accelerate shards over devices alone; described as DDP")
+        sharded = None
     raise_faults(read_.faults, "these TrainingArguments")
     meaning = _meaning(storage, base, sharded)
     if fp16:
@@ -64,22 +71,39 @@ def read_data(data: Any, *, version: str) -> Imported:
     if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
         cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     found = Imported(
-        stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if sharded else DEFAULT, meaning=meaning, inert=tuple(inert),
+        stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if sharded is not None else DEFAULT, meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
     return with_rest(found, read_, own=" unless the script itself takes it")
 
 
-def _meaning(storage: DType, base: DType | None, sharded: bool) -> Meaning:
+def _sharded(read: Reader, assumed: list[str]) -> int | None:
+    """The version of FSDP that shards, which `fsdp` switches on and `fsdp_config` names; None: nothing is sharded."""
+    if not read.at("fsdp"):
+        return None
+    config = read.at("fsdp_config")
+    if isinstance(config, str):
+        assumed.append(
+            f"fsdp_config={cut(config)}: a file that is not read; taken as FSDP2, the default since version 5"
+        )
+        return 2
+    said = [read.at(f"fsdp_config.{name}") for name in ("version", "fsdp_version")]
+    return 1 if "1" in map(str, said) else 2
+
+
+def _meaning(storage: DType, base: DType | None, sharded: int | None) -> Meaning:
     if base is None:
         return Meaning(
             storage=storage, compute=storage, wire=storage, accumulator=storage, exp_avg=storage, exp_avg_sq=storage,
-            sharded="everything" if sharded else "nothing",
+            sharded="nothing" if sharded is None else "everything",
         )  # fmt: skip
-    if sharded:  # accelerate upcasts the stored parameters and reduces in the 16-bit dtype
+    if (
+        sharded is not None
+    ):  # accelerate upcasts the stored parameters and reduces in the 16-bit dtype; autocast stays on over FSDP1 alone
         return Meaning(
-            storage=DType.FP32, compute=base, autocast=base, wire=base, accumulator=DType.FP32, sharded="everything"
-        )
+            storage=DType.FP32, compute=base, autocast=base if sharded == 1 else None, wire=base, accumulator=DType.FP32,
+            sharded="everything",
+        )  # fmt: skip
     return Meaning(
         storage=storage,
         compute=base,

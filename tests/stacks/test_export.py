@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from mpbridge import ConfigContainer, MixedPrecisionConfig, recipes
+from mpbridge.cli.main import main
 from mpbridge.errors import BadValue, UnknownName
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
@@ -282,11 +283,35 @@ def container(recipe: str, *, layers: int) -> ConfigContainer:
     )
 
 
-def test_an_unknown_stack_or_version_is_named_with_the_known_ones() -> None:
+def test_an_unknown_stack_is_named_with_the_known_ones() -> None:
     with pytest.raises(UnknownName, match="nearest: torchtitan"):
         export("bf16_mixed", "torchtitn")
-    with pytest.raises(BadValue, match=r"0\.12 was never read.*0\.19"):
-        export("bf16_mixed", "deepspeed", version="0.12")
+    with pytest.raises(BadValue, match="an empty version of deepspeed"):
+        export("bf16_mixed", "deepspeed", version=" ")
+
+
+@pytest.mark.parametrize(
+    ("stack", "asked", "written"),
+    [
+        ("deepspeed", "0.12", "0.19"), ("deepspeed", "0.19.9", "0.19"), ("megatron-lm", "0.18.1", "0.16"), ("megatron-lm", "v0.21.0rc1", "0.20"),
+        ("megatron-lm", "0.9", "0.16"), ("megatron-lm", "dev", "0.20"), ("torchtitan", "0.3", "main"),
+    ],
+)  # fmt: skip
+def test_for_a_version_that_nobody_read_the_nearest_one_is_written_and_said(
+    stack: str, asked: str, written: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, as_read = export("bf16_mixed", stack, version=asked), export("bf16_mixed", stack, version=written)
+    assert (made.version, made.pieces, made.lines) == (written, as_read.pieces, as_read.lines)
+    assert [f"{asked} was never read" in text and f"written as {written}," in text for text in made.assumed] == [True]
+    assert main(["export", "bf16_mixed", "--to", stack, "--stack-version", asked]) == 0
+    assert made.assumed[0] in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("stack", "asked"), [("deepspeed", "0.19.8"), ("megatron-lm", "core_v0.16"), ("megatron-bridge", "main"), ("fsdp2", "2.13")]
+)  # fmt: skip
+def test_a_version_that_was_read_is_known_by_each_of_its_names(stack: str, asked: str) -> None:
+    assert export("bf16_mixed", stack, version=asked).assumed == ()
 
 
 @pytest.mark.parametrize("stack", STACKS)
