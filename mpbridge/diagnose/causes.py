@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from mpbridge.diagnose.run_causes import data, other_audits, recipe_changed, resumed_badly
 from mpbridge.diagnose.step_causes import not_finite, rate, scale_of_the_loss
 from mpbridge.diagnose.suspects import Suspect, Symptoms
-from mpbridge.diagnose.tensor_causes import main_weights, moments, one_weight, outlier, scales
+from mpbridge.diagnose.tensor_causes import main_weights, moments, outlier, scales
+from mpbridge.diagnose.weight_causes import weights
 
 CAUSES: Mapping[str, Callable[[Symptoms], Suspect | None]] = {
     "bad-resume": resumed_badly,
@@ -20,7 +21,7 @@ CAUSES: Mapping[str, Callable[[Symptoms], Suspect | None]] = {
     "wrong-scale or frozen-scale": scales,
     "lost-main-weights": main_weights,
     "moments-lost": moments,
-    "weight-corrupted": one_weight,
+    "weight-corrupted": weights,
     "outlier-channel": outlier,
     "data-spike": data,
     "rate-too-high": rate,

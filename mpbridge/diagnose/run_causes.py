@@ -62,7 +62,7 @@ def data(case: Symptoms) -> Suspect | None:
 def _short_spike(case: Symptoms) -> Suspect | None:
     """A loss that jumps and is back at once, while no tensor of the model had changed before it."""
     onset = case.onset("loss")
-    if onset is None:
+    if onset is None or _audit_fails_at(case, onset.step):
         return None
     points = [(step, value) for step, value in finite(case.run.curves.series("loss")) if step >= onset.step]
     half = onset.usual + 0.4 * (onset.value - onset.usual)
@@ -77,6 +77,13 @@ def _short_spike(case: Symptoms) -> Suspect | None:
         return None
     seen = [f"step {onset.step}: {onset.what}", f"step {points[high][0]}: back at {points[high][1]:.3g} in one step", "no tensor was out of line before"]  # fmt: skip
     return _spike(case, onset.step, points[high - 1][0], seen, 0.85)
+
+
+def _audit_fails_at(case: Symptoms, step: int) -> bool:
+    """Whether something that audits watch changed right there: they were as promised before."""
+    before = [audit for audit in case.run.audits if int(audit.get("step", 0)) < step]
+    here = [audit for audit in case.run.audits if step <= int(audit.get("step", 0)) <= step + 1]
+    return all(audit.get("ok", True) for audit in before) and not all(audit.get("ok", True) for audit in here)
 
 
 def _spike(case: Symptoms, first: int, last: int, evidence: list[str], score: float) -> Suspect:

@@ -12,6 +12,8 @@ from mpbridge.diagnose.evidence import FEWEST, Evidence, finite, median
 
 WINDOW = 12
 """Steps that a step is compared with at most."""
+PASSING = 5
+"""Steps within which a jump of the gradient norm that harms nothing is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +30,10 @@ class Onset:
 
 def onsets(run: Evidence) -> list[Onset]:
     """Every jump of the loss that follows a recovery, and the first of each other kind, earliest first."""
-    found = [*_jumps(run), _gradient(run), _nonfinite(run)]
-    found += [] if any(one is not None and one.number == "loss" for one in found) else [_rise(run)]
+    losses = _jumps(run)
+    if not losses and (rise := _rise(run)) is not None:
+        losses = [rise]
+    found = [*losses, _gradient(run, losses), _nonfinite(run)]
     return sorted((one for one in found if one is not None), key=lambda one: one.step)
 
 
@@ -67,14 +71,32 @@ def _rise(run: Evidence) -> Onset | None:
     return Onset(step=lowest[0] + 1, what=f"the loss rises from {lowest[1]:.3g} to {last:.3g}", number="loss", value=last, usual=lowest[1])  # fmt: skip
 
 
-def _gradient(run: Evidence) -> Onset | None:
+def gradient_jumps(run: Evidence) -> list[tuple[Onset, bool]]:
+    """Every jump of the gradient norm, and whether it is over within a few steps."""
     points = finite(run.curves.series("grad_norm"))
-    for i in range(FEWEST, len(points)):
+    found: list[tuple[Onset, bool]] = []
+    i = FEWEST
+    while i < len(points):
         usual = median([value for _, value in points[max(0, i - WINDOW) : i]])
         step, value = points[i]
-        if value > 8 * usual:
-            return Onset(step=step, what=f"the gradient norm jumps from {usual:.3g} to {value:.3g}", number="grad_norm", value=value, usual=usual)  # fmt: skip
-    return None
+        over = next((k for k in range(i + 1, len(points)) if points[k][1] < 4 * usual), len(points))
+        if value <= 8 * usual:
+            i += 1
+            continue
+        onset = Onset(step=step, what=f"the gradient norm jumps from {usual:.3g} to {value:.3g}", number="grad_norm", value=value, usual=usual)  # fmt: skip
+        found.append((onset, over - i <= PASSING and over < len(points)))
+        i = max(over, i + 1)
+    return found
+
+
+def _gradient(run: Evidence, losses: list[Onset]) -> Onset | None:
+    """The first jump of the gradient norm; one that was over at once, long before the loss jumps, is no beginning of anything."""
+    found = gradient_jumps(run)
+    lasting = [one for one, passes in found if not passes or any(abs(one.step - loss.step) <= WINDOW for loss in losses)]  # fmt: skip
+    if lasting or not found:
+        return lasting[0] if lasting else None
+    first = found[0][0]
+    return None if any(loss.step > first.step for loss in losses) else first
 
 
 def _nonfinite(run: Evidence) -> Onset | None:

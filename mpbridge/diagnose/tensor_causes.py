@@ -1,17 +1,20 @@
-"""Causes that single tensors show: scales, main weights, moments, one weight, one channel. Each answers with a suspect, or None."""
+"""Causes that single tensors show: scales, main weights, moments, one channel. Each answers with a suspect, or None."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 
 from mpbridge.diagnose.evidence import median
-from mpbridge.diagnose.signals import Odd
+from mpbridge.diagnose.signals import Odd, gradient_jumps
 from mpbridge.diagnose.suspects import Suspect, Symptoms, flushed_operands
 from mpbridge.telemetry.reading import TensorRow
 
 SATURATES, WASTED, MUCH_WASTED = -3, 8, 12
 """Staleness (log2) below which a scale is wrong, above which it wastes range, and above which no spike explains it."""
+REMEMBERED = 1024
+"""Steps that an amax history holds, by Transformer Engine's default."""
 
 
 def scales(case: Symptoms) -> Suspect | None:
@@ -79,11 +82,16 @@ def _still(case: Symptoms) -> list[tuple[int, str]]:
 
 def _off(case: Symptoms) -> list[tuple[int, str, float]]:
     """Operands whose scale is far from what their amax asks for: (step, operand, staleness)."""
+    spikes = [one.step for one, _ in gradient_jumps(case.run)]
     found = []
     for name, points in case.run.operands().items():
         for step, row in points[1:]:
             stale = row.get("staleness")
-            if isinstance(stale, float) and not SATURATES <= stale <= WASTED:
+            if not isinstance(stale, float) or SATURATES <= stale <= WASTED:
+                continue
+            # a history remembers a gradient that spiked between two measurements
+            spiked = row["side"] == "dy" and any(at <= step <= at + REMEMBERED for at in spikes)
+            if not (spiked and 0 < stale <= MUCH_WASTED):
                 found.append((step, name, stale))
                 break
     return found
@@ -147,11 +155,14 @@ def moments(case: Symptoms) -> Suspect | None:
                 evidence=[f"step {step}: first over root of second moment grew {median(found):.1f}-fold in the median parameter since the measurement before"],
                 advice=["look at what touches the optimizer's state (a reload, an offload, a cast to a format that flushes small numbers)", "go back to the last checkpoint: a warm-up behind a reset of moments avoids the same jump"],
             )  # fmt: skip
-    return _update_of_all(case, names)
+    return _update_of_all(case, names, ratios)
 
 
-def _update_of_all(case: Symptoms, names: list[str]) -> Suspect | None:
-    """Most weights jump between two measurements although rate and clipped gradients are what they were."""
+def _update_of_all(case: Symptoms, names: list[str], ratios: Mapping[int, list[float]]) -> Suspect | None:
+    """Most weights jump between two measurements although rate and clipped gradients are what they were.
+
+    ratios: step -> how the first over the root of the second moment grew in each parameter; where it did not, the optimizer moved nothing.
+    """
     loss = case.onset("loss") or case.onset("grad_norm")
     if loss is None:
         return None
@@ -162,7 +173,8 @@ def _update_of_all(case: Symptoms, names: list[str]) -> Suspect | None:
             continue
         grew = _growth(case, names, step)
         steady = rates.get(step, 0.0) <= 1.05 * rates.get(loss.step - 2, math.inf)
-        if len(grew) >= 4 and median(grew) > 1.5 and steady and loss.step > 1:
+        same = bool(ratios.get(step)) and median(ratios[step]) < 1.2
+        if len(grew) >= 4 and median(grew) > 1.5 and steady and loss.step > 1 and not same:
             return Suspect(
                 cause="moments-lost", step=step, score=0.75,
                 sentence="one update moved every weight far at an unchanged rate: the optimizer's second moments are wrong",
@@ -180,37 +192,6 @@ def _growth(case: Symptoms, names: list[str], step: int) -> list[float]:
         if "norm" not in name:
             found += [two / one for (_, one), (at, two) in itertools.pairwise(points) if at == step and one > 0]
     return found
-
-
-def one_weight(case: Symptoms) -> Suspect | None:
-    """One parameter has elements of another size than before, and no other has."""
-    jumps = [one for one in case.odd if one.number == "amax" and "norm" not in one.tensor]
-    if not jumps:
-        return None
-    step = jumps[0].step
-    here = [one for one in jumps if one.step == step]
-    gains = [one for one in case.odd if one.number == "amax" and "norm" in one.tensor and one.step < step]
-    if len(here) > 2 or gains:
-        return None
-    odd = max(here, key=lambda one: one.factor)
-    rms = dict(case.run.series("weights", odd.tensor, "rms", key="parameter")).get(step, math.nan)
-    peak = dict(case.run.series("weights", odd.tensor, "peak", key="parameter")).get(step)
-    # a row or a column of a matrix is a channel of what it computes: many large elements, none of which holds most
-    spread = peak is not None and peak < 0.2
-    held = (
-        f": {peak:.0%} of its sum of squares is in one element"
-        if peak is not None
-        else ": a few elements hold it"
-        if odd.after > 20 * rms
-        else ""
-    )
-    return Suspect(
-        cause="weight-corrupted", step=step, score=0.65 if spread else 0.95,
-        sentence=f"elements of {odd.tensor} are of another size than before, and no other parameter's are",
-        evidence=[str(odd), f"its RMS there is {rms:.3g}{held}"],
-        tensors=[one.tensor for one in here],
-        advice=["a flipped bit in memory or in a file: compare the tensor with the last checkpoint's", "go back to that checkpoint; check the machine's memory errors (ECC)"],
-    )  # fmt: skip
 
 
 def outlier(case: Symptoms) -> Suspect | None:

@@ -203,6 +203,33 @@ def test_a_history_that_remembers_a_spike_is_no_wrong_scale(run: Written) -> Non
     assert first(run.diagnosed()) == "wrong-scale", "no spike explains so much"
 
 
+def test_a_spike_of_the_gradients_between_two_measurements_hides_no_wrong_scale(run: Written) -> None:
+    run.rows[22]["grad_norm"] = 40.0
+    for step in (step for step in run.steps if step > 23):
+        run.operands[step, LAYERS[1], "dy"] |= {"scale": 448 / 2.0 / 2**8.8, "staleness": 8.8}
+    run.loss(range(41, 61), 2.0)
+    found = run.diagnosed()
+    assert found.suspects == [], "the history remembers the spike, and the loss jumps long after it"
+    assert [one.number for one in found.onsets] == ["loss"], "what was over at once is no beginning"
+    for step in (step for step in run.steps if step > 42):
+        run.operands[step, LAYERS[1], "dy"] |= {"scale": 448 / 2.0 / 2**23, "staleness": 23.0}
+    found = run.diagnosed()
+    assert (first(found), found.suspects[0].step) == ("wrong-scale", 45)
+
+
+def test_a_jump_of_the_gradients_is_told_where_it_lasts_or_comes_with_the_loss_or_is_all_there_is(run: Written) -> None:
+    run.rows[19]["grad_norm"] = 40.0
+    assert [(one.step, one.number) for one in run.diagnosed().onsets] == [(20, "grad_norm")]
+    run.loss(range(24, 61), 2.0)
+    assert [one.step for one in run.diagnosed().onsets] == [20, 24]
+    run.loss(range(24, 61), -2.0)
+    run.loss(range(50, 61), 2.0)
+    assert [one.step for one in run.diagnosed().onsets] == [50]
+    for row in run.rows[19:]:
+        row["grad_norm"] = 40.0
+    assert [one.step for one in run.diagnosed().onsets] == [20, 50]
+
+
 def test_a_spike_that_outruns_its_history_is_no_wrong_scale(run: Written) -> None:
     last = run.steps[-1]
     run.operands[last, LAYERS[1], "dy"] |= {"amax": 2.0 * 2**9, "scale": 448 / 2.0, "staleness": -9.0, "saturated": 0.1}
@@ -322,6 +349,29 @@ def test_second_moments_that_are_gone(run: Written) -> None:
     assert first(run.diagnosed()) == "moments-lost"
 
 
+def test_many_weights_that_no_update_can_have_moved(run: Written) -> None:
+    run.loss(range(38, 61), 2.0)
+    for step in (step for step in run.steps if step >= 40):
+        for name in LAYERS[:3]:
+            run.weights[step, f"{name}.weight"] |= {
+                "rms": 0.045
+            }  # at a rate of 0.001 five updates move an element by about 0.005
+    found = run.diagnosed()
+    assert (first(found), found.suspects[0].step) == ("weight-corrupted", 40)
+    assert found.suspects[0].evidence[0] == f"step 40: {LAYERS[0]}.weight: RMS 0.027 -> 0.045"
+    for row in run.rows[30:]:
+        row["lr"] = 4e-3
+    assert "weight-corrupted" not in [one.cause for one in run.diagnosed().suspects], "at this rate they may have"
+
+
+def test_weights_that_fell_to_nothing(run: Written) -> None:
+    run.loss(range(38, 61), 2.0)
+    for step in (step for step in run.steps if step >= 40):
+        for name in LAYERS[:3]:
+            run.weights[step, f"{name}.weight"] |= {"rms": 0.0, "amax": 0.0}
+    assert first(run.diagnosed()) == "weight-corrupted"
+
+
 def test_weights_that_grew_long_before_a_spike_accuse_no_moments(run: Written) -> None:
     run.rows[17]["grad_norm"] = 20.0
     for step in (step for step in run.steps if step >= 10):
@@ -329,6 +379,12 @@ def test_weights_that_grew_long_before_a_spike_accuse_no_moments(run: Written) -
             run.weights[step, f"{name}.weight"] |= {"rms": 0.038}
     assert first(run.diagnosed()) is None
     run.rows[17]["grad_norm"], run.rows[10]["grad_norm"] = 1.0, 20.0
+    assert first(run.diagnosed()) == "weight-corrupted", (
+        "at once, while the moments are in proportion: no update did it"
+    )
+    for step in (step for step in run.steps if step >= 10):
+        for name in LAYERS:
+            run.weights[step, f"{name}.weight"] |= {"exp_avg_rms": 1.5e-3}
     assert first(run.diagnosed()) == "moments-lost", "right behind the update that moved them"
 
 
@@ -361,6 +417,19 @@ def test_a_run_without_statistics_is_diagnosed_by_its_curves(run: Written) -> No
     assert first(found) == "data-spike"
     assert any("precision_every" in gap for gap in found.run.gaps)
     assert first(diagnose(folder / "metrics.jsonl")) == "data-spike"
+
+
+def test_what_an_audit_sees_where_the_loss_jumps_is_not_taken_for_the_datas(run: Written) -> None:
+    run.loss(range(30, 32), 3.0)
+    folder = run.write()
+    (folder / FILE).unlink()
+    assert first(diagnose(folder)) == "data-spike"
+    audits = [{"step": 2, "ok": True, "facts": {}}, {"step": 30, "ok": False, "facts": {}, "faults": ["invariants: linear_proj: had 0 hooks, has 1"]}]  # fmt: skip
+    (folder / "precision.json").write_text(json.dumps({"recipe": "r", "audit": {"history": audits}}))
+    assert [one.cause for one in diagnose(folder).suspects] == ["not-as-promised"]
+    audits[0]["ok"] = False  # nothing that began there
+    (folder / "precision.json").write_text(json.dumps({"recipe": "r", "audit": {"history": audits}}))
+    assert first(diagnose(folder)) == "data-spike"
 
 
 def test_what_another_version_wrote_is_left_out_and_said(run: Written) -> None:
