@@ -140,7 +140,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     if args.tokenizer == BYTE:
-        return {"name": BYTE, "kind": "bytes", "tokens": 259, "end of text": 256}
+        return {"name": BYTE, "kind": "bytes", "tokens": 259, "end of text": 256, "padding": 257}
     if is_factory(args.tokenizer):
         raise BadValue(f"--tokenizer {args.tokenizer}: it is code, which inspect does not run")
     from mpbridge.data.tokenizer import fetch
@@ -159,6 +159,8 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
         "tokens": files.size,
         "end of text": end,
         **({} if files.end is None else {"token": files.end_token, "as said by": files.ends_by}),
+        "padding": f"none{f' ({files.pad_by})' if files.pad_by else ''}" if files.pad is None else files.pad,
+        **({} if files.pad is None else {"padding as said by": files.pad_by}),
     }
 
 

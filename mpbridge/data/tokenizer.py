@@ -35,6 +35,9 @@ class FileTokenizer:
             raise DataError(files.without_end())
         self.end_line = files.end_line()
         self.tokenize, self.eod, self.vocab_size = encode, files.end, files.size
+        if files.pad is not None:
+            # megatron-core's GPTDataset fills up with it and takes no loss from it; without the attribute it is a number that no token has
+            self.pad = files.pad
         with files.file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         self.unique_identifiers = {"library": library, "sha256": digest}

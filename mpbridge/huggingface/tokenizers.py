@@ -1,22 +1,19 @@
-"""What a tokenizer's files say without any library: where they are, how many tokens there are, which token ends a text."""
+"""What a tokenizer's files say without any library: where they are, how many tokens there are, which token ends a text and which one fills up."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mpbridge.errors import BadValue
 from mpbridge.huggingface.folder import CONFIG, PREFIX, read_json_file
+from mpbridge.huggingface.vocabulary import ENDS, TokenizerKind, Vocabulary, is_ranks, trained, vocabulary
 
 BYTE = "byte"
 """The built-in tokenizer."""
-TokenizerKind = Literal["json", "sentencepiece", "tiktoken", "parts"]
-"""A tokenizer.json of the library tokenizers; SentencePiece's model; ranks of tiktoken; vocab.json with merges.txt."""
 LIBRARY: Mapping[TokenizerKind, str] = {
     "json": "tokenizers",
     "parts": "transformers",
@@ -24,10 +21,6 @@ LIBRARY: Mapping[TokenizerKind, str] = {
     "tiktoken": "tiktoken",
 }
 """The package that encodes with such files."""
-LARGEST = 1 << 27
-"""Bytes of a tokenizer's file that is read at all."""
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
-"""Tokens that end a text where nothing says which one does, by the usual families; two of them are no answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +40,10 @@ class TokenizerFiles:
     """Who says so, in words; where `end` is None: why not."""
     end_token: str = ""
     """The token itself, where the files spell it."""
+    pad: int | None = None
+    """Number of the token that fills up what is too short; None where the files name none that could be told from a text."""
+    pad_by: str = ""
+    """Who says so, in words; where `pad` is None: why not."""
 
     def without_end(self) -> str:
         """What is wrong, where `end` is None."""
@@ -74,7 +71,8 @@ def tokenizer_files(name: str, end: str | int | None = None) -> TokenizerFiles:
     """
     path = _located(name)
     kind, file = _main_file(path, name)
-    size, tokens = _READERS[kind](file)
+    words = vocabulary(kind, file)
+    size, tokens = words.size, words.tokens
     number: int | None
     if end is not None:
         number, who = _given(name, tokens, size, end), "data.end_of_text"
@@ -83,7 +81,10 @@ def tokenizer_files(name: str, end: str | int | None = None) -> TokenizerFiles:
     # ranks of tiktoken leave special tokens out: the one that ends a text may stand behind the last of them
     size = max(size, (number or 0) + 1)
     token = next((text for text, place in tokens.items() if place == number), "")
-    return TokenizerFiles(name=name, kind=kind, file=file, size=size, end=number, ends_by=who, end_token=token)
+    pad, pad_by = _pad(file, kind, words, end=number)
+    return TokenizerFiles(
+        name=name, kind=kind, file=file, size=size, end=number, ends_by=who, end_token=token, pad=pad, pad_by=pad_by
+    )
 
 
 def _located(name: str) -> Path:
@@ -133,125 +134,17 @@ def _main_file(path: Path, name: str) -> tuple[TokenizerKind, Path]:
     if path.is_file():
         if path.name.endswith(".json"):
             return "json", path
-        return ("tiktoken", path) if _is_ranks(path) else ("sentencepiece", path)
+        return ("tiktoken", path) if is_ranks(path) else ("sentencepiece", path)
     for file, kind in (("tokenizer.json", "json"), ("tokenizer.model", ""), ("vocab.json", "parts")):
         found = path / file
         if found.is_file():
-            return (kind or ("tiktoken" if _is_ranks(found) else "sentencepiece")), found  # type: ignore[return-value]
+            return (kind or ("tiktoken" if is_ranks(found) else "sentencepiece")), found  # type: ignore[return-value]
     ranks = sorted(path.glob("*.tiktoken"))
     if ranks:
         return "tiktoken", ranks[0]
     raise BadValue(
         f"data.tokenizer={name!r}: {path} holds none of tokenizer.json, tokenizer.model, *.tiktoken, vocab.json with merges.txt"
     )
-
-
-def _is_ranks(file: Path) -> bool:
-    """Whether a file has tiktoken's lines: base64, blank, rank. (Llama 3's tokenizer.model is one.)"""
-    with file.open("rb") as stream:
-        token, blank, rank = stream.readline(4096).partition(b" ")
-    try:
-        base64.b64decode(token, validate=True)
-    except binascii.Error:
-        return False
-    return bool(token and blank) and rank.strip().isdigit()
-
-
-def _of_json(file: Path) -> tuple[int, Mapping[str, int]]:
-    data = read_json_file(file, largest=LARGEST)
-    model = data.get("model") if isinstance(data, dict) else None
-    listed = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(listed, list):  # Unigram: [piece, score]
-        tokens = {entry[0]: number for number, entry in enumerate(listed) if isinstance(entry, list) and entry}
-    elif isinstance(listed, dict):
-        tokens = dict(listed)
-    else:
-        raise BadValue(f"{file}: expected a tokenizer of the library tokenizers, with model.vocab")
-    added = data.get("added_tokens") or []
-    tokens |= {
-        entry["content"]: entry["id"]
-        for entry in added
-        if isinstance(entry, dict) and {"content", "id"} <= entry.keys()
-    }
-    return _counted(tokens, file)
-
-
-def _of_parts(file: Path) -> tuple[int, Mapping[str, int]]:
-    tokens = read_json_file(file, largest=LARGEST)
-    if not isinstance(tokens, dict) or not (file.parent / "merges.txt").is_file():
-        raise BadValue(f"{file}: expected tokens with their numbers, and merges.txt beside it")
-    return _counted(tokens, file)
-
-
-def _of_ranks(file: Path) -> tuple[int, Mapping[str, int]]:
-    """tiktoken's ranks; the token that ends a text gets the number behind the last."""
-    largest = -1
-    with file.open("rb") as stream:
-        for line in stream:
-            rank = line.rpartition(b" ")[2].strip()
-            if rank.isdigit():
-                largest = max(largest, int(rank))
-    return largest + 2, {ENDS[0]: largest + 1}
-
-
-def _counted(tokens: Mapping[str, Any], file: Path) -> tuple[int, Mapping[str, int]]:
-    if not tokens or any(type(number) is not int or not 0 <= number < 1 << 31 for number in tokens.values()):
-        raise BadValue(f"{file}: expected tokens with numbers from 0")
-    return max(tokens.values()) + 1, tokens
-
-
-def _of_sentencepiece(file: Path) -> tuple[int, Mapping[str, int]]:
-    """SentencePiece's ModelProto: field 1 repeated is a piece, whose field 1 is its text (sentencepiece_model.proto)."""
-    if file.stat().st_size > LARGEST:
-        raise BadValue(f"{file} cannot be read: larger than {LARGEST} bytes")
-    try:
-        pieces = [_text(piece) for number, piece in _fields(file.read_bytes()) if number == 1]
-    except (IndexError, ValueError):
-        pieces = []
-    if not pieces:
-        raise BadValue(
-            f"{file}: expected a tokenizer.json, a SentencePiece model, or lines of tiktoken (base64 and rank)"
-        )
-    return len(pieces), {piece: number for number, piece in enumerate(pieces)}
-
-
-def _text(piece: bytes) -> str:
-    return next((text.decode("utf-8", "replace") for number, text in _fields(piece) if number == 1), "")
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """(number, content) of a protobuf message's length-delimited fields; the others are passed over. Raises ValueError, IndexError."""
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        kind = tag & 7
-        if kind == 2:
-            length, at = _varint(data, at)
-            if at + length > len(data):
-                raise ValueError("cut off")
-            yield tag >> 3, data[at : at + length]
-            at += length
-        elif kind == 0:
-            _, at = _varint(data, at)
-        elif kind in (1, 5):
-            at += 8 if kind == 1 else 4
-        else:
-            raise ValueError("no such kind of field")
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value, at
-        if shift > 63:
-            raise ValueError("a number without an end")
-
-
-_READERS = {"json": _of_json, "parts": _of_parts, "sentencepiece": _of_sentencepiece, "tiktoken": _of_ranks}
 
 
 def _given(name: str, tokens: Mapping[str, int], size: int, given: str | int) -> int:
@@ -283,23 +176,42 @@ def _end(file: Path, kind: TokenizerKind, tokens: Mapping[str, int], size: int) 
     return None, f"{' and '.join(map(repr, usual))} could both be it" if usual else ""
 
 
+def _pad(file: Path, kind: TokenizerKind, words: Vocabulary, *, end: int | None) -> tuple[int | None, str]:
+    """(the token that fills up, who says so), or None and why: the first that is named decides, and what a text is made of or what ends one fills up nothing."""
+    named = [(who, words.tokens[text]) for who, text in _spelled(file, "pad_token") if text in words.tokens]
+    if words.padding in words.tokens:
+        inside = "pad_piece of the model" if kind == "sentencepiece" else f"padding of {file.name}"
+        named.append((inside, words.tokens[words.padding]))
+    number = _optional(file.parent / CONFIG).get("pad_token_id")
+    if type(number) is int and words.special is not None:  # (a number alone may be any token's)
+        named.append((f"pad_token_id of {CONFIG}", number))
+    if not named:
+        return None, ""
+    who, number = named[0]
+    if number == end:
+        return None, f"{who} says {number}, which ends a text"
+    if words.special is not None and number not in words.special:
+        return None, f"{who} says {number}, which is no special token"
+    return number, who
+
+
 def _said(file: Path, kind: TokenizerKind) -> Iterator[tuple[str, str]]:
     """(where, eos_token) of SentencePiece's own model, else of tokenizer_config.json and special_tokens_map.json."""
     found = False
+    for who, text in _spelled(file, "eos_token"):
+        found = True
+        yield who, text
+    if kind == "sentencepiece" and not found:
+        yield "eos_piece of the model", trained(file, 47, "</s>")
+
+
+def _spelled(file: Path, field: str) -> Iterator[tuple[str, str]]:
+    """(where, the token) of a field in tokenizer_config.json and special_tokens_map.json."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = _optional(file.parent / name).get("eos_token")
+        token = _optional(file.parent / name).get(field)
         text = token.get("content") if isinstance(token, dict) else token
         if isinstance(text, str):
-            found = True
-            yield f"eos_token of {name}", text
-    if kind == "sentencepiece" and not found:
-        yield "eos_piece of the model", _eos_piece(file)
-
-
-def _eos_piece(file: Path) -> str:
-    """Field 47 of TrainerSpec, which is field 2 of ModelProto; its default is </s> (sentencepiece_model.proto)."""
-    trained = [content for number, content in _fields(file.read_bytes()) if number == 2]
-    return next((text.decode("utf-8", "replace") for spec in trained for number, text in _fields(spec) if number == 47), "</s>")  # fmt: skip
+            yield f"{field} of {name}", text
 
 
 def _eos_numbers(folder: Path, size: int) -> list[int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mpbridge.config.container import ConfigContainer
 from mpbridge.data.tokenizer import identity, tokenizer
@@ -171,3 +172,85 @@ def test_two_tokenizers_have_two_identities(tmp_path: Path) -> None:
     one, two = words(tmp_path / "one"), words(tmp_path / "two", end="</s>")
     assert identity(tokenizer(str(one))) != identity(tokenizer(str(two)))
     assert identity(tokenizer(str(one))) != identity(tokenizer(str(one), "<pad>"))
+
+
+def vocabulary(path: Path, *special: str, ordinary: str = "a") -> Path:
+    """A folder with a tokenizer.json of hand-written tokens: one ordinary one, then special ones numbered from 1."""
+    added = [{"id": number, "content": text, "special": True} for number, text in enumerate(special, 1)]
+    data = {"model": {"type": "BPE", "vocab": {ordinary: 0}, "merges": []}, "added_tokens": added}
+    path.mkdir()
+    (path / "tokenizer.json").write_text(json.dumps(data))
+    return path
+
+
+def say(place: Path, **files: Any) -> None:
+    for name, content in files.items():
+        (place / f"{name}.json").write_text(json.dumps(content))
+
+
+def test_who_says_which_token_ends_a_text_is_asked_in_order(tmp_path: Path) -> None:
+    place = vocabulary(tmp_path / "tok", "</s>", "<end>", "<other>")
+
+    def found() -> tuple[int | None, str]:
+        files = tokenizer_files(str(place))
+        return files.end, files.ends_by.partition(",")[0]
+
+    assert found() == (1, "by its name alone")  # last: a usual name, where it is the only one
+    say(place, config={"eos_token_id": 2})
+    assert found() == (2, "eos_token_id of config.json")  # before that: config.json
+    say(place, config={"eos_token_id": [2, 3]})
+    assert found() == (None, "eos_token_id of config.json lists 2")  # several are no answer
+    say(place, special_tokens_map={"eos_token": "<other>"})
+    assert found() == (3, "eos_token of special_tokens_map.json")  # which another file can decide
+    say(place, tokenizer_config={"eos_token": {"content": "<end>"}})
+    assert found() == (
+        None,
+        "eos_token of tokenizer_config.json says 2 and eos_token of special_tokens_map.json says 3",
+    )
+    say(place, special_tokens_map={}, config={"eos_token_id": 3})
+    assert found() == (None, "eos_token of tokenizer_config.json says 2")  # against config.json as well
+    say(place, config={})
+    assert found() == (2, "eos_token of tokenizer_config.json")
+    assert tokenizer_files(str(place), "<other>").ends_by == "data.end_of_text"  # before everything
+    two = tokenizer_files(str(vocabulary(tmp_path / "two", "</s>", "<|endoftext|>")))
+    assert (two.end, two.ends_by) == (None, "'<|endoftext|>' and '</s>' could both be it")
+
+
+def test_who_says_which_token_fills_up_is_asked_in_order(tmp_path: Path) -> None:
+    place = vocabulary(tmp_path / "tok", "</s>", "<pad>", "<fill>")
+
+    def found() -> tuple[int | None, str]:
+        files = tokenizer_files(str(place))
+        return files.pad, files.pad_by
+
+    assert found() == (None, "")  # a name alone is no answer
+    say(place, config={"pad_token_id": 3})
+    assert found() == (3, "pad_token_id of config.json")
+    whole = json.loads((place / "tokenizer.json").read_text())
+    say(place, tokenizer=whole | {"padding": {"pad_token": "<pad>", "pad_id": 2}})
+    assert found() == (2, "padding of tokenizer.json")
+    say(place, special_tokens_map={"pad_token": "<fill>"})
+    assert found() == (3, "pad_token of special_tokens_map.json")
+    say(place, tokenizer_config={"pad_token": "<pad>"})
+    assert found() == (2, "pad_token of tokenizer_config.json")
+    say(place, tokenizer_config={"pad_token": "a"})
+    assert found() == (None, "pad_token of tokenizer_config.json says 0, which is no special token")
+    say(place, tokenizer_config={"pad_token": "</s>"})
+    assert found() == (None, "pad_token of tokenizer_config.json says 1, which ends a text")
+
+
+def test_no_loss_is_taken_from_the_padding_of_a_pair(tmp_path: Path) -> None:
+    import numpy as np
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    from mpbridge.data.datasets import open_corpus
+
+    place = words(tmp_path / "tok")  # whose padding is token 0
+    pair = IndexedDatasetBuilder(str(tmp_path / "pair.bin"), dtype=np.uint16)
+    for _ in range(40):
+        pair.add_document(torch.tensor([5, 6, 7, 1, 0, 0]), [6])
+    pair.finalize(str(tmp_path / "pair.idx"))
+    data = {"corpus": str(tmp_path / "pair"), "tokenizer": str(place), "split": "1,0,0", "cache_dir": str(tmp_path)}
+    sample = open_corpus(data, seq_length=12, seed=1).dataset("train", 4)[0]
+    assert torch.equal(sample["loss_mask"] == 0, sample["labels"] == 0)
+    assert sample["loss_mask"].sum() == 8  # two of every six tokens fill up
