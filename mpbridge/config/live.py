@@ -10,6 +10,7 @@ from typing import Any
 from mpbridge.config.schema import Setting, fit, settings
 from mpbridge.config.sections import OWN
 from mpbridge.errors import BadValue
+from mpbridge.megatron_spec.fields import TABLE
 from mpbridge.megatron_spec.schema import CLASSES, LATENT, REPLACED
 
 
@@ -65,8 +66,14 @@ def _written(section: str, value: Any, faults: list[str], *, latent: bool) -> di
     for old, new in REPLACED.items():
         if old in out and new in out:
             del out[old]
-    if out.get("autocast_dtype") is not None and out["autocast_dtype"] == getattr(value, "params_dtype", None):
-        del out["autocast_dtype"]  # megatron-core fills it with params_dtype
+    for row in TABLE:
+        if (
+            row.target == section
+            and row.follows
+            and row.field in out
+            and out[row.field] == getattr(value, row.follows, None)
+        ):
+            del out[row.field]  # megatron-core filled it
     return out
 
 

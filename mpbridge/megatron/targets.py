@@ -19,7 +19,7 @@ from mpbridge.formats import DType, dtype
 from mpbridge.hardware.capability import refuse_unless_native
 from mpbridge.hardware.machines import Machine
 from mpbridge.hardware.probe import installed, this_machine
-from mpbridge.megatron_spec.precision_field import TARGETS
+from mpbridge.megatron_spec.precision_field import TARGETS, ModuleRules
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.sync.apply import commit, refusal, spelled
 from mpbridge.sync.plan import Plan, Receipt
@@ -191,7 +191,7 @@ def _construct(name: str, config: type, section: dict[str, Any], plan: Plan) -> 
         now = section.get(write.field)
         if now is not None and not same(_value(write.name, now, fields[write.field]), write.before):
             raise StalePlan(f"{write.name} is {now!r} now and was {write.before!r} when the plan was made: plan again")
-        if write.field == "quant_recipe":
+        if isinstance(write.after, ModuleRules):
             rules.append((write.field, write.after))  # compiled for the finished config
         else:
             values[write.field] = spelled(write.after, None, None)

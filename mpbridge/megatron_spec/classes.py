@@ -84,6 +84,11 @@ NOT_PRECISION: Mapping[tuple[str, str], str] = MappingProxyType(
 )
 """(target, field) -> what it is instead."""
 
+MARK: Mapping[str, str] = MappingProxyType(
+    {"model": "params_dtype", "optimizer": "params_dtype", "ddp": "grad_reduce_in_fp32"}
+)
+"""Target -> a field that its config has in every version: who declares it is megatron-core's config, not an object around it."""
+
 FILLED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "model": (

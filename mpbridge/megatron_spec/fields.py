@@ -182,6 +182,7 @@ _HALVES: tuple[PrecisionField, ...] = (
         "activations between pipeline stages",
         None,
         knob="pipeline_dtype",
+        none_derives=True,
     ),
     _row(
         "model",
@@ -199,6 +200,8 @@ _HALVES: tuple[PrecisionField, ...] = (
         None,
         knob="autocast_dtype",
         turns=lambda f, v: f.policy.autocast is not None,
+        none_derives=True,
+        follows="params_dtype",
     ),
     _row(
         "model",
@@ -216,7 +219,15 @@ _HALVES: tuple[PrecisionField, ...] = (
         True,
         knob="attention_softmax_in_fp32",
     ),
-    _row("model", "moe_router_dtype", _router, "the router's arithmetic", None, knob="moe_router_dtype"),
+    _row(
+        "model",
+        "moe_router_dtype",
+        _router,
+        "the router's arithmetic",
+        None,
+        knob="moe_router_dtype",
+        compared_as_text="'fp32' and 'fp64'",
+    ),
 )
 _LOW: tuple[PrecisionField, ...] = (
     _row("model", "fp8", _of("fp8", "format", None), "format of GEMM operands", None),
@@ -304,6 +315,6 @@ _CLEARED: tuple[PrecisionField, ...] = (
 )  # fmt: skip
 
 TABLE: tuple[PrecisionField, ...] = tuple(
-    sorted((*_HALVES, *_LOW, *_STATES, *_CLEARED), key=lambda place: TARGETS.index(place.target))
+    sorted((*_HALVES, *_LOW, *_STATES, *_CLEARED), key=lambda row: TARGETS.index(row.target))
 )
 """All rows, by target; the order in which a plan lists them."""

@@ -89,7 +89,7 @@ FieldValue = Callable[[Facts], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionField:
-    """One row."""
+    """One row of the table: a field of one of megatron-core's configs."""
 
     target: Target
     field: str
@@ -106,5 +106,16 @@ class PrecisionField:
     """cleared: reset only where the policy makes it illegal or fatal, else left alone."""
     holds: Window = ALWAYS
     """The versions of megatron-core that have the field."""
+    none_derives: bool = False
+    """None there means "derive it" and is nobody's choice."""
+    follows: str | None = None
+    """Field of the same config that megatron-core's post-init copies here: a value that equals it is nobody's choice."""
+    compared_as_text: str | None = None
+    """Where megatron-core compares the value with strings: which ones. A dtype object there does nothing."""
     required: bool = False
     """Nothing else tells a version without the field: a policy that wants more than the default is refused there."""
+
+    @property
+    def holds_dtype(self) -> bool:
+        """Whether the value is a torch dtype, which inputs may spell in any way."""
+        return self.field.endswith("dtype") and self.compared_as_text is None

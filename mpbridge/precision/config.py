@@ -46,7 +46,7 @@ _TWIN_OF = dict(TWINS) | {b: a for a, b in TWINS}
 class MixedPrecisionConfig:
     """The 31 fields that Megatron Bridge users know, then ours. None means "derive it".
 
-    The meaning (`precision.policy.resolve`) is a function of the values alone, so a copy, a pickle or a dump means the same.
+    The meaning (`precision.resolve.resolve`) is a function of the values alone, so a copy, a pickle or a dump means the same.
     dtypes are given in any spelling and read back as torch dtypes. An unknown attribute raises with the nearest name.
     """
 

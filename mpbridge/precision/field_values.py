@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpbridge.errors import BadValue
@@ -20,22 +20,33 @@ _CHOICES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
         "fp4_recipe": choices(4),
     }
 )
-_LEGAL_STATES: Mapping[str, tuple[DType, ...]] = types.MappingProxyType(
+_HALVES = (DType.FP32, DType.BF16, DType.FP16)
+_LEGAL_DTYPES: Mapping[str, tuple[DType, ...]] = types.MappingProxyType(
     {
         # Transformer Engine's FusedAdam, fused_adam.py: masters fp32 or fp16, moments fp32, fp16, bf16 or scaled fp8; bf16 main params: the parameters themselves
         "main_params_dtype": (DType.FP32, DType.FP16, DType.BF16),
-        "main_grads_dtype": (DType.FP32, DType.BF16, DType.FP16),
-        "grad_accumulation_dtype": (DType.FP32, DType.BF16, DType.FP16),
         "exp_avg_dtype": (DType.FP32, DType.FP16, DType.BF16, DType.UINT8),
         "exp_avg_sq_dtype": (DType.FP32, DType.FP16, DType.BF16, DType.UINT8),
-        "params_dtype": (DType.FP32, DType.BF16, DType.FP16),
-        "compute_dtype": (DType.FP32, DType.BF16, DType.FP16),
-        "output_dtype": (DType.FP32, DType.BF16, DType.FP16),
-        "pipeline_dtype": (DType.FP32, DType.BF16, DType.FP16),
-        "autocast_dtype": (DType.FP32, DType.BF16, DType.FP16),
-        "logit_dtype": (DType.FP32, DType.BF16, DType.FP16),
     }
 )
+"""dtype fields that may hold something else than FP32, BF16 and FP16."""
+
+
+def _texts(value: Any) -> bool:
+    return all(isinstance(item, str) for item in value)
+
+
+_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = types.MappingProxyType(
+    {
+        "bool": (lambda v: isinstance(v, bool), "true or false"),
+        "int": (lambda v: isinstance(v, int) and not isinstance(v, bool), "a whole number"),
+        "float": (lambda v: isinstance(v, (int, float)) and not isinstance(v, bool), "a finite number"),
+        "str": (lambda v: isinstance(v, str), "text"),
+        "tuple[str, ...]": (lambda v: isinstance(v, (tuple, list)) and _texts(v), "a list of globs"),
+        "Mapping[str, Any]": (lambda v: isinstance(v, Mapping) and _texts(v), "a mapping from glob (text) to rule"),
+    }
+)
+"""Annotation of a field -> whether a value fits it, and what is expected."""
 
 
 def type_faults(values: Mapping[str, Any]) -> dict[str, str]:
@@ -48,7 +59,7 @@ def type_faults(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _type_fault(name: str, value: Any, hint: str) -> str | None:
     if hint == "DTypeField":
-        legal = _LEGAL_STATES[name]
+        legal = _LEGAL_DTYPES.get(name, _HALVES)
         if value is None or value in legal:
             return None
         return f"{name}={value.short} is not one of {', '.join(d.short for d in legal)}"
@@ -56,25 +67,9 @@ def _type_fault(name: str, value: Any, hint: str) -> str | None:
         return _router_fault(value)
     if value is None and hint.endswith("None"):
         return None
-    expected = hint.removesuffix(" | None")
-    fits = {
-        "bool": isinstance(value, bool),
-        "int": isinstance(value, int) and not isinstance(value, bool),
-        "float": isinstance(value, (int, float)) and not isinstance(value, bool),
-        "str": isinstance(value, str),
-        "tuple[str, ...]": isinstance(value, (tuple, list)) and all(isinstance(item, str) for item in value),
-        "Mapping[str, Any]": isinstance(value, Mapping) and all(isinstance(pattern, str) for pattern in value),
-    }[expected]
-    words = {
-        "bool": "true or false",
-        "int": "a whole number",
-        "float": "a finite number",
-        "str": "text",
-        "tuple[str, ...]": "a list of globs",
-        "Mapping[str, Any]": "a mapping from glob (text) to rule",
-    }
+    fits, expected = _TYPES[hint.removesuffix(" | None")]
     kind = f" (a {yaml_kind(value)})" if yaml_kind(value) else ""
-    return None if fits else f"{name}={value!r}{kind}: expected {words[expected]}"
+    return None if fits(value) else f"{name}={value!r}{kind}: expected {expected}"
 
 
 def yaml_kind(value: Any) -> str:

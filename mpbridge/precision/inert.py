@@ -2,54 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from mpbridge.errors import MpbridgeError
 from mpbridge.formats import say
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.resolve import resolve
 
-NEEDS: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad"), "fp8"),
-        "fp8_quantizer_factory": "fp8",
-        "fp4_recipe": "fp4",
-        "fp4_quantizer_factory": "fp4",
-        "first_last_layers_bf16": "fp8 or fp4",
-        "num_layers_at_start_in_bf16": "first_last_layers_bf16=true",
-        "num_layers_at_end_in_bf16": "first_last_layers_bf16=true",
-        "autocast_dtype": "autocast_enabled=true",
-        **dict.fromkeys(("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), "fp16 and no static loss_scale"),
-    }
+
+@dataclass(frozen=True, slots=True)
+class _Condition:
+    """Settings without which nothing reads some fields."""
+
+    name: str
+    """As they are written."""
+    holds: Callable[[MixedPrecisionConfig], bool]
+    """Whether a config has them: then a value that equals the derived one is said twice, and not without effect."""
+    fields: tuple[str, ...]
+
+
+_CONDITIONS = (
+    _Condition(
+        "fp8",
+        lambda c: c.fp8 is not None,
+        ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad", "fp8_quantizer_factory"),
+    ),
+    _Condition("fp4", lambda c: c.fp4 is not None, ("fp4_recipe", "fp4_quantizer_factory")),
+    _Condition("fp8 or fp4", lambda c: c.fp8 is not None or c.fp4 is not None, ("first_last_layers_bf16",)),
+    _Condition(
+        "first_last_layers_bf16=true",
+        lambda c: c.first_last_layers_bf16,
+        ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"),
+    ),
+    _Condition("autocast_enabled=true", lambda c: c.autocast_enabled, ("autocast_dtype",)),
+    _Condition(
+        "fp16 and no static loss_scale",
+        lambda c: c.fp16 and c.loss_scale is None,
+        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+    ),
 )  # fmt: skip
-"""Field -> without what nothing reads it."""
+_READ_WITH = {field: condition for condition in _CONDITIONS for field in condition.fields}
 _USUAL = {"fp8_recipe": "delayed", "fp4_recipe": "nvfp4"}
 """megatron-core's own defaults: Megatron-LM's arguments always carry them, and mean nothing by it."""
-
-
-def _read(config: MixedPrecisionConfig, need: str) -> bool:
-    """Whether what reads a field is there: then a value that equals the derived one is said twice, and not without effect."""
-    return {
-        "fp8": config.fp8 is not None,
-        "fp4": config.fp4 is not None,
-        "fp8 or fp4": config.fp8 is not None or config.fp4 is not None,
-        "first_last_layers_bf16=true": config.first_last_layers_bf16,
-        "autocast_enabled=true": config.autocast_enabled,
-        "fp16 and no static loss_scale": config.fp16 and config.loss_scale is None,
-    }[need]
 
 
 def inert(config: MixedPrecisionConfig, base: MixedPrecisionConfig | None = None) -> tuple[str, ...]:
     """The fields of `config` that could be left out, each as 'fp8_recipe=mxfp8 (read with fp8 only)'; base: what its author started from."""
     start, found = (base or MixedPrecisionConfig()).stored(), []
     for name, value in config.given().items():
-        if name not in NEEDS or _read(config, NEEDS[name]) or value == start[name] or value == _USUAL.get(name):
+        condition = _READ_WITH.get(name)
+        if condition is None or condition.holds(config) or value == start[name] or value == _USUAL.get(name):
             continue
         try:
             same = resolve(config.derive(**{name: start[name]})) == resolve(config)
         except MpbridgeError:  # it cannot be left out, or the whole is refused anyway
             continue
         if same:
-            found.append(f"{name}={say(value)} (read with {NEEDS[name]} only)")
+            found.append(f"{name}={say(value)} (read with {condition.name} only)")
     return tuple(found)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from mpbridge.errors import BadValue, Conflict, StalePlan, UpstreamRefused
 from mpbridge.formats import DType
-from mpbridge.megatron_spec.classes import FILLED
+from mpbridge.megatron_spec.classes import FILLED, MARK
 from mpbridge.megatron_spec.fields import TABLE
 from mpbridge.megatron_spec.precision_field import TARGETS, UNSET, ModuleRules
 from mpbridge.sync.plan import Plan, Receipt, show
@@ -22,10 +22,6 @@ from mpbridge.sync.targets import holder, is_inputs, read, same
 Spell = Callable[[ModuleRules, Any], Any]
 """(rules, the live model config) -> megatron-core's quant_recipe."""
 
-_BODY: Mapping[str, str] = MappingProxyType(
-    {"model": "params_dtype", "optimizer": "params_dtype", "ddp": "grad_reduce_in_fp32"}
-)
-"""A field whose holder is megatron-core's config itself."""
 _FIELDS = frozenset((row.target, row.field) for row in TABLE)
 
 
@@ -47,7 +43,7 @@ def commit(plan: Plan, *, on_conflict: Literal["warn", "error"] = "warn", spell:
                 f"the {name} target is a mapping of inputs: build() constructs megatron-core's config from it, apply() is for live objects"
             )
     _refuse_stale(plan)
-    bodies = {name: body for name, target in plan.targets.items() if (body := holder(target, _BODY[name])) is not None}
+    bodies = {name: body for name, target in plan.targets.items() if (body := holder(target, MARK[name])) is not None}
     sick = {name: _check(body)[1] for name, body in bodies.items()}
     saved = _write(plan, spell)
     unchecked, twins = [], {}

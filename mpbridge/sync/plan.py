@@ -25,6 +25,7 @@ from mpbridge.megatron_spec.precision_field import (
     PrecisionField,
     Target,
 )
+from mpbridge.megatron_spec.schema import REPLACED
 from mpbridge.megatron_spec.versions import current, nearest
 from mpbridge.precision.policy import PrecisionPolicy, Region
 from mpbridge.sync.targets import class_default, has, holder, is_inputs, normal, read, same
@@ -239,10 +240,10 @@ class _Reading:
             return
         set_by, conflict = self._set_by(row, now)
         why = "as it was before the earlier recipe" if wanted is KEEP else row.why
-        if row.field == "moe_router_dtype" and now not in (UNSET, None) and _means(now) == new:
+        if row.compared_as_text and now not in (UNSET, None) and _means(now) == new:
             conflict, why = (
                 False,
-                f"megatron-core compares with the strings 'fp32' and 'fp64': {now} there does nothing",
+                f"megatron-core compares with the strings {row.compared_as_text}: {now} there does nothing",
             )
         yield Write(
             target=row.target,
@@ -270,8 +271,7 @@ class _Reading:
 
     def _set_by(self, row: PrecisionField, now: Any) -> tuple[str, bool]:
         target, name = self.targets[row.target], f"{row.target}.{row.field}"
-        # of these two None says "derive it" and nothing more
-        if now is UNSET or (now is None and row.field in ("pipeline_dtype", "autocast_dtype")):
+        if now is UNSET or (now is None and row.none_derives):
             return "nobody", False
         receipt = self.after.fields.get((row.target, row.field))
         if receipt is not None and same(now, receipt[1]):
@@ -287,11 +287,8 @@ class _Reading:
     def _derived(self, row: PrecisionField, now: Any) -> bool:
         """Whether megatron-core's own post-init explains the value."""
         owner = holder(self.targets[row.target], row.field)
-        if row.field == "autocast_dtype":
-            return same(now, getattr(owner, "params_dtype", None))
-        return row.field == "moe_router_padding_for_quantization" and bool(
-            getattr(owner, "moe_router_padding_for_fp8", False)
-        )
+        sources = [row.follows, *(old for old, new in REPLACED.items() if new == row.field)]
+        return any(same(now, getattr(owner, source, UNSET)) for source in sources if source)
 
     def kept(self) -> Iterator[Kept]:
         for (name, field_name), why in (*USERS_OWN.items(), *PROCESS_WIDE.items()):

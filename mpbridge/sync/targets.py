@@ -79,8 +79,8 @@ def _comparable(value: Any) -> Any:
 
 
 def normal(row: PrecisionField, value: Any) -> Any:
-    """An input's value as the plan compares it: strings in dtype fields become DType (moe_router_dtype is a string in megatron-core). Raises BadValue."""
-    if not isinstance(value, str) or not row.field.endswith("dtype") or row.field == "moe_router_dtype":
+    """An input's value as the plan compares it: strings in dtype fields become DType. Raises BadValue."""
+    if not isinstance(value, str) or not row.holds_dtype:
         return value
     try:
         return dtype(value)
