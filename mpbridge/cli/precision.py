@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the worst operands of the newest measurement and writes the page; 1 where nothing was measured."""
+    from mpbridge.cli.text import print_line
     from mpbridge.diagnose.evidence import gather
     from mpbridge.diagnose.page import precision_page
     from mpbridge.pages.document import writable, write
@@ -34,12 +35,12 @@ def run(args: argparse.Namespace) -> int:
     writable(target)
     out = console()
     for gap in found.gaps:
-        out.print(gap, markup=False, soft_wrap=True)
+        print_line(gap)
     measured = [one for one in found.measured if one.tables["operands"]]
     if measured:
         out.print(_table(measured[-1].step, measured[-1].tables["operands"], args.top))
     elif found.measured:
-        out.print("no GEMM of this run is quantized: its linears and weights are on the page", markup=False)
+        print_line("no GEMM of this run is quantized: its linears and weights are on the page")
     write(target, precision_page(found).html())
     out.print(f"page: {target}", markup=False, soft_wrap=True)
     return 0 if found.measured else 1

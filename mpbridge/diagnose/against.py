@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 from mpbridge.diagnose.evidence import Evidence
 
@@ -22,12 +23,21 @@ def differences(run: Evidence, other: Evidence) -> list[str]:
             found.append(f"{name}: {mine.get(name, 'not set')}, the other {theirs.get(name, 'not set')}")
     if not (mine and theirs):
         found.append("settings cannot be compared: precision.json of one of them has none")
-    found += _parting(run, other, "lr", "learning rate", limit=0.01)
-    found += _loss_scales(run, other)
-    found += _skips(run, other)
-    found += _parting(run, other, "loss", "loss")
-    found += _parting(run, other, "grad_norm", "gradient norm", limit=0.5)
-    return [*found, *_tensors(run, other)]
+    parts = [
+        *_parting(run, other, "lr", "learning rate", limit=0.01),
+        *_loss_scales(run, other),
+        *_skips(run, other),
+        *_parting(run, other, "loss", "loss"),
+        *_parting(run, other, "grad_norm", "gradient norm", limit=0.5),
+        *_tensors(run, other),
+    ]
+    return [*found, *sorted(parts, key=_step)]
+
+
+def _step(sentence: str) -> float:
+    """The step that a sentence begins with; those without one come last."""
+    found = re.match(r"step (\d+):", sentence)
+    return int(found[1]) if found else math.inf
 
 
 def _parting(run: Evidence, other: Evidence, number: str, word: str, *, limit: float = APART) -> list[str]:

@@ -51,7 +51,11 @@ class Diagnosis:
             return f"{first.cause}: {first.sentence} (from step {first.step})"
         if self.onsets:
             return f"step {self.onsets[0].step}: {self.onsets[0].what}; {self.unexplained}"
-        return "nothing is out of line"
+        return (
+            "nothing is out of line, but there are too few steps to tell"
+            if self.run.short
+            else "nothing is out of line"
+        )
 
     @property
     def unexplained(self) -> str:

@@ -40,6 +40,11 @@ class Evidence:
     _by_name: dict[tuple[str, str], dict[str, list[tuple[int, TensorRow]]]] = field(default_factory=dict)
 
     @property
+    def short(self) -> bool:
+        """Whether there are too few steps to tell what is usual."""
+        return len(self.curves.rows) <= FEWEST
+
+    @property
     def recipe(self) -> str:
         """The recipe that the run began with."""
         return str(self.precision.get("recipe") or "unknown recipe")
@@ -114,10 +119,9 @@ def gather(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Evidence:
     """
     curves = read_curves(folder)
     made = Evidence(folder, curves, gaps=list(curves.faults))
-    if len(curves.rows) <= FEWEST:
-        made.gaps.append(
-            f"{len(curves.rows)} steps are too few to tell what is usual of a curve, {FEWEST + 1} are needed"
-        )
+    if made.short:
+        few = "1 step is" if len(curves.rows) == 1 else f"{len(curves.rows)} steps are"
+        made.gaps.append(f"{few} too few to tell what is usual of a curve, {FEWEST + 1} are needed")
     if not folder.is_dir():
         made.gaps = [*_few(made.gaps), "a metrics file alone: no statistics, audits, events or settings"]
         return made

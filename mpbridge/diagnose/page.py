@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from mpbridge.diagnose.diagnosis import Diagnosis
@@ -109,8 +111,8 @@ def _made(run: Evidence) -> dict[str, str]:
 
 
 def _verdict(page: Page, found: Diagnosis, charts: dict[str, str], odd: str) -> None:
-    tone = "good" if found.healthy else "bad"
-    page.verdicts("", [{"word": "healthy" if found.healthy else "out of line", "tone": tone, "text": found.verdict}])
+    word, tone = ("out of line", "bad") if not found.healthy else ("no verdict", "warn") if found.run.short else ("healthy", "good")  # fmt: skip
+    page.verdicts("", [{"word": word, "tone": tone, "text": found.verdict}])
     links = {"loss": charts.get("loss"), "grad_norm": charts.get("grad_norm"), "applied": charts.get("loss")}
     if found.onsets:
         page.verdicts(
@@ -200,9 +202,20 @@ def _movement(page: Page, title: str, series: list[tuple[str, list[tuple[int, fl
     if len(layers) < MANY:
         return
     values = {(layer, kind_of(name)): 2.0 ** _reach(points) for name, points, layer in series if layer}
-    kinds = list(dict.fromkeys(kind for _, kind in sorted(values, key=lambda place: int(place[0]))))
+    kinds = _in_order(kind for _, kind in sorted(values, key=lambda place: int(place[0])))
     high = max(10.0, *values.values())
     page.heat(f"{title}: how far it moves", layers, kinds, values, low=1.0, high=high, unit="times", note="Largest over smallest value of the run.")  # fmt: skip
+
+
+def _in_order(kinds: Iterable[str]) -> list[str]:
+    """Each kind once, in the order of the model, experts of one linear by their numbers."""
+    found = list(dict.fromkeys(kinds))
+    places = {name: i for i, name in reversed([*enumerate(map(_numberless, found))])}
+    return sorted(found, key=lambda kind: (places[_numberless(kind)], [int(n) for n in re.findall(r"\.(\d+)\.", kind)]))
+
+
+def _numberless(kind: str) -> str:
+    return re.sub(r"\.\d+\.", ".", kind)
 
 
 def _reach(points: list[tuple[int, float]]) -> float:
@@ -229,5 +242,5 @@ def _operand_tables(page: Page, run: Evidence) -> None:
             values[layer, f"{kind_of(row['linear'])} {row['side']} {row['copy']}"] = row["row_error"]
     layers = sorted({layer for layer, _ in values}, key=lambda text: int(text or -1))
     if values:
-        page.heat(f"Median row error by layer, step {last.step}", layers, list(dict.fromkeys(kind for _, kind in values)), values, low=0.01, high=1.0)  # fmt: skip
+        page.heat(f"Median row error by layer, step {last.step}", layers, _in_order(kind for _, kind in values), values, low=0.01, high=1.0)  # fmt: skip
     page.table(f"Operands of step {last.step}", OPERAND_COLUMNS, shown, order=order)

@@ -207,7 +207,7 @@ def outlier(case: Symptoms) -> Suspect | None:
     return Suspect(
         cause="outlier-channel", step=first.step, score=0.96 if source else 0.7,
         sentence=f"channel {_channel(case, first)} of the input of {first.tensor} is {first.after:.0f} times the median channel",
-        evidence=[str(first), *(str(one) for one in source[:2]), *flushed_operands(case)[:2]],
+        evidence=[str(first), *(str(one) for one in source[:2]), *flushed_operands(case, after=first.step - 1)[:2]],
         tensors=[one.tensor for one in [*source, *channels][:4]],
         advice=["a scaling with blocks (bf16_with_mxfp8_mixed, bf16_with_fp8_subchannel_scaling_mixed) loses only the block of an outlier", "keep that linear in high precision: mixed_precision.modules", *(["look at the norm's gain named above"] if source else [])],
     )  # fmt: skip

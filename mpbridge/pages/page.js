@@ -53,6 +53,8 @@
   });
 
   const palette = ["#3b7dd8", "#d9822b", "#2e9e5b", "#c23b4b", "#8a63d2", "#1aa3a3", "#b5651d", "#d15fa8", "#7d8a2e", "#5b7083", "#e0b400", "#7fb2f0"];
+  // steps and powers of two are whole numbers
+  const whole = [...Array(13).keys()].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power));
   const charts = [];
   const chart = (block) => {
     const box = make("div", { class: "chart" });
@@ -105,7 +107,7 @@
       }] } };
       plot = new uPlot({
         width: Math.max(260, box.clientWidth - 14), height: narrow ? 220 : 280, scales: { x: { time: false }, y: { distr: block.log ? 3 : 1 } },
-        axes: [{ ...axis, label: block.x, labelSize: 20 }, { ...axis, label: block.y, labelSize: 20, size: 66, values: (u, ticks) => ticked(ticks) }],
+        axes: [{ ...axis, label: block.x, labelSize: 20, incrs: whole }, { ...axis, label: block.y, labelSize: 20, size: 66, values: (u, ticks) => ticked(ticks) }],
         cursor: { focus: { prox: 24 } }, focus: { alpha: 0.25 }, legend: { live: true, isolate: true },
         series: [{ label: block.x }, ...lines.map((line, i) => ({ label: line.name, stroke: palette[i % palette.length], width: 1.5, spanGaps: true, fill: block.bars ? `${palette[i % palette.length]}66` : undefined, paths: block.bars ? uPlot.paths.bars({ size: [0.9, 60] }) : undefined, points: { show: xs.length < 40 && !block.bars, size: 5 }, value: (u, value) => (value === null || value === undefined ? "–" : number(value)) }))],
         plugins: block.marks.length ? [marks] : [],

@@ -11,6 +11,8 @@ import pytest
 
 from mpbridge.cli.main import main
 from mpbridge.diagnose.diagnosis import Diagnosis, diagnose
+from mpbridge.diagnose.evidence import gather
+from mpbridge.diagnose.page import diagnosis_page, precision_page
 from mpbridge.errors import BadValue
 from mpbridge.telemetry import reading
 from mpbridge.telemetry.records import FILE, LINEARS, OPERANDS, WEIGHTS, line
@@ -449,6 +451,8 @@ def test_what_cannot_be_read_is_said_in_a_few_lines_and_few_steps_are_no_verdict
     assert "statistics.jsonl: 496 more lines like these" in gaps
     assert "no precision.json: recipe, settings and audits are not known" in gaps
     assert "3 steps are too few to tell what is usual of a curve, 7 are needed" in gaps
+    assert diagnose(folder).verdict == "nothing is out of line, but there are too few steps to tell"
+    assert '"word":"no verdict"' in diagnosis_page(diagnose(folder)).html()
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -523,6 +527,26 @@ def test_statistics_that_are_too_large_are_sampled_and_the_first_tensor_out_of_l
     assert (first(found), found.suspects[0].step) == ("outlier-channel", 33)
     assert 8 < len(found.run.measured) <= 13
     assert any("of its 60 measurements were read" in gap for gap in found.run.gaps)
+
+
+def test_a_deep_models_page_has_a_heat_map_and_experts_in_their_order(tmp_path: Path) -> None:
+    def kinds(layers: int) -> list[tuple[str, list[str]]]:
+        run = Written(tmp_path / f"{layers} layers", every=20)
+        for step in run.steps:
+            for i in range(layers):
+                for name in ("self_attention.linear_qkv", *(f"mlp.experts.local_experts.{n}.linear_fc1" for n in (10, 2, 0))):  # fmt: skip
+                    linear = f"decoder.layers.{i}.{name}"
+                    run.linears[step, linear] = run.linears[20, LAYERS[0]] | {
+                        "linear": linear,
+                        "x_amax": 1.0 + i * step,
+                    }
+        return [(block["title"], block["kinds"]) for block in precision_page(gather(run.write())).blocks if block["kind"] == "heat"]  # fmt: skip
+
+    assert [title for title, _ in kinds(7)] == ["Median row error by layer, step 60"]
+    title, found = kinds(9)[1]
+    assert title == "amax of each linear's input: how far it moves"
+    experts = [f"mlp.experts.local_experts.{n}.linear_fc1" for n in (0, 2, 10)]
+    assert [kind for kind in found if "experts" in kind] == experts
 
 
 def test_the_page_links_the_verdict_to_its_plot(run: Written, tmp_path: Path) -> None:
