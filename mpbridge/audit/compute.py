@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mpbridge.audit.findings import Finding
-from mpbridge.audit.places import is_rotary, is_router
+from mpbridge.audit.places import is_attention, is_library, is_norm, is_rotary, is_router
 from mpbridge.audit.promise import Promises
 from mpbridge.audit.ranks import joined, offenders
 from mpbridge.audit.values import is_narrow
@@ -93,6 +93,9 @@ def _between(promises: Promises, watch: Watch) -> Iterator[KindDtypes]:
     either = (compute, _WIDE)
     for path, dtypes in watch.norms.items():
         yield "norms", path, (_WIDE,) if promises.kept_fp32(f"{path}.weight") else either, dtypes
+    # a kernel of torch's reads what it is given and adds up in FP32; one that is spelled out has to say so
+    for path, dtypes in () if promises.foreign else watch.variances.items():
+        yield "norms", path, (_WIDE,), dtypes
     # under autocast the stream is what a model's own additions make of it
     stream = (_WIDE,) if promises.policy.residual_fp32 else either if promises.foreign else (compute,)
     for path, dtypes in watch.stream.items():
@@ -126,10 +129,12 @@ def _product(
 
 def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> None:
     """Numbers that have the promised dtype and were rounded on their way."""
-    seen.wrong["GEMMs"] = [f"{path} reads {what}" for path, what in watch.products.other.items()]
+    seen.wrong = _unproved(promises, watch)
+    seen.wrong["GEMMs"] += [f"{path} reads {what}" for path, what in watch.products.other.items()]
     policy = promises.policy
     apart = {LOGITS, *watch.angles, *watch.routing}
     if policy.compute.short == "fp32":
+        seen.wrong["GEMMs"] += [f"{path} is given gradients of {_NARROW}" for path in sorted(watch.products.narrow)]
         # the first layer may well read BF16 numbers: embeddings that came from a 16-bit checkpoint
         seen.wrong["residual stream"] = [
             f"{path} reads or gives {_NARROW}" for path in sorted(watch.rounded.keys() - apart) if ".0." not in path
@@ -145,9 +150,27 @@ def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> No
             f"{path} gives {_NARROW}" for path in watch.angles if path in watch.rounded.keys() & wide
         ]
     if policy.router is DType.FP32 and not promises.foreign:
-        seen.wrong["router"] = [f"{path} routes by {_NARROW}" for path in watch.routing if path in watch.rounded]
+        seen.wrong["router"] += [f"{path} routes by {_NARROW}" for path in watch.routing if path in watch.rounded]
     if LOGITS in watch.rounded and DType.FP32 in (policy.logits, policy.compute):
         seen.wrong["logits"] = [f"the output layer gives {_NARROW}"]
+
+
+def _unproved(promises: Promises, watch: Watch) -> dict[str, list[str]]:
+    """Modules that gave something, of whose own operations none was seen; but for those that call into another library, and models that are not ours."""
+    seen: dict[str, list[str]] = {kind: [] for kind in ("GEMMs", "attention", "router", "norms")}
+    for path, module in {} if promises.foreign else watch.ran.items():
+        if is_library(module):
+            continue
+        if is_norm(module):
+            kind, shown, what = "norms", path in watch.norms, "reciprocal root"
+        elif is_attention(module):
+            kind, shown, what = "attention", path in watch.attention, "product"
+        else:
+            kind = "router" if is_router(module) else "GEMMs"
+            shown, what = path in watch.products.dtypes, "product"
+        if not shown:
+            seen[kind].append(f"{path}: no {what} was seen")
+    return seen
 
 
 def _has_bits(table: Any) -> bool:

@@ -20,7 +20,7 @@ from mpbridge.audit.promise import ABSENT, Promises
 from mpbridge.audit.quantization import quantization_findings
 from mpbridge.audit.replicas import replica_findings
 from mpbridge.audit.traffic import traffic_findings
-from mpbridge.audit.unseen import why_unseen
+from mpbridge.audit.unseen import FACTOR, why_unseen
 from mpbridge.audit.watch import Watch
 from mpbridge.audit.weights import Before, weight_findings
 from mpbridge.devices.gather import from_all
@@ -164,7 +164,7 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
     summed = bool(getattr(config.model, "calculate_per_token_loss", False))
     share = share_of(followed) if summed else 1.0
     known = told and share is not None and parallel.context == 1
-    hidden = _hidden_factor(summed=share is None, context=parallel.context)
+    hidden = why_unseen(engine, promises, FACTOR) if share is None or parallel.context > 1 else ""
     why = why_unseen(engine, promises, "gradients")
     findings = []
     if why:
@@ -185,28 +185,20 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
             most=getattr(engine, "of_the_mean", 1.0) / result.loss_scale if promises.foreign else None,
             share=share or 1.0,
             why=hidden,
+            uncounted=share is None and not hidden,
         )
     if not math.isnan(result.loss):
-        findings += _scale_findings(followed, result.loss_scale, known=known, summed=summed)
+        unscaled = why_unseen(engine, promises, "loss scale")
+        findings += _scale_findings(followed, result.loss_scale, known=known, why=unscaled)
     if norm is not None:
         good = math.isfinite(norm) and norm > 0.0
         findings.append(Finding(subject="gradient norm", promised="finite and above 0", found=f"{norm:.4g}", ok=good))
     return findings
 
 
-def _hidden_factor(*, summed: bool, context: int) -> str:
-    """Why nothing says what the factor between a gradient's GEMMs and its optimizer is; '' where something does."""
-    if context > 1:
-        return "under context parallelism the schedule scales each chunk's loss: values and a common factor are checked, its size is not"
-    if summed:
-        return "calculate_per_token_loss, and no count of tokens was seen: values and a common factor are checked, its size is not"
-    return ""
-
-
-def _scale_findings(followed: list[Followed], scale: float, *, known: bool, summed: bool) -> list[Finding]:
-    if not summed:
+def _scale_findings(followed: list[Followed], scale: float, *, known: bool, why: str) -> list[Finding]:
+    if not why:
         return scale_finding(followed, scale=scale, promised=f"{scale:g}", known=known)
-    why = "calculate_per_token_loss: backward starts from sums over tokens, the report holds means of micro-batches"
     promised = f"{scale:g}, applied" if scale != 1 else "none"
     return [Finding(subject="loss scale", promised=promised, found="not observed", ok=False, unseen=why)]
 

@@ -108,11 +108,12 @@ def gradient_findings(
     most: float | None = None,
     share: float = 1.0,
     why: str = "",
+    uncounted: bool = False,
 ) -> list[Finding]:
     """Whether each sampled gradient is what GEMMs gave times the one factor that it should be.
 
     known: False where nothing says what the factor is: then all must share one. widths: the dtypes on a gradient's way. share: what the mean over ranks is
-    multiplied by besides, see `share_of`. why: reason for a factor that cannot be known; the row is then as promised of nothing, or a fault.
+    multiplied by besides, see `share_of`. why: reason for a factor that cannot be known; the row is then as promised of nothing, or a fault. uncounted: a schedule that should have counted tokens did not.
     most: the largest that the factor may be where it is not known: clipping makes it smaller.
     """
     factor = share * (min(1.0, clip / (norm + 1.0e-6)) if clip > 0 else 1.0) / scale
@@ -123,6 +124,8 @@ def gradient_findings(
     ratios = [ratio for own in told for ratio, _ in own]
     if not known and ratios and max(ratios) - min(ratios) > 2 * tolerance * abs(min(ratios)):
         wrong[0].append("gradients of different parameters were scaled differently")
+    if uncounted:
+        wrong[0].append("no count of tokens was seen")
     promised = f"reduced once, unscaled once, {'/'.join(sorted(set(widths.values()))) or 'fp32'}"
     return [
         Finding(

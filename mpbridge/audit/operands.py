@@ -15,6 +15,8 @@ _DISTINCT = 24
 """Different values below which it proves nothing either: a tensor of ones has one code."""
 _PORTION = 1 << 22
 """Elements of which a quantile is taken."""
+_NORMAL = 2.0 ** (1 - E4M3.bias)
+"""The smallest E4M3 number with all of its bits."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -112,7 +114,9 @@ def fits_blocks(operand: torch.Tensor, number: NumberFormat, *, side: int, acros
 
 
 _STRAY = 2e-3
-"""Share of elements that may lie further off than rounding puts them."""
+"""Share of elements that may lie further off than rounding puts them: ties, and scales whose last bit is another."""
+_FAR = 4.0
+"""So many times as far as rounding puts it no element may lie."""
 
 
 @torch.no_grad()
@@ -138,7 +142,10 @@ def is_rounded_with(
     if current:
         factor = number.largest / amax
         low, high = max(low, 0.499 * factor), min(high, 1.001 * factor)
-    return low <= high * 1.001
+    if low > high * 1.001 or bool((codes * source < 0).any()):
+        return False
+    meant = wide * (low if high == float("inf") else (low + high) / 2)
+    return not bool(((found - meant.clamp_max(number.largest)).abs() > _FAR * half).any())
 
 
 @torch.no_grad()
@@ -166,8 +173,38 @@ def is_rounded_from(
     if fitted:
         # NVFP4's block scales are E4M3, the largest one near 448: one of a block far below the tensor's amax is coarse, or zero, and its elements with it
         step += E4M3.smallest / 2 / E4M3.largest * amax
-    off = (found / factor - wide).abs() > step * (1.1 if fitted else 0.505)
-    return int(off.sum()) <= max(2, _STRAY * off.numel())
+    error, most = (found / factor - wide).abs(), step * (1.1 if fitted else 0.505)
+    return int((error > most).sum()) <= max(2, _STRAY * error.numel()) and not bool((error > _FAR * most).any())
+
+
+@torch.no_grad()
+def is_nearest_e2m1(values: torch.Tensor, source: torch.Tensor, *, across: int) -> bool:
+    """Whether NVFP4 values are the E2M1 codes nearest to their source's elements, all under one factor: another rounding on the way moves some of them.
+
+    Both two-dimensional, the contraction along the columns. values: codes times block scales, without the factor of the tensor; across: lines that share a
+    block's scale. Each block's largest element is the code 6.
+    """
+    rows, columns = source.shape
+    if rows % across or columns % 16:
+        return True
+    found, wide = (one.detach().double().abs() for one in (values, source))
+    scales = found.view(rows // across, across, columns // 16, 16).amax((1, 3), keepdim=True) / 6.0
+    scales = scales.expand(-1, across, -1, 16).reshape(rows, columns)
+    grid = torch.tensor(_E2M1, dtype=torch.float64, device=found.device)
+    middle = (grid[1:] + grid[:-1]) / 2
+    # a block far below the tensor's largest element has a subnormal scale of few bits, under which its peak need not be a 6
+    told = (wide > 0) & (scales > 2 * _NORMAL)
+    if not bool(told.any()):
+        return True
+    which = torch.bucketize(found[told] / scales[told] * 0.999, grid)
+    below, above = which > 0, which < len(_E2M1) - 1
+    unit = scales[told] / wide[told]
+    least = (middle[(which - 1).clamp_min(0)] * unit)[below]
+    most = (middle[which.clamp_max(len(_E2M1) - 2)] * unit)[above]
+    if not (least.numel() and most.numel()):
+        return True
+    low = float(torch.quantile(least[:_PORTION], 1 - _STRAY))
+    return low <= float(torch.quantile(most[:_PORTION], _STRAY)) * 1.001
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:

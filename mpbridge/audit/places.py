@@ -9,6 +9,8 @@ _LINEARS = frozenset(
 )
 """Class names of matrix products: megatron-core's, torch's and Transformer Engine's."""
 
+_KERNELS = ("transformer_engine", "apex", "megatron.core.fusions.fused_layer_norm")
+
 
 def _is(module: Any, names: frozenset[str]) -> bool:
     return any(base.__name__ in names for base in type(module).__mro__)
@@ -38,6 +40,11 @@ def is_router(module: Any) -> bool:
 def is_attention(module: Any) -> bool:
     """Whether the module is scores, softmax and their product with the values."""
     return type(module).__name__.endswith(("DotProductAttention", "CausalAttention"))
+
+
+def is_library(module: Any) -> bool:
+    """Whether the module computes inside a library of its own, past torch's dispatcher: Transformer Engine, or Apex in megatron-core's fused norm."""
+    return any(base.__module__.startswith(_KERNELS) for base in type(module).__mro__)
 
 
 def is_rotary(module: Any) -> bool:

@@ -12,9 +12,18 @@ from typing import Any
 import torch
 
 from mpbridge.audit.delayed import leaving
-from mpbridge.audit.operands import Grid, cosine, fits_blocks, grid_of, is_rounded_from, is_rounded_with, strays
+from mpbridge.audit.operands import (
+    Grid,
+    cosine,
+    fits_blocks,
+    grid_of,
+    is_nearest_e2m1,
+    is_rounded_from,
+    is_rounded_with,
+    strays,
+)
 from mpbridge.audit.stored import storage
-from mpbridge.audit.values import sample
+from mpbridge.audit.values import is_narrow, sample
 from mpbridge.formats import FORMATS
 from mpbridge.precision.policy import Gemms, Quant
 
@@ -62,6 +71,8 @@ class Products:
         self.quantized: dict[str, Quantized] = {}
         self.gradients: dict[str, dict[int, float]] = {}
         """Linear -> position in its weight -> sum over micro-batches of what the weight-gradient GEMM gave."""
+        self.narrow: set[str] = set()
+        """Linears that were given FP32 gradients of ten bits of mantissa or fewer, every one."""
         self._wanted: dict[str, bool] = {}
         self._tokens: dict[str, int] = {}
         self._backward: Counter[tuple[str, str]] = Counter()
@@ -163,6 +174,11 @@ class Products:
         if not torch.equal(right, turned.to(right.dtype)):
             self.other[path] = f"{storage(right)} values that are not its weight's"
 
+    def batched(self, path: str, left: torch.Tensor, right: torch.Tensor) -> None:
+        """A product of a linear, forward or backward, that has a dimension more: what it reads is not told apart, but for its dtype."""
+        if left.numel():
+            self.dtypes[path][_both(left, right)] += 1
+
     # --- backward ------------------------------------------------------------------------------------------------------------------------
     def backward(self, path: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
         """A two-dimensional product of the backward pass of `path`."""
@@ -176,6 +192,8 @@ class Products:
             return
         role = self._role(path, shape, left, right, out)
         self._backward[path, role] += 1
+        if role == "dgrad" and left.dtype is torch.float32 and is_narrow(left):
+            self.narrow.add(path)
         quant = self._quant(path, role)
         if quant is not None and backward_is_quantized(quant):
             self._operands(path, role, quant, left, right)
@@ -229,7 +247,7 @@ class Products:
             return True
         source, largest = found
         if turned and quant.bits == 4:
-            return _is_turned(lines.t(), source, rotated=_rotates(quant))
+            return _is_turned(lines.t(), source, rotated=_rotates(quant), nearest=_is_nearest(quant, name))
         source = source.t() if turned or (role, name) == ("dgrad", "w") else source
         lines = lines[:, : source.shape[1]] if (role, name) == ("wgrad", "x") else lines
         if lines.shape != source.shape:
@@ -240,7 +258,9 @@ class Products:
         if quant.row.per_tensor:
             return is_rounded_with(lines, source, number, amax=largest, current=not quant.row.history)
         along = block.along if row and block is not None else None
-        return is_rounded_from(lines, source, number, amax=largest, along=along, fitted=quant.bits == 4)
+        if not is_rounded_from(lines, source, number, amax=largest, along=along, fitted=quant.bits == 4):
+            return False
+        return not _is_nearest(quant, name) or is_nearest_e2m1(lines, source, across=_across(quant, name))
 
     def _source(self, path: str, role: str, name: str) -> tuple[torch.Tensor, float] | None:
         """(the tensor in high precision, or its first rows; the largest element of all of it); None where it is not at hand."""
@@ -288,18 +308,42 @@ class Products:
 
 
 def _rotates(quant: Quant) -> bool:
-    return quant.row.has("hadamard") and bool(quant.option("hadamard", os.environ))
+    return asked(quant, "hadamard")
 
 
-def _is_turned(column: torch.Tensor, source: torch.Tensor, *, rotated: bool) -> bool:
-    """Whether a four-bit copy with blocks along the tokens is its tensor's: E2M1 leaves a cosine of 0.97 or more."""
+def _is_nearest(quant: Quant, name: str) -> bool:
+    """Whether a four-bit operand has the codes nearest to its tensor's elements, under one factor and with a 6 in each block."""
+    if quant.bits != 4 or (name == "dy" and asked(quant, "stochastic_rounding")):
+        return False
+    if name == "x" and asked(quant, "row_scaled_activations"):
+        return False
+    six = quant.option("four_over_six", os.environ) if quant.row.has("four_over_six") else "none"
+    return six in (None, "none", "weights" if name == "x" else "activations") and not asked(quant, "fast_math")
+
+
+def _across(quant: Quant, name: str) -> int:
+    """Lines of an operand that share a block's scale."""
+    block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
+    return block.across if block is not None and name == "w" and asked(quant, "square_weights") else 1
+
+
+def asked(quant: Quant, option: str) -> bool:
+    """Whether a switch of the rule's scaling is on; one that it lacks is off."""
+    return quant.row.has(option) and bool(quant.option(option, os.environ))
+
+
+def _is_turned(column: torch.Tensor, source: torch.Tensor, *, rotated: bool, nearest: bool) -> bool:
+    """Whether a four-bit copy with blocks along the tokens is its tensor's: E2M1 leaves a cosine of 0.97 or more. nearest: also to the last code."""
     from mpbridge.emulation.kernels import rotate
 
     count = min(column.shape[0], source.shape[0]) // 16 * 16
     if not count or column.shape[1] != source.shape[1] or not source.any():
         return True
     wanted = source[:count].to(torch.bfloat16)
-    return cosine(rotate(wanted) if rotated else wanted, column[:count]) > _ALIKE
+    wanted = rotate(wanted) if rotated else wanted
+    if cosine(wanted, column[:count]) <= _ALIKE:
+        return False
+    return not nearest or is_nearest_e2m1(column[:count].t(), wanted.t(), across=1)
 
 
 def backward_is_quantized(quant: Quant) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +11,7 @@ from mpbridge.audit.delayed import scale_faults
 from mpbridge.audit.findings import Finding
 from mpbridge.audit.library import scale_faults as library_faults
 from mpbridge.audit.places import linears
-from mpbridge.audit.products import Quantized, backward_is_quantized
+from mpbridge.audit.products import Quantized, asked, backward_is_quantized
 from mpbridge.audit.promise import Promises
 from mpbridge.audit.ranks import offenders
 from mpbridge.audit.watch import Watch
@@ -106,15 +105,11 @@ def _four_bits(path: str, quant: Quant, found: Any) -> list[str]:
     faults = [
         f"{path} wgrad {name}: no Hadamard transform"
         for name, (plain, turned) in found.rotated.items()
-        if turned < _TURNED and plain > _PLAIN and _asked(quant, "hadamard")
+        if turned < _TURNED and plain > _PLAIN and asked(quant, "hadamard")
     ]
-    if found.strays is not None and found.strays < _STRAYS and _asked(quant, "stochastic_rounding"):
+    if found.strays is not None and found.strays < _STRAYS and asked(quant, "stochastic_rounding"):
         faults.append(f"{path} dy: rounded to nearest, promised stochastic rounding")
     return faults
-
-
-def _asked(quant: Quant, option: str) -> bool:
-    return quant.row.has(option) and bool(quant.option(option, os.environ))
 
 
 def _scales(seen: Quantizations, path: str, quant: Quant, module: Any, found: Quantized) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpbridge.audit.gradients import data_parallel
+from mpbridge.audit.places import is_library, is_norm
 from mpbridge.audit.promise import Promises
 
 
@@ -24,6 +25,11 @@ def _library(engine: Any, promises: Promises) -> bool:
     return any(
         type(module).__module__.startswith("transformer_engine") for chunk in engine.model for module in chunk.modules()
     )
+
+
+def _apex(engine: Any, promises: Promises) -> bool:
+    """Whether megatron-core's norms are Apex's kernels."""
+    return any(is_norm(module) and is_library(module) for chunk in engine.model for module in chunk.modules())
 
 
 def _fused_accumulation(engine: Any, promises: Promises) -> bool:
@@ -44,6 +50,20 @@ def _copied(engine: Any, promises: Promises) -> bool:
     return sharded and len(data_parallel(engine)) > 1
 
 
+def _summed(engine: Any, promises: Promises) -> bool:
+    return bool(getattr(engine.configs.model, "calculate_per_token_loss", False))
+
+
+def _uncounted(engine: Any, promises: Promises) -> bool:
+    """Whether another's loop sums losses over tokens that it need not count where anybody sees it."""
+    return promises.foreign and _summed(engine, promises)
+
+
+def _context(engine: Any, promises: Promises) -> bool:
+    return bool(engine.run.facts.parallel.context > 1)
+
+
+FACTOR = "factor of gradients"
 _TE = "Transformer Engine computes it inside its own library, past torch's dispatcher; what its modules take, return and hold is checked"
 
 UNSEEN = (
@@ -51,6 +71,7 @@ UNSEEN = (
     Unseen(subject="attention", when=_library, why=_TE),
     Unseen(subject="softmax", when=_library, why=_TE),
     Unseen(subject="norms", when=_library, why=_TE),
+    Unseen(subject="norms", when=_apex, why="Apex's norm is one kernel"),
     Unseen(subject="quantized GEMMs", when=_library, why=_TE),
     Unseen(subject="gradients", when=_library, why=_TE),
     Unseen(subject="loss", when=_fused_loss, why="a fused cross entropy is one kernel"),
@@ -58,6 +79,21 @@ UNSEEN = (
         subject="wire: which gradients",
         when=_copied,
         why="they are copied together before they are sent: how many elements is checked, and those of linear weights by value",
+    ),
+    Unseen(
+        subject=FACTOR,
+        when=_context,
+        why="under context parallelism the schedule scales each chunk's loss: values and a common factor are checked, its size is not",
+    ),
+    Unseen(
+        subject=FACTOR,
+        when=_uncounted,
+        why="calculate_per_token_loss, and no count of tokens was seen: values and a common factor are checked, its size is not",
+    ),
+    Unseen(
+        subject="loss scale",
+        when=_summed,
+        why="calculate_per_token_loss: backward starts from sums over tokens, the report holds means of micro-batches",
     ),
     Unseen(
         subject="gradients",

@@ -88,6 +88,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Router -> dtype that its softmax, sigmoid and choice of experts read."""
         self.norms: dict[str, Counter[str]] = defaultdict(Counter)
         """Norm -> dtype that it computed on."""
+        self.variances: dict[str, Counter[str]] = defaultdict(Counter)
+        """Norm that is no kernel of torch's -> dtype of the variance that it takes the root of."""
+        self.ran: dict[str, Any] = {}
+        """Linear, core attention, router or norm -> the module, which gave something."""
         self.loss: Counter[str] = Counter()
         """dtype of the operations of the cross entropy."""
         self.angles: dict[str, str] = {}
@@ -182,6 +186,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = _floating(output)
         if result is None:
             return
+        if result.numel() and (is_linear(module) or is_attention(module) or is_router(module) or is_norm(module)):
+            self.ran[path] = module
         if is_linear(module):
             self._note_linear(module, path, result, nodes)
         elif is_layer(module):
@@ -198,8 +204,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_linear(self, module: Any, path: str, result: torch.Tensor, nodes: list[Any]) -> None:
         self.outputs[path][storage(result)] += 1
         self.autocast[_autocast(result.device.type)] += 1
-        if path.endswith("output_layer"):
-            self._note_rounding(LOGITS, result)
+        self._note_rounding(LOGITS if path.endswith("output_layer") else path, result)
         weight = getattr(module, "weight", None)
         if isinstance(weight, torch.Tensor):
             self.weights[path] = storage(weight)
@@ -257,6 +262,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             module, path = self._here()
             if module is not None and is_norm(module):
                 self.norms[path][storage(args[0])] += 1
+                if name == "rsqrt":
+                    self.variances[path][storage(args[0])] += 1
         if name in _LOSS and self._of_the_loss(name) and args[0].is_floating_point():
             self.loss[storage(args[0])] += 1
         if name == "ones_like" and not self._stack and _begins_backward(args[0]):
@@ -276,10 +283,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.attention[path][f"{storage(left)}" if left.dtype is right.dtype else "mixed"] += 1
             elif left.dim() == 2:
                 self.products.forward(path, left, right, out)
+            elif is_linear(module) or is_router(module):
+                self.products.batched(path, left, right)
             return
         owner = self._graph.owner()
         if owner is not None and left.dim() == 2:
             self.products.backward(owner, left, right, out)
+        elif owner in self.products.modules:
+            self.products.batched(owner, left, right)
 
     def _here(self) -> tuple[Any, str]:
         return self._stack[-1] if self._stack else (None, "")

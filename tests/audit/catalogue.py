@@ -62,6 +62,8 @@ class Fault:
     """Whether the default suite plants it."""
     early: bool = True
     """False: it means something after the first update only."""
+    fatal: bool = False
+    """The first step with it raises: torch multiplies no factors of two dtypes."""
 
 
 ROUND = f.change_gradients(lambda grad: grad.bfloat16().float())
@@ -82,11 +84,11 @@ CATALOGUE = (
     Fault("remainders zeroed", f.remainders_zeroed, ("aware", "fsdp2 a"), ("bits of states", "weights moved"), quick=True),
     Fault("a second master copy", f.second_copy, ("ddp", "fsdp2", "mfsdp"), ("main_params", "invariants")),
     Fault("main weights in BF16", f.main_weights_cast, CORE, ("main_params", "invariants")),
-    Fault("norm's weight in FP32", f.stored_as(torch.float32, "decoder", "layers", "0", "input_layernorm"), ("ddp",), ("params", "invariants"), "layernorm"),
-    Fault("linear's weight in FP32", f.stored_as(torch.float32, "decoder", "layers", "1", "mlp", "linear_fc1"), ("ddp",), ("params", "invariants"), "linear_fc1"),
-    Fault("embedding in FP32", f.stored_as(torch.float32, "embedding", "word_embeddings"), ("ddp",), ("params", "invariants"), "embedding"),
+    Fault("norm's weight in FP32", f.stored_as(torch.float32, "decoder", "layers", "0", "input_layernorm"), ("ddp",), ("params", "invariants"), "layernorm", fatal=True),
+    Fault("linear's weight in FP32", f.stored_as(torch.float32, "decoder", "layers", "1", "mlp", "linear_fc1"), ("ddp",), ("params", "invariants"), "linear_fc1", fatal=True),
+    Fault("embedding in FP32", f.stored_as(torch.float32, "embedding", "word_embeddings"), ("ddp",), ("params", "invariants"), "embedding", fatal=True),
     Fault("router's weight in FP32", f.stored_as(torch.float32, "decoder", "layers", "1", "mlp", "router"), ("moe",), ("params", "invariants"), "router"),
-    Fault("norm that is kept in FP32 in BF16", f.stored_as(torch.bfloat16, "decoder", "layers", "0", "input_layernorm"), ("norms kept",), ("params", "invariants"), "layernorm"),
+    Fault("norm that is kept in FP32 in BF16", f.stored_as(torch.bfloat16, "decoder", "layers", "0", "input_layernorm"), ("norms kept",), ("params", "invariants"), "layernorm", fatal=True),
     Fault("gradient doubled", f.change_gradients(lambda grad: grad * 2), (*CORE, "mfsdp"), ("gradients",), "linear_fc1.weight", quick=True),
     Fault("gradient lost", f.change_gradients(torch.zeros_like), CORE, ("gradients", "weights moved"), "linear_fc1.weight"),
     Fault("gradient rounded to BF16", ROUND, (*CORE, "mfsdp", "fp32"), ("gradients",), "linear_fc1.weight", quick=True),
@@ -166,10 +168,22 @@ CATALOGUE = (
     Fault("input gradients by a rounded weight", h.backward_reads(w=h.to_e4m3), ("ddp", "fp32"), ("gradients",), "linear"),
     Fault("TF32 allowed", h.tf32_allowed, ("fp32", "moe"), ("derived flags", "invariants"), "tf32", quick=True),
     Fault("norm computes in BF16", h.norm_in_bf16, ("fp32",), ("norms", "residual stream"), "layernorm"),
+    Fault("norm computes in BF16, otherwise", h.norm_in_bf16_without_a_root, ("fp32", "ddp", "norms kept"), ("norms",), "layernorm", quick=True),
+    Fault("norm's variance in BF16", h.norm_in_bf16, ("ddp", "residual", "norms kept", "fsdp2"), ("norms",), "layernorm"),
+    Fault("output gradients rounded", h.output_gradients_rounded, ("fp32",), ("compute",), "linear_fc1", quick=True),
+    Fault("linear in FP16 by a batched product", h.linear_by_a_batched_product, ("ddp", "fp32", "fsdp2"), ("compute", "residual stream"), "linear_fc1"),
+    Fault("linear without a product", h.linear_without_a_product, ("ddp", "mfsdp"), ("compute",), "linear_fc1"),
+    Fault("attention without a product", h.attention_without_a_product, ("ddp",), ("attention",), "core_attention"),
     Fault("rotary angles rounded on their way", h.angles_rounded_on_their_way, ("fp32", "ddp", "fsdp2"), ("rotary angles",), "rotary", quick=True),
     Fault("logits rounded on their way", h.logits_rounded, ("logits", "fp32"), ("logits",), "output layer"),
     Fault("range of a scale wasted", h.operands_of("fprop", "x", h.squeezed), ("tensorwise", "mxfp8", "nvfp4"), ("quantized GEMMs",), "fprop x", quick=True),
     Fault("quantized after another rounding", h.operands_of("fprop", "x", h.coarse), ("tensorwise", "mxfp8", "delayed"), ("quantized GEMMs",), "fprop x"),
+    Fault("rounded twice to E2M1", h.operands_of("fprop", "x", h.coarse), ("nvfp4",), ("quantized GEMMs",), "fprop x"),
+    Fault("rounded to E4M3 before E2M1", h.operands_of("fprop", "x", h.through_e4m3), ("nvfp4",), ("quantized GEMMs",), "fprop x", quick=True),
+    Fault("weights rounded to E4M3 before E2M1", h.operands_of("fprop", "w", h.through_e4m3), ("nvfp4",), ("quantized GEMMs",), "fprop w"),
+    Fault("rotated inputs rounded to E4M3 before E2M1", h.operands_of("wgrad", "x", h.through_e4m3), ("nvfp4",), ("quantized GEMMs",), "wgrad x"),
+    Fault("gradients by way of E4M3", h.operands_of("dgrad", "dy", h.through_e4m3), ("tensorwise", "delayed"), ("quantized GEMMs",), "dgrad dy", quick=True),
+    Fault("gradients by way of E4M3 to their weights", h.operands_of("wgrad", "dy", h.through_e4m3), ("tensorwise", "delayed"), ("quantized GEMMs",), "wgrad dy"),
     Fault("half of the gradient's rows lost", h.operands_of("wgrad", "dy", h.halved), ("tensorwise", "mxfp8", "delayed", "nvfp4"), ("quantized GEMMs",), "wgrad dy", quick=True),
     Fault("quantized copy of an old weight", h.operands_of("fprop", "w", h.stale()), ("tensorwise", "mxfp8", "delayed", "nvfp4", "tensorwise fsdp2"), ("quantized GEMMs",), "fprop w"),
 )  # fmt: skip

@@ -187,6 +187,53 @@ def norm_in_bf16(engine: Any) -> None:
     norm.forward = forward
 
 
+def norm_in_bf16_without_a_root(engine: Any) -> None:
+    """The same by other operations: nothing of it is a norm's kernel or a reciprocal root."""
+    norm = gpt(engine).decoder.layers[1].input_layernorm
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        wide = x.bfloat16()
+        centred = wide - wide.mean(-1, keepdim=True)
+        out = centred / ((centred * centred).mean(-1, keepdim=True) + 1e-5).sqrt()
+        return (out * norm.weight.bfloat16() + norm.bias.bfloat16()).to(x.dtype)
+
+    norm.forward = forward
+
+
+def output_gradients_rounded(engine: Any) -> None:
+    """What a linear's backward pass is given is rounded to BF16 on its way."""
+    linear(engine).register_full_backward_pre_hook(
+        lambda module, grads: tuple(g if g is None else g.bfloat16().to(g.dtype) for g in grads)
+    )
+
+
+def linear_by_a_batched_product(engine: Any) -> None:
+    """A linear in FP16, whose product has three dimensions."""
+    module = linear(engine)
+
+    def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        turned = weight.half().t().expand(input.shape[0], *weight.shape[::-1])
+        return torch.bmm(input.half(), turned).to(input.dtype)
+
+    module._forward_impl = forward
+
+
+def linear_without_a_product(engine: Any) -> None:
+    """A linear that multiplies and adds element by element, in FP16."""
+    module = linear(engine)
+
+    def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return (input.half().unsqueeze(-2) * weight.half()).sum(-1).to(input.dtype)
+
+    module._forward_impl = forward
+
+
+def attention_without_a_product(engine: Any) -> None:
+    """Core attention hands its values on, by no product at all."""
+    attention = linear(engine, "self_attention.core_attention")
+    attention.forward = lambda query, key, value, *args, **kwargs: value.reshape(*value.shape[:2], -1).clone()
+
+
 def angles_rounded_on_their_way(engine: Any) -> None:
     rotary = gpt(engine).rotary_pos_emb
     real = rotary.forward
@@ -260,3 +307,8 @@ def stale() -> Callable[..., Any]:
         return kept[key]
 
     return make
+
+
+def through_e4m3(real: Any, x: torch.Tensor, **how: Any) -> Any:
+    """Rounded to E4M3 before it is quantized by its rule."""
+    return real(to_e4m3(x.detach()), **how)

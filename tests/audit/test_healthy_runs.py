@@ -148,6 +148,7 @@ def _hundred() -> list[tuple[str, str, str, str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)  # five minutes of an idle core
 def test_a_hundred_healthy_runs_raise_no_alarm(build: Any) -> None:
     import gc
 
