@@ -47,13 +47,38 @@ if __name__ == "__main__":
 README = """# A run of mpbridge
 
 ```bash
-mpbridge plan --config config.yaml                        # what the recipe writes to which field
-mpbridge check --config config.yaml --target h100         # is it legal there
-mpbridge memory --config config.yaml --target h100        # does it fit
-mpbridge train --config config.yaml train.train_iters=20  # train: settings stand after the options
-torchrun --nproc-per-node 2 -m mpbridge train --config config.yaml
-mpbridge audit run                                        # what the audits of the run found
+{commands}
 ```
 
-`data.corpus` names your own text in the place of the Python library's: files or folders. `mpbridge list` has the recipes to put into recipe.yaml.
+`data.corpus` names your own text in the place of what config.yaml reads: files or folders. `mpbridge list` has the recipes to put into recipe.yaml.
 """
+
+
+def readme(*, target: str, settings: str, processes: int, log_dir: str, quantized: bool) -> str:
+    """README.md of a starter folder.
+
+    target: a machine that runs the recipe; settings: what config.yaml leaves to the user, each with a blank before it; processes: the smallest world.
+    """
+    run = f"train --config config.yaml{settings}"
+    several = f"torchrun --nproc-per-node {max(2, processes)} -m mpbridge {run}"
+    if processes > 8:
+        several = f"mpbridge launch --nodes {-(-processes // 8)} --gpus-per-node 8 -- {run}"
+    alone = [(f"mpbridge {run} train.train_iters=20", "train: settings stand after the options")]
+    if "train.train_iters" in settings:
+        alone = [(f"mpbridge {run}", "train: settings stand after the options")]
+    commands = [
+        ("mpbridge plan --config config.yaml", "what the recipe writes to which field"),
+        (f"mpbridge check --config config.yaml --target {target}", "is it legal there"),
+        (f"mpbridge memory --config config.yaml --target {target}", "does it fit"),
+        *(alone if processes == 1 else []),
+        *(
+            [(f"mpbridge {run} --emulate", "without such a GPU: its rounding, emulated")]
+            if quantized and processes == 1
+            else []
+        ),
+        (several, ""),
+        (f"mpbridge audit {log_dir}", "what the audits of the run found"),
+    ]
+    width = max(len(command) for command, said in commands if said)
+    lines = [f"{command:{width}}  # {said}" if said else command for command, said in commands]
+    return README.format(commands="\n".join(lines))

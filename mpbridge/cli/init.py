@@ -16,14 +16,19 @@ from mpbridge.config.load import dump_yaml
 from mpbridge.data.sources import DATA_SET, located
 from mpbridge.errors import BadValue
 from mpbridge.files import text_of
+from mpbridge.hardware.capability import ASSUMED, can_run
+from mpbridge.hardware.machines import machine
 from mpbridge.huggingface.folder import is_reference
 from mpbridge.huggingface.section import tree
 from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
 from mpbridge.precision.yaml_loader import load_yaml
 from mpbridge.train.admission import place_fault
 
 SUMMARY = "a starter folder: a configuration, a recipe, a script of your own, and the commands"
 DEFAULT_RECIPE = "bf16_mixed"
+TARGETS = ("h100", "b200", "rtx5090")
+"""Machines that the folder's commands may be about: the first that runs the recipe."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +47,9 @@ def run(args: argparse.Namespace) -> int:
         raise BadValue(fault)
     get_mixed_precision_config(args.recipe)  # a misspelled name is an error before anything is written
     files = starter(starting_text(find_config(args.config)), describe(args.recipe).name)
+    config = load_yaml(files["config.yaml"])
+    settings = "".join(f" {one}" for one in _to_fill_in(config, folder))
+    files["README.md"] = _readme(args, config, settings)
     taken = [str(folder / name) for name in files if (folder / name).exists()]
     if taken:
         raise BadValue(
@@ -52,11 +60,25 @@ def run(args: argparse.Namespace) -> int:
         (folder / name).write_text(text, encoding="utf-8")
         print(f"{folder / name}  {_starter.WHAT[name]}")
     go = "" if folder == Path(".") else f"cd {folder} && "
-    settings = "".join(f" {one}" for one in _to_fill_in(load_yaml(files["config.yaml"]), folder))
     print(f"\nnext: {go}mpbridge check --config config.yaml && mpbridge train --config config.yaml{settings}")
     if settings:
         print(f"config.yaml does not say, or does not have here:{settings} (put your own there, or into config.yaml)")
     return 0
+
+
+def _readme(args: argparse.Namespace, config: Mapping[str, Any], settings: str) -> str:
+    """The commands of this configuration with this recipe."""
+    policy = resolve(get_mixed_precision_config(args.recipe))
+    able = [name for name in TARGETS if can_run(policy, machine(name), ASSUMED).native]
+    base = ConfigContainer.load(find_config(args.config))
+    base.mixed_precision = args.recipe
+    return _starter.readme(
+        target=next(iter(able), TARGETS[0]),
+        settings=settings,
+        processes=base.smallest_world(),
+        log_dir=(config.get("logger") or {}).get("log_dir") or "run",
+        quantized=policy.quantized,
+    )
 
 
 def _to_fill_in(config: Mapping[str, Any], folder: Path) -> list[str]:
@@ -94,7 +116,6 @@ def starter(config: str, recipe: str) -> dict[str, str]:
         "config.yaml": "\n".join([config.rstrip(), *missing]) + "\n",
         "recipe.yaml": _starter.RECIPE.format(recipe=recipe),
         "train.py": _starter.SCRIPT,
-        "README.md": _starter.README,
     }
 
 
