@@ -69,7 +69,7 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
     regions = regions_there(policy, words, edges=quant is not None and quant.scaling == "tensorwise")
     theirs = torch_meaning(policy, hands_on=True, regions=regions)
     if _by_ddp(policy):
-        theirs = torch_meaning(policy, autocast=True, gathered=False, wire=DType.FP32)
+        theirs = torch_meaning(policy, autocast=True, wire=DType.FP32)
         theirs = dataclasses.replace(theirs, sharded="nothing")
     if _mode(theirs) != "fp16":
         return theirs

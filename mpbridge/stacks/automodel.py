@@ -130,5 +130,5 @@ def _megatron_fsdp_meaning(policy: PrecisionPolicy, theirs: Meaning) -> Meaning:
     settled = policy.settled()
     return Meaning(
         storage=settled.params, compute=settled.compute, main=DType.FP32 if settled.mixed else None, wire=settled.reduce,
-        accumulator=settled.reduce, sharded="everything", regions=theirs.regions, residual_fp32=theirs.residual_fp32,
+        accumulator=settled.reduce, sharded="everything", regions=theirs.regions,
     )  # fmt: skip

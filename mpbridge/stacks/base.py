@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -12,7 +11,7 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
 from mpbridge.precision.words import quant_text, region_rule, region_text
-from mpbridge.stacks.meaning import LAYOUT, STATED, Meaning, arithmetic_regions, differences, of_policy, stored
+from mpbridge.stacks.meaning import LAYOUT, OPEN, STATED, Meaning, arithmetic_regions, differences, of_policy, stored
 from mpbridge.traits import DEFAULT, MainWeights, engine_names, traits
 
 Fidelity = Literal["exact", "layout", "different", "impossible"]
@@ -127,8 +126,7 @@ def compared(
     costs: row -> what it means for bits or bytes, or the nearest thing; 'modules' and 'edge layers' are rows too. ignore: rows that the stack leaves open.
     """
     # what ours leaves to the model is no promise that another stack could break
-    left = {name: getattr(ours, name) for name in STATED if getattr(ours, name) is None}
-    theirs = dataclasses.replace(theirs, **left)
+    ignore = (*ignore, *(name for name in OPEN if getattr(ours, name) is None))
     found = list(_regions_lost(ours, theirs, costs))
     for row, (mine, there) in differences(ours, theirs).items():
         if row not in ("bytes", "quantization", "stored", *ignore):

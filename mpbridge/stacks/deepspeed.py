@@ -69,7 +69,6 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
     if _autocast(policy):  # gradients travel in the autocast dtype there, and add up in the parameters'
         return Meaning(
             storage=DType.FP32, compute=base, autocast=base, main=DType.FP32, wire=base, accumulator=DType.FP32, sharded="optimizer",
-            residual_fp32=True, softmax_fp32=True,
         )  # fmt: skip
     own = _own(policy)
     return Meaning(
@@ -83,7 +82,6 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
         exp_avg_sq=DType.BF16 if own else DType.FP32,
         sharded="optimizer",
         loss_scale=_scale(policy),
-        residual_fp32=False if policy.mixed else None,
     )
 
 

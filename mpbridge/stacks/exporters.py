@@ -19,7 +19,7 @@ from mpbridge.precision.regions import Region
 from mpbridge.precision.registry import FOREIGN, describe, evidence_of, get_mixed_precision_config, key
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Export, Line, Request
-from mpbridge.stacks.meaning import STATED
+from mpbridge.stacks.meaning import OPEN, STATED
 from mpbridge.stacks.versions import version_for
 from mpbridge.traits import DEFAULT
 
@@ -124,8 +124,4 @@ def _with_the_models_own(run: Any, policy: PrecisionPolicy) -> PrecisionPolicy:
 
 
 def _open(policy: PrecisionPolicy, fact: str) -> bool:
-    return fact in _OF_THE_MODEL and getattr(policy, fact) is None
-
-
-_OF_THE_MODEL = ("logits", "router", "residual_fp32", "softmax_fp32")
-"""Facts of a policy that None leaves to the model."""
+    return fact in OPEN and getattr(policy, fact) is None

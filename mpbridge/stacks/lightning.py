@@ -61,13 +61,13 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
     delayed = quant is not None and quant.scaling in SCALINGS
     words = {quant.scaling: dataclasses.replace(quant, stored=False)} if quant is not None and delayed else {}
     # FSDP gathers parameters in the compute dtype; the FP8 plugin's data parallelism is DDP
-    theirs = torch_meaning(policy, autocast=True, gathered=not delayed, regions=regions_there(policy, words))
+    theirs = torch_meaning(policy, autocast=True, regions=regions_there(policy, words))
     if delayed:
         # its fallback autocast is always on; torch DDP reduces gradients in the dtype of the weights
         return dataclasses.replace(theirs, wire=theirs.storage, sharded="nothing")
     if theirs.storage is not DType.FP32:
         # "bf16-true": gradients and moments follow the module's dtype, and so does the reduction
-        return dataclasses.replace(theirs, autocast=None, wire=theirs.storage, residual_fp32=False, softmax_fp32=None)
+        return dataclasses.replace(theirs, autocast=None, wire=theirs.storage)
     if theirs.compute is DType.FP32:
         return dataclasses.replace(theirs, wire=DType.FP32, sharded="nothing")
     return dataclasses.replace(theirs, loss_scale=TORCH_SCALER if theirs.compute is DType.FP16 else None)

@@ -67,6 +67,24 @@ class Meaning:
         """The weights that updates are added to."""
         return self.main or self.storage
 
+    def in_force(self, name: str) -> Any:
+        """A row of STATED with what follows from the other facts where nothing is stated; None: the model's own code decides, or 'as computed'.
+
+        Without mixed precision all is FP32. torch autocast computes softmax in FP32, and leaves the residual stream there unless parameters
+        are cast when they are gathered. Pipeline stages send the residual stream.
+        """
+        value, whole = getattr(self, name), self.compute is DType.FP32
+        if whole and name in ("softmax_fp32", "residual_fp32"):
+            return True
+        if value is not None:
+            return value
+        if name == "softmax_fp32" and self.autocast is not None:
+            return True
+        cast = self.sharded == "everything" or self.storage is not DType.FP32
+        if name == "residual_fp32" and self.autocast is not None and not cast:
+            return True
+        return DType.FP32 if name == "pipeline" and self.residual_fp32 and not whole else None
+
     @property
     def quantization(self) -> str:
         """The regions in words; 'none' where nothing is quantized."""
@@ -128,6 +146,9 @@ STATED: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 """Rows that are shown where a policy states them: what people read, and the setting that states it."""
+
+OPEN = ("logits", "router", "residual_fp32", "softmax_fp32")
+"""Rows of STATED that None leaves to the model's own code."""
 
 LAYOUT = ("storage", "main", "optimizer_reads", "sharded", "bytes", "reuse_grad_buffer")
 """Rows that may differ while the arithmetic of a step stays the same, provided that `master` agrees."""
@@ -203,19 +224,23 @@ def rows(meaning: Meaning) -> dict[str, str]:
 
 
 def stated_text(meaning: Meaning, name: str) -> str:
-    """A row of STATED as text."""
-    value = getattr(meaning, name)
+    """A row of STATED as text, as it is in force."""
+    value = meaning.in_force(name)
     if name == "keep_fp32":
         return ", ".join(value) or "none"
     return say(value) if value is not None else "as computed" if name in ("output", "pipeline") else "the model's own"
 
 
 def differences(ours: Meaning, theirs: Meaning) -> dict[str, tuple[str, str]]:
-    """row -> (ours, theirs) wherever the two are not the same. Storage of quantized weights counts as layout, not as quantization."""
+    """row -> (ours, theirs) wherever the two are not the same. Storage of quantized weights counts as layout, not as quantization.
+
+    Rows of STATED count where one of the two states them.
+    """
     a, b = rows(ours), rows(theirs)
     found = {name: (a[name], b[name]) for name in LABELS if a[name] != b[name]}
     for name in STATED:
-        if getattr(ours, name) != getattr(theirs, name):
+        said = getattr(ours, name) is not None or getattr(theirs, name) is not None
+        if said and ours.in_force(name) != theirs.in_force(name):
             found[name] = stated_text(ours, name), stated_text(theirs, name)
     if arithmetic_regions(ours.regions) == arithmetic_regions(theirs.regions):
         found.pop("quantization", None)

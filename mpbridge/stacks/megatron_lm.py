@@ -86,7 +86,8 @@ def _meaning(request: Request) -> Meaning:
 def said(request: Request) -> PrecisionPolicy:
     """The policy that the flags say. What has no flag is as Megatron-LM has it whatever the recipe states."""
     policy, new, wrapped = request.policy.settled(), SINCE_017.holds(_core(request)), _has_dtypes(request)
-    wide = DType.FP32 if policy.residual_fp32 else policy.compute
+    # no flag: stages send the residual stream
+    wide = DType.FP32 if policy.residual_fp32 and policy.pipeline is not policy.compute else policy.compute
     if policy.params is not policy.compute or request.main_weights == "optimizer":
         policy = on_megatron(policy)
     states = policy if policy.precision_aware else dataclasses.replace(policy, exp_avg=None, exp_avg_sq=None)

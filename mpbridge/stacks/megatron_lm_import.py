@@ -230,9 +230,9 @@ def _fields(read: Parsed, values: Mapping[str, Any]) -> dict[str, Any]:
     fields |= _states(read, values, base)
     if read.on("residual"):
         fields["fp32_residual_connection"] = True
-    # Transformer Engine's attention does not read it: only the local implementation's does
-    if read.on("softmax") and values["transformer_impl"] == "local":
-        fields["attention_softmax_in_fp32"] = True
+    # Transformer Engine's attention does not read it; the local implementation's does, and no flag means off, where megatron-core's class has it on
+    if values["transformer_impl"] == "local" and base != "fp32" and not read.on("softmax"):
+        fields["attention_softmax_in_fp32"] = False
     if values["router"] is not None:
         fields["moe_router_dtype"] = values["router"]
     if values["logits"] is not None:

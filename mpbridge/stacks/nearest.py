@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +13,7 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy, own_main
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
-from mpbridge.stacks.meaning import STATED, Meaning, differences, of_policy
+from mpbridge.stacks.meaning import OPEN, Meaning, differences, of_policy
 from mpbridge.traits import DEFAULT
 
 _KIND: Mapping[str, int] = MappingProxyType({"fp8": 4, "fp8_recipe": 4, "fp4": 4, "bf16": 4, "fp16": 4, "fp32": 4})
@@ -72,9 +72,8 @@ def apart(told: Answer, meaning: Meaning, *, engine: str = DEFAULT) -> Mapping[s
     policy = resolve(get_mixed_precision_config(told.recipe).derive(**told.overrides))
     mine = of_policy(policy, engine=engine, sharded=meaning.sharded)
     # what a stack leaves to the model is no promise
-    left: dict[str, Any] = {name: None for name in STATED if getattr(meaning, name) is None}
-    mine = replace(mine, **left)
-    return MappingProxyType(differences(meaning, mine))
+    left = [name for name in OPEN if getattr(meaning, name) is None]
+    return MappingProxyType({row: pair for row, pair in differences(meaning, mine).items() if row not in left})
 
 
 def _policy_free(policy: PrecisionPolicy) -> bool:

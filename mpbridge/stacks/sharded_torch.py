@@ -19,7 +19,6 @@ def torch_meaning(
     wire: DType | None = None,
     accumulator: DType | None = None,
     autocast: bool = False,
-    gathered: bool = True,
     hands_on: bool = False,
     scaler: LossScale | None = None,
     regions: tuple[Region, ...] = (Region(),),
@@ -27,23 +26,19 @@ def torch_meaning(
     """The nearest thing to `policy` that fully_shard with a MixedPrecisionPolicy and a torch optimizer make.
 
     fused_adam: the stack can use Transformer Engine's FusedAdam, with main weights as 16-bit remainders. wire, accumulator: None: the
-    policy's reduction, and the stored dtype. autocast: it is on whatever the policy says. gathered: a wrapper casts the parameters, so that
-    the residual stream is in the compute dtype under autocast too. hands_on: the stack has a word for what a wrapped
+    policy's reduction, and the stored dtype. autocast: it is on whatever the policy says. hands_on: the stack has a word for what a wrapped
     module returns. scaler: the loss scale as the stack has it. regions: what of the quantization it can say. No other fact is claimed: what a
     policy states beyond these is missing there until the stack's module adds it.
     """
     settled = policy.settled()
     storage, main = _weights(settled, fused_adam=fused_adam)
     cast = settled.autocast or settled.compute if autocast and settled.mixed else None
-    # the residual stream follows the embeddings: FP32 where autocast alone casts, else the compute dtype
-    wide = (cast is not None and not gathered) or not settled.mixed
     states = (storage, storage) if main is None else (settled.exp_avg or DType.FP32, settled.exp_avg_sq or DType.FP32)
     output = settled.output if hands_on and settled.output is not settled.compute else None
     return Meaning(
         storage=storage, compute=settled.compute, autocast=cast, main=main, remainders=main is not None,
         wire=wire or settled.reduce, accumulator=accumulator or storage, exp_avg=states[0], exp_avg_sq=states[1],
         sharded="everything", loss_scale=scaler, regions=regions, output=output, pipeline=output,
-        residual_fp32=wide, softmax_fp32=True if cast is not None or not settled.mixed else None,
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def export(request: Request) -> Export:
 
 
 def _meaning(policy: PrecisionPolicy) -> Meaning:
-    full = torch_meaning(policy, autocast=True, gathered=False)
+    full = torch_meaning(policy, autocast=True)
     storage = full.storage
     mixed = storage is DType.FP32 and full.compute is not DType.FP32
     scaler = TORCH_SCALER if mixed and full.compute is DType.FP16 else None

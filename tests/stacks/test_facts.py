@@ -88,7 +88,8 @@ CHANGES: dict[str, tuple[Change, ...]] = {
 }
 
 # what may be stated without an effect on the engine: these need no word where no tensor and no step differs for it
-MAY_HAVE_NO_EFFECT = ("precision_aware", "main_grads", "remainders", "gather", "accumulate", "regions")
+# softmax: in FP32 wherever all is
+MAY_HAVE_NO_EFFECT = ("precision_aware", "main_grads", "remainders", "gather", "accumulate", "regions", "softmax_fp32")
 AUTOCAST = ("lightning", "transformers")
 # (stacks, field, value): what a run there has without a word about it, as read in their sources
 OWN_DEFAULTS = {

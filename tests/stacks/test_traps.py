@@ -116,7 +116,10 @@ def trap_09_facts_without_a_flag_are_no_options() -> None:
 def trap_10_softmax_in_fp32_does_nothing_under_transformer_engine() -> None:
     assert said(lm("--bf16 --attention-softmax-in-fp32").inert, "does not read it")
     assert "attention_softmax_in_fp32" not in lm("--bf16 --attention-softmax-in-fp32").fields
-    assert lm("--bf16 --transformer-impl local --attention-softmax-in-fp32").fields["attention_softmax_in_fp32"] is True
+    # where it is read, no flag means off, and megatron-core's class, which a recipe leaves alone, has it on
+    local = "--bf16 --transformer-impl local"
+    assert lm(local).fields["attention_softmax_in_fp32"] is False
+    assert "attention_softmax_in_fp32" not in lm(f"{local} --attention-softmax-in-fp32").fields
 
 
 def trap_11_fp4_gather_is_a_flag_of_later_versions() -> None:
