@@ -87,26 +87,45 @@ def late(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def gaps(args: argparse.Namespace) -> dict[str, Any]:
-    from mpbridge.tune.damage import rank_correlation
-
     rows = []
     for folder in sorted(args.folder.glob("seed*")):
         if (folder / "bf16.json").is_file():
             rows.append(_seed(args, folder))
-    names = list(rows[0]["scores"])
-    each = {name: [rank_correlation(row["scores"][name], row["gaps"]) for row in rows] for name in names}
-    mean = [statistics.fmean(row["gaps"][i] for row in rows) for i in range(len(rows[0]["arms"]))]
+            print(f"{folder.name} scored", file=sys.stderr, flush=True)
+    return told(rows)
+
+
+def told(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Prints and returns each score's rank correlation with the arms' gaps: by seed; with all low's gap as its repetition under other random bits has
+    it, which is the noise of these figures; and of means over seeds."""
+    from mpbridge.tune.damage import rank_correlation
+
+    arms = rows[0]["arms"]
+    twins = [
+        [row["again"] if name == "all low" else gap for name, gap in zip(arms, row["gaps"], strict=True)]
+        for row in rows
+    ]
+    mean = [statistics.fmean(row["gaps"][i] for row in rows) for i in range(len(arms))]
     found = {}
     print(
-        f"{len(rows)} seeds, arms {', '.join(rows[0]['arms'])}: Spearman with the training gap, mean over seeds (each); of means over seeds"
+        f"{len(rows)} seeds, arms {', '.join(arms)}: Spearman with the training gap: mean over seeds (each), the same"
     )
-    for name in names:
-        middle = [statistics.fmean(row["scores"][name][i] for row in rows) for i in range(len(mean))]
-        found[name] = {"each": each[name], "of means": rank_correlation(middle, mean)}
-        print(
-            f"{statistics.fmean(each[name]):6.2f} ({', '.join(f'{one:.2f}' for one in each[name])}) {found[name]['of means']:6.2f}  {name}"
-        )
-    return {"arms": rows[0]["arms"], "spearman": found, "rows": rows}
+    print("with all low's repetition under other random bits in its place, of means over seeds")
+    for name in rows[0]["scores"]:
+        scores = [row["scores"][name] for row in rows]
+        each = [rank_correlation(mine, row["gaps"]) for mine, row in zip(scores, rows, strict=True)]
+        again = [rank_correlation(mine, twin) for mine, twin in zip(scores, twins, strict=True)]
+        middle = [statistics.fmean(mine[i] for mine in scores) for i in range(len(arms))]
+        found[name] = {"each": each, "again": again, "of means": rank_correlation(middle, mean)}
+        words = [f"{statistics.fmean(some):5.2f} ({', '.join(f'{one:.2f}' for one in some)})" for some in (each, again)]
+        print(f"{words[0]} {words[1]} {found[name]['of means']:5.2f}  {name}")
+    orders = [len({_order(row["scores"][name]) for name in row["scores"]}) for row in rows]
+    print(f"orders in which the scores put the arms, by seed: {orders}")
+    return {"arms": arms, "spearman": found, "orders": orders, "rows": rows}
+
+
+def _order(values: list[float]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(values)), key=values.__getitem__))
 
 
 def _seed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -147,6 +166,7 @@ def _seed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return {
         "arms": arms,
         "gaps": [done[name]["loss"] - done["bf16"]["loss"] for name in arms],
+        "again": done["all low, other bits"]["loss"] - done["bf16"]["loss"],
         "scores": {
             "gradient error, measured": [proof[name]["error"] for name in arms],
             "damage (what tune chooses by)": sums,

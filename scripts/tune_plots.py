@@ -116,6 +116,11 @@ def tables(data: dict[str, Any]) -> list[str]:
             abs(pairs["all low"][seed] - loss) * 1e3 for seed, loss in pairs.get("all low, other bits", {}).items()
         ]
         lines.append(f"A/A differences: {', '.join(f'{one:.2f}' for one in twice)}")
+    if "gaps" in data:
+        lines += ["", "| score | by seed | with the repetition |", "|---|---|---|"]
+        for name, one in data["gaps"]["spearman"].items():
+            cells = [", ".join(f"{value:.1f}" for value in one[key]) for key in ("each", "again")]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 

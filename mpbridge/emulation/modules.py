@@ -79,12 +79,15 @@ def _refuse_emulated(module: torch.nn.Module) -> None:
 
 
 def refuse_without_linears(module: torch.nn.Module) -> None:
-    """Raises BadValue for anything but a module, Refused for one without a linear."""
+    """Raises BadValue for anything but a module, Refused for one without a linear in its layers."""
     if not isinstance(module, torch.nn.Module):
         raise BadValue(f"got a {type(module).__name__}, expected a torch.nn.Module")
+    if any(True for _ in _places(module)):
+        return
     kinds = sorted({type(child).__name__ for child in module.modules()} - {type(module).__name__})
-    if not any(isinstance(child, torch.nn.Linear) for child in module.modules()):
-        raise Refused(
-            f"{type(module).__name__} has no torch.nn.Linear, so nothing can be quantized (modules: {', '.join(kinds[:8]) or 'none'}): "
-            "give the model that holds them, or replace its own projection classes by torch.nn.Linear"
-        )
+    outside = [name for name, child in module.named_modules() if isinstance(child, torch.nn.Linear)]
+    where = f" in its layers ({', '.join(outside)} stands outside of them and stays high)" if outside else ""
+    raise Refused(
+        f"{type(module).__name__} has no torch.nn.Linear{where}, so nothing can be quantized (modules: {', '.join(kinds[:8]) or 'none'}): "
+        "give the model that holds them, or replace its own projection classes by torch.nn.Linear"
+    )

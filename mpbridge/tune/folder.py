@@ -43,8 +43,9 @@ def tune_folder(
         raise BadValue(f"--seq-length {seq_length}, --batch-size {batch_size}: at least 2 and 1")
     aimed(get_mixed_precision_config(recipe), levels, where or Where())
     refuse_code(folder)
+    words = _read(text)
     model, encode = _loaded(folder, say)
-    tokens = encode(_read(text))
+    tokens = encode(words)
     wanted = (batches + unseen) * batch_size * seq_length
     if tokens.numel() < wanted:
         raise DataError(

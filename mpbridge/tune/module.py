@@ -50,6 +50,10 @@ def tune_module(
     """
     every = _listed(batches, unseen)
     limit = budget if isinstance(budget, Budget) else budget_of(budget)
+    if limit.what == "memory":
+        raise BadValue(
+            "a memory budget needs a run whose bytes can be counted (--config): of a bare module only time and gradient error are known"
+        )
     config = get_mixed_precision_config(recipe)
     where = where or Where()
     found, notes, policy = aimed(config, levels, where)
@@ -63,7 +67,7 @@ def tune_module(
         unseen=unseen,
         pricing=Pricing(machine=where.machine or natural(policy.quants), constants=where.constants),
         fused=False,
-        notes=tuple(notes),
+        notes=(*notes, *_unreached(module)),
     )
     emulation = emulate_linears(module, policy, **options)
     training = module.training
@@ -120,3 +124,21 @@ def _refuse_frozen(module: torch.nn.Module) -> None:
             f"every parameter of {type(module).__name__} is frozen (requires_grad=False), so there is no gradient to measure: "
             "unfreeze those that will be trained"
         )
+
+
+def _unreached(module: torch.nn.Module) -> list[str]:
+    """What to say of weights that are multiplied elsewhere than in a `torch.nn.Linear`, such as experts in one tensor: no rule reaches them."""
+    held = [
+        (f"{name}.{own}" if name else own, type(child).__name__, weight.numel())
+        for name, child in module.named_modules()
+        if not isinstance(child, (torch.nn.Linear, torch.nn.Embedding))
+        for own, weight in child.named_parameters(recurse=False)
+        if weight.dim() > 1
+    ]
+    if not held:
+        return []
+    share = sum(size for *_, size in held) / sum(weight.numel() for weight in module.parameters())
+    name, kind, _ = max(held, key=lambda item: item[2])
+    return [
+        f"{share:.0%} of the parameters are in {len(held)} weights that belong to no torch.nn.Linear and stay high whatever is chosen, as {name} of {kind}"
+    ]

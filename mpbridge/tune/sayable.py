@@ -14,7 +14,7 @@ from mpbridge.precision.regions import Quant
 from mpbridge.precision.resolve import resolve
 from mpbridge.rules.table import broken
 from mpbridge.stacks.base import ORDER
-from mpbridge.stacks.exporters import export
+from mpbridge.stacks.exporters import export, stack_module
 
 PROBE = "self_attention.linear_proj"
 """A linear that every layer of megatron-core's GPT has: a level is asked about by a rule for it in one layer."""
@@ -70,8 +70,10 @@ def sayable(
 
     config: the recipe without edge layers. run: the run on the machine that it is for; None: no machine was named. stack: that it is exported to; None:
     none. asked: somebody named the levels, so one that cannot be said is refused. Raises Refused for that, and where not even high precision can be said
-    of a single linear.
+    of a single linear, and UnknownName for a stack.
     """
+    if stack is not None:
+        stack_module(stack)
     reasons = {word: _why_not(word, config, run, stack) for word in levels}
     high = tuple(levels)[-1]
     if reasons[high]:

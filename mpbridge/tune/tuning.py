@@ -218,10 +218,7 @@ class _Choice:
     def _costs(self) -> Costs:
         asked = self.asked
         if asked.budget.what == "memory":
-            if asked.run is None:
-                raise BadValue(
-                    "a memory budget needs a run whose bytes can be counted (--config): of a bare module only time and gradient error are known"
-                )
+            assert asked.run is not None, "refused before anything is measured"
             costs, self.floor = bytes_of(self.units, self.levels, self.policy, asked.run)
             return costs
         costs = self._seconds(self.pricing)
@@ -365,11 +362,19 @@ def levels_of(words: Sequence[str], config: MixedPrecisionConfig) -> dict[str, Q
     high = policy.compute.short
     found: dict[str, Quant | None] = {}
     for word in words:
-        quant = rule_of_word(word, policy.compute)
+        try:
+            quant = rule_of_word(word, policy.compute)
+        except BadValue as error:
+            raise BadValue(f"level{error}") from None
         if quant is not None and quant.row.history:
             raise Refused(f"level {word}: {quant.row.words} cannot be chosen per module; take another level")
         if quant is not None and quant == policy.quant:
             raise BadValue(f"level {word} is the recipe's own: levels are what linears move up to")
+        if quant is not None and policy.quant is not None and quant.bits < policy.quant.bits:
+            raise BadValue(
+                f"level {word} has {quant.bits} bits, the recipe's own format {policy.quant.bits}: levels are what linears move up to, so tune a recipe of "
+                f"{word} with the wider format among --levels"
+            )
         found[word] = quant
     found.pop(high, None)
     return {**found, high: None}

@@ -216,6 +216,11 @@ def poisoned(number: int) -> list[torch.Tensor]:
     [
         (lambda: mpbridge.emulate(torch.nn.Sequential(torch.nn.ReLU()), NVFP4), Refused, "no torch.nn.Linear"),
         (lambda: mpbridge.tune_module(torch.nn.ReLU(), loss, batches(8), NVFP4), Refused, "no torch.nn.Linear"),
+        (
+            lambda: mpbridge.emulate(torch.nn.ModuleDict({"h": torch.nn.ModuleList([torch.nn.Conv1d(4, 4, 1)]), "head": torch.nn.Linear(32, 32)}), NVFP4),
+            Refused,
+            "no torch.nn.Linear in its layers .head stands outside of them.*Conv1d",
+        ),
         (lambda: mpbridge.tune_module(net(), loss, batches(6), NVFP4), BadValue, "fewer than 4"),
         (lambda: mpbridge.tune_module(net(), loss, poisoned(1), NVFP4, unseen=2), DataError, "scoring batch 2 is nan"),
         (lambda: mpbridge.tune_module(net(), loss, poisoned(6), NVFP4, unseen=2), DataError, "unseen batch 2 is nan"),

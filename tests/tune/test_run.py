@@ -71,7 +71,8 @@ def test_a_budget_of_bytes_counts_the_fullest_rank(tmp_path: Path, corpus: list[
     [
         (["--budget", "speed=3"], "expected time=1.1"),
         (["--batches", "3"], "fewer than 4"),
-        (["--levels", "mxfp9"], "expected 'bf16'"),
+        (["--levels", "mxfp9"], "level='mxfp9': expected 'bf16'"),
+        (["--stack", "megatron"], "no stack named 'megatron'"),
         (["--levels", "delayed"], "cannot be chosen per module"),
         (["--target", "h100"], "does not run on H100"),
         (["--out", "nowhere/tuned.yaml"], "in a folder that exists"),

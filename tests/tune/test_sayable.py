@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mpbridge.config.container import ConfigContainer
-from mpbridge.errors import Refused
+from mpbridge.errors import BadValue, Refused
 from mpbridge.facts import RunFacts
 from mpbridge.hardware.machines import machine
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -69,3 +69,8 @@ def test_a_level_that_the_machine_does_not_run_is_left_out_or_refused_where_it_w
     with pytest.raises(Refused, match=r"level mxfp8 does not run on H100 \(sm_90\): .*leave it out of --levels"):
         runnable(levels, base, machine=hopper, versions=None, asked=True)
     assert runnable(levels, base, machine=None, versions=None, asked=True) == (levels, [])
+
+
+def test_a_level_of_fewer_bits_than_the_recipes_own_is_refused_with_the_recipe_to_tune() -> None:
+    with pytest.raises(BadValue, match=r"level nvfp4 has 4 bits, the recipe's own format 8: .*tune a recipe of nvfp4"):
+        asked("bf16_with_mxfp8_mixed", "nvfp4")
