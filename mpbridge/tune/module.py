@@ -139,6 +139,7 @@ def _unreached(module: torch.nn.Module) -> list[str]:
         return []
     share = sum(size for *_, size in held) / sum(weight.numel() for weight in module.parameters())
     name, kind, _ = max(held, key=lambda item: item[2])
+    some = "1 weight" if len(held) == 1 else f"{len(held)} weights"
     return [
-        f"{share:.0%} of the parameters are in {len(held)} weights that belong to no torch.nn.Linear and stay high whatever is chosen, as {name} of {kind}"
+        f"{share:.0%} of the parameters are in {some} that no torch.nn.Linear holds: high precision whatever is chosen, as {name} of {kind}"
     ]

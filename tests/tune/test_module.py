@@ -217,7 +217,12 @@ def poisoned(number: int) -> list[torch.Tensor]:
         (lambda: mpbridge.emulate(torch.nn.Sequential(torch.nn.ReLU()), NVFP4), Refused, "no torch.nn.Linear"),
         (lambda: mpbridge.tune_module(torch.nn.ReLU(), loss, batches(8), NVFP4), Refused, "no torch.nn.Linear"),
         (
-            lambda: mpbridge.emulate(torch.nn.ModuleDict({"h": torch.nn.ModuleList([torch.nn.Conv1d(4, 4, 1)]), "head": torch.nn.Linear(32, 32)}), NVFP4),
+            lambda: mpbridge.emulate(
+                torch.nn.ModuleDict(
+                    {"h": torch.nn.ModuleList([torch.nn.Conv1d(4, 4, 1)]), "head": torch.nn.Linear(32, 32)}
+                ),
+                NVFP4,
+            ),
             Refused,
             "no torch.nn.Linear in its layers .head stands outside of them.*Conv1d",
         ),
@@ -374,6 +379,26 @@ def test_products_of_folded_vectors_are_those_of_the_vectors(room: int, monkeypa
     exact = sum(float(a.double() @ b.double()) for a in vectors for b in vectors if a is not b)
     assert folded.across() == pytest.approx(exact, rel=1e-5 if room > 5000 else 0.2)
     proof._signs.cache_clear()
+
+
+class Experts(Net):
+    """Two experts in one tensor, as transformers holds them."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.layers[0].experts = torch.nn.Module()
+        self.layers[0].experts.gate = torch.nn.Parameter(torch.ones(2, 32, 32) / 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x @ self.layers[0].experts.gate.sum(0)
+
+
+def test_weights_that_no_linear_holds_are_said_to_stay_as_they_are() -> None:
+    result, _ = mpbridge.tune_module(Experts().bfloat16(), loss, batches(6), NVFP4, unseen=2)
+    assert [
+        note for note in result.notes if "22% of the parameters are in 1 weight that no torch.nn.Linear holds" in note
+    ], result.notes
+    assert "as layers.0.experts.gate of Module" in " ".join(result.notes)
 
 
 WITHOUT_CORE = """
