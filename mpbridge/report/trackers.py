@@ -77,7 +77,22 @@ class Csv:
         self.columns = ["iteration"]
         self._row: dict[str, str] = {}
         rows = self._rows() if place.after and self.path.is_file() else []
-        self._rewrite([row for row in rows if _step(row) <= place.after])
+        kept = {_step(row): row for row in rows if _step(row) <= place.after}
+        if place.after:
+            self._fill(kept, place)
+        self._rewrite([kept[step] for step in sorted(kept)])
+
+    def _fill(self, rows: dict[int, dict[str, str]], place: TrackedRun) -> None:
+        """Steps that the run made and this file lacks, as where the process was killed or the disk was full, come from metrics.jsonl."""
+        path, known = place.folder / "metrics.jsonl", frozenset(rows)
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                values = json.loads(line)
+                step = int(values["iteration"])
+                if step <= place.after and step not in known:
+                    found = {name: repr(value) for name, value in numbers(values).items()}
+                    rows[step] = {"iteration": str(step), **rows.get(step, {}), **found}
+                    self.columns += [name for name in found if name not in self.columns]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See Tracker. What belongs to one step stands in one row."""

@@ -40,6 +40,19 @@ def test_csv_has_one_row_a_step_and_goes_on(tmp_path: Path) -> None:
     assert "grad_norm" not in rows[0], "NaN is in metrics.jsonl; trackers take numbers"
 
 
+def test_csv_has_the_steps_that_it_lost_again_where_the_run_goes_on(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 6), ["csv"])
+    lines = (tmp_path / "metrics.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.csv").write_text("".join(lines[:3]))  # the disk was full behind step 2
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"iteration": 5, "eval_loss": 1.5}\n{"iter')  # and the process was killed
+    write(tmp_path, range(6, 8), ["csv"], after=5)
+    rows = table(tmp_path)
+    assert [(row["iteration"], float(row["loss"])) for row in rows] == [(str(i), 4.0 / i) for i in range(1, 8)]
+    assert [row["precision/sqnr_min"] for row in rows] == ["21.0", "22.0", "", "", "", "26.0", "27.0"]
+    assert [row["eval_loss"] for row in rows] == ["", "", "", "", "1.5", "", ""]
+
+
 def test_csv_takes_every_step_and_others_those_that_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
