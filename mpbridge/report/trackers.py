@@ -23,6 +23,8 @@ from mpbridge.report.console import warn
 
 WAIT = 120.0
 """Seconds that the end of a run waits for a tracker to take its last numbers."""
+ANSWER = 10.0
+"""Seconds within which a server has to answer at the start: W&B's own attempts take minutes, and hold up the end of the process."""
 WAITING = 10_000
 """Lines that may wait for a slow tracker; later ones are dropped, and that is said."""
 
@@ -162,6 +164,23 @@ class TensorBoard:
         self._writer.close()
 
 
+def require_answer(url: str, *, seconds: float = ANSWER) -> None:
+    """Raises ConnectionError where nobody answers at `url`, whatever the answer; proxies are those of the environment."""
+    import http.client
+    import ssl
+    import urllib.error
+    import urllib.request
+
+    try:
+        urllib.request.urlopen(url, timeout=seconds).close()
+    except urllib.error.HTTPError:
+        return
+    except (OSError, http.client.HTTPException) as error:
+        why = getattr(error, "reason", error)
+        if not isinstance(why, (ssl.SSLError, http.client.HTTPException)):  # somebody is there: the library judges
+            raise ConnectionError(f"{url} cannot be reached ({why})") from None
+
+
 class Wandb:
     """Weights & Biases; offline it writes log_dir/wandb, which `wandb sync` uploads."""
 
@@ -169,6 +188,8 @@ class Wandb:
         import wandb
 
         mode = str(place.section.get("wandb_mode") or "offline")
+        if mode == "online":
+            require_answer(str(wandb.setup().settings.base_url))
         identity = place.identity("wandb")
         place.folder.mkdir(parents=True, exist_ok=True)
         self._run: Any = wandb.init(

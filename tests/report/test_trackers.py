@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,23 @@ def test_a_tracker_that_breaks_or_hangs_stops_nothing(
     assert "no route to the server" in said[0]
     assert "did not take its last numbers" in said[1]
     assert len(read(tmp_path / "metrics.jsonl")) == 3
+
+
+def test_a_server_is_asked_before_its_library_tries_for_minutes() -> None:
+    class NotHere(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), NotHere) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        trackers.require_answer(url)  # any answer is one
+        server.shutdown()
+    with pytest.raises(ConnectionError, match=f"{url} cannot be reached .*refused"):
+        trackers.require_answer(url)
 
 
 @pytest.mark.filterwarnings("ignore")
