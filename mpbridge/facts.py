@@ -14,7 +14,7 @@ Realization = Literal["native", "emulated"]
 
 
 MOST = 10_000
-"""Of layers or experts: more is a typo, and would keep a laptop busy."""
+"""Of layers or experts: more is a typo, and would take minutes to answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,7 @@ def _refuse(file: Path, mode: int) -> NoReturn:
 
 
 def regular(file: Path | str) -> IO[bytes]:
-    """A file that the user named, for reading in binary: links are followed. Raises OSError that says what it is where it is no regular file, without
+    """A file that the user named, for reading in binary: links are followed. Raises OSError that says what it is where it is not a regular file, without
     waiting for a FIFO's writer."""
     handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     mode = os.fstat(handle).st_mode

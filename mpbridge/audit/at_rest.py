@@ -21,7 +21,7 @@ def is_quantized(stored: Any) -> bool:
 def is_rounded(stored: Any, main: torch.Tensor, begin: int) -> bool:
     """Whether elements `begin` and on of the quantized weight `stored`, flat, are the FP32 numbers `main` to within half a step of E4M3.
 
-    With a scale s an element w becomes a code with 3 bits behind the leading one: s w is met to within 2**-4 of itself, and below the normal numbers to
+    With a scale s an element w becomes a code with 3 bits after the leading one: s w is met to within 2**-4 of itself, and below the normal numbers to
     within half of the smallest one, 2**-10. A block's scale is above half of 448 / (the whole weight's amax), since a scale that is a power of two loses
     a factor below 2. With one scale for the tensor, numbers beyond its range saturate.
     """

@@ -269,7 +269,7 @@ class AuditHook:
             self._stop(training, report)
 
     def _stop(self, training: Any, report: Report) -> None:
-        """Before anything was trained the run just ends; in the middle of a run it ends behind a whole checkpoint that says what is known of it."""
+        """Before anything was trained the run just ends; in the middle of a run it ends after a whole checkpoint that says what is known of it."""
         try:
             report.require()
         except AuditFailed as error:

@@ -36,7 +36,7 @@ class LibraryObservation:
             self.begun[f"{path} {name}"] = history.detach().clone()
 
     def leaves(self, module: Any, path: str) -> None:
-        """To be called behind a linear's forward pass: is the copy that it has just read its weight, quantized?"""
+        """To be called after a linear's forward pass: is the copy that it has just read its weight, quantized?"""
         if path in self._seen:
             return
         self._seen.add(path)

@@ -183,7 +183,7 @@ def _cached_findings(ranks: Sequence[Quantizations]) -> list[Finding]:
             count=count,
             offenders=offenders(outdated),
             cure="copies of an earlier step are read: call set_is_first_microbatch() on the model in each step's first micro-batch, and "
-            "post_all_gather_processing() behind a gather of FP8 weights"
+            "post_all_gather_processing() after a gather of FP8 weights"
             if any(outdated)
             else "",
         )

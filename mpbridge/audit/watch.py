@@ -96,7 +96,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """dtype of the operations of the cross entropy."""
         self.angles: dict[str, str] = {}
         self.stream: dict[str, Counter[str]] = defaultdict(Counter)
-        """Layer -> dtype of the residual stream behind it."""
+        """Layer -> dtype of the residual stream after it."""
         self.rounded: Counter[str] = Counter()
         """Place -> FP32 activations there that had ten bits of mantissa or fewer, every one."""
         self.read: dict[str, int] = {}
@@ -169,7 +169,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if source is not None:
             high = getattr(
                 module, "unrounded", None
-            )  # an emulated linear behind a norm may quantize the norm's FP32 result
+            )  # an emulated linear after a norm may quantize the norm's FP32 result
             self.products.enters(path, source if high is None else high)
             self.library.enters(module, path)
 
@@ -296,7 +296,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._stack[-1] if self._stack else (None, "")
 
     def _of_the_loss(self, name: str) -> bool:
-        """Whether an operation is the cross entropy's: in the model's own forward, or behind the model in a loop that computes its loss itself."""
+        """Whether an operation is the cross entropy's: in the model's own forward, or after the model in a loop that computes its loss itself."""
         return self._at_root() if self._stack else name in _BEHIND and torch.is_grad_enabled()
 
     def _at_root(self) -> bool:

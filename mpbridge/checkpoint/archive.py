@@ -63,7 +63,7 @@ class Slice(RawIOBase):
 
 
 def members(stream: IO[bytes], start: int, stop: int) -> dict[str, tuple[int, int]]:
-    """Name within the archive (its top folder left out) -> first byte in `stream`, and size. Raises CheckpointError for what is no such archive."""
+    """Name within the archive (its top folder left out) -> first byte in `stream`, and size. Raises CheckpointError for any other file."""
     part = Slice(stream, start, stop)
     found = {}
     try:

@@ -253,7 +253,7 @@ def _run_state(contents: Contents) -> Mapping[str, Any]:
         or samples > counters["tokens"]
     ):
         raise CheckpointError(
-            f"{file}: iteration={steps}, consumed={samples}, tokens={counters['tokens']} behind step {contents.step}: no run counts so"
+            f"{file}: iteration={steps}, consumed={samples}, tokens={counters['tokens']} after step {contents.step}: no run counts so"
         )
     if not isinstance(data.get("mark"), str):
         raise CheckpointError(f"{file}: data.mark is not text")

@@ -25,7 +25,7 @@ LARGEST_SIDE = 1 << 48
 
 
 def encoded(value: Any, depth: int = 0, other: Callable[[Any, int], Any] | None = None) -> Any:
-    """`value` in JSON's types. other: spells what is no plain value (given with its depth). Raises CheckpointError without it."""
+    """`value` in JSON's types. other: spells any other value (given with its depth). Raises CheckpointError without it."""
     if depth > DEEPEST:
         raise CheckpointError(f"a value nested {DEEPEST} deep cannot be saved")
     if value is None or isinstance(value, (bool, str)) or type(value) is int:

@@ -99,7 +99,7 @@ def step_of(path: Path) -> int:
 
 
 def step_in(manifest: Mapping[str, Any], path: Path) -> int:
-    """Steps behind the checkpoint in `path`, from its manifest; raises CheckpointError for what is no number of steps."""
+    """Steps done when the checkpoint in `path` was written, from its manifest; raises CheckpointError where that is not a step count."""
     step = manifest.get("step")
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LAST_STEP:
         raise CheckpointError(f"{path / MANIFEST} has step {str(step)[:40]}, expected a number of steps")

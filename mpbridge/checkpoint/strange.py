@@ -138,7 +138,7 @@ def _metadata(file: Path) -> tuple[Entries, Places]:
             if not isinstance(name, str) or "/" in name or "\\" in name or "\0" in name or name in ("", ".", ".."):
                 raise CheckpointError(f"it points outside of its folder ({str(name)[:80]})")
             if type(start) is not int or type(length) is not int or info.state.get("transform_descriptors"):
-                raise CheckpointError(f"a place in {name} that is none")
+                raise CheckpointError(f"an invalid storage location in {name}")
             places.setdefault(name, []).append((index.get("fqn"), index.state.get("offset"), start, length))
         return entries, places
 

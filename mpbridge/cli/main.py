@@ -158,7 +158,7 @@ class Parser(argparse.ArgumentParser):
     """Options whose value may begin with a dash: a command line in quotes."""
 
     def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse does, where the word behind an option of `quoted` is its value, whatever it begins with."""
+        """As argparse does, where the word after an option of `quoted` is its value, whatever it begins with."""
         joined: list[str] = []
         for word in sys.argv[1:] if args is None else args:
             if joined and joined[-1] in self.quoted:

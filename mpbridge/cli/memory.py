@@ -124,7 +124,7 @@ def _print(
 
 
 def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[str, str, str, str, str]]:
-    """Role, this recipe's amount, the reference's, bytes a parameter, how it is known."""
+    """Role, this recipe's amount, the reference's, bytes per parameter, how it is known."""
     mine, other = compared.mine, compared.reference
     known = (
         "exact"

@@ -85,7 +85,7 @@ def _price(text: str) -> float:
         value = float(text)
         if 0 <= value < math.inf:
             return value
-    raise argparse.ArgumentTypeError(f"{text!r} is no price, expected a number of 0 or more, as in 2.5")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a price: expected a number of 0 or more, as in 2.5")
 
 
 def wanted_world(args: argparse.Namespace) -> int | None:

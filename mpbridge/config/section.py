@@ -46,7 +46,7 @@ class Section(dict[str, Any]):
         return sorted({*super().__dir__(), *settings(self._section, latent=True)})
 
     def _ipython_key_completions_(self) -> list[str]:
-        """What a notebook offers behind `section["`."""
+        """What a notebook offers after `section["`."""
         return sorted(settings(self._section, latent=True))
 
     def _repr_html_(self) -> str:

@@ -48,7 +48,7 @@ def pieces(text: str, size: int) -> Iterator[str]:
 
 
 def cut(tokens: Sequence[int], most: int, line_end: Sequence[int]) -> Iterator[Sequence[int]]:
-    """`tokens` in parts of at most `most`, cut behind a token of `line_end` where the second half of a part has one.
+    """`tokens` in parts of at most `most`, cut after a token of `line_end` where the second half of a part has one.
 
     A text is tokenized whole and its tokens are cut: SentencePiece's dummy prefix, or a rule of white space, would put other tokens where text is cut.
     """

@@ -44,7 +44,7 @@ class PairIndex:
 
 
 def pair_index(prefix: str) -> PairIndex:
-    """The front of `prefix`.idx. Raises DataError where it is no index, or one that was cut off."""
+    """The front of `prefix`.idx. Raises DataError where it is not an index, or is cut off."""
     place = Path(f"{prefix}.idx")
     try:
         size, data = place.stat().st_size, Path(f"{prefix}.bin").stat().st_size

@@ -63,7 +63,7 @@ class Evidence:
         return self._index("operands", "")
 
     def around(self, step: int) -> tuple[int, int]:
-        """The measured steps that were read right before and behind a step, or the step itself where there is none."""
+        """The measured steps that were read right before and after a step, or the step itself where there is none."""
         steps = [one.step for one in self.measured]
         return max((one for one in steps if one < step), default=step), min((one for one in steps if one > step), default=step)  # fmt: skip
 

@@ -92,7 +92,7 @@ def layer_of(name: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """The rest of a tensor's name, behind its layer's number."""
+    """The rest of a tensor's name, after its layer's number."""
     return name.partition(f".{layer_of(name)}.")[2] or name
 
 

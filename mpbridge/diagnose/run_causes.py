@@ -8,14 +8,14 @@ from mpbridge.diagnose.suspects import Suspect, Symptoms, flushed_operands
 
 
 def resumed_badly(case: Symptoms) -> Suspect | None:
-    """The first step behind a resume is out of line with the last before it."""
+    """The first step after a resume is out of line with the last before it."""
     for event in case.events("resumed"):
         at = int(event["iteration"])
         hit = next((one for one in case.onsets if at < one.step <= at + 3), None)
         if at == 0 or hit is None:
             continue
         lost = event.get("optimizer_reset")
-        # another rate behind the resume says more than the resume
+        # another rate after the resume says more than the resume
         rate = next((one for one in rate_jumps(case.run) if one.step == at + 1), None)
         return Suspect(
             cause="bad-resume", step=hit.step, score=0.85 if rate else 1.0,

@@ -116,7 +116,7 @@ def _leap(before: dict[str, Any], row: dict[str, Any]) -> Iterator[_Mark]:
     if row["loss_scale"] > 4 * before["loss_scale"]:
         yield row["iteration"], f"{text}; its rule doubles it at most", False
     if row["loss_scale"] < before["loss_scale"] / 4:
-        yield row["iteration"], f"{text}; its rule halves it behind overflows", True
+        yield row["iteration"], f"{text}; its rule halves it after overflows", True
 
 
 def _mostly_skipped(rows: list[dict[str, Any]]) -> Iterator[_Mark]:
@@ -157,7 +157,7 @@ def _rate_beyond_weights(case: Symptoms) -> Suspect | None:
     if sizes is None:
         return None
     (began, usual), (at, size) = sizes
-    # what the rate jumped to behind the onset caused nothing
+    # what the rate jumped to after the onset caused nothing
     later = min((one.step for one in rate_jumps(case.run) if one.step > onset.step), default=at + 1)
     points = [point for point in points if point[0] < later]
     reached = max((value for step, value in points if step <= at), default=0.0)

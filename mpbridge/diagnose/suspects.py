@@ -45,7 +45,7 @@ class Symptoms:
         return [event for event in self.run.events if event["event"] == kind]
 
     def near(self, step: int) -> bool:
-        """Whether something of the whole model goes wrong at that step or within two measurements behind it."""
+        """Whether something of the whole model goes wrong at that step or within two measurements after it."""
         return any(step - 2 <= one.step <= step + 2 * self.every for one in self.onsets)
 
     @property

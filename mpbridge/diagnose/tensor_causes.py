@@ -153,7 +153,7 @@ def moments(case: Symptoms) -> Suspect | None:
                 cause="moments-lost", step=step, score=0.93,
                 sentence="the optimizer's second moments were lost while the first ones stayed: updates far too large",
                 evidence=[f"step {step}: first over root of second moment grew {median(found):.1f}-fold in the median parameter since the measurement before"],
-                advice=["look at what touches the optimizer's state (a reload, an offload, a cast to a format that flushes small numbers)", "go back to the last checkpoint: a warm-up behind a reset of moments avoids the same jump"],
+                advice=["look at what touches the optimizer's state (a reload, an offload, a cast to a format that flushes small numbers)", "go back to the last checkpoint: a warm-up after a reset of moments avoids the same jump"],
             )  # fmt: skip
     return _update_of_all(case, names, ratios)
 

@@ -1,4 +1,4 @@
-"""Norms in FP32, as Transformer Engine's kernels compute them: what delayed scaling quantizes behind a norm, before anything is rounded to 16 bits.
+"""Norms in FP32, as Transformer Engine's kernels compute them: what delayed scaling quantizes after a norm, before anything is rounded to 16 bits.
 
 Its norm kernel casts to FP8 itself under delayed scaling; under every other scaling the norm's 16-bit output is quantized
 (`rmsnorm_fwd` in Transformer Engine's pytorch/csrc/extensions/normalization.cpp: FULLY_FUSED, FUSED_NORM_AMAX, UNFUSED).

@@ -33,7 +33,7 @@ class Options:
 
     values: Mapping[str, Any]
     notes: tuple[str, ...]
-    """What differs from the scaling's defaults and who says so, and what is said in vain: one sentence each."""
+    """What differs from the scaling's defaults and who says so, and what has no effect: one sentence each."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of an option; `default` where the scaling has no such option."""

@@ -47,12 +47,12 @@ class Layout:
 
     @property
     def line(self) -> str:
-        """Settings to paste behind a command."""
+        """Settings to paste after a command."""
         return line(self.run)
 
 
 def line(run: RunFacts) -> str:
-    """The run's layout as settings to paste behind a command."""
+    """The run's layout as settings to paste after a command."""
     sizes, parts = run.parallel, []
     for name, value in (
         ("tensor_model", sizes.tensor), ("pipeline_model", sizes.pipeline), ("virtual_pipeline_model", sizes.virtual_pipeline or "null"),

@@ -171,7 +171,7 @@ FUSED_NORMS = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-"""A norm's name -> its name inside the linear behind it, where Transformer Engine's modules fuse the two; megatron-core's checkpoints often use it for both."""
+"""A norm's name -> its name inside the linear after it, where Transformer Engine's modules fuse the two; megatron-core's checkpoints often use it for both."""
 
 
 def _places(path: str, stems: list[str], stack: tuple[int, int] | None, experts: int) -> Iterator[CheckpointSlice]:

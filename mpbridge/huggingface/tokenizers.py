@@ -78,7 +78,7 @@ def tokenizer_files(name: str, end: str | int | None = None) -> TokenizerFiles:
         number, who = _given(name, tokens, size, end), "data.end_of_text"
     else:
         number, who = _end(file, kind, tokens, size)
-    # ranks of tiktoken leave special tokens out: the one that ends a text may stand behind the last of them
+    # ranks of tiktoken leave special tokens out: the one that ends a text may come after the last of them
     size = max(size, (number or 0) + 1)
     token = next((text for text, place in tokens.items() if place == number), "")
     pad, pad_by = _pad(file, kind, words, end=number)
@@ -191,7 +191,7 @@ def _pad(file: Path, kind: TokenizerKind, words: Vocabulary, *, end: int | None)
     if number == end:
         return None, f"{who} says {number}, which ends a text"
     if words.special is not None and number not in words.special:
-        return None, f"{who} says {number}, which is no special token"
+        return None, f"{who} says {number}, which is not a special token"
     return number, who
 
 

@@ -86,7 +86,7 @@ def _of_parts(file: Path) -> Vocabulary:
 
 
 def _of_ranks(file: Path) -> Vocabulary:
-    """tiktoken's ranks; the token that ends a text gets the number behind the last."""
+    """tiktoken's ranks; the token that ends a text gets the number after the last."""
     largest = -1
     with file.open("rb") as stream:
         for line in stream:

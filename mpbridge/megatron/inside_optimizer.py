@@ -117,7 +117,7 @@ def gather_now(chunks: list[Any]) -> None:
     """Gathers the parameters between two steps, where the next forward pass would.
 
     megatron-core marks them as gathered, and the next forward pass then leaves out what follows a gather: weights in FP8 would keep the transposes of the step
-    before (`finish_param_sync` of 0.16.1: `post_all_gather_processing` runs behind its own gathers only).
+    before (`finish_param_sync` of 0.16.1: `post_all_gather_processing` runs after its own gathers only).
     """
     from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
 

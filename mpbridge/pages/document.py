@@ -48,7 +48,7 @@ class Page:
         return made
 
     def heading(self, title: str, word: str = "", tone: str = "") -> str:
-        """A section begins. tone: 'good', 'warn', 'bad' or '' colours the word behind the title."""
+        """A section begins. tone: 'good', 'warn', 'bad' or '' colours the word after the title."""
         return self.add("heading", title, word=word, tone=tone)
 
     def text(self, text: str, *, dim: bool = False) -> str:

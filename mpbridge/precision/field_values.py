@@ -20,7 +20,7 @@ _CHOICES: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
         "fp4_recipe": choices(4),
     }
 )
-_HALVES = (DType.FP32, DType.BF16, DType.FP16)
+_USUAL = (DType.FP32, DType.BF16, DType.FP16)
 _LEGAL_DTYPES: Mapping[str, tuple[DType, ...]] = types.MappingProxyType(
     {
         # Transformer Engine's FusedAdam, fused_adam.py: masters fp32 or fp16, moments fp32, fp16, bf16 or scaled fp8; bf16 main params: the parameters themselves
@@ -59,7 +59,7 @@ def type_faults(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _type_fault(name: str, value: Any, hint: str) -> str | None:
     if hint == "DTypeField":
-        legal = _LEGAL_DTYPES.get(name, _HALVES)
+        legal = _LEGAL_DTYPES.get(name, _USUAL)
         if value is None or value in legal:
             return None
         return f"{name}={value.short} is not one of {', '.join(d.short for d in legal)}"

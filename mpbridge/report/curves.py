@@ -68,7 +68,7 @@ def read_curves(folder: Path) -> Curves:
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """A line's numbers, words for non-finite ones turned back; None for what is no line of metrics."""
+    """A line's numbers, words for non-finite ones turned back; None for any other line."""
     try:
         row = json.loads(line)
         row["iteration"] = int(row["iteration"])

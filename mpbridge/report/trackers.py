@@ -69,7 +69,7 @@ class TrackedRun:
 class Csv:
     """metrics.csv: a row for every step, a column for every number that was ever seen; it is written anew where a column is new.
 
-    A row is written when the next one comes: what is measured of a step comes behind its other numbers.
+    A row is written when the next one comes: what is measured of a step comes after its other numbers.
     """
 
     EACH_STEP = True

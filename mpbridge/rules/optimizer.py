@@ -301,7 +301,7 @@ RULES: tuple[Rule, ...] = (
         ),
         expected="a distributed optimizer: plain DDP gathers nothing",
         cure="ddp.use_distributed_optimizer=true, or ddp.overlap_param_gather=false",
-        # the distributed optimizer is no way out for parameters that are their own main weights, nor for other optimizers than Adam
+        # the distributed optimizer does not help with parameters that are their own main weights, or with optimizers other than Adam
         cure_here=lambda c: (
             "ddp.overlap_param_gather=false"
             if c.own_copy or c.run.optimizer.name != "adam"

@@ -30,7 +30,7 @@ COPIES = ("weight_copies", "weight_transposes", "weight_scales")
 
 
 def install() -> None:
-    """To be called behind `meta.install` inside of `transformer_engine_on_cpu`; there is no way back in this process."""
+    """To be called after `meta.install` inside of `transformer_engine_on_cpu`; there is no way back in this process."""
     from mpbridge.te_cpu import casts, quantize
 
     kind: Any = torch.Tensor

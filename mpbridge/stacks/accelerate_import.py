@@ -37,7 +37,7 @@ _READS_USE_CPU = ("NO", "MULTI_CPU")
 
 
 def read_data(data: Any, *, version: str, storage: DType = DType.FP32) -> Imported:
-    """What the file means for a model loaded in `storage`. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
+    """What the file means for a model loaded in `storage`. Raises DataError for anything but a mapping, BadValue with every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"an accelerate configuration is a mapping, found {type(data).__name__}")
     read = Reader(data)

@@ -19,7 +19,7 @@ from mpbridge.traits import DEFAULT
 
 
 def read_data(data: Any, *, version: str) -> Imported:
-    """What the sections mean. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
+    """What the sections mean. Raises DataError for anything but a mapping, BadValue with every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"an AutoModel configuration is a mapping, found {type(data).__name__}")
     read = Reader(data)

@@ -23,7 +23,7 @@ _INERT = ("grad_accum_dtype", "fp8", "mixed_precision", "precision", "dtype")
 
 
 def read_data(data: Any, *, version: str) -> Imported:
-    """What the settings mean on that version's engine. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
+    """What the settings mean on that version's engine. Raises DataError for anything but a mapping, BadValue with every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"a DeepSpeed configuration is a mapping, found {type(data).__name__}")
     said = _said(Reader(data))

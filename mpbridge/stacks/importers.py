@@ -26,7 +26,7 @@ _LINES = ("inert", "contradicts", "cannot_express", "unknown", "other", "assumed
 def read_file(
     path: Path, *, stack: str | None = None, version: str | None = None, env: Mapping[str, str] = {}
 ) -> Imported:
-    """What a stack's file means; of a Python file's functions the one behind a colon ('config_registry.py:llama3_8b').
+    """What a stack's file means; of a Python file's functions the one after a colon ('config_registry.py:llama3_8b').
 
     stack: None: recognized from its contents. Raises DataError or BadValue naming the file.
     """
@@ -47,7 +47,7 @@ def read_file(
 
 
 def text_of(path: Path) -> str:
-    """A configuration file's text; bytes that are not UTF-8 (in a comment) are replaced. Raises DataError for a file that is no text, or too large."""
+    """A configuration file's text; bytes that are not UTF-8 (in a comment) are replaced. Raises DataError for a file that is not text, or too large."""
     try:
         with path.open("rb") as stream:
             raw = stream.read(MOST + 1)
@@ -123,7 +123,7 @@ def _no_python(stack: str | None) -> str:
 def read_args(
     text: str, *, stack: str = "megatron-lm", version: str | None = None, env: Mapping[str, str] = {}
 ) -> Imported:
-    """What arguments on a command line mean. env: values of the variables in them. Raises BadValue for text that is no command line."""
+    """What arguments on a command line mean. env: values of the variables in them. Raises BadValue for text that is not a command line."""
     script = read_words(text, env)
     module = _importer(stack)
     if not hasattr(module, "read"):

@@ -87,7 +87,7 @@ class _TrainerSettings:
 
 
 def read_data(data: Any, *, version: str) -> Imported:
-    """What a trainer means for a module in FP32. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
+    """What a trainer means for a module in FP32. Raises DataError for anything but a mapping, BadValue with every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"a Lightning configuration is a mapping, found {type(data).__name__}")
     inner = data.get("trainer", data)

@@ -1,6 +1,6 @@
 """Megatron Bridge: a recipe as the part of its run_config.yaml that decides precision.
 
-Read at 067f987d: `MixedPrecisionConfig` (training/mixed_precision.py) is heard over whatever ddp, optimizer and model say of the same fields.
+Read at 067f987d: `MixedPrecisionConfig` (training/mixed_precision.py) takes precedence over whatever ddp, optimizer and model say of the same fields.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ _MODEL = (
 
 
 def read(words: Iterable[str], *, version: str) -> Imported:
-    """What `section.key=value` overrides mean on their own. Raises BadValue for a word that is none."""
+    """What `section.key=value` overrides mean on their own. Raises BadValue for a word that is not an override."""
     import yaml
 
     tree: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def read(words: Iterable[str], *, version: str) -> Imported:
 
 
 def read_data(data: Any, *, version: str) -> Imported:
-    """What the sections mean. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
+    """What the sections mean. Raises DataError for anything but a mapping, BadValue with every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"a run_config.yaml is a mapping, found {type(data).__name__}")
     read_, notes = Reader(data), _Notes()
@@ -276,8 +276,8 @@ def _overridden(read_: Reader, fields: Mapping[str, Any], notes: _Notes) -> None
         and read_.flag("ddp.grad_reduce_in_fp32") != bool(fields.get("grad_reduce_in_fp32", True))
         and not read_.flag("ddp.use_megatron_fsdp")
     ):
-        notes.inert.append(f"ddp.grad_reduce_in_fp32={asked}: mixed_precision is heard instead")
+        notes.inert.append(f"ddp.grad_reduce_in_fp32={asked}: mixed_precision takes precedence")
     for name in ("fp8", "fp8_param", "fp4", "first_last_layers_bf16"):
         asked = read_.at(f"model.{name}")
         if asked and not fields.get(name) and not fields.get(f"{name}_gather"):
-            notes.inert.append(f"model.{name}={asked}: mixed_precision is heard instead")
+            notes.inert.append(f"model.{name}={asked}: mixed_precision takes precedence")

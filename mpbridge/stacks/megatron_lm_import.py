@@ -92,7 +92,7 @@ def read(words: Iterable[str], *, version: str, assumed: tuple[str, ...] = ()) -
 
 
 def read_data(data: Any, *, version: str) -> Imported:
-    """What the MODEL_ARGS of one of its test cases mean: option -> value. Raises DataError for what is no mapping."""
+    """What the MODEL_ARGS of one of its test cases mean: option -> value. Raises DataError for anything but a mapping."""
     options_ = data.get("MODEL_ARGS", data) if isinstance(data, Mapping) else None
     if not isinstance(options_, Mapping):
         raise DataError(f"expected a mapping with MODEL_ARGS, found {type(data).__name__}")

@@ -24,7 +24,7 @@ class Dotted:
 
     @property
     def last(self) -> str:
-        """The name behind the last dot."""
+        """The name after the last dot."""
         return self.path.rpartition(".")[2]
 
 

@@ -37,7 +37,7 @@ def read(words: Iterable[str], *, version: str) -> Imported:
 
 
 def read_data(data: Any, *, version: str) -> Imported:
-    """What the settings mean under FSDP2. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
+    """What the settings mean under FSDP2. Raises DataError for anything but a mapping, BadValue with every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"a torchtitan configuration is a mapping, found {type(data).__name__}")
     read_ = Reader(data)

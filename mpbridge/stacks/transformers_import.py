@@ -32,7 +32,7 @@ def _options() -> list[str]:
 
 
 def read_data(data: Any, *, version: str) -> Imported:
-    """What the arguments mean. Raises DataError for what is no mapping, BadValue with every value that cannot be read."""
+    """What the arguments mean. Raises DataError for anything but a mapping, BadValue with every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"TrainingArguments are a mapping, found {type(data).__name__}")
     read_ = Reader(data)

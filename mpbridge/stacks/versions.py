@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"(?:core_)?v?(\d+(?:\.\d+)*)", re.IGNORECASE)
 def version_for(module: ModuleType, asked: str | None, *, doing: str) -> tuple[str, tuple[str, ...]]:
     """(version whose words count, what that assumes) of a stack's module; nothing is assumed where that version itself was read.
 
-    asked: None: the newest that was read. Of one that was not: the last that was read before it, else the first; the newest for what is no number.
+    asked: None: the newest that was read. Of one that was not: the last that was read before it, else the first; the newest for anything but a number.
     doing: what is done in that version's words ('read', 'written'). Raises BadValue for an empty one.
     """
     versions: Mapping[str, str] = module.VERSIONS

@@ -43,18 +43,22 @@ def commit(plan: Plan, *, on_conflict: Literal["warn", "error"] = "warn", spell:
                 f"the {name} target is a mapping of inputs: build() constructs megatron-core's config from it, apply() is for live objects"
             )
     _refuse_stale(plan)
-    bodies = {name: body for name, target in plan.targets.items() if (body := holder(target, MARK[name])) is not None}
-    sick = {name: _check(body)[1] for name, body in bodies.items()}
+    configs = {
+        name: config for name, target in plan.targets.items() if (config := holder(target, MARK[name])) is not None
+    }
+    failing_before = {name: _check(config)[1] for name, config in configs.items()}
     saved = _write(plan, spell)
     unchecked, twins = [], {}
-    for name, body in bodies.items():
-        twins[name], fault = _check(body)
-        if fault is not None and sick[name] is not None and _text(fault) == _text(sick[name]):
+    for name, config in configs.items():
+        twins[name], fault = _check(config)
+        if fault is not None and failing_before[name] is not None and _text(fault) == _text(failing_before[name]):
             unchecked.append(f"{name}: {_text(fault)}")  # it failed before the plan, so the plan is not the reason
         elif fault is not None:
             _restore(saved)
             raise UpstreamRefused(refusal(name, fault)) from fault
-    filled = {name: _take_over(name, body, twins[name]) for name, body in bodies.items() if twins[name] is not None}
+    filled = {
+        name: _take_over(name, config, twins[name]) for name, config in configs.items() if twins[name] is not None
+    }
     return _receipt(plan, filled, unchecked)
 
 
@@ -104,12 +108,12 @@ def _restore(saved: list[tuple[Any, str, Any]]) -> None:
         setattr(owner, field, value)
 
 
-def _check(body: Any) -> tuple[Any, Exception | None]:
+def _check(config: Any) -> tuple[Any, Exception | None]:
     """(a checked shallow copy, what megatron-core's own validation says about it). Lists are copied: post-init appends to some."""
-    validate = "finalize" if hasattr(body, "finalize") else "__post_init__"
-    if not hasattr(body, validate):
+    validate = "finalize" if hasattr(config, "finalize") else "__post_init__"
+    if not hasattr(config, validate):
         return None, None
-    twin = copy.copy(body)
+    twin = copy.copy(config)
     for name, value in vars(twin).items():
         if isinstance(value, (list, dict)):
             object.__setattr__(twin, name, copy.copy(value))
@@ -122,13 +126,13 @@ def _check(body: Any) -> tuple[Any, Exception | None]:
     return twin, None
 
 
-def _take_over(name: str, body: Any, twin: Any) -> dict[str, tuple[Any, Any]]:
+def _take_over(name: str, config: Any, twin: Any) -> dict[str, tuple[Any, Any]]:
     """Fields that the twin's post-init filled and a live object would lack: field -> (before, now)."""
     found = {}
     for field in FILLED[name]:
-        if hasattr(twin, field) and not same(getattr(body, field, UNSET), getattr(twin, field)):
-            found[field] = (getattr(body, field, UNSET), getattr(twin, field))
-            setattr(body, field, getattr(twin, field))
+        if hasattr(twin, field) and not same(getattr(config, field, UNSET), getattr(twin, field)):
+            found[field] = (getattr(config, field, UNSET), getattr(twin, field))
+            setattr(config, field, getattr(twin, field))
     return found
 
 

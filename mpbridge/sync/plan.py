@@ -71,7 +71,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A precision field that is the user's own business and that the user has set."""
+    """A precision field that no policy decides and that the user has set."""
 
     target: str
     field: str
@@ -170,7 +170,7 @@ def plan(
     origin: 'ddp.grad_reduce_in_fp32' -> who wrote it ('command line', 'run.yaml'), from a caller who knows.
     realization: 'emulated' keeps the quantization from megatron-core's model and wrapper; mpbridge.emulation then reads the policy.
     core: megatron-core's version, which decides what fields a mapping may name; None: the installed one. A live object's class says it itself.
-    Raises UnknownName when a live target lacks a field that the policy decides, BadValue for a policy or realization that is none.
+    Raises UnknownName when a live target lacks a field that the policy decides, BadValue for an invalid policy or realization.
     """
     if realization not in get_args(Realization):
         raise BadValue(f"realization={realization!r}: expected {' or '.join(map(repr, get_args(Realization)))}")

@@ -1,4 +1,4 @@
-"""The hook that measures: every `logger.precision_every` steps, and once more right behind a step that looks wrong."""
+"""The hook that measures: every `logger.precision_every` steps, and once more right after a step that looks wrong."""
 
 from __future__ import annotations
 

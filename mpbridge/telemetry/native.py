@@ -75,7 +75,7 @@ class Tap:
     def _watched(self, real: Any) -> Any:
         def call(A: Any, transa: bool, B: Any, transb: bool, *args: Any, **named: Any) -> Any:
             gemm = _GEMM.get((bool(transa), bool(transb)))
-            # forward stands in a linear, backward behind the hook on its output; a replay of the forward pass is forward again
+            # forward stands in a linear, backward after the hook on its output; a replay of the forward pass is forward again
             path = self.probe.inside if gemm == "fprop" else self.probe.gradients
             if gemm is not None and path is not None:
                 pairs = zip(A, B, strict=False) if isinstance(A, (list, tuple)) else ((A, B),)

@@ -83,7 +83,7 @@ def lightning_callback(policy: Policy | None = None, **how: Any) -> Any:
         base = _need("pytorch_lightning", "lightning").Callback
 
     class LightningWitness(Following, base):  # type: ignore[misc,valid-type]
-        """Observes the steps that are due, each from its first batch to the batch behind which the trainer's global step has moved on."""
+        """Observes the steps that are due, each from its first batch to the batch after which the trainer's global step has moved on."""
 
         _step = 0
 
@@ -113,7 +113,7 @@ def lightning_callback(policy: Policy | None = None, **how: Any) -> Any:
 
 class FabricWitness(Following):
     """A callback for Lightning's Fabric: `fabric.call("on_train_batch_start", model=..., optimizer=...)` before each step of the loop, and
-    `fabric.call("on_train_batch_end")` behind it; `how` as for witness()."""
+    `fabric.call("on_train_batch_end")` after it; `how` as for witness()."""
 
     def __init__(self, policy: Policy | None = None, **how: Any) -> None:
         super().__init__(policy, **how)

@@ -53,7 +53,7 @@ def witness(
 
     model: as the loop calls it: wrapped by DistributedDataParallel, fully_shard, FSDP, DeepSpeed, megatron-core (a list of chunks of an interleaved
     pipeline), or not at all. optimizer: as the loop steps it; a list where there are several. policy: None: the step is described, and judged only by
-    what holds of every sound run; else by all that it promises. at: the steps, from 1, that `step()` observes. on_fault: 'raise': AuditFailed behind the
+    what holds of every sound run; else by all that it promises. at: the steps, from 1, that `step()` observes. on_fault: 'raise': AuditFailed after the
     step, on every rank. show: gets each report as text, on rank 0; None: nothing is printed. scaler: torch's GradScaler, where the loop has one.
     clip: the norm that the loop clips gradients to (0: never), where it is known. group: the process group that averages gradients, where it is not all
     ranks. name: what to call the policy. Raises BadValue for objects that are no model or optimizer.
@@ -187,7 +187,7 @@ class Witness:
 
     @contextmanager
     def microbatch(self, last: Callable[[], bool]) -> Iterator[Witness]:
-        """One micro-batch of a loop whose body is one (accelerate's `accumulate`): a step ends behind that of which `last()` is true."""
+        """One micro-batch of a loop whose body is one (accelerate's `accumulate`): a step ends after that of which `last()` is true."""
         if self._observing is None and self.due(self.taken + 1):
             self.begin()
         try:
@@ -237,7 +237,7 @@ class _Observation:
         self._undo()
 
     def _updated(self, update: Update) -> None:
-        """Right behind an update: what later goes away is looked at now."""
+        """Right after an update: what later goes away is looked at now."""
         self.updates.append(update)
         if update.applied and self.seen is None:
             with self.watch.aside(), torch.no_grad():

@@ -234,7 +234,7 @@ def test_who_says_which_token_fills_up_is_asked_in_order(tmp_path: Path) -> None
     say(place, tokenizer_config={"pad_token": "<pad>"})
     assert found() == (2, "pad_token of tokenizer_config.json")
     say(place, tokenizer_config={"pad_token": "a"})
-    assert found() == (None, "pad_token of tokenizer_config.json says 0, which is no special token")
+    assert found() == (None, "pad_token of tokenizer_config.json says 0, which is not a special token")
     say(place, tokenizer_config={"pad_token": "</s>"})
     assert found() == (None, "pad_token of tokenizer_config.json says 1, which ends a text")
 

@@ -46,7 +46,7 @@ def test_no_engine_is_named_outside_of_its_traits() -> None:
     files = [file for file in every if file.relative_to(ROOT).as_posix() not in ALLOWED]
     assert len(files) > 150
     assert not [place for file in files for place in _names(file)]
-    assert all(_names(ROOT / file) for file in ALLOWED), "an exception that is none any more"
+    assert all(_names(ROOT / file) for file in ALLOWED), "an exception that is no longer needed"
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

@@ -220,7 +220,7 @@ def test_contradicting_twins_end_with_the_gather_spelling_and_are_said() -> None
 def test_what_ddp_says_of_a_field_of_mixed_precision_is_inert() -> None:
     found = bridge("{mixed_precision: bf16_mixed, ddp: {grad_reduce_in_fp32: false}}")
     assert found.meaning.wire is FP32
-    assert any("heard instead" in line for line in found.inert)
+    assert any("takes precedence" in line for line in found.inert)
 
 
 def test_edge_counts_default_to_none_at_all_there() -> None:

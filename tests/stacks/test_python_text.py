@@ -143,7 +143,7 @@ def test_converters_are_read_with_what_they_leave_out(checkout: Path) -> None:
 def test_a_bridge_recipe_takes_its_base_from_another_file_of_the_checkout(checkout: Path) -> None:
     found = bridge(checkout, "named")
     assert told(found) == "bf16_mixed"
-    assert any("heard instead" in line for line in found.inert)
+    assert any("takes precedence" in line for line in found.inert)
 
 
 def test_branches_with_known_conditions_are_taken(checkout: Path) -> None:

@@ -156,7 +156,7 @@ def trap_14_ddp_and_model_say_what_only_mixed_precision_is_heard_of() -> None:
     assert found.meaning.wire is FP32
     assert found.meaning.quantization == "none"
     for setting in ("ddp.grad_reduce_in_fp32", "model.fp8_param", "model.fp8="):
-        assert said(found.inert, setting, "heard instead"), setting
+        assert said(found.inert, setting, "takes precedence"), setting
 
 
 def trap_15_quantization_is_not_on_torchtitans_command_line() -> None:

@@ -26,13 +26,13 @@ class LaunchScript:
     """What was read."""
 
     words: list[str] = field(default_factory=list)
-    """Of the command that starts the program, expanded, from behind the program's name on."""
+    """Of the command that starts the program, expanded, from after the program's name on."""
     notes: list[str] = field(default_factory=list)
     """What was passed over, and what was assumed."""
 
 
 def read_script(text: str, env: Mapping[str, str], path: Path | None = None) -> LaunchScript:
-    """The arguments in a launch script. Raises BadValue for what is no script.
+    """The arguments in a launch script. Raises BadValue for text that is not a script.
 
     env: values of variables that it takes from outside; '1', '2', ... are its own arguments. path: the script's, for files that it sources.
     """
@@ -77,7 +77,7 @@ def _follower(env: Mapping[str, str], path: Path | None) -> Follower:
 
 
 def _chosen(follower: Follower) -> tuple[list[str], list[str]]:
-    """The words behind the program's name in the command with the most options, and what is to be said of them."""
+    """The words after the program's name in the command with the most options, and what is to be said of them."""
     started = [rest for command in follower.commands if (rest := _behind_program(command)) is not None]
     words, said = _of_programs(started) if started else _of_text(follower)
     told = [text for word in words for text in follower.values.told(word)]
@@ -121,7 +121,7 @@ def grouped(said: list[str]) -> list[str]:
 
 
 def _behind_program(command: list[str]) -> list[str] | None:
-    """The words behind `x.py` or `-m module`; None where neither stands there."""
+    """The words after `x.py` or `-m module`; None where neither stands there."""
     plain = [bare(word) for word in command]
     at = next((at for at, word in enumerate(plain) if word.endswith(".py")), None)
     if at is None:

@@ -1,4 +1,4 @@
-"""Commands of bash's own, as far as a script's text tells what they do: each takes the words behind its name."""
+"""Commands of bash's own, as far as a script's text tells what they do: each takes the words after its name."""
 
 from __future__ import annotations
 

@@ -156,9 +156,7 @@ class Follower:
                 if tells((node,)) and first_word(before) not in _QUIET:
                     taken = "to succeed" if truth else "as false"
                     goes = "counts" if truth == (operator == "&&") else "is passed over"
-                    self.notes.append(
-                        f"`{text_of(before)}` is not run: taken {taken}, what stands behind {operator} {goes}"
-                    )
+                    self.notes.append(f"`{text_of(before)}` is not run: taken {taken}, what follows {operator} {goes}")
             if operator:
                 not_there(self, (node,))
             if operator and truth != (operator == "&&"):

@@ -105,7 +105,7 @@ class Lexer:
     def __init__(self, text: str, notes: list[str]) -> None:
         self.text, self.notes, self.at = text, notes, 0
         self.waiting: list[tuple[str, bool, Here]] = []
-        """Here-documents whose text begins behind the next line end: end word, whether tabs go, where the text belongs."""
+        """Here-documents whose text begins after the next line end: end word, whether tabs go, where the text belongs."""
 
     def line(self, at: int) -> int:
         """The line of a place, from 1."""

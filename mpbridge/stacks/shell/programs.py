@@ -35,7 +35,7 @@ def start(follower: Follower, words: list[str], command: Command) -> None:
 
 
 def _commands_among(words: list[str], plain: list[str], shell: bool) -> str | None:
-    """The first word that holds commands: one of a shell's, or what stands behind `--wrap`."""
+    """The first word that holds commands: one of a shell's, or what follows `--wrap`."""
     for at, word in enumerate(words):
         inside = re.search(r"\.py\b|\bpython3?\b|torchrun", plain[at]) and re.search(r"\s", plain[at].strip())
         if inside and (shell or plain[at - 1] == "--wrap" or plain[at].startswith("--wrap=")):

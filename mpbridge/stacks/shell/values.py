@@ -88,7 +88,7 @@ class Values:
             at = (self._escaped if raw[at] == "\\" else self._piece)(made, raw, at, quoted)
 
     def _piece(self, made: WordBuilder, raw: str, at: int, quoted: bool) -> int:
-        """Adds what starts at `at`: quotes, an expansion, or plain signs up to the next that means something. Returns the place behind it."""
+        """Adds what starts at `at`: quotes, an expansion, or plain signs up to the next that means something. Returns the place after it."""
         sign, ansi = raw[at], raw.startswith("$'", at)
         end = at + 1 if quoted and (ansi or sign in "'\"") else end_of(raw, at)
         end = len(raw) if end < 0 else end
