@@ -92,10 +92,9 @@ def _between(promises: Promises, watch: Watch) -> Iterator[KindDtypes]:
     compute = promises.policy.compute.short
     either = (compute, _WIDE)
     for path, dtypes in watch.norms.items():
-        yield "norms", path, (_WIDE,) if promises.kept_fp32(f"{path}.weight") else either, dtypes
-    # a kernel of torch's reads what it is given and adds up in FP32; one that is spelled out has to say so
-    for path, dtypes in () if promises.foreign else watch.variances.items():
-        yield "norms", path, (_WIDE,), dtypes
+        # a kernel of torch's reads what it is given and adds up in FP32; one that is spelled out has to say so
+        wide = promises.kept_fp32(f"{path}.weight") or (path in watch.spelled and not promises.foreign)
+        yield "norms", path, (_WIDE,) if wide else either, dtypes
     # under autocast the stream is what a model's own additions make of it
     stream = (_WIDE,) if promises.policy.residual_fp32 else either if promises.foreign else (compute,)
     for path, dtypes in watch.stream.items():
@@ -145,14 +144,18 @@ def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> No
         seen.wrong["residual stream"] = [f"{path}: {_NARROW} in FP32" for path in sorted(layers | norms)]
     seen.wrong["rotary angles"] = list(_frequencies(engine))
     if not promises.foreign:
-        wide = {path for module, path in watch._paths.items() if _has_bits(getattr(module, "inv_freq", None))}
-        seen.wrong["rotary angles"] += [
-            f"{path} gives {_NARROW}" for path in watch.angles if path in watch.rounded.keys() & wide
-        ]
-    if policy.router is DType.FP32 and not promises.foreign:
-        seen.wrong["router"] += [f"{path} routes by {_NARROW}" for path in watch.routing if path in watch.rounded]
+        _values_of_ours(promises, watch, seen)
     if LOGITS in watch.rounded and DType.FP32 in (policy.logits, policy.compute):
         seen.wrong["logits"] = [f"the output layer gives {_NARROW}"]
+
+
+def _values_of_ours(promises: Promises, watch: Watch, seen: Computed) -> None:
+    """Rotary angles and what routers route by: other models hand both on in the dtype of activations."""
+    wide = {path for module, path in watch._paths.items() if _has_bits(getattr(module, "inv_freq", None))}
+    angles = (path for path in watch.angles if path in watch.rounded.keys() & wide)
+    seen.wrong["rotary angles"] += [f"{path} gives {_NARROW}" for path in angles]
+    if promises.policy.router is DType.FP32:
+        seen.wrong["router"] += [f"{path} routes by {_NARROW}" for path in watch.routing if path in watch.rounded]
 
 
 def _unproved(promises: Promises, watch: Watch) -> dict[str, list[str]]:

@@ -88,8 +88,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Router -> dtype that its softmax, sigmoid and choice of experts read."""
         self.norms: dict[str, Counter[str]] = defaultdict(Counter)
         """Norm -> dtype that it computed on."""
-        self.variances: dict[str, Counter[str]] = defaultdict(Counter)
-        """Norm that is no kernel of torch's -> dtype of the variance that it takes the root of."""
+        self.spelled: set[str] = set()
+        """Norms that are no kernel of torch's: what they read is the variance."""
         self.ran: dict[str, Any] = {}
         """Linear, core attention, router or norm -> the module, which gave something."""
         self.loss: Counter[str] = Counter()
@@ -250,24 +250,31 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in _GEMMS:
             self._gemm(name, args, out)
         elif name in _SOFTMAX or name.startswith(_FUSED_ATTENTION):
-            module, path = self._here()
-            if module is not None and path:
-                self.softmax[path][storage(args[0])] += 1
-                if name == "_safe_softmax":
-                    self.widened.add(path)
-                if name.startswith(_FUSED_ATTENTION):
-                    self.fused.add(path)
-                    self.attention[path][storage(args[0])] += 1
+            self._softmax(name, args[0])
         elif name in _NORMS:
-            module, path = self._here()
-            if module is not None and is_norm(module):
-                self.norms[path][storage(args[0])] += 1
-                if name == "rsqrt":
-                    self.variances[path][storage(args[0])] += 1
+            self._norm(name, args[0])
         if name in _LOSS and self._of_the_loss(name) and args[0].is_floating_point():
             self.loss[storage(args[0])] += 1
         if name == "ones_like" and not self._stack and _begins_backward(args[0]):
             self.roots.append(float(args[0].detach()))
+
+    def _softmax(self, name: str, read: torch.Tensor) -> None:
+        module, path = self._here()
+        if module is None or not path:
+            return
+        self.softmax[path][storage(read)] += 1
+        if name == "_safe_softmax":
+            self.widened.add(path)
+        if name.startswith(_FUSED_ATTENTION):
+            self.fused.add(path)
+            self.attention[path][storage(read)] += 1
+
+    def _norm(self, name: str, read: torch.Tensor) -> None:
+        module, path = self._here()
+        if module is not None and is_norm(module):
+            self.norms[path][storage(read)] += 1
+            if name == "rsqrt":
+                self.spelled.add(path)
 
     def _routed(self, read: torch.Tensor) -> None:
         path = self._stack[-1][1]

@@ -21,6 +21,8 @@ from mpbridge.errors import BadValue, DataError
 from mpbridge.files import ProgressCallback
 from mpbridge.locks import lock
 
+_UNUSABLE = (OSError, EOFError, ValueError)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
@@ -58,11 +60,13 @@ class Corpus:
         with _some_group(len(prefixes) > 1), _alone(Path(config.path_to_cache)):
             try:
                 return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[place]
-            except (OSError, EOFError, ValueError) as error:
-                # a run that was killed while it wrote leaves half a file, which the library takes for a complete one
-                raise DataError(
-                    f"the sample index under {config.path_to_cache} cannot be used ({error}); delete that folder"
-                ) from error
+            except Exception as error:
+                # the library wraps what keeps it from writing; a run that was killed while it wrote leaves half a file, which it takes for a complete one
+                cause = error if isinstance(error, _UNUSABLE) else error.__cause__
+                if not isinstance(cause, _UNUSABLE):
+                    raise
+                text = f"the sample index under {config.path_to_cache} cannot be used ({cause}); make room there, delete that folder, "
+                raise DataError(text + "or name another with data.cache_dir=...") from error
 
     def _pairs(self, split: str) -> tuple[tuple[str, ...], tuple[float, ...] | None]:
         if split != "train" and self.held_out:

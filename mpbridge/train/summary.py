@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpbridge.report.console import warn
 from mpbridge.train.preflight import settings_of
 
 
@@ -81,11 +82,17 @@ class Summary:
 
 
 def write_summary(summary: Summary, folder: Path | None) -> None:
-    """Writes `folder`/summary.json; nothing where folder is None."""
+    """Writes `folder`/summary.json; nothing where folder is None. A file that cannot be written is said on stderr: the run is over, and printed."""
     if folder is not None:
-        (folder / "summary.json").write_text(
-            json.dumps(summary.as_data(), indent=2, default=str) + "\n", encoding="utf-8"
-        )
+        _write(folder / "summary.json", summary.as_data())
+
+
+def _write(path: Path, data: Any) -> None:
+    text = json.dumps(data, indent=2, default=str) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        warn(f"{path} cannot be written ({error.strerror or error}): it is not whole")
 
 
 def write_timing(run: Any, meter: Any, folder: Path | None) -> None:
@@ -101,4 +108,4 @@ def write_timing(run: Any, meter: Any, folder: Path | None) -> None:
         "world_size": meter.processes,
         "config": settings_of(run),
     }
-    (folder / "timing.json").write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
+    _write(folder / "timing.json", data)

@@ -164,3 +164,14 @@ def test_half_an_index_is_named_and_not_used(tmp_path: Path) -> None:
     index.write_bytes(index.read_bytes()[:40])
     with pytest.raises(DataError, match="delete that folder"):
         next(batches(run, "train"))
+
+
+def test_a_disk_without_room_for_the_index_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(numpy, "save", full)
+    with pytest.raises(DataError, match=r"cannot be used \(.*No space left on device\); make room there"):
+        next(batches(_run(tmp_path), "train"))

@@ -205,3 +205,16 @@ def test_the_same_run_twice_gives_the_same_losses(tmp_path: Path) -> None:
     for hook in (first, second):
         pretrain(tiny_run(tmp_path), hooks=[hook], quiet=True)
     assert [result.loss for result in first.results] == [result.loss for result in second.results]
+
+
+def test_a_summary_that_cannot_be_written_is_named_and_ends_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mpbridge.train.summary import Summary, write_summary
+
+    (tmp_path / "summary.json").mkdir()
+    write_summary(
+        Summary(recipe="fp32", iterations=1, skipped=0, nonfinite=0, consumed_samples=1, first_loss=1.0, last_loss=1.0),
+        tmp_path,
+    )
+    assert f"{tmp_path / 'summary.json'} cannot be written (Is a directory): it is not whole" in capsys.readouterr().err
