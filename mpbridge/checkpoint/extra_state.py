@@ -7,8 +7,10 @@ recipe is an object of one of the classes below, made here.
 from __future__ import annotations
 
 import io
+import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from mpbridge.checkpoint.archive import Tensor, plain_call
@@ -75,6 +77,24 @@ def as_module(data: Any, live: Any) -> Any:
         raise CheckpointError(f"an extra state whose recipe has {known}")
     state = dict(data) | {"recipe": getattr(recipes, name)(**known)}
     return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+
+PICKLES_ALLOWED = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+"""Without it Transformer Engine 2.18 and later refuses every delayed-scaling state (pytorch/_extra_state.py)."""
+
+
+@contextmanager
+def pickled_here() -> Iterator[None]:
+    """Inside, Transformer Engine takes the pickles of `as_module`: what it warns of are pickles from a file, and none reaches it from here."""
+    before = os.environ.get(PICKLES_ALLOWED)
+    os.environ[PICKLES_ALLOWED] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[PICKLES_ALLOWED]
+        else:
+            os.environ[PICKLES_ALLOWED] = before
 
 
 def converted(value: Any) -> Any:

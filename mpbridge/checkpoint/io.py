@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.audit.wire import unobserved
-from mpbridge.checkpoint import foreign, state, store
+from mpbridge.checkpoint import extra_state, foreign, state, store
 from mpbridge.checkpoint.assemble import indexed, raise_first
 from mpbridge.checkpoint.born import taken_alone, why_alone
 from mpbridge.checkpoint.convert import converted, needs_converting
@@ -281,7 +281,8 @@ def _take_up(training: Training, contents: Contents, *, weights_only: bool) -> N
             state.check_numbers(saved, str(contents.folder / STATE))
             loaded["optimizer"] = state.optimizer_state(contents.load(fresh), fresh, saved)
             state.split_remainders(loaded, pairs)
-    engine.load_state(loaded, optimizer=not weights_only)
+    with extra_state.pickled_here():
+        engine.load_state(loaded, optimizer=not weights_only)
 
 
 def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Contents, *, same_layout: bool) -> None:

@@ -46,23 +46,26 @@ def inside(te: str, machine: str, *files: str, options: tuple[str, ...] = (), ti
 
 RUNS = ("training.py", "audited.py", "witnessed.py", "matrix.py", "agreement.py", "measured.py")
 """Runs of the engine, faults planted into them, what has to train, the agreement with the emulation, and statistics."""
+BRIEF = ("training.py", "matrix.py::test_grouped_experts_train", "resumed.py")
+"""Runs of the engine, of grouped experts, and runs that stop and go on."""
 
 
-@pytest.mark.parametrize(("te", "more"), [(OLDEST, RUNS), (NEWEST, RUNS[:1])], ids=[OLDEST, NEWEST])
+@pytest.mark.parametrize(("te", "more"), [(OLDEST, RUNS), (NEWEST, BRIEF)], ids=[OLDEST, NEWEST])
 def test_kernels_layers_and_runs_on_a_hopper(te: str, more: tuple[str, ...]) -> None:
     inside(release_or_skip(te), "h100", "kernels.py", "hopper.py", *more)
 
 
-@pytest.mark.parametrize(("te", "more"), [(OLDEST, RUNS), (NEWEST, RUNS[:1])], ids=[OLDEST, NEWEST])
+@pytest.mark.parametrize(("te", "more"), [(OLDEST, RUNS), (NEWEST, BRIEF)], ids=[OLDEST, NEWEST])
 def test_kernels_layers_and_runs_on_a_blackwell(te: str, more: tuple[str, ...]) -> None:
     inside(release_or_skip(te), "b200", "kernels.py", "blackwell.py", *more)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("te", [OLDEST, NEWEST])
 @pytest.mark.parametrize("machine", ["h100", "b200"])
 def test_everything_and_every_recipe_of_the_registry(machine: str, te: str) -> None:
-    inside(release_or_skip(te), machine, *RUNS, options=("-m", "slow or not slow"), timeout=900)
+    inside(release_or_skip(te), machine, *RUNS, BRIEF[-1], options=("-m", "slow or not slow"), timeout=2300)
 
 
 def test_what_is_redirected_is_given_back() -> None:
@@ -75,7 +78,11 @@ def test_what_is_redirected_is_given_back() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)
 @pytest.mark.parametrize("package", between(), ids=lambda package: package.version)
 @pytest.mark.parametrize("machine", ["h100", "b200"])
 def test_every_release_between(package, machine: str) -> None:
-    inside(package.version, machine, "kernels.py", {"h100": "hopper.py", "b200": "blackwell.py"}[machine])
+    """Its kernels, and every scaling of the machine in audited runs, dense (training.py) and with grouped experts (matrix.py)."""
+    options = ("-k", "not test_it_trains and not registry", "-m", "not slow")
+    own = {"h100": "hopper.py", "b200": "blackwell.py"}[machine]
+    inside(package.version, machine, "kernels.py", own, "training.py", "matrix.py", options=options, timeout=900)

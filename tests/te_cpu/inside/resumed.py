@@ -1,0 +1,56 @@
+"""Runs over Transformer Engine's modules that stop and go on: in the same realization to the bit, in the other one within a rounding here and there."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mpbridge import pretrain
+from mpbridge.checkpoint import store
+from mpbridge.report.metrics import read
+
+from .matrix import BLOCKWISE, DELAYED, MXFP8, NVFP4, TENSORWISE, WHOLE
+from .training import BLACKWELL, OVERLAP, tiny
+
+FAST = ("emulate=fast", "target=null", "te=null")
+RECIPES = {MXFP8: OVERLAP, NVFP4: ()} if BLACKWELL else {DELAYED: OVERLAP, TENSORWISE: OVERLAP, BLOCKWISE: ()}
+DEFAULT = MXFP8 if BLACKWELL else DELAYED
+"""The one of the default suite: delayed scaling keeps amax histories beside the weights, and megatron-core fills MXFP8's weights anew."""
+EACH = [pytest.param(recipe, marks=() if recipe == DEFAULT else pytest.mark.slow) for recipe in RECIPES]
+
+
+def losses(folder, recipe: str, *more: str) -> list[float]:
+    """Of the steps that this part of a run takes; it goes on from what `folder` holds."""
+    log = folder.parent / f"log{len(list(folder.parent.iterdir()))}"
+    kept = [f"checkpoint.save={folder}", f"checkpoint.load={folder}", f"logger.log_dir={log}"]
+    settings = ["train.train_iters=6", "train.exit_interval=2", WHOLE, *RECIPES[recipe], *kept]
+    pretrain(tiny(recipe, *settings, *more), quiet=True)
+    return [row["loss"] for row in read(log / "metrics.jsonl") if "loss" in row]
+
+
+def histories(place) -> list[str]:
+    """Modules that have an extra state; the others' takes the bytes of a null."""
+    rows = json.loads((place / "index.json").read_text())["objects"]
+    return [key for key, (_, _, size) in rows.items() if "_extra_state" in key and size > len("null")]
+
+
+@pytest.mark.parametrize("recipe", EACH)
+def test_a_run_that_stops_goes_on_to_the_bit(recipe, tmp_path) -> None:
+    whole = losses(tmp_path / "whole", recipe, "train.exit_interval=null")
+    parts = [losses(tmp_path / "parts", recipe) for _ in range(3)]
+    assert [len(part) for part in parts] == [2, 2, 2]
+    assert [loss for part in parts for loss in part] == whole
+    kept = histories(store.saved(tmp_path / "parts")[0].path)
+    assert bool(kept) == (recipe == DELAYED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_goes_on_in_the_other_realization_and_back(recipe, tmp_path) -> None:
+    """Weights at rest in FP8 are rounded from the main weights, emulated ones from BF16 weights; each realization draws its own random numbers."""
+    whole = losses(tmp_path / "whole", recipe, "train.exit_interval=null")
+    for name, ways in {"there": ((), FAST, ()), "here": (FAST, (), FAST)}.items():
+        mixed = [loss for way in ways for loss in losses(tmp_path / name, recipe, *way)]
+        assert mixed == pytest.approx(whole, rel=5e-3)
+        assert mixed != whole
