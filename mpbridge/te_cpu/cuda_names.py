@@ -21,6 +21,7 @@ from mpbridge.emulation.operands import Operand
 from mpbridge.hardware.transformer_engine import CUDA_VERSION
 from mpbridge.megatron.cpu import Patch
 from mpbridge.te_cpu.played import Played
+from mpbridge.te_cpu.refusals import refused_in_torch
 
 
 class BothAutocast(torch.autocast):
@@ -157,6 +158,10 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield cuda, "get_device_name", lambda *args, **kwargs: played.machine.name
     yield cuda, "is_current_stream_capturing", lambda: False
     yield cuda, "is_bf16_supported", lambda *args, **kwargs: played.capability >= (8, 0)
+    graph: Any = cuda.CUDAGraph  # a class still: libraries ask what it has
+    yield cuda, "CUDAGraph", type("CUDAGraph", (graph,), {"__new__": refused_in_torch("CUDAGraph")})
+    for name in ("graph", "make_graphed_callables", "graph_pool_handle"):
+        yield cuda, name, refused_in_torch(name)
     for name, answer in _counters(played).items():
         if hasattr(cuda, name):
             yield cuda, name, answer

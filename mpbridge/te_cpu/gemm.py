@@ -61,7 +61,9 @@ def generic_gemm(
     left = gemm_operand(B, "B", column=transB)
     right = gemm_operand(A, "A", column=not transA)
     _check_dimensions(A, transA, shape_a, B, transB, shape_b)
+    _check_types(A, B)
     _check_blocks(A, B, use_split_accumulator)
+    _check_epilogue(A, dtype, biased=bias is not None, gelu=gelu, grad=grad)
     x = _turned(left) if transB else left
     w = _turned(right) if transA else right
     bias_gradient = _bias_gradient(left, shape_b, dtype) if grad and bias is not None else None
@@ -127,9 +129,30 @@ def _check_blocks(A: Any, B: Any, split_accumulator: bool) -> None:
     if storage_kind(A) != "block" or storage_kind(B) != "block" or now().blocks_become_mxfp8:
         return
     if A._is_2D_scaled and B._is_2D_scaled:
-        raise RuntimeError("Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling supported, but got 2D by 2D")
+        raise RuntimeError(
+            "Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling "
+            + ("GEMM is supported" if now().release >= (2, 19) else "supported, but got 2D by 2D")
+        )
     if not split_accumulator:
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED: block scaling is there with the split accumulator only")
+
+
+def _check_types(A: Any, B: Any) -> None:
+    """cuBLAS has no product of two E5M2 operands (its table of types for cublasLtMatmul with FP8)."""
+    if all(storage_kind(one) is not None and "E5M2" in str(getattr(one, "_fp8_dtype", "")) for one in (A, B)):
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED: both operands are E5M2")
+
+
+def _check_epilogue(A: Any, dtype: torch.dtype, *, biased: bool, gelu: bool, grad: bool) -> None:
+    """Blockwise FP8 on a Hopper adds a bias or takes a GELU's gradient in 16 bits, and nothing else (cublaslt_gemm.cu)."""
+    if storage_kind(A) != "block" or now().blocks_become_mxfp8:
+        return
+    if (biased and grad) or (gelu and not grad):
+        raise RuntimeError(
+            "Epilogue requested outside of the available and tested cuBLAS functionality for float8 block scaled GEMM"
+        )
+    if gelu and dtype is torch.float32:
+        raise RuntimeError("CUBLAS_STATUS_INVALID_VALUE: an unsupported value or parameter was passed to the function")
 
 
 def _result(x: Operand, w: Operand, out: torch.dtype, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:

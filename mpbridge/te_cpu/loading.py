@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import types
@@ -137,6 +138,26 @@ def _put_on_cpu() -> None:
                     and "to" not in vars(value)
                 ):
                     value.to = _stay  # type: ignore[attr-defined]
+        if name.startswith(f"{_PACKAGE}.pytorch.module."):
+            for value in list(vars(module).values()):
+                if isinstance(value, type) and value.__module__ == name and "__init__" in vars(value):
+                    value.__init__ = _no_index(value.__init__)  # type: ignore[misc]
+
+
+def _no_index(init: Any) -> Any:
+    """A module's `__init__` in which `device` is never an index: megatron-core passes one, and torch makes no device of it without an accelerator."""
+    signature = inspect.signature(init)
+    if "device" not in signature.parameters:
+        return init
+
+    @functools.wraps(init)
+    def call(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        if type(bound.arguments.get("device")) is int:
+            bound.arguments["device"] = redirect.CPU
+        init(*bound.args, **bound.kwargs)
+
+    return call
 
 
 def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:

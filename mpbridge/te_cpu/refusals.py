@@ -116,6 +116,18 @@ def refusal(name: str) -> Callable[..., Any]:
     return refuse
 
 
+_GRAPHS = "CUDA graphs record the work of a GPU: leave them off (cuda_graph_impl=none)"
+
+
+def refused_in_torch(name: str) -> Callable[..., Any]:
+    """A function of torch.cuda's graphs that raises Refused with its name, the reason and the place of the call."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise Refused(f"torch.cuda.{name} runs on a GPU only: {_GRAPHS} (called from {caller()})")
+
+    return refuse
+
+
 def refused_class(name: str) -> type:
     """A class by that name, for isinstance(); making one raises Refused."""
     return type(name, (), {"__init__": lambda self, *args, **kwargs: refusal(name)()})

@@ -88,10 +88,25 @@ def test_a_missing_function_names_itself_and_its_caller() -> None:
         tex.fused_attn_fwd()
 
 
+@pytest.mark.parametrize(
+    "made", [lambda **kwargs: te.Linear(16, 16, **kwargs), lambda **kwargs: te.GroupedLinear(2, 16, 16, **kwargs)]
+)
+def test_a_device_given_by_its_index_is_the_played_one(made) -> None:
+    layer = made(device=torch.cuda.current_device())
+    assert {str(weight.device) for weight in layer.parameters()} == {"cpu"}
+
+
 def test_userbuffers_are_refused_when_they_are_made() -> None:
     assert isinstance(tex.CommOverlap, type)
     with pytest.raises(Refused, match="tp_comm_overlap"):
         tex.CommOverlap([1], torch.uint8)
+
+
+def test_cuda_graphs_are_refused_where_they_are_made() -> None:
+    assert isinstance(torch.cuda.CUDAGraph, type)
+    for name in ("CUDAGraph", "graph", "make_graphed_callables", "graph_pool_handle"):
+        with pytest.raises(Refused, match=rf"torch\.cuda\.{name} runs on a GPU only: .*kernels\.py, line \d+"):
+            getattr(torch.cuda, name)()
 
 
 def test_the_machine_answers() -> None:
