@@ -1,9 +1,10 @@
 """Transformer Engine's own tests over mpbridge's kernels, from a clone: `python scripts/te_tests.py CLONE --te 2.11 --store FOLDER [FILE ...]`.
 
-The clone is read, never written; its tests at the release's tag belong to --te. Every result is kept in the store, so that the next call goes on
-where this one's time ended: the tests of a file run in an order that takes its test functions in turn, with shuffled parameters, and what ran is a
-fair sample of the file. `--table` prints the results of the store by file; `--docs PAGE` writes them into a page. A test that has not run counts
-as failed in the share of all.
+The clone is read, never written; its tests at the release's tag belong to --te. A file's tests run in an order that is the same everywhere: its test
+functions in turn, each with its parameters shuffled (seed 0). A call draws the first --least tests of that order, and further ones until the file has
+had its --minutes; so what is drawn of a file is a sample that nobody chose, and every test function is in it. Every result is kept in the store, and the
+next call goes on where this one ended. A test that has had --each seconds of CPU time is out of time, which counts as failed. `--table` prints the
+results of the store by file; `--docs PAGE` writes them into a page.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ AS_IN_QA = {
     "NVTE_FUSED_ATTN": "0",
 }
 """What Transformer Engine's own qa/L0_pytorch_unittest/test.sh sets for test_numerics.py."""
+WALL = 10
+"""How many times its CPU seconds a test may take on the clock, on a machine that others use too."""
 EXCLUDED = (
     (r"cuda\.(max_)?memory_allocated|memory_allocated\(", "it measures CUDA memory, of which none is allocated"),
     (
@@ -78,9 +81,12 @@ EXCLUDED = (
 )
 """A failure's text -> the excluded feature that it needs, beside the kernels that are refused by name."""
 REPORTER = """
-import collections, json, os, random, time
+import collections, json, os, random, signal, time
 from pathlib import Path
+import pytest
 OUT, SECONDS, TESTS = json.loads(os.environ["TE_TESTS_OUT"]), float(os.environ["TE_TESTS_SECONDS"]), Path(os.environ["TE_TESTS"])
+LEAST, EACH = int(os.environ["TE_TESTS_LEAST"]), float(os.environ["TE_TESTS_EACH"])
+LEFT = {}
 DONE = {file: set(names) for file, names in json.load(open(os.environ["TE_TESTS_DONE"])).items()}
 USED, FILE_OF = collections.Counter(), {}
 def _name(nodeid):
@@ -88,6 +94,9 @@ def _name(nodeid):
 def _write(file, **row):
     with open(OUT[file], "a") as out:
         out.write(json.dumps(row) + "\\n")
+def _out_of_time(*_):
+    pytest.fail(f"Timeout (>{EACH} s of CPU time)")
+signal.signal(signal.SIGPROF, _out_of_time)
 def pytest_collection_modifyitems(session, config, items):
     by_file = collections.OrderedDict((file, []) for file in OUT)
     for item in items:
@@ -95,22 +104,26 @@ def pytest_collection_modifyitems(session, config, items):
         by_file[FILE_OF[item.nodeid]].append(item)
     items.clear()
     for file, found in by_file.items():
-        if found and not config.option.keyword:
-            _write(file, collected=[_name(item.nodeid) for item in found])
-        by_function = collections.OrderedDict()
+        by_function, ordered = collections.OrderedDict(), []
         for item in found:
             by_function.setdefault(_name(item.nodeid).split("[")[0], []).append(item)
         for group in by_function.values():
             random.Random(0).shuffle(group)
         while any(by_function.values()):
-            items += [group.pop() for group in by_function.values() if group]
-    items[:] = [item for item in items if _name(item.nodeid) not in DONE[FILE_OF[item.nodeid]]]
+            ordered += [group.pop() for group in by_function.values() if group]
+        if found and not config.option.keyword:
+            _write(file, collected=[_name(item.nodeid) for item in ordered])
+        LEFT[file] = len([item for item in ordered[:LEAST] if _name(item.nodeid) not in DONE[file]])
+        items += [item for item in ordered if _name(item.nodeid) not in DONE[file]]
 def pytest_runtest_setup(item):
     item.began = time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, EACH)
 def pytest_runtest_teardown(item, nextitem):
+    signal.setitimer(signal.ITIMER_PROF, 0)
     file = FILE_OF[item.nodeid]
     USED[file] += time.process_time() - item.began
-    if USED[file] > SECONDS:  # the file's time is over: the next test is announced already, those behind it go
+    LEFT[file] -= 1
+    if USED[file] > SECONDS and LEFT[file] <= 1:  # the next test is announced already, those behind it go
         items = item.session.items
         at = items.index(item) + 2
         items[at:] = [later for later in items[at:] if FILE_OF[later.nodeid] != file]
@@ -136,10 +149,28 @@ class Found:
     """Test -> outcome, text of a failure, seconds."""
 
     def count(self) -> collections.Counter[str]:
-        """Tests by outcome, with 'not run' for what is left."""
-        count = collections.Counter(outcome for outcome, _, _ in self.results.values())
-        count["not run"] = count.pop("slow", 0) + len(set(self.collected) - set(self.results))
-        return count
+        """Drawn tests by outcome; 'slow' ran out of their time."""
+        return collections.Counter(outcome for outcome, _, _ in self.results.values())
+
+    def estimate(self) -> float | None:
+        """Share of the file's tests that pass, of those that count: each test function weighs as many tests as it has."""
+        sizes = collections.Counter(function_of(node) for node in self.collected)
+        drawn: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        for node, (outcome, _, _) in self.results.items():
+            drawn[function_of(node)][outcome] += 1
+        weights = {name: sizes[name] / count.total() for name, count in drawn.items()}
+        passed = sum(weights[name] * count["passed"] for name, count in drawn.items())
+        countable = sum(weights[name] * sum(count[key] for key in COUNTED) for name, count in drawn.items())
+        return passed / countable if countable else None
+
+
+COUNTED = ("passed", "failed", "slow")
+"""Outcomes that count; what the test itself skips and what needs an excluded feature do not."""
+
+
+def function_of(node: str) -> str:
+    """The test function of a test, without its parameters."""
+    return node.split("[")[0]
 
 
 def place(store: Path, te: str, target: str, name: str) -> Path:
@@ -199,6 +230,8 @@ def run_files(clone: Path, names: list[str], te: str, target: str, options: argp
             "TE_TESTS_OUT": json.dumps({name: str(place(options.store, te, target, name).resolve()) for name in names}),
             "TE_TESTS_DONE": str(Path(folder, "done.json")),
             "TE_TESTS_SECONDS": str(options.minutes * 60),
+            "TE_TESTS_LEAST": str(options.least),
+            "TE_TESTS_EACH": str(options.each),
             "TE_PATH": str(clone),
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -210,7 +243,7 @@ def run_files(clone: Path, names: list[str], te: str, target: str, options: argp
             environment["NVTE_TEST_CHECKPOINT_ARTIFACT_PATH"] = write_checkpoints(script, folder, environment)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "mpbridge.te_cpu.pytest_plugin"]
         command += ["-p", "te_tests_reporter", "-p", "no:cacheprovider", "-n0"]
-        command += ["--rootdir", str(tests), "-c", os.devnull, "--timeout", str(options.each), "-W", "ignore"]
+        command += ["--rootdir", str(tests), "-c", os.devnull, "--timeout", str(WALL * options.each), "-W", "ignore"]
         command += [*(["-k", options.expression] if options.expression else []), *(str(tests / name) for name in names)]
         ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         return (ran.stdout + ran.stderr)[-1500:]
@@ -231,42 +264,58 @@ def write_checkpoints(script: Path, folder: str, environment: dict[str, str]) ->
     return str(made)
 
 
-def share(passed: int, of: int) -> str:
+def share(passed: float, of: float) -> str:
     """'97.3 %', or a dash."""
     return f"{100 * passed / of:.1f} %" if of else "-"
 
 
 def table(everything: list[Found]) -> list[str]:
-    """The results by release, file and machine, in Markdown, with a line for each release."""
+    """The results by release, file and machine, in Markdown, with a line for each release and why tests do not count."""
     lines = []
     for te in sorted({found.te for found in everything}):
         found_of = [found for found in everything if found.te == te]
-        lines += [
-            f"Release {te}:",
-            "",
-            "| file | machine | passed | failed | not run | needs a GPU | skips itself | passed of what ran | passed of all |",
-        ]
-        lines += ["|---|---|--:|--:|--:|--:|--:|--:|--:|"]
-        total: collections.Counter[str] = collections.Counter()
+        lines += [f"Release {te}:", "", HEAD, "|---|---|" + "--:|" * 9]
+        total, collected = collections.Counter[str](), 0
         for found in found_of:
-            count = found.count()
-            total.update(count)
-            lines.append(row(found.file.removesuffix(".py"), {"h100": "H100", "b200": "B200"}[found.target], count))
-        lines += [row("all", "", total), ""]
-        reasons = collections.Counter(
-            reason_of(text) for found in found_of for outcome, text, _ in found.results.values() if outcome == "refused"
-        )
-        lines += [f"- needs a GPU, {count} times: {reason}" for reason, count in reasons.most_common()]
-        lines += [""]
+            total += found.count()
+            collected += len(found.collected)
+            machine = {"h100": "H100", "b200": "B200"}[found.target]
+            lines.append(
+                row(found.file.removesuffix(".py"), machine, found.count(), len(found.collected), found.estimate())
+            )
+        lines += [row("all", "", total, collected, None), "", *reasons(found_of), ""]
     return lines
 
 
-def row(name: str, machine: str, count: collections.Counter[str]) -> str:
-    """One line of the table: shares leave out what needs an excluded feature and what the test itself skips."""
-    ran = count["passed"] + count["failed"]
-    cells = [count[key] for key in ("passed", "failed", "not run", "refused", "skipped")]
-    shares = share(count["passed"], ran), share(count["passed"], ran + count["not run"])
-    return "| " + " | ".join([name, machine, *map(str, cells), *shares]) + " |"
+HEAD = "| file | machine | tests | drawn | passed | failed | out of time | needs a GPU | skips itself | passed of what counts | the file, by function |"
+
+
+def reasons(found_of: list[Found]) -> list[str]:
+    """Why drawn tests do not count: the excluded feature that they need, and what they say when they skip."""
+    refused, skipped = collections.Counter[str](), collections.Counter[str]()
+    for found in found_of:
+        for outcome, text, _ in found.results.values():
+            if outcome == "refused":
+                refused[str(reason_of(text))] += 1
+            elif outcome == "skipped":
+                said = re.search(r"Skipped: (.*?)['\"]?\)?$", text.strip(), re.S)
+                skipped[said[1] if said else text[-100:]] += 1
+    lines = [f"- needs a GPU, {count} times: {reason}" for reason, count in refused.most_common()]
+    most = "; ".join(f"{' '.join(said.split())} ({count})" for said, count in skipped.most_common(SAID))
+    rest = sum(count for _, count in skipped.most_common()[SAID:])
+    return lines + ([f"- skips itself, most often: {most}; other reasons ({rest})"] if most else [])
+
+
+SAID = 8
+"""How many of the tests' own reasons are told."""
+
+
+def row(name: str, machine: str, count: collections.Counter[str], collected: int, estimate: float | None) -> str:
+    """One line of the table: the share leaves out what needs an excluded feature and what the test itself skips."""
+    cells = [collected, count.total(), *(count[key] for key in (*COUNTED, "refused", "skipped"))]
+    ran = share(count["passed"], sum(count[key] for key in COUNTED))
+    whole = "-" if estimate is None else share(estimate, 1)
+    return "| " + " | ".join([name, machine, *map(str, cells), ran, whole]) + " |"
 
 
 def stored(store: Path) -> list[Found]:
@@ -301,9 +350,10 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target", nargs="+", help="machines (default: those that the file's subject asks for)")
     parser.add_argument("--store", type=Path, default=Path("te_tests"), help="folder of the results")
     parser.add_argument(
-        "--minutes", type=float, default=15.0, help="of CPU time for one file on one machine, in this call"
+        "--minutes", type=float, default=1.0, help="of CPU time for one file on one machine, in this call"
     )
-    parser.add_argument("--each", type=int, default=120, help="seconds for one test")
+    parser.add_argument("--least", type=int, default=20, help="tests of a file that run whatever they cost")
+    parser.add_argument("--each", type=int, default=60, help="seconds of CPU time for one test")
     parser.add_argument(
         "--again", nargs="*", default=[], choices=["failed", "slow", "refused", "passed", "skipped"],
         help="outcomes that run again",
@@ -322,7 +372,7 @@ def report(names: list[str], target: str, said: str, options: argparse.Namespace
     """Prints a line for each file, and some failures."""
     for name in names:
         found = read(options.store, options.te, target, name)
-        print(f"{options.te} {row(name, target, found.count())}", flush=True)
+        print(f"{options.te} {row(name, target, found.count(), len(found.collected), found.estimate())}", flush=True)
         failed = [(node, text) for node, (outcome, text, _) in found.results.items() if outcome == "failed"]
         for node, text in failed[: options.show]:
             print(f"--- {node}\n{text}", file=sys.stderr)

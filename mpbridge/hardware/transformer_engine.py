@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from mpbridge._incomplete import has_libraries
-from mpbridge.errors import Refused, UnknownName
+from mpbridge.errors import Refused
 from mpbridge.facts import Versions
 from mpbridge.hardware.versions import release as numbers
 
@@ -89,15 +89,23 @@ def choose(wanted: str | None, where: Iterable[os.PathLike[str] | str] = ()) -> 
         asked = numbers(wanted)
         fitting = [package for package in there if package.release[: len(asked)] == asked]
         if not fitting:
-            raise UnknownName("installed Transformer Engine", wanted, [package.version for package in there])
+            _refuse_unknown(wanted, asked)
+            raise Refused(
+                f"Transformer Engine {wanted} is not installed (found {', '.join(package.version for package in there)}): "
+                f"pip install --target FOLDER --no-deps 'transformer-engine=={wanted}{'' if len(asked) > 2 else '.*'}', and add FOLDER to {VARIABLE}"
+            )
         chosen = fitting[0]
-    if chosen.release[:2] not in RELEASES:
+    _refuse_unknown(chosen.version, chosen.release)
+    return chosen
+
+
+def _refuse_unknown(version: str, release: tuple[int, ...]) -> None:
+    if release[:2] not in RELEASES:
         low, high = min(RELEASES), max(RELEASES)
         raise Refused(
-            f"Transformer Engine {chosen.version} is not in the table of releases (expected {low[0]}.{low[1]} to {high[0]}.{high[1]}): "
-            "install one of those beside it, in a folder that MPBRIDGE_TE_PATH names"
+            f"Transformer Engine {version} is not in the table of releases (expected {low[0]}.{low[1]} to {high[0]}.{high[1]}): "
+            f"install one of those beside it, in a folder that {VARIABLE} names"
         )
-    return chosen
 
 
 def played_versions(here: Versions, package: Package) -> Versions:

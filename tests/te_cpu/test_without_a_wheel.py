@@ -52,7 +52,9 @@ def test_an_unknown_machine_and_a_cpu_cannot_be_played(tmp_path) -> None:
 def test_a_release_outside_of_the_table_is_refused(tmp_path) -> None:
     with pytest.raises(Refused, match=r"9\.9\.0 is not in the table of releases \(expected 2\.11 to 2\.20\)"):
         packages.choose("9.9", [wheel(tmp_path / "a", "9.9.0")])
-    with pytest.raises(UnknownName, match=r"2\.13"):
+    with pytest.raises(Refused, match=r"2\.21 is not in the table of releases"):
+        packages.choose("2.21", [tmp_path / "a"])
+    with pytest.raises(Refused, match=r"2\.13 is not installed .*'transformer-engine==2\.13\.\*', and add FOLDER"):
         packages.choose("2.13", [tmp_path / "a"])
     found = packages.choose("2.12", [tmp_path / "a", wheel(tmp_path / "b", "2.12.0")])
     assert (found.version, found.release, found.complete) == ("2.12.0", (2, 12, 0), False)
