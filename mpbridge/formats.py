@@ -37,6 +37,11 @@ class DType(enum.Enum):
         """Bytes per element."""
         return {"float64": 8, "float32": 4, "uint8": 1}.get(self.value, 2)
 
+    @property
+    def mantissa(self) -> int | None:
+        """Bits of mantissa that are stored (IEEE 754; bfloat16 keeps the upper seven of FP32's 23); None for integers."""
+        return {"float64": 52, "float32": 23, "bfloat16": 7, "float16": 10}.get(self.value)
+
     def torch(self) -> torch.dtype:
         """The torch dtype; imports torch."""
         # import_module keeps the rule "data floors import no framework" checkable

@@ -10,6 +10,7 @@ from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue
 from mpbridge.precision.registry import RECIPE_FILE, describe, get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
+from mpbridge.stacks.costs import cost
 from mpbridge.stacks.handover import Setup, handover
 from mpbridge.stacks.importers import read_file
 from mpbridge.stacks.meaning import LABELS, STATED, differences, of_policy, rows
@@ -33,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
     first, second = a.meaning, b.meaning
     apart = differences(first, second)
     left, right = rows(first), rows(second)
+    costs = {name: cost(name, first, second) for name in apart}
     verdict = handover(a, b)
     if args.json:
         print_json(
@@ -40,6 +42,7 @@ def run(args: argparse.Namespace) -> int:
                 "a": args.a,
                 "b": args.b,
                 "differences": {name: list(pair) for name, pair in apart.items()},
+                "costs": {name: text for name, text in costs.items() if text},
                 "same": [name for name in LABELS if name not in apart],
                 "verdict": verdict,
             }
@@ -47,7 +50,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     labels = {**LABELS, **{row: text for row, (text, _) in STATED.items()}, "stored": "quantized weights at rest"}
     if apart:
-        print_table(("differs", args.a, args.b), [(labels[name], *pair) for name, pair in apart.items()])
+        rows_apart = [(labels[name], *pair, costs[name]) for name, pair in apart.items()]
+        print_table(("differs", args.a, args.b, "what the second costs"), rows_apart)
         print()
     print_table(
         ("alike", "both"),

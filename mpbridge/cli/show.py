@@ -15,7 +15,7 @@ from mpbridge.facts import MOST, ModelShape
 from mpbridge.formats import say
 from mpbridge.memory.names import any_gpt, linear_rules, refuse_idle_rules
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.precision.registry import FOREIGN, describe, evidence_of, get_mixed_precision_config
+from mpbridge.precision.registry import describe, evidence_of, get_mixed_precision_config, model_of
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.words import region_rule, region_text
 from mpbridge.rules.cards import Card, card, main_weights
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     entry, config = describe(args.recipe), get_mixed_precision_config(args.recipe)
     policy = resolve(config, layers=args.layers).settled()
     known = evidence_of(args.recipe)
-    if not known.get(FOREIGN):
+    if not model_of(args.recipe):
         refuse_idle_rules(policy, *any_gpt(args.layers), depth=args.layers)
     if args.json:
         meaning = {"config": config.as_data(), "policy": policy.as_data(), "fingerprint": policy.fingerprint()}

@@ -289,6 +289,20 @@ def evidence_of(name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
+def model_of(name: str, depth: int = 0) -> str | None:
+    """The model whose linears a recipe file's rules under `modules:` name, where it is none of megatron-core's: by the evidence of the file that wrote them.
+
+    A file that extends another has that one's rules unless it states its own. The file was read before, so it can be read.
+    """
+    said = evidence_of(name).get(FOREIGN)
+    if said or not name.endswith((".yaml", ".yml")) or depth >= 20:
+        return str(said) if said else None
+    data = read_yaml(Path(name)) or {}
+    base = str(data.get("extends") or "")
+    inherits = "modules" not in data and base.endswith((".yaml", ".yml"))
+    return model_of(str(Path(name).parent / base), depth + 1) if inherits else None
+
+
 def _call(factory: Any, name: str) -> MixedPrecisionConfig:
     try:
         made = factory()

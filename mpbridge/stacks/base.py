@@ -11,6 +11,7 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
 from mpbridge.precision.words import quant_text, region_rule, region_text
+from mpbridge.stacks.costs import cost
 from mpbridge.stacks.meaning import LAYOUT, OPEN, STATED, Meaning, arithmetic_regions, differences, of_policy, stored
 from mpbridge.traits import DEFAULT, MainWeights, engine_names, traits
 
@@ -130,7 +131,12 @@ def compared(
     found = list(_regions_lost(ours, theirs, costs))
     for row, (mine, there) in differences(ours, theirs).items():
         if row not in ("bytes", "quantization", "stored", *ignore):
-            text = f"{mine} here, {there} there" + (f": {costs[row]}" if row in costs else "")
+            price = cost(row, ours, theirs)
+            text = (
+                f"{mine} here, {there} there"
+                + (f" ({price})" if price else "")
+                + (f": {costs[row]}" if row in costs else "")
+            )
             fact = STATED[row][1] if row in STATED else "autocast_enabled" if row == "autocast" else row
             found.append(Line(fidelity=_fidelity(row, ours, theirs), fact=fact, text=text))
     if found and ours.bytes != theirs.bytes and "bytes" not in ignore:
@@ -163,18 +169,18 @@ def _regions_lost(ours: Meaning, theirs: Meaning, costs: Mapping[str, str]) -> I
         text = f"{region_text(region)}: {region_rule(region)} here, {_instead(region, there)} there"
         yield Line(fidelity=kind, fact=fact, text=text + (f": {costs[fact]}" if fact in costs else ""))  # type: ignore[arg-type]
     if base.rules != other.rules:
-        cost = costs.get("quantization", "")
+        nearest, price = costs.get("quantization", ""), cost("quantization", ours, theirs)
+        price = f" ({price})" if price else ""
         lacking = [quant for quant in ours.regions[-1].rules.distinct if not other.rules.distinct]
         for quant in lacking:
-            text = f"{quant_text(quant)} is not there" + (f"; nearest: {cost}" if cost else "")
+            text = f"{quant_text(quant)} is not there{price}" + (f"; nearest: {nearest}" if nearest else "")
             yield Line(fidelity="impossible", fact=f"{quant.scaling} quantization", text=text)
         if not lacking:
-            text = f"{region_rule(base)} here, {region_rule(other)} there" + (f": {cost}" if cost else "")
+            text = f"{region_rule(base)} here, {region_rule(other)} there{price}" + (f": {nearest}" if nearest else "")
             yield Line(fidelity="different", fact="quantization", text=text)
     if other.rules.distinct and stored(ours.regions) != stored(theirs.regions):
-        yield Line(
-            fidelity="layout", fact="stored", text=f"{stored(ours.regions)} here, {stored(theirs.regions)} there"
-        )
+        text = f"{stored(ours.regions)} here, {stored(theirs.regions)} there ({cost('stored', ours, theirs)})"
+        yield Line(fidelity="layout", fact="stored", text=text)
 
 
 def _instead(region: Region, there: tuple[Region, ...]) -> str:

@@ -31,6 +31,7 @@ COSTS = {
     "logits": "the whole model is in one dtype",
     "router": "its TopKGate computes in FP32 where the model uses deepspeed.moe, else the model's code decides",
     "softmax_fp32": "the attention kernel decides",
+    "sharded": "written for ZeRO 1, whose accumulator can be FP32; read back, it is a recipe of megatron-core's engine",
     "loss_scale": "fp16 alone has a loss scale, whose start is a power of two",
 }
 """The nearest thing there."""

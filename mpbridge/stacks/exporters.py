@@ -16,7 +16,7 @@ from mpbridge.memory.names import any_gpt, unnamed
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
-from mpbridge.precision.registry import FOREIGN, describe, evidence_of, get_mixed_precision_config, key
+from mpbridge.precision.registry import describe, get_mixed_precision_config, key, model_of
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Export, Line, Request
 from mpbridge.stacks.meaning import OPEN, STATED
@@ -92,7 +92,7 @@ def request_of(run: Any) -> Request:
 
 def _of_another_model(name: str, policy: PrecisionPolicy) -> tuple[Region, ...]:
     """The rules under `modules` that name no linear of any GPT of megatron-core; all of them where the recipe's evidence says that they are another's."""
-    return policy.module_regions if evidence_of(name).get(FOREIGN) else unnamed(policy, *any_gpt())
+    return policy.module_regions if model_of(name) else unnamed(policy, *any_gpt())
 
 
 def _stage(run: Any, recipe: Any) -> Any:

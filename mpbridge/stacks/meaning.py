@@ -91,13 +91,23 @@ class Meaning:
         return quantization_text(self.regions)
 
     @property
+    def held(self) -> Mapping[str, int]:
+        """row -> bytes per parameter of a dense model under Adam before anything is divided; gradients that the optimizer reads count where they are a copy."""
+        read = self.optimizer_reads or self.accumulator
+        return {
+            "storage": self.storage.bytes,
+            "accumulator": self.accumulator.bytes,
+            "main": 0 if self.main is None else 2 if self.remainders else self.main.bytes,
+            "optimizer_reads": read.bytes if read.bytes > self.accumulator.bytes else 0,
+            "exp_avg": self.exp_avg.bytes,
+            "exp_avg_sq": self.exp_avg_sq.bytes,
+        }
+
+    @property
     def bytes(self) -> tuple[int, int]:
         """(a, b) of a + b/N bytes per parameter of a dense model under Adam: what every rank keeps, and what N ranks share."""
-        read = self.optimizer_reads or self.accumulator
-        states = self.exp_avg.bytes + self.exp_avg_sq.bytes
-        states += 0 if self.main is None else 2 if self.remainders else self.main.bytes
-        states += read.bytes if read.bytes > self.accumulator.bytes else 0
-        parts = {"params": self.storage.bytes, "grads": self.accumulator.bytes, "states": states}
+        held = dict(self.held)
+        parts = {"params": held.pop("storage"), "grads": held.pop("accumulator"), "states": sum(held.values())}
         divided: Mapping[Sharded, tuple[str, ...]] = {
             "nothing": (),
             "optimizer": ("states",),

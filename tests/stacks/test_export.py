@@ -321,6 +321,8 @@ def test_rules_that_name_the_linears_of_another_model_can_be_said_nowhere(stack:
         "hf": f"extends: bf16_mixed\nmodules:\n  '*layers.0.self_attn.q_proj': {rule}\n",
         # a name that megatron-core has too, chosen for another model's linear
         "alike": f"extends: bf16_mixed\nmodules:\n  '*linear_fc1': {rule}\nevidence: {{names of another model: Net}}\n",
+        # what extends it has its rules, and so its model's names
+        "child": "extends: alike.yaml\ngrad_reduce_in_fp32: false\n",
     }
     for name, text in files.items():
         path = tmp_path / f"{name}.yaml"
