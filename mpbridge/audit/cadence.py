@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 
-SHARE = 0.003
-"""Of the run's time, for audits that repeat: three parts in a thousand, so that invariants (about one and a half) fit below five."""
+SHARE = 0.002
+"""Of the run's time, for audits that repeat: two parts in a thousand, so that invariants (one and a half to two and a half) fit below five."""
 SOONEST = 25
 """Steps between two audits at least, where time decides."""
 

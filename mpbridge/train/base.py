@@ -49,7 +49,7 @@ class Training:
         """Ends the run after the step that is under way and its last checkpoint; `pretrain` then raises `error` (the first one counts)."""
         if self.failure is None:
             self.failure = error
-            self.stop = self.stop or str(error).partition("\n")[0]
+            self.stop = self.stop or str(error).partition("\n")[0].removesuffix(":")
 
     def in_trouble(self, text: str) -> None:
         """Stops all ranks after the current step, with a checkpoint: a file of this rank's cannot be written (the first one counts)."""
