@@ -17,7 +17,7 @@ from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.megatron_lm import DEFAULT_VERSION as LM_VERSION
 from mpbridge.stacks.reading import Reader, raise_faults
 from mpbridge.stacks.sharded_torch import TORCH_SCALER
-from mpbridge.stacks.torch_import import fields_of
+from mpbridge.stacks.torch_import import fields_of, quant_fields
 from mpbridge.traits import DEFAULT
 
 WORDS = {"no": DType.FP32, "fp16": DType.FP16, "bf16": DType.BF16, "fp8": DType.BF16}
@@ -32,6 +32,8 @@ _MACHINE = {
     "fp8": "a GPU with FP8: on another accelerate trains FP16 under fp8, without a word",
 }
 """What the machine must be for a word to mean what it says."""
+_DIVIDES = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
+"""Keys of FSDP1 for what is divided; NO_SHARD is its third strategy."""
 _READS_USE_CPU = ("NO", "MULTI_CPU")
 """Types whose launcher hands use_cpu on: utils/launch.py sets ACCELERATE_USE_CPU for them alone."""
 
@@ -82,9 +84,17 @@ def _meaning(
         hint = f"; nearest: {near[0]}" if near else ""
         contradicts.append(f"distributed_type={cut(kind)}: accelerate has no such type{hint}; described as DDP")
     base = storage if word == "no" else WORDS[word]
-    second = str(read.at("fsdp_config.fsdp_version", 1)) == "2"
+    second = read.number("fsdp_config.fsdp_version", 1) == 2
     sharded = kind in ("FSDP", "TPU_FSDP")
     meaning = _fsdp(word, base, storage, second=second) if sharded else _ddp(word, base, storage)
+    whole = {str(read.at(f"fsdp_config.{key}", "")).upper() for key in _DIVIDES} & {"NO_SHARD", "3"}
+    if sharded and whole and not second:
+        meaning = dataclasses.replace(meaning, sharded="nothing")
+    backend = str(read.at("dynamo_config.dynamo_backend", "NO")).upper()
+    if word == "no" and backend != "NO":
+        cannot.append(
+            f"dynamo_config.dynamo_backend={cut(backend)}: beside mixed_precision=no accelerate switches TF32 on for CUDA"
+        )
     if word == "fp16":
         return dataclasses.replace(meaning, loss_scale=TORCH_SCALER), None
     quant = quantized(read, cannot) if word == "fp8" else None
@@ -173,8 +183,15 @@ def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imp
     if file is not None:
         assumed.append(f"{cut(file)} decides: give that file (--from deepspeed)")
     data: dict[str, Any] = {"zero_optimization": {"stage": stage}}
-    data |= {word: {"enabled": True}} if word in ("bf16", "fp16") else {}
+    base = "bf16" if word == "fp8" else word  # which converts linears of a model in BF16
+    data |= {base: {"enabled": True}} if base in ("bf16", "fp16") else {}
     inner = deepspeed_import.read_data(data, version="0.19")
+    if word == "fp8":
+        cannot = list(inner.cannot_express)
+        quant = quantized(read, cannot)
+        meaning = dataclasses.replace(inner.meaning, regions=(Region(quant=quant),))
+        fields = {**inner.fields, **quant_fields(quant)}
+        inner = dataclasses.replace(inner, meaning=meaning, fields=fields, cannot_express=tuple(cannot))
     return with_rest(dataclasses.replace(inner, stack=NAME, version=version, assumed=tuple(assumed)), read)
 
 

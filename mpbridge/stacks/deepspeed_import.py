@@ -43,12 +43,43 @@ def _assumed(said: _DeepSpeedSettings) -> Iterator[str]:
         yield f"non-finite gradients: {OVERFLOW}"
 
 
+_COMPRESSED = {
+    "zero_quantized_weights": "parameters are gathered in 8 bits, block by block",
+    "zero_quantized_nontrainable_weights": "frozen parameters rest and travel in 8 bits",
+    "zero_quantized_gradients": "gradients travel in 4 bits, block by block, whatever the wire shown",
+}
+"""ZeRO++: what it quantizes on the way."""
+_SENT = ("fp32", "fp16", "bf16")
+"""What communication_data_type takes."""
+
+
+def _wire(read: Reader, base: DType) -> DType:
+    """communication_data_type; the model's dtype where it is none, and where DeepSpeed refuses it, which `_contradictions` says."""
+    word = str(read.at("communication_data_type", "")).lower()
+    found = read.dtype("communication_data_type", base) or base
+    return found if word in _SENT or found.short in _SENT else base
+
+
+def _stage(read: Reader) -> int:
+    """Of ZeRO: 0 to 3. A fault for another."""
+    given = read.number("zero_optimization.stage", 0)
+    if given not in _SHARDED:
+        read.faults.append(f"zero_optimization.stage={given:g}: expected 0, 1, 2 or 3")
+    return int(given)
+
+
 def _cannot(said: _DeepSpeedSettings) -> Iterator[str]:
     """What no setting of ours says: autocast's wire by module, and a non-finite step that is applied."""
     safe = said.read.at("torch_autocast.lower_precision_safe_modules")
     if said.autocast is not None and safe is not None:
         some = ", ".join(map(str, safe)) if isinstance(safe, list) else str(safe)
         yield f"torch_autocast.lower_precision_safe_modules: gradients of {cut(some)} alone travel in {said.autocast.short}, the others in FP32"
+    for key, text in _COMPRESSED.items():
+        if said.read.flag(f"zero_optimization.{key}"):
+            yield f"zero_optimization.{key}: {text}"
+    kind = str(said.read.at("optimizer.type", ""))
+    if kind.lower().startswith(("onebit", "zeroone")):
+        yield f"optimizer.type={cut(kind)}: after its warm-up momenta travel in 1 bit; the wire shown is the warm-up's"
     if said.bf16 and not said.read.flag("bf16.check_grad_overflow", default=True):
         yield "bf16.check_grad_overflow=false: a step whose gradients overflow is applied; here it is skipped"
 
@@ -84,9 +115,9 @@ def _said(read: Reader) -> _DeepSpeedSettings:
         fp16=fp16,
         base=base,
         autocast=autocast,
-        stage=int(read.number("zero_optimization.stage", 0)),
+        stage=_stage(read),
         # the engine's communication_data_type and gradient accumulation follow the model's dtype unless they are set
-        wire=read.dtype("communication_data_type", base) or base,
+        wire=_wire(read, base),
         accumulator=read.dtype("data_types.grad_accum_dtype", base) or base,
         own=read.flag(f"{base.short}.{base.short}_master_weights_and_grads") if bf16 or fp16 else False,
         low=read.flag("bf16.bf16_optimizer_states"),
@@ -102,6 +133,9 @@ def _contradictions(said: _DeepSpeedSettings) -> Iterator[str]:
         for key in said.read.section(section):
             if key not in known(NAME)[section]:
                 yield f"{section}.{key}: DeepSpeed refuses keys that it does not know there"
+    sent = said.read.at("communication_data_type")
+    if sent is not None and str(sent).lower() not in _SENT:
+        yield f"communication_data_type={cut(sent)}: DeepSpeed refuses it (it takes {', '.join(_SENT)}); described as {said.wire.short}"
     if said.low and not said.own:
         yield "bf16_optimizer_states needs bf16_master_weights_and_grads"
     if (said.own or said.low) and said.stage < 1:

@@ -10,7 +10,9 @@ from typing import Any
 from mpbridge.errors import BadValue, DataError, brief, cut, nearest
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
+from mpbridge.stacks import deepspeed_import
 from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.deepspeed import DEFAULT_VERSION as DEEPSPEED
 from mpbridge.stacks.deepspeed_import import scale_of
 from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.lightning import NAME
@@ -34,6 +36,8 @@ _PLUGINS: Mapping[str, str | None] = {
     "HalfPrecision": "precision", "MixedPrecision": "precision", "FSDPPrecision": "precision", "DeepSpeedPrecision": "precision",
     "XLAPrecision": "precision", "DoublePrecision": None, "Precision": None, "BitsandbytesPrecision": None, "TransformerEnginePrecision": None,
 }  # fmt: skip
+_HOOKS: Mapping[str, DType] = {"fp16_compress_hook": DType.FP16, "bf16_compress_hook": DType.BF16}
+"""torch's hooks for DDP that cast gradients before they are sent."""
 _STRATEGIES = (
     "auto", "fsdp", "fsdp_cpu_offload", "single_device", "single_device_xla", "single_xla", "single_tpu", "xla", "xla_debug", "model_parallel",
     *(f"ddp{start}{unused}" for start in ("", "_spawn", "_fork", "_notebook")
@@ -75,6 +79,8 @@ class _TrainerSettings:
     """Of the strategy, where it is given as a class."""
     plugin: bool = False
     """A precision plugin decides instead of the word."""
+    settings: Mapping[str, Any] | None = None
+    """Fields of a recipe that a DeepSpeed configuration inside the strategy gives; None: there is none."""
     inert: list[str] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
     cannot: list[str] = field(default_factory=list)
@@ -115,6 +121,8 @@ def _fields(said: _TrainerSettings, meaning: Meaning) -> dict[str, Any]:
     if said.base is DType.FP64:
         said.cannot.append("64-true: FP64 parameters and arithmetic")
         return {}
+    if said.settings is not None:
+        return dict(said.settings)
     scale = {} if meaning.loss_scale is None else scale_fields(meaning.loss_scale)
     if meaning.main is not None:
         return {meaning.storage.short: True, "grad_reduce_in_fp32": meaning.wire is DType.FP32, **scale}
@@ -249,6 +257,11 @@ def _on_a_cpu(said: _TrainerSettings) -> None:
 
 def _refused(said: _TrainerSettings) -> None:
     """What ModelParallelStrategy makes of a precision: no loss scaler, and FSDP2's dtypes are the author's."""
+    if said.strategy.startswith(("fsdp", "deepspeed")) and (said.quant is not None or said.base is DType.FP64):
+        word = "64-true" if said.quant is None else "transformer-engine"
+        said.contradicts.append(
+            f"{word} with strategy={cut(said.strategy)}: Lightning refuses it; described as if it ran"
+        )
     if "modelparallel" in said.strategy:
         said.assumed.append(
             "ModelParallelStrategy leaves FSDP2's MixedPrecisionPolicy to configure_model: read as FSDP's"
@@ -259,6 +272,8 @@ def _refused(said: _TrainerSettings) -> None:
 
 def _meaning(said: _TrainerSettings) -> Meaning:
     base = said.base
+    if "deepspeed" in said.strategy and said.arguments.get("config") is not None:
+        return _by_deepspeeds_file(said, said.arguments["config"])
     if "deepspeed" in said.strategy and base is not DType.FP32:
         said.assumed.append("under DeepSpeed mixed and true are the same settings")
         return Meaning(
@@ -274,15 +289,49 @@ def _meaning(said: _TrainerSettings) -> Meaning:
     sharded: Sharded = "everything" if said.fsdp else "nothing"
     if said.cast:
         return Meaning(
-            storage=base, compute=base, wire=base, accumulator=base, exp_avg=base, exp_avg_sq=base, sharded=sharded
+            storage=base,
+            compute=base,
+            wire=_hooked(said) if sharded == "nothing" else base,
+            accumulator=base,
+            exp_avg=base,
+            exp_avg_sq=base,
+            sharded=sharded,
         )
-    wire = DType.FP32 if sharded == "nothing" else _reduce(said)
+    wire = _hooked(said) if sharded == "nothing" else _reduce(said)
     meaning = Meaning(
         storage=DType.FP32, compute=base, autocast=base, wire=wire, accumulator=DType.FP32, sharded=sharded
     )
     if base is DType.FP16:
         return dataclasses.replace(meaning, loss_scale=TORCH_SCALER)
     return meaning
+
+
+def _by_deepspeeds_file(said: _TrainerSettings, config: Any) -> Meaning:
+    """DeepSpeedStrategy(config=...): its own settings decide, with the precision's section where they have none."""
+    if not isinstance(config, Mapping):
+        said.assumed.append(f"config={cut(config)} decides: give that file (--from deepspeed)")
+    data = dict(config) if isinstance(config, Mapping) else {"zero_optimization": {"stage": 2}}
+    section = {DType.BF16: "bf16", DType.FP16: "fp16"}.get(said.base)
+    if section is not None and section not in data:
+        data[section] = {"enabled": True}
+    inner = deepspeed_import.read_data(data, version=DEEPSPEED)
+    said.contradicts += inner.contradicts
+    said.cannot += inner.cannot_express
+    said.settings = inner.fields
+    return inner.meaning
+
+
+def _hooked(said: _TrainerSettings) -> DType:
+    """What gradients travel in under DDP: the stored dtype, unless a communication hook casts them."""
+    stored = said.base if said.cast else DType.FP32
+    hook = said.arguments.get("ddp_comm_hook")
+    if hook is None or not said.strategy.startswith("ddp"):
+        return stored
+    name = str(hook).rpartition(".")[2]
+    if name in _HOOKS:
+        return _HOOKS[name]
+    said.cannot.append(f"ddp_comm_hook={cut(name)}: what it makes of gradients on the wire is its own code's")
+    return stored
 
 
 def _zero(said: _TrainerSettings) -> Sharded:

@@ -1,0 +1,114 @@
+"""Settings that change what travels or runs from a place apart from the precision's own: none of them is passed over."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from mpbridge.errors import BadValue
+from mpbridge.formats import DType
+from mpbridge.stacks.base import Imported
+from mpbridge.stacks.importers import read_args, read_text
+
+FP32, BF16, FP16 = DType.FP32, DType.BF16, DType.FP16
+
+
+def read(stack: str, **said: Any) -> Imported:
+    return read_text(json.dumps(said), stack=stack, name="x.json")
+
+
+def deepspeed(**said: Any) -> Imported:
+    return read("deepspeed", bf16={"enabled": True}, **said)
+
+
+def strategy(name: str, precision: str = "bf16-mixed", **arguments: Any) -> Imported:
+    said = {"class_path": f"lightning.pytorch.strategies.{name}", "init_args": arguments}
+    return read("lightning", trainer={"precision": precision, "strategy": said})
+
+
+@pytest.mark.parametrize("stage", [7, -1, 1.5])
+def test_a_stage_that_zero_lacks_is_a_fault(stage: float) -> None:
+    with pytest.raises(BadValue, match=r"zero_optimization.stage=.*expected 0, 1, 2 or 3"):
+        deepspeed(zero_optimization={"stage": stage})
+
+
+@pytest.mark.parametrize("word", ["fp8", "float32", "uint8"])
+def test_a_wire_that_deepspeed_refuses_contradicts_itself(word: str) -> None:
+    found = deepspeed(communication_data_type=word)
+    assert any(line.startswith(f"communication_data_type={word}: DeepSpeed refuses") for line in found.contradicts)
+    assert found.meaning.wire in (BF16, FP32)
+
+
+def test_what_travels_compressed_is_said() -> None:
+    zero = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    lines = deepspeed(zero_optimization=zero).cannot_express
+    assert [line.partition(":")[0] for line in lines] == [
+        "zero_optimization.zero_quantized_weights", "zero_optimization.zero_quantized_gradients",
+    ]  # fmt: skip
+    assert any("1 bit" in line for line in deepspeed(optimizer={"type": "OneBitAdam"}).cannot_express)
+    assert not deepspeed(optimizer={"type": "AdamW"}, zero_optimization={"stage": 2}).cannot_express
+
+
+def test_fp8_of_accelerate_under_deepspeed_is_fp8_around_bf16() -> None:
+    found = read("accelerate", compute_environment="X", distributed_type="DEEPSPEED", mixed_precision="fp8")
+    assert (found.meaning.storage, found.meaning.main) == (BF16, FP32)
+    assert "delayed" in found.meaning.quantization
+    assert found.fields["fp8_recipe"] == "delayed"
+
+
+@pytest.mark.parametrize(("version", "autocast"), [(1, BF16), ("1", BF16), (2, None), ("2", None), (2.0, None)])
+def test_the_version_of_fsdp_is_a_number(version: Any, autocast: DType | None) -> None:
+    said = {"compute_environment": "X", "distributed_type": "FSDP", "mixed_precision": "bf16"}
+    assert read("accelerate", **said, fsdp_config={"fsdp_version": version}).meaning.autocast is autocast
+
+
+@pytest.mark.parametrize("key", ["fsdp_sharding_strategy", "fsdp_reshard_after_forward"])
+def test_no_shard_divides_nothing(key: str) -> None:
+    said = {"compute_environment": "X", "distributed_type": "FSDP", "mixed_precision": "bf16"}
+    meaning = read("accelerate", **said, fsdp_config={key: "NO_SHARD"}).meaning
+    assert (meaning.sharded, meaning.wire, meaning.bytes_text) == ("nothing", BF16, "16")
+    assert read("accelerate", **said, fsdp_config={key: "SHARD_GRAD_OP"}).meaning.sharded == "everything"
+
+
+def test_tf32_that_accelerate_switches_on_is_said() -> None:
+    def lines(word: str, backend: str) -> tuple[str, ...]:
+        said = {"compute_environment": "X", "mixed_precision": word, "dynamo_config": {"dynamo_backend": backend}}
+        return read("accelerate", **said).cannot_express
+
+    assert any("TF32" in line for line in lines("no", "INDUCTOR"))
+    assert not lines("bf16", "INDUCTOR")
+    assert not lines("no", "NO")
+
+
+@pytest.mark.parametrize(("hook", "wire"), [("fp16_compress_hook", FP16), ("default_hooks.bf16_compress_hook", BF16)])
+def test_a_hook_that_casts_gradients_decides_the_wire(hook: str, wire: DType) -> None:
+    assert strategy("DDPStrategy", "32-true", ddp_comm_hook=hook).meaning.wire is wire
+    assert strategy("DDPStrategy", ddp_comm_hook=hook).meaning.wire is wire
+    other = strategy("DDPStrategy", ddp_comm_hook="powerSGD_hook")
+    assert any("powerSGD_hook" in line for line in other.cannot_express)
+    assert other.meaning.wire is FP32
+
+
+def test_a_deepspeed_configuration_inside_lightnings_strategy_decides() -> None:
+    config = {"zero_optimization": {"stage": 3}, "communication_data_type": "fp32"}
+    found = strategy("DeepSpeedStrategy", config=config)
+    assert (found.meaning.storage, found.meaning.wire, found.meaning.sharded) == (BF16, FP32, "everything")
+    assert found.fields == read("deepspeed", bf16={"enabled": True}, **config).fields
+    # its own section counts, whatever the word of the precision
+    own = strategy("DeepSpeedStrategy", "16-mixed", config={"fp16": {"enabled": True, "loss_scale": 8}})
+    assert own.meaning.loss_scale is not None
+    assert own.meaning.loss_scale.static == 8
+    file = strategy("DeepSpeedStrategy", config="ds.json")
+    assert any("ds.json decides" in line for line in file.assumed)
+
+
+@pytest.mark.parametrize("word", ["64-true", "transformer-engine"])
+def test_a_precision_that_a_strategy_refuses_contradicts_itself(word: str) -> None:
+    for name in ("fsdp", "deepspeed_stage_3"):
+        assert any(
+            "Lightning refuses" in line
+            for line in read_args(f"precision={word} strategy={name}", stack="lightning").contradicts
+        )
+    assert not read_args(f"precision={word} strategy=ddp", stack="lightning").contradicts
