@@ -30,7 +30,7 @@ def losses(folder, recipe: str, *more: str) -> list[float]:
 
 
 def histories(place) -> list[str]:
-    """Modules that have an extra state; the others' takes the bytes of a null."""
+    """Modules that have an extra state (every one under 2.11, delayed scaling's alone later); the others' takes the bytes of a null."""
     rows = json.loads((place / "index.json").read_text())["objects"]
     return [key for key, (_, _, size) in rows.items() if "_extra_state" in key and size > len("null")]
 
@@ -41,8 +41,7 @@ def test_a_run_that_stops_goes_on_to_the_bit(recipe, tmp_path) -> None:
     parts = [losses(tmp_path / "parts", recipe) for _ in range(3)]
     assert [len(part) for part in parts] == [2, 2, 2]
     assert [loss for part in parts for loss in part] == whole
-    kept = histories(store.saved(tmp_path / "parts")[0].path)
-    assert bool(kept) == (recipe == DELAYED)
+    assert histories(store.saved(tmp_path / "parts")[0].path) or recipe != DELAYED
 
 
 @pytest.mark.slow
