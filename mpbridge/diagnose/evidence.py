@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpbridge.errors import BadValue
+from mpbridge.files import text_of, why
 from mpbridge.report.curves import Curves, read_curves
 from mpbridge.report.events import EVENTS
 from mpbridge.report.history import PRECISION, read_history
@@ -140,7 +141,8 @@ def gather(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Evidence:
             else f"no {PRECISION}: recipe, settings and audits are not known"
         )
     made.precision = _json(folder / PRECISION)
-    made.config = made.precision.get("config") or _json(folder / "timing.json").get("config") or {}
+    config = made.precision.get("config") or _json(folder / "timing.json").get("config")
+    made.config = config if isinstance(config, dict) else {}
     made.events = _events(folder / EVENTS, made.gaps)
     made.gaps = _few(made.gaps)
     return made
@@ -159,7 +161,7 @@ def _few(gaps: list[str], most: int = 4) -> list[str]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(text_of(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -168,13 +170,19 @@ def _json(path: Path) -> dict[str, Any]:
 def _events(path: Path, gaps: list[str]) -> list[dict[str, Any]]:
     """What happened besides steps; the file is only there where anything did."""
     found: list[dict[str, Any]] = []
-    if not path.is_file():
+    try:
+        text = text_of(path, errors="replace")
+    except FileNotFoundError:
         return found
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    except OSError as error:
+        gaps.append(f"{EVENTS}: {why(error)}")
+        return found
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             row = json.loads(line)
-            found.append({**row, "iteration": int(row["iteration"]), "event": str(row["event"])})
-        except (ValueError, KeyError, TypeError, RecursionError):
+            event = str(row["event"])
+            found.append({**row, "iteration": int(row["iteration"]), "event": event, "text": str(row.get("text") or event)})  # fmt: skip
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             gaps.append(f"{EVENTS}, line {number}: not readable, left out")
     return found
 

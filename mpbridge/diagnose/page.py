@@ -97,7 +97,8 @@ def kind_of(name: str) -> str:
 
 
 def _made(run: Evidence) -> dict[str, str]:
-    versions = {name: value for name, value in (run.precision.get("versions") or {}).items() if value}
+    known = run.precision.get("versions")
+    versions = {name: value for name, value in known.items() if value} if isinstance(known, dict) else {}
     return made_now(
         recipe=run.recipe,
         realization=run.measured[-1].facts.get("realization") if run.measured else None,

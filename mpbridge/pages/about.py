@@ -43,7 +43,7 @@ def made_now(**facts: Any) -> dict[str, str]:
 
 def model_text(config: Mapping[str, Any]) -> str:
     """A model in a few words from its section: '4 layers, hidden 256 ...'; '' where nothing is known."""
-    model = config.get("model") or {}
+    model = _section(config, "model")
     words = [
         f"{model[name]} {word}" if word in ("layers", "heads") else f"{word} {model[name]}"
         for name, word in (
@@ -59,9 +59,14 @@ def model_text(config: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
+def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 def data_text(config: Mapping[str, Any]) -> str:
     """A run's data in a few words."""
-    data, train = config.get("data") or {}, config.get("train") or {}
+    data, train = _section(config, "data"), _section(config, "train")
     words = [
         f"corpus {data['corpus']}" if data.get("corpus") else "",
         f"tokenizer {data['tokenizer']}" if data.get("tokenizer") else "",

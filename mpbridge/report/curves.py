@@ -22,6 +22,10 @@ CURVES: Mapping[str, tuple[str, bool]] = {
 """Number in metrics.jsonl -> (label with its unit, whether its axis is logarithmic)."""
 
 
+_NUMBERS = (*CURVES, "eval_loss", "lr", "nonfinite_steps", "skipped_steps", "consumed_samples")
+"""What of a line is read as a number, or null."""
+
+
 @dataclass(slots=True)
 class Curves:
     """One run's numbers by step."""
@@ -68,13 +72,16 @@ def read_curves(folder: Path) -> Curves:
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """A line's numbers, words for non-finite ones turned back; None for any other line."""
+    """A line's numbers, words for non-finite ones turned back; None for any other line, and one whose numbers are something else."""
     try:
         row = json.loads(line)
         row["iteration"] = int(row["iteration"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        found = {name: float(value) if value in ("nan", "inf", "-inf") else value for name, value in row.items()}
+        sizes = [float(found[name]) for name in _NUMBERS if found.get(name) is not None]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
-    return {name: float(value) if value in ("nan", "inf", "-inf") else value for name, value in row.items()}
+    good = len(sizes) == sum(type(found.get(name)) in (int, float) for name in _NUMBERS)
+    return found if good and 0 <= row["iteration"] < 1 << 53 and type(found.get("applied", True)) is bool else None
 
 
 # --- in a terminal -------------------------------------------------------------------------------------------------------------------------

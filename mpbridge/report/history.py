@@ -19,14 +19,23 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     path = folder / PRECISION if folder.is_dir() else folder
     try:
         data = json.loads(text_of(path))
-        history = data["audit"]["history"]
-        if not isinstance(history, list) or not all(isinstance(one, dict) and "facts" in one for one in history):
-            raise ValueError(path)
+        history = [_audit(one) for one in data["audit"]["history"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise BadValue(
             f"{path} holds no audits (expected the precision.json of a run: `mpbridge train ... logger.log_dir=DIR`)"
         ) from None
     return history
+
+
+def _audit(one: Any) -> dict[str, Any]:
+    """An audit with all that readers ask it for. Raises ValueError for anything else."""
+    audit = {"stage": "", "reason": "", "recipe": "", "faults": [], "not_observed": {}, **one}
+    facts, faults = audit["facts"], audit["faults"]
+    kinds = type(audit["step"]) is int and type(audit["ok"]) is bool and isinstance(audit["not_observed"], (dict, list))
+    lists = isinstance(facts, dict) and isinstance(faults, list) and all(isinstance(fact, list) and len(fact) == 3 for fact in facts.values())  # fmt: skip
+    if not (kinds and lists):
+        raise ValueError("an audit of another form")
+    return audit
 
 
 def changes(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> list[str]:

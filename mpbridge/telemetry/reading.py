@@ -7,15 +7,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
-from mpbridge.telemetry.records import FILE, SCHEMA, TABLES
+from mpbridge.files import regular
+from mpbridge.telemetry.records import FILE, LINEARS, OPERANDS, SCHEMA, TABLES, WEIGHTS, WORDS
 
 LARGEST = 32 << 20
 """Bytes of statistics that are read: about 100 measured steps of a model of a hundred layers. A longer file is sampled."""
 
 _STEP = re.compile(rb'"iteration": ?(\d{1,18})')
-_WORDS = {"nan", "inf", "-inf"}
+_WORDS = ("nan", "inf", "-inf")
+_WORDED = frozenset({*OPERANDS[:WORDS], LINEARS[0], WEIGHTS[0]})
+_TEXT, _NUMBER = (str,), (float, int, type(None))
+"""What stands in a column of words, and in any other."""
 
 
 class TensorRow(Mapping[str, Any]):
@@ -48,21 +52,27 @@ class MeasuredStep:
         self.step = int(data["iteration"])
         self.facts = {name: value for name, value in data.items() if name not in TABLES}
         known = {} if names is None else names
-        self.tables: dict[str, list[TensorRow]] = {name: _rows(data.get(name), known) for name in TABLES}
+        self.tables: dict[str, list[TensorRow]] = {name: _rows(name, data.get(name), known) for name in TABLES}
 
 
-def _rows(table: Any, names: dict[tuple[str, ...], dict[str, int]]) -> list[TensorRow]:
-    """A table's rows; numbers written as words are numbers again. Raises ValueError where a row is not as long as the columns."""
+def _rows(name: str, table: Any, names: dict[tuple[str, ...], dict[str, int]]) -> list[TensorRow]:
+    """A table's rows; numbers written as words are numbers again. Raises ValueError where columns are missing, a row is not as long as the columns, or a
+    value is not of its column's kind."""
     if not isinstance(table, Mapping):
         return []
     columns = tuple(map(str, table["columns"]))
-    at = names.setdefault(columns, {name: i for i, name in enumerate(columns)})
+    if missing := set(TABLES[name]) - set(columns):
+        raise ValueError(f"no column {', '.join(sorted(missing))}")
+    at = names.setdefault(columns, {column: i for i, column in enumerate(columns)})
+    kinds = [_TEXT if column in _WORDED else _NUMBER for column in columns]
     found = []
     for row in table["rows"]:
         if len(row) != len(columns):
             raise ValueError(f"a row of {len(row)} values for {len(columns)} columns")
         for i, value in enumerate(row):
-            if value.__class__ is str and value in _WORDS:
+            if value.__class__ not in kinds[i]:
+                if value not in _WORDS:
+                    raise ValueError(f"{columns[i]} is a {type(value).__name__}")
                 row[i] = float(value)
         found.append(TensorRow(at, row))
     return found
@@ -88,7 +98,7 @@ def read(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> RunStatisti
     path = folder / FILE if folder.is_dir() else folder
     made = RunStatistics()
     try:
-        with path.open("rb") as stream:
+        with regular(path) as stream:
             _read_lines(stream, made, within)
     except FileNotFoundError:
         made.faults = [f"no {FILE}: nothing was measured of its tensors (logger.precision_every, 100 steps by default)"]
@@ -97,7 +107,7 @@ def read(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> RunStatisti
     return made
 
 
-def _read_lines(stream: BinaryIO, made: RunStatistics, within: Sequence[tuple[int, int]]) -> None:
+def _read_lines(stream: IO[bytes], made: RunStatistics, within: Sequence[tuple[int, int]]) -> None:
     places, size, whole = _places(stream)
     wanted = None
     if size > LARGEST:
@@ -115,7 +125,7 @@ def _read_lines(stream: BinaryIO, made: RunStatistics, within: Sequence[tuple[in
                 made.faults.append(f"{FILE}, line {number}: schema {data.get('schema')!r}, this version reads {SCHEMA}")
                 continue
             one = MeasuredStep(data, names)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             cut = number == len(places) and not whole
             made.faults.append(f"{FILE}, line {number}: {'cut off' if cut else 'not readable'}, left out")
             continue
@@ -134,7 +144,7 @@ _Place = tuple[int, int, int | None]
 """Where a line begins, how long it is, and the step that it is about as far as its beginning tells."""
 
 
-def _places(stream: BinaryIO) -> tuple[list[_Place], int, bool]:
+def _places(stream: IO[bytes]) -> tuple[list[_Place], int, bool]:
     """The lines of a file, its size, and whether the last line has its end. No line is read further than LARGEST."""
     places: list[_Place] = []
     offset, last = 0, b"\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -453,6 +454,48 @@ def test_what_cannot_be_read_is_said_in_a_few_lines_and_few_steps_are_no_verdict
     assert "3 steps are too few to tell what is usual of a curve, 7 are needed" in gaps
     assert diagnose(folder).verdict == "nothing is out of line, but there are too few steps to tell"
     assert '"word":"no verdict"' in diagnosis_page(diagnose(folder)).html()
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("metrics.jsonl", '{"iteration": 100, "loss": {"a": 1}}'),
+        ("metrics.jsonl", f'{{"iteration": {10**400}, "loss": 1.0}}'),
+        ("metrics.jsonl", '{"iteration": 100, "loss": 1.0, "applied": "perhaps", "nonfinite_steps": "many"}'),
+        (FILE, '{"schema": 1, "iteration": 100, "operands": {"columns": ["linear"], "rows": [["a"]]}}'),
+        (FILE, line({"iteration": 100}, {"weights": [["w", 1.0, [2.0], 0, 0.0, None, None, None]]}).strip()),
+        ("events.jsonl", '{"iteration": 1e999, "event": "resumed"}'),
+    ],
+)
+def test_a_line_of_another_kind_is_left_out_and_said(run: Written, file: str, text: str) -> None:
+    folder = run.write()
+    with (folder / file).open("a") as stream:
+        stream.write(text + "\n")
+    found = diagnose(folder)
+    assert found.healthy
+    assert [gap for gap in found.run.gaps if gap.startswith(file) and "not readable" in gap]
+    diagnosis_page(found).html()
+
+
+@pytest.mark.parametrize("value", [3, [1], {"config": [1], "versions": 4, "audit": {"history": [{"step": "x", "ok": False, "facts": {}}]}}])  # fmt: skip
+def test_settings_of_another_kind_are_left_out_and_said(run: Written, value: object) -> None:
+    folder = run.write()
+    (folder / "precision.json").write_text(json.dumps(value))
+    found = diagnose(folder)
+    assert found.healthy
+    assert "precision.json holds no audits that this version can read" in found.run.gaps
+    diagnosis_page(found).html()
+
+
+@pytest.mark.timeout(240)
+def test_a_fifo_in_a_runs_folder_is_not_waited_for(run: Written) -> None:
+    folder = run.write()
+    for name in (FILE, "events.jsonl", "precision.json"):
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    found = diagnose(folder)
+    assert [gap for gap in found.run.gaps if FILE in gap and "a FIFO" in gap]
+    assert "events.jsonl: it is a FIFO, expected a regular file" in found.run.gaps
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
