@@ -104,12 +104,26 @@ def _print(
     if warmup:
         print_line(f"scale  {warmup}")
     print()
+    _print_violations(violations)
+    _print_sizes(findings)
+    for note in notes:
+        print_line(f"note   {note}")
+    errors = sum(v.severity == "error" for v in violations)
+    print(
+        f"{errors} error{'s' if errors != 1 else ''}, {len(violations) - errors} warning{'s' if len(violations) - errors != 1 else ''}"
+    )
+
+
+def _print_violations(violations: Sequence[Violation]) -> None:
     for v in violations:
         print(f"{v.severity}: {v.rule}")
         source = f"{v.source}{f' ({v.versions})' if v.versions else ''}"
         for name, text in (("found", v.found), ("expected", v.expected), ("cure", v.cure), ("source", source)):
             print_line(f"{name:8}  {text}", indent="  ")
         print()
+
+
+def _print_sizes(findings: Sequence[Misfit]) -> None:
     rows = [
         (
             f.level,
@@ -130,12 +144,6 @@ def _print(
             title="sizes",
         )
         print()
-    for note in notes:
-        print_line(f"note   {note}")
-    errors = sum(v.severity == "error" for v in violations)
-    print(
-        f"{errors} error{'s' if errors != 1 else ''}, {len(violations) - errors} warning{'s' if len(violations) - errors != 1 else ''}"
-    )
 
 
 def _list(as_json: bool) -> int:

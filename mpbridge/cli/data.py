@@ -67,16 +67,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from mpbridge.data.tokenizer import fetch
     from mpbridge.report.progress import bar
 
-    if not args.sources:
-        raise BadValue("data prepare: no SOURCE; give files, folders, globs, data sets (hf:owner/name) or stdlib")
-    if args.workers is not None and args.workers < 1:
-        raise BadValue(f"--workers {args.workers}: at least 1")
-    places = (("--out", args.out and args.out.parent), ("--cache", args.cache))
-    faults = [fault for option, place in places if place and (fault := place_fault(option, place))]
-    if faults:
-        raise Contradiction(faults, subject="nothing can be written there")
-    if args.out:
-        _try_writing(args.out)
+    _refuse_bad(args)
     name = args.tokenizer or BYTE
     fetch(name)
     sources = find("stdlib" if args.sources == ["stdlib"] else args.sources)
@@ -106,6 +97,20 @@ def _prepare(args: argparse.Namespace) -> int:
     print(done.line() + (" (prepared before)" if done.cached else ""))
     print("\n".join(prefixes))
     return 0
+
+
+def _refuse_bad(args: argparse.Namespace) -> None:
+    """Raises BadValue or Contradiction for arguments that cannot work, before anything is read."""
+    if not args.sources:
+        raise BadValue("data prepare: no SOURCE; give files, folders, globs, data sets (hf:owner/name) or stdlib")
+    if args.workers is not None and args.workers < 1:
+        raise BadValue(f"--workers {args.workers}: at least 1")
+    places = (("--out", args.out and args.out.parent), ("--cache", args.cache))
+    faults = [fault for option, place in places if place and (fault := place_fault(option, place))]
+    if faults:
+        raise Contradiction(faults, subject="nothing can be written there")
+    if args.out:
+        _try_writing(args.out)
 
 
 def _try_writing(out: Path) -> None:

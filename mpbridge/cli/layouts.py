@@ -39,6 +39,27 @@ def run(args: argparse.Namespace) -> int:
     where = target(args)
     base = container(args)
     world = wanted_world(args) or base.smallest_world()
+    found, faults, left_out = _search(args, base, where, world)
+    if args.json:
+        print_json([_data(name, one, tuple(left_out)) for name, one in found])
+        return 0 if found else 1
+    print_line(f"{world} x {where.machine.label}: predictions")
+    _print(found)
+    for words in (*faults, *left_out):
+        print_line(f"left out: {words}")
+    if not found:
+        print_line(
+            f"no layout is legal and fits: sizes have to divide {world} GPUs, layers, heads and the global batch"
+            if not faults
+            else "no layout found"
+        )
+    return 0 if found else 1
+
+
+def _search(
+    args: argparse.Namespace, base: ConfigContainer, where: TargetMachine, world: int
+) -> tuple[list[tuple[str, Layout]], list[str], dict[str, None]]:
+    """(recipe and layout, fastest first; recipes that cannot run, with the reason; what the predictions leave out)."""
     found: list[tuple[str, Layout]] = []
     faults: list[str] = []
     left_out: dict[str, None] = {}
@@ -64,20 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if not where.machine.memory_bytes:
         left_out[f"memory: that of {where.machine.label} is not known, so no layout is refused for it"] = None
     found.sort(key=lambda pair: pair[1].seconds)
-    if args.json:
-        print_json([_data(name, one, tuple(left_out)) for name, one in found])
-        return 0 if found else 1
-    print_line(f"{world} x {where.machine.label}: predictions")
-    _print(found)
-    for words in (*faults, *left_out):
-        print_line(f"left out: {words}")
-    if not found:
-        print_line(
-            f"no layout is legal and fits: sizes have to divide {world} GPUs, layers, heads and the global batch"
-            if not faults
-            else "no layout found"
-        )
-    return 0 if found else 1
+    return found, faults, left_out
 
 
 def _resolved(box: ConfigContainer, world: int, where: TargetMachine) -> Run:

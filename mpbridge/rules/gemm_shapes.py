@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -156,21 +157,7 @@ def _judge(gemm: LinearShape, run: RunFacts) -> Iterator[Misfit]:
     if need.tokens_untransposed and not needs_transpose(arch):
         tokens = need.tokens_untransposed
 
-    def finding(
-        level: Level, dimension: Dimension, value: int, multiple: int, cure: str, source: str
-    ) -> Iterator[Misfit]:
-        if value % multiple:
-            yield Misfit(
-                level=level,
-                module=gemm.module,
-                layers=gemm.layers,
-                dimension=dimension,
-                value=value,
-                multiple=multiple,
-                cure=cure,
-                source=source,
-            )
-
+    finding = functools.partial(_unless_multiple, gemm)
     if gemm.tokens is None and gemm.module.endswith("linear_fc1"):  # once for the pair
         yield Misfit(
             level="experts", module=gemm.module, layers=gemm.layers, dimension="tokens of an expert", value=0, multiple=need.expert,
@@ -193,6 +180,22 @@ def _judge(gemm: LinearShape, run: RunFacts) -> Iterator[Misfit]:
             level="fast", module=gemm.module, layers=gemm.layers, dimension="size", value=gemm.outer, multiple=1,
             cure=f"{gemm.outer} x {gemm.inner} is too small to gain from FP8: keep it in 16 bits (mixed_precision.modules)", source=_SMALL_SOURCE,
         )  # fmt: skip
+
+
+def _unless_multiple(
+    gemm: LinearShape, level: Level, dimension: Dimension, value: int, multiple: int, cure: str, source: str
+) -> Iterator[Misfit]:
+    if value % multiple:
+        yield Misfit(
+            level=level,
+            module=gemm.module,
+            layers=gemm.layers,
+            dimension=dimension,
+            value=value,
+            multiple=multiple,
+            cure=cure,
+            source=source,
+        )
 
 
 def _shards(gemm: LinearShape, need: Sizes, run: RunFacts) -> Iterator[Misfit]:
