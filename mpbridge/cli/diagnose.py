@@ -50,7 +50,9 @@ def _print(found: Diagnosis) -> None:
     from mpbridge.cli.text import print_line
 
     run = found.run
-    print_line(f"{run.folder}: {run.recipe}, {len(run.curves.rows)} steps, {len(run.measured)} measured")
+    print_line(
+        f"{run.folder}: {run.recipe}, {len(run.curves.rows)} step{'s' * (len(run.curves.rows) != 1)}, {len(run.measured)} measured"
+    )
     print_line(found.verdict)
     for one in found.onsets:
         print_line(f"step {one.step}: {one.what}", indent="  ")

@@ -41,12 +41,16 @@ def _step(sentence: str) -> float:
 
 
 def _parting(run: Evidence, other: Evidence, number: str, word: str, *, limit: float = APART) -> list[str]:
-    theirs = dict(other.curves.series(number))
-    for step, value in run.curves.series(number):
-        if step not in theirs:
-            continue
-        two = theirs[step]
-        same = math.isclose(value, two, rel_tol=limit) if math.isfinite(value) and math.isfinite(two) else False
+    mine, theirs = dict(run.curves.series(number)), dict(other.curves.series(number))
+    both = [step for step in mine if step in theirs]
+    if not both:
+        where = "this run" if mine else "the other" if theirs else ""
+        if not where:
+            return []
+        return [f"{word}: no step that both have it of" if mine and theirs else f"{word}: only {where} has it"]
+    for step in both:
+        value, two = mine[step], theirs[step]
+        same = math.isclose(value, two, rel_tol=limit) if math.isfinite(value) and math.isfinite(two) else value == two
         if not same and not (math.isnan(value) and math.isnan(two)):
             return [
                 f"step {step}: {word} {value:.4g}, the other {two:.4g}: the first that differs by more than {limit:.0%}"
@@ -58,7 +62,7 @@ def _loss_scales(run: Evidence, other: Evidence) -> list[str]:
     """The first step at which loss scales differ, where either run has one."""
     mine, theirs = dict(run.curves.series("loss_scale")), dict(other.curves.series("loss_scale"))
     both = [step for step in mine if step in theirs]
-    if all(mine[step] == theirs[step] == 1.0 for step in both):
+    if not both or all(mine[step] == theirs[step] == 1.0 for step in both):
         return []
     for step in both:
         if mine[step] != theirs[step]:
@@ -71,7 +75,7 @@ def _skips(run: Evidence, other: Evidence) -> list[str]:
     mine, theirs = _skipped(run), _skipped(other)
     both = {row["iteration"] for row in run.curves.rows} & {row["iteration"] for row in other.curves.rows}
     apart = sorted((mine ^ theirs) & both)
-    if not mine and not theirs:
+    if not both or (not mine and not theirs):
         return []
     if not apart:
         return [f"skipped updates: the same steps, {len(mine & both)} of the {len(both)} that both have"]

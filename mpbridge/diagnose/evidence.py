@@ -88,7 +88,8 @@ class Evidence:
             return []
         words = {"loss": "loss", "grad_norm": "gradient norm", "loss_scale": "loss scale", "lr": "learning rate"}
         curves = [word for number, word in words.items() if self.curves.series(number)]
-        found = [f"{len(self.curves.rows)} steps of {', '.join(curves)}: where they jump, and what is not finite"] if curves else []  # fmt: skip
+        count = len(self.curves.rows)
+        found = [f"{count} step{'s' * (count != 1)} of {', '.join(curves)}: where they jump, and what is not finite"] if curves else []  # fmt: skip
         if any("applied" in row for row in self.curves.rows):
             skipped = sum(row.get("applied") is False for row in self.curves.rows)
             found.append(f"which updates were made: {skipped} of {len(self.curves.rows)} were skipped")

@@ -22,8 +22,9 @@ CURVES: Mapping[str, tuple[str, bool]] = {
 """Number in metrics.jsonl -> (label with its unit, whether its axis is logarithmic)."""
 
 
-_NUMBERS = (*CURVES, "eval_loss", "lr", "nonfinite_steps", "skipped_steps", "consumed_samples")
+_NUMBERS = (*CURVES, "eval_loss", "lr")
 """What of a line is read as a number, or null."""
+_COUNTS = ("nonfinite_steps", "skipped_steps", "consumed_samples")
 
 
 @dataclass(slots=True)
@@ -81,6 +82,7 @@ def _row(line: str) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     good = len(sizes) == sum(type(found.get(name)) in (int, float) for name in _NUMBERS)
+    good = good and all(type(found.get(name, 0)) is int for name in _COUNTS)
     return found if good and 0 <= row["iteration"] < 1 << 53 and type(found.get("applied", True)) is bool else None
 
 

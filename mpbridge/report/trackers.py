@@ -13,6 +13,7 @@ import os
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,8 @@ WAIT = 120.0
 """Seconds that the end of a run waits for a tracker to take its last numbers."""
 ANSWER = 10.0
 """Seconds within which a server has to answer at the start: W&B's own attempts take minutes, and hold up the end of the process."""
+FAREWELL = 5.0
+"""Seconds for one that was given up to close what it has open."""
 WAITING = 10_000
 """Lines that may wait for a slow tracker; later ones are dropped, and that is said."""
 
@@ -245,8 +248,6 @@ class Mlflow:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See Tracker."""
-        import time
-
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -304,10 +305,14 @@ class TrackerThread:
             self._lose(f"takes its numbers too slowly ({WAITING} lines wait)")
 
     def close(self) -> None:
-        """See Tracker; a tracker that does not come to an end is left behind, and that is said."""
-        with contextlib.suppress(queue.Full):
-            self._lines.put_nowait(None)
-        self._thread.join(self._wait)
+        """See Tracker; a tracker that does not come to an end is left behind, and that is said. One that was given up is hardly waited for."""
+        until = time.monotonic() + (min(self._wait, FAREWELL) if self._gone else self._wait)
+        marked = False
+        while not marked and self._thread.is_alive() and time.monotonic() < until:
+            with contextlib.suppress(queue.Full):  # lines still wait: the mark comes behind them
+                self._lines.put(None, timeout=0.2)
+                marked = True
+        self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             self._lose(f"did not take its last numbers within {self._wait:g} seconds")
 

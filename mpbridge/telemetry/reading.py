@@ -74,6 +74,8 @@ def _rows(name: str, table: Any, names: dict[tuple[str, ...], dict[str, int]]) -
                 if value not in _WORDS:
                     raise ValueError(f"{columns[i]} is a {type(value).__name__}")
                 row[i] = float(value)
+            elif value.__class__ is int:
+                float(value)  # a number of four hundred digits is none
         found.append(TensorRow(at, row))
     return found
 

@@ -549,6 +549,25 @@ def test_a_run_without_statistics_is_not_compared_by_tensors_and_says_what_it_st
     assert f"{STEPS} steps of loss, gradient norm" in told
 
 
+def test_what_two_runs_do_not_both_have_is_not_compared(run: Written, tmp_path: Path) -> None:
+    other = Written(tmp_path / "other")
+    for row in other.rows:
+        row["iteration"] += 100
+        row.pop("grad_norm")
+    said = "\n".join(diagnose(run.write(), other.write()).against)
+    assert "within" not in said
+    assert "loss: no step that both have it of" in said
+    assert "gradient norm: only this run has it" in said
+    for one in (run, other):
+        for row in one.rows:
+            row.pop("grad_norm", None)
+            row["iteration"] = (row["iteration"] - 1) % 100 + 1
+            row["loss"] = math.inf if row["iteration"] > 20 else row["loss"]
+    said = "\n".join(diagnose(run.write(), other.write()).against)
+    assert "loss: within 5% of the other's at every step that both have" in said
+    assert "gradient norm" not in said
+
+
 def test_settings_of_runs_that_broke_off_are_compared(run: Written) -> None:
     for made, rate in ((run, 1.0), (other := Written(run.folder.parent / "other"), 0.1)):
         made.write()

@@ -128,6 +128,40 @@ def test_a_tracker_that_breaks_or_hangs_stops_nothing(
     assert len(read(tmp_path / "metrics.jsonl")) == 3
 
 
+@pytest.mark.parametrize("given_up", [False, True])
+def test_a_tracker_whose_queue_is_full_at_the_end_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given_up: bool
+) -> None:
+    taken: list[int] = []
+    begun, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow:
+        def __init__(self, place: Any) -> None:
+            begun.set()
+
+        def log(self, step: int, values: Any) -> None:
+            go_on.wait(60)
+            taken.append(step)
+
+        def close(self) -> None:
+            closed.set()
+
+    monkeypatch.setattr(trackers, "TRACKERS", {"slow": (Slow, "x")})
+    monkeypatch.setattr(trackers, "WAITING", 5)
+    one = trackers.TrackerThread("slow", trackers.TrackedRun(tmp_path, {}), wait=60.0)
+    assert begun.wait(60)
+    one.log(1, {"loss": 1.0})
+    while not one._lines.empty():
+        time.sleep(0.01)
+    for step in range(2, 8 if given_up else 7):
+        one.log(step, {"loss": 1.0})
+    threading.Timer(0.5, go_on.set).start()
+    one.close()
+    assert closed.is_set()
+    assert taken == ([1] if given_up else [1, 2, 3, 4, 5, 6])
+    assert ("too slowly" in capsys.readouterr().err) is given_up
+
+
 def test_a_server_is_asked_before_its_library_tries_for_minutes() -> None:
     class NotHere(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
