@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mpbridge.errors import BadValue, DataError, UnknownName, brief, nearest
+from mpbridge.errors import BadValue, DataError, UnknownName, brief, cut, nearest
 from mpbridge.formats import DType
 from mpbridge.megatron_spec.schema import records
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -176,6 +176,10 @@ def _precision(read_: Reader, notes: _Notes) -> dict[str, Any]:
         return {}
     values: dict[str, Any] = {}
     for name, value in section.items():
+        if name == "_target_" and str(value).rpartition(".")[2] != TARGET.rpartition(".")[2]:
+            notes.contradicts.append(
+                f"mixed_precision._target_={cut(value)}: not Bridge's class ({TARGET}); described as if it were"
+            )
         if name in ("_target_", "_call_"):
             continue
         if name not in FIELDS:

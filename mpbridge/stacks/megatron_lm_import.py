@@ -54,6 +54,8 @@ _VALUES: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "--moe-router-dtype": ("router", None),
         "--output-logit-dtype": ("logits", None),
         "--transformer-impl": ("transformer_impl", "transformer_engine"),
+        "--data-parallel-sharding-strategy": ("strategy", None),
+        "--yaml-cfg": ("yaml", None),
     }
 )
 _SWITCHES: Mapping[str, str] = MappingProxyType(
@@ -79,6 +81,10 @@ _SWITCHES: Mapping[str, str] = MappingProxyType(
         "--fp16-lm-cross-entropy": "fp16_loss",
     }
 )
+_STRATEGIES: Mapping[str, Sharded] = MappingProxyType(
+    {"no_shard": "nothing", "optim": "optimizer", "optim_grads": "gradients", "optim_grads_params": "everything"}
+)
+"""Megatron-FSDP's --data-parallel-sharding-strategy -> what is divided."""
 _INTEGERS = ("hysteresis", "fp8_margin", "fp8_interval", "fp8_amax_history_len", "first", "last")
 _FLOATS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window")
 
@@ -178,6 +184,8 @@ def _is_option(word: str) -> bool:
 
 def _store(read: Parsed, option: str, values: list[str]) -> None:
     if option in _SWITCHES:
+        if values:
+            read.faults.append(f"{option}={cut(values[0])}: it takes no value, and its parser refuses one")
         read.values[_SWITCHES[option]] = True
         read.said.add(_SWITCHES[option])
     elif option in _VALUES:
@@ -190,6 +198,8 @@ def _store(read: Parsed, option: str, values: list[str]) -> None:
             read.values[name] = convert(values[0])
         except ValueError:
             read.faults.append(f"{option} {cut(values[0])}: expected a {'whole ' if name in _INTEGERS else ''}number")
+        if name == "strategy" and values[0] not in _STRATEGIES:
+            read.faults.append(f"{option} {cut(values[0])}: expected {', '.join(_STRATEGIES)}")
         read.said.add(name)
     else:
         read.other.append(option)
@@ -197,17 +207,22 @@ def _store(read: Parsed, option: str, values: list[str]) -> None:
 
 def _meaning(read: Parsed, *, version: str, assumed: tuple[str, ...]) -> Imported:
     values = dict(_VALUES.values()) | read.values
+    values["loss_scale"] = values["loss_scale"] or None  # 0 is a dynamic scale there
     inert_, contradicts, more = inert(read, values), contradictions(read, values), []
     fields = _fields(read, values)
     engine = DEFAULT
     if read.on("megatron_fsdp") or read.on("fsdp2"):
         engine = engine_with("wrapper" if read.on("megatron_fsdp") else "optimizer")
     sharded: Sharded = "everything" if engine != DEFAULT else "optimizer" if read.on("distributed") else "nothing"
+    if read.on("megatron_fsdp"):  # Megatron-FSDP's default: everything since its flags for dtypes, nothing before
+        sharded = _STRATEGIES[values["strategy"] or ("optim_grads_params" if read.dtypes else "no_shard")]
     # under torch's FSDP2 its layout stays its own: 16-bit parameters and FP32 main weights
     kind = engine if read.on("megatron_fsdp") else DEFAULT
     meaning = described(fields, contradicts, engine=kind, sharded=sharded)
     if not (read.on("bf16") or read.on("fp16")):
         more.append("neither --bf16 nor --fp16: everything in FP32")
+    if values["yaml"] is not None:
+        more.append(f"--yaml-cfg {cut(values['yaml'])}: that file decides, and is not read")
     precise = [one for one in read.other if PRECISION.search(one.replace("-", "_"))]
     open_ = [f"{one}: about precision, and decides nothing that is read here" for one in precise]
     return Imported(

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpbridge.errors import cut
+from mpbridge.scalings import SCALINGS
+
 
 @dataclass
 class Parsed:
@@ -101,6 +104,14 @@ def _contradicting_dtypes(read: Parsed, values: Mapping[str, Any]) -> Iterator[C
 def _contradicting_quantization(read: Parsed, values: Mapping[str, Any]) -> Iterator[ConditionalNote]:
     fp8, fp4, stored = values["fp8"], values["fp4"], read.on("fp8_stored")
     yield bool(fp8 and fp4), "--fp8-format and --fp4-format: megatron-core refuses both together"
+    for low in ("fp8", "fp4"):
+        recipe = values[f"{low}_recipe"]
+        known = recipe == "custom" or any(row.core == recipe for row in SCALINGS.values())
+        yield not known, f"--{low}-recipe {cut(recipe)}: the parser has no such recipe"
+    yield (
+        read.on("fsdp2") and read.on("megatron_fsdp"),
+        "--use-torch-fsdp2 beside --use-megatron-fsdp: described as Megatron-FSDP",
+    )
     delayed = bool(fp8) and values["fp8_recipe"] == "delayed"
     yield read.on("edges") and delayed, "--first-last-layers-bf16 with delayed scaling: megatron-core refuses it"
     yield stored and fp8 is None, "--fp8-param-gather without --fp8-format"

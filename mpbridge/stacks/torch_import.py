@@ -31,8 +31,9 @@ def fields_of(
         if meaning.storage is not DType.FP32:
             fields |= {"exp_avg_dtype": meaning.exp_avg.short, "exp_avg_sq_dtype": meaning.exp_avg_sq.short}
             fields["main_grads_dtype"] = meaning.storage.short
-    elif meaning.remainders:
-        fields |= {"use_precision_aware_optimizer": True, "store_param_remainders": True, "main_params_dtype": "fp32"}
+    elif meaning.main is not None and (meaning.remainders or {meaning.exp_avg, meaning.exp_avg_sq} != {DType.FP32}):
+        kept = {"store_param_remainders": meaning.remainders, "main_params_dtype": meaning.main.short}
+        fields |= {"use_precision_aware_optimizer": True, **kept}
         fields |= {"exp_avg_dtype": _state(meaning.exp_avg), "exp_avg_sq_dtype": _state(meaning.exp_avg_sq)}
     if fields.get("main_grads_dtype") and meaning.wire is DType.FP32:
         del fields["main_grads_dtype"]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from mpbridge.errors import DataError, brief
+from mpbridge.errors import DataError, brief, cut
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks.base import Imported, engine_with
@@ -54,7 +54,7 @@ def read_data(data: Any, *, version: str) -> Imported:
         states = DType.BF16
     meaning = Meaning(
         storage=storage, compute=compute, wire=reduce, accumulator=storage, exp_avg=states, exp_avg_sq=states,
-        sharded="everything",
+        sharded="nothing" if read_.number("parallelism.data_parallel_shard_degree", -1) == 1 else "everything",
     )  # fmt: skip
     if quant is not None:
         meaning = dataclasses.replace(meaning, regions=(Region(quant=quant),))
@@ -203,7 +203,11 @@ def _filters(word: str, said: Mapping[str, Any]) -> list[str]:
 def _quant(read_: Reader, cannot: list[str], inert: list[str], assumed: list[str]) -> Quant | None:
     name = str(read_.at("config") or "")
     converters = read_.at("model.converters")
+    if isinstance(converters, str):
+        converters = [one.strip() for one in converters.split(",")]
     listed = [str(one) for one in converters] if isinstance(converters, (list, tuple)) else []
+    left = [one for one in listed if one not in ("float8", "mx")]
+    cannot.extend(f"model.converters={cut(one)}: not a converter that is read here" for one in left)
     word = next((word for word in ("nvfp4", "mxfp8", "float8") if word in name), "")
     word = word or next((found for mark, found in (("mx", "mxfp8"), ("float8", "float8")) if mark in listed), "")
     if not word:

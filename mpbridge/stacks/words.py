@@ -51,7 +51,7 @@ TABLE: tuple[StackWord, ...] = (
          storage=_B, compute=_B, main=_F, wire=_B, accumulator=_B, reads=_F, sharded="everything"),
     _row("--bf16 | --bf16 --use-megatron-fsdp | bf16", "megatron-lm", "--use-megatron-fsdp", "training/arguments.py: --megatron-fsdp-main-grads-dtype auto; fsdp/src/megatron_fsdp/param_and_grad_buffer.py casts them for FP32 main weights",
          storage=_B, compute=_B, main=_F, wire=_B, accumulator=_B, reads=_F, sharded="everything"),
-    _row("--bf16 | --bf16 --use-megatron-fsdp | bf16", "megatron-lm", "--use-megatron-fsdp, megatron-core 0.16", "ddp.grad_reduce_in_fp32, which --bf16 switches on, is read there",
+    _row("--bf16 | --bf16 --use-megatron-fsdp | bf16", "megatron-lm", "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params, megatron-core 0.16 (whose default divides nothing)", "ddp.grad_reduce_in_fp32, which --bf16 switches on, is read there",
          storage=_B, compute=_B, main=_F, wire=_F, accumulator=_F, sharded="everything"),
     _row("bf16_mixed | bf16-mixed", "megatron-bridge", "its recipes", "training/mixed_precision.py",
          storage=_B, compute=_B, main=_F, wire=_F, accumulator=_F, sharded="optimizer"),

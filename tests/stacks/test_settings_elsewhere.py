@@ -112,3 +112,83 @@ def test_a_precision_that_a_strategy_refuses_contradicts_itself(word: str) -> No
             for line in read_args(f"precision={word} strategy={name}", stack="lightning").contradicts
         )
     assert not read_args(f"precision={word} strategy=ddp", stack="lightning").contradicts
+
+
+# Megatron-LM, Bridge, torchtitan, AutoModel
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sharded"),
+    [
+        ("no_shard", "nothing"),
+        ("optim", "optimizer"),
+        ("optim_grads", "gradients"),
+        ("optim_grads_params", "everything"),
+    ],
+)
+def test_megatron_fsdp_divides_what_its_strategy_says(strategy: str, sharded: str) -> None:
+    text = f"--bf16 --use-megatron-fsdp --data-parallel-sharding-strategy {strategy}"
+    assert read_args(text).meaning.sharded == sharded
+
+
+def test_megatron_fsdp_divides_nothing_by_default_before_it_had_flags_for_dtypes() -> None:
+    text = "--bf16 --use-megatron-fsdp"
+    assert (read_args(text).meaning.sharded, read_args(text, version="0.16").meaning.sharded) == (
+        "everything",
+        "nothing",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("--bf16 --fp8-format e4m3 --fp8-recipe rowwise", "--fp8-recipe rowwise: the parser has no such recipe"),
+        ("--bf16 --fp4-format e2m1 --fp4-recipe mxfp9", "--fp4-recipe mxfp9: the parser has no such recipe"),
+        ("--bf16 --use-torch-fsdp2 --use-megatron-fsdp", "--use-torch-fsdp2 beside --use-megatron-fsdp"),
+    ],
+)
+def test_what_megatron_lm_lacks_contradicts_itself(text: str, said: str) -> None:
+    assert any(line.startswith(said) for line in read_args(text).contradicts)
+
+
+def test_odd_values_of_megatron_lms_options() -> None:
+    with pytest.raises(BadValue, match="--bf16=true: it takes no value"):
+        read_args("--bf16=true")
+    with pytest.raises(BadValue, match="expected no_shard, optim"):
+        read_args("--bf16 --use-megatron-fsdp --data-parallel-sharding-strategy zero3")
+    dynamic = read_args("--fp16 --loss-scale 0")
+    assert (dynamic.meaning.loss_scale, dynamic.contradicts) == (read_args("--fp16").meaning.loss_scale, ())
+    assert any("x.yaml: that file decides" in line for line in read_args("--yaml-cfg x.yaml").assumed)
+
+
+def test_a_class_that_is_not_bridges_contradicts_itself() -> None:
+    for target, odd in (("os.system", True), ("megatron.bridge.training.mixed_precision.MixedPrecisionConfig", False)):
+        found = read("megatron-bridge", mixed_precision={"_target_": target, "bf16": True}, ddp={})
+        assert any(line.startswith("mixed_precision._target_=") for line in found.contradicts) is odd
+
+
+def test_converters_of_torchtitan_on_a_command_line_are_read() -> None:
+    assert "rowwise" in read_args("--model.converters float8", stack="torchtitan").meaning.quantization
+    other = read_args("--model.converters quantize,lora", stack="torchtitan")
+    assert [line.partition(":")[0] for line in other.cannot_express] == [
+        "model.converters=quantize",
+        "model.converters=lora",
+    ]
+
+
+@pytest.mark.parametrize(("degree", "sharded"), [("1", "nothing"), ("8", "everything"), ("-1", "everything")])
+def test_one_shard_divides_nothing(degree: str, sharded: str) -> None:
+    found = read_args(f"--parallelism.data_parallel_shard_degree {degree}", stack="torchtitan")
+    assert found.meaning.sharded == sharded
+
+
+def test_main_weights_beside_narrow_moments_keep_both() -> None:
+    adam = {
+        "_target_": "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+        "master_weights": True,
+        "exp_avg_dtype": "torch.bfloat16",
+    }
+    model = {"_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained", "torch_dtype": "bfloat16"}
+    found = read("automodel", model=model, optimizer=adam)
+    assert (found.meaning.main, found.meaning.exp_avg, found.meaning.exp_avg_sq) == (FP32, BF16, FP32)
+    assert (found.fields["exp_avg_dtype"], found.fields["main_params_dtype"]) == ("bf16", "fp32")

@@ -356,7 +356,7 @@ def test_trap(name: str) -> None:
     ("stack", "text", "quantized", "left"),
     [
         ("megatron-lm", "--bf16 --fp8-format e4m3 --fp8-recipe blockwise --fp8-param-gather --use-distributed-optimizer --reuse-grad-buf-for-mxfp8-param-ag", "blockwise", "reuse_grad_buf"),
-        ("megatron-lm", "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --loss-scale 0", "tensorwise", "loss_scale"),
+        ("megatron-lm", "--bf16 --fp8-format hybrid --fp8-recipe tensorwise --loss-scale -1", "tensorwise", "loss_scale"),
         ("megatron-lm", "--fp16 --hysteresis 0", "none", "hysteresis"),
         ("megatron-lm", "--bf16 --fp8-format e5m2", "none", "fp8=e5m2"),
         ("megatron-lm", "--fp8-format hybrid", "none", "fp8=hybrid"),
