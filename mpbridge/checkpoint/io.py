@@ -308,13 +308,13 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Conten
             "counts: scheduler.override_opt_param_scheduler=true (this run's) or scheduler.use_checkpoint_opt_param_scheduler=true"
         ) from error
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file}: the schedule cannot be taken up ({type(error).__name__}: {error})") from error
+        raise CheckpointError(f"{file}: the schedule cannot be restored ({type(error).__name__}: {error})") from error
     if same_layout:
         try:
             _set_random_states(contents.object(_random_entry({})))
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError) as error:
             raise CheckpointError(
-                f"{contents.folder}: the random states cannot be taken up ({type(error).__name__}: {str(error)[:200]})"
+                f"{contents.folder}: the random states cannot be restored ({type(error).__name__}: {str(error)[:200]})"
             ) from error
 
 

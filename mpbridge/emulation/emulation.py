@@ -116,7 +116,7 @@ class Emulation:
         """
         if policy.compute is not self.policy.compute:
             raise Refused(
-                f"the model computes in {self.policy.compute.short}; a policy for {policy.compute.short} needs another one"
+                f"the model computes in {self.policy.compute.short}; a policy that computes in {policy.compute.short} needs a model built for it"
             )
         before = (self.policy, self.release, self.environment)
         self._rule(

@@ -90,7 +90,7 @@ def apply(
     """
     if plan.realization == "emulated" and not emulated and plan.policy is not None and plan.policy.quantized:
         raise Refused(
-            "this plan tells megatron-core of no quantization, because emulation is to do it: attach mpbridge.emulation and say so with "
+            "this plan leaves quantization to mpbridge.emulation and writes none to megatron-core: attach the emulation and call "
             "apply(plan, emulated=True), or plan with realization='native'"
         )
     if emulated and plan.realization == "native" and plan.policy is not None and plan.policy.quantized:
@@ -111,7 +111,7 @@ def _refuse_unspoken(plan: Plan) -> None:
     unspoken = dict.fromkeys(quant.scaling for quant in quants if quant.row.core is None)
     if unspoken:
         raise Refused(
-            f"megatron-core has no word for {', '.join(unspoken)} scaling: fields cannot say it, and this script's linears would train in 16 bits;"
+            f"megatron-core has no word for {', '.join(unspoken)} scaling, so this script's linears would train in 16 bits;"
             " train it with mpbridge, whose engines put such GEMMs into the linears"
         )
 

@@ -58,7 +58,7 @@ class Scorer:
         self.halves: tuple[Scores, Scores] = ({}, {})
         """Scores of the even and of the odd batches."""
         self.refused: dict[tuple[str, str], str] = {}
-        """(slot, level) -> why its shapes cannot be quantized so."""
+        """(slot, level) -> why its shapes cannot be quantized this way."""
         self.inputs: dict[str, Hashable] = {}
         """slot -> which tensor it read in the last batch."""
         self.shapes: dict[str, tuple[int, int, int]] = {}

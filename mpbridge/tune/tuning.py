@@ -125,7 +125,7 @@ def tuned(subject: Subject, asked: TuningRequest, say: Callable[[str], None] = l
     if all((place.slot, name) in heard.refused for place in heard.places for name in low):
         slot, why = next((slot, why) for (slot, _), why in heard.refused.items())
         raise Refused(
-            f"no linear of this model can be quantized so, and there is nothing to choose: {slot}: {why} (take sizes that fit, or another recipe)"
+            f"no linear of this model can be quantized this way, so there is nothing to choose: {slot}: {why} (take sizes that fit, or another recipe)"
         )
     say(f"{len(found)} decisions about {len(heard.places)} linears; measuring the joint damage of each kind of GEMM")
     whole = joint(subject, policy, low, heard.refused, min(JOINT, asked.batches))
@@ -332,7 +332,7 @@ class _Choice:
         refused = sorted({slot for slot, level in self.heard.refused if level == LOW})
         if refused:
             self.notes.append(
-                f"{len(refused)} linears cannot be quantized so and stay in {asked.high}, as {refused[0]}: {self.heard.refused[refused[0], LOW]}"
+                f"{len(refused)} linears cannot be quantized this way and stay in {asked.high}, as {refused[0]}: {self.heard.refused[refused[0], LOW]}"
             )
         if asked.batches < ENOUGH:
             self.notes.append(f"{asked.batches} batches: {ENOUGH} rank better")

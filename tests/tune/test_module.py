@@ -238,7 +238,7 @@ def poisoned(number: int) -> list[torch.Tensor]:
                 NVFP4,
             ),
             Refused,
-            "no linear of this model can be quantized so.*input features 24",
+            "no linear of this model can be quantized this way.*input features 24",
         ),
         (
             lambda: mpbridge.tune_module(net(), loss, batches(8), "bf16_with_fp8_delayed_scaling_mixed"),
