@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def evidence(result: Tuned, *, recipe: str, facts: dict[str, Any], library: str 
         "cost": asked.pricing.words()
         if asked.budget.what != "memory"
         else f"bytes of the fullest rank on {asked.pricing.machine.name}",
-        "agreement of two halves": _short(result.agreement),
+        "agreement of two halves": None if math.isnan(result.agreement) else _short(result.agreement),
         "decisions": "whole kinds (the halves disagree about layers)" if result.pooled else "each unit",
         "scores": scores(result),
         "expected gradient error": _short(result.predicted),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from mpbridge.tune.arms import TUNED
@@ -45,8 +46,12 @@ def lines(result: Tuned, recipe: str) -> list[str]:
     asked = result.asked
     cost = "bytes of the fullest rank" if asked.budget.what == "memory" else f"over all low's; {asked.pricing.words()}"
     found = [EXPLAINED.format(cost=cost)]
-    agreement = f"two halves of the batches rank the decisions alike by {result.agreement:.2f} (Spearman)"
-    found.append(agreement + (f": below {AGREE}, so layers were pooled to whole kinds" if result.pooled else ""))
+    if math.isnan(result.agreement):
+        agreement = "two halves of the batches have no ranking to agree on: fewer than three decisions, or all alike"
+    else:
+        agreement = f"two halves of the batches rank the decisions alike by {result.agreement:.2f} (Spearman)"
+        agreement += f": below {AGREE}" if result.pooled else ""
+    found.append(agreement + (", so layers were pooled to whole kinds" if result.pooled else ""))
     found.append(
         f"expected gradient error of the choice: {result.predicted:.4f}; measured: {result.proof[TUNED].error:.4f}"
     )

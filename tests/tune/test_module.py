@@ -414,7 +414,10 @@ with torch._dynamo.config.patch(disable=True):
     result, content = mpbridge.tune_module(module, loss, batches, "bf16_with_nvfp4_mixed", budget="time=2", unseen=2)
 assert len(result.choice) == 2, result.choice
 assert "megatron" not in content["evidence"]["found by"]
-import mpbridge.tune.folder, mpbridge.tune.report
+import mpbridge.tune.folder
+from mpbridge.tune.report import lines
+said = lines(result, "bf16_with_nvfp4_mixed")
+assert "fewer than three decisions" in said[1] and "agreement of two halves" not in content["evidence"], said
 sys.exit(main(["tune", "--config", sys.argv[1], "--recipe", "bf16_with_nvfp4_mixed"]))
 """
 
