@@ -12,6 +12,7 @@ from mpbridge.diagnose.causes import suspects
 from mpbridge.diagnose.evidence import Evidence, gather
 from mpbridge.diagnose.signals import Odd, Onset, odd_tensors, onsets, rate_jumps, rates
 from mpbridge.diagnose.suspects import Suspect, Symptoms
+from mpbridge.errors import cut
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,7 +124,7 @@ def _changes(run: Evidence, first: int | None) -> list[str]:
         for event in run.events
     ]  # fmt: skip
     found += [
-        (int(audit.get("step", 0)), f"step {audit.get('step', 0)}: audit not as promised: {'; '.join(map(str, audit.get('faults', [])))[:200]}")
+        (int(audit.get("step", 0)), f"step {audit.get('step', 0)}: audit not as promised: {cut('; '.join(map(str, audit.get('faults', []))), 200)}")
         for audit in run.audits
         if not audit.get("ok", True)
     ]  # fmt: skip

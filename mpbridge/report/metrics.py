@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from mpbridge.files import opened_to_write
+from mpbridge.files import opened_to_write, text_of
 from mpbridge.report.console import warn
 from mpbridge.report.trackers import TrackedRun, names_of, numbers, opened
 
@@ -96,17 +96,27 @@ def _appended(handle: int, line: bytes) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last line that was cut off is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    """The lines of a metrics file; what is no line of one, as where a crash cut it off, is left out."""
+    return [row for row in _rows(path) if row is not None]
+
+
+def _rows(path: Path) -> list[dict[str, Any] | None]:
+    """Each line's object; None for a line that is none of a step."""
+    rows: list[dict[str, Any] | None] = []
+    for line in text_of(path, errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
+            row = json.loads(line)
+            known = isinstance(row, dict) and isinstance(row.get("iteration", 0), int)
+        except (ValueError, RecursionError):
+            known = False
+        rows.append(row if known else None)
     return rows
 
 
 def _lines_until(path: Path, after: int) -> list[str]:
     if not after or not path.is_file():
         return []
-    return [json.dumps(row) + "\n" for row in read(path) if row.get("iteration", 0) <= after]
+    rows = _rows(path)
+    if lost := rows.count(None):
+        warn(f"{path}: {lost} of {len(rows)} lines cannot be read and are left out; the run goes on behind the others")
+    return [json.dumps(row) + "\n" for row in rows if row is not None and row.get("iteration", 0) <= after]

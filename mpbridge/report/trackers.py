@@ -91,7 +91,7 @@ class Csv:
         """Steps that the run made and this file lacks, as where the process was killed or the disk was full, come from metrics.jsonl."""
         path, known = place.folder / "metrics.jsonl", frozenset(rows)
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 values = json.loads(line)
                 step = int(values["iteration"])
                 if step <= place.after and step not in known:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpbridge.files import text_of
+
 FILE = "statistics.jsonl"
 """In the run's folder."""
 SCHEMA = 1
@@ -90,16 +92,21 @@ def _short(value: Any) -> Any:
 
 
 def kept(path: Path, after: int) -> list[str]:
-    """The lines of a file that belong to steps up to `after`; none with 0."""
+    """The lines of a file that belong to steps up to `after`; none with 0. Lines that cannot be read are left out, and that is said."""
     if not after or not path.is_file():
         return []
-    found = []
-    for raw in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    found, lines = [], text_of(path, errors="replace").splitlines()
+    lost = 0
+    for raw in lines:
         try:
             if int(json.loads(raw)["iteration"]) <= after:
                 found.append(raw + "\n")
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            lost += 1
+    if lost:
+        from mpbridge.report.console import warn  # brings rich, which readers do without
+
+        warn(f"{path}: {lost} of {len(lines)} lines cannot be read and are left out")
     return found
 
 

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mpbridge.telemetry.records import LINEARS, merged
+import pytest
+
+from mpbridge.telemetry.records import LINEARS, kept, merged
 from tests.worlds import COUNTED, ROOT, start
 
 
@@ -81,3 +83,12 @@ def test_statistics_of_ten_thousand_ranks_take_as_many_collectives_as_those_of_t
     assert few == many
     assert len(many) < 8
     assert received < 10e6, "a model of 100 layers"
+
+
+def test_a_damaged_line_of_statistics_stops_no_run_that_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "statistics.jsonl"
+    path.write_bytes(b'{"iteration": 1}\n{"iteration": Infinity}\n\xff[\n{"iteration": 2}\n{"iteration": 7}\n')
+    assert kept(path, 2) == ['{"iteration": 1}\n', '{"iteration": 2}\n']
+    assert "2 of 5 lines cannot be read" in capsys.readouterr().err
