@@ -118,12 +118,15 @@ def gradient_findings(
     """
     factor = share * (min(1.0, clip / (norm + 1.0e-6)) if clip > 0 else 1.0) / scale
     tolerance = max(_ROUNDED.get(width, 0.15) for width in widths.values()) if widths else _EXACT
-    aim = Aim(factor=factor if known else None, most=None if known else most, scale=scale, tolerance=tolerance)
-    told = [[*_told(rank, ranks, aim)] for rank in ranks]
-    wrong = [[text for _, text in own if text] + _lost(rank, ranks) for own, rank in zip(told, ranks, strict=True)]
-    ratios = [ratio for own in told for ratio, _ in own]
-    if not known and ratios and max(ratios) - min(ratios) > 2 * tolerance * abs(min(ratios)):
-        wrong[0].append("gradients of different parameters were scaled differently")
+    limit = _limit(ranks) if most is not None and not known else None
+    aim = Aim(
+        factor=factor if known else None,
+        most=None if known else most,
+        scale=scale,
+        tolerance=tolerance,
+        limit=limit,
+    )
+    wrong, ratios = _wrong(ranks, aim)
     if uncounted:
         wrong[0].append("no count of tokens was seen")
     promised = f"reduced once, unscaled once, {'/'.join(sorted(set(widths.values()))) or 'fp32'}"
@@ -139,6 +142,16 @@ def gradient_findings(
             unseen="" if any(wrong) else why,
         )
     ]
+
+
+def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[float]]:
+    """(what is wrong on each rank, the factors that were found)."""
+    told = [[*_told(rank, ranks, aim)] for rank in ranks]
+    wrong = [[text for _, text in own if text] + _lost(rank, ranks) for own, rank in zip(told, ranks, strict=True)]
+    ratios = [ratio for own in told for ratio, _ in own]
+    if aim.factor is None and ratios and max(ratios) - min(ratios) > 2 * aim.tolerance * abs(min(ratios)):
+        wrong[0].append("gradients of different parameters were scaled differently")
+    return wrong, ratios
 
 
 def share_of(ranks: Sequence[Followed]) -> float | None:
@@ -161,16 +174,47 @@ class Aim:
     """The largest that it may be where it is not known; None: any."""
     scale: float
     tolerance: float
+    limit: float | None = None
+    """What another's loop may have clipped every element to; None: nothing was."""
+
+
+_NEAR = 2.0**-7
+"""Relative distance at which an element counts as clipped: one limit, rounded to BF16."""
+
+
+def _limit(ranks: Sequence[Followed]) -> float | None:
+    """The size that several of the sampled elements have and none exceeds, as clipping by value leaves it."""
+    sizes = [abs(value) for rank in ranks for values in rank.read.values() for value in values.values()]
+    largest = max(sizes, default=0.0)
+    return largest if math.isfinite(largest) and sum(size == largest for size in sizes) > 1 else None
+
+
+def _clipped(
+    found: Mapping[int, float], expected: Mapping[int, float], limit: float
+) -> tuple[float | None, float] | None:
+    """`_compare` of the elements that clipping by value left alone, its factor None where they are few; None where a clipped one was not larger, or turned."""
+    free = {where: value for where, value in found.items() if abs(value) < limit * (1 - _NEAR)}
+    cut = found.keys() - free.keys()
+    ratio, rest = _compare(free, {where: expected[where] for where in free}) or (None, 0.0)
+    least = 0.0 if ratio is None else limit * (1 - 2 * _NEAR) / ratio if ratio > 0 else math.inf
+    fine = all(expected[where] * found[where] > 0 and abs(expected[where]) >= least for where in cut)
+    return (ratio, rest) if cut and fine else None
 
 
 def _told(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> Iterator[tuple[float, str]]:
     """(factor found, what is wrong with it) of every gradient that this rank's optimizer read."""
     group = [ranks[other] for other in rank.group]
     for name, values in rank.read.items():
-        told = _compare(values, _mean(name, values, group))
+        expected = _mean(name, values, group)
+        told = _compare(values, expected)
         if told is None:
             continue
         ratio, rest = told
+        clipped = _clipped(values, expected, aim.limit) if aim.limit and not rest <= aim.tolerance else None
+        if clipped is not None:
+            if clipped[0] is None:
+                continue
+            ratio, rest = clipped[0], clipped[1]
         text = ""
         if not rest <= aim.tolerance:  # not a number, too
             text = "not finite" if math.isnan(rest) else "other numbers than its backward pass gave"

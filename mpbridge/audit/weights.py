@@ -133,15 +133,16 @@ def moved(engine: Any, before: Before, lr: float) -> Weights:
         if trained is None:
             seen.elsewhere.append(name)
             continue
-        due = _motion(seen, held, trained, before.digests.get(name), lr)
+        rests = bool(getattr(engine, "foreign", False)) and (held.group or {}).get("lr", lr) == 0
+        due = _motion(seen, held, trained, before.digests.get(name), lr, rests=rests)
         if name in seen.moved and is_another(held, trained, before.samples.get(name)):
             seen.otherwise.append(name)
         _width(seen, held, due and name in seen.moved)
     return seen
 
 
-def _motion(seen: Weights, held: Held, trained: torch.Tensor, earlier: int | None, lr: float) -> bool:
-    """Notes whether the parameter moved; whether an update larger than rounding was due."""
+def _motion(seen: Weights, held: Held, trained: torch.Tensor, earlier: int | None, lr: float, *, rests: bool) -> bool:
+    """Notes whether the parameter moved; whether an update larger than rounding was due. rests: another's loop gives its group a rate of 0 in this step."""
     name = held.name
     size, known = _update(held, trained, lr)
     without = known and not bool(size.any())
@@ -150,6 +151,8 @@ def _motion(seen: Weights, held: Held, trained: torch.Tensor, earlier: int | Non
         seen.idle.append(name)  # weight decay may have moved it
     elif earlier is None or digest(trained) != earlier:
         seen.moved.append(name)
+    elif rests:
+        seen.small.append(name)
     elif held.group is not None and lr > 0 and not held.group.get("lr", lr) and held.group.get("lr_mult", 1.0):
         seen.frozen_rate.append(name)
     elif without:

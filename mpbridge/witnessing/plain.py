@@ -85,6 +85,11 @@ class TorchLoop(Loop):
         return f"{self.wrapper}, {' and '.join(dict.fromkeys(type(one).__name__ for one in self.inner))}"
 
     @property
+    def rate(self) -> float:
+        """The largest learning rate of any group, of all optimizers."""
+        return max((float(group.get("lr", 0.0)) for one in self.inner for group in one.param_groups), default=0.0)
+
+    @property
     def wrapper(self) -> str:
         """Who reduces gradients."""
         for chunk in self.model:

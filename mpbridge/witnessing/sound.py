@@ -59,14 +59,20 @@ def hidden(loop: Loop) -> list[Finding]:
     ]
 
 
-def noted(findings: list[Finding], applied: int, scale: float) -> list[Finding]:
-    """The findings, those that need exactly one update replaced where there was none, or more than one."""
-    if applied == 1:
+def noted(findings: list[Finding], applied: int, scale: float, rate: float | None = None) -> list[Finding]:
+    """The findings, those that need exactly one update, at a rate above 0, replaced where there was none, or more than one. rate: of the update; None: unknown."""
+    subjects: tuple[str, ...]
+    if applied == 1 and rate != 0.0:
         return findings
-    if not applied:
+    if applied == 1:
+        why, subjects = (
+            "the learning rate was 0 in this step (warm-up from zero?): nothing has to move",
+            ("weights moved",),
+        )
+    elif not applied:
         why = "the optimizer took no step while it was watched"
         why += f" (gradients that overflow at a loss scale of {scale:g}?)" if scale != 1.0 else ""
-        subjects: tuple[str, ...] = ("weights moved", "gradients")
+        subjects = ("weights moved", "gradients")
     else:
         why = f"{applied} updates were watched as one step; gradients are followed through one"
         subjects = ("gradients",)

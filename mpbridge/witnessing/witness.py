@@ -260,7 +260,10 @@ class _Observation:
         applied = len([one for one in self.updates if one.applied])
         ranks = everywhere(self.seen)
         findings = sound(self.loop, ranks, self.result, self.under) if self.promises is None else self._judged(ranks)
-        findings = [*noted(findings, applied, self.scale), *hidden(self.loop)]
+        findings = [
+            *noted(findings, applied, self.scale, None if self.result is None else self.result.lr),
+            *hidden(self.loop),
+        ]
         facts = {"engine": self.loop.words, "step": step, "world_size": len(ranks)}
         report = Report(stage="live", findings=tuple(findings), facts=facts)
         scaled = self.scale != 1.0

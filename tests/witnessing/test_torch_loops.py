@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -247,3 +248,58 @@ def test_copies_that_do_not_average_their_gradients_are_named(four: dict[str, An
     found = four["FAULT copies apart"]
     assert {"wire: gradients", "gradients"} <= faults(found)
     assert "between copies of shards" in json.dumps(found)
+
+
+def one_step(model: Any, optimizers: Any, change: Callable[[], Any] = lambda: None) -> dict[str, Any]:
+    """The report of one step written by hand; change: what the loop does between the backward pass and the update."""
+    every = optimizers if isinstance(optimizers, list) else [optimizers]
+    watch = mpbridge.witness(model, optimizers, show=None)
+    with watch.step():
+        loss_of(model, tokens(0), autocast=False).backward()
+        change()
+        for one in every:
+            one.step()
+    found: dict[str, Any] = watch.report.as_data()
+    return found
+
+
+def test_a_list_of_optimizers_is_one_update() -> None:
+    model = Tiny()
+    body = [p for name, p in model.named_parameters() if not name.startswith("head")]
+    found = one_step(model, [torch.optim.AdamW(body, lr=1e-3), torch.optim.SGD(model.head.parameters(), lr=1e-2)])
+    assert faults(found) == set()
+    assert next(one for one in found["audit"]["findings"] if one["subject"] == "weights moved")["found"] == "8 of 8"
+
+
+def test_clipping_by_value_is_no_fault_and_another_change_is() -> None:
+    def clipped() -> Any:
+        half = float(model.layers[0].weight.grad.abs().median())
+        return torch.nn.utils.clip_grad_value_(model.parameters(), half)
+
+    def turned() -> None:
+        clipped()
+        model.layers[0].weight.grad.copy_(model.layers[0].weight.grad.flip(0))
+
+    def rounded() -> None:
+        clipped()
+        model.layers[0].weight.grad.copy_(model.layers[0].weight.grad.bfloat16().float())
+
+    model = Tiny()
+    assert faults(one_step(model, adam(model), clipped)) == set()
+    for change in (turned, rounded):
+        model = Tiny()
+        assert faults(one_step(model, adam(model), change)) == {"gradients"}
+
+
+def test_a_rate_of_0_moves_nothing_and_is_no_fault() -> None:
+    model = Tiny()
+    groups = [
+        {"params": model.emb.parameters(), "lr": 0.0},
+        {"params": [*model.layers.parameters(), *model.norm.parameters(), *model.head.parameters()]},
+    ]
+    assert faults(one_step(model, torch.optim.AdamW(groups, lr=1e-3))) == set()
+    model = Tiny()
+    found = one_step(model, torch.optim.AdamW(model.parameters(), lr=0.0))
+    assert faults(found) == set()
+    moved = next(one for one in found["audit"]["findings"] if one["subject"] == "weights moved")
+    assert "the learning rate was 0 in this step" in moved["not_observed"]
