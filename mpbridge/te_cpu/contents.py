@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
+from mpbridge.formats import E5M2
 from mpbridge.te_cpu import played
+from mpbridge.te_cpu.enums import number_format
 from mpbridge.te_cpu.operands import gemm_operand, rows_and_columns
 from mpbridge.te_cpu.storages import rows_of, storage_kind, up
 from mpbridge.te_cpu.swizzle import unswizzled, unswizzled_columns
@@ -72,6 +74,6 @@ def codes_at_limit(operand: Any, shape: torch.Size, *, column: bool) -> torch.Te
         codes = torch.stack([codes & 7, codes >> 4 & 7], -1).flatten(-2)
         top = codes == 7
     else:
-        top = (codes & 0x7F) == (0x7B if "E5M2" in str(operand._fp8_dtype) else 0x7E)
+        top = (codes & 0x7F) == (0x7B if number_format(operand._fp8_dtype) is E5M2 else 0x7E)
     top = top.reshape(top.shape[0], -1).t() if turned else top.reshape(-1, top.shape[-1])
     return top if top.shape == shape else None

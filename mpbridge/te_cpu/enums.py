@@ -125,8 +125,10 @@ def enumerations(release: tuple[int, ...]) -> dict[str, Any]:
         "NVTEQBHistogramMode": ("TWO_KERNEL", "FUSED_ATOMIC"),
     }  # fmt: skip
     if release < (2, 18):
-        for later in ("NVTEScalingMode", "NVTERoutingMapFormat", "NVTEQBHistogramMode"):
+        for later in ("NVTEScalingMode", "NVTEQBHistogramMode"):
             del members[later]
+    if release < (2, 17):
+        del members["NVTERoutingMapFormat"]
     made: dict[str, Any] = {
         name: _enumeration(name, {m: i for i, m in enumerate(given)}) for name, given in members.items()
     }

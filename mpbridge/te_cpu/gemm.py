@@ -9,9 +9,10 @@ import torch
 
 from mpbridge.emulation.gemm import product
 from mpbridge.emulation.operands import Operand
+from mpbridge.formats import E5M2
 from mpbridge.te_cpu.activations import gelu_gradient, gelu_value
 from mpbridge.te_cpu.casts import fill, new_quantized
-from mpbridge.te_cpu.enums import torch_dtype
+from mpbridge.te_cpu.enums import number_format, torch_dtype
 from mpbridge.te_cpu.operands import gemm_operand, rows_and_columns
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.registry import kernel
@@ -139,7 +140,7 @@ def _check_blocks(A: Any, B: Any, split_accumulator: bool) -> None:
 
 def _check_types(A: Any, B: Any) -> None:
     """cuBLAS has no product of two E5M2 operands (its table of types for cublasLtMatmul with FP8)."""
-    if all(storage_kind(one) is not None and "E5M2" in str(getattr(one, "_fp8_dtype", "")) for one in (A, B)):
+    if all(hasattr(one, "_fp8_dtype") and number_format(one._fp8_dtype) is E5M2 for one in (A, B)):
         raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED: both operands are E5M2")
 
 

@@ -10,6 +10,7 @@ from transformer_engine.common import recipe
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
 
 from mpbridge.errors import Refused
+from mpbridge.te_cpu.contents import codes_at_limit
 from mpbridge.te_cpu.played import now
 
 BLACKWELL = now().capability >= (10, 0)
@@ -100,6 +101,25 @@ def test_userbuffers_are_refused_when_they_are_made() -> None:
     assert isinstance(tex.CommOverlap, type)
     with pytest.raises(Refused, match="tp_comm_overlap"):
         tex.CommOverlap([1], torch.uint8)
+
+
+@pytest.mark.parametrize("code", ["kFloat8E4M3", "kFloat8E5M2"])
+def test_codes_at_the_formats_limit_are_found_and_e5m2_is_not_multiplied_by_itself(code) -> None:
+    quantizer = Float8CurrentScalingQuantizer(
+        fp8_dtype=getattr(te.DType if hasattr(te, "DType") else tex.DType, code), device=torch.device("cuda")
+    )
+    x = torch.full((16, 16), 0.25, dtype=torch.bfloat16)
+    x[3, 5] = -2.0
+    made = quantizer(x)
+    top = codes_at_limit(made, x.shape, column=False)
+    assert top is not None
+    assert top.nonzero().tolist() == [[3, 5]]
+    product = te.cpp_extensions.general_gemm
+    if code == "kFloat8E4M3":
+        assert product(made, made, out_dtype=torch.bfloat16)[0][0, 0] == 1.0
+    else:
+        with pytest.raises(RuntimeError, match="CUBLAS_STATUS_NOT_SUPPORTED"):
+            product(made, made, out_dtype=torch.bfloat16)
 
 
 def test_cuda_graphs_are_refused_where_they_are_made() -> None:
