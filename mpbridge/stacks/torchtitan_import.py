@@ -200,12 +200,17 @@ def _filters(word: str, said: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def _converters(read_: Reader) -> list[str]:
+    """The converters that are listed, on a command line with commas between them."""
+    given = read_.at("model.converters")
+    if isinstance(given, str):
+        return [one.strip() for one in given.split(",")]
+    return [str(one) for one in given] if isinstance(given, (list, tuple)) else []
+
+
 def _quant(read_: Reader, cannot: list[str], inert: list[str], assumed: list[str]) -> Quant | None:
     name = str(read_.at("config") or "")
-    converters = read_.at("model.converters")
-    if isinstance(converters, str):
-        converters = [one.strip() for one in converters.split(",")]
-    listed = [str(one) for one in converters] if isinstance(converters, (list, tuple)) else []
+    listed = _converters(read_)
     left = [one for one in listed if one not in ("float8", "mx")]
     cannot.extend(f"model.converters={cut(one)}: not a converter that is read here" for one in left)
     word = next((word for word in ("nvfp4", "mxfp8", "float8") if word in name), "")

@@ -61,9 +61,14 @@ def test_the_models_own_arguments_are_separated_and_mlas_rotary_base_stays_in_bo
 def test_the_models_own_arguments_are_gpt_models() -> None:
     from megatron.core.models.gpt.gpt_model import GPTModel
 
+    from mpbridge.config.sections import YARN
     from mpbridge.megatron.targets import GPT_ARGUMENTS
 
-    assert set(inspect.signature(GPTModel).parameters) >= GPT_ARGUMENTS
+    assert set(inspect.signature(GPTModel).parameters) >= GPT_ARGUMENTS - set(YARN)
+    # those of YaRN are no fields and no arguments: GPTModel looks for them on the config
+    reads = inspect.getsource(inspect.getmodule(GPTModel))
+    assert YARN
+    assert all(f"config.{name}" in reads or f'config, "{name}"' in reads for name in YARN)
 
 
 def test_unknown_fields_are_named_all_at_once() -> None:
