@@ -69,17 +69,18 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
     regions = regions_there(policy, words, edges=quant is not None and quant.scaling == "tensorwise")
     theirs = torch_meaning(policy, hands_on=True, regions=regions)
     if _by_ddp(policy):
-        theirs = torch_meaning(policy, autocast=True, wire=DType.FP32)
-        theirs = dataclasses.replace(theirs, sharded="nothing")
+        theirs = torch_meaning(policy, autocast=True)
+        theirs = dataclasses.replace(theirs, wire=theirs.storage, sharded="nothing")
     if _mode(theirs) != "fp16":
         return theirs
     return dataclasses.replace(theirs, loss_scale=torch_scaler(policy.loss_scale, policy))
 
 
 def _by_ddp(policy: PrecisionPolicy) -> bool:
-    """Whether data parallelism is torch's DDP: FSDP2 has no autocast on top, which its word for FP32 parameters is under DDP."""
+    """Whether data parallelism is torch's DDP: FSDP2 has no autocast on top, which its word is under DDP for parameters that are their own main weights."""
     settled = policy.settled()
-    return settled.autocast is not None and settled.params is DType.FP32 and policy.quant is None
+    own = settled.params is DType.FP32 or settled.main_params is settled.params
+    return settled.autocast is not None and own and policy.quant is None
 
 
 def as_run(quant: Quant) -> Quant:
@@ -94,7 +95,7 @@ def _mode(theirs: Meaning) -> str:
     """The word of mixed_precision: 'no' for a module that is not FP32, or is nothing else."""
     if theirs.regions[-1].quant is not None:
         return "fp8"
-    full = theirs.storage is not DType.FP32 or theirs.compute is DType.FP32
+    full = (theirs.storage is not DType.FP32 and theirs.autocast is None) or theirs.compute is DType.FP32
     return "no" if full else theirs.compute.short
 
 

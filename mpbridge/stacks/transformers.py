@@ -51,7 +51,7 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
         loss_scale=scaler,
         # under autocast the stored FP32 weights are cast op by op: they are what the forward pass is given
         compute=full.compute,
-        autocast=full.compute if mixed else None,
+        autocast=full.compute if mixed else policy.settled().autocast,
         wire=storage,
         accumulator=storage,
         sharded="nothing",

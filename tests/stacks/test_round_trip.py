@@ -11,6 +11,8 @@ import pytest
 
 from mpbridge import MixedPrecisionConfig, recipes
 from mpbridge.errors import BadValue, DataError
+from mpbridge.formats import DType
+from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.stacks.base import Export, Imported
 from mpbridge.stacks.exporters import STACKS, export
 from mpbridge.stacks.importers import read_args, read_file, read_python, read_text
@@ -68,6 +70,7 @@ BASES: dict[str, dict[str, Any]] = {
     "torch's layout": {"bf16": True, "params_dtype": "fp32", "main_params_dtype": "fp32"},
     "autocast": {"bf16": True, "params_dtype": "fp32", "main_params_dtype": "fp32", "autocast_enabled": True},
     "fp32": {"fp32": True},
+    "autocast around bf16": get_mixed_precision_config("full_bf16").given() | {"autocast_enabled": True},
 }
 FACTS: dict[str, dict[str, Any]] = {
     "output_dtype": {"output_dtype": "fp32"},
@@ -86,7 +89,7 @@ FACTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("base", BASES)
 def test_a_fact_that_a_recipe_states_is_read_back_where_the_export_claims_it(stack: str, base: str) -> None:
-    made = {fact: export(MixedPrecisionConfig(**BASES[base], **said), stack) for fact, said in FACTS.items()}
+    made = {fact: export(MixedPrecisionConfig(**(BASES[base] | said)), stack) for fact, said in FACTS.items()}
     table = {fact: lost(one) for fact, one in made.items()}
     assert {fact: rows for fact, rows in table.items() if rows} == {}
 
@@ -104,6 +107,14 @@ def test_importing_an_exact_export_gives_the_recipe_back(stack: str) -> None:
         assert told.recipe == same, f"{name} came back from {stack} as {told}"
         assert dict(told.overrides) == {}
         assert not found.contradicts
+
+
+@pytest.mark.parametrize("stack", ["accelerate", "transformers"])
+def test_autocast_around_bf16_parameters_is_exported_where_a_stack_has_it(stack: str) -> None:
+    config = MixedPrecisionConfig(**BASES["autocast around bf16"])
+    one = export(config, stack)
+    assert (one.fidelity, one.meaning.autocast, one.meaning.storage) == ("exact", DType.BF16, DType.BF16)
+    assert lost(one) == {}
 
 
 @pytest.mark.parametrize("stack", SETS_UP)
