@@ -182,4 +182,8 @@ def _amaxes(made: Page, recipe: Rehearsed) -> str:
         for row in sorted(recipe.tensors, key=_error)
         if len(row["amax"]) > 1 and row["copy"] == "row"
     ]
-    return made.chart("amax of every operand", series, y="amax", log=True) if series else ""
+    return (
+        made.chart("amax of every operand", series, y="amax", log=True, order="the largest errors first")
+        if series
+        else ""
+    )
