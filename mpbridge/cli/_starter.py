@@ -67,9 +67,9 @@ def readme(*, target: str, settings: str, processes: int, log_dir: str, quantize
     if "train.train_iters" in settings:
         alone = [(f"mpbridge {run}", "train: settings stand after the options")]
     commands = [
-        ("mpbridge plan --config config.yaml", "what the recipe writes to which field"),
-        (f"mpbridge check --config config.yaml --target {target}", "is it legal there"),
-        (f"mpbridge memory --config config.yaml --target {target}", "does it fit"),
+        (f"mpbridge plan --config config.yaml{settings}", "what the recipe writes to which field"),
+        (f"mpbridge check --config config.yaml --target {target}{settings}", "is it legal there"),
+        (f"mpbridge memory --config config.yaml --target {target}{settings}", "does it fit"),
         *(alone if processes == 1 else []),
         *(
             [(f"mpbridge {run} --emulate", "without such a GPU: its rounding, emulated")]

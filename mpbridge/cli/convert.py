@@ -48,9 +48,12 @@ def run(args: argparse.Namespace) -> int:
     source, target = args.source, args.target
     if is_reference(source) and target.startswith(CHECKPOINT):
         _only_to_folders(args)
-        _take(args, Path(target.removeprefix(CHECKPOINT)))
+        _take(args, _place(target, CHECKPOINT))
     elif source.startswith(CHECKPOINT) and is_reference(target):
-        _give(args, Path(target.removeprefix(PREFIX)))
+        folder = _place(target, PREFIX)
+        if not folder.name:  # '.' and '/': it is renamed when it is whole
+            raise BadValue(f"{target}: expected the name of a new folder")
+        _give(args, folder)
     elif is_reference(source) and target.endswith((".yaml", ".yml")):
         _only_to_folders(args)
         _configuration(args, Path(target))
@@ -59,6 +62,13 @@ def run(args: argparse.Namespace) -> int:
             f"convert {source} {target}: expected {PREFIX}DIR {CHECKPOINT}DIR, {CHECKPOINT}DIR {PREFIX}DIR, or {PREFIX}DIR FILE.yaml"
         )
     return 0
+
+
+def _place(target: str, prefix: str) -> Path:
+    folder = target.removeprefix(prefix)
+    if not folder:
+        raise BadValue(f"{target}: expected {prefix}DIR, the name of a folder")
+    return Path(folder)
 
 
 def _only_to_folders(args: argparse.Namespace) -> None:

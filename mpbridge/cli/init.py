@@ -14,12 +14,13 @@ from mpbridge.config.container import ConfigContainer
 from mpbridge.config.corpus import entries_of
 from mpbridge.config.load import dump_yaml
 from mpbridge.data.sources import DATA_SET, located
-from mpbridge.errors import BadValue
+from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.files import text_of
 from mpbridge.hardware.capability import ASSUMED, can_run
 from mpbridge.hardware.machines import machine
 from mpbridge.huggingface.folder import is_reference
 from mpbridge.huggingface.section import tree
+from mpbridge.memory.budget import fit
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.yaml_loader import load_yaml
@@ -27,6 +28,8 @@ from mpbridge.train.admission import place_fault
 
 SUMMARY = "a starter folder: a configuration, a recipe, a script of your own, and the commands"
 DEFAULT_RECIPE = "bf16_mixed"
+NODE = 8
+"""GPUs of a node."""
 TARGETS = ("h100", "b200", "rtx5090")
 """Machines that the folder's commands may be about: the first that runs the recipe."""
 
@@ -60,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         (folder / name).write_text(text, encoding="utf-8")
         print(f"{folder / name}  {_starter.WHAT[name]}")
     go = "" if folder == Path(".") else f"cd {folder} && "
-    print(f"\nnext: {go}mpbridge check --config config.yaml && mpbridge train --config config.yaml{settings}")
+    print(f"\nnext: {go}mpbridge check --config config.yaml{settings} && mpbridge train --config config.yaml{settings}")
     if settings:
         print(f"config.yaml does not say, or does not have here:{settings} (put your own there, or into config.yaml)")
     return 0
@@ -69,16 +72,29 @@ def run(args: argparse.Namespace) -> int:
 def _readme(args: argparse.Namespace, config: Mapping[str, Any], settings: str) -> str:
     """The commands of this configuration with this recipe."""
     policy = resolve(get_mixed_precision_config(args.recipe))
-    able = [name for name in TARGETS if can_run(policy, machine(name), ASSUMED).native]
-    base = ConfigContainer.load(find_config(args.config))
+    target = next((name for name in TARGETS if can_run(policy, machine(name), ASSUMED).native), TARGETS[0])
+    base = ConfigContainer.load(find_config(args.config), check=False)
     base.mixed_precision = args.recipe
     return _starter.readme(
-        target=next(iter(able), TARGETS[0]),
+        target=target,
         settings=settings,
-        processes=base.smallest_world(),
+        processes=_processes(base, target),
         log_dir=(config.get("logger") or {}).get("log_dir") or "run",
         quantized=policy.quantized,
     )
+
+
+def _processes(base: ConfigContainer, target: str) -> int:
+    """The smallest world of one node in which the fullest rank's states fit, else the smallest that there is."""
+    least = base.smallest_world()
+    for world in range(least, NODE + 1, least):
+        try:
+            run = base.resolved(world, training=False)
+        except MpbridgeError:  # (a batch that this world cannot share)
+            continue
+        if fit(run.policy, run.facts, machine(target)).ok:
+            return world
+    return max(least, NODE)
 
 
 def _to_fill_in(config: Mapping[str, Any], folder: Path) -> list[str]:

@@ -132,6 +132,8 @@ def cached(name: str) -> Path | None:
 
 def _main_file(path: Path, name: str) -> tuple[TokenizerKind, Path]:
     if path.is_file():
+        if path.name == "vocab.json":
+            return "parts", path
         if path.name.endswith(".json"):
             return "json", path
         return ("tiktoken", path) if is_ranks(path) else ("sentencepiece", path)

@@ -74,12 +74,35 @@ COMMANDS = [
     ["export", "bf16_mixed", "--to", "megatron-lm"],
     ["words", "bf16"],
     ["doctor"],
+    ["help", "data"],
+    ["recommend", "--config", "gpt_tiny", "--target", "h100", "--world-size", "2"],
+    ["layouts", "--config", "gpt_tiny", "--target", "h100", "--world-size", "2"],
+    [
+        "launch",
+        "--nodes",
+        "2",
+        "--gpus-per-node",
+        "8",
+        "--",
+        "train",
+        "--recipe",
+        "bf16_mixed",
+        "--config",
+        "gpt_tiny",
+        "checkpoint.save=run",
+        "train.global_batch_size=64",
+    ],
+    ["compare", "bf16_mixed", "fp8_cs"],
+    ["diagnose", "run", "--out", "page.html"],
     ["init", "first", "--recipe", "fp8_mlp_only"],
     ["check", "--config", "first/config.yaml", "--target", "h100"],
 ]
 
 
 def test_light_commands_of_an_installed_wheel_need_no_checkout(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    steps = [{"iteration": step, "loss": 6 - step / 10, "grad_norm": 1.0, "lr": 1e-3} for step in range(1, 7)]
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     code = f"""
 import contextlib, io, json
 import mpbridge
@@ -94,6 +117,9 @@ print(json.dumps([mpbridge.__file__, codes]))
     home, codes = json.loads(quiet(installed / "python", "-c", code, cwd=tmp_path))
     assert Path(home).is_relative_to(installed.parent)
     assert [(words, said) for words, code, said in codes if code != 0] == []
+    assert "uPlot=function" in (tmp_path / "page.html").read_text(
+        encoding="utf-8"
+    )  # templates and scripts are in the wheel
 
 
 def test_the_installed_command_says_its_version(installed: Path, tmp_path: Path) -> None:

@@ -168,6 +168,14 @@ def test_a_name_that_is_nothing_says_what_would_be(tmp_path: Path, monkeypatch: 
             tokenizer_files(name)
 
 
+def test_a_vocabulary_with_merges_is_named_by_folder_or_file(tmp_path: Path) -> None:
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    for name in (tmp_path, tmp_path / "vocab.json"):
+        found = tokenizer_files(str(name))
+        assert (found.kind, found.size, found.end) == ("parts", 4, 3)
+
+
 def test_two_tokenizers_have_two_identities(tmp_path: Path) -> None:
     one, two = words(tmp_path / "one"), words(tmp_path / "two", end="</s>")
     assert identity(tokenizer(str(one))) != identity(tokenizer(str(two)))

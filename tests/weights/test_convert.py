@@ -246,6 +246,9 @@ def test_words_that_name_no_conversion_are_refused(capsys: pytest.CaptureFixture
     for words in (["hf:a", "hf:b"], ["a", "ckpt:b"], ["ckpt:a", "b.yaml"]):
         assert main(["convert", *words]) == 2
         assert "expected hf:DIR ckpt:DIR, ckpt:DIR hf:DIR, or hf:DIR FILE.yaml" in capsys.readouterr().err
+    for words in (["ckpt:a", "hf:."], ["ckpt:a", "hf:"], ["hf:a", "ckpt:"]):
+        assert main(["convert", *words]) == 2
+        assert "the name of a" in capsys.readouterr().err
     assert main(["convert", "hf:a", "ckpt:b", "--dtype", "bf16"]) == 2
     assert "weights are taken as they are stored" in capsys.readouterr().err
 
