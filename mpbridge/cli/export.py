@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from mpbridge.cli.text import print_json
+from mpbridge.cli.text import print_json, print_line
 from mpbridge.errors import BadValue
 from mpbridge.precision.registry import key
 from mpbridge.stacks.base import Export
@@ -51,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
         "different": "different arithmetic",
         "impossible": "not all of it can be said there",
     }
-    print(f"{args.recipe} on {made.stack}{f' {made.version}' if made.assumed else ''}: {words[made.fidelity]}")
+    print_line(f"{args.recipe} on {made.stack}{f' {made.version}' if made.assumed else ''}: {words[made.fidelity]}")
     for line in made.lines:
-        print(f"  {line}")
+        print_line(str(line), indent="  ")
     if made.assumed:
         print("\nassumed:")
         for text in made.assumed:
-            print(f"  {text}")
+            print_line(text, indent="  ")
     return 1 if made.fidelity == "impossible" else 0
 
 

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import whole
+from mpbridge.cli.text import columns_here
 
 if TYPE_CHECKING:
     from mpbridge.report.curves import Curves
 
+COLUMNS, AXIS = 72, 12
+"""Columns of a plot where nobody says, and of the labels beside it at most."""
 SUMMARY = "loss, gradient norm, loss scale and tokens/s of runs, in the terminal and as PNG"
 
 
@@ -23,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, metavar="FILE", help="the picture (default: curves.png in the first run's folder)"
     )
     parser.add_argument("--no-picture", action="store_true", help="the terminal only")
-    parser.add_argument("--width", type=whole, default=72, metavar="N", help="columns of a plot (default: 72)")
+    parser.add_argument(
+        "--width", type=whole, metavar="N", help=f"columns of a plot (default: what is there, {COLUMNS} at most)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,16 +38,17 @@ def run(args: argparse.Namespace) -> int:
     from mpbridge.report.curves import CURVES, picture
     from mpbridge.report.pictures import told_drawable
 
-    if args.width < 10:
+    if args.width is not None and args.width < 10:
         raise BadValue(f"--width {args.width}: at least 10 columns")
     target = args.out or (args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent) / "curves.png"
     if not args.no_picture:
         writable(target)
     drawn = not args.no_picture and told_drawable()
     found = _read(args.runs)
+    width = args.width or min(COLUMNS, max(10, (columns_here() or 1000) - AXIS))
     for number in CURVES:
         for curves in found:
-            _print(curves, number, args.width)
+            _print(curves, number, width)
     if drawn:
         sys.stdout.flush()
         picture(found, target)

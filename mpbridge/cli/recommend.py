@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpbridge.cli._target import add_target_arguments, target
 from mpbridge.cli.options import add_price_argument, add_run_arguments, container, wanted_world
-from mpbridge.cli.text import print_json, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.estimate.predict import estimate, longer
 from mpbridge.estimate.timing import timing
@@ -66,10 +66,11 @@ def run(args: argparse.Namespace) -> int:
             }
         )
     else:
-        print(f"target {where.line()}\n")
+        print_line(f"target {where.line()}")
+        print()
         _print(ranked, args.price)
         for words in left_out:
-            print(f"left out: {words}")
+            print_line(f"left out: {words}")
     return 0 if any(advice.legal and advice.fits for advice in ranked) else 1
 
 
@@ -143,8 +144,9 @@ def _print(order: list[Advice], price: float | None) -> None:
     print_table(
         ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", "why"), rows, title="legal, in order"
     )
-    print(
-        "\nmemory: states and estimated activations of the fullest GPU, beside bf16_mixed on megatron-core's own engine"
+    print()
+    print_line(
+        "memory: states and estimated activations of the fullest GPU, beside bf16_mixed on megatron-core's own engine"
     )
     others = [(advice.recipe, advice.reason) for advice in order if not advice.legal]
     if others:

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpbridge.cli.list import as_data, needs
 from mpbridge.cli.options import whole
-from mpbridge.cli.text import print_json, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.errors import BadValue
 from mpbridge.facts import MOST, ModelShape
 from mpbridge.formats import say
@@ -60,7 +60,8 @@ def run(args: argparse.Namespace) -> int:
     ]
     papers += [("also called", ", ".join(entry.aliases))] if entry.aliases else []
     papers += [("hint", hint) for hint in entry.hints]
-    print(f"{entry.name}: {entry.summary}\n")
+    print_line(f"{entry.name}: {entry.summary}")
+    print()
     _lines(papers)
     print()
     print_table(
@@ -171,4 +172,4 @@ def _scale(policy: PrecisionPolicy) -> str:
 def _lines(rows: list[tuple[str, str]]) -> None:
     width = max(len(label) for label, _ in rows)
     for label, text in rows:
-        print(f"{label:{width}}  {text}")
+        print_line(f"{label:{width}}  {text}")

@@ -107,7 +107,11 @@ def encode(
                     continue
                 if whole:
                     _refuse_long(found.text, unit.path)
-                parts = _tokens(found.text, tok, piece, line_end) or [[]]
+                parts = _tokens(found.text, tok, piece, line_end)
+                if found.text and not any(len(part) for part in parts):
+                    tally.skipped["no token for any of it"] += 1
+                    continue
+                parts = parts or [[]]
                 parts[-1] = [*parts[-1], tok.eod]
                 tally.documents += 1
                 tally.tokens += sum(map(len, parts))

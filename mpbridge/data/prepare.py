@@ -59,7 +59,7 @@ class Prepared:
         """One line for people."""
         left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(self.skipped.items()))
         note = f"; skipped {sum(self.skipped.values())} records ({left_out})" if left_out else ""
-        return f"{self.documents:,} documents, {self.tokens:,} tokens{note}"
+        return f"{self.documents:,} document{'' if self.documents == 1 else 's'}, {self.tokens:,} tokens{note}"
 
 
 def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:

@@ -96,6 +96,10 @@ def _parts(files: TokenizerFiles) -> Callable[[str], list[int]]:
         from tokenizers import Tokenizer, models, pre_tokenizers
 
         made = Tokenizer(models.BPE.from_file(str(files.file), str(folder / "merges.txt")))
+        if missing := set(pre_tokenizers.ByteLevel.alphabet()) - made.get_vocab().keys():
+            raise ValueError(
+                f"read as GPT-2's byte-level form, it lacks {len(missing)} of the 256 bytes, and text with them would vanish: put tokenizer_config.json or tokenizer.json beside it"
+            )
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         return _plain(made)
     from transformers import AutoTokenizer

@@ -190,6 +190,7 @@ class _Steps:
             consumed_samples=counters.consumed,
             first_loss=meter.first_loss,
             last_loss=meter.recent_loss,
+            averaged=len(meter.losses),
             eval_losses=tuple(self.eval_losses),
             seconds=meter.seconds,
             tokens_per_second=meter.mean_rate,

@@ -25,7 +25,8 @@ class Summary:
     first_loss: float | None
     """Of this process's first step; None when it took none."""
     last_loss: float | None
-    """Mean over the last ten steps."""
+    """Mean over this process's last steps, `averaged` of them."""
+    averaged: int = 10
     eval_losses: tuple[tuple[int, float], ...] = ()
     """(step, held-out loss), in order."""
     seconds: float = 0.0
@@ -59,6 +60,9 @@ class Summary:
         idle = self.iterations and not self.applied
         return f": 0 of {self.iterations} steps were applied" if idle else ""
 
+    def _last(self) -> str:
+        return "the last step" if self.averaged == 1 else f"the last {self.averaged} steps"
+
     def rows(self) -> list[tuple[str, str]]:
         """Label and text, for the closing table."""
 
@@ -70,7 +74,7 @@ class Summary:
         return [
             ("recipe", self.recipe),
             ("steps", f"{self.iterations} ({self.skipped} skipped, {self.nonfinite} not finite){self._nothing()}"),
-            ("training loss", f"{shown(self.first_loss)} at first, {shown(self.last_loss)} over the last 10 steps"),
+            ("training loss", f"{shown(self.first_loss)} at first, {shown(self.last_loss)} over {self._last()}"),
             *([("held-out loss", ends)] if ends else []),
             ("samples", f"{self.consumed_samples:,}"),
             ("parameters", f"{self.parameters:,} on this rank"),

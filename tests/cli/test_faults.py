@@ -172,6 +172,26 @@ def test_sentences_keep_to_sixty_columns(
     assert len(lines) > 4
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["show", "nvfp4"], ["show", "fp8_mlp_only"], ["recommend", "--config", "gpt_tiny", "--target", "h100"], ["plot", "run", "--no-picture"]],
+    ids=["show", "show a file", "recommend", "plot"],
+)  # fmt: skip
+def test_cards_advice_and_curves_keep_to_sixty_columns(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text(
+        "".join(f'{{"iteration": {n}, "loss": {12345.678 / n}, "grad_norm": 1.5}}\n' for n in range(1, 9))
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 8
+    assert not [line for line in lines if len(line) > 60 and len(line.split()) > 1]  # (a setting to paste stays whole)
+
+
 def test_the_table_and_the_verdict_speak_one_unit(capsys: pytest.CaptureFixture[str]) -> None:
     main(["memory", "--config", "llama3_8b", "--target", "h100"])
     out = capsys.readouterr().out

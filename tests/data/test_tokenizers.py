@@ -176,6 +176,23 @@ def test_a_vocabulary_with_merges_is_named_by_folder_or_file(tmp_path: Path) -> 
         assert (found.kind, found.size, found.end) == ("parts", 4, 3)
 
 
+def test_text_that_a_tokenizer_has_no_tokens_for_is_not_lost_in_silence(tmp_path: Path) -> None:
+    import tokenizers as library
+
+    from mpbridge.data.prepare import prepare
+
+    place = tmp_path / "tok"
+    place.mkdir()
+    library.Tokenizer(library.models.BPE(vocab={"a": 0, "</s>": 1}, merges=[])).save(str(place / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text('{"text": "aa"}\n{"text": "ccc"}\n')
+    done = prepare([tmp_path / "a.jsonl"], cache=tmp_path / "cache", tokenizer_name=str(place))
+    assert (done.documents, done.skipped) == (1, {"no token for any of it": 1})
+    (tmp_path / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2, "</s>": 3}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    with pytest.raises(DataError, match="lacks 254 of the 256 bytes"):
+        tokenizer(str(tmp_path))
+
+
 def test_two_tokenizers_have_two_identities(tmp_path: Path) -> None:
     one, two = words(tmp_path / "one"), words(tmp_path / "two", end="</s>")
     assert identity(tokenizer(str(one))) != identity(tokenizer(str(two)))
