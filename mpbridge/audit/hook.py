@@ -14,7 +14,7 @@ from mpbridge.audit.examine import audit, promises_of
 from mpbridge.audit.findings import Finding, Report
 from mpbridge.audit.invariants import Shape, broken, fingerprint
 from mpbridge.audit.ranks import offenders
-from mpbridge.audit.record import PRECISION, earlier, entry, last_good, write_section
+from mpbridge.audit.record import PRECISION, doubt, earlier, entry, last_good, write_section
 from mpbridge.audit.replicas import copies, replica_findings
 from mpbridge.audit.scaler import ScaleRule, scaler_of
 from mpbridge.audit.table import audit_table, fault_lines
@@ -69,6 +69,8 @@ class AuditHook:
         self._updates = Updates()
         self._zeros = 0
         self._proved = False
+        self._right: dict[str, int] = {}
+        """Row -> the last step of this process at which an audit had it as promised."""
         self._earlier = [] if self.folder is None else earlier(self.folder)
 
     # --- moments -------------------------------------------------------------------------------------------------------------------------
@@ -254,8 +256,8 @@ class AuditHook:
         self.history.append(entry(report, reason=reason, step=self.step))
         self.seconds += report.seconds
         self._proved |= whole
-        if report.stage == "live" and report.ok:
-            self.good_at = self.step
+        if report.stage == "live":
+            self._date(training, report)
         self._write()
         if _rank() == 0 and self.show is not None:
             if first and report.stage == "live":
@@ -267,6 +269,18 @@ class AuditHook:
         _mark(training, "good" if report.ok and report.stage == "live" else "suspect" if not report.ok else "unaudited")
         if not report.ok and self.mode == "stop":
             self._stop(training, report)
+
+    def _date(self, training: Any, report: Report) -> None:
+        """Since when the run is good, or was: what was found wrong began after the step at which that very row was last right, and so did what checkpoints hold."""
+        if report.ok:
+            self.good_at = self.step
+        elif self.good_at is not None:
+            since = [self._right.get(one.subject, self.good_at) for one in report.findings if one.state == "NO"]
+            self.good_at = min([self.good_at, *since])
+            folder = getattr(getattr(training, "run", None), "checkpoint", {}).get("save")
+            if folder and _rank() == 0:
+                doubt(Path(folder), after=self.good_at)
+        self._right |= {one.subject: self.step for one in report.findings if one.state == "ok"}
 
     def _stop(self, training: Any, report: Report) -> None:
         """Before anything was trained the run just ends; in the middle of a run it ends after a whole checkpoint that says what is known of it."""

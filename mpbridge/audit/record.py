@@ -11,7 +11,7 @@ from mpbridge.audit.findings import Report
 from mpbridge.errors import BadValue
 from mpbridge.report.history import PRECISION, read_history
 
-__all__ = ["PRECISION", "earlier", "entry", "last_good", "write_section"]
+__all__ = ["PRECISION", "doubt", "earlier", "entry", "last_good", "write_section"]
 
 KEPT = 200
 """Audits that are kept in short form; the first one always."""
@@ -48,6 +48,20 @@ def earlier(folder: Path) -> list[dict[str, Any]]:
         return read_history(folder)
     except BadValue:
         return []
+
+
+def doubt(folder: Path, *, after: int) -> None:
+    """Marks checkpoints in `folder` of later steps than `after` suspect that an audit found good which could not see what another found since."""
+    for path in folder.glob("step_*/manifest.json"):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            if found.get("audit") != "good" or not int(found.get("step", 0)) > after:
+                continue
+            fresh = path.with_name(f"{path.name}.new")
+            fresh.write_text(json.dumps(found | {"audit": "suspect"}, indent=1, sort_keys=True), encoding="utf-8")
+            fresh.replace(path)
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+            continue  # a manifest that cannot be read is refused by whoever resumes
 
 
 def last_good(folder: Path) -> str | None:

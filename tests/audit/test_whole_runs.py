@@ -62,6 +62,19 @@ def test_an_invariant_that_breaks_between_audits_stops_the_run(tmp_path: Path) -
         pretrain(tiny_run(tmp_path, **sections), hooks=[Plant(moment, 4)], quiet=True)
 
 
+def test_checkpoints_since_a_fault_that_only_an_observation_sees_are_suspect(tmp_path: Path) -> None:
+    """Gradients are doubled behind step 3; the look before the checkpoint of step 4 cannot see it, the observation of step 6 does."""
+    doubled = faults.change_gradients(lambda grad: grad * 2)
+    with pytest.raises(
+        AuditFailed, match=r"(?s)step 6: .*gradients.*last good audit was after step 3; .* is step_00000002"
+    ):
+        pretrain(tiny_run(tmp_path, **_sections(tmp_path)), hooks=[Plant(doubled, 3)], quiet=True)
+    found = {entry.step: store.audit_of(entry.path) for entry in store.saved(tmp_path / "saved")}
+    assert found == {2: "good", 4: "suspect", 6: "suspect"}
+    for entry in store.saved(tmp_path / "saved"):
+        store.check(entry.path)
+
+
 def test_a_healthy_run_is_audited_on_time_and_every_checkpoint_of_it_is_good(tmp_path: Path, capsys: Any) -> None:
     pretrain(tiny_run(tmp_path, **_sections(tmp_path)), quiet=True)
     data = json.loads((tmp_path / "run" / "precision.json").read_text())["audit"]
