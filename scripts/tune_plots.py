@@ -81,47 +81,47 @@ def interval(values: list[float]) -> float:
 
 
 def tables(data: dict[str, Any]) -> list[str]:
-    """Lines of Markdown: scores by model, and losses after training."""
-    lines = []
-    if "ranks" in data:
-        models = data["ranks"]
-        lines += ["| score | " + " | ".join(models) + " |", "|---|" + "---|" * len(models)]
-        names = next(iter(models.values()))["spearman"]
-        lines += [
-            f"| {name} | " + " | ".join(f"{one['spearman'][name]:.2f}" for one in models.values()) + " |"
-            for name in names
-        ]
-        for key, words in (
-            ("halves", "one half of the scoring batches with the other"),
-            ("additive", "sum of single squared errors over the joint one"),
-        ):
-            lines.append(f"| {words} | " + " | ".join(f"{one[key]:.2f}" for one in models.values()) + " |")
-        lines.append("")
+    """Lines of Markdown: scores by model, losses after training, scores against losses."""
+    lines = [*_rank_lines(data["ranks"]), ""] if "ranks" in data else []
     if "training" in data:
-        trained, weights = gaps(data["training"], "loss"), gaps(data["training"], "loss in bf16")
-        lines += ["| arm | seeds | loss above BF16's | weights evaluated in BF16 |", "|---|---|---|---|"]
-        for name, mine in trained.items():
-            cells = " | ".join(
-                f"{statistics.fmean(some):+.1f} ± {interval(some):.1f}" for some in (mine, weights[name])
-            )
-            lines.append(f"| {name} | {len(mine)} | {cells} |")
-        pairs = {name: {row["seed"]: row["loss"] for row in data["training"] if row["arm"] == name} for name in trained}
-        for name in pairs:
-            if name != "tuned" and (both := sorted(pairs["tuned"].keys() & pairs[name].keys())):
-                off = [1e3 * (pairs[name][seed] - pairs["tuned"][seed]) for seed in both]
-                lines.append(
-                    f"{name} above tuned, paired: {statistics.fmean(off):+.2f} ± {interval(off):.2f} ({len(off)} seeds)"
-                )
-        twice = [
-            abs(pairs["all low"][seed] - loss) * 1e3 for seed, loss in pairs.get("all low, other bits", {}).items()
-        ]
-        lines.append(f"A/A differences: {', '.join(f'{one:.2f}' for one in twice)}")
+        lines += _training_lines(data["training"])
     if "gaps" in data:
         lines += ["", "| score | by seed | with the repetition |", "|---|---|---|"]
         for name, one in data["gaps"]["spearman"].items():
             cells = [", ".join(f"{value:.1f}" for value in one[key]) for key in ("each", "again")]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
+
+
+def _rank_lines(models: dict[str, Any]) -> list[str]:
+    lines = ["| score | " + " | ".join(models) + " |", "|---|" + "---|" * len(models)]
+    names = next(iter(models.values()))["spearman"]
+    lines += [
+        f"| {name} | " + " | ".join(f"{one['spearman'][name]:.2f}" for one in models.values()) + " |" for name in names
+    ]
+    for key, words in (
+        ("halves", "one half of the scoring batches with the other"),
+        ("additive", "sum of single squared errors over the joint one"),
+    ):
+        lines.append(f"| {words} | " + " | ".join(f"{one[key]:.2f}" for one in models.values()) + " |")
+    return lines
+
+
+def _training_lines(rows: list[dict[str, Any]]) -> list[str]:
+    trained, weights = gaps(rows, "loss"), gaps(rows, "loss in bf16")
+    lines = ["| arm | seeds | loss above BF16's | weights evaluated in BF16 |", "|---|---|---|---|"]
+    for name, mine in trained.items():
+        cells = " | ".join(f"{statistics.fmean(some):+.1f} ± {interval(some):.1f}" for some in (mine, weights[name]))
+        lines.append(f"| {name} | {len(mine)} | {cells} |")
+    pairs = {name: {row["seed"]: row["loss"] for row in rows if row["arm"] == name} for name in trained}
+    for name in pairs:
+        if name != "tuned" and (both := sorted(pairs["tuned"].keys() & pairs[name].keys())):
+            off = [1e3 * (pairs[name][seed] - pairs["tuned"][seed]) for seed in both]
+            lines.append(
+                f"{name} above tuned, paired: {statistics.fmean(off):+.2f} ± {interval(off):.2f} ({len(off)} seeds)"
+            )
+    twice = [abs(pairs["all low"][seed] - loss) * 1e3 for seed, loss in pairs.get("all low, other bits", {}).items()]
+    return [*lines, f"A/A differences: {', '.join(f'{one:.2f}' for one in twice)}"]
 
 
 def draw(data: dict[str, Any]) -> list[str]:
