@@ -100,9 +100,13 @@ def _mxfp8(quantizer: Any, x: torch.Tensor, out: Any) -> None:
     rows, columns = x.shape
     number = number_format(quantizer.dtype)
     tiles = swizzles(quantizer)
+    # [rows / 32, columns / 32] of 32 x 32 blocks, which releases from 2.19 offer; both copies share them
+    squares = x.reshape(rows // 32, 32, columns // 32, 32)
+    square = peaks_over(squares, (1, 3)) if getattr(quantizer, "with_2d_quantization", False) else None
     if quantizer.rowwise_usage:
         view = x.reshape(rows, columns // 32, 32)
-        exponent = mxfp8_exponent(peaks_over(view, -1), number)
+        peaks = peaks_over(view, -1) if square is None else square.repeat_interleave(32, 0)
+        exponent = mxfp8_exponent(peaks, number)
         multiplier, _ = mxfp8_factors(exponent, now().rules)
         out._rowwise_data.copy_(
             encode_fp8(view.float() * multiplier.unsqueeze(-1), number).view(out._rowwise_data.shape)
@@ -110,7 +114,8 @@ def _mxfp8(quantizer: Any, x: torch.Tensor, out: Any) -> None:
         _put(out._rowwise_scale_inv, exponent, swizzled if tiles else None)
     if quantizer.columnwise_usage:
         view = x.reshape(rows // 32, 32, columns)
-        exponent = mxfp8_exponent(peaks_over(view, 1), number)
+        peaks = peaks_over(view, 1) if square is None else square.repeat_interleave(32, 1)
+        exponent = mxfp8_exponent(peaks, number)
         multiplier, _ = mxfp8_factors(exponent, now().rules)
         codes = encode_fp8(view.float() * multiplier.unsqueeze(1), number)
         out._columnwise_data.copy_(codes.view(out._columnwise_data.shape))
