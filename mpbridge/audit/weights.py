@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,8 @@ class Weights:
     outside: list[str] = field(default_factory=list)
     """Trainable, and in no group of the optimizer."""
     frozen_rate: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    """Another program's parameters whose module did not run, and that have no gradient."""
     compared: int = 0
     unequal: list[str] = field(default_factory=list)
     """Parameter is not its main weight, rounded."""
@@ -120,8 +122,8 @@ def _equality(seen: Weights, held: Held) -> None:
         seen.unequal.append(held.name)
 
 
-def moved(engine: Any, before: Before, lr: float) -> Weights:
-    """`standing`, and what the update that was just applied did to every parameter."""
+def moved(engine: Any, before: Before, lr: float, read: Collection[str] | None = None) -> Weights:
+    """`standing`, and what the update that was just applied did to every parameter. read: those whose module ran; None: unknown."""
     seen = Weights()
     whole = {held.name: held for held in holdings(engine)}
     for name, held in whole.items():
@@ -133,7 +135,11 @@ def moved(engine: Any, before: Before, lr: float) -> Weights:
         if trained is None:
             seen.elsewhere.append(name)
             continue
-        rests = bool(getattr(engine, "foreign", False)) and (held.group or {}).get("lr", lr) == 0
+        foreign = bool(getattr(engine, "foreign", False))
+        if foreign and read is not None and name not in read and _gradient(held) is None and not held.state:
+            seen.unused.append(name)  # a head that another program leaves alone
+            continue
+        rests = foreign and (held.group or {}).get("lr", lr) == 0
         due = _motion(seen, held, trained, before.digests.get(name), lr, rests=rests)
         if name in seen.moved and is_another(held, trained, before.samples.get(name)):
             seen.otherwise.append(name)
@@ -308,7 +314,7 @@ def _moved_finding(ranks: Sequence[Weights]) -> Finding:
     unreached = _unreached(ranks, moved_anywhere)
     # nobody's optimizer says that it owns it
     orphans = names - _names(
-        [*r.moved, *r.stuck, *r.small, *r.idle, *r.unreached, *r.outside, *r.frozen_rate] for r in ranks
+        [*r.moved, *r.stuck, *r.small, *r.idle, *r.unreached, *r.outside, *r.frozen_rate, *r.unused] for r in ranks
     )
     wrong = [[*a, *b, *sorted(orphans)] for a, b in zip(stuck, unreached, strict=True)]
     cure = "no gradient arrived" if any(unreached) else ""
@@ -340,6 +346,8 @@ def _how_many(ranks: Sequence[Weights], names: set[str], moved_anywhere: set[str
     idle = _names(rank.idle for rank in ranks) - moved_anywhere
     notes = [f"{len(moved_anywhere & names)} of {len(names)}"]
     notes += [f"{len(idle)} of experts without tokens"] if idle else []
+    unused = _names(rank.unused for rank in ranks) - moved_anywhere
+    notes += [f"{len(unused)} of modules that did not run"] if unused else []
     notes += [f"{len(lost)} below rounding at this learning rate"] if lost else []
     return ", ".join(notes)
 

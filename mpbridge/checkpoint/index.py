@@ -11,7 +11,7 @@ An object is JSON as `plain.encoded` spells it. Sums of the files are in the man
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,13 +70,35 @@ class Index:
         return {"schema": SCHEMA, "files": files, "tensors": tensors, "objects": objects}
 
     def incomplete(self) -> list[str]:
-        """A sentence for each tensor whose pieces are not as many elements as it has: a shard was written by nobody, or by two ranks."""
+        """A sentence for each tensor whose pieces are not as many elements as it has, or overlap: a shard was written by nobody, or by two ranks."""
         found = []
         for key, stored in self.tensors.items():
             have, want = sum(math.prod(piece.shape) for piece in stored.pieces), math.prod(stored.shape)
             if have != want:
                 found.append(f"{key}: its shards have {have} elements, expected {want}")
+            elif overlap(stored.pieces):
+                found.append(f"{key}: two of its shards overlap, and some elements are in none")
         return found
+
+
+def overlap(pieces: Iterable[StoredPiece]) -> bool:
+    """Whether two pieces of one tensor have an element in common."""
+    filled = [piece for piece in pieces if math.prod(piece.shape)]
+    if filled and not filled[0].shape:
+        return len(filled) > 1
+    reaching: list[StoredPiece] = []
+    for piece in sorted(filled, key=lambda one: one.offset):
+        # those that end before this one begins along the first dimension meet no later one either
+        reaching = [one for one in reaching if one.offset[0] + one.shape[0] > piece.offset[0]]
+        if any(_meet(one, piece) for one in reaching):
+            return True
+        reaching.append(piece)
+    return False
+
+
+def _meet(a: StoredPiece, b: StoredPiece) -> bool:
+    sides = zip(a.offset, a.shape, b.offset, b.shape, strict=True)
+    return all(at < to + width and to < at + side for at, side, to, width in sides)
 
 
 def read_index(folder: Path, listed: Mapping[str, Any]) -> Index:
@@ -108,6 +130,8 @@ def _index(data: Any, room: Mapping[str, int]) -> Index:
         dtype, shape = entry["dtype"], sizes(entry["shape"])
         elements(dtype, shape)
         pieces = tuple(_piece(piece, files, room, dtype, shape, key) for piece in entry["pieces"])
+        if overlap(pieces):
+            raise CheckpointError(f"two pieces of {key} overlap")
         tensors[key] = StoredTensor(dtype, tuple(shape), pieces)
     objects = {}
     for key, (number, at, size) in data["objects"].items():

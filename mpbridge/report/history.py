@@ -20,6 +20,8 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     try:
         data = json.loads(text_of(path))
         history = [_audit(one) for one in data["audit"]["history"]]
+        if not history:
+            raise ValueError("no audit")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise BadValue(
             f"{path} holds no audits (expected the precision.json of a run: `mpbridge train ... logger.log_dir=DIR`)"
@@ -31,7 +33,13 @@ def _audit(one: Any) -> dict[str, Any]:
     """An audit with all that readers ask it for. Raises ValueError for anything else."""
     audit = {"stage": "", "reason": "", "recipe": "", "faults": [], "not_observed": {}, **one}
     facts, faults = audit["facts"], audit["faults"]
-    kinds = type(audit["step"]) is int and type(audit["ok"]) is bool and isinstance(audit["not_observed"], (dict, list))
+    words = all(isinstance(audit[name], str) for name in ("stage", "reason", "recipe"))
+    kinds = (
+        words
+        and type(audit["step"]) is int
+        and type(audit["ok"]) is bool
+        and isinstance(audit["not_observed"], (dict, list))
+    )
     lists = isinstance(facts, dict) and isinstance(faults, list) and all(isinstance(fact, list) and len(fact) == 3 for fact in facts.values())  # fmt: skip
     if not (kinds and lists):
         raise ValueError("an audit of another form")

@@ -303,3 +303,15 @@ def test_a_rate_of_0_moves_nothing_and_is_no_fault() -> None:
     assert faults(found) == set()
     moved = next(one for one in found["audit"]["findings"] if one["subject"] == "weights moved")
     assert "the learning rate was 0 in this step" in moved["not_observed"]
+
+
+def test_a_module_that_does_not_run_is_no_fault_and_a_detached_one_is() -> None:
+    model = Tiny()
+    model.extra = torch.nn.Linear(8, 8)
+    found = one_step(model, adam(model))
+    assert faults(found) == set()
+    moved = next(one for one in found["audit"]["findings"] if one["subject"] == "weights moved")
+    assert moved["found"] == "8 of 10, 2 of modules that did not run"
+    model = Tiny()
+    model.layers[1].register_forward_hook(lambda module, args, out: out.detach())
+    assert faults(one_step(model, adam(model))) == {"weights moved"}
