@@ -28,6 +28,7 @@ DECIDED = {
     "test_setup_with_optimizer_config": "a static loss scale below FP32 compute and grad_reduce_in_fp32 on the optimizer are not the plan's",
     "test_setup_with_ddp_config": "fp16 is no field of the DDP config",
     "test_setup_with_all_configs": "grad_reduce_in_fp32 is no field of the optimizer config",
+    "test_update_with_matching_fields": "each change is told by the logger mpbridge.compat: logging.debug itself would set the root logger up",
     "test_update_preserves_none_values": "None is not copied over a value",
     "test_bf16_configuration_flow": "edge layers without a quantization are inert, and autocast is written as enable_autocast",
     "test_recipe_with_setup": "fp8_param_gather is the DDP config's field, not the model's",
