@@ -83,6 +83,8 @@ class _Triton(types.ModuleType):
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
+        if attribute == "JITFunction":
+            return _Kernel  # a type: torch asks isinstance of it
         return _Name(f"{self.__name__}.{attribute}")
 
 
