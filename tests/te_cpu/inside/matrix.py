@@ -92,7 +92,7 @@ def test_every_recipe_of_the_registry_trains(name, model) -> None:
     # edge layers of a recipe leave something to quantize
     deep = [f"model.num_layers={16 if '3_super' in name else 6}"]
     deep += [f"model.moe_layer_freq=[0]+[1]*{15 if '3_super' in name else 5}"] if model == "moe_tiny" else []
-    sharded = policy.stored or name in ("bf16_mixed_bf16_moments",)
+    sharded = policy.stored or name in ("bf16_mixed_bf16_moments", "bf16_megatron_fsdp")
     more += deep + ([] if sharded else ["ddp.use_distributed_optimizer=false"])
     if name.startswith("fp16"):
         more.append("mixed_precision.initial_loss_scale=1024")
