@@ -153,7 +153,7 @@ def load(stream: IO[bytes], start: int, stop: int, depth: int = 0) -> Any:
     stream.seek(at)
 
     def storage(key: Any) -> StorageSlice:
-        kind, name = key[1], f"data/{key[2]}"
+        kind, name = key[1], f"data/{_shown(key[2])}"
         if key[0] != "storage" or name not in inside:
             raise CheckpointError(f"missing storage: {str(name)[:80]}")
         place, room = inside[name]
@@ -164,15 +164,20 @@ def load(stream: IO[bytes], start: int, stop: int, depth: int = 0) -> Any:
 
 def _storage_dtype(kind: Any) -> str:
     if not isinstance(kind, Name) or kind.name not in _STORAGES or kind.module not in ("torch", "torch.storage"):
-        raise CheckpointError(f"a storage of {str(kind)[:80]}")
+        raise CheckpointError(f"a storage of {_shown(kind)}")
     return _STORAGES[kind.name]
 
 
 def dtype_of(name: Any) -> str:
     """torch's name of the dtype that a global stands for; raises CheckpointError."""
     if not isinstance(name, Name) or name.module != "torch" or name.name not in WIDTHS:
-        raise CheckpointError(f"{str(name)[:80]} is not a dtype")
+        raise CheckpointError(f"{_shown(name)} is not a dtype")
     return name.name
+
+
+def _shown(value: Any) -> str:
+    """For messages: a name, or the kind of anything else, whose text may be without an end."""
+    return str(value)[:80] if isinstance(value, (Name, str)) else f"a {type(value).__name__}"
 
 
 def plain_call(

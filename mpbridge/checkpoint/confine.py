@@ -1,4 +1,4 @@
-"""Takes from this process what it does not need to convert a checkpoint: other files (Landlock, Linux 5.13), children, endless output. For good.
+"""Takes from this process what it does not need to convert a checkpoint: other files (Landlock, Linux 5.13), children, endless output, time and memory. For good.
 
 What the kernel does not offer is left out: the pickles are not executed in any case (opcodes.py), this is the second wall. Loads no framework.
 """
@@ -40,6 +40,8 @@ def _limit(source: str) -> None:
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_FSIZE, 2 * size + (1 << 26)),
         (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_CPU, 300 + size // (1 << 22)),
+        (resource.RLIMIT_AS, 4 * size + (4 << 30)),
     ):
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (value, value))

@@ -28,7 +28,7 @@ class Name:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class UnpickledCall:
     """What calling a name would have made: never called."""
 
@@ -135,7 +135,7 @@ class _Reader:
     def persistent(self, _: Any) -> None:
         if self.storage is None:
             raise CheckpointError("a persistent id where there are no storages")
-        self.stack.append(self.storage(self.stack.pop()))
+        self.stack.append(self.storage(_flat(self.stack.pop(), "persistent id")))
 
     def append(self, _: Any) -> None:
         item = self.stack.pop()
@@ -152,11 +152,11 @@ class _Reader:
 
     def set_item(self, _: Any) -> None:
         value, key = self.stack.pop(), self.stack.pop()
-        self._dict()[key] = value
+        self._dict()[_flat(key, "key")] = value
 
     def set_items(self, _: Any) -> None:
         items = self.marked()
-        self._dict().update(zip(items[::2], items[1::2], strict=True))
+        self._dict().update(_paired(items))
 
     def _dict(self) -> dict[Any, Any]:
         top = self.stack[-1]
@@ -197,4 +197,18 @@ _ACTS: dict[str, Callable[[_Reader, Any], Any]] = {
 
 
 def _paired(items: list[Any]) -> dict[Any, Any]:
-    return dict(zip(items[::2], items[1::2], strict=True))
+    return dict(zip((_flat(key, "key") for key in items[::2]), items[1::2], strict=True))
+
+
+_SINGLE = (str, bytes, int, float, bool, type(None), Name, UnpickledCall)
+
+
+def _flat(value: Any, what: str, depth: int = 2) -> Any:
+    """`value`, if it is a name, a number, text, or a tuple of those, or of tuples of those. Raises CheckpointError: tuples of one another, sixty deep, take for ever
+    to hash or to print."""
+    parts = value if type(value) is tuple else ()
+    if not (type(value) in _SINGLE or (type(value) is tuple and depth)):
+        raise CheckpointError(f"a {what} that is a {type(value).__name__}, or tuples too deep")
+    for part in parts:
+        _flat(part, what, depth - 1)
+    return value

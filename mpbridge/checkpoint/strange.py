@@ -136,7 +136,9 @@ def _metadata(file: Path) -> tuple[Entries, Places]:
             index, info = _record_of(index, "MetadataIndex"), _record_of(info, "_StorageInfo")
             name, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
             if not isinstance(name, str) or "/" in name or "\\" in name or "\0" in name or name in ("", ".", ".."):
-                raise CheckpointError(f"it points outside of its folder ({str(name)[:80]})")
+                raise CheckpointError(
+                    f"it points outside of its folder ({name[:80] if isinstance(name, str) else type(name).__name__})"
+                )
             if type(start) is not int or type(length) is not int or info.state.get("transform_descriptors"):
                 raise CheckpointError(f"an invalid storage location in {name}")
             places.setdefault(name, []).append((index.get("fqn"), index.state.get("offset"), start, length))

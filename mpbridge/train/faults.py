@@ -25,6 +25,15 @@ if TYPE_CHECKING:
     from mpbridge.train.keeper import Keeper
 
 
+_launcher = [os.getppid()]
+"""The process that started this one, as of the import: it may die while the run is built, and another process is the parent then."""
+os.register_at_fork(after_in_child=lambda: _launcher.__setitem__(0, os.getppid()))
+
+
+def _past(number: int, frame: Any) -> None:
+    """What a notice does that comes again behind the run it has stopped."""
+
+
 class LostRank(Refused):
     """Another rank of the job died or hangs."""
 
@@ -52,9 +61,8 @@ class Signals(Hook):
             if signal.getsignal(number) is not signal.SIG_IGN or number.name == f"SIG{os.environ.get(ANNOUNCED)}":
                 self._kept[number] = signal.signal(number, self._note)
         if under_torchrun() and (notice := next((n for n in self.NOTICES if n in self._kept), None)):
-            launcher = os.getppid()
             end_with_parent(notice)
-            if os.getppid() != launcher:  # it was faster
+            if os.getppid() != _launcher[0]:  # it was faster
                 self.seen = notice
 
     def _note(self, number: int, frame: Any) -> None:
@@ -95,9 +103,10 @@ class Signals(Hook):
             record(training, "signal", f"{training.stop}: the step is finished, the run stops")
 
     def closed(self) -> None:
-        """Restores the handlers."""
+        """Restores the handlers; a notice that would end the process does nothing once one has stopped the run: the summary is still to be written."""
         for number, kept in self._kept.items():
-            signal.signal(number, kept)
+            again = bool(self.seen) and number in self.NOTICES and kept is signal.SIG_DFL
+            signal.signal(number, _past if again else kept)
         if self._kept and under_torchrun():
             end_with_parent(0)
         self._kept = {}

@@ -373,6 +373,38 @@ def test_references_without_an_end_are_refused():
         spelled(laughs)
 
 
+TWICE = b")" + b"2\x86" * 60
+"""A tuple that holds one tuple twice, which holds another twice: 2**60 elements in 121 bytes."""
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        pytest.param(b"\x80\x02}" + TWICE + b"Ns.", id="a key"),
+        pytest.param(b"\x80\x02}(" + TWICE + b"Nu.", id="keys"),
+        pytest.param(b"\x80\x02(" + TWICE + b"Nd.", id="a dict"),
+        pytest.param(
+            b"\x80\x02(X\x07\x00\x00\x00storagectorch\nFloatStorage\n" + TWICE + b"X\x03\x00\x00\x00cpuK\x01tQ.",
+            id="a storage",
+        ),
+    ],
+)
+def test_tuples_of_one_another_are_one_error_at_once(pickled):
+    from mpbridge.checkpoint import opcodes
+
+    with pytest.raises(CheckpointError, match="tuples too deep"):
+        opcodes.read(pickled, lambda name, args: opcodes.UnpickledCall(name, args), lambda key: None)
+
+
+def test_such_a_table_ends_the_conversion_with_one_line(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    (source / ".metadata").write_bytes(b"\x80\x02}" + TWICE + b"Ns.")
+    with pytest.raises(CheckpointError, match=r"\.metadata.*tuples too deep"):
+        convert._run(source, out, "foreign")
+
+
 def test_an_extra_state_is_data(theirs, tmp_path):
     place = convert.converted(theirs[0], tmp_path)
     index = json.loads((place / "index.json").read_text())

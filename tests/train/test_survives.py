@@ -74,6 +74,40 @@ def test_under_torchrun_a_signal_that_comes_twice_at_once_does_not_insist(monkey
     assert signal.getsignal(signal.SIGTERM) is not None
 
 
+@pytest.mark.parametrize("gone", [False, True])
+def test_under_torchrun_a_launcher_that_is_gone_before_the_run_stands_is_noticed(monkeypatch, gone):
+    from mpbridge.train import faults
+
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    if gone:  # another process than the one that started this one is the parent now
+        monkeypatch.setattr(faults, "_launcher", [os.getppid() + 1])
+    signals = Signals()
+    signals.built(None)
+    try:
+        assert bool(signals.seen) is gone
+    finally:
+        signals.closed()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+def test_a_notice_that_comes_again_behind_the_run_ends_nothing(number):
+    before = signal.signal(number, signal.SIG_DFL)
+    signals = Signals()
+    signals.built(None)
+    try:
+        os.kill(os.getpid(), number)
+        assert signals.seen == number
+        signals.closed()
+        os.kill(os.getpid(), number)
+        again = Signals()
+        again.built(None)
+        os.kill(os.getpid(), number)
+        assert again.seen == number, "the next run of this process gets its notices"
+        again.closed()
+    finally:
+        signal.signal(number, before)
+
+
 class Steps(Hook):
     """Writes a line to a file for each step, and takes its time."""
 
