@@ -151,7 +151,9 @@ def _pointer(tensor: Any) -> int:
 
 def _storage(tensor: Any) -> set[int]:
     inner = getattr(tensor, "_local_tensor", tensor)
-    return {inner.untyped_storage().data_ptr()} - {0} if type(inner) in (torch.Tensor, torch.nn.Parameter) else set()
+    if type(inner) not in (torch.Tensor, torch.nn.Parameter) or inner.layout is not torch.strided:
+        return set()  # a sparse gradient has its own storages
+    return {inner.untyped_storage().data_ptr()} - {0}
 
 
 def _add(seen: Observed, promises: Promises, one: Any, *, free: bool) -> None:

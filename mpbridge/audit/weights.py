@@ -45,6 +45,8 @@ class Weights:
     """Updates larger than rounding were due, and nothing changed."""
     otherwise: list[str] = field(default_factory=list)
     """What changed is not what the moments give."""
+    undone: list[str] = field(default_factory=list)
+    """Moved by the update, and put back before the step ended."""
     small: list[str] = field(default_factory=list)
     """Unchanged, and no update was larger than rounding."""
     idle: list[str] = field(default_factory=list)
@@ -207,7 +209,8 @@ def _gradient(held: Held) -> torch.Tensor | None:
     for attribute in ("decoupled_grad", "grad"):
         grad = getattr(held.updated, attribute, None)
         if grad is not None:
-            return local(grad).detach().reshape(-1)  # type: ignore[no-any-return]
+            mine = local(grad).detach()
+            return (mine.to_dense() if mine.is_sparse else mine).reshape(-1)  # type: ignore[no-any-return]
     whole = getattr(held.parameter, "main_grad", None)
     if whole is None or held.part is None:
         return None
@@ -308,13 +311,19 @@ def _moved_finding(ranks: Sequence[Weights]) -> Finding:
     names = {name for rank in ranks for name in rank.trainable}
     moved_anywhere = {name for rank in ranks for name in rank.moved}
     stuck = [
-        [*rank.stuck, *rank.frozen_rate, *(f"{name}: not by what its moments give" for name in rank.otherwise)]
+        [
+            *rank.stuck,
+            *rank.frozen_rate,
+            *(f"{name}: not by what its moments give" for name in rank.otherwise),
+            *(f"{name}: put back after the update" for name in rank.undone),
+        ]
         for rank in ranks
     ]
     unreached = _unreached(ranks, moved_anywhere)
     # nobody's optimizer says that it owns it
     orphans = names - _names(
-        [*r.moved, *r.stuck, *r.small, *r.idle, *r.unreached, *r.outside, *r.frozen_rate, *r.unused] for r in ranks
+        [*r.moved, *r.stuck, *r.small, *r.idle, *r.unreached, *r.outside, *r.frozen_rate, *r.unused, *r.undone]
+        for r in ranks
     )
     wrong = [[*a, *b, *sorted(orphans)] for a, b in zip(stuck, unreached, strict=True)]
     cure = "no gradient arrived" if any(unreached) else ""

@@ -100,6 +100,10 @@ class Loop(ABC):
     def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
         """Calls `then` after each update, while its gradients still exist; gives back what takes the hook off."""
 
+    def on_step(self, begins: Callable[[], None]) -> Callable[[], None]:
+        """Calls `begins` before each update where the loop's optimizer may ask for gradients itself (a closure); gives back what takes the hook off."""
+        return lambda: None
+
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied by now."""

@@ -238,6 +238,20 @@ class TorchLoop(Loop):
 
         return undo
 
+    def on_step(self, begins: Callable[[], None]) -> Callable[[], None]:
+        """Before the first of the optimizers: torch's own hook."""
+
+        def steps(optimizer: Any, args: Any, kwargs: Any) -> None:
+            begins()
+
+        handles = [inner.register_step_pre_hook(steps) for inner in self.inner]
+
+        def undo() -> None:
+            for handle in handles:
+                handle.remove()
+
+        return undo
+
 
 def _past_the_optimizer(parameter: Any) -> bool:
     return getattr(parameter, "main_grad", None) is not None and parameter.grad is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mpbridge.audit.findings import Finding
 from mpbridge.audit.gradients import gradient_findings
 from mpbridge.audit.observe import Observed
@@ -11,7 +13,7 @@ from mpbridge.audit.traffic import Traffic, traffic_findings
 from mpbridge.audit.unseen import why_unseen
 from mpbridge.audit.weights import weight_findings
 from mpbridge.engines.contract import StepResult
-from mpbridge.witnessing.loops import Loop
+from mpbridge.witnessing.loops import Loop, Update
 
 
 def sound(loop: Loop, ranks: list[Observed], result: StepResult | None, under: Promises) -> list[Finding]:
@@ -59,23 +61,40 @@ def hidden(loop: Loop) -> list[Finding]:
     ]
 
 
-def noted(findings: list[Finding], applied: int, scale: float, rate: float | None = None) -> list[Finding]:
-    """The findings, those that need exactly one update, at a rate above 0, replaced where there was none, or more than one. rate: of the update; None: unknown."""
-    subjects: tuple[str, ...]
-    if applied == 1 and rate != 0.0:
-        return findings
-    if applied == 1:
-        why, subjects = (
-            "the learning rate was 0 in this step (warm-up from zero?): nothing has to move",
-            ("weights moved",),
-        )
-    elif not applied:
+def noted(
+    findings: list[Finding], updates: Sequence[Update], scale: float, rate: float | None = None, asked: int = 0
+) -> list[Finding]:
+    """The findings, those that need exactly one update, at a rate above 0, replaced where there was none, or more than one. rate: of the update; None:
+    unknown. asked: backward passes that the optimizer asked for itself in one update. A step without scaled losses in which no optimizer was called is a
+    fault: a skipped step is one that was asked for."""
+    applied = len([one for one in updates if one.applied])
+    if not applied:
         why = "the optimizer took no step while it was watched"
         why += f" (gradients that overflow at a loss scale of {scale:g}?)" if scale != 1.0 else ""
-        subjects = ("weights moved", "gradients")
-    else:
+        found = _unfollowed(findings, ("weights moved", "gradients"), why)
+        return found if updates or scale != 1.0 else [*found, _never()]
+    if applied > 1:
         why = f"{applied} updates were watched as one step; gradients are followed through one"
-        subjects = ("gradients",)
+        return _unfollowed(findings, ("gradients",), why)
+    if asked > 1:
+        findings = _unfollowed(findings, ("gradients",), f"the optimizer ran its closure {asked} times in one step")
+    if rate == 0.0:
+        why = "the learning rate was 0 in this step (warm-up from zero?): nothing has to move"
+        findings = _unfollowed(findings, ("weights moved",), why)
+    return findings
+
+
+def _never() -> Finding:
+    return Finding(
+        subject="optimizer stepped",
+        promised="once",
+        found="never",
+        ok=False,
+        cure="nothing trains; or what is observed ends before the update: a step includes all of its micro-batches and optimizer.step()",
+    )
+
+
+def _unfollowed(findings: list[Finding], subjects: tuple[str, ...], why: str) -> list[Finding]:
     kept = [one for one in findings if one.subject not in subjects]
     return kept + [
         Finding(subject=subject, promised="of one step", found="not observed", ok=False, unseen=why)

@@ -24,6 +24,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.base import Imported
+from mpbridge.witnessing.afterwards import Afterwards
 from mpbridge.witnessing.describe import describe
 from mpbridge.witnessing.kinds import loop_of
 from mpbridge.witnessing.loops import Loop, Update
@@ -228,21 +229,34 @@ class _Observation:
         self.result: StepResult | None = None
         quantized = promises.gemms if promises is not None and promises.seen else lambda path: None
         self.watch = Watch(quantized)
-        self._undo = loop.on_update(self._updated)
+        self.after: Afterwards | None = None
+        self.asked = 0
+        """Backward passes that the optimizer asked for itself in one update, the most of any."""
+        self._begun = 0
+        self._undo = (loop.on_update(self._updated), loop.on_step(self._begins))
         self.watch.start(loop.model)
 
     def stop(self) -> None:
         """Takes every hook off."""
         self.watch.stop()
-        self._undo()
+        for undo in self._undo:
+            undo()
+
+    def _begins(self) -> None:
+        """Right before an update."""
+        self._begun = len(self.watch.roots)
 
     def _updated(self, update: Update) -> None:
         """Right after an update: what later goes away is looked at now."""
         self.updates.append(update)
-        if update.applied and self.seen is None:
-            with self.watch.aside(), torch.no_grad():
+        self.asked = max(self.asked, len(self.watch.roots) - self._begun)
+        if not update.applied:
+            return
+        with self.watch.aside(), torch.no_grad():
+            if self.seen is None:
                 self.result = self._result(update)
                 self.seen = self._look(self.result)
+            self.after = Afterwards(self.loop)
 
     def _result(self, update: Update) -> StepResult:
         nan = math.nan  # the loop's loss is its own business
@@ -257,13 +271,14 @@ class _Observation:
         if self.seen is None:
             with torch.no_grad():
                 self.seen = self._look(None, microbatches)
+        if self.after is not None:
+            with torch.no_grad():
+                self.after.into(self.seen.weights, self.loop, self.before)
         applied = len([one for one in self.updates if one.applied])
         ranks = everywhere(self.seen)
         findings = sound(self.loop, ranks, self.result, self.under) if self.promises is None else self._judged(ranks)
-        findings = [
-            *noted(findings, applied, self.scale, None if self.result is None else self.result.lr),
-            *hidden(self.loop),
-        ]
+        rate = None if self.result is None else self.result.lr
+        findings = [*noted(findings, self.updates, self.scale, rate, self.asked), *hidden(self.loop)]
         facts = {"engine": self.loop.words, "step": step, "world_size": len(ranks)}
         report = Report(stage="live", findings=tuple(findings), facts=facts)
         scaled = self.scale != 1.0

@@ -1,0 +1,43 @@
+"""What a loop does to weights and moments between the optimizer's update and the end of its step."""
+
+from __future__ import annotations
+
+import torch
+
+from mpbridge.audit.holdings import Held, holdings
+from mpbridge.audit.stored import local
+from mpbridge.audit.values import digest, is_narrow
+from mpbridge.audit.weights import Before, Weights
+from mpbridge.witnessing.loops import Loop
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Afterwards:
+    """Digests of trained weights and moments right after an update, to be held against those at the end of the step."""
+
+    def __init__(self, loop: Loop) -> None:
+        self._digests = {
+            (held.name, what): digest(tensor) for held in holdings(loop) for what, tensor in _states(held).items()
+        }
+
+    def into(self, seen: Weights, loop: Loop, before: Before) -> None:
+        """Names in `seen` what was put back to where the update found it, and FP32 states that were rounded since. Other changes (weights that a loop
+        normalizes) are the loop's own business."""
+        for held in holdings(loop):
+            for what, tensor in _states(held).items():
+                now = digest(tensor)
+                if now == self._digests.get((held.name, what), now):
+                    continue
+                if what == "weights" and now == before.digests.get(held.name) and held.name in seen.moved:
+                    seen.moved.remove(held.name)
+                    seen.undone.append(held.name)
+                elif is_narrow(tensor):
+                    seen.coarse.append(f"{held.name} ({what}, after the update)")
+
+
+def _states(held: Held) -> dict[str, torch.Tensor]:
+    trained = held.trained
+    found = {} if trained is None else {"weights": trained}
+    stored = {role: held.state.get(role) for role in MOMENTS}
+    return found | {role: local(one) for role, one in stored.items() if isinstance(one, torch.Tensor)}
