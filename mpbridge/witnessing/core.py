@@ -106,13 +106,31 @@ class CoreLoop(Loop):
         return float(self.optimizer.get_loss_scale())
 
     def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
-        """Behind the optimizer's own `step`, which also brings main weights to the model; gradients stay until the next step begins."""
+        """Behind the optimizer's own `step`, which also brings main weights to the model, or behind the last part of it, where a loop takes the parts
+        itself; gradients stay until the next step begins."""
+        whole = [False]
+
+        def begins() -> None:
+            whole[0] = True
+
+        def ready(result: Any) -> None:
+            if not whole[0]:
+                then(Update(applied=result is not False))
 
         def stepped(result: Any) -> None:
+            whole[0] = False
             applied, norm = (result[0], result[1]) if isinstance(result, tuple) and len(result) > 1 else (result, None)
             then(Update(applied=applied is not False, norm=None if norm is None else float(norm)))
 
-        return after_call(self.outer, "step", stepped)
+        undo = [before_call(self.outer, "step", begins), after_call(self.outer, "step", stepped)]
+        if hasattr(self.outer, "step_with_ready_grads"):
+            undo.append(after_call(self.outer, "step_with_ready_grads", ready))
+
+        def off() -> None:
+            for one in reversed(undo):
+                one()
+
+        return off
 
 
 class _Chain:

@@ -232,7 +232,7 @@ class _Observation:
         self.after: Afterwards | None = None
         self.asked = 0
         """Backward passes that the optimizer asked for itself in one update, the most of any."""
-        self._begun = 0
+        self._begun: int | None = None
         self._undo = (loop.on_update(self._updated), loop.on_step(self._begins))
         self.watch.start(loop.model)
 
@@ -249,7 +249,8 @@ class _Observation:
     def _updated(self, update: Update) -> None:
         """Right after an update: what later goes away is looked at now."""
         self.updates.append(update)
-        self.asked = max(self.asked, len(self.watch.roots) - self._begun)
+        if self._begun is not None:
+            self.asked = max(self.asked, len(self.watch.roots) - self._begun)
         if not update.applied:
             return
         with self.watch.aside(), torch.no_grad():
