@@ -184,7 +184,7 @@ CASES = (
     Case("megatron-lm", "--use-megatron-fsdp", since_017(lambda: megatron(wrapper="megatron_fsdp")), several=True),
     Case(
         "megatron-lm",
-        "--use-megatron-fsdp, megatron-core 0.16",
+        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params, megatron-core 0.16 (whose default divides nothing)",
         since_017(lambda: megatron(wrapper="megatron_fsdp"), holds=False),
         several=True,
     ),
