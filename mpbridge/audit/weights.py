@@ -209,8 +209,8 @@ def _gradient(held: Held) -> torch.Tensor | None:
     for attribute in ("decoupled_grad", "grad"):
         grad = getattr(held.updated, attribute, None)
         if grad is not None:
-            mine = local(grad).detach()
-            return (mine.to_dense() if mine.is_sparse else mine).reshape(-1)  # type: ignore[no-any-return]
+            own = local(grad).detach()
+            return (own.to_dense() if own.is_sparse else own).reshape(-1)  # type: ignore[no-any-return]
     whole = getattr(held.parameter, "main_grad", None)
     if whole is None or held.part is None:
         return None
