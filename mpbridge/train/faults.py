@@ -30,10 +30,6 @@ _launcher = [os.getppid()]
 os.register_at_fork(after_in_child=lambda: _launcher.__setitem__(0, os.getppid()))
 
 
-def _past(number: int, frame: Any) -> None:
-    """What a notice does that comes again behind the run it has stopped."""
-
-
 class LostRank(Refused):
     """Another rank of the job died or hangs."""
 
@@ -103,10 +99,9 @@ class Signals(Hook):
             record(training, "signal", f"{training.stop}: the step is finished, the run stops")
 
     def closed(self) -> None:
-        """Restores the handlers; a notice that would end the process does nothing once one has stopped the run: the summary is still to be written."""
+        """Restores the handlers."""
         for number, kept in self._kept.items():
-            again = bool(self.seen) and number in self.NOTICES and kept is signal.SIG_DFL
-            signal.signal(number, _past if again else kept)
+            signal.signal(number, kept)
         if self._kept and under_torchrun():
             end_with_parent(0)
         self._kept = {}

@@ -90,9 +90,10 @@ def _pretrain(
         training.scheduler = scheduler(run, training.engine.optimizer)
         steps = _Steps(training, parts)
         summary = steps.go(stack, out)
-    write_summary(summary, steps.folder)
-    write_timing(run, steps.meter, steps.folder)
-    out.print(summary_table(summary.rows()))
+        # before the handlers are given back: a notice may come again while this is written
+        write_summary(summary, steps.folder)
+        write_timing(run, steps.meter, steps.folder)
+        out.print(summary_table(summary.rows()))
     return summary
 
 

@@ -89,23 +89,17 @@ def test_under_torchrun_a_launcher_that_is_gone_before_the_run_stands_is_noticed
         signals.closed()
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
-def test_a_notice_that_comes_again_behind_the_run_ends_nothing(number):
-    before = signal.signal(number, signal.SIG_DFL)
-    signals = Signals()
-    signals.built(None)
-    try:
-        os.kill(os.getpid(), number)
-        assert signals.seen == number
-        signals.closed()
-        os.kill(os.getpid(), number)
-        again = Signals()
-        again.built(None)
-        os.kill(os.getpid(), number)
-        assert again.seen == number, "the next run of this process gets its notices"
-        again.closed()
-    finally:
-        signal.signal(number, before)
+def test_a_notice_that_comes_again_while_the_summary_is_written_ends_nothing(monkeypatch):
+    from mpbridge.train import loop
+
+    real = loop.write_summary
+
+    def noticed(*args):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        real(*args)
+
+    monkeypatch.setattr(loop, "write_summary", noticed)
+    assert go(run(iters=5), Signal(signal.SIGUSR1, 2)).summary.stopped == "SIGUSR1"
 
 
 class Steps(Hook):
