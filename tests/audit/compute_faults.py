@@ -15,11 +15,11 @@ from tests.audit.faults import gpt, linear, nothing
 def linear_in(dtype: torch.dtype) -> Callable[[Any], None]:
     def plant(engine: Any) -> None:
         module = linear(engine)
-        real, own = module._forward_impl, next(module.parameters()).dtype
-        own = torch.bfloat16 if engine.name == "fsdp2" else own
+        real = module._forward_impl
 
         def forward(input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return real(input.to(dtype), weight.to(dtype), *args, **kwargs).to(own)
+            # the parameter's own dtype says nothing: Megatron-FSDP's is the main weight's before the first step
+            return real(input.to(dtype), weight.to(dtype), *args, **kwargs).to(input.dtype)
 
         module._forward_impl = forward
 
