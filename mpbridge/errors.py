@@ -18,6 +18,7 @@ MpbridgeError                     exit_code 2: the call was wrong
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable
 
 MOST_SHOWN = 160
@@ -64,6 +65,7 @@ class UnknownName(MpbridgeError, AttributeError, LookupError):
 def nearest(given: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.65) -> tuple[str, ...]:
     """The names that `given` was probably meant to be, best first: alike as a whole, or word by word ('bf16_mxpf8' is bf16_with_mxfp8_mixed)."""
 
+    @functools.cache  # hundreds of names share their words
     def alike(a: str, b: str) -> float:
         return difflib.SequenceMatcher(None, a, b).ratio()
 
