@@ -168,7 +168,7 @@ def test_no_verb_makes_up_a_world(verb, capsys):
 @pytest.mark.parametrize("price", ["-1", "nan", "inf", "two"])
 def test_a_price_is_a_number_of_zero_or_more(verb, price, capsys):
     assert main([verb, "--config", "gpt_tiny", "--target", "h100", f"--price={price}"]) == 2
-    assert "no price, expected a number of 0 or more" in capsys.readouterr().err
+    assert "not a price: expected a number of 0 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["estimate", "recommend", "layouts"])
