@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from mpbridge.checkpoint import store
 from mpbridge.checkpoint.plain import decoded
-from mpbridge.errors import MpbridgeError
-from mpbridge.hardware.transformer_engine import choose
 from mpbridge.report.metrics import read
+from tests.te_cpu.wheels import OLDEST, ROOT, environment, release_or_skip
 
-ROOT = Path(__file__).resolve().parents[2]
 DELAYED = (
-    "--config", "gpt_tiny", "--recipe", "bf16_with_fp8_delayed_scaling_mixed", "--emulate", "te", "--target", "h100", "--te", "2.11",
+    "--config", "gpt_tiny", "--recipe", "bf16_with_fp8_delayed_scaling_mixed", "--emulate", "te", "--target", "h100", "--te", OLDEST,
     "train.train_iters=4", "train.eval_interval=null", "train.micro_batch_size=2", "train.global_batch_size=2", "model.num_layers=2",
     "model.hidden_size=64", "model.ffn_hidden_size=128", "mixed_precision.fp8_param_gather=false", "mixed_precision.fp8_amax_history_len=4",
 )  # fmt: skip
 
 
 def train(folder, *settings):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,
         "-W",
@@ -37,16 +32,21 @@ def train(folder, *settings):
         f"logger.log_dir={folder}",
         *settings,
     ]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment() | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     return done.returncode, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @pytest.mark.timeout(900)
 def test_delayed_scaling_goes_on_to_the_bit_and_its_histories_are_data(tmp_path):
-    try:
-        choose("2.11")
-    except MpbridgeError as error:
-        pytest.skip(str(error))
+    release_or_skip(OLDEST)
     kept = (f"checkpoint.save={tmp_path / 'kept'}", f"checkpoint.load={tmp_path / 'kept'}")
     for code, folder, settings in (
         (0, "whole", ()),

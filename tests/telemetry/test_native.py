@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mpbridge.errors import MpbridgeError
-from mpbridge.hardware.transformer_engine import INSTALL, choose
 from mpbridge.report import metrics
 from mpbridge.telemetry.reading import read
+from tests.te_cpu.wheels import OLDEST, environment, release_or_skip
 from tests.worlds import ROOT
 
 SMALL = [
@@ -30,19 +28,14 @@ SCALINGS = {
 
 
 def trained(folder: Path, recipe: str, machine: str, every: int, settings: list[str]) -> Path:
-    try:
-        choose("2.11")
-    except MpbridgeError as error:
-        pytest.skip(f"{error} ({INSTALL})")
+    release_or_skip(OLDEST)
     text = folder / "text.txt"
     text.write_text("".join(f"line {n} says {n * n}\n" for n in range(4000)))
     out = folder / f"run-{every}"
     data = [f"data.corpus={text}", f"data.cache_dir={folder / 'cache'}", "data.split='90,10'"]
-    command = [sys.executable, "-W", "ignore", "-m", "mpbridge", "train", "--config", "gpt_tiny", "--recipe", recipe, "--emulate=te", "--target", machine, "--te", "2.11"]  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-m", "mpbridge", "train", "--config", "gpt_tiny", "--recipe", recipe, "--emulate=te", "--target", machine, "--te", OLDEST]  # fmt: skip
     command += [f"logger.log_dir={out}", f"logger.precision_every={every}", *SMALL, *data, *settings]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return out
 
