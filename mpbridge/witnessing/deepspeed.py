@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from mpbridge.audit.holdings import Held
-from mpbridge.audit.places import bare
 from mpbridge.engines.contract import Live
 from mpbridge.witnessing.core import after_call, before_call
 from mpbridge.witnessing.loops import Update
@@ -50,9 +49,7 @@ class DeepSpeedLoop(TorchLoop):
             if held.main is not None:
                 yield Live(role="main_params", parameter=held.name, tensor=held.main)
             yield from states(held)
-        for chunk in self.model:
-            for name, buffer in chunk.named_buffers():
-                yield Live(role="buffers", parameter=bare(name), tensor=buffer)
+        yield from self._buffers()
 
     def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
         """Behind DeepSpeed's own `step`; gradients are looked at before it, and inside of it when the inner optimizer reads them."""

@@ -170,6 +170,9 @@ class TorchLoop(Loop):
             if grad is not None:
                 yield Live(role="grads", parameter=held.name, tensor=grad)
             yield from states(held)
+        yield from self._buffers()
+
+    def _buffers(self) -> Iterator[Live]:
         for chunk in self.model:
             for name, buffer in chunk.named_buffers():
                 yield Live(role="buffers", parameter=bare(name), tensor=buffer)

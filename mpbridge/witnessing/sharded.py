@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from mpbridge.audit.holdings import Held
-from mpbridge.audit.places import bare
 from mpbridge.audit.replicas import Copies
 from mpbridge.audit.stored import local
 from mpbridge.audit.values import digest
@@ -152,9 +151,7 @@ class Fsdp1Loop(TorchLoop):
             if held.grad is not None:
                 yield Live(role="grads", parameter=held.name, tensor=held.grad)
             yield from states(held)
-        for chunk in self.model:
-            for name, buffer in chunk.named_buffers():
-                yield Live(role="buffers", parameter=bare(name), tensor=buffer)
+        yield from self._buffers()
 
     def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
         """Sizes of pieces, and what the forward pass read."""
