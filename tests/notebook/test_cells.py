@@ -87,7 +87,7 @@ def test_the_example_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=":")
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    book = nbformat.read(ROOT / "examples" / "first_run.ipynb", as_version=4)
+    book = nbformat.read(ROOT / "docs" / "first_run.ipynb", as_version=4)
     nbclient.NotebookClient(
         book, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
