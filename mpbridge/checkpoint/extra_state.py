@@ -24,8 +24,18 @@ LONGEST = 1 << 20
 RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling")
 _MODULE = "transformer_engine.common.recipe"
 _PARTS = ("Format", "_FormatHelper", "MMParams", "QParams")
-_STATE = {"scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", "scale_inv_fwd", "scale_inv_bwd"}
-"""Tensors of a module's state; the rest of it but the recipe is plain."""
+_STATE = ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd", "scale_inv_fwd", "scale_inv_bwd")
+"""Tensors of a module's state. Releases before 2.0 wrote the last two; nothing reads them today."""
+_VARIABLES: dict[str, Any] = {
+    "num_gemms": int,
+    "fp8_checkpoint": bool,
+    "fp8_max_fwd": (int, float),
+    "fp8_max_bwd": (int, float),
+}
+"""What a module's `fp8_meta` takes over from a state. The module updates that dictionary with whatever stands there, its process groups and recipes
+included, so a file decides these and no others (base.py, 2.11 to 2.20: `set_extra_state`)."""
+_GEMMS = 1 << 14
+"""More GEMMs than a grouped linear has experts; the module makes as many scales when it loads."""
 _DERIVED = {"megatron.core.extensions.transformer_engine.TEDelayedScaling": "DelayedScaling"}
 """megatron-core's own recipe class -> Transformer Engine's."""
 _FIELDS = ("margin", "amax_history_len")
@@ -62,7 +72,8 @@ def as_module(data: Any, live: Any) -> Any:
     name = data["recipe"].get("class")
     if name not in RECIPES:
         raise CheckpointError(f"an extra state under recipe {str(name)[:40]!r}, expected one of {', '.join(RECIPES)}")
-    wrong = [key for key in _STATE & data.keys() if not isinstance(data[key], torch.Tensor)]
+    tensors = {key: data[key] for key in _STATE if key in data}
+    wrong = [key for key, value in tensors.items() if not isinstance(value, torch.Tensor)]
     if wrong:
         raise CheckpointError(f"an extra state whose {wrong[0]} is not a tensor")
     try:
@@ -75,8 +86,24 @@ def as_module(data: Any, live: Any) -> Any:
     }
     if any(not 0 <= value <= LONGEST for value in known.values()):
         raise CheckpointError(f"an extra state whose recipe has {known}")
-    state = dict(data) | {"recipe": getattr(recipes, name)(**known)}
+    extra = {"recipe": getattr(recipes, name)(**known), "extra_fp8_variables": _variables(data)}
+    state = tensors | extra
     return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+
+def _variables(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The plain values of a state that a module may take over. Raises CheckpointError."""
+    had = data.get("extra_fp8_variables")
+    if not isinstance(had, Mapping):
+        raise CheckpointError("an extra state without extra_fp8_variables")
+    taken = {key: had[key] for key in _VARIABLES if key in had}
+    for key, value in taken.items():
+        # to Python a bool is an int
+        if not isinstance(value, _VARIABLES[key]) or isinstance(value, bool) != (_VARIABLES[key] is bool):
+            raise CheckpointError(f"an extra state whose {key} is {str(value)[:40]!r}")
+    if not 0 < taken.get("num_gemms", 1) <= _GEMMS:
+        raise CheckpointError(f"an extra state with {taken['num_gemms']} GEMMs, expected 1 to {_GEMMS}")
+    return taken
 
 
 PICKLES_ALLOWED = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"

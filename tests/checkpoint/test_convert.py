@@ -422,6 +422,22 @@ def test_an_extra_state_under_a_strange_recipe_is_refused(name):
         extra_state.as_module({"recipe": {"class": name}}, None)
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        (None, "without extra_fp8_variables"),
+        ({"num_gemms": 10**9}, "1000000000 GEMMs, expected 1 to"),
+        ({"num_gemms": -1}, "-1 GEMMs"),
+        ({"num_gemms": True}, "num_gemms is 'True'"),
+        ({"fp8_max_fwd": "448"}, "fp8_max_fwd is '448'"),
+        ({"fp8_checkpoint": 1}, "fp8_checkpoint is '1'"),
+    ],
+)
+def test_an_extra_state_with_strange_variables_is_refused(variables, said):
+    with pytest.raises(CheckpointError, match=said):
+        extra_state._variables({"extra_fp8_variables": variables})
+
+
 CONFINED = """
 import os, sys
 sys.path.insert(0, sys.argv[3])

@@ -9,6 +9,8 @@ import transformer_engine_torch as tex
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
 
+from mpbridge.checkpoint import extra_state
+
 
 @pytest.mark.parametrize("made", [recipe.MXFP8BlockScaling, recipe.NVFP4BlockScaling])
 def test_recipes_of_later_machines_are_refused_in_transformer_engines_words(made) -> None:
@@ -43,3 +45,27 @@ def test_a_gemm_without_the_transpose_that_it_needs_fails() -> None:
     torch.testing.assert_close(y.float(), b.dequantize().float() @ a.dequantize().float().t(), rtol=0.02, atol=0.05)
     with pytest.raises(RuntimeError, match="Input A is missing column-wise usage"):
         tex.generic_gemm(a, False, quantizer(torch.randn(32, 16, dtype=torch.bfloat16)), False, *arguments)
+
+
+def test_a_state_from_a_file_sets_no_more_of_a_module_than_its_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`set_extra_state` updates `fp8_meta` with whatever it is given: recipes and buffers of the module could be replaced by a file's values."""
+    monkeypatch.setenv(extra_state.PICKLES_ALLOWED, "1")
+
+    def linear() -> te.Linear:
+        torch.manual_seed(7)
+        layer = te.Linear(32, 16, params_dtype=torch.bfloat16)
+        with te.autocast(enabled=True, recipe=recipe.DelayedScaling(amax_history_len=4)):
+            layer(torch.full((16, 32), 3.0, dtype=torch.bfloat16))
+        return layer
+
+    data = extra_state.as_data(linear().get_extra_state())
+    data["extra_fp8_variables"] |= {"fp8_group": 5, "local_recipes": [1], "buffer_index_and_autocast_key": [0]}
+    data["more"] = 1
+    other = linear()
+    had = dict(other.fp8_meta)
+    data["scale_fwd"] = data["scale_fwd"] * 2
+    other.set_extra_state(extra_state.as_module(data, None))
+    assert torch.equal(other.fp8_meta["scaling_fwd"].scale.cpu(), data["scale_fwd"].cpu())
+    assert {key for key in had.keys() | other.fp8_meta.keys() if key not in had or key not in other.fp8_meta} == set()
+    assert other.fp8_meta["fp8_group"] is had["fp8_group"]
+    assert other.fp8_meta["num_gemms"] == had["num_gemms"]
