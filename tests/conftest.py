@@ -1,5 +1,6 @@
 """Before any test imports megatron: a Transformer Engine without its CUDA parts must not be in its way."""
 
+import gc
 import os
 import signal
 
@@ -17,3 +18,10 @@ for _number, _usual in (
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
+
+
+def pytest_collection_finish() -> None:
+    """Every engine that closes collects garbage, and so does megatron-core with every checkpoint: a third of such a test would be spent on walking
+    through torch's and megatron-core's modules, which all are imported by now and stay."""
+    gc.collect()
+    gc.freeze()

@@ -10,6 +10,7 @@ free port, the others ended when one fails, status 1 then. `argv` may begin with
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -35,6 +36,8 @@ def warm() -> None:
     import mpbridge.train.loop  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)  # imports torch._dynamo
+    gc.collect()
+    gc.freeze()
 
 
 def free_port() -> int:
