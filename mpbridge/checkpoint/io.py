@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
 from mpbridge.audit.wire import unobserved
@@ -22,7 +19,9 @@ from mpbridge.checkpoint.assemble import indexed, raise_first
 from mpbridge.checkpoint.born import taken_alone, why_alone
 from mpbridge.checkpoint.convert import converted, needs_converting
 from mpbridge.checkpoint.index import INDEX
+from mpbridge.checkpoint.moments import mean_second
 from mpbridge.checkpoint.plain import encoded
+from mpbridge.checkpoint.random_states import random_entry, random_states, set_random_states
 from mpbridge.checkpoint.reader import STATE, Contents
 from mpbridge.checkpoint.verdict import FILE, Fingerprint, Verdict, fingerprint, read_fingerprint, verdict
 from mpbridge.checkpoint.writer import BackgroundWrite, attempted, staged
@@ -108,8 +107,9 @@ def gather(training: Training) -> dict[str, Any]:
         "counters": dataclasses.asdict(counters),
         "scheduler": training.scheduler.state_dict(),
         "data": data,
+        "second_moment": mean_second(training.engine),
     }
-    return contents | {"rng": _random_entry(_random_states())}
+    return contents | {"rng": random_entry(random_states())}
 
 
 def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Verdict:
@@ -128,7 +128,12 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Ve
             _take_up(training, contents, weights_only=answer.kind == "weights only")
             with _together():
                 _resume_plain(training, plain, contents, same_layout=found.parallel == of_run(training.run).parallel)
-            return dataclasses.replace(answer, notes=(*answer.notes, *_other_data(training, plain["data"])))
+            moment = None if answer.kind == "weights only" else plain.get("second_moment")
+            return dataclasses.replace(
+                answer,
+                notes=(*answer.notes, *_other_data(training, plain["data"])),
+                second_moment=moment if isinstance(moment, float) else None,
+            )
 
 
 def load_weights(training: Training, path: Path) -> Verdict:
@@ -311,43 +316,11 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Conten
         raise CheckpointError(f"{file}: the schedule cannot be restored ({type(error).__name__}: {error})") from error
     if same_layout:
         try:
-            _set_random_states(contents.object(_random_entry({})))
+            set_random_states(contents.object(random_entry({})))
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError, AttributeError) as error:
             raise CheckpointError(
                 f"{contents.folder}: the random states cannot be restored ({type(error).__name__}: {str(error)[:200]})"
             ) from error
-
-
-def _random_states() -> dict[str, Any]:
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    numbers: Any = np.random.get_state()
-    kind, words, *rest = numbers
-    states: dict[str, Any] = {
-        "cpu": torch.get_rng_state(),
-        "tracker": dict(get_cuda_rng_tracker().get_states()),
-        "python": random.getstate(),
-        "numpy": (kind, words.tolist(), *rest),
-    }
-    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
-def _set_random_states(states: Mapping[str, Any]) -> None:
-    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-
-    torch.set_rng_state(states["cpu"])
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    np.random.set_state(tuple(states["numpy"]))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    get_cuda_rng_tracker().set_states(states["tracker"])
-
-
-def _random_entry(states: dict[str, Any]) -> Any:
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    return ShardedObject("rng", states, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
 
 
 def _describe(partial: Path, run: Run, stored: Mapping[str, str], step: int, common: Mapping[str, Any]) -> None:

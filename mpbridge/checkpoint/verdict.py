@@ -137,6 +137,8 @@ class Verdict:
     """Differences that lose nothing."""
     why: tuple[str, ...] = ()
     """Reasons of 'weights only' and 'refused', each with its cure."""
+    second_moment: float | None = field(default=None, compare=False)
+    """Mean second moment of the states that were loaded, as their run saved it; None where none were, or it is not known."""
 
     @property
     def goes_on(self) -> bool:

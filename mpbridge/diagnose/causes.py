@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from mpbridge.diagnose.moment_causes import moments
 from mpbridge.diagnose.run_causes import data, other_audits, recipe_changed, resumed_badly
 from mpbridge.diagnose.step_causes import not_finite, rate, scale_of_the_loss
 from mpbridge.diagnose.suspects import Suspect, Symptoms
-from mpbridge.diagnose.tensor_causes import main_weights, moments, outlier, scales
+from mpbridge.diagnose.tensor_causes import main_weights, outlier, scales
 from mpbridge.diagnose.weight_causes import weights
 
 CAUSES: Mapping[str, Callable[[Symptoms], Suspect | None]] = {

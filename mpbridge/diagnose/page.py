@@ -9,6 +9,7 @@ from typing import Any
 
 from mpbridge.diagnose.diagnosis import Diagnosis
 from mpbridge.diagnose.evidence import Evidence
+from mpbridge.diagnose.signals import LABELS
 from mpbridge.pages.about import data_text, glossary, made_now, model_text
 from mpbridge.pages.document import Column, Page
 from mpbridge.report.curves import CURVES
@@ -23,6 +24,7 @@ CHARTS = (
 """Table, key, number, title, axis, logarithmic."""
 MANY = 8
 """Layers from which on a heat map stands above a chart of tensors: where to look among more curves than are drawn at once."""
+STALENESS = "staleness, log2"
 OPERAND_COLUMNS = [
     Column(name="layer", number=False, layer=True, help="layer of the model"),
     Column(name="linear", number=False),
@@ -35,7 +37,7 @@ OPERAND_COLUMNS = [
     Column(name="SQNR, dB", help="signal to quantization noise"),
     Column(name="amax", help="largest absolute value"),
     Column(name="scale", help="what elements are multiplied by before the cast; with blocks the median one"),
-    Column(name="staleness, log2", help="scale that the amax asks for over the one used; delayed scaling only"),
+    Column(name=STALENESS, help="scale that the amax asks for over the one used; delayed scaling only"),
     Column(name="not finite", help="infinities and NaN"),
 ]
 TERMS = (
@@ -47,6 +49,8 @@ def precision_page(run: Evidence) -> Page:
     """Statistics of a run in training: heat map, curves by layer, the newest measurement's operands."""
     page = Page(f"Low precision of {run.curves.name}", _made(run), glossary(*TERMS))
     _gaps(page, run)
+    if run.measured and not any(one.tables["operands"] for one in run.measured):
+        page.text("No GEMM of this run is quantized: what follows are its curves, linears and weights.")
     _operand_tables(page, run)
     _curves(page, run, marks=[])
     _tensor_charts(page, run, marks=[], first=[])
@@ -59,13 +63,15 @@ def diagnosis_page(found: Diagnosis) -> Page:
     page = Page(f"Diagnosis of {run.curves.name}", _made(run), glossary(*TERMS, "main weight"))
     place = len(page.blocks)
     marks: list[tuple[float, str]] = [
-        (one.step, f"{one.number.replace('_', ' ')}: step {one.step}") for one in found.onsets
+        (one.step, f"{_MARKS.get(one.number, one.number)}: step {one.step}") for one in found.onsets
     ]
     page.heading("Curves")
     charts = _curves(page, run, marks=marks)
-    page.heading("Tensors")
+    if run.measured:
+        page.heading("Tensors")
     named = [name for suspect in found.suspects for name in suspect.tensors]
-    charts |= _tensor_charts(page, run, marks=marks[:1], first=[*named, *(odd.tensor for odd in found.odd)])
+    causes: list[tuple[float, str]] = [(one.step, f"{one.cause}: step {one.step}") for one in found.suspects[:1]]
+    charts |= _tensor_charts(page, run, marks=[*marks[:1], *causes], first=[*named, *(odd.tensor for odd in found.odd)])
     odd = page.table(
         "Tensors out of line, earliest first",
         [
@@ -77,7 +83,7 @@ def diagnosis_page(found: Diagnosis) -> Page:
             Column(name="after"),
             Column(name="factor", help="after over before"),
         ],
-        [[layer_of(one.tensor), one.step, one.tensor, one.number, one.before, one.after, one.factor] for one in found.odd],
+        [[layer_of(one.tensor), one.step, one.tensor, LABELS.get(one.number, one.number), one.before, one.after, one.factor] for one in found.odd],
     ) if found.odd else ""  # fmt: skip
     _operand_tables(page, run)
     body, page.blocks[place:] = page.blocks[place:], []
@@ -112,7 +118,8 @@ def _made(run: Evidence) -> dict[str, str]:
 
 
 def _verdict(page: Page, found: Diagnosis, charts: dict[str, str], odd: str) -> None:
-    word, tone = ("out of line", "bad") if not found.healthy else ("no verdict", "warn") if found.run.short else ("healthy", "good")  # fmt: skip
+    # a jump that nothing in the files explains accuses nothing
+    word, tone = ("out of line", "bad" if found.suspects else "warn") if not found.healthy else ("no verdict", "warn") if found.run.short else ("healthy", "good")  # fmt: skip
     page.verdicts("", [{"word": word, "tone": tone, "text": found.verdict}])
     links = {"loss": charts.get("loss"), "grad_norm": charts.get("grad_norm"), "applied": charts.get("loss")}
     if found.onsets:
@@ -147,6 +154,8 @@ _PLOTS = {
     "wrong-scale": "operands", "frozen-scale": "operands", "recipe-switch": "operands", "loss-scale": "loss_scale",
 }  # fmt: skip
 """Cause -> the number whose chart shows it; the loss otherwise."""
+_MARKS = {"grad_norm": "gradient norm", "applied": "not finite"}
+"""Number of an onset -> its word beside a mark, where that is another."""
 
 
 def _plot_of(cause: str, charts: dict[str, str], odd: str) -> str | None:
@@ -169,8 +178,31 @@ def _curves(page: Page, run: Evidence, *, marks: list[tuple[float, str]]) -> dic
         series: list[tuple[str, Any, str]] = [(number.replace("_", " "), points, "")]
         if number == "loss" and run.curves.evaluations:
             series.append(("held out", [(row["iteration"], row["eval_loss"]) for row in run.curves.evaluations], ""))
-        found[number] = page.chart(label.partition(",")[0], series, y=label, log=log, marks=marks)
+        found[number] = page.chart(
+            label.partition(",")[0], series, y=label, log=log, marks=marks, reach=_reach_of(run), note=_not_drawn(run, number)
+        )  # fmt: skip
     return found
+
+
+def _reach_of(run: Evidence) -> tuple[float, float] | None:
+    """First and last step: every chart of the run has the same axis, whatever was measured last."""
+    rows = run.curves.rows
+    return (rows[0]["iteration"], rows[-1]["iteration"]) if rows else None
+
+
+def _not_drawn(run: Evidence, number: str) -> str:
+    """A sentence on the steps whose value is no finite number; '' where there are none."""
+    missing = [row["iteration"] for row in run.curves.rows if number in row and not _finite(row[number])]
+    if not missing:
+        return ""
+    where = (
+        f"step {missing[0]} is" if len(missing) == 1 else f"{len(missing)} steps, the first of them {missing[0]}, are"
+    )
+    return f"Not drawn: {where} without a finite value."
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _tensor_charts(page: Page, run: Evidence, *, marks: list[tuple[float, str]], first: list[str]) -> dict[str, str]:
@@ -185,7 +217,7 @@ def _tensor_charts(page: Page, run: Evidence, *, marks: list[tuple[float, str]],
         series.sort(key=lambda one: (not any(one[0] in name for name in first), -_reach(one[1])))
         if series:
             _movement(page, title, series)
-            found[number] = page.chart(title, series, y=label, log=log, marks=marks, order="those named in the verdict and those that move most first" if first else "those that move most first")  # fmt: skip
+            found[number] = page.chart(title, series, y=label, log=log, marks=marks, reach=_reach_of(run), order="those named in the verdict and those that move most first" if first else "those that move most first")  # fmt: skip
     stale = [
         (name, [(step, row["staleness"]) for step, row in points if isinstance(row["staleness"], (int, float))], layer_of(name))
         for name, points in run.operands().items()
@@ -193,7 +225,7 @@ def _tensor_charts(page: Page, run: Evidence, *, marks: list[tuple[float, str]],
     stale = [one for one in stale if one[1]]
     if stale:
         stale.sort(key=lambda one: -max(abs(value) for _, value in one[1]))
-        found["operands"] = page.chart("staleness of each delayed scale", stale, y="log2 (asked for over used)", marks=marks, order="the stalest first")  # fmt: skip
+        found["operands"] = page.chart("staleness of each delayed scale", stale, y="log2 (asked for over used)", marks=marks, reach=_reach_of(run), order="the stalest first")  # fmt: skip
     return found
 
 
@@ -244,4 +276,6 @@ def _operand_tables(page: Page, run: Evidence) -> None:
     layers = sorted({layer for layer, _ in values}, key=lambda text: int(text or -1))
     if values:
         page.heat(f"Median row error by layer, step {last.step}", layers, _in_order(kind for _, kind in values), values, low=0.01, high=1.0)  # fmt: skip
-    page.table(f"Operands of step {last.step}", OPERAND_COLUMNS, shown, order=order)
+    # a column that only delayed scaling fills
+    filled = [i for i, column in enumerate(OPERAND_COLUMNS) if column.name != STALENESS or any(row[i] is not None for row in shown)]  # fmt: skip
+    page.table(f"Operands of step {last.step}", [OPERAND_COLUMNS[i] for i in filled], [[row[i] for i in filled] for row in shown], order=order)  # fmt: skip

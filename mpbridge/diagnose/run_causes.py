@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 from mpbridge.diagnose.evidence import finite
+from mpbridge.diagnose.moment_causes import falls
 from mpbridge.diagnose.signals import rate_jumps
 from mpbridge.diagnose.suspects import Suspect, Symptoms, flushed_operands
 
 
 def resumed_badly(case: Symptoms) -> Suspect | None:
-    """The first step after a resume is out of line with the last before it."""
+    """The first step after a resume is out of line with the last before it, or the optimizer's moments are not those that were saved."""
     for event in case.events("resumed"):
         at = int(event["iteration"])
         hit = next((one for one in case.onsets if at < one.step <= at + 3), None)
-        if at == 0 or hit is None:
+        fallen = _fallen_since(case, at)
+        if at == 0 or (hit is None and not fallen):
             continue
         lost = event.get("optimizer_reset")
         # another rate after the resume says more than the resume
-        rate = next((one for one in rate_jumps(case.run) if one.step == at + 1), None)
+        rate = next((one for one in rate_jumps(case.run) if one.step == at + 1), None) if hit else None
+        step = hit.step if hit else at + 1
         return Suspect(
-            cause="bad-resume", step=hit.step, score=0.85 if rate else 1.0,
-            sentence=f"the run that was resumed at step {at} is not the one that was saved",
-            evidence=[f"step {at}: {str(event.get('text', 'resumed')).partition(chr(10))[0]}", f"step {hit.step}: {hit.what}", *([str(rate)] if rate else []), *(["the optimizer's states were dropped (checkpoint.reset_optimizer)"] if lost else [])],
-            tensors=[str(one) for one in case.odd if one.step <= hit.step + case.every][:4],
-            advice=["mpbridge resume-check on the checkpoint: it compares fingerprints and values", "resume once more from the checkpoint before it", *(["keep the optimizer's states, or warm the rate up again"] if lost else [])],
+            cause="bad-resume", step=step, score=0.85 if rate else 1.0,
+            sentence=f"the run that was resumed at step {at} is not the one that was saved" + (": the optimizer's moments were lost" if fallen else ""),
+            evidence=[f"step {at}: {str(event.get('text', 'resumed')).partition(chr(10))[0]}", *([f"step {hit.step}: {hit.what}"] if hit else []), *fallen, *([str(rate)] if rate else []), *(["the optimizer's states were dropped (checkpoint.reset_optimizer)"] if lost else [])],
+            tensors=[str(one) for one in case.odd if one.step <= step + case.every][:4],
+            advice=["mpbridge resume-check on the checkpoint: it compares fingerprints and values", "resume once more from the checkpoint before it", *(["keep the optimizer's states, or warm the rate up again"] if lost or fallen else [])],
         )  # fmt: skip
     return None
+
+
+def _fallen_since(case: Symptoms, at: int) -> list[str]:
+    """What says that the moments behind a resume at that step are not those that were saved: the run itself, or measurements around it."""
+    said = [f"step {event['iteration']}: {event['text']}" for event in case.events("moments") if event["iteration"] == at + 1]  # fmt: skip
+    return [*said, *(str(one) for one in falls(case) if one.before <= at < one.step)]
 
 
 def recipe_changed(case: Symptoms) -> Suspect | None:

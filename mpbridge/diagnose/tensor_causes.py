@@ -1,12 +1,10 @@
-"""Causes that single tensors show: scales, main weights, moments, one channel. Each answers with a suspect, or None."""
+"""Causes that single tensors show: scales, main weights, one channel. Each answers with a suspect, or None."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
 
-from mpbridge.diagnose.evidence import median
 from mpbridge.diagnose.signals import Odd, gradient_jumps
 from mpbridge.diagnose.suspects import Suspect, Symptoms, flushed_operands
 from mpbridge.telemetry.reading import TensorRow
@@ -35,27 +33,22 @@ def scales(case: Symptoms) -> Suspect | None:
 
 
 def _wrong_scale(case: Symptoms, wrong: list[tuple[int, str, float]]) -> Suspect:
-    """wrong: (step, operand, staleness) of scales that are far off."""
-    step = min(at for at, _, _ in wrong)
-    named = [(name, stale) for at, name, stale in wrong if at == step]
+    """wrong: (step, operand, staleness) of scales that are far off. One whose tensor did not just change comes before those whose tensors did."""
+    states = case.run.operands()
+    # after a spike a history wastes range for as long as it is
+    lasting = [one for one in wrong if not _passes(states[one[1]], one[0]) and not WASTED < one[2] <= MUCH_WASTED]
+    # every amax outruns its history at once: the tensors changed
+    sure = bool(lasting) and len(wrong) <= max(3, 0.25 * len(states))
+    chosen = lasting if sure else wrong
+    step = min(at for at, _, _ in chosen)
+    named = [(name, stale) for at, name, stale in chosen if at == step]
     return Suspect(
-        cause="wrong-scale", step=step, score=0.6 if _follow_the_tensors(case, wrong, step, named) else 0.97,
+        cause="wrong-scale", step=step, score=0.97 if sure else 0.6,
         sentence=f"the delayed scale of {named[0][0]} is wrong by 2**{named[0][1]:+.1f}",
         evidence=[*(f"step {step}: {name}: 2**{stale:+.1f} off, {'elements saturate' if stale < 0 else 'range is wasted'}" for name, stale in named[:3]), *_audited(case, "delayed scales")[:1]],
         tensors=[name for name, _ in named[:4]],
         advice=["a scale that was loaded or set by hand: compare it with 448 (E4M3) or 57344 (E5M2) over the amax beside it", "bf16_with_fp8_current_scaling_mixed keeps no scale"],
     )  # fmt: skip
-
-
-def _follow_the_tensors(
-    case: Symptoms, wrong: list[tuple[int, str, float]], step: int, named: list[tuple[str, float]]
-) -> bool:
-    """Whether the tensors changed rather than the scales: every amax outruns its history at once, or the scale is right again at the next measurement."""
-    states = case.run.operands()
-    passing = all(_passes(states[name], step) for name, _ in named)
-    # after a spike a history wastes range for as long as it is
-    weak = all(WASTED < stale <= MUCH_WASTED for _, stale in named)
-    return passing or weak or len(wrong) > max(3, 0.25 * len(states))
 
 
 def _audited(case: Symptoms, *words: str) -> list[str]:
@@ -132,66 +125,6 @@ def main_weights(case: Symptoms) -> Suspect | None:
         tensors=[name for name, _ in here[:4]],
         advice=["look at what copies main weights back after the update (a wrapper, a patched optimizer, a skipped parameter gather)", "mpbridge audit: 'weights moved' and 'parameters' say the same of the live tensors"],
     )  # fmt: skip
-
-
-def moments(case: Symptoms) -> Suspect | None:
-    """Second moments that are suddenly a fraction of what they were, or one update that moves every weight at once at an unchanged rate."""
-    ratios: dict[int, list[float]] = {}
-    names = case.run.names("weights", "parameter")
-    for name in names:
-        points = case.run.series("weights", name, "exp_avg_sq_mean", key="parameter")
-        firsts = dict(case.run.series("weights", name, "exp_avg_rms", key="parameter"))
-        for (before, low), (step, value) in itertools.pairwise(points):
-            # the ratio of the moments, not their size: gradients grow and shrink
-            if low > 0 and value > 0 and firsts.get(before) and firsts.get(step):
-                ratios.setdefault(step, []).append(
-                    (firsts[step] / math.sqrt(value)) / (firsts[before] / math.sqrt(low))
-                )
-    for step, found in sorted(ratios.items()):
-        if len(found) >= 3 and median(found) > 4 and case.near(step - case.every):
-            return Suspect(
-                cause="moments-lost", step=step, score=0.93,
-                sentence="the optimizer's second moments were lost while the first ones stayed: updates far too large",
-                evidence=[f"step {step}: first over root of second moment grew {median(found):.1f}-fold in the median parameter since the measurement before"],
-                advice=["look at what touches the optimizer's state (a reload, an offload, a cast to a format that flushes small numbers)", "go back to the last checkpoint: a warm-up after a reset of moments avoids the same jump"],
-            )  # fmt: skip
-    return _update_of_all(case, names, ratios)
-
-
-def _update_of_all(case: Symptoms, names: list[str], ratios: Mapping[int, list[float]]) -> Suspect | None:
-    """Most weights jump between two measurements although rate and clipped gradients are what they were.
-
-    ratios: step -> how the first over the root of the second moment grew in each parameter; where it did not, the optimizer moved nothing.
-    """
-    loss = case.onset("loss") or case.onset("grad_norm")
-    if loss is None:
-        return None
-    rates = {row["iteration"]: row.get("lr") or 0.0 for row in case.run.curves.rows}
-    for step in [one.step for one in case.run.measured][1:]:
-        # an update shows in the loss of the next step: what grew before did no harm then
-        if not loss.step - 1 <= step <= loss.step + 2:
-            continue
-        grew = _growth(case, names, step)
-        steady = rates.get(step, 0.0) <= 1.05 * rates.get(loss.step - 2, math.inf)
-        same = bool(ratios.get(step)) and median(ratios[step]) < 1.2
-        if len(grew) >= 4 and median(grew) > 1.5 and steady and loss.step > 1 and not same:
-            return Suspect(
-                cause="moments-lost", step=step, score=0.75,
-                sentence="one update moved every weight far at an unchanged rate: the optimizer's second moments are wrong",
-                evidence=[f"step {step}: RMS of the median weight {median(grew):.2g} times that of the measurement before", f"step {loss.step}: {loss.what}"],
-                advice=["look at what touches the optimizer's state", "go back to the last checkpoint"],
-            )  # fmt: skip
-    return None
-
-
-def _growth(case: Symptoms, names: list[str], step: int) -> list[float]:
-    """RMS of each weight over that of the measurement before."""
-    found = []
-    for name in names:
-        points = case.run.series("weights", name, "rms", key="parameter")
-        if "norm" not in name:
-            found += [two / one for (_, one), (at, two) in itertools.pairwise(points) if at == step and one > 0]
-    return found
 
 
 def outlier(case: Symptoms) -> Suspect | None:

@@ -71,16 +71,18 @@ class Page:
         marks: Iterable[tuple[float, str]] = (),
         note: str = "",
         order: str = "the most important ones first",
+        reach: tuple[float, float] | None = None,
     ) -> str:
         """Curves: (name, points, layer or '') each. y: label with the unit. marks: upright lines at x with a word each. Of more than CURVES the first are
-        drawn, and the others by a layer, a part of their names or page by page; order: how the page calls the order that they come in."""
+        drawn, and the others by a layer, a part of their names or page by page; order: how the page calls the order that they come in. reach: x that the
+        axis shows at least, where charts are to be laid beside each other."""
         lines = [
             {"name": name, "layer": layer, "points": [[x_, plain(y_)] for x_, y_ in points]}
             for name, points, layer in series
         ]
         return self.add(
             "chart", title, series=lines, x=x, y=y, log=log, bars=bars, marks=[list(mark) for mark in marks],
-            note=note, order=order, shown=CURVES,
+            note=note, order=order, reach=list(reach or ()), shown=CURVES,
         )  # fmt: skip
 
     def table(

@@ -80,7 +80,7 @@
         place.append(make("p", { class: "dim", text: sought }));
         return;
       }
-      const xs = [...new Set(lines.flatMap((line) => block.xs[line.x]))].sort((a, b) => a - b);
+      const xs = [...new Set([...block.reach, ...lines.flatMap((line) => block.xs[line.x])])].sort((a, b) => a - b);
       const at = new Map(xs.map((x, i) => [x, i]));
       const data = [xs, ...lines.map((line) => {
         const values = new Array(xs.length).fill(undefined);
@@ -96,12 +96,21 @@
         context.font = `${11 * devicePixelRatio}px system-ui`;
         context.textAlign = "left";
         context.setLineDash([4, 4]);
+        const words = [];
         block.marks.forEach(([x, word], i) => {
           const left = u.valToPos(x, "x", true);
           if (left < u.bbox.left || left > u.bbox.left + u.bbox.width) return;
           context.beginPath(); context.moveTo(left, u.bbox.top); context.lineTo(left, u.bbox.top + u.bbox.height); context.stroke();
           const wide = context.measureText(word).width;
-          context.fillText(word, Math.min(left + 4, u.bbox.left + u.bbox.width - wide), u.bbox.top + (12 + 13 * (i % 4)) * devicePixelRatio);
+          const from = Math.min(left + 4, u.bbox.left + u.bbox.width - wide), down = u.bbox.top + (12 + 13 * (i % 4)) * devicePixelRatio;
+          words.push([word, from, down, wide]);
+        });
+        // above all lines, on the page's own colour: a mark nearby or a curve does not cross them out
+        words.forEach(([word, from, down, wide]) => {
+          context.fillStyle = css("--bg"); context.globalAlpha = 0.8;
+          context.fillRect(from - 1, down - 10 * devicePixelRatio, wide + 2, 13 * devicePixelRatio);
+          context.fillStyle = css("--bad"); context.globalAlpha = 1;
+          context.fillText(word, from, down);
         });
         context.restore();
       }] } };
@@ -109,7 +118,7 @@
         width: Math.max(260, box.clientWidth - 14), height: narrow ? 220 : 280, scales: { x: { time: false }, y: { distr: block.log ? 3 : 1 } },
         axes: [{ ...axis, label: block.x, labelSize: 20, incrs: whole }, { ...axis, label: block.y, labelSize: 20, size: 66, values: (u, ticks) => ticked(ticks) }],
         cursor: { focus: { prox: 24 } }, focus: { alpha: 0.25 }, legend: { live: true, isolate: true },
-        series: [{ label: block.x }, ...lines.map((line, i) => ({ label: line.name, stroke: palette[i % palette.length], width: 1.5, spanGaps: true, fill: block.bars ? `${palette[i % palette.length]}66` : undefined, paths: block.bars ? uPlot.paths.bars({ size: [0.9, 60] }) : undefined, points: { show: xs.length < 40 && !block.bars, size: 5 }, value: (u, value) => (value === null || value === undefined ? "–" : number(value)) }))],
+        series: [{ label: block.x, value: (u, x) => (x === null || x === undefined ? "–" : number(x)) }, ...lines.map((line, i) => ({ label: line.name, stroke: palette[i % palette.length], width: 1.5, spanGaps: true, fill: block.bars ? `${palette[i % palette.length]}66` : undefined, paths: block.bars ? uPlot.paths.bars({ size: [0.9, 60] }) : undefined, points: { show: xs.length < 40 && !block.bars, size: 5 }, value: (u, value) => (value === null || value === undefined ? "–" : number(value)) }))],
         plugins: block.marks.length ? [marks] : [],
       }, data, place);
     };

@@ -25,8 +25,7 @@ def weight_rows(tensors: Iterable[Any]) -> list[list[Any]]:
         if source is None:
             continue
         peak, size = float(source.abs().amax()), _rms(source)
-        # an integer moment is a code without its scale here
-        first, second = (_numbers(roles.get(role)) for role in ("exp_avg", "exp_avg_sq"))
+        first, second = (_moment(roles.get(role)) for role in ("exp_avg", "exp_avg_sq"))
         rows.append(
             [
                 name,
@@ -50,6 +49,12 @@ def _numbers(tensor: Any) -> torch.Tensor | None:
         widen = getattr(tensor, "dequantize", None)
         return None if widen is None else widen().detach()
     return tensor.detach() if tensor.is_floating_point() else None
+
+
+def _moment(tensor: Any) -> torch.Tensor | None:
+    """A moment's values; None for FP16 and 8-bit ones, which are codes whose scale is not here."""
+    values = _numbers(tensor)
+    return None if values is None or values.dtype is torch.float16 else values
 
 
 def _rms(x: torch.Tensor) -> float:

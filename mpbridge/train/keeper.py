@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from mpbridge.audit.wire import unobserved
 from mpbridge.checkpoint import io as checkpoint
-from mpbridge.checkpoint import store
+from mpbridge.checkpoint import moments, store
 from mpbridge.devices.together import on_first_rank
 from mpbridge.report.events import record
 from mpbridge.train.admission import beginning
@@ -36,6 +37,7 @@ class Keeper(Hook):
         self.pending: checkpoint.Writing | None = None
         self._begun, self._said = False, ""
         self._resumed: dict[str, Any] = {}
+        self._moment: float | None = None
         self._claim: Any = None
 
     def built(self, training: Training) -> None:
@@ -55,6 +57,7 @@ class Keeper(Hook):
         if place is not None:
             answer = checkpoint.load(training, place, reset_optimizer=self.reset)
             self.saved_at = training.counters.iteration if own else None
+            self._moment = answer.second_moment
             self._said = "\n".join([f"resumed from {place}: {answer.kind}", *answer.lines()[1:]])
             self._resumed = {"checkpoint": str(place), "verdict": answer.kind, "optimizer_reset": self.reset}
             training.notes["resumed from"] = str(place)
@@ -71,10 +74,23 @@ class Keeper(Hook):
     def stepped(self, training: Training, result: Any) -> None:
         """Saves when it is due, and seals what was written meanwhile."""
         at = training.counters.iteration
+        if self._moment is not None:
+            self._compare(training)
         if self.pending is not None and self.pending.done():
             self._seal()
         if self.folder is not None and self.interval and at % self.interval == 0 and at != self.saved_at:
             self.save(training, background=self.background)
+
+    def _compare(self, training: Training) -> None:
+        """Once, behind the first step after a load: whether its optimizer had the states that were saved."""
+        saved, self._moment = self._moment, None
+        groups = getattr(training.engine.optimizer, "param_groups", ())
+        beta2 = min((float(group["betas"][1]) for group in groups if group.get("betas")), default=None)
+        with unobserved():
+            found = moments.mean_second(training.engine)
+        if beta2 is not None and (text := moments.lost(saved, found, beta2)):
+            training.notes["optimizer states"] = "lost at the resume"
+            record(training, "moments", text, saved=saved, found=found)
 
     def finished(self, training: Training) -> None:
         """The last checkpoint, and the line that resumes."""
@@ -122,7 +138,7 @@ class Keeper(Hook):
         if entry is None:
             return None
         kept = {name: getattr(training.counters, name) for name in ("consumed", "tokens", "skipped", "nonfinite")}
-        checkpoint.load(training, entry.path)
+        self._moment = checkpoint.load(training, entry.path).second_moment
         for name, value in kept.items():
             setattr(training.counters, name, value)
         training.moved = True

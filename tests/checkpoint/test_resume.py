@@ -10,6 +10,7 @@ import torch
 from mpbridge.checkpoint import io as checkpoint
 from mpbridge.checkpoint import store
 from mpbridge.checkpoint.verdict import read_fingerprint, verdict
+from mpbridge.diagnose.diagnosis import diagnose
 from mpbridge.errors import CheckpointError, Contradiction, Refused
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from tests.train.survival import Hook, go, job, run
@@ -58,6 +59,7 @@ def test_resumed_is_uninterrupted_to_the_bit(tmp_path, recipe, sections):
     whole, first, second = broken_off(tmp_path, recipe, **sections)
     assert whole.losses == first.losses | second.losses
     assert whole.scales == first.scales | second.scales
+    assert "optimizer states" not in second.summary.notes, "no moment was lost"
     assert sorted(second.losses) == [4, 5, 6]
     assert whole.digest == second.digest
     assert len(set(whole.losses.values())) == 6
@@ -151,6 +153,27 @@ def test_verdicts_are_true_of_the_run(tmp_path, before, after, kind, exact):
     reference = go(made(before)).losses
     for step, loss in watch.losses.items():
         assert abs(loss - reference[step]) < 0.03, (watch.losses, reference)
+
+
+class _Loses(Hook):
+    """The optimizer's states are zeros when the run goes on."""
+
+    def stepping(self, training):
+        if training.counters.iteration == 3:
+            for one in training.engine.tensors():
+                if one.role in ("exp_avg", "exp_avg_sq"):
+                    one.tensor.zero_()
+
+
+def test_moments_that_are_lost_behind_a_resume_are_said_by_the_run_and_named_by_its_diagnosis(tmp_path):
+    kept = {"save": str(tmp_path / "saved"), "load": str(tmp_path / "saved")}
+    log = {"log_dir": str(tmp_path / "run"), "precision_every": 0}
+    go(run("bf16_mixed", checkpoint=kept, train={"exit_interval": 3}, logger=log))
+    second = go(run("bf16_mixed", checkpoint=kept, logger=log), _Loses())
+    assert second.summary.notes["optimizer states"] == "lost at the resume"
+    found = diagnose(tmp_path / "run")
+    assert [one.cause for one in found.suspects] == ["bad-resume"]
+    assert "states were lost between the file and the first step" in found.suspects[0].evidence[-1]
 
 
 def test_weights_only_needs_to_be_asked_for(tmp_path):

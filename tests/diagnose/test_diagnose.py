@@ -50,6 +50,7 @@ class Written:
             self.weights[step, name] = {"parameter": name, "rms": 1.0, "amax": 1.1, "nonfinite": 0, "main_gap": 0.0, "exp_avg_rms": 1e-3, "exp_avg_sq_mean": 1e-6}  # fmt: skip
         self.events: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
+        self.config: dict[str, Any] = {}
 
     def loss(self, steps: range, by: float) -> None:
         for row in self.rows:
@@ -70,7 +71,9 @@ class Written:
         if self.events:
             (self.folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in self.events))
         audits = [{"step": 1, "ok": True, "facts": {}}]
-        (self.folder / "precision.json").write_text(json.dumps({"recipe": "r", "audit": {"history": audits}}))
+        (self.folder / "precision.json").write_text(
+            json.dumps({"recipe": "r", "audit": {"history": audits}, "config": self.config})
+        )
         return self.folder
 
     def diagnosed(self) -> Diagnosis:
@@ -351,6 +354,50 @@ def test_second_moments_that_are_gone(run: Written) -> None:
         for name in LAYERS:
             run.weights[step, f"{name}.weight"] |= {"exp_avg_sq_mean": 1e-9}
     assert first(run.diagnosed()) == "moments-lost"
+
+
+def test_second_moments_that_fell_faster_than_any_gradient_lets_them(run: Written) -> None:
+    run.config = {"optimizer": {"lr": 1e-3}}
+    assert run.diagnosed().healthy
+    # after five steps at least 0.999**5 of them are left; neither loss nor gradients show anything
+    for (step, _), row in run.weights.items():
+        row["exp_avg_sq_mean"] = 1e-6 if step < 35 else 3e-7
+    found = run.diagnosed()
+    assert [(one.cause, one.step) for one in found.suspects] == [("moments-lost", 35)]
+    assert found.suspects[0].evidence == [
+        "step 35: second moments of 5 of 5 parameters fell to 0.3 times those of step 30 (median), and 5 steps leave 1 of them at least"
+    ]
+    run.events = [{"iteration": 30, "event": "resumed", "text": "resumed from step_30: same", "verdict": "same"}]
+    found = run.diagnosed()
+    assert [(one.cause, one.step) for one in found.suspects] == [("bad-resume", 31)]
+    assert found.suspects[0].sentence.endswith("the optimizer's moments were lost")
+    # dropped on purpose, held by other ranks, an optimizer that forgets this fast, settings that nobody knows
+    for event in (
+        {"optimizer_reset": True},
+        {"event": "rollback"},
+        {"text": "resumed from step_30: safe\n  note: parallel: tensor 2 -> 1"},
+    ):
+        run.events = [{"iteration": 30, "event": "resumed", "text": "resumed from step_30: same", **event}]
+        assert run.diagnosed().healthy, event
+    run.events = [{"iteration": 30, "event": "evaluated"}]
+    for config in ({"optimizer": {"adam_beta2": 0.8}}, {}):
+        run.config = config
+        assert run.diagnosed().healthy, config
+
+
+def test_moments_that_the_run_itself_missed_behind_a_resume(run: Written) -> None:
+    run.events = [
+        {"iteration": 30, "event": "resumed", "text": "resumed from step_30: same"},
+        {"iteration": 31, "event": "moments", "text": "the optimizer's second moments are 0.05 times those of the checkpoint"},
+    ]  # fmt: skip
+    (run.write() / FILE).unlink()
+    found = diagnose(run.folder)
+    assert first(found) == "bad-resume"
+    assert (
+        "step 31: the optimizer's second moments are 0.05 times those of the checkpoint" in found.suspects[0].evidence
+    )
+    run.events = run.events[:1]
+    assert run.diagnosed().healthy
 
 
 def test_many_weights_that_no_update_can_have_moved(run: Written) -> None:
