@@ -23,6 +23,8 @@ from mpbridge.errors import CheckpointError, MpbridgeError
 from mpbridge.files import opened
 
 METADATA, COMMON, DATA, STATE = ".metadata", "common.pt", "data.bin", "state.json"
+COMMON_OBJECT = "common_state/shard_0_1"
+"""The object in which megatron-core 0.20's save puts what 0.16 puts into `common.pt` (dist_checkpointing/serialization.py)."""
 LARGEST_METADATA = 1 << 30
 _DCP = "torch.distributed.checkpoint"
 _CHUNK = 1 << 20
@@ -45,6 +47,7 @@ def convert(source: Path, out: Path, *, ours: bool) -> None:
     entries, places = _metadata(source / METADATA)
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, tuple[str, int, int]] = {}
+    common: Any = None
     with (out / DATA).open("xb") as data:
         for file, items in sorted(places.items()):
             with _named(source / file), opened(source / file) as stream:
@@ -54,7 +57,9 @@ def convert(source: Path, out: Path, *, ours: bool) -> None:
                         raise CheckpointError(f"{key} lies outside of it")
                     kind = entries.get(key)
                     if kind == "bytes":
-                        if ours:
+                        if ours and key == COMMON_OBJECT:
+                            common = spelled(_alone(load(stream, start, start + length)))
+                        elif ours:
                             objects[key] = _object(key, load(stream, start, start + length), data)
                     elif isinstance(kind, tuple):
                         piece = _tensor(key, load(stream, start, start + length), offset, kind, data)
@@ -68,11 +73,17 @@ def convert(source: Path, out: Path, *, ours: bool) -> None:
     if faults := index.incomplete():
         raise CheckpointError(f"{source / METADATA}: {faults[0]}")
     (out / INDEX).write_text(json.dumps(index.as_data(), separators=(",", ":")), encoding="utf-8")
-    state: Any = {}
-    if ours:
-        with _named(source / COMMON), opened(source / COMMON) as stream:
-            state = spelled(load(stream, 0, os.fstat(stream.fileno()).st_size))
-    (out / STATE).write_text(json.dumps(state or encoded({}), separators=(",", ":")), encoding="utf-8")
+    state = (common or _common_file(source)) if ours else encoded({})
+    (out / STATE).write_text(json.dumps(state, separators=(",", ":")), encoding="utf-8")
+
+
+def _common_file(source: Path) -> Any:
+    """What `common.pt` holds, in the spelling of the state."""
+    file = source / COMMON
+    if not file.exists():
+        raise CheckpointError(f"{source} holds neither {COMMON} nor the object {COMMON_OBJECT.partition('/')[0]}")
+    with _named(file), opened(file) as stream:
+        return spelled(load(stream, 0, os.fstat(stream.fileno()).st_size))
 
 
 class _named:
@@ -164,12 +175,17 @@ def _tensor(key: str, value: Any, offset: Any, kind: tuple[str, tuple[int, ...]]
 
 
 def _object(key: str, value: Any, data: IO[bytes]) -> tuple[str, int, int]:
-    inner = value[0] if isinstance(value, list) and len(value) == 1 else value
+    inner = _alone(value)
     text = extra_state.converted(inner) if key.partition("/")[0].endswith("_extra_state") else spelled(inner)
     raw = json.dumps(text, separators=(",", ":")).encode()
     at = data.tell()
     data.write(raw)
     return DATA, at, len(raw)
+
+
+def _alone(value: Any) -> Any:
+    """megatron-core saves an object as a list of the shards that a rank holds: one."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def main() -> None:

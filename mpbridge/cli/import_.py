@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         nargs="?",
         metavar="FILE",
-        help="a script, YAML, JSON, TOML, Python (read as text, FILE.py:FUNCTION), or a Megatron checkpoint's folder or common.pt",
+        help="a script, YAML, JSON, TOML, Python (read as text, FILE.py:FUNCTION), or a Megatron checkpoint's folder, common.pt or .metadata",
     )
     parser.add_argument("--args", metavar="TEXT", help="arguments of a command line instead of a file")
     parser.add_argument(

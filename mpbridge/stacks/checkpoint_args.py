@@ -15,9 +15,15 @@ from mpbridge.errors import DataError, brief
 MOST_BYTES = 64 * 2**20
 """Of the pickle stream; arguments take kilobytes, and tensors lie outside of it."""
 MOST_STEPS = 2_000_000
+METADATA = ".metadata"
+"""torch's table of a checkpoint: file, first byte and bytes of each tensor and object."""
+LARGEST_TABLE, MOST_TABLE_STEPS = 2**30, 50_000_000
+"""Of a thousand ranks' table: a tenth of that."""
+_COMMON_STATE, _ARGS = "common_state/shard_0_1", "args"
+"""Objects of such a table: what other versions put into common.pt (megatron-core 0.20's torch_dist), and the arguments alone (torch_dcp, fsdp_dtensor)."""
 
 
-@dataclass
+@dataclass(eq=False)  # a key of a dict stays what it is
 class Named:
     """What a pickle would have made by calling a name: kept as the name, its arguments and its state."""
 
@@ -34,11 +40,14 @@ class _GroupStart:
 def read_arguments(path: Path) -> Mapping[str, Any]:
     """Name -> value of the namespace stored under 'args', plain values only: dtypes as 'torch.bfloat16', enums as their value.
 
-    path: `common.pt` of a distributed checkpoint, or `model_optim_rng.pt`. Raises DataError.
+    path: `common.pt` of a distributed checkpoint, its `.metadata` where it has no such file, or `model_optim_rng.pt`. Raises DataError.
     """
     try:
-        with _stream(path) as stream:
-            found = _loaded(_Bounded(stream))
+        if path.name == METADATA:
+            found = _beside(path)
+        else:
+            with path.open("rb") as file:
+                found = _unpickled(file)
     except DataError as error:
         raise DataError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
     except Exception as error:
@@ -46,14 +55,14 @@ def read_arguments(path: Path) -> Mapping[str, Any]:
     args = found.get("args") if isinstance(found, dict) else None
     state = args.state if isinstance(args, Named) else None
     if not isinstance(state, dict):
-        raise DataError(f"{path}: holds no 'args': expected Megatron-LM's common.pt or model_optim_rng.pt")
+        raise DataError(f"{path}: holds no 'args': expected Megatron-LM's common.pt, .metadata or model_optim_rng.pt")
     return {str(name): _plain(value) for name, value in state.items() if isinstance(name, str)}
 
 
 def arguments_file(folder: Path) -> Path:
     """The file of a checkpoint's folder that says how it was trained: of its root, of one iteration, or beside the shards. Raises DataError.
 
-    Bridge's run_config.yaml where there is one; Megatron-LM's common.pt or mp_rank_*/model_optim_rng.pt. Of a root the iteration that its
+    Bridge's run_config.yaml where there is one; Megatron-LM's common.pt, mp_rank_*/model_optim_rng.pt or .metadata. Of a root the iteration that its
     latest_checkpointed_iteration.txt names.
     """
     latest = folder / "latest_checkpointed_iteration.txt"
@@ -66,14 +75,46 @@ def arguments_file(folder: Path) -> Path:
         if not inside.is_dir():
             raise DataError(f"{latest} names {text}, and {inside} is not there")
     ranks = sorted(inside.glob("mp_rank_*/model_optim_rng.pt"))
-    for file in (inside / "run_config.yaml", inside / "common.pt", *ranks[:1]):
+    for file in (inside / "run_config.yaml", inside / "common.pt", *ranks[:1], inside / METADATA):
         if file.is_file():
             return file
     found = ", ".join(sorted(one.name for one in inside.iterdir())[:6]) or "nothing"
     raise DataError(
-        f"{inside}: no checkpoint of Megatron-LM's or Bridge's: expected latest_checkpointed_iteration.txt, common.pt, run_config.yaml or"
-        f" mp_rank_*/model_optim_rng.pt, found {found}"
+        f"{inside}: no checkpoint of Megatron-LM's or Bridge's: expected latest_checkpointed_iteration.txt, common.pt, .metadata, run_config.yaml"
+        f" or mp_rank_*/model_optim_rng.pt, found {found}"
     )
+
+
+def _beside(metadata: Path) -> Any:
+    """What the file that holds the arguments, or everything that no rank shards, says of them: {'args': ...}. Found by torch's table."""
+    with metadata.open("rb") as file:
+        table = _run(_Bounded(file, LARGEST_TABLE), MOST_TABLE_STEPS)
+    stored = _state(table, "storage_data")
+    places = {_state(index, "fqn"): info for index, info in stored.items()} if isinstance(stored, dict) else {}
+    key = next((key for key in (_COMMON_STATE, _ARGS) if key in places), None)
+    if key is None:
+        raise DataError("names neither an object 'common_state' nor 'args', where Megatron-LM keeps its arguments")
+    name, start, size = (_state(places[key], field) for field in ("relative_path", "offset", "length"))
+    if not isinstance(name, str) or "/" in name or not (metadata.parent / name).is_file():
+        raise DataError(f"names no file beside it that holds the object {key}")
+    if type(start) is not int or start < 0 or type(size) is not int or not 0 < size <= MOST_BYTES:
+        raise DataError(f"gives the object {key} no place in {name}, or more than {MOST_BYTES} bytes of it")
+    with (metadata.parent / name).open("rb") as file:
+        file.seek(start)
+        found = _unpickled(io.BytesIO(file.read(size)))
+    if key == _ARGS:
+        return {"args": found}
+    return found[0] if isinstance(found, list) and found else found  # a list of the shards that a rank holds
+
+
+def _state(value: Any, field: str) -> Any:
+    """A field of what a pickle would have made; None where it has none."""
+    return value.state.get(field) if isinstance(value, Named) and isinstance(value.state, dict) else None
+
+
+def _unpickled(file: IO[bytes]) -> Any:
+    """The object in a file of torch's, or in a plain pickle. Raises DataError for formats without arguments."""
+    return _loaded(_Bounded(_pickle_in(file)))
 
 
 _LEGACY = 0x1950A86A20F9469CFC6C
@@ -91,10 +132,10 @@ def _loaded(stream: _Bounded) -> Any:
 
 
 class _Bounded:
-    """A file that is read no further than MOST_BYTES."""
+    """A file that is read no further than `most` bytes."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.left = file, MOST_BYTES
+    def __init__(self, file: IO[bytes], most: int = MOST_BYTES) -> None:
+        self.file, self.most, self.left = file, most, most
 
     def read(self, size: int) -> bytes:
         return self._counted(self.file.read(min(size, self.left + 1)), size)
@@ -103,26 +144,27 @@ class _Bounded:
         return self._counted(self.file.readline(self.left + 1), 0)
 
     def _counted(self, data: bytes, wanted: int) -> bytes:
-        self.left -= max(len(data), wanted if wanted > MOST_BYTES else 0)
+        self.left -= max(len(data), wanted if wanted > self.most else 0)
         if self.left < 0:
-            raise DataError(f"its pickle is larger than {MOST_BYTES} bytes, which no list of arguments is")
+            raise DataError(f"its pickle is larger than {self.most} bytes, which no list of arguments is")
         return data
 
 
-def _stream(path: Path) -> IO[bytes]:
+def _pickle_in(file: IO[bytes]) -> IO[bytes]:
     """The pickle of a file: inside of torch's archive, or the file itself. Raises DataError for formats without arguments."""
-    if not zipfile.is_zipfile(path):
-        with path.open("rb") as file:
-            start = file.read(512)
+    if not zipfile.is_zipfile(file):
+        file.seek(0)
+        start = file.read(512)
+        file.seek(0)
         if start[257:262] == b"ustar":
-            raise DataError(f"{path}: a tar archive (torch before 0.1.10): load and save it again with a later torch")
+            raise DataError("a tar archive (torch before 0.1.10): load and save it again with a later torch")
         if not start.startswith((b"\x80", b"(", b"}", b"c", b"]")):
-            raise DataError(f"{path}: neither torch's archive nor a pickle: it begins with {start[:8]!r}")
-        return path.open("rb")
-    with zipfile.ZipFile(path) as archive:
+            raise DataError(f"neither torch's archive nor a pickle: it begins with {start[:8]!r}")
+        return file
+    with zipfile.ZipFile(file) as archive:
         inside = [entry for entry in archive.infolist() if entry.filename.endswith("data.pkl")]
         if len(inside) != 1 or inside[0].file_size > MOST_BYTES:
-            raise DataError(f"{path}: expected one data.pkl of at most {MOST_BYTES} bytes")
+            raise DataError(f"expected one data.pkl of at most {MOST_BYTES} bytes")
         return io.BytesIO(archive.read(inside[0]))
 
 
@@ -141,11 +183,11 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (type(None), bool, int, float, str)) else str(type(value).__name__)
 
 
-def _run(stream: _Bounded) -> Any:
+def _run(stream: _Bounded, most_steps: int = MOST_STEPS) -> Any:
     machine = _Machine()
     for steps, (opcode, argument, _) in enumerate(pickletools.genops(cast(IO[bytes], stream))):
-        if steps > MOST_STEPS:
-            raise DataError("the pickle has too many instructions for a list of arguments")
+        if steps > most_steps:
+            raise DataError(f"the pickle has more than {most_steps} instructions")
         if opcode.name == "STOP":
             return machine.stack[-1]
         machine.step(opcode.name, argument)
@@ -184,7 +226,7 @@ class _Machine:
         into = target.items if isinstance(target, Named) else target
         if isinstance(into, dict):
             for key, value in zip(items[::2], items[1::2], strict=True):
-                into[key if isinstance(key, (str, int, float, tuple)) else repr(key)] = value
+                into[key if isinstance(key, (str, int, float, tuple, Named)) else repr(key)] = value
 
     def call(self, arguments: Any) -> None:
         made = self.stack.pop()

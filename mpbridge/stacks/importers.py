@@ -11,7 +11,7 @@ from typing import Any
 from mpbridge.errors import MOST_SHOWN, BadValue, DataError, cut
 from mpbridge.precision.yaml_loader import of_bounded_size
 from mpbridge.stacks.base import Imported
-from mpbridge.stacks.checkpoint_args import arguments_file, read_arguments
+from mpbridge.stacks.checkpoint_args import METADATA, arguments_file, read_arguments
 from mpbridge.stacks.exporters import stack_module
 from mpbridge.stacks.shell import read_script, read_words
 from mpbridge.stacks.versions import version_for
@@ -37,7 +37,7 @@ def read_file(
         path = arguments_file(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file")
-    if path.suffix in (".pt", ".ckpt", ".pth"):
+    if path.suffix in (".pt", ".ckpt", ".pth") or path.name == METADATA:
         made = _lm().read_values(read_arguments(path), version=_version("megatron-lm", version))
         return _never_read(made, version)
     text = text_of(path)

@@ -189,14 +189,20 @@ def a_field_of_the_table(place, mark):
     return METADATA
 
 
-def the_common_file(place, mark):
-    forge(place, COMMON, archive_with({"run": Payload(mark)}))
+def common_state(place, raw):
+    """Puts `raw` where megatron-core's save keeps what no rank shards: a file of its own, in 0.20 an object."""
+    if not (place / COMMON).exists():
+        return in_object(place, "common_state", raw)
+    forge(place, COMMON, raw)
     return COMMON
 
 
-def the_common_file_bare(place, mark):
-    forge(place, COMMON, pickled(mark))
-    return COMMON
+def the_common_state(place, mark):
+    return common_state(place, archive_with({"run": Payload(mark)}))
+
+
+def the_common_state_bare(place, mark):
+    return common_state(place, pickled(mark))
 
 
 def the_random_states(place, mark):
@@ -272,7 +278,7 @@ def a_dotted_name(place, mark):
 
 
 ROUTES = [
-    build_of_a_class, reduce_in_the_table, reduce_before_the_table, a_field_of_the_table, the_common_file, the_common_file_bare, the_random_states,
+    build_of_a_class, reduce_in_the_table, reduce_before_the_table, a_field_of_the_table, the_common_state, the_common_state_bare, the_random_states,
     a_tensor, a_persistent_id, an_archive_in_a_pickle, an_older_form_in_a_pickle, the_extra_state, the_recipe_of_the_extra_state, an_instance,
     an_object, an_extension, a_dotted_name,
 ]  # fmt: skip

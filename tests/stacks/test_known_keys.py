@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,46 @@ def test_the_folder_of_a_checkpoint_is_read(tmp_path: Path, name: str, legacy: b
         assert read_file(place).fields["fp8_recipe"] == "blockwise"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
     assert read_file(tmp_path).fields["fp16"] is True
+
+
+def saved_by_torch(folder: Path) -> Path:
+    """As Megatron-LM's formats torch_dcp and fsdp_dtensor: every leaf of the state for itself."""
+    from torch.distributed import checkpoint
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is no process group, and it says so
+        checkpoint.save(arguments() | {"model": {"weight": torch.ones(3)}}, checkpoint_id=folder)
+    return folder
+
+
+def test_arguments_that_are_one_of_the_objects_of_torchs_format_are_read(tmp_path: Path) -> None:
+    folder = saved_by_torch(tmp_path / "iter_0000020")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    for place in (tmp_path, folder, folder / ".metadata"):
+        assert read_file(place).fields["fp8_recipe"] == "blockwise"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "word"),
+    [
+        ("relative_path", "../__0_0.distcp", "names no file beside it"),
+        ("relative_path", "..", "names no file beside it"),
+        ("relative_path", None, "names no file beside it"),
+        ("offset", -1, "no place in __0_0"),
+        ("length", 2**40, "no place in __0_0"),
+        ("offset", 2**40, "neither torch's archive nor a pickle"),
+    ],
+)
+def test_a_table_that_points_elsewhere_is_one_readable_error(
+    tmp_path: Path, field: str, value: object, word: str
+) -> None:
+    file = saved_by_torch(tmp_path / "here") / ".metadata"
+    table = pickle.loads(file.read_bytes())
+    for info in table.storage_data.values():
+        setattr(info, field, value)
+    file.write_bytes(pickle.dumps(table))
+    with pytest.raises(DataError, match=rf"\.metadata: .*{word}"):
+        read_file(file.parent)
 
 
 @pytest.mark.parametrize("protocol", range(6))
