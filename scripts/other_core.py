@@ -13,7 +13,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ET
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,6 +27,8 @@ PART = [
     "tests/engines",
     "tests/emulation",
     "tests/devices",
+    "tests/checkpoint",
+    "tests/contract",
 ]
 """What megatron-core's version can change; everything is run with `-- tests`."""
 
@@ -39,12 +43,15 @@ def outcomes(folders: list[str], arguments: list[str]) -> tuple[str, dict[str, t
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
         print(f"megatron-core {version}: pytest {' '.join(arguments)}", flush=True)
+        begun = time.monotonic()
         subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=False)
         found = {}
         for case in ET.parse(report).iter("testcase"):
             kind = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
             why = "" if kind is None else (kind.get("message") or "").strip().partition("\n")[0][:160]
             found[f"{case.get('classname')}::{case.get('name')}"] = ("passed" if kind is None else kind.tag, why)
+    counted = ", ".join(f"{count} {kind}" for kind, count in Counter(kind for kind, _ in found.values()).most_common())
+    print(f"megatron-core {version}: {counted} in {time.monotonic() - begun:.0f} s", flush=True)
     return version, found
 
 
