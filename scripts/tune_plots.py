@@ -126,7 +126,7 @@ def _training_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 def draw(data: dict[str, Any]) -> list[str]:
     """Writes docs/tuning_*.png for what there is; their names."""
-    from mpbridge.report.curves import pyplot
+    from mpbridge.report.pictures import pyplot
 
     plt, drawn = pyplot(), []
     for name, needs, picture in (
