@@ -31,8 +31,8 @@ from mpbridge.devices import device_layer
 from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.engines.parallel import ModelParallel, start_process_group, stop_process_group
 from mpbridge.engines.registry import build_engine
+from mpbridge.estimate.flops import whole_square_flops_per_token
 from mpbridge.hardware.probe import installed, this_machine
-from mpbridge.train.flops import flops_per_token
 
 COMMON = {
     "gated_linear_unit": True, "activation_func": "silu", "add_bias_linear": False, "normalization": "RMSNorm", "hidden_dropout": 0.0, "attention_dropout": 0.0,
@@ -223,7 +223,7 @@ def bench(shape: str, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Every arm of one shape, in turns."""
     recipes = args.recipes
     runs = {name: resolved(shape, name, tuple(args.set)) for name in recipes}
-    per_token = flops_per_token(runs[recipes[0]].facts.shape)
+    per_token = whole_square_flops_per_token(runs[recipes[0]].facts.shape)
     vocab = int(SHAPES[shape]["vocab_size"])
     arms: dict[str, Any] = {name: lambda run=run: Ours(run, tokens(shape, vocab)) for name, run in runs.items()}
     arms["bare megatron-core, " + recipes[0]] = lambda: Bare(runs[recipes[0]], tokens(shape, vocab))

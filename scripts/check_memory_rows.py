@@ -14,7 +14,7 @@ import measured
 import published
 
 from mpbridge.memory.activations import attention_kernel
-from mpbridge.memory.budget import memory, verdict
+from mpbridge.memory.by_role import memory, verdict
 
 MIB, GIB = 2**20, 2**30
 

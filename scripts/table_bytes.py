@@ -97,7 +97,7 @@ def _row(row: tuple[str, str, Any, dict[str, Any], str]) -> dict[str, float]:
 
     from mpbridge.config.container import ConfigContainer
     from mpbridge.engines.registry import build_engine
-    from mpbridge.memory.budget import memory
+    from mpbridge.memory.by_role import memory
 
     _, engine_name, recipe, sections, _ = row
     ranks, rank = dist.get_world_size(), dist.get_rank()

@@ -46,9 +46,9 @@ def late(args: argparse.Namespace) -> dict[str, Any]:
     from mpbridge.config.container import ConfigContainer
     from mpbridge.precision.resolve import resolve
     from mpbridge.tune.damage import rank_correlation
+    from mpbridge.tune.decision_units import LOW
     from mpbridge.tune.proof import prove
     from mpbridge.tune.run import tune
-    from mpbridge.tune.units import LOW
 
     results = {}
     for name, checkpoint in (("early", args.early), ("late", args.late)):
@@ -136,7 +136,7 @@ def _seed(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.precision.resolve import resolve
     from mpbridge.tune.damage import damages, joint
-    from mpbridge.tune.units import LOW
+    from mpbridge.tune.decision_units import LOW
 
     done = {row["arm"]: row for row in (json.loads(path.read_text()) for path in folder.glob("*.json"))}
     arms = [name for name in yaml.safe_load((folder / "arms.yaml").read_text()) if name in done]

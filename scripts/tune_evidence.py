@@ -69,8 +69,8 @@ def opened(args: argparse.Namespace) -> Any:
 
 def scored(subject: Any, batches: int, levels: dict[str, Any] | None = None) -> Any:
     """(units, scores of all batches, the scorer). levels: besides the recipe's own format."""
+    from mpbridge.tune.decision_units import LOW, TunedLinear, units
     from mpbridge.tune.scores import Scorer, merged
-    from mpbridge.tune.units import LOW, QuantizedLinear, units
 
     emulation = subject.emulation
     scorer = Scorer({LOW: emulation.policy.quant, **(levels or {})}, emulation)
@@ -79,7 +79,7 @@ def scored(subject: Any, batches: int, levels: dict[str, Any] | None = None) -> 
         with emulation.listening(scorer):
             subject.backward("train", number)
     places = [
-        QuantizedLinear(slot=name, below=below, layer=layer, layers=layers, weight=id(linear.weight))
+        TunedLinear(slot=name, below=below, layer=layer, layers=layers, weight=id(linear.weight))
         for linear, name, below, layer, layers in emulation.linears()
     ]
     return units(places), merged(scorer.halves), scorer
@@ -111,8 +111,8 @@ def candidates(some: Any, scores: Any, level: Any) -> dict[str, list[float]]:
 def ranks(args: argparse.Namespace) -> dict[str, Any]:
     from mpbridge.precision.regions import Region
     from mpbridge.tune.damage import damages, joint, rank_correlation
+    from mpbridge.tune.decision_units import LOW
     from mpbridge.tune.proof import prove
-    from mpbridge.tune.units import LOW
 
     stack, subject = opened(args)
     with stack:
@@ -155,7 +155,7 @@ def planted(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from mpbridge.tune.damage import damages, joint
-    from mpbridge.tune.units import LOW
+    from mpbridge.tune.decision_units import LOW
 
     stack, subject = opened(args)
     target, factor, found = "decoder.layers.1.mlp.linear_fc2", 64.0, {}

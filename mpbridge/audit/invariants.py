@@ -11,7 +11,7 @@ from mpbridge.audit.places import module_paths
 from mpbridge.audit.promise import Promises
 from mpbridge.audit.rules import rule_of
 from mpbridge.audit.scaler import scaler_faults
-from mpbridge.precision.words import rule_words
+from mpbridge.precision.wording import rule_words
 
 Shape = dict[str, tuple[int, str, tuple[str, ...]]]
 """Module -> (hooks, class, names of methods that the module has of its own)."""

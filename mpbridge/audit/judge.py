@@ -9,7 +9,7 @@ from mpbridge.audit.findings import Finding
 from mpbridge.audit.observe import Observed, Tally, merged
 from mpbridge.audit.promise import ABSENT, Promises
 from mpbridge.audit.ranks import offenders
-from mpbridge.precision.words import HIGH
+from mpbridge.precision.wording import HIGH
 
 ROLES = ("params", "main_params", "grads", "main_grads", "exp_avg", "exp_avg_sq", "buffers")
 

@@ -23,7 +23,7 @@ from mpbridge.audit.traffic import Traffic, traffic
 from mpbridge.audit.watch import Watch
 from mpbridge.audit.weights import Before, Weights, moved, standing
 from mpbridge.precision.regions import GEMMS, Gemms
-from mpbridge.precision.words import HIGH, quant_text, rule_words
+from mpbridge.precision.wording import HIGH, quant_text, rule_words
 
 if TYPE_CHECKING:
     from mpbridge.engines.contract import StepResult

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpbridge.formats import say
 from mpbridge.precision.policy import Gemms, Quant
-from mpbridge.precision.words import HIGH, rule_words
+from mpbridge.precision.wording import HIGH, rule_words
 from mpbridge.scalings import scaling_of_recipe
 
 

@@ -12,7 +12,7 @@ from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.config.container import Run
 from mpbridge.hardware.capability import Capability, can_run
 from mpbridge.precision.policy import PrecisionPolicy
-from mpbridge.precision.words import scale_warmup
+from mpbridge.precision.wording import scale_warmup
 from mpbridge.rules.base import Violation
 from mpbridge.rules.gemm_shapes import Misfit, lint, spans, token_multiple
 from mpbridge.rules.table import broken, rules

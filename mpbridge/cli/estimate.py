@@ -15,7 +15,7 @@ from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.estimate.predict import Estimate, estimate
 from mpbridge.estimate.timing import Timing, timing
 from mpbridge.hardware.capability import refuse_unless_native
-from mpbridge.memory.budget import memory
+from mpbridge.memory.by_role import memory
 from mpbridge.memory.compare import REFERENCE
 
 if TYPE_CHECKING:

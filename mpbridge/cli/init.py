@@ -20,7 +20,7 @@ from mpbridge.hardware.capability import ASSUMED, can_run
 from mpbridge.hardware.machines import machine
 from mpbridge.huggingface.folder import is_reference
 from mpbridge.huggingface.section import tree
-from mpbridge.memory.budget import fit
+from mpbridge.memory.by_role import fit
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 from mpbridge.precision.yaml_loader import load_yaml

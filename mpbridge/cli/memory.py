@@ -11,7 +11,7 @@ from mpbridge.cli.options import add_run_arguments, resolved, whole
 from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.config.container import Run
 from mpbridge.facts import RunFacts
-from mpbridge.memory.budget import STATES, Fit, Memory, duplicate_main, fit, fullest, memory, total_parameters
+from mpbridge.memory.by_role import STATES, Fit, Memory, duplicate_main, fit, fullest, memory, total_parameters
 from mpbridge.memory.compare import REFERENCE, Comparison, against_bf16
 from mpbridge.memory.uncounted import left_out_of_memory
 from mpbridge.memory.units import ByteUnit, count, unit_for

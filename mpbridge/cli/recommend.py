@@ -13,7 +13,7 @@ from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.estimate.predict import estimate, longer
 from mpbridge.estimate.timing import timing
-from mpbridge.memory.budget import memory
+from mpbridge.memory.by_role import memory
 from mpbridge.memory.compare import REFERENCE
 from mpbridge.memory.uncounted import left_out_of_memory, left_out_of_time
 from mpbridge.precision.registry import recipe, recipes

@@ -15,9 +15,10 @@ from mpbridge.facts import MOST, ModelShape
 from mpbridge.formats import say
 from mpbridge.memory.names import any_gpt, linear_rules, refuse_idle_rules
 from mpbridge.precision.policy import PrecisionPolicy
+from mpbridge.precision.recipe import Recipe
 from mpbridge.precision.registry import describe, evidence_of, get_mixed_precision_config, model_of
 from mpbridge.precision.resolve import resolve
-from mpbridge.precision.words import region_rule, region_text
+from mpbridge.precision.wording import region_rule, region_text
 from mpbridge.rules.cards import Card, card, main_weights
 from mpbridge.stacks.meaning import of_policy
 from mpbridge.traits import DEFAULT, traits
@@ -52,17 +53,9 @@ def run(args: argparse.Namespace) -> int:
         papers_of = {"card": dataclasses.asdict(card(args.recipe))} | ({"evidence": known} if known else {})
         print_json(as_data(entry) | meaning | papers_of)
         return 0
-    papers = [
-        ("needs", needs(entry)),
-        ("status", entry.status),
-        ("engine", entry.engine or DEFAULT),
-        ("source", entry.source),
-    ]
-    papers += [("also called", ", ".join(entry.aliases))] if entry.aliases else []
-    papers += [("hint", hint) for hint in entry.hints]
     print_line(f"{entry.name}: {entry.summary}")
     print()
-    _lines(papers)
+    _lines(_papers(entry))
     print()
     print_table(
         ("field", "value"),
@@ -77,6 +70,17 @@ def run(args: argparse.Namespace) -> int:
         print()
         print_table(("", ""), evidence_rows(known), title="how it was found")
     return 0
+
+
+def _papers(entry: Recipe) -> list[tuple[str, str]]:
+    found = [
+        ("needs", needs(entry)),
+        ("status", entry.status),
+        ("engine", entry.engine or DEFAULT),
+        ("source", entry.source),
+    ]
+    found += [("also called", ", ".join(entry.aliases))] if entry.aliases else []
+    return [*found, *(("hint", hint) for hint in entry.hints)]
 
 
 def _costs(known: Card) -> list[tuple[str, str]]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from mpbridge.config.live import as_mapping
 from mpbridge.config.load import COMMAND_LINE, TOP, dump_yaml, read
+from mpbridge.config.read_back import as_mapping
 from mpbridge.config.realized import emulation_faults
 from mpbridge.config.run import Draft, FaultFinder, Run, joined
 from mpbridge.config.schema import SECTIONS, checked

@@ -20,7 +20,7 @@ from mpbridge.emulation.rules import Release, options_of, release_of, rules_for
 from mpbridge.errors import BadValue, CheckpointError, Refused
 from mpbridge.precision.coverage import beyond
 from mpbridge.precision.modules import layers_text
-from mpbridge.precision.words import region_text
+from mpbridge.precision.wording import region_text
 
 if TYPE_CHECKING:
     from mpbridge.config.container import Run

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mpbridge.errors import BadValue
 from mpbridge.facts import Parallel
-from mpbridge.megatron import state
+from mpbridge.megatron import process_state
 
 _patience = 30.0
 """Minutes that megatron-core's groups wait, as the world does; its own default where the world existed already."""
@@ -50,7 +50,7 @@ def stop_process_group() -> None:
         dist.destroy_process_group()
 
 
-_LAYOUTS: dict[tuple[Any, Parallel, int], state.State] = {}
+_LAYOUTS: dict[tuple[Any, Parallel, int], process_state.State] = {}
 """megatron-core's groups of every layout that this world has had. They are used again and never destroyed one by one: a gloo group that goes while
 its last work is being released ends the process ("terminate called without an active exception"; seen after expert and interleaved pipeline runs)."""
 
@@ -66,17 +66,17 @@ class ModelParallel:
             raise BadValue(
                 "megatron-core's parallel state is in use, expected none: close the other engine first (one at a time in a process)"
             )
-        self._before = state.process_wide()
-        self._variables = {name: os.environ.get(name) for name in state.ATTENTION_VARIABLES}
+        self._before = process_state.process_wide()
+        self._variables = {name: os.environ.get(name) for name in process_state.ATTENTION_VARIABLES}
         try:
             layout = (dist.group.WORLD, sizes, optimizer_instances)
             known = _LAYOUTS.get(layout)
             if known is None:
                 _initialize(sizes, optimizer_instances)
-                _LAYOUTS[layout] = state.layout()
+                _LAYOUTS[layout] = process_state.layout()
             else:
-                state.restore(known)
-                state.fresh_buffers()
+                process_state.restore(known)
+                process_state.fresh_buffers()
             seed_everything(seed)
         except BaseException:
             self.stop()
@@ -84,9 +84,9 @@ class ModelParallel:
 
     def stop(self) -> None:
         """Puts megatron-core's globals back; its process groups wait for the next engine of the same layout."""
-        state.restore(self._before)
-        state.forget_angles()
-        state.forget_router_losses()
+        process_state.restore(self._before)
+        process_state.forget_angles()
+        process_state.forget_router_losses()
         for name, value in self._variables.items():
             os.environ.pop(name, None)
             if value is not None:

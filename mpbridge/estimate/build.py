@@ -14,7 +14,7 @@ from mpbridge.estimate.collectives import (
     tensor_collectives,
 )
 from mpbridge.estimate.gemms import rank_gemms
-from mpbridge.estimate.traffic import attention, traffic, weight_bytes
+from mpbridge.estimate.memory_traffic import attention, traffic, weight_bytes
 from mpbridge.estimate.work import Collective, Work
 from mpbridge.facts import RunFacts
 from mpbridge.memory.layers import parameters

@@ -1,4 +1,4 @@
-"""Model FLOPs of a token as published tables count them: forward and backward, causal attention halved, no recomputation, no router."""
+"""Model FLOPs of a token, forward and backward, recomputation and padding left out: as published tables count them, and as PaLM's appendix does."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ from mpbridge.memory.alike import windowed
 
 
 def model_flops_per_token(shape: ModelShape, model: Mapping[str, Any]) -> float:
-    """Floating-point operations of a token. model: the model section, for sliding windows.
+    """Floating-point operations of a token as published tables count them: causal attention halved, no router.
 
-    Agrees with "Model TFLOP/s/GPU" of Megatron Bridge's performance summaries within 0.2 % in the median; `train/flops.py` counts the whole square of
-    attention scores instead (PaLM, arXiv 2204.02311, appendix B).
+    model: the model section, for sliding windows. Agrees with "Model TFLOP/s/GPU" of Megatron Bridge's performance summaries within 0.2 % in the median.
     """
-    total = float(
-        shape.hidden_size * shape.vocab_size * (1 + shape.mtp_layers) + shape.mtp_layers * 2 * shape.hidden_size**2
-    )
-    projections, width = _attention(shape)
-    for layer in range(shape.num_layers + shape.mtp_layers):
-        keys = attended(shape, model, min(layer, shape.num_layers - 1))
-        total += projections + width * keys + _mlp(shape, min(layer, shape.num_layers - 1))
-    return 6 * total
+    _, width = _attention(shape)
+    scores = sum(width * attended(shape, model, layer) for layer in _layers(shape))
+    return 6 * (_weights(shape) + scores)
+
+
+def whole_square_flops_per_token(shape: ModelShape) -> int:
+    """Floating-point operations of a token, the whole square of a causal mask and the routers counted: what a run's log gives a rate of.
+
+    6 for every weight that multiplies a token (2 forward, 4 backward), and for attention 12 * layers * sequence * (heads * head size):
+    the "6N + 12LHQT" of PaLM (arXiv 2204.02311, appendix B). N is counted from the shape instead of the parameters: embeddings, norms and biases
+    multiply nothing, the output layer does, and of the experts only those that a token visits.
+    """
+    _, width = _attention(shape)
+    layers = _layers(shape)
+    routers = sum(shape.hidden_size * (shape.experts or 0) for layer in layers if shape.is_expert_layer(layer))
+    return 6 * (_weights(shape) + routers + len(layers) * width * shape.seq_length)
 
 
 def attended(shape: ModelShape, model: Mapping[str, Any], layer: int) -> float:
@@ -32,6 +39,18 @@ def attended(shape: ModelShape, model: Mapping[str, Any], layer: int) -> float:
         return seq / 2
     reach = min(seq, int(window[0]) + 1)
     return reach - reach * (reach - 1) / (2 * seq)
+
+
+def _layers(shape: ModelShape) -> list[int]:
+    """The 0-based layers that a token passes; a prediction layer after the last is built like the last."""
+    return [*range(shape.num_layers), *[shape.num_layers - 1] * shape.mtp_layers]
+
+
+def _weights(shape: ModelShape) -> int:
+    """Weights that multiply a token, routers left out."""
+    projections, _ = _attention(shape)
+    heads = shape.hidden_size * shape.vocab_size * (1 + shape.mtp_layers) + shape.mtp_layers * 2 * shape.hidden_size**2
+    return heads + sum(projections + _mlp(shape, layer) for layer in _layers(shape))
 
 
 def _attention(shape: ModelShape) -> tuple[int, int]:
@@ -49,6 +68,7 @@ def _attention(shape: ModelShape) -> tuple[int, int]:
 
 
 def _mlp(shape: ModelShape, layer: int) -> int:
+    """Weights of one layer's MLP that a token meets."""
     matrices = 3 if shape.gated else 2
     if not shape.is_expert_layer(layer):
         return matrices * shape.hidden_size * shape.ffn_hidden_size

@@ -18,7 +18,7 @@ from mpbridge.estimate.step import ideal, seconds, standing_work
 from mpbridge.facts import RunFacts
 from mpbridge.hardware.machines import Machine
 from mpbridge.memory.activations import activations, uncertainty
-from mpbridge.memory.budget import Memory, States, stage_states, verdict, with_states
+from mpbridge.memory.by_role import Memory, States, stage_states, verdict, with_states
 from mpbridge.memory.ranks import Coordinates
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.rules.table import broken

@@ -8,8 +8,8 @@ from typing import Literal
 
 from mpbridge.estimate.constants import Constants
 from mpbridge.estimate.gemms import full_layers, layer_gemms, linear_gemms, quantized
+from mpbridge.estimate.memory_traffic import quantized_bytes
 from mpbridge.estimate.price import gemm_seconds
-from mpbridge.estimate.traffic import quantized_bytes
 from mpbridge.estimate.work import MatrixProduct
 from mpbridge.facts import RunFacts
 from mpbridge.formats import DType

@@ -10,7 +10,7 @@ from mpbridge.megatron_spec.precision_field import ModuleRules
 from mpbridge.megatron_spec.versions import SINCE_017, current
 from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, matches, within
 from mpbridge.precision.policy import Quant, Region
-from mpbridge.precision.words import rule_words
+from mpbridge.precision.wording import rule_words
 
 
 def as_dict(

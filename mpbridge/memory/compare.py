@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
-from mpbridge.memory.budget import Memory, memory
+from mpbridge.memory.by_role import Memory, memory
 from mpbridge.memory.keeps import keeps_of
 from mpbridge.memory.units import unit_for
 from mpbridge.precision.policy import PrecisionPolicy
@@ -60,23 +61,8 @@ def _reasons(policy: PrecisionPolicy, run: RunFacts, mine: Memory, other: Memory
         if abs(delta) >= 2**20 and text:
             found.append((delta, f"{'+' if delta > 0 else ''}{unit.of(delta)} {unit.name} {role}: {text}"))
 
-    quant = policy.quant
-    if quant is not None and quant.stored:
-        say("params", f"weights of the quantized linears rest in {quant.bits} bits")
-        say("weight_copies", "MXFP8 weights lie beside the buffer, which the gather borrows from the gradients")
-    elif quant is not None:
-        say(
-            "weight_copies",
-            "BF16 weights stay, and a low-precision copy is kept over the micro-batches of a step (fp8_param_gather would keep one only)",
-        )
-    if quant is not None and not quant.row.stored.both_copies:
-        name = run.machine.name if run.machine is not None else "Hopper"
-        say("weight_transposes", f"on {name} FP8 GEMMs take one layout only, so each weight is kept transposed too")
-    elif quant is not None:
-        say(
-            "weight_transposes",
-            f"{quant.scaling} scales run along the contraction, so rows and columns are two different copies",
-        )
+    for role, text in _about_quantized_weights(policy, run):
+        say(role, text)
     say("weight_scales", "block scales")
     kept = keeps_of(policy, run)
     main_weights = kept.get("main_params")
@@ -94,3 +80,22 @@ def _reasons(policy: PrecisionPolicy, run: RunFacts, mine: Memory, other: Memory
             say(role, f"{name} in {kept[role].dtype.short}")
     say("main_grads", "16-bit gradients are widened to FP32 for the update")
     return tuple(text for _, text in sorted(found, key=lambda item: -abs(item[0])))
+
+
+def _about_quantized_weights(policy: PrecisionPolicy, run: RunFacts) -> Iterator[tuple[str, str]]:
+    """(role, why it takes what it takes), where linears are quantized."""
+    quant = policy.quant
+    if quant is None:
+        return
+    if quant.stored:
+        yield "params", f"weights of the quantized linears rest in {quant.bits} bits"
+        yield "weight_copies", "MXFP8 weights lie beside the buffer, which the gather borrows from the gradients"
+    else:
+        why = "BF16 weights stay, and a low-precision copy is kept over the micro-batches of a step (fp8_param_gather would keep one only)"
+        yield "weight_copies", why
+    if quant.row.stored.both_copies:
+        why = f"{quant.scaling} scales run along the contraction, so rows and columns are two different copies"
+    else:
+        name = run.machine.name if run.machine is not None else "Hopper"
+        why = f"on {name} FP8 GEMMs take one layout only, so each weight is kept transposed too"
+    yield "weight_transposes", why

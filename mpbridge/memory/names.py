@@ -13,7 +13,7 @@ from mpbridge.precision.globs import DECODER, MTP, MTP_PROJECTION, names
 from mpbridge.precision.modules import layers_text
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region, spans_of
-from mpbridge.precision.words import NOT_QUANTIZED, region_rule, region_text
+from mpbridge.precision.wording import NOT_QUANTIZED, region_rule, region_text
 
 
 def module_paths(shape: ModelShape) -> tuple[str, ...]:

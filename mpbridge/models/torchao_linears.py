@@ -14,7 +14,7 @@ from mpbridge.emulation.mcore import EmulatedBackend, _Emulated, places
 from mpbridge.errors import Refused
 from mpbridge.megatron.inside_model import LocalMatmul
 from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant
-from mpbridge.precision.words import rule_words
+from mpbridge.precision.wording import rule_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

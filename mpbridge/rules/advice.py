@@ -8,7 +8,7 @@ from mpbridge.errors import MpbridgeError
 from mpbridge.facts import RunFacts
 from mpbridge.formats import DType
 from mpbridge.hardware.capability import can_run
-from mpbridge.memory.budget import memory, verdict
+from mpbridge.memory.by_role import memory, verdict
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipe import Recipe
 from mpbridge.rules.table import broken

@@ -8,7 +8,7 @@ from mpbridge.facts import ModelShape, OptimizerFacts, Parallel, RunFacts
 from mpbridge.formats import DType
 from mpbridge.hardware.capability import ASSUMED, can_run
 from mpbridge.hardware.machines import machines
-from mpbridge.memory.budget import memory
+from mpbridge.memory.by_role import memory
 from mpbridge.memory.keeps import keeps, updater
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.recipe import Recipe

@@ -9,7 +9,7 @@ from mpbridge.hardware.versions import Window
 from mpbridge.megatron_spec.versions import BEFORE_017, SINCE_017
 from mpbridge.memory.names import SHADOWED_CURE, beyond_the_model, idle, listed
 from mpbridge.precision.policy import Quant
-from mpbridge.precision.words import region_text, rule_words
+from mpbridge.precision.wording import region_text, rule_words
 from mpbridge.rules.base import PLAIN_WEIGHTS, Case, Rule
 
 _CONFIG = "megatron-core 0.16.1 transformer_config.py __post_init__"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from mpbridge.errors import UnknownName
-from mpbridge.scalings.kinds import (
+from mpbridge.scalings.row import (
     ELEMENTS,
     Arch,
     Block,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpbridge.formats import DType
-from mpbridge.scalings.kinds import Block, Hardware, Need, Option, Scaling, Sizes, StoredForm
+from mpbridge.scalings.row import Block, Hardware, Need, Option, Scaling, Sizes, StoredForm
 
 _TE = "Transformer Engine 2.11"
 _CHECKS = f"{_TE} pytorch/quantization.py"

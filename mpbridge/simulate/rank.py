@@ -60,7 +60,7 @@ def simulate_rank(run: Run, rank: int, *, step: bool) -> Simulated:
     from mpbridge.engines.optimizers import CpuFusedAdam
     from mpbridge.simulate import quantized
     from mpbridge.simulate.meta import META, install
-    from mpbridge.simulate.record import Recorder
+    from mpbridge.simulate.recorder import Recorder
 
     start = time.process_time()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.world_size)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
-from mpbridge.precision.words import quant_text, region_rule, region_text
+from mpbridge.precision.wording import quant_text, region_rule, region_text
 from mpbridge.stacks.costs import cost
 from mpbridge.stacks.meaning import LAYOUT, OPEN, STATED, Meaning, arithmetic_regions, differences, of_policy, stored
 from mpbridge.traits import DEFAULT, MainWeights, engine_names, traits

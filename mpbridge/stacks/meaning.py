@@ -13,7 +13,7 @@ from mpbridge.formats import DType, say
 from mpbridge.memory.keeps import keeps, updater, wires
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
 from mpbridge.precision.regions import Gemms, Quant, Region
-from mpbridge.precision.words import region_rule, region_text
+from mpbridge.precision.wording import region_rule, region_text
 from mpbridge.traits import DEFAULT, traits
 
 Sharded = Literal["nothing", "optimizer", "gradients", "everything"]

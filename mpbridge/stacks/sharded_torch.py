@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from mpbridge.formats import DType, say
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
-from mpbridge.precision.words import quant_text
+from mpbridge.precision.wording import quant_text
 from mpbridge.stacks.base import Fragment, Line
 from mpbridge.stacks.meaning import Meaning
 

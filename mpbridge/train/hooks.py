@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.audit import AuditHook
 from mpbridge.telemetry.hook import StatisticsHook
 from mpbridge.train.base import Hook
-from mpbridge.train.emulated import EmulationNotes
+from mpbridge.train.emulation_notes import EmulationNotes
 from mpbridge.train.faults import Nonfinite, Signals
 from mpbridge.train.keeper import Keeper
 from mpbridge.train.stages import Stages

@@ -18,6 +18,7 @@ from mpbridge.devices import device_layer
 from mpbridge.devices.together import on_first_rank
 from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.engines.registry import build_engine
+from mpbridge.estimate.flops import whole_square_flops_per_token
 from mpbridge.report.console import console, rank
 from mpbridge.report.metrics import MetricsLog
 from mpbridge.report.progress import ProgressLine
@@ -26,7 +27,6 @@ from mpbridge.te_cpu.context import stage_of
 from mpbridge.train.admission import require_admission
 from mpbridge.train.base import Hook, Hooks, Training
 from mpbridge.train.faults import explained
-from mpbridge.train.flops import flops_per_token
 from mpbridge.train.hooks import default_hooks
 from mpbridge.train.lr import scheduler
 from mpbridge.train.machine import data_parallel, process_group, process_settings
@@ -108,7 +108,7 @@ class _Steps:
         self.rank, self.ranks = data_parallel()
         self.microbatches = microbatches(run.train, self.ranks)
         self.tokens = self.global_batch * training.feed.seq_length
-        self.meter = Meter(flops=flops_per_token(run.facts.shape), processes=dist.get_world_size())
+        self.meter = Meter(flops=whole_square_flops_per_token(run.facts.shape), processes=dist.get_world_size())
         self.eval_losses: list[tuple[int, float]] = []
         self.eval_interval, self.eval_iters = (
             int(run.train.get("eval_interval") or 0),

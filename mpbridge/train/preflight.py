@@ -11,7 +11,7 @@ from rich.console import Console
 
 from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.hardware.probe import installed
-from mpbridge.precision.words import scale_warmup
+from mpbridge.precision.wording import scale_warmup
 from mpbridge.report.tables import plan_table
 from mpbridge.rules.admit import require_here
 from mpbridge.rules.base import Violation

@@ -6,9 +6,9 @@ import random
 from collections.abc import Mapping, Sequence
 
 from mpbridge.tune.costs import Costs
+from mpbridge.tune.decision_units import LOW, DecisionUnit, by_kind
 from mpbridge.tune.knapsack import least
 from mpbridge.tune.proposal import tail_of
-from mpbridge.tune.units import LOW, DecisionUnit, by_kind
 
 DamageByLevel = Sequence[Mapping[str, float]]
 """For each unit: the levels that it can take -> their damage."""

@@ -10,10 +10,10 @@ from mpbridge.estimate.constants import Constants, constants
 from mpbridge.estimate.linears import Basis, layer_seconds, linear_seconds
 from mpbridge.facts import RunFacts
 from mpbridge.hardware.machines import Machine
-from mpbridge.memory.budget import memory
+from mpbridge.memory.by_role import memory
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
-from mpbridge.tune.units import DecisionUnit
+from mpbridge.tune.decision_units import DecisionUnit
 
 Costs = list[dict[str, float]]
 """For each unit: level -> cost."""

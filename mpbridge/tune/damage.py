@@ -11,10 +11,10 @@ import numpy as np
 
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import GEMMS, Gemm, Gemms, Quant, Region
+from mpbridge.tune.decision_units import DecisionUnit
 from mpbridge.tune.proof import prove
 from mpbridge.tune.scores import Scores
 from mpbridge.tune.subject import Subject
-from mpbridge.tune.units import DecisionUnit
 
 Joint = Mapping[str, Mapping[Gemm, float]]
 """Level -> GEMM -> (||g_q - g|| / ||g||)^2 with that GEMM of every linear under the level and the two others in high precision."""

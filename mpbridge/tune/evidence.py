@@ -14,8 +14,8 @@ from mpbridge.errors import BadValue
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.tune.arms import TUNED
+from mpbridge.tune.decision_units import LOW
 from mpbridge.tune.tuning import Tuned
-from mpbridge.tune.units import LOW
 
 
 def evidence(result: Tuned, *, recipe: str, facts: dict[str, Any], library: str | None = None) -> dict[str, Any]:

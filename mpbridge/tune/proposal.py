@@ -9,7 +9,7 @@ from typing import Any
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.modules import layers_text
 from mpbridge.precision.regions import spans_of
-from mpbridge.tune.units import LOW, DecisionUnit
+from mpbridge.tune.decision_units import LOW, DecisionUnit
 
 Choice = Mapping[str, str]
 """Unit's name -> level."""

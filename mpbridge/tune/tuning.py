@@ -19,12 +19,12 @@ from mpbridge.tune import arms
 from mpbridge.tune.budget import Budget
 from mpbridge.tune.costs import Costs, Pricing, bytes_of, seconds
 from mpbridge.tune.damage import damages, joint, rank_correlation
+from mpbridge.tune.decision_units import LOW, DecisionUnit, TunedLinear, by_kind, units
 from mpbridge.tune.knapsack import least
 from mpbridge.tune.proof import GradientError, prove
 from mpbridge.tune.proposal import base_of, configured
 from mpbridge.tune.scores import Scorer, Scores, merged
 from mpbridge.tune.subject import Subject, high_precision
-from mpbridge.tune.units import LOW, DecisionUnit, TunedLinear, by_kind, units
 from mpbridge.tune.verdict import TuningVerdict, judged
 
 FEWEST, ENOUGH = 4, 8
@@ -44,7 +44,7 @@ class TuningRequest:
     config: MixedPrecisionConfig
     levels: Mapping[str, Quant | None]
     """Words of `modules:` -> rule; the last is high precision, None."""
-    budget: Budget
+    budget: Budget = field(default_factory=Budget)
     batches: int = ENOUGH
     unseen: int = 4
     pricing: Pricing

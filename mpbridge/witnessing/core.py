@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mpbridge.config.live import as_mapping
+from mpbridge.config.read_back import as_mapping
 from mpbridge.engines.contract import Live
 from mpbridge.facts import OptimizerFacts, Parallel
 from mpbridge.formats import plain

@@ -13,7 +13,7 @@ from mpbridge.audit.observe import Observed, merged
 from mpbridge.errors import BadValue
 from mpbridge.formats import DType, dtype
 from mpbridge.precision.policy import LossScale
-from mpbridge.precision.words import HIGH
+from mpbridge.precision.wording import HIGH
 from mpbridge.stacks.meaning import LABELS, Meaning, rows
 from mpbridge.witnessing.loops import Loop
 

@@ -9,7 +9,7 @@ from typing import Any
 from mpbridge.errors import MpbridgeError
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
 from mpbridge.precision.resolve import resolve
-from mpbridge.precision.words import rule_words
+from mpbridge.precision.wording import rule_words
 from mpbridge.stacks.meaning import LABELS, LAYOUT, of_policy, rows
 from mpbridge.traits import DEFAULT, engine_names, traits
 from mpbridge.witnessing.describe import Description

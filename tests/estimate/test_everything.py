@@ -14,7 +14,7 @@ from mpbridge.estimate.constants import constants
 from mpbridge.estimate.predict import estimate
 from mpbridge.hardware.capability import ASSUMED
 from mpbridge.hardware.machines import machines
-from mpbridge.memory.budget import memory
+from mpbridge.memory.by_role import memory
 from mpbridge.precision.registry import recipes
 from mpbridge.scalings import SCALINGS
 

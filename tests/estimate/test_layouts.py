@@ -19,7 +19,7 @@ from mpbridge.estimate.predict import estimate
 from mpbridge.estimate.timing import timing
 from mpbridge.hardware.capability import ASSUMED
 from mpbridge.hardware.machines import machine
-from mpbridge.memory.budget import memory, verdict
+from mpbridge.memory.by_role import memory, verdict
 from mpbridge.memory.ranks import parse_layout
 from mpbridge.rules.table import broken
 

@@ -15,7 +15,7 @@ from mpbridge.estimate.constants import DATA, constants
 from mpbridge.estimate.predict import estimate
 from mpbridge.hardware.capability import ASSUMED
 from mpbridge.hardware.machines import machine, machines
-from mpbridge.memory.budget import memory as bytes_of
+from mpbridge.memory.by_role import memory as bytes_of
 from mpbridge.memory.uncounted import left_out_of_memory
 from scripts.published import LATER, UNUSUAL, priced, run_of, unfitted
 

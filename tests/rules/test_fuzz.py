@@ -13,7 +13,7 @@ from mpbridge.config.schema import SECTIONS, settings
 from mpbridge.errors import MpbridgeError
 from mpbridge.facts import Versions
 from mpbridge.hardware.machines import machine, machines
-from mpbridge.memory.budget import fit, memory
+from mpbridge.memory.by_role import fit, memory
 from mpbridge.precision.registry import recipes
 from mpbridge.rules.gemm_shapes import lint, token_multiple
 from mpbridge.rules.table import broken

@@ -13,9 +13,9 @@ from mpbridge.precision.resolve import resolve
 from mpbridge.tune.arms import at_random
 from mpbridge.tune.budget import budget_of
 from mpbridge.tune.damage import rank_correlation
+from mpbridge.tune.decision_units import LOW, DecisionUnit, TunedLinear, by_kind, units
 from mpbridge.tune.knapsack import least
 from mpbridge.tune.proposal import base_of, configured
-from mpbridge.tune.units import LOW, DecisionUnit, TunedLinear, by_kind, units
 
 LEVELS = (LOW, "mxfp8", "bf16")
 

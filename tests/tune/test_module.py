@@ -16,8 +16,8 @@ from mpbridge.errors import BadValue, DataError, Refused
 from mpbridge.hardware.machines import machine
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
+from mpbridge.tune.decision_units import LOW
 from mpbridge.tune.scores import Scorer
-from mpbridge.tune.units import LOW
 from mpbridge.tune.where import Where
 
 NVFP4 = "bf16_with_nvfp4_mixed"

@@ -8,7 +8,7 @@ from mpbridge.cli.main import main
 from mpbridge.facts import ModelShape, OptimizerFacts, Parallel, RunFacts
 from mpbridge.hardware.machines import machine
 from mpbridge.memory.activations import activations
-from mpbridge.memory.budget import duplicate_main, fit, memory, total_parameters, verdict
+from mpbridge.memory.by_role import duplicate_main, fit, memory, total_parameters, verdict
 from mpbridge.memory.compare import against_bf16
 from mpbridge.memory.ranks import Coordinates, in_flight
 from mpbridge.memory.uncounted import left_out_of_memory

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from mpbridge.estimate.flops import whole_square_flops_per_token
 from mpbridge.facts import ModelShape
-from mpbridge.train.flops import flops_per_token
 
 TINY = ModelShape(
     num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256, num_query_groups=4, kv_channels=16, vocab_size=320, seq_length=32
@@ -46,20 +46,20 @@ def _counted(shape: ModelShape) -> float:
     ],
 )
 def test_agrees_with_torchs_counter(shape: ModelShape) -> None:
-    assert flops_per_token(shape) == pytest.approx(_counted(shape), rel=1e-12)
+    assert whole_square_flops_per_token(shape) == pytest.approx(_counted(shape), rel=1e-12)
 
 
 def test_only_visited_experts_count() -> None:
     experts = replace(TINY, experts=8, expert_topk=2, expert_ffn_hidden_size=256, expert_layers=(False, True))
     one_more = 2 * 64 * 256 + 64 * 8
-    assert flops_per_token(experts) - flops_per_token(TINY) == 6 * one_more
+    assert whole_square_flops_per_token(experts) - whole_square_flops_per_token(TINY) == 6 * one_more
 
 
 def test_latent_attention_counts_its_low_ranks() -> None:
     mla = {"q_lora_rank": 0, "kv_lora_rank": 8, "qk_head_dim": 16, "qk_pos_emb_head_dim": 4, "v_head_dim": 16}
     shape = replace(TINY, num_layers=1, latent_attention=mla)
     weights = 64 * 4 * 20 + 64 * 12 + 8 * 4 * 32 + 4 * 16 * 64 + 2 * 64 * 256 + 64 * 320
-    assert flops_per_token(shape) == 6 * weights + 6 * 32 * 4 * 36
+    assert whole_square_flops_per_token(shape) == 6 * weights + 6 * 32 * 4 * 36
 
 
 def test_published_count_of_a_125m_model() -> None:
@@ -75,4 +75,4 @@ def test_published_count_of_a_125m_model() -> None:
     )
     small = replace(small, vocab_size=50304, seq_length=1024)
     matrices = 12 * 12 * 768**2 + 768 * 50304
-    assert flops_per_token(small) == 6 * matrices + 12 * 12 * 12 * 64 * 1024
+    assert whole_square_flops_per_token(small) == 6 * matrices + 12 * 12 * 12 * 64 * 1024
