@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import add_run_arguments, container
 from mpbridge.cli.text import print_json, print_table
 from mpbridge.errors import BadValue
+
+if TYPE_CHECKING:
+    from mpbridge.config.container import Run
+    from mpbridge.simulate.rank import Simulated
 
 SUMMARY = "ranks of any world built here without memory: live tensors, audit, one step, against the predictions"
 
@@ -22,6 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step", action="store_true", help="also one training step: its matrix products and collectives"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
+
+
+_COLUMNS = (
+    "rank", "parameters", "live bytes", "predicted", "rows differ", "audit", "GEMMs", "collectives", "step", "CPU s", "MiB"
+)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,38 +51,27 @@ def run(args: argparse.Namespace) -> int:
                 "ranks": [dataclasses.asdict(one) | {"ok": one.ok} for one in found],
             }
         )
-        return 0 if all(one.ok for one in found) else 1
+    else:
+        _print(made, changed, found, step=args.step)
+    return 0 if all(one.ok for one in found) else 1
+
+
+def _print(made: Run, changed: Sequence[str], found: Sequence[Simulated], *, step: bool) -> None:
     print(
         f"{made.world_size} ranks, recipe {made.recipe}; built here without memory{': ' + ', '.join(changed) if changed else ''}"
     )
     rows = [
         (
             str(one.rank), f"{one.parameters:,}", f"{one.live:,}", f"{one.predicted:,}", f"{len(one.differences)} of {one.rows}",
-            f"{one.audited - len(one.audit)} of {one.audited} ok", f"{one.products:,}" if args.step else "", f"{one.wires:,}" if args.step else "",
-            ("as listed" if not one.step else f"{len(one.step)} differ") if args.step else "", f"{one.seconds:.1f}", f"{one.peak / 2**20:.0f}",
+            f"{one.audited - len(one.audit)} of {one.audited} ok", f"{one.products:,}" if step else "", f"{one.wires:,}" if step else "",
+            ("as listed" if not one.step else f"{len(one.step)} differ") if step else "", f"{one.seconds:.1f}", f"{one.peak / 2**20:.0f}",
         )
         for one in found
     ]  # fmt: skip
-    print_table(
-        (
-            "rank",
-            "parameters",
-            "live bytes",
-            "predicted",
-            "rows differ",
-            "audit",
-            "GEMMs",
-            "collectives",
-            "step",
-            "CPU s",
-            "MiB",
-        ),
-        rows,
-    )
+    print_table(_COLUMNS, rows)
     for one in found:
         for line in (*one.differences[:10], *one.audit, *one.step):
             print(f"rank {one.rank}: {line}")
-    return 0 if all(one.ok for one in found) else 1
 
 
 def _ranks(text: str) -> list[int]:

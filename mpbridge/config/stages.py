@@ -109,38 +109,35 @@ def _stage(
     chosen: str | None,
 ) -> Stage | None:
     before = len(faults)
-    name, engine, config = UNNAMED, None, None
     try:
-        if isinstance(part, MixedPrecisionConfig):
-            config = part.derive()
-        elif isinstance(part, (str, Mapping)):
-            additions = {} if isinstance(part, str) else dict(part)
-            given = part if isinstance(part, str) else additions.pop("recipe", None)
-            if not isinstance(given, (str, int, type(None))) or isinstance(given, bool):
-                raise Contradiction([f"recipe={given!r}: expected a recipe's name"])
-            if given is not None:
-                config, entry = get_mixed_precision_config(str(given), code=trusted), describe(str(given))
-                name, engine = entry.name, entry.prefers
-            config = _added(config or MixedPrecisionConfig(), additions, place, faults)
-        else:
-            faults.append(
-                f"{place}={part!r}: expected a recipe's name, a mapping with `recipe:`, or a MixedPrecisionConfig"
-            )
-        if config is not None:
-            # what an author adds may ask for an engine of its own
-            engine = engine or engine_for(resolve(config))
-            config = with_storage(config, engine=chosen or engine, optimizer=str(optimizer.get("optimizer", "adam")))
-            policy = resolve(config, optimizer=optimizer, layers=layers)
-            return (
-                Stage(recipe=name, config=config, policy=policy, until=until, engine=engine)
-                if len(faults) == before
-                else None
-            )
+        name, engine, config = _authored(part, place, faults, trusted)
+        # what an author adds may ask for an engine of its own
+        engine = engine or engine_for(resolve(config))
+        config = with_storage(config, engine=chosen or engine, optimizer=str(optimizer.get("optimizer", "adam")))
+        policy = resolve(config, optimizer=optimizer, layers=layers)
+        if len(faults) == before:
+            return Stage(recipe=name, config=config, policy=policy, until=until, engine=engine)
     except Contradiction as error:
         faults += [f"{place}: {fault}" for fault in error.faults]
     except MpbridgeError as error:
         faults.append(f"{place}: {error}")
     return None
+
+
+def _authored(part: Any, place: str, faults: list[str], trusted: bool) -> tuple[str, str | None, MixedPrecisionConfig]:
+    """(recipe's name, the engine that it prefers, config) of what an author wrote for one stage. Raises MpbridgeError."""
+    if isinstance(part, MixedPrecisionConfig):
+        return UNNAMED, None, part.derive()
+    if not isinstance(part, (str, Mapping)):
+        raise BadValue(f"found {part!r}, expected a recipe's name, a mapping with `recipe:`, or a MixedPrecisionConfig")
+    additions = {} if isinstance(part, str) else dict(part)
+    given = part if isinstance(part, str) else additions.pop("recipe", None)
+    if not isinstance(given, (str, int, type(None))) or isinstance(given, bool):
+        raise Contradiction([f"recipe={given!r}: expected a recipe's name"])
+    if given is None:
+        return UNNAMED, None, _added(MixedPrecisionConfig(), additions, place, faults)
+    config, entry = get_mixed_precision_config(str(given), code=trusted), describe(str(given))
+    return entry.name, entry.prefers, _added(config, additions, place, faults)
 
 
 def _added(

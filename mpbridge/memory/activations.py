@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 
 from mpbridge.facts import RunFacts
@@ -31,15 +31,16 @@ class LayerBytes:
     """Probabilities, and dropout's mask and result, of attention that is not fused."""
     up_projections: float
     """Latent attention's: dropped by recompute_modules mla_up_proj."""
-    mlp: float
-    activation: float
+    mlp: float = 0.0
+    """Of a layer without experts; what stands below is of one with."""
+    activation: float = 0.0
     """Output of the activation function in experts: dropped by moe_act."""
-    shared: float
-    permuted: float
+    shared: float = 0.0
+    permuted: float = 0.0
     """Tokens in front of experts' first product: offload_modules expert_fc1."""
-    gate: float
+    gate: float = 0.0
     """Input of the activation function in experts."""
-    experts: float
+    experts: float = 0.0
     """What else experts and their router keep."""
 
     @property
@@ -170,31 +171,34 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
     entry = whole * shape.hidden_size * residual
     norms = 2 * whole * shape.hidden_size * low + whole * shape.hidden_size * (residual + 2 * dropout)
     attention, ups = _attention(run, count, low, wide)
-    mlp = permuted = into = activation = experts = shared = 0.0
-    gate = 2 if shape.gated else 1
-    if shape.is_expert_layer(layer):
-        # each token goes to top-k experts; a balanced router gives every rank its share of them
-        width = parallel.expert_tensor or tensor
-        routed = count * shape.expert_topk * width / tensor
-        permuted = routed * shape.hidden_size * low
-        into = routed * gate * shape.expert_ffn_hidden_size / width * wide
-        experts = routed * shape.hidden_size * wide + count * (shape.experts or 0) * 4 / tensor
-        activation = routed * shape.expert_ffn_hidden_size / width * low
-        shared = count * shape.shared_expert_size / tensor * (gate * wide + low)
-    else:
-        mlp = count * shape.ffn_hidden_size / tensor * (gate * wide + low)
-    return LayerBytes(
+    dense = LayerBytes(
         entry=entry,
         norms=norms,
         attention=attention,
         scores=_scores(policy, run, count),
         up_projections=ups,
-        mlp=mlp,
-        activation=activation,
-        shared=shared,
-        permuted=permuted,
-        gate=into,
-        experts=experts,
+        mlp=0.0 if shape.is_expert_layer(layer) else _mlp(run, count, shape.ffn_hidden_size, low, wide),
+    )
+    return _with_experts(dense, run, count, low, wide) if shape.is_expert_layer(layer) else dense
+
+
+def _mlp(run: RunFacts, count: float, width: int, low: float, wide: int) -> float:
+    """Inputs of the activation and of the second linear of an MLP that every token meets."""
+    return count * width / run.parallel.tensor * ((2 if run.shape.gated else 1) * wide + low)
+
+
+def _with_experts(layer: LayerBytes, run: RunFacts, count: float, low: float, wide: int) -> LayerBytes:
+    """What a mixture's MLP keeps: each token goes to top-k experts; a balanced router gives every rank its share of them."""
+    shape, tensor = run.shape, run.parallel.tensor
+    width = run.parallel.expert_tensor or tensor
+    routed = count * shape.expert_topk * width / tensor
+    return replace(
+        layer,
+        permuted=routed * shape.hidden_size * low,
+        gate=routed * (2 if shape.gated else 1) * shape.expert_ffn_hidden_size / width * wide,
+        experts=routed * shape.hidden_size * wide + count * (shape.experts or 0) * 4 / tensor,
+        activation=routed * shape.expert_ffn_hidden_size / width * low,
+        shared=_mlp(run, count, shape.shared_expert_size, low, wide),
     )
 
 

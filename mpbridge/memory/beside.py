@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mpbridge.facts import RunFacts
+from mpbridge.hardware.machines import Machine
 from mpbridge.memory.buckets import bucket_size
 from mpbridge.memory.lasting import gather_buffer, graph_inputs, placeholders, workspaces
 from mpbridge.memory.layers import parameters
@@ -80,20 +81,7 @@ def _parts(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[
     whole = rows * shape.hidden_size * policy.compute.bytes
     share = whole // (parallel.tensor if parallel.sequence else 1)
     if machine is not None and machine.gpu:
-        yield Beside(
-            name="workspaces",
-            bytes=workspaces(run, machine),
-            known="measured",
-            band=0.2,
-            because="cuBLAS workspaces of torch and Transformer Engine, on Megatron-LM's test cases",
-        )
-        yield Beside(
-            name="gradient placeholders",
-            bytes=placeholders(policy, run, at),
-            known="measured",
-            band=0.1,
-            because="one tensor for each shape of weight under gradient_accumulation_fusion, on Megatron-LM's test cases",
-        )
+        yield from _on_a_gpu(policy, run, at, machine)
     yield Beside(
         name="communication",
         bytes=_communication(policy, run, at),
@@ -130,6 +118,24 @@ def _parts(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[
         known="estimated",
         band=0.5,
         because="static inputs of the graphed layers",
+    )
+
+
+def _on_a_gpu(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, machine: Machine) -> Iterator[Beside]:
+    """What its libraries keep, whatever is sent."""
+    yield Beside(
+        name="workspaces",
+        bytes=workspaces(run, machine),
+        known="measured",
+        band=0.2,
+        because="cuBLAS workspaces of torch and Transformer Engine, on Megatron-LM's test cases",
+    )
+    yield Beside(
+        name="gradient placeholders",
+        bytes=placeholders(policy, run, at),
+        known="measured",
+        band=0.1,
+        because="one tensor for each shape of weight under gradient_accumulation_fusion, on Megatron-LM's test cases",
     )
 
 

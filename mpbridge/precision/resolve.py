@@ -148,6 +148,18 @@ def _edge_faults(v: Mapping[str, Any], layers: int | None) -> list[str]:
     return faults
 
 
+def _loss_scale(v: Mapping[str, Any]) -> LossScale | None:
+    if not v["fp16"] and v["loss_scale"] is None:
+        return None
+    return LossScale(
+        static=None if v["loss_scale"] is None else float(v["loss_scale"]),
+        initial=float(v["initial_loss_scale"]),
+        minimum=float(v["min_loss_scale"]),
+        window=float(v["loss_scale_window"]),
+        hysteresis=v["hysteresis"],
+    )
+
+
 def _policy(v: Mapping[str, Any], modules: tuple[Region, ...]) -> PrecisionPolicy:
     base = _base(v)
     params = v["params_dtype"] or base
@@ -156,15 +168,6 @@ def _policy(v: Mapping[str, Any], modules: tuple[Region, ...]) -> PrecisionPolic
     if v["first_last_layers_bf16"] and (quant is not None or any(region.quant is not None for region in modules)):
         first, last = _ends(v)
         edges = (Region(first=first, last=last),)
-    scale = None
-    if v["fp16"] or v["loss_scale"] is not None:
-        scale = LossScale(
-            static=None if v["loss_scale"] is None else float(v["loss_scale"]),
-            initial=float(v["initial_loss_scale"]),
-            minimum=float(v["min_loss_scale"]),
-            window=float(v["loss_scale_window"]),
-            hysteresis=v["hysteresis"],
-        )
     output = v["output_dtype"] or base
     reduce = DType.FP32 if v["grad_reduce_in_fp32"] else base
     return PrecisionPolicy(
@@ -182,7 +185,7 @@ def _policy(v: Mapping[str, Any], modules: tuple[Region, ...]) -> PrecisionPolic
         pipeline=v["pipeline_dtype"] or output,
         output=output,
         autocast=(v["autocast_dtype"] or base) if v["autocast_enabled"] else None,
-        loss_scale=scale,
+        loss_scale=_loss_scale(v),
         regions=(*edges, *modules, Region(quant=quant)),
         reuse_grad_buffer=v["reuse_grad_buf_for_mxfp8_param_ag"],
         keep_fp32=tuple(v["keep_fp32"] or ()),

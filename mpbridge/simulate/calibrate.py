@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,16 @@ def measure(seconds: float) -> str | None:
         name: 2 * size**3 / _median(_product(size, dtype, device), each, device) / 1e12
         for name, dtype in dtypes.items()
     }
+    bandwidth = _bandwidth(each, device)
+    link = _link(each, device) if joined else None
+    launches = _layer_launches(each, device)
+    if joined and dist.get_rank() != 0:
+        return None
+    return _machine_file(peak, bandwidth, link, launches, cuda)
+
+
+def _machine_file(peak: Mapping[str, float], bandwidth: float, link: float | None, launches: float, cuda: bool) -> str:
+    """peak: TFLOP/s by dtype; link: None where no process was there to send to; launches: seconds of a mixture's layer."""
     here = this_machine()
     lines = [
         "# written by mpbridge calibrate: measured rates, so the constants of what was measured are 1",
@@ -35,9 +45,8 @@ def measure(seconds: float) -> str | None:
         f"name: {here.name}, measured",
         "peak: # TFLOP/s",
         *(f"  {name}: {value:.6g}" for name, value in peak.items()),
-        f"bandwidth: {_bandwidth(each, device):.6g}",
+        f"bandwidth: {bandwidth:.6g}",
     ]
-    link = _link(each, device) if joined else None
     if link is not None:
         lines += [f"nvlink: {link:.6g}", f"domain: {dist.get_world_size()}"]
     elif not cuda:
@@ -50,10 +59,8 @@ def measure(seconds: float) -> str | None:
         "  optimizer: 1.0",
         "  data: 1.0",
         *(() if cuda else ("  attention: 1.0",)),
-        f"  host: {_layer_launches(each, device) * 1000:.6g} # ms for the launches of a mixture's layer",
+        f"  host: {launches * 1000:.6g} # ms for the launches of a mixture's layer",
     ]
-    if joined and dist.get_rank() != 0:
-        return None
     return "\n".join(lines) + "\n"
 
 

@@ -45,14 +45,7 @@ def tune_folder(
     refuse_code(folder)
     words = _read(text)
     model, encode = _loaded(folder, say)
-    tokens = encode(words)
-    wanted = (batches + unseen) * batch_size * seq_length
-    if tokens.numel() < wanted:
-        raise DataError(
-            f"{text} has {tokens.numel()} tokens, expected {wanted} for {batches} + {unseen} batches of {batch_size} x {seq_length}: "
-            "a longer text, or smaller --batches, --batch-size or --seq-length"
-        )
-    every = tokens[:wanted].view(batches + unseen, batch_size, seq_length)
+    every = _cut(encode(words), (batches + unseen, batch_size, seq_length), text)
     facts = {
         "checkpoint": str(folder),
         "data": str(text),
@@ -61,7 +54,7 @@ def tune_folder(
     return tune_module(
         model,
         _loss,
-        list(every),
+        every,
         recipe,
         levels=levels,
         budget=budget,
@@ -71,6 +64,18 @@ def tune_folder(
         library=f"transformers {version('transformers')}",
         say=say,
     )
+
+
+def _cut(tokens: torch.Tensor, shape: tuple[int, int, int], text: Path) -> list[torch.Tensor]:
+    """The first tokens as batches; shape: batches, sequences of each, tokens of a sequence. Raises DataError."""
+    count, size, length = shape
+    wanted = count * size * length
+    if tokens.numel() < wanted:
+        raise DataError(
+            f"{text} has {tokens.numel()} tokens, expected {wanted} for {count} batches of {size} x {length}: "
+            "a longer text, or smaller --batches, --unseen, --batch-size or --seq-length"
+        )
+    return list(tokens[:wanted].view(shape))
 
 
 def _loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mpbridge.emulation import emulate_linears
+from mpbridge.emulation import Emulation, emulate_linears
 from mpbridge.emulation.modules import refuse_without_linears
 from mpbridge.errors import BadValue, Refused
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -69,20 +70,26 @@ def tune_module(
         fused=False,
         notes=(*notes, *_unreached(module)),
     )
-    emulation = emulate_linears(module, policy, **options)
-    training = module.training
-    try:
-        module.train()
+    with _emulated(module, policy, options) as emulation:
         result = tuned(ModuleSubject(module, step, every, emulation, unseen=unseen), asked, say)
-    finally:
-        emulation.detach()
-        module.train(training)
-        module.zero_grad(set_to_none=True)
     kind = type(module).__name__
     said = {"model": kind, FOREIGN: kind, **(facts or {})}
     return result, evidence(
         result, recipe=str(recipe) if not isinstance(recipe, MixedPrecisionConfig) else "", facts=said, library=library
     )
+
+
+@contextmanager
+def _emulated(module: torch.nn.Module, policy: PrecisionPolicy, options: Mapping[str, Any]) -> Iterator[Emulation]:
+    """`module` in training with its linears emulated; left as it was, gradients gone."""
+    emulation, training = emulate_linears(module, policy, **options), module.training
+    try:
+        module.train()
+        yield emulation
+    finally:
+        emulation.detach()
+        module.train(training)
+        module.zero_grad(set_to_none=True)
 
 
 def aimed(

@@ -62,36 +62,38 @@ def tune(
     refuse_bad(batches, unseen)
     where = where or Where()
     with process_group(torch.cuda.is_available()):
-        world = dist.get_world_size()
-        asked_for = container.resolved(world, training=False)
-        config = asked_for.stages[0].config
-        base, policy = prepared(config)
-        words = default_levels(config) if levels is None else levels
-        target = where.machine or natural(policy.quants)
-        found, left_out = runnable(
-            levels_of(words, config), base, machine=where.machine, versions=where.versions, asked=levels is not None
+        run = container.resolved(dist.get_world_size(), training=False)
+        asked = dataclasses.replace(
+            _request(container, run, levels, where), budget=budget or Budget(), batches=batches, unseen=unseen
         )
-        priced = container.resolved(world, machine=target, versions=where.versions, training=False)
-        found, notes = sayable(
-            found, base, run=priced.facts if where.machine else None, stack=where.stack, asked=levels is not None
-        )
-        asked = TuningRequest(
-            config=config,
-            levels=found,
-            budget=budget or Budget(),
-            batches=batches,
-            unseen=unseen,
-            pricing=Pricing(machine=target, constants=where.constants),
-            run=dataclasses.replace(priced.facts, machine=target),
-            seed=int(asked_for.train.get("seed") or 1234),
-            notes=(*left_out, *notes),
-        )
+        base, _ = prepared(asked.config)
         with opened(container, base, batches=batches, unseen=unseen) as (subject, weights):
             result = tuned(subject, asked, say)
         library = f"megatron-core {installed().megatron_core}"
-        return result, evidence(
-            result, recipe=asked_for.recipe, facts=_facts(asked_for, weights, where), library=library
-        )
+        return result, evidence(result, recipe=run.recipe, facts=_facts(run, weights, where), library=library)
+
+
+def _request(container: ConfigContainer, run: Run, levels: Sequence[str] | None, where: Where) -> TuningRequest:
+    """What is asked of `run`: the levels that its target can run and its stack can say, priced there. Raises Refused."""
+    config = run.stages[0].config
+    base, policy = prepared(config)
+    words = default_levels(config) if levels is None else levels
+    target = where.machine or natural(policy.quants)
+    found, left_out = runnable(
+        levels_of(words, config), base, machine=where.machine, versions=where.versions, asked=levels is not None
+    )
+    priced = container.resolved(dist.get_world_size(), machine=target, versions=where.versions, training=False)
+    found, notes = sayable(
+        found, base, run=priced.facts if where.machine else None, stack=where.stack, asked=levels is not None
+    )
+    return TuningRequest(
+        config=config,
+        levels=found,
+        pricing=Pricing(machine=target, constants=where.constants),
+        run=dataclasses.replace(priced.facts, machine=target),
+        seed=int(run.train.get("seed") or 1234),
+        notes=(*left_out, *notes),
+    )
 
 
 @contextmanager

@@ -26,26 +26,7 @@ class TuningVerdict:
 def judged(proof: Mapping[str, GradientError], spent: Mapping[str, float], same: Mapping[str, bool]) -> TuningVerdict:
     """proof and spent: by arm, the proposal's under TUNED; same: whether an arm's choice is the proposal itself."""
     mine = proof[TUNED]
-    rules = {
-        name: one
-        for name, one in proof.items()
-        if not name.startswith("random") and name != TUNED and spent[name] <= spent[TUNED] * SAME_COST
-    }
-    lines = []
-    take = TUNED
-    if rules:
-        best = min(rules, key=lambda name: rules[name].error)
-        gap, se = mine.better_than(rules[best])
-        figures = f"gradient error {mine.error:.3f} against {rules[best].error:.3f}, {gap:+.3f} +- {se:.3f} on {len(mine.errors)} unseen batches"
-        if same[best]:
-            text = (
-                f"the choice is {best} itself, the best simple rule at no higher cost: gradient error {mine.error:.3f}"
-            )
-        elif gap > ERRORS * se:
-            text = f"better than {best}, the best simple rule at no higher cost: {figures}"
-        else:
-            take, text = best, f"no better than {best}: take that ({figures})"
-        lines.append(text)
+    take, lines = _beside_rules(proof, spent, same)
     drawn = [name for name in proof if name.startswith("random")]
     if drawn:
         mean = sum(proof[name].error for name in drawn) / len(drawn)
@@ -67,6 +48,29 @@ def judged(proof: Mapping[str, GradientError], spent: Mapping[str, float], same:
         )
     )
     return TuningVerdict(take=take, lines=tuple(lines))
+
+
+def _beside_rules(
+    proof: Mapping[str, GradientError], spent: Mapping[str, float], same: Mapping[str, bool]
+) -> tuple[str, list[str]]:
+    """(the arm to take, why) of the proposal and the simple rules that cost no more."""
+    mine = proof[TUNED]
+    rules = {
+        name: one
+        for name, one in proof.items()
+        if not name.startswith("random") and name != TUNED and spent[name] <= spent[TUNED] * SAME_COST
+    }
+    if not rules:
+        return TUNED, []
+    best = min(rules, key=lambda name: rules[name].error)
+    if same[best]:
+        text = f"the choice is {best} itself, the best simple rule at no higher cost: gradient error {mine.error:.3f}"
+        return TUNED, [text]
+    gap, se = mine.better_than(rules[best])
+    figures = f"gradient error {mine.error:.3f} against {rules[best].error:.3f}, {gap:+.3f} +- {se:.3f} on {len(mine.errors)} unseen batches"
+    if gap > ERRORS * se:
+        return TUNED, [f"better than {best}, the best simple rule at no higher cost: {figures}"]
+    return best, [f"no better than {best}: take that ({figures})"]
 
 
 def _costs(ratios: Sequence[float]) -> str:
