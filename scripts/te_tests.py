@@ -1,4 +1,4 @@
-"""Transformer Engine's own tests over mpbridge's kernels, from a clone: `python scripts/te_tests.py CLONE --te 2.11 --store FOLDER [FILE ...]`.
+"""Transformer Engine's own tests over mpbridge's kernels, from a clone: `python scripts/te_tests.py CLONE [FILE ...] --te 2.11 --store FOLDER`.
 
 The clone is read, never written; its tests at the release's tag belong to --te. A file's tests run in an order that is the same everywhere: its test
 functions in turn, each with its parameters shuffled (seed 0). A call draws the first --least tests of that order, and further ones until the file has
@@ -157,8 +157,8 @@ class Found:
         """Drawn tests by outcome; 'slow' ran out of their time."""
         return collections.Counter(outcome for outcome, _, _ in self.results.values())
 
-    def estimate(self) -> float | None:
-        """Share of the file's tests that pass, of those that count: each test function weighs as many tests as it has."""
+    def weighted(self) -> tuple[float, float]:
+        """How many of the file's tests pass and count, from the drawn ones: each test function weighs as many tests as it has."""
         sizes = collections.Counter(function_of(node) for node in self.collected)
         drawn: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         for node, (outcome, _, _) in self.results.items():
@@ -166,7 +166,17 @@ class Found:
         weights = {name: sizes[name] / count.total() for name, count in drawn.items()}
         passed = sum(weights[name] * count["passed"] for name, count in drawn.items())
         countable = sum(weights[name] * sum(count[key] for key in COUNTED) for name, count in drawn.items())
+        return passed, countable
+
+    def estimate(self) -> float | None:
+        """Share of the file's tests that pass, of those that count, by `weighted`."""
+        passed, countable = self.weighted()
         return passed / countable if countable else None
+
+    def unseen(self) -> int:
+        """Tests of functions of which none was drawn."""
+        drawn = {function_of(node) for node in self.results}
+        return sum(function_of(node) not in drawn for node in self.collected)
 
 
 COUNTED = ("passed", "failed", "slow")
@@ -281,18 +291,38 @@ def table(everything: list[Found]) -> list[str]:
         found_of = [found for found in everything if found.te == te]
         lines += [f"Release {te}:", "", HEAD, "|---|---|" + "--:|" * 9]
         total, collected = collections.Counter[str](), 0
+        passed = countable = 0.0
         for found in found_of:
             total += found.count()
+            passed, countable = passed + found.weighted()[0], countable + found.weighted()[1]
             collected += len(found.collected)
             machine = {"h100": "H100", "b200": "B200"}[found.target]
             lines.append(
                 row(found.file.removesuffix(".py"), machine, found.count(), len(found.collected), found.estimate())
             )
-        lines += [row("all", "", total, collected, None), "", *reasons(found_of), ""]
+        whole = passed / countable if countable else None
+        lines += [row("all", "", total, collected, whole), "", *short(found_of), *reasons(found_of), ""]
     return lines
 
 
 HEAD = "| file | machine | tests | drawn | passed | failed | out of time | needs a GPU | skips itself | passed of what counts | the file, by function |"
+
+
+WANTED = 0.95
+"""Share that every file is to reach."""
+
+
+def short(found_of: list[Found]) -> list[str]:
+    """Which files do not reach their share in the last column, and which functions nobody has drawn."""
+    below = [
+        found.file.removesuffix(".py")
+        for found in found_of
+        if (whole := found.estimate()) is not None and whole < WANTED
+    ]
+    unseen = {found.file.removesuffix(".py"): found.unseen() for found in found_of if found.unseen()}
+    lines = [f"- below {100 * WANTED:.0f} % by function: {', '.join(below) or 'none'}"]
+    told = ", ".join(f"{name} ({count} tests)" for name, count in unseen.items())
+    return lines + ([f"- functions of which no test was drawn: {told}"] if told else [])
 
 
 def reasons(found_of: list[Found]) -> list[str]:

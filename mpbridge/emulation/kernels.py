@@ -72,21 +72,33 @@ def nvfp4_factors(amax: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch
 
 
 def four_over_six(
-    view: torch.Tensor, amax: torch.Tensor, overall: torch.Tensor, bound: float, squared: bool, square: bool
+    view: torch.Tensor,
+    amax: torch.Tensor,
+    overall: torch.Tensor,
+    bound: float,
+    squared: bool,
+    square: bool,
+    *,
+    fast: bool = False,
 ) -> TensorPair:
     """NVFP4's Four Over Six: (multiplier, E4M3 block scale) of the candidate with the smaller error in each block; 6 wins a tie.
 
     view: [.., 16 along, ..] blocks along axis 1; amax: of each block, shaped to multiply the view; overall: the tensor's amax, or one that multiplies
     the view. bound: 448 or 256. squared: the sum of squares decides. square: blocks are 16 lines of the view's last axis wide and share a choice.
+    fast: errors are those of the scaled tensor, code times block scale (exact in FP16) against x * S, rounded once.
     Source: `common/cast/nvfp4/quantize_4over6_nvfp4.cuh` (v2.17): errors are summed in fp32 one by one along the block, and pairwise across lines.
     """
-    candidates = nvfp4_candidates(amax, nvfp4_global(overall, bound))
+    encode = nvfp4_global(overall, bound)
+    candidates = nvfp4_candidates(amax, encode)
     x = view.float()
     errors = []
     for multiplier, scale in candidates:
         codes = round_nearest(x * multiplier, E2M1)
-        product = codes * scale * overall
-        difference = torch.div(product, torch.full_like(product, E2M1.largest * bound)) - x
+        if fast:
+            difference = codes * scale - x * encode
+        else:
+            product = codes * scale * overall
+            difference = torch.div(product, torch.full_like(product, E2M1.largest * bound)) - x
         size = difference * difference if squared else difference.abs()
         total = torch.zeros_like(size[:, :1])
         for i in range(view.shape[1]):

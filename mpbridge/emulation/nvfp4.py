@@ -124,7 +124,8 @@ class Nvfp4:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         squared = self.options.get("four_over_six_error") == "MSE"
         # eager: its sums one by one, unrolled, take the compiler minutes
-        return four_over_six(view, amax, lines, self._largest_scale(side), squared, square)
+        fast = bool(self.options.get("four_over_six_fast_error", False))
+        return four_over_six(view, amax, lines, self._largest_scale(side), squared, square, fast=fast)
 
     def _largest_scale(self, side: Side) -> float:
         return 256.0 if self._below_256(side) else E4M3.largest

@@ -130,6 +130,8 @@ ROWS: tuple[Scaling, ...] = (
             Option(name="four_over_six_error", choices=("MAE", "MSE"), variable="NVTE_NVFP4_4OVER6_ERR_MODE", strict=True, since="2.17",
                    spelled=(*_same("MAE", "MSE"), ("mae", "MAE"), ("mse", "MSE")), source=_RECIPES,
                    meaning="the error that decides: the sum of absolute or of squared differences"),
+            _switch("four_over_six_fast_error", "NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", set_means=True, since="2.17",
+                    meaning="errors are those of the scaled tensor, with fewer roundings"),
             _switch("fast_math", "NVTE_USE_FAST_MATH", set_means=True, since="2.14", meaning="approximate division, and no rounding after the transform"),
             _BACKWARD,
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,16 @@ class FourOverSix:
     """Largest block scale: 448 or 256."""
     squared: bool
     """Whether the sum of squared errors chooses, not of their magnitudes."""
+    fast: bool
+    """Whether errors are those of the scaled tensor: NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH, which the extension reads at every cast."""
 
     @classmethod
     def of(cls, quantizer: Any) -> FourOverSix | None:
         """None where the quantizer does not ask for it."""
         if not getattr(quantizer, "nvfp4_use_4over6", False):
             return None
-        return cls(float(quantizer.nvfp4_e4m3_max), quantizer.nvfp4_4over6_err_mode == "MSE")
+        fast = os.environ.get("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") == "1"
+        return cls(float(quantizer.nvfp4_e4m3_max), quantizer.nvfp4_4over6_err_mode == "MSE", fast)
 
     def factors(
         self, x: torch.Tensor, peak: torch.Tensor, amax: torch.Tensor, square: bool
@@ -36,12 +40,14 @@ class FourOverSix:
         rows, columns = x.shape
         if square:  # the lines of a block come last
             view = x.t().reshape(columns // 16, 16, rows)
-            found = four_over_six(view, peak.t().unsqueeze(1), amax.float().reshape(()), self.bound, self.squared, True)
+            overall = amax.float().reshape(())
+            found = four_over_six(view, peak.t().unsqueeze(1), overall, self.bound, self.squared, True, fast=self.fast)
             multiplier, scale = (part.expand(columns // 16, 1, rows).squeeze(1).t() for part in found)
             return multiplier, scale
         lines = amax.float().reshape(-1, 1)
         if lines.shape[0] > 1:
             lines = lines.repeat_interleave(columns // 16, 0)
-        found = four_over_six(x.reshape(-1, 16), peak.reshape(-1, 1), lines, self.bound, self.squared, False)
+        blocks, peaks = x.reshape(-1, 16), peak.reshape(-1, 1)
+        found = four_over_six(blocks, peaks, lines, self.bound, self.squared, False, fast=self.fast)
         multiplier, scale = (part.reshape(rows, columns // 16) for part in found)
         return multiplier, scale

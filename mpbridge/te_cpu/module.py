@@ -17,7 +17,8 @@ from mpbridge.te_cpu.registry import KERNELS
 
 NAME = "transformer_engine_torch"
 _SUBJECTS = (
-    "activations", "gemm", "moe", "multi_tensor", "norms", "nvfp4_slices", "optimizers", "quantize", "rope", "scaled_activations", "scaling", "sequences", "softmax",
+    "activations", "gemm", "grouped", "moe", "multi_tensor", "norms", "nvfp4_slices", "optimizers", "quantize", "rope", "router", "scaled_activations", "scaling", "sequences",
+    "softmax",
 )  # fmt: skip
 
 
@@ -41,10 +42,19 @@ def make_module(release: tuple[int, ...]) -> KernelModule:
     for name in REASONS:
         setattr(made, name, refused_class(name) if name in CLASSES else refusal(name))
     for name, function in KERNELS.items():
-        setattr(made, name, opaque(function))
+        place, _, last = name.rpartition(".")
+        setattr(_submodule(made, place) if place else made, last, opaque(function))
     for name, value in enumerations(release).items():
         setattr(made, name, value)
     return made
+
+
+def _submodule(made: KernelModule, name: str) -> KernelModule:
+    """The submodule of that name; the extension has some since 2.20."""
+    if name not in vars(made):
+        setattr(made, name, KernelModule(f"{NAME}.{name}", made.__doc__))
+    found: KernelModule = vars(made)[name]
+    return found
 
 
 def opaque(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -81,6 +81,7 @@ REASONS: Mapping[str, str] = {
             "bgrad_group_quantize",
             "group_requantize_inplace",
             "nvfp4_group_quantize_with_amax",
+            "nvfp4_quantize_with_amax",
             "grouped_swizzle_for_gemm",
             "te_general_grouped_gemm_for_grouped_tensor",
             "te_general_grouped_gemm_for_discrete_in",

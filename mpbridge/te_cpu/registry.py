@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 KernelFunction = TypeVar("KernelFunction", bound=Callable[..., Any])
 
 KERNELS: dict[str, Callable[..., Any]] = {}
-"""Name in `transformer_engine_torch` -> function."""
+"""Name in `transformer_engine_torch` (with a dot: in a submodule) -> function."""
 
 
 def kernel(function: KernelFunction) -> KernelFunction:

@@ -107,6 +107,18 @@ def test_four_over_six_takes_the_smaller_error_by_hand() -> None:
     assert not torch.allclose(plain.dequantized()[1, :16], x[1, :16].float(), rtol=1e-2)
 
 
+def test_fast_errors_decide_otherwise_only_where_both_choices_err_alike() -> None:
+    x = torch.randn(1024, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact, fast = (
+        operand(quantizer(hadamard=False, four_over_six="all", four_over_six_fast_error=chosen), x).dequantized()
+        for chosen in (False, True)
+    )
+    errors = [(made.double() - x.double()).abs().view(-1, 16).sum(1) for made in (exact, fast)]
+    other = (exact != fast).view(-1, 16).any(1)
+    assert 0 < int(other.sum()) < 100  # of 16,384 blocks
+    torch.testing.assert_close(errors[0][other], errors[1][other], rtol=1e-5, atol=0)
+
+
 def test_a_row_has_a_second_level_scale_of_its_own() -> None:
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     x[0] *= 2.0**40

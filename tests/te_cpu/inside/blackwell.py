@@ -59,6 +59,59 @@ def test_swizzled_scales_are_read_back() -> None:
     assert not torch.equal(*stored)
 
 
+@pytest.mark.since((2, 20))
+@pytest.mark.parametrize("kind", ["mxfp8_rowwise", "mxfp8_columnwise", "nvfp4"])
+def test_scales_of_weights_that_lie_apart_are_put_in_tiles(kind) -> None:
+    """Where each scale goes is cuBLAS's formula for one tile of 128 by 4; padding is cleared."""
+    torch.manual_seed(0)
+    column, packed = kind.endswith("columnwise"), 48 if kind == "nvfp4" else 96
+    shape, padded = {
+        "mxfp8_rowwise": ((160, 3), (256, 4)),
+        "mxfp8_columnwise": ((5, 96), (8, 128)),
+        "nvfp4": ((160, 6), (256, 8)),
+    }[kind]
+    data = [torch.zeros(160, packed, dtype=torch.uint8) for _ in range(2)]
+    scales = [torch.randint(1, 255, padded, dtype=torch.uint8) for _ in data]
+    data_at, scales_at, buffer = tex.grouped_mlp_experimental.swizzle_scales_and_pack_ptrs_for_discrete_weights(
+        data, scales, kind, torch.device("cuda")
+    )
+    count = scales[0].numel()
+    assert data_at.tolist() == [part.data_ptr() for part in data]
+    assert scales_at.tolist() == [buffer.data_ptr() + index * count for index in range(2)]
+    outer, inner = reversed(shape) if column else shape
+    across = (padded[0] if column else padded[1]) // 4
+    for found, given in zip(buffer.view(2, -1), scales, strict=True):
+        expected = torch.zeros(count, dtype=torch.uint8)
+        for row in range(outer):
+            for at in range(inner):
+                tile = row // 128 * across + at // 4
+                expected[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + at % 4] = (
+                    given[at, row] if column else given[row, at]
+                )
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.since((2, 20))
+@pytest.mark.parametrize(
+    "kind", [lambda: MXFP8Quantizer(tex.DType.kFloat8E4M3), NVFP4Quantizer], ids=["mxfp8", "nvfp4"]
+)
+def test_scales_put_in_tiles_later_are_those_of_a_quantizer_that_does(kind) -> None:
+    torch.manual_seed(0)
+    x, made = torch.randn(160, 96, dtype=torch.bfloat16), []
+    for ready in (False, True):
+        quantizer = kind()
+        quantizer.optimize_for_gemm = ready
+        made.append(quantizer(x))
+    plain, tiled = made
+    before = plain._rowwise_scale_inv.clone()
+    for _ in range(2):  # a second call changes nothing
+        tex.swizzle_scales_for_gemm_(plain)
+        assert plain._with_gemm_swizzled_scales
+        assert torch.equal(plain._rowwise_scale_inv, tiled._rowwise_scale_inv)
+        assert torch.equal(plain._columnwise_scale_inv, tiled._columnwise_scale_inv)
+    assert not torch.equal(before, plain._rowwise_scale_inv)
+
+
 def test_nvfp4_codes_are_two_a_byte_under_two_scales() -> None:
     torch.manual_seed(0)
     quantizer = NVFP4Quantizer(
@@ -97,6 +150,34 @@ def test_storage_classes_and_tensors_dequantize_alike(kind) -> None:
     whole = full(x)
     assert torch.equal(bare(x).dequantize(dtype=torch.bfloat16), whole.dequantize())
     assert torch.equal(whole.to(torch.float64), whole.dequantize().double())
+
+
+@pytest.mark.since((2, 20))
+@pytest.mark.parametrize(("mode", "largest"), [("MAE", 256), ("MSE", 448)])
+def test_four_over_six_with_fast_errors_chooses_as_transformer_engines_reference(mode, largest, monkeypatch) -> None:
+    from transformer_engine.pytorch.custom_recipes import reference_nvfp4, reference_utils
+
+    torch.manual_seed(0)
+    x = torch.randn(256, 256, dtype=torch.bfloat16)
+    options = {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": largest, "nvfp4_4over6_err_mode": mode}
+    codes = []
+    for fast in (False, True):
+        monkeypatch.setenv("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", str(int(fast)))
+        made = NVFP4Quantizer(**options)(x)
+        wanted = reference_nvfp4.NVFP4QuantizerRef(
+            dtype=reference_utils.Fp4Formats.E2M1,
+            rowwise=True,
+            columnwise=False,
+            pow_2_scales=False,
+            eps=0.0,
+            quant_tile_shape=(1, 16),
+            nvfp4_4over6_err_use_fast_math=fast,
+            **options,
+        ).quantize(x)
+        assert torch.equal(made._rowwise_data, wanted.data.view(torch.uint8))
+        codes.append(made._rowwise_data)
+    if mode == "MAE":  # some of these blocks are near enough to a tie; squares part them
+        assert not torch.equal(*codes)
 
 
 @pytest.mark.since((2, 17))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy
 import pytest
 import torch
 import transformer_engine.pytorch as te
@@ -203,3 +206,66 @@ def _cross_entropy(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
     return parallel_cross_entropy(logits, target, 0.1)
+
+
+@pytest.mark.since((2, 20))
+@pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_a_routing_map_in_bits_says_what_the_one_in_bytes_does(function) -> None:
+    from transformer_engine.pytorch.router import fused_compute_score_for_moe_aux_loss, fused_topk_with_score_function
+
+    torch.manual_seed(0)
+    start, weight = torch.randn(2, 7, 13), torch.randn(2, 7, 13)
+    maps, gradients = [], []
+    for layout in ("bytemap", "bitmap_u8"):
+        logits = start.clone().requires_grad_()
+        probs, routed = fused_topk_with_score_function(
+            logits, 3, False, None, None, 1.5, function, None, routing_map_format=layout
+        )
+        (gradient,) = torch.autograd.grad((probs * weight).sum(), logits)
+        scored, _ = fused_compute_score_for_moe_aux_loss(logits, 3, function, routing_map_format=layout)
+        maps.append((routed, scored))
+        gradients.append(gradient)
+    for in_bytes, in_bits in zip(*maps, strict=True):
+        assert in_bytes.shape == (2, 7, 13)
+        assert int(in_bytes.sum()) == 2 * 7 * 3
+        assert numpy.packbits(in_bytes.numpy(), axis=-1, bitorder="little").tolist() == in_bits.tolist()
+    assert gradients[0].count_nonzero()
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.since((2, 20))
+@pytest.mark.parametrize("way", ["two_kernel", "fused_atomic"])
+def test_balancing_by_quantiles_counts_the_bias_that_each_expert_lacks(way) -> None:
+    from transformer_engine.pytorch.router import fused_topk_with_score_function
+
+    torch.manual_seed(0)
+    logits = torch.randn(2, 5, 8).round()  # equal scores among them: the lower number is chosen
+    bias, bounds = torch.tensor([0.0, 0.125]).repeat_interleave(4), torch.tensor([-0.25, 0.25])
+    counted, expected = torch.zeros(8, 4, dtype=torch.int32), numpy.zeros((8, 4), dtype=int)
+    how = {"qb_histogram": counted, "qb_bin_bounds": bounds, "qb_histogram_mode": way}
+    for _ in range(2):  # the counts of two micro-batches
+        probs, routed = fused_topk_with_score_function(logits, 3, False, None, None, 2.0, "sigmoid", bias, **how)
+    for score, prob, map_ in zip(torch.sigmoid(logits).view(10, 8), probs.view(10, 8), routed.view(10, 8), strict=True):
+        order = sorted(range(8), key=lambda expert: (-float(score[expert] + bias[expert]), expert))
+        chosen, cutoff = sorted(order[:3]), score[order[3]] + bias[order[3]]
+        assert map_.nonzero().flatten().tolist() == chosen
+        torch.testing.assert_close(prob[chosen], 2 * score[chosen] / score[chosen].sum())
+        for expert in range(8):
+            expected[expert, min(max(math.floor((cutoff - score[expert] + 0.25) * 8), 0), 3)] += 2
+    assert counted.tolist() == expected.tolist()
+    with pytest.raises(RuntimeError, match="finite with lower < upper"):
+        tex.fused_topk_with_score_function_qb_fwd(
+            logits, 3, None, bias, 0, None, counted, torch.tensor([1.0, 1.0]), tex.NVTEQBHistogramMode.TWO_KERNEL
+        )
+
+
+@pytest.mark.since((2, 20))
+def test_offsets_of_splits_are_their_running_sums() -> None:
+    splits = torch.tensor([3, 0, 5], dtype=torch.int32)
+    sizes, (ends, begins) = tex.splits_to_offsets_multi(
+        splits, "cuda", strides=[1, 7], include_leading_zero=[False, True], dtypes=[torch.int32, torch.int64]
+    )
+    assert (sizes.tolist(), sizes.dtype) == ([3, 0, 5], torch.int64)
+    assert (ends.tolist(), ends.dtype) == ([3, 3, 8], torch.int32)
+    assert (begins.tolist(), begins.dtype) == ([0, 21, 21, 56], torch.int64)
+    assert tex.splits_to_offsets(sizes, 7).tolist() == [0, 21, 21, 56]

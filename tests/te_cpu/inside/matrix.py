@@ -90,8 +90,9 @@ def test_every_recipe_of_the_registry_trains(name, model) -> None:
     if model == "moe_tiny":
         more += SMALL
     # edge layers of a recipe leave something to quantize
-    deep = [f"model.num_layers={16 if '3_super' in name else 6}"]
-    deep += [f"model.moe_layer_freq=[0]+[1]*{15 if '3_super' in name else 5}"] if model == "moe_tiny" else []
+    layers = 16 if "3_super" in name else 6
+    deep = [f"model.num_layers={layers}"]
+    deep += [f"model.moe_layer_freq={[0] + [1] * (layers - 1)}"] if model == "moe_tiny" else []
     sharded = policy.stored or name in ("bf16_mixed_bf16_moments", "bf16_megatron_fsdp")
     more += deep + ([] if sharded else ["ddp.use_distributed_optimizer=false"])
     if name.startswith("fp16"):
