@@ -13,7 +13,7 @@ from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.costs import cost
 from mpbridge.stacks.handover import Setup, handover
 from mpbridge.stacks.importers import read_file
-from mpbridge.stacks.meaning import LABELS, STATED, differences, of_policy, rows
+from mpbridge.stacks.meaning import LABELS, differences, label, of_policy, rows
 from mpbridge.traits import DEFAULT
 
 SUMMARY = "two recipes or files of any stack, side by side in what they mean"
@@ -48,14 +48,17 @@ def run(args: argparse.Namespace) -> int:
             }
         )
         return 0
-    labels = {**LABELS, **{row: text for row, (text, _) in STATED.items()}, "stored": "quantized weights at rest"}
     if apart:
-        rows_apart = [(labels[name], *pair, costs[name]) for name, pair in apart.items()]
+        rows_apart = [(label(name, first, second), *pair, costs[name]) for name, pair in apart.items()]
         print_table(("differs", args.a, args.b, "what the second costs"), rows_apart)
         print()
     print_table(
         ("alike", "both"),
-        [(LABELS[name], left[name]) for name in LABELS if name not in apart and left[name] == right[name]],
+        [
+            (label(name, first, second), left[name])
+            for name in LABELS
+            if name not in apart and left[name] == right[name]
+        ],
     )
     print(f"\n{verdict}")
     return 0

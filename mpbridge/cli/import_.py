@@ -11,7 +11,7 @@ from mpbridge.formats import plain
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.exporters import STACKS
 from mpbridge.stacks.importers import read_args, read_file
-from mpbridge.stacks.meaning import LABELS, STATED, rows
+from mpbridge.stacks.meaning import label, rows
 from mpbridge.stacks.nearest import Answer, answer, apart
 
 SUMMARY = "what another stack's configuration means here"
@@ -82,25 +82,21 @@ _HEADINGS = (
     ("inert", "has no effect there"),
     ("cannot_express", "mpbridge cannot say"),
     ("unknown", "unknown there"),
+    ("in_force", "not said, decided by its defaults"),
     ("assumed", "assumed"),
 )
-
-
-def _label(row: str) -> str:
-    """What people read for a row of a meaning."""
-    return "quantized weights at rest" if row == "stored" else LABELS[row] if row in LABELS else STATED[row][0]
 
 
 def _print(found: Imported, told: Answer) -> None:
     print(f"{found.stack} {found.version}: {told}")
     print()
     shown = rows(found.meaning)
-    print_table(("fact", "meaning"), [(_label(name), text) for name, text in shown.items()])
+    print_table(("fact", "meaning"), [(label(name, found.meaning), text) for name, text in shown.items()])
     differs = apart(told, found.meaning, engine=found.engine)
     if differs:
         print("\nhere the recipe means otherwise:")
         for name, (there, here) in differs.items():
-            print(f"  {_label(name)}: {there} there, {here} here")
+            print(f"  {label(name, found.meaning)}: {there} there, {here} here")
     for attribute, heading in _HEADINGS:
         lines = getattr(found, attribute)
         if lines:
@@ -120,9 +116,11 @@ def _data(found: Imported, told: Answer) -> dict[str, object]:
         "recipe": told.recipe,
         "overrides": {name: str(value) for name, value in told.overrides.items()},
         "engine": found.engine,
+        "optimizer": found.meaning.optimizer.name,
         "meaning": rows(found.meaning),
         "differs_here": {name: list(pair) for name, pair in apart(told, found.meaning, engine=found.engine).items()},
         **lists,
+        "other": list(found.other),
     }
 
 

@@ -11,7 +11,7 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks import deepspeed_import, megatron_lm_import
 from mpbridge.stacks.accelerate import NAME
-from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.base import Imported, engine_with, updated_by
 from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.megatron_lm import DEFAULT_VERSION as LM_VERSION
@@ -72,7 +72,7 @@ def read_data(data: Any, *, version: str, storage: DType = DType.FP32) -> Import
         stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, cannot_express=tuple(cannot),
         inert=inert, contradicts=tuple(contradicts), assumed=tuple(assumed),
     )  # fmt: skip
-    return with_rest(found, read)
+    return with_rest(updated_by(found, None), read)
 
 
 def _meaning(
@@ -84,8 +84,8 @@ def _meaning(
         hint = f"; nearest: {near[0]}" if near else ""
         contradicts.append(f"distributed_type={cut(kind)}: accelerate has no such type{hint}; described as DDP")
     base = storage if word == "no" else WORDS[word]
-    second = read.number("fsdp_config.fsdp_version", 1) == 2
     sharded = kind in ("FSDP", "TPU_FSDP")
+    second = sharded and read.number("fsdp_config.fsdp_version", 1) == 2
     meaning = _fsdp(word, base, storage, second=second) if sharded else _ddp(word, base, storage)
     whole = {str(read.at(f"fsdp_config.{key}", "")).upper() for key in _DIVIDES} & {"NO_SHARD", "3"}
     if sharded and whole and not second:
@@ -141,7 +141,7 @@ def _fsdp(word: str, base: DType, storage: DType, *, second: bool) -> Meaning:
 
 def quantized(read: Reader, cannot: list[str]) -> Quant | None:
     """What mixed_precision=fp8 runs under `fp8_config`; None for a backend that it does not have."""
-    backend = str(read.at("fp8_config.backend", "TE")).upper()
+    backend = read.text("fp8_config.backend", "TE").upper()
     if backend == "AO":
         cannot.append(
             "fp8_config.backend=AO: the first and the last linear of the model stay out of it; here layers at the ends do, and the output layer"
@@ -155,11 +155,12 @@ def quantized(read: Reader, cannot: list[str]) -> Quant | None:
     cannot.append("fp8_config.backend=TE: the output layer is quantized too; here it never is")
     if read.flag("fp8_config.use_mxfp8_block_scaling"):
         return Quant(format="e4m3", scaling="mxfp8")
-    form = str(read.at("fp8_config.fp8_format", "HYBRID")).lower()
+    form = read.text("fp8_config.fp8_format", "HYBRID").lower()
     if form not in ("hybrid", "e4m3"):
         cannot.append(f"fp8_config.fp8_format={form}: Transformer Engine trains in HYBRID or E4M3; described as E4M3")
     # values equal to accelerate's own defaults are dropped before Transformer Engine sees them, and its default algorithm is max
-    history = int(read.number("fp8_config.amax_history_length", read.number("fp8_config.amax_history_len", 1024)))
+    spelled = "length" if read.at("fp8_config.amax_history_length") is not None else "len"
+    history = int(read.number(f"fp8_config.amax_history_{spelled}", 1024))
     return Quant(
         format="hybrid" if form == "hybrid" else "e4m3", scaling="delayed", amax_history=history, amax_algo="max",
         wgrad=not _overridden(read),
@@ -179,7 +180,10 @@ def _overridden(read: Reader) -> bool:
 
 
 def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imported:
-    file, stage = read.at("deepspeed_config.deepspeed_config_file"), read.at("deepspeed_config.zero_stage", 2)
+    file, stage = read.at("deepspeed_config.deepspeed_config_file"), read.at("deepspeed_config.zero_stage")
+    if stage is None:
+        stage = 2
+        read.default("deepspeed_config.zero_stage", stage)
     if file is not None:
         assumed.append(f"{cut(file)} decides: give that file (--from deepspeed)")
     data: dict[str, Any] = {"zero_optimization": {"stage": stage}}
@@ -192,7 +196,8 @@ def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imp
         meaning = dataclasses.replace(inner.meaning, regions=(Region(quant=quant),))
         fields = {**inner.fields, **quant_fields(quant)}
         inner = dataclasses.replace(inner, meaning=meaning, fields=fields, cannot_express=tuple(cannot))
-    return with_rest(dataclasses.replace(inner, stack=NAME, version=version, assumed=tuple(assumed)), read)
+    found = dataclasses.replace(inner, stack=NAME, version=version, assumed=tuple(assumed))
+    return with_rest(updated_by(found, None), read)
 
 
 def _megatron(read: Reader, word: str, version: str, assumed: list[str]) -> Imported:

@@ -10,7 +10,7 @@ from mpbridge.errors import DataError, brief
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks.automodel import NAME, TE_FP8
-from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.base import Imported, engine_with, updated_by
 from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.reading import Reader, raise_faults
@@ -48,6 +48,7 @@ def read_data(data: Any, *, version: str) -> Imported:
         stack=NAME, version=version, fields=fields_of(meaning, cannot, quant, ends), engine=engine, meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
+    found = updated_by(found, _optimizer(read), "optimizer", momentum=read.at("optimizer.momentum"))
     return with_rest(found, read)
 
 
@@ -70,6 +71,8 @@ def _fsdp2(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
     policy = read.at("distributed.mp_policy")
     if not isinstance(policy, Mapping):
         param, reduce, output = DType.BF16, DType.FP32, DType.BF16
+        for name, dtype in (("param", param), ("reduce", reduce), ("output", output)):
+            read.default(f"distributed.mp_policy.{name}_dtype", dtype)
     else:
         # a policy that names some of the keys replaces the whole default: the others are the gradient's and the parameter's own
         param = read.dtype("distributed.mp_policy.param_dtype", storage) or storage
@@ -115,10 +118,14 @@ def _no_policy(read: Reader, contradicts: list[str], strategy: str) -> None:
         contradicts.append(f"distributed.mp_policy under strategy {strategy}: AutoModel raises ValueError")
 
 
+def _optimizer(read: Reader) -> str:
+    """Its class or name; '' where none is said."""
+    return str(read.at("optimizer._target_") or read.at("optimizer.name") or "")
+
+
 def _with_optimizer(read: Reader, meaning: Meaning) -> Meaning:
     """FusedAdam with master weights keeps FP32 beside 16-bit parameters; without that key its default is none."""
-    name = str(read.at("optimizer._target_", read.at("optimizer.name", ""))).rsplit(".", 1)[-1]
-    if name != "FusedAdam":
+    if _optimizer(read).rpartition(".")[2] != "FusedAdam":
         return meaning
     first = read.dtype("optimizer.exp_avg_dtype", DType.FP32) or DType.FP32
     second = read.dtype("optimizer.exp_avg_sq_dtype", DType.FP32) or DType.FP32

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from mpbridge.errors import cut
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Region
 from mpbridge.precision.wording import quant_text, region_rule, region_text
 from mpbridge.stacks.costs import cost
 from mpbridge.stacks.meaning import LAYOUT, OPEN, STATED, Meaning, arithmetic_regions, differences, of_policy, stored
+from mpbridge.stacks.optimizers import ADAM, NOT_SAID, optimizer_named
 from mpbridge.traits import DEFAULT, MainWeights, engine_names, traits
 
 Fidelity = Literal["exact", "layout", "different", "impossible"]
@@ -110,8 +113,28 @@ class Imported:
     unknown: tuple[str, ...] = ()
     other: tuple[str, ...] = ()
     """Known settings that are not about precision."""
+    in_force: tuple[str, ...] = ()
+    """'setting=value' of what it does not say and the stack's own default decides."""
     assumed: tuple[str, ...] = ()
     """What was taken for granted: a version, a default, a variable."""
+
+
+_NONE = (None, "", 0, "0", "0.0")
+
+
+def updated_by(found: Imported, name: Any, where: str = "", *, momentum: Any = None) -> Imported:
+    """`found` with the states of the optimizer that its source names; Adam's, which is said, where it names none.
+
+    name: as its setting has it, or None. where: that setting. momentum: of optimizers that keep none where it is 0 or not said.
+    """
+    assumed = tuple(line for line in found.assumed if line != NOT_SAID)
+    if not name:
+        more = (NOT_SAID,) if found.meaning.optimizer == ADAM else ()
+        return dataclasses.replace(found, assumed=(*assumed, *more))
+    optimizer = optimizer_named(str(name), momentum=momentum not in _NONE)
+    lines = (f"{where}={cut(name)}: {optimizer.note}",) if optimizer.note else ()
+    meaning = dataclasses.replace(found.meaning, optimizer=optimizer)
+    return dataclasses.replace(found, meaning=meaning, assumed=assumed, cannot_express=(*found.cannot_express, *lines))
 
 
 def engine_with(main_weights: MainWeights) -> str:

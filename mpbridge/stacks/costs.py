@@ -17,7 +17,7 @@ _TIMES = {0.5: "half", 2.0: "twice"}
 def cost(row: str, ours: Meaning, theirs: Meaning) -> str:
     """What `theirs` costs beside `ours` in a row where they differ ('2 bytes per parameter more'); '' where no number says it.
 
-    Bytes are per parameter of a dense model under Adam before anything is divided over ranks; bits those of the mantissa.
+    Bytes are per parameter of a dense model before anything is divided over ranks; bits those of the mantissa.
     """
     if row in ("quantization", "stored"):
         return _of_quantized(ours, theirs)
@@ -67,7 +67,9 @@ def _linear(meaning: Meaning) -> tuple[int, int, bool]:
 
 
 def _dtype(row: str, meaning: Meaning) -> DType | None:
-    """The dtype of a row as it acts: without autocast operations run in the compute dtype, and modules hand on what they computed."""
+    """The dtype of a row as it acts: without autocast operations run in the compute dtype, and modules hand on what they computed. None: no such tensor."""
+    if not meaning.optimizer.keeps(row):
+        return None
     value = meaning.in_force(row) if row in ("output", "pipeline") else getattr(meaning, row, None)
     if value is None and row in ("autocast", "output", "pipeline", "logits"):
         return meaning.compute

@@ -9,7 +9,7 @@ from typing import Any
 from mpbridge.errors import DataError, cut
 from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale
-from mpbridge.stacks.base import Imported
+from mpbridge.stacks.base import Imported, updated_by
 from mpbridge.stacks.deepspeed import NAME, OVERFLOW
 from mpbridge.stacks.known_keys import known, with_rest
 from mpbridge.stacks.meaning import Meaning, Sharded
@@ -35,6 +35,8 @@ def read_data(data: Any, *, version: str) -> Imported:
         contradicts=tuple(_contradictions(said)), cannot_express=tuple(_cannot(said)),
         assumed=(f"DeepSpeed {version}: the wire's default differs between versions", *_assumed(said)),
     )  # fmt: skip
+    kind, momentum = (said.read.at(f"optimizer.{name}") for name in ("type", "params.momentum"))
+    found = updated_by(found, kind, "optimizer.type", momentum=momentum)
     return with_rest(found, said.read)
 
 

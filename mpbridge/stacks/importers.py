@@ -20,7 +20,7 @@ MOST = 4_000_000
 """Bytes of a configuration file."""
 LONGEST = 2000
 """Characters of one line about a file, whatever the file holds."""
-_LINES = ("inert", "contradicts", "cannot_express", "unknown", "other", "assumed")
+_LINES = ("inert", "contradicts", "cannot_express", "unknown", "other", "in_force", "assumed")
 
 
 def read_file(

@@ -16,7 +16,7 @@ from typing import Any
 
 from mpbridge.errors import cut, nearest
 from mpbridge.stacks.base import Imported
-from mpbridge.stacks.reading import Reader, raise_faults
+from mpbridge.stacks.reading import Reader, in_force, raise_faults
 
 PRECISION = re.compile(
     r"dtype|precision|fp(4|8|16|32)\b|fp(4|8|16|32)_|bf16|float(8|16|32)|mxfp8|nvfp4|autocast|quanti[sz]|loss_scale|amax|tf32|half_"
@@ -82,6 +82,7 @@ def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") 
         cannot_express=cannot,
         unknown=tuple(dict.fromkeys(unknown)),
         other=tuple(dict.fromkeys(other)),
+        in_force=(*found.in_force, *in_force(read.silent, under)),
         assumed=tuple(dict.fromkeys(open_)),
     )
 

@@ -11,7 +11,7 @@ from mpbridge.errors import BadValue, DataError, brief, cut, nearest
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks import deepspeed_import
-from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.base import Imported, engine_with, updated_by
 from mpbridge.stacks.deepspeed import DEFAULT_VERSION as DEEPSPEED
 from mpbridge.stacks.deepspeed_import import scale_of
 from mpbridge.stacks.known_keys import with_rest
@@ -81,6 +81,8 @@ class _TrainerSettings:
     """A precision plugin decides instead of the word."""
     settings: Mapping[str, Any] | None = None
     """Fields of a recipe that a DeepSpeed configuration inside the strategy gives; None: there is none."""
+    in_force: tuple[str, ...] = ()
+    """Defaults of that configuration."""
     inert: list[str] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
     cannot: list[str] = field(default_factory=list)
@@ -113,7 +115,10 @@ def read_data(data: Any, *, version: str) -> Imported:
     found = Imported(
         stack=NAME, version=version, fields=_fields(said, meaning), engine=engine_with("optimizer") if said.fsdp else DEFAULT,
         meaning=meaning, inert=tuple(said.inert), contradicts=tuple(said.contradicts), cannot_express=tuple(said.cannot), assumed=tuple(said.assumed),
+        in_force=said.in_force,
     )  # fmt: skip
+    kind, arguments = _class_of(data.get("optimizer") or "")
+    found = updated_by(found, kind, "optimizer", momentum=arguments.get("momentum"))
     return with_rest(found, said.read, under="trainer")
 
 
@@ -141,7 +146,9 @@ def _class_of(value: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _strategy(said: _TrainerSettings) -> None:
-    given = said.read.at("strategy", "auto")
+    given = said.read.at("strategy")
+    if given is None:
+        said.read.default("strategy", "auto")
     said.read.whole |= {"strategy"} if isinstance(given, Mapping) else set()
     path, said.arguments = _class_of("auto" if given is None else given)
     name = path.rpartition(".")[2]
@@ -163,7 +170,7 @@ def _precision(said: _TrainerSettings) -> None:
         said.contradicts.append(f"precision={word} beside plugins: {plugin}: Lightning refuses both together")
     said.plugin = bool(plugin)
     if plugin == "TransformerEnginePrecision":
-        _transformer_engine(said, Reader(arguments, said.read.faults))
+        _transformer_engine(said, said.read.inner(arguments, "plugins"))
         return
     if plugin and _PLUGINS[plugin] is None and plugin != "Precision":
         said.cannot.append(
@@ -172,7 +179,9 @@ def _precision(said: _TrainerSettings) -> None:
         word = "64-true" if plugin == "DoublePrecision" else "32-true"
     elif plugin:
         word = str(arguments.get("precision") or word or "32-true").lower()
-    word = word or "32-true"  # null too is what Trainer takes for nothing said
+    if not word:  # null too is what Trainer takes for nothing said
+        word = "32-true"
+        said.read.default("precision", word)
     if word not in _WORDS:
         said.read.faults.append(f"precision={brief(word)}: expected one of {', '.join(_WORDS)}")
         return
@@ -284,7 +293,7 @@ def _meaning(said: _TrainerSettings) -> Meaning:
             accumulator=base,
             optimizer_reads=DType.FP32,
             sharded=_zero(said),
-            loss_scale=scale_of(Reader(said.arguments, said.read.faults)) if base is DType.FP16 else None,
+            loss_scale=scale_of(said.read.inner(said.arguments, "strategy")) if base is DType.FP16 else None,
         )
     sharded: Sharded = "everything" if said.fsdp else "nothing"
     if said.cast:
@@ -317,7 +326,7 @@ def _by_deepspeeds_file(said: _TrainerSettings, config: Any) -> Meaning:
     inner = deepspeed_import.read_data(data, version=DEEPSPEED)
     said.contradicts += inner.contradicts
     said.cannot += inner.cannot_express
-    said.settings = inner.fields
+    said.settings, said.in_force = inner.fields, inner.in_force
     return inner.meaning
 
 
@@ -336,7 +345,10 @@ def _hooked(said: _TrainerSettings) -> DType:
 
 def _zero(said: _TrainerSettings) -> Sharded:
     """What ZeRO divides: by the stage in the strategy's name or among its arguments; DeepSpeedStrategy's own is 2."""
-    stage = str(said.arguments.get("stage") or said.strategy.partition("deepspeedstage")[2][:1] or "2")
+    stage = str(said.arguments.get("stage") or said.strategy.partition("deepspeedstage")[2][:1])
+    if not stage:
+        stage = "2"
+        said.read.default("strategy.stage", stage)
     stages: Mapping[str, Sharded] = {"0": "nothing", "1": "optimizer", "2": "gradients", "3": "everything"}
     return stages.get(stage, "everything")
 
@@ -344,7 +356,7 @@ def _zero(said: _TrainerSettings) -> Sharded:
 def _reduce(said: _TrainerSettings) -> DType:
     """FSDPStrategy reduces in the precision's dtype unless it was given a MixedPrecision."""
     policy = said.arguments.get("mixed_precision")
-    if not isinstance(policy, Mapping):
-        return said.base
-    inner = Reader(policy.get("init_args", policy), said.read.faults)
+    inner = said.read.inner(
+        policy.get("init_args", policy) if isinstance(policy, Mapping) else {}, "strategy.mixed_precision"
+    )
     return inner.dtype("reduce_dtype", said.base) or said.base

@@ -14,6 +14,7 @@ from mpbridge.memory.keeps import keeps, updater, wires
 from mpbridge.precision.policy import LossScale, PrecisionPolicy
 from mpbridge.precision.regions import Gemms, Quant, Region
 from mpbridge.precision.wording import region_rule, region_text
+from mpbridge.stacks.optimizers import ADAM, MOMENTS, Optimizer
 from mpbridge.traits import DEFAULT, traits
 
 Sharded = Literal["nothing", "optimizer", "gradients", "everything"]
@@ -42,6 +43,8 @@ class Meaning:
     """Gradients as the optimizer reads them; None: as accumulated. Wider than the accumulator: a copy."""
     exp_avg: DType = DType.FP32
     exp_avg_sq: DType = DType.FP32
+    optimizer: Optimizer = ADAM
+    """Which of the two moments there are."""
     sharded: Sharded = "nothing"
     loss_scale: LossScale | None = None
     regions: tuple[Region, ...] = (Region(),)
@@ -92,20 +95,20 @@ class Meaning:
 
     @property
     def held(self) -> Mapping[str, int]:
-        """row -> bytes per parameter of a dense model under Adam before anything is divided; gradients that the optimizer reads count where they are a copy."""
+        """row -> bytes per parameter of a dense model before anything is divided; gradients that the optimizer reads count where they are a copy."""
         read = self.optimizer_reads or self.accumulator
         return {
             "storage": self.storage.bytes,
             "accumulator": self.accumulator.bytes,
             "main": 0 if self.main is None else 2 if self.remainders else self.main.bytes,
             "optimizer_reads": read.bytes if read.bytes > self.accumulator.bytes else 0,
-            "exp_avg": self.exp_avg.bytes,
-            "exp_avg_sq": self.exp_avg_sq.bytes,
+            "exp_avg": self.exp_avg.bytes if self.optimizer.exp_avg else 0,
+            "exp_avg_sq": self.exp_avg_sq.bytes if self.optimizer.exp_avg_sq else 0,
         }
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """(a, b) of a + b/N bytes per parameter of a dense model under Adam: what every rank keeps, and what N ranks share."""
+        """(a, b) of a + b/N bytes per parameter of a dense model: what every rank keeps, and what N ranks share."""
         held = dict(self.held)
         parts = {"params": held.pop("storage"), "grads": held.pop("accumulator"), "states": sum(held.values())}
         divided: Mapping[Sharded, tuple[str, ...]] = {
@@ -142,6 +145,7 @@ LABELS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Row of a comparison -> what people read."""
+
 
 STATED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -226,11 +230,21 @@ def rows(meaning: Meaning) -> dict[str, str]:
         "none: the parameters" if meaning.main is None else "16-bit remainders" if meaning.remainders else shown["main"]
     )
     shown["optimizer_reads"] = say(meaning.optimizer_reads or meaning.accumulator)
+    shown |= {name: f"none: {meaning.optimizer.name}" for name in MOMENTS if not meaning.optimizer.keeps(name)}
     shown["loss_scale"] = _scale(meaning.loss_scale)
     shown["bytes"] = meaning.bytes_text
     found = {name: shown[name] for name in LABELS}
     defaults = {name: Meaning.__dataclass_fields__[name].default for name in STATED}
     return found | {name: stated_text(meaning, name) for name in STATED if getattr(meaning, name) != defaults[name]}
+
+
+def label(row: str, *meanings: Meaning) -> str:
+    """What people read for a row of these meanings."""
+    if row == "stored":
+        return "quantized weights at rest"
+    text = LABELS[row] if row in LABELS else STATED[row][0]
+    names = dict.fromkeys(meaning.optimizer.name for meaning in meanings)
+    return text.replace("Adam", " and ".join(names)) if row == "bytes" and names else text
 
 
 def stated_text(meaning: Meaning, name: str) -> str:

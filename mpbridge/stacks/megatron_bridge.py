@@ -183,7 +183,7 @@ def _unsayable(request: Request) -> Iterator[Line]:
         yield Line(
             fidelity="impossible",
             fact="main_params_dtype",
-            text="its optimizers always make FP32 main weights of 16-bit parameters",
+            text="its optimizers always make FP32 main weights of 16-bit parameters; nearest: those, as written here",
         )
     if policy.precision_aware and not policy.quantized:
         # B1 of the trap list: a tensorwise fp8_recipe leaks into the optimizer although FP8 is off

@@ -6,7 +6,7 @@ What mixed_precision says wins over the same field of model, optimizer and ddp; 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,7 @@ from mpbridge.formats import DType
 from mpbridge.megatron_spec.schema import records
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
-from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.base import Imported, engine_with, updated_by
 from mpbridge.stacks.described import described
 from mpbridge.stacks.known_keys import unknown_of, with_rest
 from mpbridge.stacks.meaning import Sharded
@@ -77,7 +77,10 @@ def read_data(data: Any, *, version: str) -> Imported:
     _overridden(read_, fields, notes)
     raise_faults(read_.faults, "this run_config.yaml")
     engine = engine_with("wrapper") if fsdp else DEFAULT
-    distributed = read_.at("ddp.use_distributed_optimizer", read_.at("optimizer.use_distributed_optimizer", True))
+    distributed = read_.at("ddp.use_distributed_optimizer", read_.at("optimizer.use_distributed_optimizer"))
+    if distributed is None and not fsdp:
+        distributed = True
+        read_.default("ddp.use_distributed_optimizer", distributed)
     sharded: Sharded = "everything" if fsdp else "optimizer" if distributed else "nothing"
     meaning = described(fields, notes.contradicts, engine=engine, sharded=sharded)
     found = Imported(
@@ -85,6 +88,8 @@ def read_data(data: Any, *, version: str) -> Imported:
         inert=tuple(notes.inert), contradicts=tuple(notes.contradicts), cannot_express=tuple(notes.cannot),
         unknown=tuple(notes.unknown), assumed=tuple(notes.assumed),
     )  # fmt: skip
+    kind, momentum = read_.text("optimizer.optimizer", "adam"), read_.at("optimizer.sgd_momentum", 0.9)
+    found = updated_by(found, kind, "optimizer.optimizer", momentum=momentum)
     return with_rest(found, read_)
 
 
@@ -93,7 +98,7 @@ OPAQUE = frozenset({"get_mixed_precision_config"})
 _SECTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "mixed_precision": frozenset(FIELDS),
-        "optimizer": frozenset({*_OPTIMIZER, "use_distributed_optimizer"}),
+        "optimizer": frozenset({*_OPTIMIZER, "use_distributed_optimizer", "optimizer", "sgd_momentum"}),
         "ddp": frozenset({
             "grad_reduce_in_fp32", "use_distributed_optimizer", "use_megatron_fsdp", "megatron_fsdp_main_params_dtype",
             "megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype",
@@ -188,7 +193,25 @@ def _precision(read_: Reader, notes: _Notes) -> dict[str, Any]:
             continue
         dtype = read_.dtype(f"mixed_precision.{name}") if name in _DTYPES else None
         values[name] = dtype.short if dtype is not None else None if name in _DTYPES else value
+    for name in _read_beside(values):
+        if values.get(name) is None:
+            read_.default(f"mixed_precision.{name}", FIELDS[name])
     return _settled(values, notes)
+
+
+def _read_beside(values: Mapping[str, Any]) -> Iterator[str]:
+    """Fields of Bridge's object whose defaults decide something beside the values given."""
+    yield "grad_reduce_in_fp32"
+    if values.get("fp8"):
+        yield "fp8_recipe"
+        if values.get("fp8_recipe") == "delayed":
+            yield from ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad")
+    if values.get("fp4"):
+        yield "fp4_recipe"
+    if values.get("first_last_layers_bf16"):
+        yield from ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+    if values.get("fp16") and not values.get("loss_scale"):
+        yield from ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
 def _settled(values: dict[str, Any], notes: _Notes) -> dict[str, Any]:
@@ -226,7 +249,7 @@ def _without_section(read_: Reader) -> dict[str, Any]:
     base = "bf16" if read_.flag("model.bf16") else "fp16" if read_.flag("model.fp16") else "fp32"
     fields: dict[str, Any] = {base: True, "grad_reduce_in_fp32": read_.flag("ddp.grad_reduce_in_fp32")}
     if read_.at("model.fp8"):
-        fields |= {"fp8": read_.at("model.fp8"), "fp8_recipe": read_.at("model.fp8_recipe", "delayed")}
+        fields |= {"fp8": read_.at("model.fp8"), "fp8_recipe": read_.text("model.fp8_recipe", "delayed")}
     return fields
 
 

@@ -5,6 +5,7 @@ Read at d98e8a64 (core 0.20.0): validate_args, get_megatron_optimizer_config and
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,11 +14,12 @@ from mpbridge.errors import BadValue, DataError, cut, nearest
 from mpbridge.formats import DType, dtype
 from mpbridge.megatron_spec.versions import SINCE_017
 from mpbridge.precision.config import MixedPrecisionConfig
-from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.base import Imported, engine_with, updated_by
 from mpbridge.stacks.described import described
 from mpbridge.stacks.known_keys import PRECISION
 from mpbridge.stacks.meaning import Sharded
 from mpbridge.stacks.megatron_lm import CORE, NAME
+from mpbridge.stacks.megatron_lm_defaults import in_force
 from mpbridge.stacks.megatron_lm_notes import Parsed, cannot_express, contradictions, inert
 from mpbridge.stacks.megatron_lm_options import options
 from mpbridge.stacks.reading import stray
@@ -55,6 +57,8 @@ _VALUES: Mapping[str, tuple[str, Any]] = MappingProxyType(
         "--output-logit-dtype": ("logits", None),
         "--transformer-impl": ("transformer_impl", "transformer_engine"),
         "--data-parallel-sharding-strategy": ("strategy", None),
+        "--optimizer": ("optimizer", "adam"),
+        "--sgd-momentum": ("sgd_momentum", 0.9),
         "--yaml-cfg": ("yaml", None),
     }
 )
@@ -86,7 +90,7 @@ _STRATEGIES: Mapping[str, Sharded] = MappingProxyType(
 )
 """Megatron-FSDP's --data-parallel-sharding-strategy -> what is divided."""
 _INTEGERS = ("hysteresis", "fp8_margin", "fp8_interval", "fp8_amax_history_len", "first", "last")
-_FLOATS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window")
+_FLOATS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "sgd_momentum")
 
 
 def read(words: Iterable[str], *, version: str, assumed: tuple[str, ...] = ()) -> Imported:
@@ -118,6 +122,7 @@ def read_values(given: Mapping[str, Any], *, version: str, assumed: tuple[str, .
     """What the namespace of a checkpoint means: Megatron-LM's `args`, by its own names, as validate_args had left them."""
     by_dest = _by_dest()
     words: list[str] = []
+    stated = {option for name, option in by_dest.items() if name in given}
     for name, value in given.items():
         option = by_dest.get(name)
         if option is None or value is None or value is False:
@@ -125,7 +130,10 @@ def read_values(given: Mapping[str, Any], *, version: str, assumed: tuple[str, .
         text = _spelled(value)
         if value is True or text != str(_VALUES[option][1]):
             words += [option] if value is True else [option, text]
-    return read(words, version=version, assumed=assumed)
+    found = read(words, version=version, assumed=assumed)
+    # what a namespace holds is said, also where it is the parser's own value
+    rest = tuple(line for line in found.in_force if stated.isdisjoint(word.rstrip(":") for word in line.split()))
+    return dataclasses.replace(found, in_force=rest)
 
 
 def _spelled(value: Any) -> str:
@@ -214,8 +222,10 @@ def _meaning(read: Parsed, *, version: str, assumed: tuple[str, ...]) -> Importe
     if read.on("megatron_fsdp") or read.on("fsdp2"):
         engine = engine_with("wrapper" if read.on("megatron_fsdp") else "optimizer")
     sharded: Sharded = "everything" if engine != DEFAULT else "optimizer" if read.on("distributed") else "nothing"
-    if read.on("megatron_fsdp"):  # Megatron-FSDP's default: everything since its flags for dtypes, nothing before
-        sharded = _STRATEGIES[values["strategy"] or ("optim_grads_params" if read.dtypes else "no_shard")]
+    # Megatron-FSDP's default: everything since its flags for dtypes, nothing before
+    strategy = values["strategy"] or ("optim_grads_params" if read.dtypes else "no_shard")
+    if read.on("megatron_fsdp"):
+        sharded = _STRATEGIES[strategy]
     # under torch's FSDP2 its layout stays its own: 16-bit parameters and FP32 main weights
     kind = engine if read.on("megatron_fsdp") else DEFAULT
     meaning = described(fields, contradicts, engine=kind, sharded=sharded)
@@ -225,11 +235,13 @@ def _meaning(read: Parsed, *, version: str, assumed: tuple[str, ...]) -> Importe
         more.append(f"--yaml-cfg {cut(values['yaml'])}: that file decides, and is not read")
     precise = [one for one in read.other if PRECISION.search(one.replace("-", "_"))]
     open_ = [f"{one}: about precision, and decides nothing that is read here" for one in precise]
-    return Imported(
+    found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, inert=tuple(inert_),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot_express(read, values)), unknown=tuple(read.unknown),
         other=tuple(one for one in read.other if one not in precise), assumed=(*assumed, *more, *open_),
+        in_force=in_force(read, values, _VALUES, strategy=strategy),
     )  # fmt: skip
+    return updated_by(found, values["optimizer"], "--optimizer", momentum=values["sgd_momentum"])
 
 
 def _fields(read: Parsed, values: Mapping[str, Any]) -> dict[str, Any]:

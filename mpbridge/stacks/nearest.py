@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -70,7 +71,7 @@ def apart(told: Answer, meaning: Meaning, *, engine: str = DEFAULT) -> Mapping[s
     if told.recipe is None:
         return MappingProxyType({})
     policy = resolve(get_mixed_precision_config(told.recipe).derive(**told.overrides))
-    mine = of_policy(policy, engine=engine, sharded=meaning.sharded)
+    mine = _beside(of_policy(policy, engine=engine, sharded=meaning.sharded), meaning)
     # what a stack leaves to the model is no promise
     left = [name for name in OPEN if getattr(meaning, name) is None]
     return MappingProxyType({row: pair for row, pair in differences(meaning, mine).items() if row not in left})
@@ -82,10 +83,15 @@ def _policy_free(policy: PrecisionPolicy) -> bool:
     return not any(facts)
 
 
+def _beside(mine: Meaning, meaning: Meaning) -> Meaning:
+    """`mine` under the optimizer of the other: a recipe states the dtypes of moments, not which there are."""
+    return dataclasses.replace(mine, optimizer=meaning.optimizer)
+
+
 def _means(name: str, engine: str, meaning: Meaning, wanted: PrecisionPolicy) -> bool:
     try:
         policy = resolve(get_mixed_precision_config(name))
-        mine = of_policy(policy, engine=engine, sharded=meaning.sharded)
+        mine = _beside(of_policy(policy, engine=engine, sharded=meaning.sharded), meaning)
     except MpbridgeError:  # a recipe of somebody's package that does not load
         return False
     # a recipe whose parameters are their own main weights never stands for one that keeps others, not even where a sharded optimizer would

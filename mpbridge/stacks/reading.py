@@ -6,13 +6,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mpbridge.errors import BadValue, brief, cut, nearest
-from mpbridge.formats import DType, dtype
+from mpbridge.formats import DType, dtype, say
+
+_ABSENT = object()
 
 
 class Reader:
     """A tree of plain data that remembers which keys were asked for."""
 
     def __init__(self, data: Mapping[str, Any], faults: list[str] | None = None) -> None:
+        """faults: a list that is shared with other readers; None: one of its own."""
         self.data = data
         self.faults: list[str] = [] if faults is None else faults
         self.asked: set[str] = set()
@@ -21,6 +24,10 @@ class Reader:
         """Paths of which everything below was looked at."""
         self.autos: list[tuple[str, str]] = []
         """Values 'auto', and what they were taken as."""
+        self.silent: dict[str, str] = {}
+        """Paths of settings that were asked for and are not said -> the stack's own value, which decides then."""
+        self.under = ""
+        """The path below which the data stands in a whole whose `silent` this is, with a dot behind it."""
 
     def at(self, path: str, default: Any = None) -> Any:
         """The value at 'a.b.c'; keys that hold dots themselves work too. A fault where something on the way is no section."""
@@ -43,6 +50,16 @@ class Reader:
         if value is not None and fault not in self.faults:
             self.faults.append(fault)
 
+    def default(self, path: str, value: Any) -> None:
+        """Notes what is in force where the data says nothing at a path."""
+        self.silent.setdefault(self.under + path, "off" if value is False else "on" if value is True else say(value))
+
+    def inner(self, data: Any, under: str) -> Reader:
+        """A reader of a mapping that stands under a path of this one: faults and defaults are noted here. Anything else is read as an empty one."""
+        made = Reader(data if isinstance(data, Mapping) else {}, self.faults)
+        made.silent, made.under = self.silent, f"{self.under}{under}."
+        return made
+
     def section(self, path: str) -> Mapping[str, Any]:
         """The mapping at a path; empty where there is none or something else."""
         value = self.at(path)
@@ -50,7 +67,10 @@ class Reader:
 
     def flag(self, path: str, default: bool = False) -> bool:
         """A truth value, also written as a word."""
-        value = self.at(path, default)
+        value = self.at(path)
+        if value is None:
+            self.default(path, default)
+            return default
         if value == "auto":
             self.autos.append((path, "on" if default else "off"))
             return default
@@ -58,13 +78,14 @@ class Reader:
         for truth, words in ((True, _TRUE), (False, _FALSE)):
             if any(word == one and type(word) in (type(one), int, float) for one in words):
                 return truth
-        if value is not None:
-            self.faults.append(f"{path}={brief(value)}: expected true or false")
+        self.faults.append(f"{path}={brief(value)}: expected true or false")
         return default
 
     def text(self, path: str, default: str = "") -> str:
         """A word; a fault where it is a list or a mapping."""
-        value = self.at(path, default)
+        value = self.at(path)
+        if value is None and default:
+            self.default(path, default)
         if isinstance(value, (list, tuple, Mapping)):
             self.faults.append(f"{path}={brief(value)}: expected a word")
             return default
@@ -77,6 +98,8 @@ class Reader:
             self.whole.add(path)
             value = value.get("_target_")
         if value is None or value == "auto":
+            if value is None and default is not None:
+                self.default(path, default)
             return default
         try:
             return dtype(value)
@@ -86,7 +109,10 @@ class Reader:
 
     def number(self, path: str, default: float) -> float:
         """A number; a fault where it is none."""
-        value = self.at(path, default)
+        value = self.at(path, _ABSENT)
+        if value is _ABSENT:
+            self.default(path, default)
+            return default
         if value == "auto":
             self.autos.append((path, f"{default:g}"))
             return default
@@ -97,6 +123,14 @@ class Reader:
                 self.faults.append(f"{path}={brief(value)}: expected a number")
                 return default
         return value
+
+
+def in_force(silent: Mapping[str, str], under: str = "") -> tuple[str, ...]:
+    """What data leaves to a stack's defaults, a Reader's `silent`, as 'path=value' each, then in one line what is off. under: the section that the data is."""
+    whole = {f"{under}.{path}" if under else path: value for path, value in silent.items()}
+    off = ", ".join(path for path, value in whole.items() if value == "off")
+    said = tuple(f"{path}={value}" for path, value in whole.items() if value != "off")
+    return (*said, f"off: {off}") if off else said
 
 
 def options_of(words: Iterable[str]) -> tuple[dict[str, Any], list[str]]:

@@ -18,12 +18,13 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale
 from mpbridge.precision.regions import Quant, Region
 from mpbridge.stacks import accelerate_import, fsdp2, lightning_import, transformers_import
-from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.base import Imported, engine_with, updated_by
 from mpbridge.stacks.meaning import Meaning
+from mpbridge.stacks.optimizers import CLASSES
 from mpbridge.stacks.python_module import Module
 from mpbridge.stacks.python_text import Reading
 from mpbridge.stacks.python_values import Dotted, SourceObject, Unknown, plain, without_unknown
-from mpbridge.stacks.reading import Reader, raise_faults
+from mpbridge.stacks.reading import Reader, in_force, raise_faults
 from mpbridge.stacks.sharded_torch import TORCH_SCALER
 from mpbridge.stacks.torch_import import fields_of
 
@@ -50,6 +51,8 @@ class PythonScript:
     assumed: list[str] = field(default_factory=list)
     cannot: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    silent: dict[str, str] = field(default_factory=dict)
+    """Arguments that were asked for and are not said -> the package's own value."""
 
     def made(self, *names: str) -> SourceObject | None:
         """The last object or call of one of these names ('Class', 'Class.method')."""
@@ -76,7 +79,10 @@ class PythonScript:
 
     def reader(self, made: SourceObject | None) -> Reader:
         """Named arguments, to be read."""
-        return Reader(self.data(made), self.faults)
+        read = Reader(self.data(made), self.faults)
+        if made is not None:  # of what is not made nothing is in force
+            read.silent, read.under = self.silent, f"{made.callee.rpartition('.')[2]}."
+        return read
 
     def storage(self) -> DType:
         """The dtype of the last `model.to(dtype)`."""
@@ -141,6 +147,10 @@ def recognize(text: str) -> str | None:
 def read(script: PythonScript, stack: str, version: str) -> Imported:
     """What the set-up means. Raises DataError where the calls that decide do not stand there, BadValue with every value that cannot be read."""
     found = _READ[stack](script, version)
+    if stack != "transformers":  # whose arguments name it
+        made = script.made(*CLASSES)
+        momentum = script.data(made).get("momentum")
+        found = updated_by(found, made and made.callee, "optimizer", momentum=momentum)
     raise_faults(script.faults, f"this set-up of {stack}")
     known = ("fully_shard", "convert_to_float8_training", "quantize_", "torch.", ".to(", "from_pretrained")
     notes = [note for note in script.reading.notes if not any(one in note.partition(": is not in")[0] for one in known)]
@@ -225,6 +235,7 @@ def _found(
         engine=engine_with("optimizer"),
         meaning=meaning,
         cannot_express=tuple(script.cannot),
+        in_force=in_force(script.silent),
     )
 
 

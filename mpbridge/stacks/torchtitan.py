@@ -52,7 +52,7 @@ def export(request: Request) -> Export:
     policy = request.policy
     lines = []
     if policy.compute is DType.FP16:
-        text = "training.dtype and mixed_precision_param know bfloat16 and float32 only"
+        text = "training.dtype and mixed_precision_param know bfloat16 and float32 only; nearest: BF16, as written here"
         lines.append(Line(fidelity="impossible", fact="fp16", text=text))
         # its parser takes no float16: written is what comes nearest
         policy = dataclasses.replace(policy, compute=DType.BF16, params=DType.FP32, main_params=DType.FP32)

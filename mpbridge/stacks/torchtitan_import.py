@@ -14,12 +14,12 @@ from typing import Any
 from mpbridge.errors import DataError, brief, cut
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
-from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.base import Imported, engine_with, updated_by
 from mpbridge.stacks.known_keys import unknown_of, with_rest
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.python_values import SourceObject, Unknown, plain, without_unknown
 from mpbridge.stacks.reading import Reader, options_of, raise_faults
-from mpbridge.stacks.torch_import import fields_of, quant_fields
+from mpbridge.stacks.torch_import import fields_of, left_out, quant_fields
 from mpbridge.stacks.torchtitan import NAME
 
 _OLD = ("float8", "mx", "quantize", "model.converters")
@@ -56,16 +56,19 @@ def read_data(data: Any, *, version: str) -> Imported:
         storage=storage, compute=compute, wire=reduce, accumulator=storage, exp_avg=states, exp_avg_sq=states,
         sharded="nothing" if read_.number("parallelism.data_parallel_shard_degree", -1) == 1 else "everything",
     )  # fmt: skip
+    ends = _filtered(read_, cannot, assumed) if quant is not None else None
     if quant is not None:
-        meaning = dataclasses.replace(meaning, regions=(Region(quant=quant),))
+        edges = (Region(first=ends[0], last=ends[1]),) if ends is not None else ()
+        meaning = dataclasses.replace(meaning, regions=(*edges, Region(quant=quant)))
     raise_faults(read_.faults, "this torchtitan configuration")
-    fields = fields_of(meaning, cannot, quant)
+    fields = fields_of(meaning, cannot, quant, ends)
     if states is not storage:
         cannot.append("both moments in BF16 beside FP32 parameters: its own optimizer, on CUDA")
     found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine_with("optimizer"), meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
+    found = updated_by(found, read_.at("optimizer.name"), "optimizer.name")  # of versions before its groups
     return with_rest(found, read_)
 
 
@@ -126,14 +129,24 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
         edges = (Region(first=ends[0], last=ends[1]),) if ends is not None else ()
         meaning = dataclasses.replace(meaning, regions=(*edges, Region(quant=quant)))
     assumed = [f"{one}: only running it would tell; left at its default" for one in not_known]
+    found = updated_by(found, _updater(made.attributes.get("optimizer")), "optimizer.param_groups")
     return dataclasses.replace(
         found,
         fields=fields,
-        meaning=meaning,
+        meaning=dataclasses.replace(meaning, optimizer=found.meaning.optimizer),
         cannot_express=(*found.cannot_express, *cannot),
         unknown=(*found.unknown, *unknown),
         assumed=(*found.assumed, *assumed, *dict.fromkeys(notes)),
     )
+
+
+def _updater(optimizer: Any) -> str | None:
+    """The optimizer of its param_groups: of several the one that is not Adam, since that one updates the matrices. None: the text tells none."""
+    groups = optimizer.attributes.get("param_groups") if isinstance(optimizer, SourceObject) else None
+    listed = groups if isinstance(groups, list) else []
+    said = [one.attributes.get("optimizer_name") for one in listed if isinstance(one, SourceObject)]
+    names = sorted((name for name in said if isinstance(name, str)), key=lambda name: name.startswith("Adam"))
+    return names[0] if names else None
 
 
 _TRAINING = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
@@ -208,6 +221,28 @@ def _converters(read_: Reader) -> list[str]:
     return [str(one) for one in given] if isinstance(given, (list, tuple)) else []
 
 
+def _filtered(read_: Reader, cannot: list[str], assumed: list[str]) -> tuple[int, int] | None:
+    """Layers at the ends that a filter of versions with TOML leaves out of the converter; None without one."""
+    where = next((path for path in _FILTERS if read_.at(path) is not None), None)
+    if where is None and not _converters(read_):
+        return None
+    said = read_.at(where) if where is not None else []
+    names = [one.strip() for one in said.split(",")] if isinstance(said, str) else said
+    listed = names if isinstance(names, (list, tuple)) else []
+    # its models call it `output`
+    return left_out(
+        ["lm_head" if one == "output" else one for one in listed], where or "model.converters", cannot, assumed
+    )
+
+
+_FILTERS = (
+    "float8.filter_fqns",
+    "mx.filter_fqns",
+    "quantize.linear.float8.filter_fqns",
+    "quantize.linear.mx.filter_fqns",
+)
+
+
 def _quant(read_: Reader, cannot: list[str], inert: list[str], assumed: list[str]) -> Quant | None:
     name = str(read_.at("config") or "")
     listed = _converters(read_)
@@ -231,7 +266,12 @@ def _quant(read_: Reader, cannot: list[str], inert: list[str], assumed: list[str
         return Quant(format="e2m1", scaling="nvfp4")
     if word == "mxfp8":
         return Quant(format="e4m3", scaling="mxfp8")
-    recipe = read_.at("float8.recipe_name", read_.at("quantize.linear.float8.recipe_name", "rowwise"))
-    if listed and recipe in (None, "tensorwise"):
+    recipe = read_.at("float8.recipe_name", read_.at("quantize.linear.float8.recipe_name"))
+    if recipe is None:
+        recipe = "tensorwise" if listed else "rowwise"  # torchao's own, in versions with TOML; the converter's since
+        read_.default("float8.recipe_name", recipe)
+    if listed and recipe == "tensorwise":
+        if read_.flag("float8.enable_fsdp_float8_all_gather"):
+            cannot.append("float8.enable_fsdp_float8_all_gather: FP8 on the wire with 16 or 32-bit storage")
         return Quant(format="hybrid", scaling="tensorwise")
     return Quant(format="e4m3", scaling="rowwise_gw_hp" if recipe == "rowwise_with_gw_hp" else "rowwise")

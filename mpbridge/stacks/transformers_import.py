@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mpbridge.errors import DataError, cut
 from mpbridge.formats import DType
-from mpbridge.stacks.base import Imported, engine_with
+from mpbridge.stacks.base import Imported, engine_with, updated_by
 from mpbridge.stacks.known_keys import known, with_rest
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.reading import Reader, options_of, raise_faults, stray
@@ -62,7 +63,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     meaning = _meaning(storage, base, sharded)
     if fp16:
         meaning = dataclasses.replace(meaning, loss_scale=TORCH_SCALER)
-    inert += [f"{name}: evaluation only" for name in _EVALUATION if read_.flag(name)]
+    inert += [f"{name}: evaluation only" for name in _EVALUATION if read_.at(name) and read_.flag(name)]
     if read_.at("deepspeed"):
         assumed.append(f"deepspeed={cut(read_.at('deepspeed'))} decides: give that file (--from deepspeed)")
     fields = fields_of(meaning, cannot)
@@ -74,7 +75,13 @@ def read_data(data: Any, *, version: str) -> Imported:
         stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if sharded is not None else DEFAULT, meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
-    return with_rest(found, read_, own=" unless the script itself takes it")
+    return with_rest(_updated(found, read_), read_, own=" unless the script itself takes it")
+
+
+def _updated(found: Imported, read: Reader) -> Imported:
+    """`found` under the optimizer of `optim`."""
+    momentum = re.search(r"\bmomentum\s*=\s*([^,\s]+)", read.text("optim_args"))
+    return updated_by(found, read.text("optim", "adamw_torch_fused"), "optim", momentum=momentum and momentum[1])
 
 
 def _sharded(read: Reader, assumed: list[str]) -> int | None:
@@ -88,6 +95,8 @@ def _sharded(read: Reader, assumed: list[str]) -> int | None:
         )
         return 2
     said = [read.at(f"fsdp_config.{name}") for name in ("version", "fsdp_version")]
+    if said == [None, None]:
+        read.default("fsdp_config.version", 2)
     return 1 if "1" in map(str, said) else 2
 
 

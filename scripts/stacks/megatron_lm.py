@@ -316,11 +316,15 @@ SWITCHES = {"use_megatron_fsdp": "megatron_fsdp", "use_torch_fsdp2": "fsdp2"}
 
 def read_differently(ours: Any, args: Any) -> dict[str, tuple[Any, Any]]:
     """Name -> (what the file was read as, what its parser made of it), for all that differ."""
+    from mpbridge.stacks.optimizers import optimizer_named
+
     fields = {**ours.fields, "fp8_param_gather": ours.fields.get("fp8_param", False)}
     there = {name: getattr(args, name) for name in READ if hasattr(args, name)}
     pairs = {name: (fields.get(name) or None, value or None) for name, value in there.items()}
     engine = next((mine for theirs, mine in SWITCHES.items() if getattr(args, theirs)), "mcore")
     pairs["engine"] = (ours.engine, engine)
+    optimizer = optimizer_named(args.optimizer, momentum=bool(args.sgd_momentum))
+    pairs["optimizer"] = (ours.meaning.optimizer.name, optimizer.name)
     if engine == "mcore":
         pairs["reduction"] = (bool(fields["grad_reduce_in_fp32"]), reduces_in_fp32(args))
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

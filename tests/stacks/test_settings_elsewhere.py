@@ -168,7 +168,15 @@ def test_a_class_that_is_not_bridges_contradicts_itself() -> None:
 
 
 def test_converters_of_torchtitan_on_a_command_line_are_read() -> None:
-    assert "rowwise" in read_args("--model.converters float8", stack="torchtitan").meaning.quantization
+    alone = read_args("--model.converters float8", stack="torchtitan")
+    # its Float8 section had `recipe_name: ... | None = None`, which is torchao's Float8LinearConfig(): tensorwise
+    assert "tensorwise" in alone.meaning.quantization
+    assert "float8.recipe_name=tensorwise" in alone.in_force
+    filtered = read_args(
+        "--model.converters float8 --float8.filter_fqns output,layers.0.,layers.1.", stack="torchtitan"
+    )
+    assert (filtered.meaning.regions[0].first, filtered.meaning.regions[0].last) == (2, 0)
+    assert not filtered.cannot_express
     other = read_args("--model.converters quantize,lora", stack="torchtitan")
     assert [line.partition(":")[0] for line in other.cannot_express] == [
         "model.converters=quantize",
