@@ -14,7 +14,7 @@ from mpbridge.train.base import Hook
 from mpbridge.train.loop import pretrain
 from tests.audit import faults
 from tests.audit.test_whole_runs import Plant
-from tests.train.forked import ranks
+from tests.forked import ranks
 from tests.train.test_faults import Poison
 from tests.train.tiny import tiny_run
 

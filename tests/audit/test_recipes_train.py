@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.forked import ROOT, python
+
 RECIPES = (
     "bf16_params_fp32_states",
     "fp32_params_bf16_compute",
@@ -33,24 +31,14 @@ SMALL = [
 
 
 def _train(recipe: str, processes: int, folder: Path) -> tuple[str, dict[str, object]]:
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     command = [
-        sys.executable,
-        *launch,
         str(ROOT / "scripts" / "pretrain.py"),
         "--recipe",
         recipe,
         "--config",
         str(ROOT / "configs" / "gpt_tiny.yaml"),
     ]
-    done = subprocess.run(
-        [*command, *SMALL, f"logger.log_dir={folder}"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = python([*command, *SMALL, f"logger.log_dir={folder}"], size=processes if processes > 1 else 0, timeout=200)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     return done.stdout, json.loads((folder / "precision.json").read_text())
 

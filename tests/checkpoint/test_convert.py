@@ -22,7 +22,7 @@ from mpbridge.checkpoint.verdict import FILE
 from mpbridge.errors import CheckpointError, Refused
 from tests import megatron_checkpoints
 from tests.checkpoint.hostile import Payload, forge, pickled
-from tests.train.forked import ranks
+from tests.forked import ranks
 from tests.train.survival import Hook, go, run
 
 METADATA, COMMON = ".metadata", "common.pt"

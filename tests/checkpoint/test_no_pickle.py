@@ -21,7 +21,7 @@ from mpbridge.checkpoint.reader import STATE, Contents
 from mpbridge.checkpoint.verdict import FILE
 from mpbridge.errors import CheckpointError
 from tests.checkpoint.hostile import Payload, forge, pickled, reseal, rewrite
-from tests.train.forked import ranks
+from tests.forked import ranks
 from tests.train.survival import Hook, go, run
 
 DATA = "__0_0.distcp"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds import ROOT
+from tests.forked import ROOT
 
 pytest.importorskip("huggingface_hub", reason="needs the extra hf")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds import ROOT
+from tests.forked import ROOT
 
 SCRIPT = str(ROOT / "scripts" / "planted.py")
 

@@ -15,7 +15,8 @@ from mpbridge.errors import DataError, UnknownName
 from mpbridge.precision import registry
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.rehearse.rehearsal import RECIPES, observe, read_tensors, rehearse, rehearse_module, side_of
-from tests.worlds import ROOT, start
+from tests.forked import ROOT
+from tests.worlds import start
 
 CURRENT, MXFP8, DELAYED = (
     "bf16_with_fp8_current_scaling_mixed",

@@ -10,8 +10,8 @@ import pytest
 
 from mpbridge.report import metrics
 from mpbridge.telemetry.reading import read
+from tests.forked import ROOT
 from tests.te_cpu.wheels import OLDEST, environment, release_or_skip
-from tests.worlds import ROOT
 
 SMALL = [
     "model.num_layers=2", "model.hidden_size=128", "model.ffn_hidden_size=256", "model.max_sequence_length=64", "data.seq_length=64",

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from mpbridge.telemetry.records import LINEARS, kept, merged
-from tests.worlds import COUNTED, ROOT, start
+from tests.forked import ROOT
+from tests.worlds import COUNTED, start
 
 
 def test_a_channel_belongs_to_the_outlier_beside_it() -> None:

@@ -101,7 +101,7 @@ def go(made: Run, *hooks: Hook) -> Watch:
 
 def job(size: int, folder: Path, *specs: Mapping[str, Any], timeout: float = 200.0) -> list[dict[str, Any]]:
     """What `size` processes make of `run(**spec)`, one after the other: losses, and the digest of each rank. All ranks' output is shown on failure."""
-    from tests.train.forked import ranks
+    from tests.forked import ranks
 
     out = folder / "job.json"
     with ranks(size, _rank, out, specs) as started:

@@ -18,7 +18,7 @@ from mpbridge.checkpoint import store
 from mpbridge.errors import BadValue, CheckpointError, Contradiction
 from mpbridge.report.events import EVENTS
 from mpbridge.train.faults import parse_nonfinite
-from tests.train.forked import forked
+from tests.forked import forked
 from tests.train.survival import Hook, go, run
 
 

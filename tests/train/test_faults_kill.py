@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.forked import forked
+from tests.forked import forked
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "kill_loop.py"
 

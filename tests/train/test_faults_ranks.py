@@ -13,7 +13,7 @@ import pytest
 from mpbridge.checkpoint import store
 from mpbridge.errors import MpbridgeError
 from mpbridge.train.loop import pretrain
-from tests.train.forked import forked, ranks
+from tests.forked import forked, ranks
 from tests.train.survival import Hook, Text, go, run
 
 

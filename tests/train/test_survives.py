@@ -18,7 +18,7 @@ from mpbridge.errors import CheckpointError
 from mpbridge.report.metrics import read
 from mpbridge.train.faults import Signals
 from mpbridge.train.loop import pretrain
-from tests.train.forked import forked
+from tests.forked import forked
 from tests.train.survival import Hook, Text, go, run
 from tests.train.test_faults import Signal, events
 from tests.train.tiny import tiny

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 warnings.simplefilter("ignore")
@@ -10,9 +11,14 @@ import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 
 import mpbridge.checkpoint.io  # noqa: E402
+import mpbridge.engines.parallel  # noqa: E402
+import mpbridge.models.gpt  # noqa: E402
 import mpbridge.train.loop  # noqa: E402, F401
 import tests.train.survival  # noqa: E402, F401
 from mpbridge.rules.table import rules  # noqa: E402
 
 torch.set_num_threads(1)
 rules()
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)  # torch imports more with the first optimizer
+gc.collect()
+gc.freeze()
