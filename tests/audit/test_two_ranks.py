@@ -10,6 +10,8 @@ import pytest
 from tests.audit import two_rank_faults
 from tests.worlds import reported
 
+pytestmark = pytest.mark.timeout(1400)  # whichever test comes first pays for the launch
+
 
 @pytest.fixture(scope="module", params=["quick", pytest.param("all", marks=pytest.mark.slow)])
 def two(request: Any, tmp_path_factory: Any) -> Any:
@@ -17,7 +19,6 @@ def two(request: Any, tmp_path_factory: Any) -> Any:
     return reported(2, two_rank_faults.__file__, out, request.param, timeout=1400)
 
 
-@pytest.mark.timeout(1400)
 def test_every_fault_of_a_rank_or_of_the_wire_is_named(two: Any) -> None:
     slipped = {
         name: row["named"] for name, row in two.items() if row["wanted"] and not set(row["named"]) & set(row["wanted"])

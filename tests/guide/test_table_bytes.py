@@ -29,7 +29,9 @@ def test_a_rule_is_read_as_it_is_written(script: Any) -> None:
     assert script.formula("20", 2) == 20
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])  # tests/memory/test_roles.py has two
+@pytest.mark.parametrize(
+    "processes", [1, pytest.param(2, marks=pytest.mark.slow)]
+)  # tests/memory/test_roles.py has two
 def test_live_bytes_equal_prediction_and_rule(script: Any, processes: int, tmp_path: Path) -> None:
     for row, found in zip(script.ROWS, script.measured(processes, tmp_path), strict=True):
         wanted = script.formula(row[4], processes)
