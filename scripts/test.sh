@@ -9,5 +9,6 @@ make_te_folders
 "$python" -m ruff format --check .
 "$python" -m mypy
 "$bin/lint-imports" --no-cache
-# two at a time, a file stays on one: its worlds of processes are built once; a crash ends the run (xdist would wait for ever for what the crashed one held)
-exec "$python" -m pytest -q -n 2 --dist loadfile --max-worker-restart=0 "$@"
+# a file stays on one worker: its worlds of processes are built once; in the order that tests/conftest.py gives; one more worker than two cores, since
+# some tests wait; a crash ends the run (xdist would wait for ever for what the crashed one held)
+exec "$python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@"

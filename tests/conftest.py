@@ -6,6 +6,8 @@ import signal
 import sys
 import warnings
 
+import pytest
+
 import mpbridge  # noqa: F401
 
 # a suite's worker knows the width of the terminal that the suite was started in; what commands print without one is not broken to it
@@ -20,6 +22,21 @@ for _number, _usual in (
 ):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, _usual)
+
+
+LONGEST = (
+    "te_cpu/test_inside.py", "checkpoint/test_resume.py", "audit/test_faults.py", "train/test_survives.py", "train/test_faults.py", "train/test_stages.py",
+    "audit/test_audit.py", "simulate/test_simulate.py", "contract/test_fsdp2.py", "contract/test_mcore.py", "contract/test_megatron_fsdp.py",
+    "witnessing/test_torch_loops.py", "memory/test_roles.py", "tune/test_module.py", "engines/test_sharded_worlds.py", "engines/test_worlds.py",
+    "checkpoint/test_convert.py", "checkpoint/test_no_pickle.py", "memory/test_keeps.py", "audit/test_two_ranks.py",
+)  # fmt: skip
+"""Files that take half a minute and more, the longest first: a worker that gets one of them last would end alone."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, all others in their order."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
 
 
 def pytest_collection_finish() -> None:
