@@ -100,7 +100,7 @@ def examples_agree(checkout: Path, parse: Any, dtype: Any) -> tuple[int, int, in
     imported = compared = alike = 0
     for path in sorted((checkout / "examples").rglob("*.yaml")):
         text = path.read_text(encoding="utf-8")
-        data = yaml.safe_load(text)
+        data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         if not isinstance(data, dict):
             continue
         try:

@@ -5,6 +5,7 @@
 CHECKOUT: a clone of Megatron-LM. A copy of the example with the edits of EDITS is written into a temporary folder and run there with the
 installed megatron-core, in one process and with tensor parallelism over two; then mpbridge.pretrain trains the same model from the same seed
 on the same samples. Every loss must be the same number, bit for bit. --show prints the edited copy instead. Exit code 0 when all are equal.
+Needs psutil beside mpbridge: the example ends with a checkpoint, whose writer in megatron-core asks it.
 """
 
 from __future__ import annotations
@@ -283,6 +284,11 @@ def main() -> int:
     if args.show:
         print(text)
         return 0
+    if importlib.util.find_spec("psutil") is None:
+        print(
+            "the example ends with a checkpoint of megatron-core's own writer, which waits for ever without psutil: pip install psutil"
+        )
+        return 2
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "run_simple_mcore_train_loop.py"
         copy.write_text(text, encoding="utf-8")
