@@ -13,6 +13,10 @@ NOTICE = "USR1"
 """The signal before the time limit; mpbridge finishes its step, saves and ends."""
 
 
+REPEATED = 5
+"""Seconds between two notices to a run: little of --notice, and no load for srun."""
+
+
 _COUNTED = (
     "# failures are counted apart: Slurm's count of restarts has those after a notice, or of a node that was lost, in it",
     'FAILURES=".mpbridge-failures-$SLURM_JOB_ID" failures=0',
@@ -32,6 +36,8 @@ class Job:
     """Processes on a node, one a GPU."""
     command: Sequence[str]
     """What torchrun runs: a script, or '-m' and a module, with arguments."""
+    repeats: bool = False
+    """Whether the command takes the notice any number of times: it is repeated then, for ranks that were not listening yet."""
     python: str
     name: str = "mpbridge"
     gpus: bool = True
@@ -85,17 +91,24 @@ def _body(job: Job) -> list[str]:
     image += f' --container-mounts={mounts} --container-workdir="$PWD"' if job.image else ""
     again = [f"failures <= {job.retries}"] if job.retries else []
     return [
+        "# a notice may come at any moment: before the run it keeps it from starting, later srun passes it on to every process of every node",
+        "noticed=0 step= code=1",
+        *_passing_on(job),
+        f"trap 'noticed=1; [ -z \"$step\" ] || pass_on' {NOTICE}",
+        "",
         "# the first node is where the others meet; a restart must not meet what is left of the run before it",
         'export HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 10000))"',
         'export MEETING="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
         f"export {ANNOUNCED}={NOTICE}  # torchrun ignores it, ranks do not",
         "",
-        "# a node whose torchrun ends leaves the others that many seconds: rank 0 may be sealing a checkpoint",
-        f"srun --kill-on-bad-exit=0 --wait={job.notice}{image} bash -c {shlex.quote(node)} &",
-        "step=$! noticed=0",
-        f"trap 'noticed=1; kill -{NOTICE} $step' {NOTICE}  # srun passes it on to every process of every node",
-        'wait "$step"; code=$?',
-        'while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a trap ends wait before its time',
+        "if ((!noticed)); then",
+        "    # a node whose torchrun ends leaves the others that many seconds: rank 0 may be sealing a checkpoint",
+        f"    srun --kill-on-bad-exit=0 --wait={job.notice}{image} bash -c {shlex.quote(node)} &",
+        "    step=$!",
+        "    ((!noticed)) || pass_on  # it came between these two lines",
+        '    wait "$step"; code=$?',
+        '    while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a trap ends wait before its time',
+        "fi",
         "",
         *(_COUNTED if job.retries else []),
         "# 0: the run is complete. Else back into the queue, where the notice ended it"
@@ -107,4 +120,14 @@ def _body(job: Job) -> list[str]:
         "    sleep 60  # until Slurm ends this script",
         "fi",
         'exit "$code"',
+    ]
+
+
+def _passing_on(job: Job) -> list[str]:
+    """The function that passes the notice on; the handler of somebody's script may save whenever it is called, so it is called once."""
+    if not job.repeats:
+        return [f'pass_on() {{ kill -{NOTICE} "$step"; }}']
+    return [
+        "# again and again: ranks that are still starting hear it as soon as they can",
+        f'pass_on() {{ while kill -{NOTICE} "$step" 2>/dev/null; do sleep {REPEATED}; done & }}',
     ]

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not words:
         raise BadValue(f"what is to run is missing: {USAGE}")
-    if words[0] == "train":
+    if trains := words[0] == "train":
         words = ["-m", "mpbridge", "train", *_resumable(words[1:], args)]
     elif not words[0].endswith(".py"):
         raise BadValue(f"{words[0]!r} cannot be launched, expected train or a .py file: {USAGE}")
@@ -92,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
         nodes=args.nodes,
         per_node=args.gpus_per_node,
         command=words,
+        repeats=trains,
         python=args.python or ("python" if args.image else sys.executable),
         name=args.name,
         gpus=not args.cpu,

@@ -25,7 +25,7 @@ from mpbridge.report.console import warn
 WAIT = 120.0
 """Seconds that the end of a run waits for a tracker to take its last numbers."""
 ANSWER = 10.0
-"""Seconds within which a server has to answer at the start: W&B's own attempts take minutes, and hold up the end of the process."""
+"""Seconds within which a server has to answer at the start, before its library is imported: W&B's own attempts and MLflow's take minutes, and hold up the end of the run."""
 FAREWELL = 5.0
 """Seconds for one that was given up to close what it has open."""
 WAITING = 10_000
@@ -167,7 +167,7 @@ class TensorBoard:
         self._writer.close()
 
 
-def require_answer(url: str, *, seconds: float = ANSWER) -> None:
+def require_answer(url: str, *, seconds: float) -> None:
     """Raises ConnectionError where nobody answers at `url`, whatever the answer; proxies are those of the environment."""
     import http.client
     import ssl
@@ -192,7 +192,7 @@ class Wandb:
 
         mode = str(place.section.get("wandb_mode") or "offline")
         if mode == "online":
-            require_answer(str(wandb.setup().settings.base_url))
+            require_answer(str(wandb.setup().settings.base_url), seconds=ANSWER)
         identity = place.identity("wandb")
         place.folder.mkdir(parents=True, exist_ok=True)
         self._run: Any = wandb.init(
@@ -220,16 +220,18 @@ class Mlflow:
     """MLflow; without a tracking URI its store is log_dir/mlflow.db (SQLite; MLflow 3.17 refuses the older store of plain files)."""
 
     def __init__(self, place: TrackedRun) -> None:
-        # a server that is gone is given up soon: MLflow's own default tries for minutes
+        # a server that goes away later is given up soon, unless the user wants MLflow to try for longer: its own default is 7 times, for 120 s each
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{ANSWER:.0f}")
+        store = place.folder.resolve() / "mlflow.db"
+        uri = place.section.get("mlflow_uri") or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{store}"
+        if str(uri).startswith(("http://", "https://")):
+            require_answer(str(uri), seconds=ANSWER)
         import logging
 
         from mlflow import MlflowClient
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table that it makes
-        store = place.folder.resolve() / "mlflow.db"
-        uri = place.section.get("mlflow_uri") or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{store}"
         self._client = MlflowClient(tracking_uri=uri)
         identity = place.identity("mlflow")
         if identity is None:

@@ -141,17 +141,65 @@ def test_the_script_goes_back_into_the_queue_only_where_it_should(
         srun=f"E={ends_with}; {wait if noticed else 'exit $E'}",
         sleep='[ "$1" = 60 ] || exec /bin/sleep "$@"',
     )
-    (tmp_path / "job.sh").write_text(printed("--retries", str(retries)), encoding="utf-8")
-    known = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_RESTART_COUNT": "1"}  # fmt: skip
-    job = subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=known)
+    job = begin(tmp_path, printed("--retries", str(retries)))
     if noticed:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "started").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        appears(tmp_path / "started")
         job.send_signal(signal.SIGUSR1)
     assert job.wait(timeout=120) == ends_with
     assert (tmp_path / "passed").exists() == noticed
     assert (tmp_path / "requeued").exists() == again
+
+
+def test_a_notice_before_the_run_starts_keeps_it_in_the_queue(tmp_path: Path, printed) -> None:
+    play(
+        tmp_path,
+        scontrol='if [ "$1" = requeue ]; then touch requeued; else touch meeting; until [ -e go ]; do sleep 0.05; done; fi',
+        srun="touch started",
+        sleep='[ "$1" = 60 ] || exec /bin/sleep "$@"',
+    )
+    job = begin(tmp_path, printed())
+    appears(tmp_path / "meeting")
+    job.send_signal(signal.SIGUSR1)
+    (tmp_path / "go").touch()
+    assert job.wait(timeout=120) == 1
+    assert (tmp_path / "requeued").exists()
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "hear"), [(TRAIN, True), (["mine.py"], False)], ids=["train", "a script, whose handler is called once"]
+)
+def test_ranks_that_start_after_a_notice_hear_it(command: list[str], hear: bool, tmp_path: Path, printed) -> None:
+    """srun stands for ranks that ignore the first notice, as while they import, and listen from then on."""
+    (tmp_path / "mine.py").touch()
+    first = "trap 'touch ignored' USR1; touch started; until [ -e ignored ]; do sleep 0.05; done"
+    then = "trap 'n=$((n+1))' USR1; for i in $(seq 60); do sleep 0.05; done; echo $n > heard"
+    play(
+        tmp_path,
+        scontrol="echo node1",
+        srun=f"{first}; {then}; exit 1",
+        # (60: until Slurm ends the script; 5: between two notices)
+        sleep='case "$1" in 60) ;; 5) exec /bin/sleep 0.3;; *) exec /bin/sleep "$@";; esac',
+    )
+    job = begin(tmp_path, printed(command=command))
+    appears(tmp_path / "started")
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=120) == 1
+    assert bool((tmp_path / "heard").read_text().strip()) == hear
+
+
+def begin(folder: Path, text: str) -> subprocess.Popen[bytes]:
+    """The script as Slurm starts it, with the commands that were played."""
+    (folder / "job.sh").write_text(text, encoding="utf-8")
+    known = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_RESTART_COUNT": "1"}  # fmt: skip
+    return subprocess.Popen(["bash", "job.sh"], cwd=folder, env=known)
+
+
+def appears(file: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert file.exists()
 
 
 def test_time_limits_use_up_no_retries(tmp_path: Path, printed) -> None:

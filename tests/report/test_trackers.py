@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import socket
 import sys
 import threading
 import time
@@ -173,10 +175,10 @@ def test_a_server_is_asked_before_its_library_tries_for_minutes() -> None:
     with HTTPServer(("127.0.0.1", 0), NotHere) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        trackers.require_answer(url)  # any answer is one
+        trackers.require_answer(url, seconds=60)  # any answer is one
         server.shutdown()
     with pytest.raises(ConnectionError, match=f"{url} cannot be reached .*refused"):
-        trackers.require_answer(url)
+        trackers.require_answer(url, seconds=60)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -213,11 +215,43 @@ def test_mlflow_keeps_its_numbers_in_sqlite_and_goes_on_in_the_same_run(
     assert run.data.tags["recipe"] == "bf16_mixed"
 
 
+@pytest.mark.parametrize("silent", [False, True], ids=["refuses", "never answers"])
+def test_a_server_that_cannot_be_reached_costs_a_run_neither_minutes_nor_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], silent: bool
+) -> None:
+    """Needs no mlflow: the server is asked before its library is imported, which on a busy machine takes as long as its attempts."""
+    monkeypatch.setattr(trackers, "ANSWER", 0.5)
+    for name in ("MAX_RETRIES", "TIMEOUT"):
+        monkeypatch.setenv(f"MLFLOW_HTTP_REQUEST_{name}", "3")  # the user's own stay
+    known = set(sys.modules)
+    with socket.socket() as box:
+        box.bind(("127.0.0.1", 0))
+        if silent:
+            box.listen()
+        begun = time.monotonic()
+        write(tmp_path, range(1, 13), ["mlflow"], mlflow_uri=f"http://127.0.0.1:{box.getsockname()[1]}")
+        assert time.monotonic() - begun < 20
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tracker")]
+    assert "cannot be reached" in said
+    assert "the run continues without it" in said
+    assert len(read(tmp_path / "metrics.jsonl")) == 12
+    assert "mlflow" not in set(sys.modules) - known
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "3"
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_a_server_that_cannot_be_reached_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_goes_away_is_given_up_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody else's settings: it answers the first question, and none of MLflow's."""
     pytest.importorskip("mlflow", reason="needs the extra mlflow")
-    write(tmp_path, range(1, 4), ["mlflow"], mlflow_uri="http://127.0.0.1:9")
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tracker")]
-    assert len(said) == 1
-    assert "the run continues without it" in said[0]
-    assert len(read(tmp_path / "metrics.jsonl")) == 3
+    for name in ("MAX_RETRIES", "TIMEOUT"):
+        monkeypatch.setenv(f"MLFLOW_HTTP_REQUEST_{name}", "")
+        monkeypatch.delenv(f"MLFLOW_HTTP_REQUEST_{name}")
+    monkeypatch.setattr(trackers, "require_answer", lambda url, *, seconds: None)
+    begun = time.monotonic()
+    write(tmp_path, range(1, 13), ["mlflow"], mlflow_uri="http://127.0.0.1:9")
+    assert time.monotonic() - begun < 60
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("tracker")]
+    assert "the run continues without it" in said
+    assert len(read(tmp_path / "metrics.jsonl")) == 12
