@@ -73,6 +73,9 @@ class Float8RowParallelLinear(_Float8, RowParallelLinear):  # type: ignore[misc]
 
 def multiply(config: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x @ weight.T with forward and backward GEMMs in float8 as a Float8LinearConfig says; x: [..., in], weight: [out, in]."""
+    # an expert without tokens: torchao's own layer raises an IndexError where the dimension to scale along is empty
+    if not x.numel():
+        return torch.nn.functional.linear(x, weight.to(x.dtype))
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
     from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
 

@@ -73,6 +73,20 @@ def test_product_and_both_gradients_are_those_of_torchaos_own_layer(name: str) -
 
 
 @pytest.mark.parametrize("name", RECIPES)
+def test_an_expert_without_tokens_has_no_rows_and_zero_gradients(name: str) -> None:
+    from mpbridge.models.torchao_linears import config_of, multiply
+
+    quant = resolve(recipes[name].make()).quant
+    assert quant is not None
+    x, weight = torch.zeros(0, 64, dtype=torch.bfloat16, requires_grad=True), torch.randn(48, 64, requires_grad=True)
+    y = multiply(config_of(quant, emulate=True), x, weight)
+    y.sum().backward()
+    assert (y.shape, y.dtype, x.grad.shape) == ((0, 48), torch.bfloat16, (0, 64))  # type: ignore[union-attr]
+    assert weight.grad is not None
+    assert not weight.grad.count_nonzero()
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_the_engine_trains_every_layer_in_it_and_the_audit_agrees(build: Callable[..., Any], name: str) -> None:
     from mpbridge.audit.hook import AuditHook
 
