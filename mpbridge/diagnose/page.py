@@ -65,12 +65,12 @@ def diagnosis_page(found: Diagnosis) -> Page:
     marks: list[tuple[float, str]] = [
         (one.step, f"{_MARKS.get(one.number, one.number)}: step {one.step}") for one in found.onsets
     ]
+    causes: list[tuple[float, str]] = [(one.step, f"{one.cause}: step {one.step}") for one in found.suspects[:1]]
     page.heading("Curves")
-    charts = _curves(page, run, marks=marks)
+    charts = _curves(page, run, marks=[*marks, *(one for one in causes if one[0] not in {step for step, _ in marks})])
     if run.measured:
         page.heading("Tensors")
     named = [name for suspect in found.suspects for name in suspect.tensors]
-    causes: list[tuple[float, str]] = [(one.step, f"{one.cause}: step {one.step}") for one in found.suspects[:1]]
     charts |= _tensor_charts(page, run, marks=[*marks[:1], *causes], first=[*named, *(odd.tensor for odd in found.odd)])
     odd = page.table(
         "Tensors out of line, earliest first",
@@ -172,8 +172,13 @@ def _gaps(page: Page, run: Evidence) -> None:
 def _curves(page: Page, run: Evidence, *, marks: list[tuple[float, str]]) -> dict[str, str]:
     found = {}
     for number, (label, log) in CURVES.items():
-        points = run.curves.series(number)
-        if not points or (number == "loss_scale" and {value for _, value in points} == {1.0}):
+        # a step whose value is no finite number breaks the line
+        points = [
+            (row["iteration"], row[number] if _finite(row[number]) else math.nan)
+            for row in run.curves.rows
+            if number in row
+        ]
+        if not run.curves.series(number) or (number == "loss_scale" and {value for _, value in points} == {1.0}):
             continue
         series: list[tuple[str, Any, str]] = [(number.replace("_", " "), points, "")]
         if number == "loss" and run.curves.evaluations:

@@ -167,7 +167,8 @@ def look(
     peak = high.abs().amax().float()
     amax = amax_of(high) if peak.isnan() else peak
     finite = x.isfinite()
-    nonfinite = int((~finite).sum())
+    # of the whole tensor: one element may lie in a row that is not looked at
+    nonfinite = 0 if peak.isfinite() else int((~high.isfinite()).sum())
     x, q = torch.where(finite, x, 0.0), torch.where(finite & q.isfinite(), q, 0.0)
     scaled = (x * multiplier).abs()
     number = quantizer.format_of(side)

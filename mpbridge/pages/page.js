@@ -33,11 +33,13 @@
     if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
     return String(+value.toPrecision(4));
   };
-  // ticks of one axis: all with an exponent or none
+  // ticks of one axis: all with an exponent or none, and no more words than there is room for
   const ticked = (ticks) => {
     const sizes = ticks.filter((tick) => tick).map(Math.abs);
     const wide = sizes.some((size) => size < 1e-3 || size >= 1e6);
-    return ticks.map((tick) => (tick === null ? "" : wide && tick !== 0 ? (+tick.toPrecision(4)).toExponential() : number(tick)));
+    const every = Math.ceil(ticks.filter((tick) => tick !== null).length / 10);
+    let seen = -1;
+    return ticks.map((tick) => (tick === null || (seen += 1) % every ? "" : wide && tick !== 0 ? (+tick.toPrecision(4)).toExponential() : number(tick)));
   };
   const key = (cell) => (cell !== null && typeof cell === "object" ? cell.text : cell);
 
@@ -82,6 +84,7 @@
       }
       const xs = [...new Set([...block.reach, ...lines.flatMap((line) => block.xs[line.x])])].sort((a, b) => a - b);
       const at = new Map(xs.map((x, i) => [x, i]));
+      // undefined: nothing was measured there, the line goes on; null: no finite number, the line breaks
       const data = [xs, ...lines.map((line) => {
         const values = new Array(xs.length).fill(undefined);
         block.xs[line.x].forEach((x, i) => { const y = line.y[i], good = typeof y === "number" && (!block.log || y > 0); values[at.get(x)] = good ? y : null; });
@@ -118,7 +121,7 @@
         width: Math.max(260, box.clientWidth - 14), height: narrow ? 220 : 280, scales: { x: { time: false }, y: { distr: block.log ? 3 : 1 } },
         axes: [{ ...axis, label: block.x, labelSize: 20, incrs: whole }, { ...axis, label: block.y, labelSize: 20, size: 66, values: (u, ticks) => ticked(ticks) }],
         cursor: { focus: { prox: 24 } }, focus: { alpha: 0.25 }, legend: { live: true, isolate: true },
-        series: [{ label: block.x, value: (u, x) => (x === null || x === undefined ? "–" : number(x)) }, ...lines.map((line, i) => ({ label: line.name, stroke: palette[i % palette.length], width: 1.5, spanGaps: true, fill: block.bars ? `${palette[i % palette.length]}66` : undefined, paths: block.bars ? uPlot.paths.bars({ size: [0.9, 60] }) : undefined, points: { show: xs.length < 40 && !block.bars, size: 5 }, value: (u, value) => (value === null || value === undefined ? "–" : number(value)) }))],
+        series: [{ label: block.x, value: (u, x) => (x === null || x === undefined ? "–" : number(x)) }, ...lines.map((line, i) => ({ label: line.name, stroke: palette[i % palette.length], width: 1.5, spanGaps: false, fill: block.bars ? `${palette[i % palette.length]}66` : undefined, paths: block.bars ? uPlot.paths.bars({ size: [0.9, 60] }) : undefined, points: { show: xs.length < 40 && !block.bars, size: 5 }, value: (u, value) => (value === null || value === undefined ? "–" : number(value)) }))],
         plugins: block.marks.length ? [marks] : [],
       }, data, place);
     };

@@ -385,6 +385,29 @@ def test_second_moments_that_fell_faster_than_any_gradient_lets_them(run: Writte
         assert run.diagnosed().healthy, config
 
 
+def test_charts_of_a_run_share_their_axis_and_break_where_a_value_is_not_finite(run: Written) -> None:
+    for row in run.rows[40:45]:
+        row["grad_norm"] = math.nan
+    page = diagnosis_page(diagnose(run.write()))
+    charts = {block["title"]: block for block in page.blocks if block["kind"] == "chart"}
+    assert {tuple(block["reach"]) for block in charts.values()} == {(1, STEPS)}
+    norm = charts["gradient norm before clipping"]
+    assert [y for x, y in norm["series"][0]["points"] if 40 <= x <= 46] == [run.rows[39]["grad_norm"], *["nan"] * 5, run.rows[45]["grad_norm"]]  # fmt: skip
+    assert norm["note"] == "Not drawn: 5 steps, the first of them 41, are without a finite value."
+    assert charts["loss"]["note"] == ""
+
+
+def test_of_wrong_scales_the_one_whose_tensor_did_not_change_is_named(run: Written) -> None:
+    run.rows[19]["grad_norm"] = 30.0
+    for name in LAYERS[:2]:  # gradients that outran their history, and were back at the next measurement
+        run.operands[20, name, "dy"]["staleness"] = -4.0
+    for step in (step for step in run.steps if step >= 45):
+        run.operands[step, LAYERS[0], "w"] |= {"staleness": 17.0, "scale": 1e-2}
+    found = run.diagnosed().suspects[0]
+    assert (found.cause, found.step, found.score) == ("wrong-scale", 45, 0.97)
+    assert found.tensors == [f"{LAYERS[0]} w (row)"]
+
+
 def test_moments_that_the_run_itself_missed_behind_a_resume(run: Written) -> None:
     run.events = [
         {"iteration": 30, "event": "resumed", "text": "resumed from step_30: same"},

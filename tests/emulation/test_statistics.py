@@ -74,6 +74,9 @@ def test_saturation_staleness_and_nonfinite_elements_are_counted() -> None:
     x[0, :3] = torch.tensor([math.nan, math.inf, -math.inf])
     assert sample(x, "tensorwise").nonfinite == 3
     assert sample(x, "tensorwise").amax == math.inf
+    tall = normal(4096)
+    tall[1, 5] = math.nan  # of 4096 rows a few hundred are looked at, not this one
+    assert sample(tall, "tensorwise").nonfinite == 1
 
 
 def test_zero_tensors_have_no_error() -> None:
