@@ -1,4 +1,4 @@
-"""The audit: what the live tensors are, beside what the policy promised."""
+"""The audit: compares the live tensors with what the policy promised."""
 
 from mpbridge.audit.agreement import agree
 from mpbridge.audit.examine import audit

@@ -13,7 +13,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 
 
 def agree(policy: PrecisionPolicy, *, group: Any = None) -> str:
-    """The fingerprint that every rank of `group` (None: the world) has.
+    """The fingerprint shared by every rank of `group` (None: the world).
 
     Raises AuditFailed on all ranks, naming those whose policy differs from the majority's (rank 0's on a tie) and the fields that differ.
     """
@@ -23,7 +23,7 @@ def agree(policy: PrecisionPolicy, *, group: Any = None) -> str:
     prints = from_all(mine, group=group)
     if len(set(prints)) == 1:
         return mine
-    # whole policies are sent only now, when ranks differ
+    # full policies are exchanged only when ranks differ
     data = from_all(policy.as_data(), group=group)
     votes = Counter(prints)
     most = max(votes.values())
@@ -41,7 +41,7 @@ def agree(policy: PrecisionPolicy, *, group: Any = None) -> str:
     raise AuditFailed(
         "\n".join(
             [
-                f"ranks disagree about the precision policy (most have {usual[:12]}):",
+                f"ranks disagree on the precision policy (the majority has {usual[:12]}):",
                 *lines,
                 "give every rank the same recipe and overrides",
             ]

@@ -1,4 +1,4 @@
-"""Gradients as autograd hands them to parameters that no GEMM of a linear explains: norms, biases, embeddings, routers, experts."""
+"""Gradients as autograd delivers them to parameters outside the GEMMs of linears: norms, biases, embeddings, routers, experts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpbridge.audit.values import sample
 
 
 class Arrivals:
-    """Samples of what autograd gives each parameter in the observed step, summed over micro-batches."""
+    """Samples of the gradient that autograd delivers to each parameter in the observed step, summed over micro-batches."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, dict[int, float]] = {}
@@ -20,7 +20,7 @@ class Arrivals:
         self._handles: list[Any] = []
 
     def ask(self, name: str, parameter: Any) -> None:
-        """To be told of this parameter's gradients; a forward pass that reads the same tensor again asks for nothing more."""
+        """Starts recording this parameter's gradients; a later forward pass that reads the same tensor adds no second hook."""
         if not (parameter.requires_grad and torch.is_grad_enabled()) or self._asked.get(name) is parameter:
             return
         self._asked[name] = parameter
@@ -37,7 +37,7 @@ class Arrivals:
         return look
 
     def forget(self) -> None:
-        """Takes every hook off."""
+        """Removes every hook."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

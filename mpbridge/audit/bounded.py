@@ -1,4 +1,4 @@
-"""What a rank tells all others, bounded: in a large world it tells less of what is its own, so that no rank receives more than a few megabytes."""
+"""Bounds what each rank sends to all others: in a large world it sends fewer samples, so that no rank receives more than a few megabytes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from mpbridge.audit.observe import Observed
 
 BUDGET = 4_000_000
-"""Bytes that a rank may receive of what is different on every rank: sampled gradients and amaxes. What is equal travels once (devices.gather)."""
+"""Bytes that a rank may receive of data that differs between ranks: sampled gradients and amaxes. Equal data is sent once (devices.gather)."""
 _WEIGHT = 1000
 """Bytes of one weight's samples, produced and read (audit.values.SAMPLES of each)."""
 
 
 def bounded(seen: Observed, ranks: int) -> Observed:
-    """`seen`, with as many weights followed as fit the budget: all of them up to some tens of ranks, one from 4,000 on.
+    """`seen`, limited to as many followed weights as fit the budget: all of them up to some tens of ranks, one from 4,000 ranks on.
 
-    Every rank chooses the same names, as far as it has them: those with the smallest checksum.
+    Every rank chooses the same names among those it has: the ones with the smallest checksum.
     """
     most = max(1, BUDGET // (ranks * _WEIGHT))
     followed, quantized = seen.followed, seen.quantized
     if followed is not None and len(followed.produced) > most:
         names = chosen(followed.produced, most)
         thin = max(1, -(-ranks * _WEIGHT // BUDGET))
-        # positions are numbers of the whole tensor's elements: every rank keeps the same, whichever shard it has
+        # positions index the whole tensor, so every rank keeps the same ones, whichever shard it has
         kept = {name: sorted(followed.produced[name])[::thin] for name in names}
         followed = dataclasses.replace(
             followed, produced=_part(followed.produced, kept), read=_part(followed.read, kept)
@@ -37,12 +37,12 @@ def bounded(seen: Observed, ranks: int) -> Observed:
 
 
 def chosen(names: Collection[str], most: int) -> list[str]:
-    """`most` of the names, the same wherever the names are."""
+    """At most `most` of the names; the same choice on every rank that has them."""
     return sorted(names, key=lambda name: (zlib.crc32(name.encode()), name))[:most]
 
 
 def _part(values: Mapping[str, dict[int, Any]], kept: Mapping[str, Collection[int]]) -> dict[str, dict[int, Any]]:
-    """Of those names, the values at those positions."""
+    """The values of those names at those positions."""
     return {
         name: {where: values[name][where] for where in wanted if where in values[name]}
         for name, wanted in kept.items()

@@ -1,4 +1,4 @@
-"""When to audit: at once where something began anew, then every so many steps, or as often as a small share of the run's time allows."""
+"""When to audit: immediately after a (re)start, then every N steps, or as often as a small share of the run's time allows."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import math
 import time
 
 SHARE = 0.002
-"""Of the run's time, for audits that repeat: two parts in a thousand, so that invariants (one and a half to two and a half) fit below five."""
+"""Share of the run's time for repeated audits: 0.2 %, so that together with the invariants (0.15 to 0.25 %) they stay below 0.5 %."""
 SOONEST = 25
-"""Steps between two audits at least, where time decides."""
+"""Minimum number of steps between two audits when they are scheduled by time."""
 
 
 class Cadence:
     """The steps that are audited. Steps are counted from 1.
 
-    every: a number of steps, or None: by time. Time differs between ranks, so `next_by_time` is agreed upon by the caller.
+    every: a number of steps, or None: by time. Timings differ between ranks, so the caller makes all ranks agree on `next_by_time`.
     """
 
     def __init__(self, every: int | None) -> None:
         self.every = every
         self.reason = "first update"
-        """Why the next audit falls where it does."""
+        """Why the next audit is due."""
         self._pending = True
         self._next = 0
         self._usual = 0.0
         self._begun = 0.0
 
     def ask(self, reason: str) -> None:
-        """The next step that applies an update is audited, whatever its number."""
+        """Requests an audit of the next step that applies an update, regardless of its number."""
         self._pending, self.reason = True, reason
 
     def due(self, step: int) -> bool:
@@ -39,11 +39,11 @@ class Cadence:
         return bool(self._next) and step >= self._next
 
     def begin(self) -> None:
-        """A step begins."""
+        """Marks the beginning of a step."""
         self._begun = time.perf_counter()
 
     def end(self, *, watched: bool) -> float:
-        """The step is over; seconds that it took beyond the usual one, where it was watched."""
+        """Marks the end of a step. Returns the extra seconds that it took over an ordinary step, if it was watched."""
         took = time.perf_counter() - self._begun
         if watched:
             return max(0.0, took - self._usual) if self._usual else took
@@ -51,12 +51,12 @@ class Cadence:
         return 0.0
 
     def next_by_time(self, step: int, cost: float) -> int:
-        """The next step at which an audit that costs so many seconds again stays within its share."""
+        """The next step at which another audit of that many seconds stays within its share."""
         if not self._usual:
             return step + SOONEST
         return step + max(SOONEST, math.ceil(cost / (SHARE * self._usual)))
 
     def done(self, following: int) -> None:
-        """An audit took place; where time decides, the next falls on step `following`."""
+        """Records an audit; when audits are scheduled by time, the next one is due at step `following`."""
         self._pending, self._next = False, following
         self.reason = f"every {self.every} steps" if self.every else "by time"

@@ -19,7 +19,7 @@ _REDUCED = {
     "reduce_scatter_": 1,
     "reduce_scatter_tensor_coalesced_": 1,
 }
-"""Reduction -> which argument this rank hands in (torch/csrc/distributed/c10d/Ops.cpp)."""
+"""Reduction -> index of the argument that is this rank's input (torch/csrc/distributed/c10d/Ops.cpp)."""
 _GATHERED = {"_allgather_base_": 1, "allgather_": 1, "allgather_into_tensor_coalesced_": 1, "allgather_coalesced_": 1}
 _PASSED = {"send": 0}
 KINDS = {
@@ -32,16 +32,16 @@ _PAYLOAD = {**_REDUCED, **_GATHERED, **_PASSED}
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """One tensor that this rank handed to a collective."""
+    """One tensor that this rank passed to a collective."""
 
     kind: str
-    """'reduced', 'gathered' or 'passed' (from stage to stage)."""
+    """'reduced', 'gathered' or 'passed' (between pipeline stages)."""
     dtype: str
     elements: int
     storage: int
-    """Address of its memory."""
+    """Address of its storage."""
     begin: int
-    """First byte in that memory."""
+    """Offset of its first byte in that storage."""
     end: int
     floating: bool
     group: tuple[int, ...]
@@ -62,12 +62,12 @@ def _group(args: tuple[Any, ...]) -> tuple[int, ...]:
             try:
                 return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
             except (RuntimeError, TypeError, KeyError, ValueError):
-                continue  # the reduction's operation is such an object too
+                continue  # the ReduceOp argument is such an object too
     return ()
 
 
 def sent(name: str, args: tuple[Any, ...]) -> Iterator[Sent]:
-    """What the operation 'c10d::NAME' carries; nothing for operations that are neither reductions, gathers nor sends."""
+    """The tensors that the operation 'c10d::NAME' sends; nothing unless it is a reduction, gather or send."""
     kind = KINDS.get(name)
     if kind is None:
         return

@@ -1,4 +1,4 @@
-"""What the step computed in, by kind of operation, against the policy: GEMMs, attention, softmax, router, residual, norms, rotary angles, logits, loss."""
+"""The dtypes that the step computed in, by kind of operation, against the policy: GEMMs, attention, softmax, router, residual, norms, rotary angles, logits, loss."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mpbridge.audit.watch import LOGITS, Watch
 from mpbridge.formats import DType
 
 Seen = dict[str, dict[str, list[str]]]
-"""Kind -> dtypes that would be as promised, joined by '/' -> 'place: dtype' of what was seen."""
+"""Kind -> promised dtypes, joined by '/' -> 'place: dtype' of what was seen."""
 
 
 PlaceDtypes = tuple[str, tuple[str, ...], tuple[str, ...]]
-"""(where, dtypes that are as promised, dtypes seen)."""
+"""(where, promised dtypes, dtypes seen)."""
 
 
 @dataclass
@@ -30,20 +30,20 @@ class Computed:
 
     kinds: dict[str, list[PlaceDtypes]] = field(default_factory=dict)
     wrong: dict[str, list[str]] = field(default_factory=dict)
-    """Kind -> places whose values are not as promised though their dtype is."""
+    """Kind -> places whose dtype is as promised but whose values are not."""
     autocast: list[str] = field(default_factory=list)
 
 
 KindDtypes = tuple[str, str, Iterable[str], Iterable[str]]
-"""(kind, place, dtypes that would be as promised, dtypes seen)."""
+"""(kind, place, promised dtypes, dtypes seen)."""
 
 
 def computed(engine: Any, promises: Promises, watch: Watch) -> Computed:
-    """What `watch` saw, beside what is promised of each place."""
+    """What `watch` saw in each place, together with what the policy promises there."""
     seen = Computed(autocast=sorted(watch.autocast))
     compute = promises.policy.compute.short
     on_cpu = next(engine.model[0].parameters()).device.type == "cpu"
-    # a CPU has no FP16 GEMM worth its name: the device layer multiplies FP16 factors in FP32 and rounds once, as tensor cores do
+    # CPUs have no usable FP16 GEMM: the device layer multiplies FP16 factors in FP32 and rounds once, as tensor cores do
     gemm = (compute, _WIDE) if compute == "fp16" and on_cpu else (compute,)
     for rows in (_linears(promises, watch, gemm), _attention(promises, watch, gemm), _between(promises, watch)):
         for kind, place, promised, dtypes in rows:
@@ -53,8 +53,8 @@ def computed(engine: Any, promises: Promises, watch: Watch) -> Computed:
 
 
 _WIDE = "fp32"
-_NARROW = "numbers of ten bits or fewer"
-"""What rounding to TF32, FP16, BF16 or FP8 leaves."""
+_NARROW = "values with 10 or fewer mantissa bits"
+"""The result of rounding to TF32, FP16, BF16 or FP8."""
 
 
 def _linears(promises: Promises, watch: Watch, gemm: tuple[str, ...]) -> Iterator[KindDtypes]:
@@ -82,24 +82,24 @@ def _attention(promises: Promises, watch: Watch, gemm: tuple[str, ...]) -> Itera
     stated = promises.policy.softmax_fp32
     either = (compute,) if stated is False else (compute, _WIDE)
     for path, dtypes in watch.softmax.items():
-        # the module whose flag says so; a kernel of its own, and another model's attention, may read what they are given
+        # checked where a module's flag promises it; fused kernels and other models' attention may read any dtype
         wide = stated is True and path.endswith("scale_mask_softmax") and path not in watch.fused
         yield "softmax", path, (_WIDE,) if wide else either, dtypes
 
 
 def _between(promises: Promises, watch: Watch) -> Iterator[KindDtypes]:
-    """What lies between GEMMs: norms, the residual stream, rotary angles, the loss."""
+    """Everything between GEMMs: norms, the residual stream, rotary angles, the loss."""
     compute = promises.policy.compute.short
     either = (compute, _WIDE)
     for path, dtypes in watch.norms.items():
-        # a kernel of torch's reads what it is given and adds up in FP32; one that is spelled out has to say so
+        # torch's own norm kernels read any dtype and accumulate in FP32; a norm written in Python must cast explicitly
         wide = promises.kept_fp32(f"{path}.weight") or (path in watch.spelled and not promises.foreign)
         yield "norms", path, (_WIDE,) if wide else either, dtypes
-    # under autocast the stream is what a model's own additions make of it
+    # under autocast the stream's dtype follows from the model's own additions
     stream = (_WIDE,) if promises.policy.residual_fp32 else either if promises.foreign else (compute,)
     for path, dtypes in watch.stream.items():
         yield "residual stream", path, stream, dtypes
-    # other models hand their angles on in the dtype of activations, and may give their loss logits of that dtype: its kernel adds up in FP32
+    # other models pass their angles on in the activations' dtype, and may pass logits of that dtype to the loss, whose kernel accumulates in FP32
     final = either if promises.foreign else (_WIDE,)
     for path, dtype in watch.angles.items():
         yield "rotary angles", path, final, (dtype,)
@@ -122,21 +122,23 @@ def _product(
             "GEMMs",
             path,
             ("bf16", "fp32"),
-        )  # values on a narrow grid, held in a dtype that holds them; `quantization` judges them
+        )  # values on a narrow grid, stored in a wider dtype; `quantization` judges them
     return "GEMMs", path, gemm
 
 
 def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> None:
-    """Numbers that have the promised dtype and were rounded on their way."""
+    """Values that have the promised dtype but were rounded to fewer bits earlier."""
     seen.wrong = _unproved(promises, watch)
     seen.wrong["GEMMs"] += [f"{path} reads {what}" for path, what in watch.products.other.items()]
     policy = promises.policy
     apart = {LOGITS, *watch.angles, *watch.routing}
     if policy.compute.short == "fp32":
-        seen.wrong["GEMMs"] += [f"{path} is given gradients of {_NARROW}" for path in sorted(watch.products.narrow)]
-        # the first layer may well read BF16 numbers: embeddings that came from a 16-bit checkpoint
+        seen.wrong["GEMMs"] += [f"{path} receives gradients: {_NARROW}" for path in sorted(watch.products.narrow)]
+        # the first layer may read BF16 values: embeddings that came from a 16-bit checkpoint
         seen.wrong["residual stream"] = [
-            f"{path} reads or gives {_NARROW}" for path in sorted(watch.rounded.keys() - apart) if ".0." not in path
+            f"{path}: input or output has {_NARROW}"
+            for path in sorted(watch.rounded.keys() - apart)
+            if ".0." not in path
         ]
     elif policy.residual_fp32:
         layers = {path for path in watch.rounded if path in watch.stream}
@@ -146,20 +148,20 @@ def _values(engine: Any, promises: Promises, watch: Watch, seen: Computed) -> No
     if not promises.foreign:
         _values_of_ours(promises, watch, seen)
     if LOGITS in watch.rounded and DType.FP32 in (policy.logits, policy.compute):
-        seen.wrong["logits"] = [f"the output layer gives {_NARROW}"]
+        seen.wrong["logits"] = [f"output of the output layer: {_NARROW}"]
 
 
 def _values_of_ours(promises: Promises, watch: Watch, seen: Computed) -> None:
-    """Rotary angles and what routers route by: other models hand both on in the dtype of activations."""
+    """Rotary angles and router logits: other models pass both on in the activations' dtype."""
     wide = {path for module, path in watch._paths.items() if _has_bits(getattr(module, "inv_freq", None))}
     angles = (path for path in watch.angles if path in watch.rounded.keys() & wide)
-    seen.wrong["rotary angles"] += [f"{path} gives {_NARROW}" for path in angles]
+    seen.wrong["rotary angles"] += [f"output of {path}: {_NARROW}" for path in angles]
     if promises.policy.router is DType.FP32:
-        seen.wrong["router"] += [f"{path} routes by {_NARROW}" for path in watch.routing if path in watch.rounded]
+        seen.wrong["router"] += [f"logits of {path}: {_NARROW}" for path in watch.routing if path in watch.rounded]
 
 
 def _unproved(promises: Promises, watch: Watch) -> dict[str, list[str]]:
-    """Modules that gave something, of whose own operations none was seen; but for those that call into another library, and models that are not ours."""
+    """Modules that returned something though none of their operations was seen; excludes modules that call another library, and foreign models."""
     seen: dict[str, list[str]] = {kind: [] for kind in ("GEMMs", "attention", "router", "norms")}
     for path, module in {} if promises.foreign else watch.ran.items():
         if is_library(module):
@@ -177,7 +179,7 @@ def _unproved(promises: Promises, watch: Watch) -> dict[str, list[str]]:
 
 
 def _has_bits(table: Any) -> bool:
-    """Whether FP32 frequencies have more bits than BF16: powers of two alone give angles of few bits."""
+    """Whether FP32 frequencies have more bits than BF16: frequencies that are all powers of two give angles of few bits."""
     return (
         isinstance(table, torch.Tensor)
         and table.dtype is torch.float32
@@ -194,7 +196,7 @@ def _frequencies(engine: Any) -> Iterable[str]:
             if table.dtype is not torch.float32:
                 yield f"{path}.inv_freq is {str(table.dtype).removeprefix('torch.')}"
             elif is_narrow(table) or (table.numel() > 2 and not _has_bits(table)):
-                yield f"{path}.inv_freq holds {_NARROW}"
+                yield f"{path}.inv_freq has {_NARROW}"
 
 
 ORDER = (
@@ -210,13 +212,13 @@ ORDER = (
     "loss",
 )
 SUBJECTS = {"GEMMs": "compute", "outputs of linears": "compute"}
-"""Kinds that are one row of the report."""
+"""Kinds that share one row of the report."""
 
 
 def compute_findings(
     ranks: Sequence[Computed], promises: Promises, wanted: Callable[[str], bool], why: Callable[[str], str]
 ) -> list[Finding]:
-    """A finding for each kind. wanted: whether this model computes such a thing, so that nothing seen of it is a fault; why: reason for what cannot be
+    """A finding for each kind. wanted: whether this model has such operations, so that seeing none is a fault; why: the reason for what cannot be
     observed, '' where it can."""
     findings = []
     for subject in dict.fromkeys(SUBJECTS.get(kind, kind) for kind in ORDER):
@@ -231,7 +233,7 @@ def compute_findings(
 
 
 def _told(subject: str, rows: list[list[PlaceDtypes]], values: list[list[str]]) -> Finding:
-    """What every rank saw of one subject. values: places whose numbers are wrong in spite of their dtype."""
+    """What every rank saw of one subject. values: places whose values are wrong although their dtype is right."""
     wrong = [
         [place for place, promised, found in own if not set(found) <= set(promised)] + bad
         for own, bad in zip(rows, values, strict=True)

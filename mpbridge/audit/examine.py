@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def promises_of(policy: PrecisionPolicy, engine: Engine) -> Promises:
-    """What `policy` promises on `engine`, the facts it leaves open filled from the run's optimizer section."""
+    """What `policy` promises on `engine`; facts it leaves open are filled from the run's optimizer section."""
     run = engine.run
     policy = policy.settled(run.inputs.get("optimizer"))
     emulated = bool(getattr(run, "emulate", False)) or getattr(run.facts, "realization", "native") == "emulated"
@@ -56,11 +56,11 @@ def audit(
     microbatches: int = 1,
     step: int | None = None,
 ) -> Report:
-    """What the live tensors of every rank are, beside what `policy` promises. Reads only; every rank must call it.
+    """Compares the live tensors of every rank with what `policy` promises. Read-only; every rank must call it.
 
-    stage: 'static' looks at parameters, buffers, modules, flags, replicas; 'live', after an update that was applied, also at main weights and moments.
-    watch: observed the last step: what it computed in, what it sent, and what quantized GEMMs received are judged as well. before: taken before its
-    update, with `result` of it: weights must have moved, and gradients have come from the GEMMs to the optimizer unchanged. microbatches: of the step.
+    stage: 'static' checks parameters, buffers, modules, flags and replicas; 'live', after an applied update, also main weights and moments.
+    watch: observed the last step; its compute dtypes, its collectives and the operands of quantized GEMMs are judged too. before: taken before the step's
+    update, with its `result`: weights must have moved, and gradients must have reached the optimizer unchanged. microbatches: of the step.
     The report is the same on every rank; `Report.require` raises AuditFailed.
     """
     promises = promises_of(policy, engine)
@@ -101,8 +101,8 @@ def judge(
     result: StepResult | None,
     microbatches: int,
 ) -> list[Finding]:
-    """What all ranks observed beside what was promised. live: an update left its states; watched: a step was observed; moved: with what was before its update;
-    result: of that step, where gradients were followed."""
+    """What all ranks observed against what was promised. live: an update has created optimizer states; watched: a step was observed; moved: the state before
+    its update is known; result: of that step, where gradients were followed."""
     findings = tensor_findings(ranks, promises, live=live)
     findings += rule_findings(ranks, promises, ran=watched) + flag_finding(ranks)
     findings += weight_findings([rank.weights for rank in ranks], stepped=moved)
@@ -116,7 +116,7 @@ def _step_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], m
     present = {
         subject for subject, found in _PARTS.items() if any(found(module) for module in module_paths(engine.model))
     }
-    # another stage of the pipeline may hold what this one lacks, so only what every rank could have seen is asked for
+    # another pipeline stage may have what this one lacks, so only what every rank could have seen is required
     alone = engine.run.facts.parallel.pipeline == 1
     present |= {"compute", *(["loss"] if alone else [])}
     found = compute_findings(
@@ -151,7 +151,7 @@ _PARTS = {
     "norms": is_norm,
     "rotary angles": is_rotary,
 }
-"""Facts of the computation -> the modules that have them."""
+"""Kind of operation -> predicate of the modules that have it."""
 
 
 def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed], result: StepResult) -> list[Finding]:
@@ -159,7 +159,7 @@ def _result_findings(engine: Any, promises: Promises, ranks: Sequence[Observed],
     norm = result.grad_norm
     parallel, config = engine.run.facts.parallel, engine.configs
     clip = getattr(config.optimizer, "clip_grad", None)
-    # another's loop may clip by what only it knows
+    # a foreign loop may clip by a limit that is not known here
     told = clip is not None and (norm is not None or not clip)
     summed = bool(getattr(config.model, "calculate_per_token_loss", False))
     share = share_of(followed) if summed else 1.0
@@ -204,7 +204,7 @@ def _scale_findings(followed: list[Followed], scale: float, *, known: bool, why:
 
 
 def widths_of(promises: Promises) -> dict[str, str]:
-    """The dtypes that a gradient passes on its way from the GEMM to the optimizer."""
+    """The dtypes that a gradient takes between the GEMM and the optimizer."""
     name = "decoder.layers.0.mlp.linear_fc1.weight"
     widths = {role: promises.of(role, name) for role in ("grads", "main_grads")}
     widths["wire"] = wires(promises.policy)["gradients"].short
@@ -212,7 +212,7 @@ def widths_of(promises: Promises) -> dict[str, str]:
 
 
 def everywhere(seen: Observed) -> list[Observed]:
-    """What every rank observed; every rank calls it."""
+    """What every rank observed. A collective: every rank calls it."""
     return from_all(bounded(seen, dist.get_world_size() if dist.is_initialized() else 1), deeper={"followed": Followed})
 
 

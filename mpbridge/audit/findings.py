@@ -1,4 +1,4 @@
-"""What an audit says: one Finding per fact, a Report for the whole run, and its table and JSON forms."""
+"""The audit's results: one Finding per fact, a Report for the whole run, and their table and JSON forms."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from mpbridge.errors import AuditFailed
 
 AuditStage = Literal["static", "live"]
 SHOWN = 3
-"""How many offenders a line of text names; `as_data` holds them all."""
+"""How many offenders a line of text names; `as_data` has them all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fact of the policy beside what was seen of it, over all ranks."""
+    """One fact of the policy and what was seen of it on all ranks."""
 
     subject: str
     """'params', 'exp_avg', 'linears', 'wire: gradients', 'autocast', 'weights moved' ..."""
@@ -25,13 +25,13 @@ class Finding:
     count: int = 0
     """Tensors, modules or flags that were looked at, summed over ranks."""
     bytes: int = 0
-    """Of the tensors looked at, summed over ranks; 0 where there are none."""
+    """Bytes of the tensors looked at, summed over ranks; 0 if there are none."""
     offenders: tuple[str, ...] = ()
     """Parameters, modules, flags or ranks that are not as promised."""
     cure: str = ""
-    """What would mend it."""
+    """How to fix it."""
     unseen: str = ""
-    """Why nothing could be observed of it here; such a finding is neither as promised nor a fault, and it is counted."""
+    """Why it could not be observed in this run; such a finding is neither as promised nor a fault, and is counted separately."""
 
     @property
     def state(self) -> str:
@@ -46,7 +46,7 @@ class Finding:
         return text + (f" ({who})" if who else "") + (f"; {self.cure}" if self.cure else "")
 
     def as_data(self) -> dict[str, Any]:
-        """JSON types."""
+        """The finding as JSON types."""
         data = {name: getattr(self, name) for name in ("subject", "promised", "found", "ok", "count", "bytes")}
         return (
             data
@@ -58,14 +58,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The audit of one stage; equal on every rank."""
+    """The audit of one stage; identical on every rank."""
 
     stage: AuditStage
     findings: tuple[Finding, ...]
     layouts: tuple[Mapping[str, Any], ...] = ()
-    """{'roles': {role: dtype}, 'parameters': [names]}: every distinct combination once; rank 0's."""
+    """Rank 0's {'roles': {role: dtype}, 'parameters': [names]}, each distinct combination once."""
     seconds: float = 0.0
-    """Wall time of this rank's own looking."""
+    """Wall time of this rank's own inspection."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Recipe, fingerprint, engine, step, world size."""
 
@@ -95,7 +95,7 @@ class Report:
         return f"{when}: {', '.join(parts)}"
 
     def _repr_html_(self) -> str:
-        """For notebooks: every fact; those that are not as promised are marked."""
+        """HTML for notebooks: every fact, with those that are not as promised marked."""
         from mpbridge.cells import table
 
         rows = [(one.subject, one.promised, one.found, one.state, one.offenders) for one in self.findings]
@@ -108,7 +108,7 @@ class Report:
         return not self.faults
 
     def find(self, subject: str) -> Finding:
-        """The finding about `subject`; KeyError when the audit had nothing to say about it."""
+        """The finding about `subject`. Raises KeyError when the audit has none."""
         for finding in self.findings:
             if finding.subject == subject:
                 return finding
@@ -119,12 +119,12 @@ class Report:
         if self.faults:
             lines = "\n".join(f"  - {fault}" for fault in self.faults)
             raise AuditFailed(
-                f"the {self.stage} audit found what the policy did not promise:\n{lines}\n(train.audit=warn continues despite it)"
+                f"the {self.stage} audit found deviations from the policy:\n{lines}\n(train.audit=warn continues despite it)"
             )
         return self
 
     def as_data(self) -> dict[str, Any]:
-        """JSON types; the 'audit' section of precision.json."""
+        """The report as JSON types: the 'audit' section of precision.json."""
         return {
             "ok": self.ok,
             **self.facts,

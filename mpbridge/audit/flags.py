@@ -20,7 +20,7 @@ def configs(engine: Any) -> dict[str, Any]:
     """The live config objects: {'model': TransformerConfig, 'optimizer': OptimizerConfig, 'ddp': DistributedDataParallelConfig}, those that exist."""
     first = engine.model[0] if engine.model else None
     kept = getattr(engine, "configs", None)
-    # those that the live objects hold come first: they are in effect
+    # the live objects' own configs come first: they are in effect
     found = {
         "model": getattr(first, "config", None) or getattr(kept, "model", None),
         "optimizer": getattr(engine.optimizer, "config", None) or getattr(kept, "optimizer", None),
@@ -39,9 +39,9 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 
 def different(engine: Any) -> tuple[int, list[str]]:
-    """(how many fields the policy decides on the live configs, those whose value is another, as 'model.bf16: promised true, found false').
+    """(number of fields the policy decides on the live configs, those with a different value, as 'model.bf16: promised true, found false').
 
-    What the policy would still have to write is what differs: after a build that is nothing.
+    The differences are what the policy would still have to write; after a build there are none.
     """
     objects, run = configs(engine), engine.run
     made = plan(run.policy, realization="emulated" if getattr(run, "emulate", False) else "native", **objects)
@@ -51,13 +51,13 @@ def different(engine: Any) -> tuple[int, list[str]]:
 
 
 def _reduced_products(policy: PrecisionPolicy) -> Iterator[str]:
-    """torch's settings under which products of FP32 factors are TF32 or BF16 ones, where the policy promises any in FP32."""
+    """torch settings that compute FP32 products in TF32 or BF16 although the policy promises FP32."""
     for found in reduced(policy).values():
-        yield f"products of FP32 factors: promised fp32, found {found} (torch.set_float32_matmul_precision('highest') takes it back)"
+        yield f"products of FP32 factors: promised fp32, found {found} (torch.set_float32_matmul_precision('highest') restores FP32)"
 
 
 def _kept(run: Any, objects: dict[str, Any]) -> Iterator[str]:
-    """Fields that decide precision and that this policy leaves alone: they are what the author gave, or megatron-core's default."""
+    """Precision fields that this policy leaves alone: they keep the author's value, or megatron-core's default."""
     told = {(one.target, one.field) for one in getattr(run.plan, "writes", ())}
     for row in TABLE:
         target = objects.get(row.target)
@@ -75,16 +75,16 @@ def _kept(run: Any, objects: dict[str, Any]) -> Iterator[str]:
 
 
 WATCHED = frozenset({"attention_softmax_in_fp32", "fp32_residual_connection", "moe_router_dtype"})
-"""Fields whose default is a promise of its own: nobody derives them from others."""
+"""Fields whose default is itself a promise: they are not derived from other fields."""
 
 
 def optimizer_faults(engine: Any, promises: Promises) -> tuple[int, list[str]]:
-    """(how many flags were read, contradictions): FusedAdam's master weights and decoupled gradients against who was promised to own the main weights."""
+    """(number of flags read, contradictions): FusedAdam's master weights and decoupled gradients against the promised owner of the main weights."""
     owner, looked, wrong = promises.owner, 0, []
     flag = getattr(configs(engine).get("optimizer"), "use_precision_aware_optimizer_no_fp8_or_ds_fp8", None)
     for inner in inner_optimizers(engine.optimizer):
         masters, decoupled = getattr(inner, "master_weights", None), getattr(inner, "use_decoupled_grad", None)
-        # an optimizer of parameters kept in FP32 needs no main weights; one without parameters (empty shards) tells nothing
+        # an optimizer of FP32 parameters needs no main weights; one without parameters (empty shards) proves nothing
         updated = [parameter for group in inner.param_groups for parameter in group["params"]]
         kept = bool(promises.policy.keep_fp32) and all(parameter.dtype is torch.float32 for parameter in updated)
         if masters is not None and updated:
@@ -94,7 +94,7 @@ def optimizer_faults(engine: Any, promises: Promises) -> tuple[int, list[str]]:
                 wrong.append(
                     f"{type(inner).__name__}.master_weights={bool(masters)}, but the {owner} own(s) the main weights"
                 )
-        # megatron-core hands gradients over by this flag, FusedAdam picks them up by its own: when they differ, nothing trains and nothing is reported
+        # megatron-core passes gradients by this flag, FusedAdam reads them by its own: when they differ, nothing trains and nothing is reported
         if decoupled is not None and flag is not None:
             looked += 1
             if bool(decoupled) is not bool(flag):

@@ -1,5 +1,5 @@
-"""The way of a gradient, followed by value: what weight-gradient GEMMs gave, summed over micro-batches and averaged over data-parallel ranks, is what
-the optimizer reads, but for the loss scale and clipping. So it was reduced once, over the right ranks, unscaled once, and rounded nowhere."""
+"""Follows gradients by value: the output of weight-gradient GEMMs, summed over micro-batches and averaged over data-parallel ranks, must be what
+the optimizer reads, apart from loss scale and clipping. Then it was reduced once, over the right ranks, unscaled once, and rounded nowhere."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mpbridge.audit.watch import Watch
 from mpbridge.audit.weights import _gradient
 
 _EXACT = 3e-5
-"""Error relative to the sampled gradient's norm where everything on its way is FP32: sums of a few numbers in another order."""
+"""Tolerated error relative to the sampled gradient's norm when its whole path is FP32: a few sums in another order."""
 _ROUNDED = {"bf16": 0.02, "fp16": 0.15, "fp32": _EXACT}
-"""The same where it is rounded on its way: BF16 a few times; FP16 also loses what is below its smallest number."""
+"""The same when it is rounded on the path: a few times to BF16; FP16 also loses values below its smallest number."""
 
 
 @dataclass
@@ -28,27 +28,27 @@ class Followed:
     """One rank's samples."""
 
     produced: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Parameter -> position -> sum over this rank's micro-batches of what GEMMs gave."""
+    """Parameter -> position -> sum of the GEMM outputs over this rank's micro-batches."""
     read: dict[str, dict[int, float]] = field(default_factory=dict)
     """Parameter -> position -> what this rank's optimizer read."""
     group: tuple[int, ...] = ()
-    """Ranks that average dense gradients with this one."""
+    """Ranks whose dense gradients are averaged with this one's."""
     roots: float | None = None
-    """Sum of the scaled losses that backward started from; None on pipeline stages without a loss."""
+    """Sum of the scaled losses at which backward started; None on pipeline stages without a loss."""
     loss: float = 0.0
     tokens: int | None = None
-    """Tokens that this rank's summed loss was taken over; None where the loss is a mean."""
+    """Number of tokens in this rank's summed loss; None if the loss is a mean."""
 
 
 def followed(engine: Any, watch: Watch, loss: float) -> Followed:
-    """Samples of every weight whose gradient this rank's GEMMs gave, and, where nothing else is added to them on their way, of all other parameters."""
+    """Samples of every weight whose gradient came from this rank's GEMMs and, unless something else is added to them on the path, of all other parameters."""
     tokens = watch.tokens[0] if len(watch.tokens) == 1 else None
     roots = sum(watch.roots) if watch.roots else None
     seen = Followed(group=data_parallel(engine), roots=roots, loss=loss, tokens=tokens)
     alone = _is_alone(engine)
     for held in holdings(engine):
         path, _, last = held.name.rpartition(".")
-        # a tied matrix gets gradients from two places, and an expert's factor is its own
+        # a tied matrix gets gradients from two places, and experts have a factor of their own
         linear = last == "weight" and ".experts." not in held.name and not _tied(held.parameter, path, engine)
         produced = watch.products.gradients.get(path) if linear else None
         if produced is None and alone:
@@ -65,8 +65,8 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
 
 
 def _is_alone(engine: Any) -> bool:
-    """Whether a parameter's gradient is what autograd gives it on the ranks that average it: no kernel adds to the buffer behind autograd's back, no sum over
-    tensor-parallel ranks or stages, and experts are averaged as everything else is."""
+    """Whether a parameter's gradient is exactly what autograd delivers on the ranks that average it: no kernel adds to the buffer outside autograd, there is no sum over
+    tensor-parallel ranks or stages, and experts are averaged like everything else."""
     parallel = engine.run.facts.parallel
     fused = bool(getattr(engine.configs.model, "gradient_accumulation_fusion", False))
     return not fused and parallel.tensor == parallel.pipeline == parallel.expert == 1
@@ -80,7 +80,7 @@ def _tied(parameter: Any, path: str, engine: Any) -> bool:
 
 
 def data_parallel(engine: Any) -> tuple[int, ...]:
-    """Global ranks that average gradients with this one; just this one where there is no process group."""
+    """Global ranks that average gradients with this one; only this one without a process group."""
     import torch.distributed as dist
 
     own = answer(engine, "audit_ranks")
@@ -110,11 +110,11 @@ def gradient_findings(
     why: str = "",
     uncounted: bool = False,
 ) -> list[Finding]:
-    """Whether each sampled gradient is what GEMMs gave times the one factor that it should be.
+    """Whether each sampled gradient equals the GEMMs' output times the one expected factor.
 
-    known: False where nothing says what the factor is: then all must share one. widths: the dtypes on a gradient's way. share: what the mean over ranks is
-    multiplied by besides, see `share_of`. why: reason for a factor that cannot be known; the row is then as promised of nothing, or a fault. uncounted: a schedule that should have counted tokens did not.
-    most: the largest that the factor may be where it is not known: clipping makes it smaller.
+    known: False if the factor is unknown; then all gradients must share one. widths: the dtypes on a gradient's path. share: an additional factor on the mean
+    over ranks, see `share_of`. why: the reason if the factor cannot be known; the row is then 'not observed', or a fault. uncounted: a schedule that should have counted tokens did not.
+    most: upper bound of an unknown factor; clipping only makes it smaller.
     """
     factor = share * (min(1.0, clip / (norm + 1.0e-6)) if clip > 0 else 1.0) / scale
     tolerance = max(_ROUNDED.get(width, 0.15) for width in widths.values()) if widths else _EXACT
@@ -134,11 +134,11 @@ def gradient_findings(
         Finding(
             subject="gradients",
             promised=promised,
-            found="others" if any(wrong) else "one factor, not observed" if why else promised,
+            found="different" if any(wrong) else "one factor, not observed" if why else promised,
             ok=not any(wrong),
             count=len(ratios),
             offenders=offenders(wrong),
-            cure="something between the backward pass and the optimizer changes them" if any(wrong) else "",
+            cure="find what changes them between the backward pass and the optimizer" if any(wrong) else "",
             unseen="" if any(wrong) else why,
         )
     ]
@@ -155,7 +155,7 @@ def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[f
 
 
 def share_of(ranks: Sequence[Followed]) -> float | None:
-    """Where the loss is a sum over tokens: what takes the mean of the ranks' gradients to their sum over all tokens of the step; None where no rank counted."""
+    """For a loss summed over tokens: the factor from the mean of the ranks' gradients to their mean over all tokens of the step; None if no rank counted."""
     first = next((rank for rank in ranks if rank.roots is not None), None)
     if first is None:
         return None
@@ -166,16 +166,16 @@ def share_of(ranks: Sequence[Followed]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aim:
-    """What the factor between a gradient's GEMMs and its optimizer has to be."""
+    """The expected factor between the GEMMs' gradient and the optimizer's."""
 
     factor: float | None
-    """None: only that all share one is known."""
+    """None: all that is known is that all gradients share one."""
     most: float | None
-    """The largest that it may be where it is not known; None: any."""
+    """Upper bound of an unknown factor; None: unbounded."""
     scale: float
     tolerance: float
     limit: float | None = None
-    """What another's loop may have clipped every element to; None: nothing was."""
+    """The value to which a foreign loop may have clipped every element; None: not clipped."""
 
 
 _NEAR = 2.0**-7
@@ -183,7 +183,7 @@ _NEAR = 2.0**-7
 
 
 def _limit(ranks: Sequence[Followed]) -> float | None:
-    """The size that several of the sampled elements have and none exceeds, as clipping by value leaves it."""
+    """The magnitude that several sampled elements share and none exceeds, as after clipping by value."""
     sizes = [abs(value) for rank in ranks for values in rank.read.values() for value in values.values()]
     largest = max(sizes, default=0.0)
     return largest if math.isfinite(largest) and sum(size == largest for size in sizes) > 1 else None
@@ -192,7 +192,7 @@ def _limit(ranks: Sequence[Followed]) -> float | None:
 def _clipped(
     found: Mapping[int, float], expected: Mapping[int, float], limit: float
 ) -> tuple[float | None, float] | None:
-    """`_compare` of the elements that clipping by value left alone, its factor None where they are few; None where a clipped one was not larger, or turned."""
+    """`_compare` of the elements that clipping by value left alone, with factor None if they are too few; None if a clipped one was not larger or changed sign."""
     free = {where: value for where, value in found.items() if abs(value) < limit * (1 - _NEAR)}
     cut = found.keys() - free.keys()
     ratio, rest = _compare(free, {where: expected[where] for where in free}) or (None, 0.0)
@@ -216,8 +216,8 @@ def _told(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> Iterator[tuple
                 continue
             ratio, rest = clipped[0], clipped[1]
         text = ""
-        if not rest <= aim.tolerance:  # not a number, too
-            text = "not finite" if math.isnan(rest) else "other numbers than its backward pass gave"
+        if not rest <= aim.tolerance:  # also true for NaN
+            text = "not finite" if math.isnan(rest) else "differs from what its backward pass produced"
         elif aim.factor is not None and abs(ratio / aim.factor - 1) > aim.tolerance:
             text = _words(ratio / aim.factor, aim.scale, len(group))
         elif aim.most is not None and ratio > aim.most * (1 + aim.tolerance):
@@ -227,11 +227,11 @@ def _told(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> Iterator[tuple
 
 def _lost(rank: Followed, ranks: Sequence[Followed]) -> list[str]:
     missing = (name for name in rank.produced if name not in rank.read and _own(rank, name, ranks))
-    return [f"{name}: no gradient for the optimizer" for name in missing]
+    return [f"{name}: no gradient reached the optimizer" for name in missing]
 
 
 def _own(rank: Followed, name: str, ranks: Sequence[Followed]) -> bool:
-    """Whether no rank of the group says what its optimizer read: shards of other ranks are theirs to show."""
+    """Whether no rank of the group reports what its optimizer read; otherwise the gradient's shard is on another rank."""
     return not any(name in ranks[other].read for other in rank.group)
 
 
@@ -240,7 +240,7 @@ def _mean(name: str, values: Mapping[int, float], group: Sequence[Followed]) -> 
 
 
 def _compare(found: Mapping[int, float], expected: Mapping[int, float]) -> tuple[float, float] | None:
-    """(best factor from expected to found, what is left relative to found); None where one of them is zero throughout or there are few of them."""
+    """(best factor from expected to found, residual relative to found); None if both are zero throughout or there are too few."""
     size = math.sqrt(sum(v * v for v in expected.values()))
     length = math.sqrt(sum(v * v for v in found.values()))
     if len(found) < 4 or (size == 0.0 and length == 0.0):
@@ -259,11 +259,11 @@ def _words(ratio: float, scale: float, ranks: int) -> str:
         return "never unscaled"
     if ranks > 1 and abs(ratio - ranks) < 0.2:
         return f"{ranks} times too large: summed, not averaged, or reduced twice"
-    return f"{ratio:.6g} times what it should be"
+    return f"{ratio:.6g} times its expected value"
 
 
 def scale_finding(ranks: Sequence[Followed], *, scale: float, promised: str, known: bool) -> list[Finding]:
-    """Whether backward started from the loss times the scale."""
+    """Whether backward started at the loss times the scale."""
     with_loss = [(i, rank) for i, rank in enumerate(ranks) if rank.roots is not None]
     if not with_loss or not known:
         return []
@@ -278,6 +278,6 @@ def scale_finding(ranks: Sequence[Followed], *, scale: float, promised: str, kno
             found=f"{found:.6g} times the loss" if loss else "no loss",
             ok=ok,
             count=len(with_loss),
-            cure="" if ok else "the loss was not multiplied by what its gradients are divided by",
+            cure="" if ok else "multiply the loss by the scale that its gradients are divided by",
         )
     ]

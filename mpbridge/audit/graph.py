@@ -1,4 +1,4 @@
-"""Which module a node of the autograd graph belongs to, so that what backward does can be said by module."""
+"""Which module a node of the autograd graph belongs to, so that backward operations can be reported by module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a module takes or returns."""
+    """The tensors in a module's arguments or results."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -21,13 +21,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class Graph:
-    """Nodes of one step's graph and their modules. Nodes are kept alive until `forget`: a node's address is its name."""
+    """Nodes of one step's graph and their modules. Nodes are kept alive until `forget`, since they are identified by address."""
 
     def __init__(self) -> None:
         self._owner: dict[Any, str] = {}
 
     def add(self, path: str, inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> list[Any]:
-        """Gives the nodes between `inputs` and `outputs` that no submodule has taken to `path`, and returns them."""
+        """Assigns to `path` the nodes between `inputs` and `outputs` that no submodule has claimed, and returns them."""
         edge = {tensor.grad_fn for tensor in inputs if tensor.grad_fn is not None}
         waiting = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
         taken = []
@@ -41,10 +41,10 @@ class Graph:
         return taken
 
     def owner(self) -> str | None:
-        """The module whose node is running now; None outside of backward and for nodes of no module."""
+        """The module whose node is running now; None outside of backward and for nodes without a module."""
         node = torch._C._current_autograd_node()
         return None if node is None else self._owner.get(node)
 
     def forget(self) -> None:
-        """Lets the graph go."""
+        """Releases the graph."""
         self._owner.clear()

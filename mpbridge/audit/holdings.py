@@ -1,4 +1,4 @@
-"""Who updates what: every model parameter with the tensor, the states and the group of the optimizer that updates this rank's part of it."""
+"""Who updates what: every model parameter with the tensor, states and group of the optimizer that updates this rank's part of it."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ class Held:
 
     name: str
     parameter: Any
-    """As the model holds it (a DTensor where it is sharded)."""
+    """As the model has it (a DTensor if sharded)."""
     part: torch.Tensor | None = None
-    """What the forward pass's parameter holds of the elements that are updated here, flat; None where that cannot be asked for."""
+    """The elements updated here as the forward pass's parameter has them, flat; None if they cannot be read."""
     updated: Any = None
-    """What the inner optimizer was given for it; None: nobody updates it."""
+    """The tensor that the inner optimizer updates for it; None: it is not updated."""
     begin: int = 0
     """First element of `updated` in the whole parameter, flat."""
     inner: Any = None
     """The torch optimizer."""
     group: dict[str, Any] | None = None
-    """The group that holds `updated` now; None: it is in no group."""
+    """The group that `updated` is in; None: it is in no group."""
     state: dict[str, Any] = field(default_factory=dict)
     elements: int | None = None
-    """Of the whole parameter; None: as many as `parameter` has."""
+    """Elements of the whole parameter; None: as many as `parameter` has."""
     samples: dict[int, float] | None = None
-    """Of its gradient (values.sample), taken when the optimizer read it; None: it is still there to be sampled."""
+    """Samples of its gradient (values.sample), taken when the optimizer read it; None: the gradient still exists."""
     grad: torch.Tensor | None = None
-    """The gradient that the optimizer read for it, flat, where that is not an attribute of `updated`."""
+    """The gradient that the optimizer read for it, flat, if that is not an attribute of `updated`."""
 
     @property
     def whole(self) -> int:
-        """Elements of the whole parameter, all ranks together."""
+        """Elements of the whole parameter over all ranks."""
         return int(self.parameter.numel()) if self.elements is None else self.elements
 
     @property
     def main(self) -> torch.Tensor | None:
-        """The main weights in FP32, flat; None where the parameter is its own."""
+        """The main weights in FP32, flat; None if the parameter is its own main weight."""
         stored = self.state.get("master_param")
         if stored is not None and local(self.updated).dtype is not torch.float32:
             if stored.dtype is torch.int16:
@@ -66,21 +66,21 @@ class Held:
 
     @property
     def trained(self) -> torch.Tensor | None:
-        """What an update changes, flat: the main weights, or the parameter where it is its own."""
+        """What an update changes, flat: the main weights, or the parameter itself if it has none."""
         if self.updated is None:
             return None
         main = self.main
         return local(self.updated).detach().reshape(-1) if main is None else main
 
     def moment(self, name: str) -> torch.Tensor | None:
-        """A moment in FP32, flat; None where there is none yet."""
+        """A moment in FP32, flat; None before it exists."""
         stored = self.state.get(name)
         if not isinstance(stored, torch.Tensor):
             return None
-        # FusedAdam's own reading asserts the dtype that it was told; a moment in another one is for the audit to name
+        # FusedAdam's own accessor asserts the configured dtype; the audit reports a moment in another one instead
         scaled = hasattr(stored, "_data") or stored.dtype in (torch.float16, torch.uint8)
         if scaled and hasattr(self.inner, "get_unscaled_state"):
-            # a state in a dtype that its optimizer did not choose has no scale: what is stored is all there is
+            # a state in a dtype that its optimizer did not choose has no scale: its stored value is final
             with suppress(KeyError):
                 stored = self.inner.get_unscaled_state(self.updated, name)
         return local(stored).detach().float().reshape(-1)  # type: ignore[no-any-return]
@@ -125,7 +125,7 @@ def _megatron(engine: Any) -> Iterator[Held]:
 
 
 def _range(part: Any, parameter: Any, updated: Any) -> tuple[int, torch.Tensor | None]:
-    """(first element, the parameter's own elements) of what `updated` stands for; the elements are None for weights in a quantized format."""
+    """(first element, the parameter's own elements) of the part that `updated` updates; the elements are None for weights in a quantized format."""
     plain = type(parameter) in (torch.Tensor, torch.nn.Parameter)
     flat = parameter.detach().view(-1) if plain else None
     where = shard_of(part, parameter)
@@ -168,7 +168,7 @@ def _row(parameter: Any) -> int:
 
 
 def _resting(engine: Any) -> dict[str, torch.Tensor]:
-    """Megatron-FSDP: the model weights of this rank, which are not what the optimizer updates."""
+    """Megatron-FSDP: this rank's model weights, which the optimizer does not update directly."""
     wrapped = engine.run.facts.traits.main_weights == "wrapper"
     buffer: Any = getattr(engine.model[0], "param_and_grad_buffer", None) if wrapped else None
     found: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""AuditHook: the audits of a run at their moments, printed, written to precision.json, and enforced."""
+"""AuditHook: schedules the audits of a run, prints them, writes them to precision.json and enforces them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from mpbridge.devices.together import agreed
 from mpbridge.errors import AuditFailed
 
 PATIENCE = 100
-"""Steps in a row whose update is applied with a gradient of exactly zero, after which that is the fault: no batch is masked for so long."""
+"""Consecutive applied updates with a gradient of exactly zero that count as a fault: fully masked batches do not occur that often."""
 
 
 class AuditHook:
-    """Takes part in `mpbridge.train`'s loop (its Hook's methods); a loop of one's own calls `built`, `started`, then `stepping` before and `stepped`
+    """A Hook of `mpbridge.train`'s loop; a custom loop calls `built`, `started`, then `stepping` before and `stepped`
     after each step.
 
-    Static audit when the engine stands. The next step that applies an update (not skipped, learning rate above 0, a gradient) is observed and audited:
-    the first one, then every so many, and again after a resume, a rollback and a change of recipe. Between audits invariants are asked for each time
-    metrics are written. every: steps between audits; None: so many that they cost less than half a percent; 0: none after the first.
+    A static audit runs once the engine is built. The first step that applies an update (not skipped, learning rate above 0, with a gradient) is observed and
+    audited, then one step at every interval, and again after a resume, a rollback and a change of recipe. Between audits, invariants are checked each time
+    metrics are written. every: steps between audits; None: an interval at which audits cost less than half a percent; 0: none after the first.
     """
 
     def __init__(
@@ -49,15 +49,15 @@ class AuditHook:
         self.mode = mode
         self.folder = None if folder is None else Path(folder)
         self.show = show
-        """Prints a table or a line; called on rank 0 only. None: nothing is printed."""
+        """Prints a table or a line; called on rank 0 only. None: no output."""
         self.invariants = invariants
         """Steps between two checks of the invariants."""
         self.reports: dict[str, Report] = {}
-        """Stage -> its newest report."""
+        """Stage -> its latest report."""
         self.history: list[dict[str, Any]] = []
-        """Every audit in short, oldest first."""
+        """Every audit in short form, oldest first."""
         self.seconds = 0.0
-        """Time that all audits took on this rank, the observation of their steps included."""
+        """Time that all audits took on this rank, including the observation of their steps."""
         self.good_at: int | None = None
         """The last step whose audit found everything as promised."""
         self.cadence = Cadence(every)
@@ -70,7 +70,7 @@ class AuditHook:
         self._zeros = 0
         self._proved = False
         self._right: dict[str, int] = {}
-        """Row -> the last step of this process at which an audit had it as promised."""
+        """Row -> the last step of this process at which an audit found it as promised."""
         self._earlier = [] if self.folder is None else earlier(self.folder)
 
     # --- moments -------------------------------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class AuditHook:
         self._conclude(training, audit(engine.run.policy, engine, stage="static"), "before the first step")
 
     def started(self, training: Any) -> None:
-        """Behind whatever was loaded: replicas must be equal before they train."""
+        """Runs after loading: replicas must be equal before they train."""
         engine, step = training.engine, _iteration(training, self.step)
         if step and not self._proved:
             self.cadence.ask("resumed")
@@ -99,7 +99,7 @@ class AuditHook:
         self._write()  # the loop may have written a fresh precision.json since the static audit
 
     def stepping(self, training: Any) -> None:
-        """Observation begins, where the step to come is due."""
+        """Starts observation if the coming step is due."""
         before, self.step = self.step, _iteration(training, self.step)
         if self.step < before:
             self._updates = Updates()
@@ -114,7 +114,7 @@ class AuditHook:
             self._watch.start(engine.model)
 
     def stepped(self, training: Any, result: Any) -> None:
-        """The audit, where the step was observed and proved anything; invariants each time metrics are written."""
+        """The audit, if the step was observed and applied an update; invariants each time metrics are written."""
         self.step = (
             max(_iteration(training, self.step + 1), self.step + 1)
             if not _counts(training)
@@ -153,7 +153,7 @@ class AuditHook:
             self._wiring = fingerprint(engine)
         self.seconds += extra
         reason = self.cadence.reason
-        # times differ between ranks, the step of the next audit may not
+        # timings differ between ranks; the step of the next audit must not
         self.cadence.done(_largest(self.cadence.next_by_time(self.step, extra + report.seconds)))
         self._conclude(training, report, reason)
 
@@ -161,17 +161,17 @@ class AuditHook:
         """Nothing."""
 
     def finished(self, training: Any) -> None:
-        """Says so when no update was ever applied, since then nothing was proved."""
+        """Reports when no update was ever applied, since then nothing was verified."""
         if not self._proved and self.show is not None and _rank() == 0:
-            self.show("audit: no update was applied, so main weights and moments were never seen")
+            self.show("audit: no update was applied, so main weights and moments were never checked")
 
     def closed(self) -> None:
-        """Takes every hook off."""
+        """Removes every hook."""
         self._let_go()
 
     # --- between audits ------------------------------------------------------------------------------------------------------------------
     def _proves(self, result: Any) -> bool:
-        """Whether an update was applied that has to show. A batch without a single token to learn from has no gradient, and no loss either."""
+        """Whether an update was applied that must change weights. A batch with every token masked has no gradient, and no loss either."""
         if not result.applied or not result.lr > 0.0:
             return False
         if result.grad_norm == 0.0 and result.loss == 0.0:
@@ -189,7 +189,7 @@ class AuditHook:
         )
 
     def _first_scale(self, engine: Any) -> list[Finding]:
-        """A run that begins does so with the scale that was promised."""
+        """A new run must start with the promised loss scale."""
         promised = engine.run.policy.loss_scale
         if promised is None or not promised.dynamic:
             return []
@@ -210,7 +210,7 @@ class AuditHook:
         if fault:
             self._follow_scale(training.engine)
             found = Finding(subject="loss scale adapts", promised="by its rule", found=fault, ok=False)
-            # every rank has the same scale and the same steps, so every rank comes here
+            # scale and steps are equal on all ranks, so every rank gets here
             self._conclude(training, self._small_report(training.engine, [found]), "loss scale")
 
     def _invariants(self, training: Any) -> None:
@@ -225,7 +225,7 @@ class AuditHook:
         self._conclude(training, self._small_report(engine, [found]), "invariants")
 
     def _is_kept(self, training: Any) -> bool:
-        """Whether a checkpoint follows this step, so that what it holds is looked at first."""
+        """Whether a checkpoint follows this step, so that its contents are checked first."""
         run = getattr(training, "run", None)
         section = getattr(run, "checkpoint", None) or {}
         if run is None or not section.get("save"):
@@ -234,7 +234,7 @@ class AuditHook:
         return bool(interval and self.step % interval == 0) or self.step == int(run.train.get("train_iters") or 0)
 
     def _stands(self, training: Any) -> None:
-        """All but the observation of a step: roles, flags, who updates what, parameters against main weights, replicas."""
+        """Everything except the observation of a step: roles, flags, who updates what, parameters against main weights, replicas."""
         engine = training.engine
         self._conclude(training, audit(engine.run.policy, engine, stage="live", step=self.step), "checkpoint")
 
@@ -271,7 +271,7 @@ class AuditHook:
             self._stop(training, report)
 
     def _date(self, training: Any, report: Report) -> None:
-        """Since when the run is good, or was: what was found wrong began after the step at which that very row was last right, and so did what checkpoints hold."""
+        """Up to which step the run was good: a fault began after the last step at which its row was as promised, and checkpoints since then are affected."""
         if report.ok:
             self.good_at = self.step
         elif self.good_at is not None:
@@ -283,7 +283,7 @@ class AuditHook:
         self._right |= {one.subject: self.step for one in report.findings if one.state == "ok"}
 
     def _stop(self, training: Any, report: Report) -> None:
-        """Before anything was trained the run just ends; in the middle of a run it ends after a whole checkpoint that says what is known of it."""
+        """Before any training the run just ends; later it ends after a complete checkpoint whose manifest records what is known."""
         try:
             report.require()
         except AuditFailed as error:
@@ -291,7 +291,7 @@ class AuditHook:
             if report.stage == "static" or fail is None or self.step <= 1:
                 raise
             good = (
-                "no audit before it was good"
+                "no earlier audit was good"
                 if self.good_at is None
                 else f"the last good audit was after step {self.good_at}"
             )
@@ -329,10 +329,10 @@ def _mark(training: Any, state: str) -> None:
 
 
 def _good_checkpoint(training: Any) -> str:
-    """What to go back to, where checkpoints are kept."""
+    """The checkpoint to return to, if any are kept."""
     folder = getattr(getattr(training, "run", None), "checkpoint", {}).get("save")
     found = last_good(Path(folder)) if folder else None
-    return f"; the newest checkpoint that was audited good is {found}" if found else ""
+    return f"; the latest checkpoint with a good audit is {found}" if found else ""
 
 
 def _rank() -> int:

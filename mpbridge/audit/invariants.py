@@ -1,4 +1,4 @@
-"""What must hold after every step and costs next to nothing to ask: dtypes of all roles, derived flags, the loss scale, hooks still in place."""
+"""Conditions that must hold after every step and are cheap to check: dtypes of all roles, derived flags, the loss scale, hooks still in place."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mpbridge.audit.scaler import scaler_faults
 from mpbridge.precision.wording import rule_words
 
 Shape = dict[str, tuple[int, str, tuple[str, ...]]]
-"""Module -> (hooks, class, names of methods that the module has of its own)."""
+"""Module -> (number of hooks, class, names of methods overridden on the instance)."""
 
 
 def fingerprint(engine: Any) -> Shape:
-    """How every module is wired now: taken once the first step has set up what is set up lazily."""
+    """How every module is wired; taken after the first step, when lazy set-up is done."""
     found: Shape = {}
     for module, path in module_paths(engine.model).items():
         hooks = sum(len(getattr(module, name)) for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks"))
@@ -44,7 +44,7 @@ def broken(engine: Any, promises: Promises, wiring: Shape | None) -> list[str]:
     faults += _rules(engine, promises)
     for held in holdings(engine):
         if held.updated is not None and held.group is None:
-            faults.append(f"{held.name}: in no group of the optimizer any more")
+            faults.append(f"{held.name}: no longer in any group of the optimizer")
     if wiring is not None:
         now = fingerprint(engine)
         faults += [

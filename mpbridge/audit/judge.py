@@ -1,4 +1,4 @@
-"""From what all ranks observed to findings: pure, and the same on every rank."""
+"""Turns what all ranks observed into findings: pure functions with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CURES = {
 
 
 def tensor_findings(ranks: Sequence[Observed], promises: Promises, *, live: bool) -> list[Finding]:
-    """One finding per role: promised and found storage, bytes over all ranks. live: an update was applied, so what it leaves behind must be there."""
+    """One finding per role: promised and found storage, bytes over all ranks. live: an update was applied, so optimizer states must exist."""
     together = merged(list(ranks))
     findings = []
     for role in ROLES:
@@ -55,7 +55,7 @@ def _role(role: str, tallies: dict[tuple[str, str], Tally], by_rank: list[list[s
 
 
 def _missing(roles: set[str], promises: Promises) -> list[Finding]:
-    """Roles that must exist after an update and don't. For an optimizer without moments (SGD) none are expected."""
+    """Roles that must exist after an update but do not. An optimizer without moments (SGD) has none to check."""
     owner = promises.owner
     if owner != "params" and "main_params" not in roles:
         wanted = (
@@ -76,7 +76,7 @@ def _missing(roles: set[str], promises: Promises) -> list[Finding]:
 
 
 def rule_findings(ranks: Sequence[Observed], promises: Promises, *, ran: bool) -> list[Finding]:
-    """Which linears are quantized by which rule. Before a forward, native modules do not know their recipe yet."""
+    """Which linears are quantized by which rule. Native modules do not know their recipe before their first forward pass."""
     pairs: Counter[tuple[str, str]] = Counter()
     wrong: list[list[str]] = []
     for seen in ranks:
@@ -111,7 +111,7 @@ def _counts(items: Iterable[tuple[str, int]]) -> str:
 
 
 def flag_finding(ranks: Sequence[Observed]) -> list[Finding]:
-    """Fields that the recipe decides, and flags derived from them, against the live objects."""
+    """Compares the fields that the recipe decides, and flags derived from them, with the live objects."""
     looked = max(seen.flags[0] for seen in ranks)
     wrong = offenders([seen.flags[1] for seen in ranks])
     if not looked:

@@ -1,4 +1,4 @@
-"""What Transformer Engine's modules hold that can be looked at although their GEMMs cannot: weights quantized once a step, scales and amax histories."""
+"""State of Transformer Engine's modules that can be inspected although their GEMMs cannot: weights quantized once per step, scales and amax histories."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpbridge.formats import FORMATS
 from mpbridge.precision.regions import Quant
 
 _CODES = ("_data", "_rowwise_data", "_columnwise_data", "_scale_inv")
-"""Inner tensors of a quantized tensor that its values decide whatever a release does with the layout of block scales."""
+"""Inner tensors of a quantized tensor that depend on its values alone, not on a release's layout of block scales."""
 _FORWARD, _BACKWARD = 3, 2
 """Columns that one GEMM has in the tables of delayed scaling: input, weight, output; gradient of the output, of the input (module/base.py)."""
 
@@ -25,18 +25,18 @@ class LibraryObservation:
     cached: int = 0
     """Quantized copies of weights that a forward pass read, and column copies that its backward pass reads."""
     stale: list[str] = field(default_factory=list)
-    """Those that are not the weight, quantized."""
+    """Copies that do not equal the quantized weight."""
     begun: dict[str, torch.Tensor] = field(default_factory=dict)
-    """'LINEAR x', 'LINEAR dy' -> the amax history as the last micro-batch began."""
+    """'LINEAR x', 'LINEAR dy' -> the amax history at the start of the last micro-batch."""
     _seen: set[str] = field(default_factory=set)
 
     def enters(self, module: Any, path: str) -> None:
-        """To be called before a linear's forward pass."""
+        """Call before a linear's forward pass."""
         for name, history, _ in tables(module):
             self.begun[f"{path} {name}"] = history.detach().clone()
 
     def leaves(self, module: Any, path: str) -> None:
-        """To be called after a linear's forward pass: is the copy that it has just read its weight, quantized?"""
+        """Call after a linear's forward pass: checks that the copy it just read is its weight, quantized."""
         if path in self._seen:
             return
         self._seen.add(path)
@@ -57,10 +57,10 @@ class LibraryObservation:
 
 
 def _copies_agree(weight: Any) -> bool | None:
-    """Whether the column copy of a weight at rest has the codes of its row copy; None where it has no two copies that must have the same."""
+    """Whether the column copy of a stored quantized weight has the codes of its row copy; None if it does not have two copies that must agree."""
     rows, columns = getattr(weight, "_data", None), getattr(weight, "_transpose", None)
     if getattr(weight, "_transpose_invalid", False):
-        columns = None  # it is made anew before it is read
+        columns = None  # it is rebuilt before it is read
     if getattr(weight, "_is_2D_scaled", False) and "COMPACT" not in str(getattr(weight, "_data_format", "")):
         rows, columns = weight._rowwise_data, weight._columnwise_data
     if rows is None or columns is None:
@@ -69,7 +69,7 @@ def _copies_agree(weight: Any) -> bool | None:
 
 
 def _quantizer(module: Any, name: str) -> Any:
-    """The quantizer of that weight; None where there is none (a release or a module that names them otherwise)."""
+    """The quantizer of that weight; None if there is none (releases and modules that use other names)."""
     all_of = getattr(module, "_get_weight_quantizers", None)
     found = [] if all_of is None else all_of()
     number = "".join(letter for letter in name if letter.isdigit())
@@ -79,12 +79,12 @@ def _quantizer(module: Any, name: str) -> Any:
 
 def _same(held: Any, anew: Any) -> bool:
     if not isinstance(held, torch.Tensor) or not isinstance(anew, torch.Tensor):
-        return True  # a copy that this GEMM does not need
+        return True  # this GEMM does not need the copy
     return torch.equal(held, anew)
 
 
 def tables(module: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(tensor, amax history, scale) of what a module of Transformer Engine scales by its history; 'x', 'dy', in a grouped linear 'x1', 'dy1' ..."""
+    """(tensor, amax history, scale) of each tensor that a Transformer Engine module scales by its history; 'x', 'dy', in a grouped linear 'x1', 'dy1' ..."""
     meta: Any = getattr(module, "fp8_meta", None)
     recipe: Any = meta.get("recipe") if isinstance(meta, dict) else None
     if recipe is None or not getattr(module, "fp8", False) or not recipe.delayed():
@@ -99,26 +99,26 @@ def tables(module: Any) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
 
 
 def scale_faults(path: str, quant: Quant, module: Any, begun: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """'' or what is wrong, for each tensor of a linear that is scaled by its history.
+    """'' or the fault, for each tensor of a linear that is scaled by its history.
 
-    The update rolls the history up by one, puts the newest amax last, clears the first entry, and makes the scale of the largest (or the newest) entry,
-    the one that leaves included. A tensor whose amax was 0 keeps both. Source: common/recipe/delayed_scaling.cu.
+    The update rolls the history up by one, puts the newest amax last, clears the first entry, and computes the scale from the largest (or the newest) entry,
+    including the one that leaves. A tensor whose amax was 0 keeps both. Source: common/recipe/delayed_scaling.cu.
     """
     for name, history, stored in tables(module):
         where, scale = f"{path} {name}", float(stored)
         if history.numel() != quant.amax_history:
-            yield f"{where}: a history of {history.numel()}, promised {quant.amax_history}"
+            yield f"{where}: promised an amax history of {quant.amax_history}, found {history.numel()}"
             continue
         newest, waiting = float(history[-1]), float(history[0])
         if waiting and history.numel() > 1:
-            yield f"{where}: amax {waiting:.6g} waits for an update of the scale"
+            yield f"{where}: amax {waiting:.6g} was recorded but the scale was not updated"
             continue
-        if history.numel() == 1:  # one entry, cleared when the scale is made
+        if history.numel() == 1:  # one entry, cleared when the scale is computed
             yield ""
             continue
         basis = newest if quant.amax_algo == "most_recent" else float(history.max())
         before = begun.get(where)
-        # made of an entry that left in the same update, or kept since the amax was 0
+        # computed from an entry that left in the same update, or kept because the amax was 0
         older = [] if before is None or quant.amax_algo == "most_recent" else before[before > basis].tolist()
         good = (
             not basis
@@ -126,7 +126,7 @@ def scale_faults(path: str, quant: Quant, module: Any, begun: Mapping[str, torch
                 math.isclose(scale, _scale(quant, name, amax), rel_tol=1e-5) for amax in (basis, *older)
             )
         )  # fmt: skip
-        yield "" if good else f"{where}: scale {scale:.6g}, its history asks for {_scale(quant, name, basis):.6g}"
+        yield "" if good else f"{where}: scale {scale:.6g}, its history gives {_scale(quant, name, basis):.6g}"
 
 
 def _scale(quant: Quant, name: str, amax: float) -> float:

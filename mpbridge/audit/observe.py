@@ -1,4 +1,4 @@
-"""What one rank sees of its own engine: plain data that can be sent to the others and judged."""
+"""What one rank sees of its own engine, as plain data that can be sent to other ranks and judged."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from mpbridge.engines.contract import StepResult
 
 ONCE = ("main_params", "exp_avg", "exp_avg_sq")
-"""Roles of which a parameter has one tensor on a rank."""
+"""Roles with one tensor per parameter on a rank."""
 
 
 @dataclass
 class Tally:
-    """Sums over the tensors of one role that have the same promise and the same storage."""
+    """Sums over the tensors of one role with the same promise and storage."""
 
     count: int = 0
     elements: int = 0
@@ -47,7 +47,7 @@ class Observed:
     """One rank's observations."""
 
     tensors: dict[tuple[str, str, str], Tally] = field(default_factory=dict)
-    """(role, promised, found) -> tally; promised is '' where the policy says nothing."""
+    """(role, promised, found) -> tally; promised is '' if the policy says nothing."""
     layouts: dict[str, dict[str, str]] = field(default_factory=dict)
     """Parameter -> role -> storage."""
     rules: dict[tuple[str, str], list[str]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ def look(
     result: StepResult | None = None,
     microbatches: int = 1,
 ) -> Observed:
-    """Everything this rank can see now; with `watch` what the last step did, with `before` what its update changed. Reads only."""
+    """Everything this rank can see now; with `watch`, what the last step did; with `before`, what its update changed. Read-only."""
     seen = Observed(flags=_flags(engine, promises))
     roles_into(seen, promises, list(engine.tensors()))
     for path, module in linears(engine.model).items():
@@ -82,7 +82,7 @@ def look(
     seen.copies = copies(engine, None if watch is None else watch.read)
     if watch is not None:
         seen.computed = computed(engine, promises, watch)
-        # a stage without a loss does not see where backward begins
+        # a stage without a loss does not see where backward starts
         seen.traffic = traffic(engine, promises, watch, len(watch.roots) or microbatches)
         if promises.policy.quantized:
             seen.quantized = quantizations(engine, promises, watch)
@@ -92,7 +92,7 @@ def look(
 
 
 def _rule(promises: Promises, path: str, module: Any, *, ran: bool) -> tuple[str, str]:
-    """(promised, found) rule of a linear, in words; to the last detail where the short ones agree and the rules do not."""
+    """(promised, found) rule of a linear, in words; in full detail if the short forms agree but the rules do not."""
     promised = promises.gemms(path)
     words = rule_words(promised), rule_of(module, promises.emulated, ran=ran)
     plug = getattr(module, "plug", None)
@@ -110,7 +110,7 @@ def _rule(promises: Promises, path: str, module: Any, *, ran: bool) -> tuple[str
 
 
 def _open_fields(promised: Gemms, words: tuple[str, str], module: Any) -> tuple[str, str]:
-    """The same for a module of Transformer Engine's, which has one recipe object for its three GEMMs."""
+    """The same for a Transformer Engine module, which has one recipe object for its three GEMMs."""
     quant = promised.fprop
     if quant is None or not promised.one:
         return words
@@ -139,8 +139,8 @@ def roles_into(seen: Observed, promises: Promises, live: list[Any]) -> None:
             and _pointer(one.tensor) in owned
             and promises.of("main_params", one.parameter) == ABSENT
         ):
-            continue  # an engine may list the parameter itself where it is its own main copy
-        # megatron-core's optimizers often read the gradient buffer itself: one tensor in two roles is counted once
+            continue  # an engine may list the parameter itself as its own main copy
+        # megatron-core's optimizers often read the gradient buffer itself: a tensor with two roles is counted once
         _add(seen, promises, one, free=one.role == "main_grads" and not grads.isdisjoint(_storage(one.tensor)))
 
 
@@ -152,14 +152,14 @@ def _pointer(tensor: Any) -> int:
 def _storage(tensor: Any) -> set[int]:
     inner = getattr(tensor, "_local_tensor", tensor)
     if type(inner) not in (torch.Tensor, torch.nn.Parameter) or inner.layout is not torch.strided:
-        return set()  # a sparse gradient has its own storages
+        return set()  # a sparse gradient has storages of its own
     return {inner.untyped_storage().data_ptr()} - {0}
 
 
 def _add(seen: Observed, promises: Promises, one: Any, *, free: bool) -> None:
     promised, found = promises.of(one.role, one.parameter), storage(one.tensor)
     if one.role in ONCE and one.role in seen.layouts.get(one.parameter, ()):
-        # each copy alone would be as promised: FusedAdam's main weights beside an engine's own waste four bytes per parameter
+        # each copy alone is as promised, but FusedAdam's main weights in addition to the engine's waste four bytes per parameter
         found = f"{found} twice"
     tally = seen.tensors.setdefault((one.role, promised or "", found), Tally())
     tally.count += 1

@@ -1,4 +1,4 @@
-"""What the operands of a quantized GEMM are, read from their values alone: the grid they lie on, rotation, the kind of rounding."""
+"""Classifies the operands of a quantized GEMM from their values alone: their grid, rotation and kind of rounding."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _FP32_MANTISSA = 23
 _ENOUGH = 64
 """Nonzero elements below which the absence of odd codes proves nothing."""
 _DISTINCT = 24
-"""Different values below which it proves nothing either: a tensor of ones has one code."""
+"""Distinct values below which it proves nothing either: a tensor of ones has one code."""
 _PORTION = 1 << 22
-"""Elements of which a quantile is taken."""
+"""Number of elements from which a quantile is computed."""
 _NORMAL = 2.0 ** (1 - E4M3.bias)
-"""The smallest E4M3 number with all of its bits."""
+"""The smallest E4M3 number with full precision."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -26,28 +26,28 @@ class Grid:
 
     nonzero: int
     codes: tuple[str, ...]
-    """Formats of which every value is a code as it stands: one factor serves the whole tensor."""
+    """Formats in which every value is itself a code: one factor for the whole tensor."""
     scaled: tuple[str, ...]
-    """Formats of which every value is a code times a power of two."""
+    """Formats in which every value is a code times a power of two."""
     fours: bool
-    """Whether every 16 neighbours along the contraction are E2M1 codes times one number."""
+    """Whether every 16 neighbours along the contraction are E2M1 codes times one common number."""
     needed: str
-    """The narrowest 8-bit format whose significant bits hold every value; 'more' where none does, '' where there are too few values to tell."""
+    """The narrowest 8-bit format whose significant bits represent every value; 'more' if none does, '' if there are too few values to tell."""
     largest: float
 
     def fits(self, number: str, *, per_tensor: bool) -> bool:
-        """Whether this is an operand of element format `number`; per_tensor: one scale serves all of it, and is not in the values."""
+        """Whether this is an operand of element format `number`; per_tensor: it has a single scale, which is not part of the values."""
         if not self.nonzero:
             return True
         if number == "e2m1":
             return self.fours
         if number not in (self.codes if per_tensor else self.scaled):
             return False
-        # a format with fewer bits would fit as well: then those bits were never used
+        # a narrower format fits as well: the extra bits were never used
         return not self.needed or self.needed == number
 
     def text(self) -> str:
-        """For people: what the values are."""
+        """A readable name for the values' format."""
         if self.fours and not self.codes and not self.scaled:
             return "E2M1"
         return {"e4m3": "E4M3", "e5m2": "E5M2", "": "too few values to tell"}.get(self.needed, "not quantized")
@@ -79,7 +79,7 @@ def grid_of(operand: torch.Tensor, *, side: int) -> Grid:
 
 
 def _fours(lines: torch.Tensor) -> bool:
-    """Whether every 16 neighbours in a line are E2M1 codes times a number of their own: the largest of them is one of the codes."""
+    """Whether every 16 neighbours in a line are E2M1 codes times a number of their own, the largest of them being one of the codes."""
     if lines.shape[1] % 16:
         return False
     blocks = lines.reshape(-1, 16).abs()
@@ -114,9 +114,9 @@ def fits_blocks(operand: torch.Tensor, number: NumberFormat, *, side: int, acros
 
 
 _STRAY = 2e-3
-"""Share of elements that may lie further off than rounding puts them: ties, and scales whose last bit is another."""
+"""Share of elements that may be further off than rounding allows: ties, and scales that differ in the last bit."""
 _FAR = 4.0
-"""So many times as far as rounding puts it no element may lie."""
+"""No element may be off by more than this multiple of the rounding error."""
 
 
 @torch.no_grad()
@@ -125,8 +125,8 @@ def is_rounded_with(
 ) -> bool:
     """Whether codes are their source's elements times one factor, rounded once to `number`.
 
-    Every element bounds the factor from both sides; one that all of them allow, but for a few, has to be left. current: the factor maps amax, the largest
-    element that there was, to the format's largest, or up to half of it where it is a power of two; else it comes from a history, and may cut values off.
+    Every element bounds the factor from both sides; some factor must satisfy all but a few of them. current: the factor maps amax, the largest
+    element, to the format's maximum, or down to half of it if the factor is a power of two; otherwise it comes from a history and may saturate values.
     """
     wide, found = source.detach().double().abs(), codes.detach().double().abs()
     told = (wide > 0) & ((found > 0) | (wide > 0.5 * amax))
@@ -152,10 +152,10 @@ def is_rounded_with(
 def is_rounded_from(
     values: torch.Tensor, source: torch.Tensor, number: NumberFormat, *, amax: float, along: int | None, fitted: bool
 ) -> bool:
-    """Whether values that hold their scales are their source's elements, rounded once to `number` under scales that use the format's range.
+    """Whether values that include their scales are their source's elements, rounded once to `number` under scales that use the format's range.
 
     Both two-dimensional, the contraction along the columns. amax: the largest element of the whole tensor. along: neighbours that share a scale; None: not
-    along the columns. fitted: a factor of the whole tensor may be left out of the values, and rounding may be stochastic, which errs by up to a whole step.
+    along the columns. fitted: the values may omit a per-tensor factor, and rounding may be stochastic, with errors of up to a whole step.
     """
     wide, found = source.detach().double(), values.detach().double()
     size = float((wide * wide).sum())
@@ -168,10 +168,10 @@ def is_rounded_from(
     if along is not None and not wide.shape[1] % along:
         blocks = wide.view(wide.shape[0], -1, along).abs().amax(2, keepdim=True)
         peaks = blocks.expand(-1, -1, along).reshape(wide.shape)
-    # a scale that is a power of two leaves up to half of the range unused
+    # a power-of-two scale leaves up to half of the range unused
     step = 2.0**-number.mantissa * wide.abs() + 2 * number.smallest / number.largest * peaks
     if fitted:
-        # NVFP4's block scales are E4M3, the largest one near 448: one of a block far below the tensor's amax is coarse, or zero, and its elements with it
+        # NVFP4's block scales are E4M3, the largest near 448: the scale of a block far below the tensor's amax is coarse or zero, and so are its elements
         step += E4M3.smallest / 2 / E4M3.largest * amax
     error, most = (found / factor - wide).abs(), step * (1.1 if fitted else 0.505)
     return int((error > most).sum()) <= max(2, _STRAY * error.numel()) and not bool((error > _FAR * most).any())
@@ -179,7 +179,7 @@ def is_rounded_from(
 
 @torch.no_grad()
 def is_nearest_e2m1(values: torch.Tensor, source: torch.Tensor, *, across: int) -> bool:
-    """Whether NVFP4 values are the E2M1 codes nearest to their source's elements, all under one factor: another rounding on the way moves some of them.
+    """Whether NVFP4 values are the E2M1 codes nearest to their source's elements, all under one factor; an earlier rounding would move some of them.
 
     Both two-dimensional, the contraction along the columns. values: codes times block scales, without the factor of the tensor; across: lines that share a
     block's scale. Each block's largest element is the code 6.
@@ -192,7 +192,7 @@ def is_nearest_e2m1(values: torch.Tensor, source: torch.Tensor, *, across: int) 
     scales = scales.expand(-1, across, -1, 16).reshape(rows, columns)
     grid = torch.tensor(_E2M1, dtype=torch.float64, device=found.device)
     middle = (grid[1:] + grid[:-1]) / 2
-    # a block far below the tensor's largest element has a subnormal scale of few bits, under which its peak need not be a 6
+    # a block far below the tensor's largest element has a subnormal scale of few bits, so its peak need not be a 6
     told = (wide > 0) & (scales > 2 * _NORMAL)
     if not bool(told.any()):
         return True
@@ -208,7 +208,7 @@ def is_nearest_e2m1(values: torch.Tensor, source: torch.Tensor, *, across: int) 
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Of two tensors as vectors; 0 where one of them is zero."""
+    """Cosine of two tensors as vectors; 0 if one of them is zero."""
     x, y = a.double().reshape(-1), b.double().reshape(-1)
     size = float(x.norm() * y.norm())
     return float(x @ y) / size if size else 0.0
@@ -218,7 +218,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 def strays(values: torch.Tensor, source: torch.Tensor) -> float | None:
     """Share of NVFP4 elements that were not rounded to the nearest code: 0 under rounding to nearest, about a quarter under stochastic rounding.
 
-    values: codes times block scales, [tokens, features]; source: the tensor that they were made from. None where there is too little to tell.
+    values: codes times block scales, [tokens, features]; source: the tensor they were made from. None if there are too few elements to tell.
     The block scale is E4M3 of (block amax / 6) x (2688 / amax), as the format defines it.
     """
     wide, amax = source.float(), float(source.abs().amax())
@@ -234,7 +234,7 @@ def strays(values: torch.Tensor, source: torch.Tensor) -> float | None:
     grid = torch.tensor(_E2M1, device=source.device)
     middle = (grid[1:] + grid[:-1]) / 2
     nearest = grid[torch.bucketize(wanted, middle)]
-    # saturation and exact codes say nothing about the rounding
+    # saturated values and exact codes reveal nothing about the rounding
     told = (wanted < 5.9) & ((wanted - nearest).abs() > 0.02)
     if int(told.sum()) < _ENOUGH:
         return None

@@ -1,4 +1,4 @@
-"""Names for the modules of a rank's model: paths as in the unwrapped model, layers counted over the whole of it."""
+"""Names for the modules of a rank's model: paths as in the unwrapped model, layers numbered globally."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 _LINEARS = frozenset(
     {"ColumnParallelLinear", "RowParallelLinear", "Linear", "LayerNormLinear", "GroupedLinear", "LayerNormMLP"}
 )
-"""Class names of matrix products: megatron-core's, torch's and Transformer Engine's."""
+"""Class names of linear layers: megatron-core's, torch's and Transformer Engine's."""
 
 _KERNELS = ("transformer_engine", "apex", "megatron.core.fusions.fused_layer_norm")
 
@@ -17,7 +17,7 @@ def _is(module: Any, names: frozenset[str]) -> bool:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether the module is a matrix product with weights (by the names in its class tree; Transformer Engine need not be there)."""
+    """Whether the module is a linear layer (by class names in its MRO, so that Transformer Engine need not be installed)."""
     return _is(module, _LINEARS)
 
 
@@ -27,33 +27,33 @@ def is_layer(module: Any) -> bool:
 
 
 def is_norm(module: Any) -> bool:
-    """Whether the module normalises, and does nothing else."""
+    """Whether the module is a norm and nothing else."""
     name = type(module).__name__
     return ("LayerNorm" in name or "RMSNorm" in name or "L2Norm" in name) and not is_linear(module)
 
 
 def is_router(module: Any) -> bool:
-    """Whether the module chooses experts."""
+    """Whether the module is a router."""
     return type(module).__name__.endswith("Router")
 
 
 def is_attention(module: Any) -> bool:
-    """Whether the module is scores, softmax and their product with the values."""
+    """Whether the module is core attention: scores, softmax and the product with the values."""
     return type(module).__name__.endswith(("DotProductAttention", "CausalAttention"))
 
 
 def is_library(module: Any) -> bool:
-    """Whether the module computes inside a library of its own, past torch's dispatcher: Transformer Engine, or Apex in megatron-core's fused norm."""
+    """Whether the module computes in another library, bypassing torch's dispatcher: Transformer Engine, or Apex in megatron-core's fused norm."""
     return any(base.__module__.startswith(_KERNELS) for base in type(module).__mro__)
 
 
 def is_rotary(module: Any) -> bool:
-    """Whether the module makes rotary angles."""
+    """Whether the module computes rotary angles."""
     return "RotaryEmbedding" in type(module).__name__
 
 
 def module_paths(chunks: list[Any]) -> dict[Any, str]:
-    """Module -> global path, over this rank's model chunks, in module order; wrappers' 'module.' left out."""
+    """Module -> global path, over this rank's model chunks, in module order, without wrappers' 'module.'."""
     found: dict[Any, str] = {}
     for chunk in chunks:
         numbers: dict[str, int] = {}
@@ -61,7 +61,7 @@ def module_paths(chunks: list[Any]) -> dict[Any, str]:
             number = getattr(module, "layer_number", None)
             head, _, last = path.rpartition(".")
             if isinstance(number, int) and head.endswith("layers") and last.isdigit():
-                numbers[path] = number - 1  # megatron-core counts from 1, over all pipeline stages
+                numbers[path] = number - 1  # megatron-core numbers from 1, over all pipeline stages
             found[module] = _global(path, numbers)
     return found
 
@@ -72,7 +72,7 @@ def linears(chunks: list[Any]) -> dict[str, Any]:
 
 
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module"})
-"""Attributes under which FSDP1, torch.compile, activation checkpointing and Lightning's Fabric hold the module that they wrap."""
+"""Attributes in which FSDP1, torch.compile, activation checkpointing and Lightning's Fabric store the wrapped module."""
 
 
 def bare(path: str) -> str:
@@ -85,7 +85,7 @@ def bare(path: str) -> str:
 
 
 def _global(path: str, numbers: dict[str, int]) -> str:
-    # the outermost layer that the path lies in has its number from the whole model
+    # the outermost layer on the path has its global number
     parts = path.split(".")
     for end in range(1, len(parts) + 1):
         layer = ".".join(parts[:end])

@@ -1,5 +1,5 @@
-"""The GEMMs of linear layers on an observed step: their dtypes, whether they read the weight itself, what quantized operands are, and the gradients
-that come out of them."""
+"""The GEMMs of linear layers in an observed step: their dtypes, whether they read the weight itself, the quantized operands, and the gradients
+they produce."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from mpbridge.formats import FORMATS
 from mpbridge.precision.policy import Gemms, Quant
 
 _ALIKE = 0.9
-"""Cosine of a four-bit copy with its tensor below which it is not that tensor's."""
+"""A four-bit copy whose cosine with a tensor is below this was not made from that tensor."""
 _ROWS = 64
-"""Tokens of which quantized copies are kept until backward, to see whether the other copy was rotated."""
+"""Number of tokens whose quantized copies are kept until backward, to detect whether the other copy was rotated."""
 
 
 @dataclass
@@ -38,62 +38,62 @@ class Quantized:
     """What was seen of one quantized linear."""
 
     gemms: Counter[str] = field(default_factory=Counter)
-    """'fprop', 'dgrad', 'wgrad' -> how many."""
+    """'fprop', 'dgrad', 'wgrad' -> number of GEMMs."""
     bad: dict[str, str] = field(default_factory=dict)
-    """'wgrad dy' -> what that operand was, where it was not as promised."""
+    """'wgrad dy' -> what that operand was, if not as promised."""
     rotated: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """'x', 'dy' -> cosine of the two copies as they are, and with the transform undone."""
+    """'x', 'dy' -> cosine of the two copies, as is and with the transform undone."""
     strays: float | None = None
     """Share of gradient elements that were not rounded to the nearest code."""
     amax: dict[str, float] = field(default_factory=dict)
     """'x', 'dy' -> absolute maximum in the last micro-batch."""
     left: dict[str, float] = field(default_factory=dict)
-    """'x', 'dy' -> entry of the amax history that the last micro-batch's update drops."""
+    """'x', 'dy' -> the amax history entry that the last micro-batch's update drops."""
 
     def note_leaving(self, module: Any, name: str) -> None:
-        """To be called before that update; a history without such an entry has none."""
+        """Records that entry, if the history has one; call before the update."""
         entry = leaving(module, name)
         if entry is not None:
             self.left[name] = entry
 
 
 class Products:
-    """Observes GEMMs; `Watch` says whose they are."""
+    """Observes GEMMs; `Watch` attributes them to modules."""
 
     def __init__(self, gemms_of: Callable[[str], Gemms | None]) -> None:
         self.gemms_of = gemms_of
-        """The rules promised for a linear whose operands can be looked at; None, or no rule in them: it is not quantized."""
+        """The rules promised for a linear whose operands can be observed; None, or an empty rule: not quantized."""
         self.modules: dict[str, Any] = {}
         self.dtypes: dict[str, Counter[str]] = defaultdict(Counter)
-        """Module -> dtype of both factors (forward and backward) -> how many."""
+        """Module -> dtype of both factors (forward and backward) -> number of GEMMs."""
         self.other: dict[str, str] = {}
-        """Linear -> what its GEMM read in place of its weight."""
+        """Linear -> what its GEMM read instead of its weight."""
         self.quantized: dict[str, Quantized] = {}
         self.gradients: dict[str, dict[int, float]] = {}
-        """Linear -> position in its weight -> sum over micro-batches of what the weight-gradient GEMM gave."""
+        """Linear -> position in its weight -> sum of the weight-gradient GEMM's output over micro-batches."""
         self.narrow: set[str] = set()
-        """Linears that were given FP32 gradients of ten bits of mantissa or fewer, every one."""
+        """Linears whose FP32 output gradients all had 10 or fewer mantissa bits."""
         self._wanted: dict[str, bool] = {}
         self._tokens: dict[str, int] = {}
         self._backward: Counter[tuple[str, str]] = Counter()
-        """(linear, 'dgrad' or 'wgrad') -> how many so far, quantized or not."""
+        """(linear, 'dgrad' or 'wgrad') -> number so far, quantized or not."""
         self._shapes: dict[str, torch.Size] = {}
         self._kept: dict[tuple[str, str], deque[torch.Tensor]] = defaultdict(deque)
         self._dy: dict[str, torch.Tensor] = {}
         self._x: dict[str, torch.Tensor] = {}
-        """Linear -> what it was given, in its forward pass."""
+        """Linear -> its input in the forward pass."""
         self._xs: dict[str, deque[tuple[torch.Tensor, float]]] = defaultdict(deque)
-        """Linear -> (its first rows, largest element) of every micro-batch whose backward pass is to come."""
+        """Linear -> (first rows, largest element) of its input, for every micro-batch whose backward pass is pending."""
 
     def forget(self) -> None:
-        """Drops what was kept from forward for backward."""
+        """Drops the state kept from forward to backward."""
         for one in (self._kept, self._dy, self._x, self._xs):
             one.clear()
 
     # --- forward -------------------------------------------------------------------------------------------------------------------------
     def enters(self, path: str, source: torch.Tensor) -> None:
-        """A linear begins with this input."""
-        self._wanted[path] = torch.is_grad_enabled()  # inside of an autograd function nobody could tell
+        """Marks the start of a linear's forward pass with this input."""
+        self._wanted[path] = torch.is_grad_enabled()  # cannot be determined later, inside an autograd function
         quants = self._quants(path)
         if not quants:
             return
@@ -105,12 +105,12 @@ class Products:
             seen = self.quantized.setdefault(path, Quantized())
             if history:
                 seen.amax["x"] = float(source.detach().abs().amax())
-        # a forward pass that is repeated inside of a backward pass ends no interval
+        # a forward pass recomputed during backward does not end an interval
         if history and path in self.quantized and torch._C._current_autograd_node() is None:
             self.quantized[path].note_leaving(self.modules.get(path), "x")
 
     def leaves(self, path: str, nodes: list[Any]) -> None:
-        """A linear is done; `nodes` of the graph are its own."""
+        """Marks the end of a linear's forward pass; `nodes` of the graph belong to it."""
         if not self._quants(path):
             return
         self._x.pop(path, None)
@@ -133,7 +133,7 @@ class Products:
         return look
 
     def _made(self, path: str) -> Callable[[Any, Any], None]:
-        """What an emulated linear gives as its weight's gradient: its GEMM's result times a factor, rounded to the weight's dtype."""
+        """Records the weight gradient that an emulated linear returns: its GEMM's result times a factor, rounded to the weight's dtype."""
 
         def look(made: Any, grads: Any) -> None:
             if len(made) > 1 and made[1] is not None:
@@ -142,13 +142,13 @@ class Products:
         return look
 
     def forward(self, path: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-        """A two-dimensional product inside the forward pass of `path`."""
+        """Records a two-dimensional product in the forward pass of `path`."""
         if not left.numel():
             return  # an expert without tokens
         module = self.modules.get(path)
         weight = getattr(module, "weight", None)
         if isinstance(weight, torch.Tensor) and right.shape != weight.shape[::-1]:
-            # a product on the way to the linear's own: a rotation, or Transformer Engine making its Hadamard matrix (FP32, on first use)
+            # a product before the linear's own: a rotation, or Transformer Engine building its Hadamard matrix (FP32, on first use)
             return
         self.dtypes[path][_both(left, right)] += 1
         if module is None or _cut(left, right):
@@ -165,7 +165,7 @@ class Products:
             self._kept[path, "x"].append(left[:_ROWS].detach().clone())
 
     def _compare(self, path: str, weight: Any, right: torch.Tensor) -> None:
-        """Whether the right factor is the weight, in the dtype that the product runs in."""
+        """Checks that the right factor is the weight, in the product's dtype."""
         if type(weight) not in (torch.Tensor, torch.nn.Parameter) or weight.dim() != 2 or path in self.other:
             return
         turned = weight.detach().t()
@@ -175,13 +175,13 @@ class Products:
             self.other[path] = f"{storage(right)} values that are not its weight's"
 
     def batched(self, path: str, left: torch.Tensor, right: torch.Tensor) -> None:
-        """A product of a linear, forward or backward, that has a dimension more: what it reads is not told apart, but for its dtype."""
+        """Records a batched product of a linear, forward or backward; only its dtype is checked."""
         if left.numel():
             self.dtypes[path][_both(left, right)] += 1
 
     # --- backward ------------------------------------------------------------------------------------------------------------------------
     def backward(self, path: str, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-        """A two-dimensional product of the backward pass of `path`."""
+        """Records a two-dimensional product in the backward pass of `path`."""
         if not (left.numel() and right.numel()):
             return
         self.dtypes[path][_both(left, right)] += 1
@@ -204,7 +204,7 @@ class Products:
 
     def _role(self, path: str, shape: torch.Size, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> str:
         tokens = self._tokens.get(path, 0)
-        if tokens in shape:  # shapes cannot tell
+        if tokens in shape:  # ambiguous by shape
             seen = self.quantized.get(path)
             if seen is not None:
                 return "dgrad" if self._backward[path, "dgrad"] <= self._backward[path, "wgrad"] else "wgrad"
@@ -240,7 +240,7 @@ class Products:
                 seen.bad.setdefault(f"{role} {name}", "not what its tensor rounds to")
 
     def _is_its_own(self, path: str, role: str, name: str, quant: Quant, lines: torch.Tensor) -> bool:
-        """Whether an operand holds the tensor that it stands for, rounded once; lines: with the contraction along the columns."""
+        """Whether an operand is its source tensor, rounded once; lines: with the contraction along the columns."""
         turned = role == "wgrad"
         found = self._source(path, role, name)
         if found is None:
@@ -263,7 +263,7 @@ class Products:
         return not _is_nearest(quant, name) or is_nearest_e2m1(lines, source, across=_across(quant, name))
 
     def _source(self, path: str, role: str, name: str) -> tuple[torch.Tensor, float] | None:
-        """(the tensor in high precision, or its first rows; the largest element of all of it); None where it is not at hand."""
+        """(the tensor in high precision, or its first rows; its largest element); None if it is not available."""
         if (role, name) == ("wgrad", "x"):
             return self._xs[path].popleft() if self._xs[path] else None
         weight = getattr(self.modules.get(path), "weight", None)
@@ -280,12 +280,12 @@ class Products:
         if blocks is None or not quant.row.has("power_of_two") or quant.option("power_of_two", os.environ):
             return False
         block = blocks[name == "w"]
-        if not block.along:  # a factor of the whole tensor, which is in the values under some output dtypes
+        if not block.along:  # a per-tensor factor, which some output dtypes include in the values
             return False
         return fits_blocks(operand, FORMATS[wanted], side=side, across=block.across, along=block.along)
 
     def _four_bits(self, path: str, role: str, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Rotation and stochastic rounding, which NVFP4 promises of what a weight gradient is made of, and of gradients."""
+        """Checks rotation of weight-gradient operands and stochastic rounding of gradients, both promised by NVFP4."""
         from mpbridge.emulation.kernels import rotate
 
         seen = self.quantized[path]
@@ -312,7 +312,7 @@ def _rotates(quant: Quant) -> bool:
 
 
 def _is_nearest(quant: Quant, name: str) -> bool:
-    """Whether a four-bit operand has the codes nearest to its tensor's elements, under one factor and with a 6 in each block."""
+    """Whether a four-bit operand has the codes nearest to its tensor's elements, under one factor and with a maximum of 6 in each block."""
     if quant.bits != 4 or (name == "dy" and asked(quant, "stochastic_rounding")):
         return False
     if name == "x" and asked(quant, "row_scaled_activations"):
@@ -322,18 +322,18 @@ def _is_nearest(quant: Quant, name: str) -> bool:
 
 
 def _across(quant: Quant, name: str) -> int:
-    """Lines of an operand that share a block's scale."""
+    """Number of lines of an operand that share a block's scale."""
     block = quant.row.blocks[name == "w"] if quant.row.blocks is not None else None
     return block.across if block is not None and name == "w" and asked(quant, "square_weights") else 1
 
 
 def asked(quant: Quant, option: str) -> bool:
-    """Whether a switch of the rule's scaling is on; one that it lacks is off."""
+    """Whether a switch of the rule's scaling is on; a missing switch is off."""
     return quant.row.has(option) and bool(quant.option(option, os.environ))
 
 
 def _is_turned(column: torch.Tensor, source: torch.Tensor, *, rotated: bool, nearest: bool) -> bool:
-    """Whether a four-bit copy with blocks along the tokens is its tensor's: E2M1 leaves a cosine of 0.97 or more. nearest: also to the last code."""
+    """Whether a four-bit copy with blocks along the tokens was made from its tensor: E2M1 leaves a cosine of at least 0.97. nearest: also check every code."""
     from mpbridge.emulation.kernels import rotate
 
     count = min(column.shape[0], source.shape[0]) // 16 * 16
@@ -347,19 +347,19 @@ def _is_turned(column: torch.Tensor, source: torch.Tensor, *, rotated: bool, nea
 
 
 def backward_is_quantized(quant: Quant) -> bool:
-    """Whether dgrad and wgrad read quantized operands: an option of some scalings says otherwise."""
+    """Whether dgrad and wgrad read quantized operands; some scalings have an option that disables it."""
     return not quant.row.has("backward") or quant.option("backward", os.environ) == "quantized"
 
 
 def _is(factor: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether a factor is the weight, perhaps widened: a gradient of it sums over tokens and reads activations alone."""
+    """Whether a factor is the weight, possibly widened. A weight gradient sums over tokens and reads only activations and gradients."""
     if factor.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr():
         return True
     return factor.shape == weight.shape and torch.equal(factor, weight.detach().to(factor.dtype))
 
 
 def _cut(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether a factor is a DTensor: tensor parallelism cut it, and what this rank holds is a piece of the product."""
+    """Whether a factor is a DTensor: tensor parallelism split it, and this rank has only a part of the product."""
     return hasattr(left, "_local_tensor") or hasattr(right, "_local_tensor")
 
 

@@ -1,4 +1,4 @@
-"""Quantized linears, judged by the operands that their GEMMs received: grid, format of the role, rotation, rounding, how many GEMMs, delayed scales."""
+"""Judges quantized linears by the operands of their GEMMs: grid, format of the role, rotation, rounding, number of GEMMs, delayed scales."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mpbridge.audit.watch import Watch
 from mpbridge.precision.regions import GEMMS, Gemms, Quant
 
 _TURNED, _PLAIN = 0.8, 0.5
-"""Cosine of a rotated copy with the other copy: above the first with the transform undone, below the second without."""
+"""Cosine of a rotated copy with the other copy: above the first value with the transform undone, below the second without."""
 _STRAYS = 0.05
-"""Share of elements off their nearest code above which rounding was stochastic; it is 0 or about a quarter."""
+"""Share of elements not at their nearest code above which rounding was stochastic; in practice it is 0 or about a quarter."""
 
 
 @dataclass
@@ -32,19 +32,19 @@ class Quantizations:
     seen: int = 0
     wrong: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
-    """Quantized without a promise."""
+    """Linears quantized without a promise."""
     scales: int = 0
     stale: list[str] = field(default_factory=list)
     amaxes: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Tensor -> (newest entry of its history, absolute maximum that this rank saw in the last micro-batch)."""
     cached: int = 0
-    """Weights that Transformer Engine quantizes once a step and keeps."""
+    """Number of weights that Transformer Engine quantizes once per step and keeps."""
     outdated: list[str] = field(default_factory=list)
-    """Those of which the step read an older state."""
+    """Weights of which the step read an outdated copy."""
 
 
 def quantizations(engine: Any, promises: Promises, watch: Watch) -> Quantizations:
-    """Every linear that is promised quantized beside what its GEMMs read."""
+    """Compares every linear that is promised to be quantized with what its GEMMs read."""
     seen = Quantizations(cached=watch.library.cached, outdated=watch.library.stale)
     for path, module in linears(engine.model).items():
         gemms = promises.gemms(path)
@@ -92,7 +92,7 @@ def _count(path: str, expected: dict[str, int], found: Any, *, recomputed: bool)
     faults = []
     for gemm, wanted in expected.items():
         got = found[gemm]
-        # the first layer that trains needs no gradient of its input
+        # the first trained layer needs no gradient of its input
         fine = got == wanted or (gemm == "dgrad" and got == 0) or (gemm == "fprop" and recomputed and got >= wanted)
         if not fine:
             faults.append(f"{path}: {got} of {wanted} {gemm} GEMMs")
@@ -123,7 +123,7 @@ def _scales(seen: Quantizations, path: str, quant: Quant, module: Any, found: Qu
 
 
 def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *, steps: int, why: str) -> list[Finding]:
-    """Operands and counts; scales where they are delayed. steps: micro-batches; why: reason for what cannot be observed here, '' where it can."""
+    """Operands and counts; scales if they are delayed. steps: micro-batches; why: the reason if GEMMs cannot be observed here, else ''."""
     if not promises.policy.quantized:
         return []
     promised, seen = sum(rank.promised for rank in ranks), sum(rank.seen for rank in ranks)
@@ -137,18 +137,18 @@ def quantization_findings(ranks: Sequence[Quantizations], promises: Promises, *,
         Finding(
             subject="quantized GEMMs",
             promised=f"{promised} a step, {text}",
-            found=f"{seen} a step" + (", some not as promised" if any(wrong) else ""),
+            found=f"{seen} per step" + (", some not as promised" if any(wrong) else ""),
             ok=not any(wrong) and not nothing,
             count=seen,
             offenders=offenders(wrong),
-            cure="operands are not what the recipe says" if any(wrong) or nothing else "",
+            cure="operands differ from the recipe" if any(wrong) or nothing else "",
         )
     ]
     return findings + _scale_findings(ranks, promises)
 
 
 def _scale_findings(ranks: Sequence[Quantizations], promises: Promises, *, wanted: bool = False) -> list[Finding]:
-    """wanted: delayed linears ran, so that their scales must have been seen."""
+    """wanted: delayed linears ran, so their scales must have been seen."""
     count = sum(rank.scales for rank in ranks)
     if not any(quant.row.history for quant in promises.policy.quants):
         return []
@@ -178,11 +178,11 @@ def _cached_findings(ranks: Sequence[Quantizations]) -> list[Finding]:
         Finding(
             subject="quantized copies as read",
             promised="weights, quantized",
-            found="others" if any(outdated) else "weights, quantized",
+            found="outdated copies" if any(outdated) else "weights, quantized",
             ok=not any(outdated),
             count=count,
             offenders=offenders(outdated),
-            cure="copies of an earlier step are read: call set_is_first_microbatch() on the model in each step's first micro-batch, and "
+            cure="copies from an earlier step were read: call set_is_first_microbatch() on the model in each step's first micro-batch, and "
             "post_all_gather_processing() after a gather of FP8 weights"
             if any(outdated)
             else "",
@@ -193,9 +193,9 @@ def _cached_findings(ranks: Sequence[Quantizations]) -> list[Finding]:
 def _unseen(rank: Quantizations, ranks: Sequence[Quantizations]) -> list[str]:
     faults = []
     for where, (newest, _) in rank.amaxes.items():
-        # the largest over the ranks that reduce their amaxes together; a history can hold no more than the largest of all
+        # the maximum over the ranks that reduce their amaxes together; a history cannot exceed the maximum over all ranks
         seen = [other.amaxes[where][1] for other in ranks if where in other.amaxes]
         own = rank.amaxes[where][1]
         if own and not (own * (1 - 1e-6) <= newest <= max(seen) * (1 + 1e-6)):
-            faults.append(f"{where}: newest amax {newest:.6g}, the tensor's is {own:.6g}")
+            faults.append(f"{where}: newest amax in the history is {newest:.6g}, the tensor's is {own:.6g}")
     return faults

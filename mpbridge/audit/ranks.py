@@ -1,4 +1,4 @@
-"""Names of offenders over ranks: a fact holds where every rank that owns it says so."""
+"""Merges names of offenders over ranks: a fact holds if every rank that owns it agrees."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def offenders(by_rank: Sequence[Iterable[str]]) -> tuple[str, ...]:
-    """What any rank complains of, in order: 'name' where every rank does, 'name (rank 1)' where some do."""
+    """What any rank reports, in order: 'name' if every rank does, 'name (rank 1)' if some do."""
     lists = [list(dict.fromkeys(one)) for one in by_rank]
     everyone = set(lists[0]).intersection(*map(set, lists[1:])) if lists else set()
     found: dict[str, None] = {}

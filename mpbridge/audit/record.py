@@ -1,4 +1,4 @@
-"""The audits of a run in its folder: precision.json keeps the first and the newest whole, and what each of them said."""
+"""The audits of a run in its folder: precision.json keeps the first and the latest in full, and a short form of each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mpbridge.report.history import PRECISION, read_history
 __all__ = ["PRECISION", "doubt", "earlier", "entry", "last_good", "write_section"]
 
 KEPT = 200
-"""Audits that are kept in short form; the first one always."""
+"""Number of audits kept in short form; the first is always kept."""
 
 
 def entry(report: Report, *, reason: str, step: int) -> dict[str, Any]:
-    """One audit in short: when, why, and every fact in three words."""
+    """One audit in short form: when, why, and [promised, found, verdict] of every fact."""
     return {
         "stage": report.stage,
         "step": step,
@@ -32,7 +32,7 @@ def entry(report: Report, *, reason: str, step: int) -> dict[str, Any]:
 
 
 def write_section(path: Path, report: Report, *, history: Sequence[Mapping[str, Any]] = ()) -> None:
-    """Puts the report under 'audit' / its stage into precision.json, and the short forms under 'history', leaving what else is there."""
+    """Writes the report under 'audit' / its stage in precision.json, and the short forms under 'history'; other sections are kept."""
     data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     section = data.setdefault("audit", {})
     section[report.stage] = report.as_data()
@@ -43,7 +43,7 @@ def write_section(path: Path, report: Report, *, history: Sequence[Mapping[str, 
 
 
 def earlier(folder: Path) -> list[dict[str, Any]]:
-    """The audits that a run has left in `folder`; none where there are none that can be read."""
+    """The audits that a run left in `folder`; empty if there are none that can be read."""
     try:
         return read_history(folder)
     except BadValue:
@@ -51,7 +51,7 @@ def earlier(folder: Path) -> list[dict[str, Any]]:
 
 
 def doubt(folder: Path, *, after: int) -> None:
-    """Marks checkpoints in `folder` of later steps than `after` suspect that an audit found good which could not see what another found since."""
+    """Marks checkpoints in `folder` after step `after` as suspect if the audit that called them good could not see a fault found since."""
     for path in folder.glob("step_*/manifest.json"):
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -61,11 +61,11 @@ def doubt(folder: Path, *, after: int) -> None:
             fresh.write_text(json.dumps(found | {"audit": "suspect"}, indent=1, sort_keys=True), encoding="utf-8")
             fresh.replace(path)
         except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-            continue  # a manifest that cannot be read is refused by whoever resumes
+            continue  # a resume refuses a manifest that cannot be read
 
 
 def last_good(folder: Path) -> str | None:
-    """Name of the newest checkpoint in `folder` whose manifest says that an audit found it good; None where there is none."""
+    """Name of the latest checkpoint in `folder` whose manifest says that an audit found it good; None if there is none."""
     found = []
     for path in folder.glob("*/manifest.json"):
         try:

@@ -1,4 +1,4 @@
-"""Are replicas equal, and sharded copies complete? Digests of what ranks that should hold the same do hold."""
+"""Checks that replicas are equal and sharded copies complete, by comparing digests between ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpbridge.audit.subject import answer
 from mpbridge.audit.values import digest
 
 Key = tuple[str, int, int]
-"""(global name, which slice over tensor-parallel ranks, which experts)."""
+"""(global name, tensor-parallel slice, experts)."""
 
 
 @dataclass
@@ -22,13 +22,13 @@ class Copies:
     """One rank's whole parameters and shards."""
 
     whole: dict[Key, int] = field(default_factory=dict)
-    """Digest of a parameter that this rank holds, or gathers, whole."""
+    """Digest of each parameter that this rank holds whole, or gathers."""
     shards: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Parameter -> (elements here, elements of all of it)."""
+    """Parameter -> (elements here, elements in all)."""
 
 
 def copies(engine: Any, read: Mapping[str, int] | None = None) -> Copies:
-    """Digests of this rank's replicas; read: what the forward pass read of every parameter, where shards are gathered."""
+    """Digests of this rank's replicas; read: what the forward pass read of every parameter, if shards are gathered."""
     own = answer(engine, "audit_copies")
     if own is not None:
         found: Copies = own(read)
@@ -46,7 +46,7 @@ def copies(engine: Any, read: Mapping[str, int] | None = None) -> Copies:
 
 
 def _slices() -> tuple[int, int, int]:
-    """This rank's place among tensor-parallel, expert-parallel and expert-tensor-parallel ranks."""
+    """This rank's position among tensor-parallel, expert-parallel and expert-tensor-parallel ranks."""
     if not dist.is_initialized():
         return 0, 0, 0
     from megatron.core import parallel_state as state
@@ -71,7 +71,7 @@ def _key(name: str, parameter: Any, slices: tuple[int, int, int]) -> Key:
 
 
 def replica_findings(ranks: Sequence[Copies]) -> list[Finding]:
-    """One finding for replicas, one for shards, those that this layout has."""
+    """One finding for replicas and one for shards, as far as this layout has them."""
     if len(ranks) == 1:
         return []
     findings = []
@@ -90,7 +90,7 @@ def replica_findings(ranks: Sequence[Copies]) -> list[Finding]:
                 ok=not wrong,
                 count=len(shared),
                 offenders=tuple(wrong),
-                cure="ranks train different models" if wrong else "",
+                cure="ranks are training different models" if wrong else "",
             )
         )
     sizes: dict[str, tuple[int, int]] = {}
@@ -103,7 +103,7 @@ def replica_findings(ranks: Sequence[Copies]) -> list[Finding]:
             Finding(
                 subject="shards",
                 promised="every element once",
-                found="others" if wrong else "every element once",
+                found="missing or duplicate elements" if wrong else "every element once",
                 ok=not wrong,
                 count=len(sizes),
                 offenders=tuple(wrong),
@@ -113,7 +113,7 @@ def replica_findings(ranks: Sequence[Copies]) -> list[Finding]:
 
 
 def _sides(prints: Mapping[int, Sequence[int]]) -> str:
-    """'rank 1 differs', or which ranks agree."""
+    """'rank 1 differs', or the groups of ranks that agree."""
     groups = sorted(prints.values(), key=len, reverse=True)
     if len(groups[0]) > len(groups[1]):
         odd = [str(rank) for group in groups[1:] for rank in group]

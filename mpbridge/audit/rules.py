@@ -13,8 +13,8 @@ from mpbridge.scalings import scaling_of_recipe
 
 
 def rule_of(module: Any, emulated: bool, *, ran: bool) -> str:
-    """The rule that `module` applies, as `words.rule_words` puts it; ran: a forward has been seen, so Transformer Engine's modules know their recipe."""
-    # an emulated linear (mpbridge.emulation) carries a plug, and the plug the rules of its GEMMs
+    """The rule that `module` applies, as worded by `words.rule_words`; ran: a forward pass has run, so Transformer Engine's modules know their recipe."""
+    # an emulated linear (mpbridge.emulation) has a plug, which has the rules of its GEMMs
     own = getattr(getattr(module, "plug", None), "gemms", None)
     if isinstance(own, Gemms):
         by_emulation = getattr(module.plug, "emulated", True)
@@ -27,21 +27,21 @@ def rule_of(module: Any, emulated: bool, *, ran: bool) -> str:
     recipe = meta.get("recipe")
     # Transformer Engine's NVFP4 recipe has both attributes: fp8_format is that of its scales
     format_name = str(getattr(getattr(recipe, "fp4_format", None) or getattr(recipe, "fp8_format", None), "name", ""))
-    # by its bases too: megatron-core's recipe of delayed scaling is a subclass (TEDelayedScaling)
+    # check base classes too: megatron-core's delayed scaling recipe is a subclass (TEDelayedScaling)
     made_by = [base.__name__ for base in type(recipe).__mro__]
     known = next((scaling for name in made_by if (scaling := scaling_of_recipe(name))), made_by[0])
-    # Transformer Engine's Format has our names in capitals (common/recipe/__init__.py)
+    # Transformer Engine's Format uses our names in upper case (common/recipe/__init__.py)
     return f"{format_name.lower()} {known}"
 
 
 def recipe_of(module: Any) -> Any:
-    """Transformer Engine's recipe object that the module's last forward pass ran under; None: it has none."""
+    """The Transformer Engine recipe object of the module's last forward pass; None: it has none."""
     meta = getattr(module, "fp8_meta", None)
     return meta.get("recipe") if isinstance(meta, dict) else None
 
 
 def details(module: Any, quant: Quant) -> tuple[str, str]:
-    """(promised, found) in words of what the recipe object of a module leaves open beside class and format; equal where they agree."""
+    """(promised, found) in words, of the details of a module's recipe object other than class and format; equal if they agree."""
     recipe = recipe_of(module)
     promised, found = [], []
     for name, wanted, attribute in _wanted(quant):
@@ -53,7 +53,7 @@ def details(module: Any, quant: Quant) -> tuple[str, str]:
 
 
 def _wanted(quant: Quant) -> Iterator[tuple[str, Any, str]]:
-    """(name, value, row of _DETAILS) of what the policy says."""
+    """(name, value, row of _DETAILS) of what the policy specifies."""
     if quant.row.history:
         yield "margin", quant.margin, "margin"
         yield "amax history", quant.amax_history, "amax_history_len"
@@ -68,7 +68,7 @@ def _powers_of_two(recipe: Any) -> Any:
     found = [bool(part.power_2_scale) for part in parts if part is not None]
     if not found:
         return None
-    return found[0] if len(set(found)) == 1 else "in part"
+    return found[0] if len(set(found)) == 1 else "mixed"
 
 
 def _attribute(name: str) -> Callable[[Any], Any]:
@@ -88,4 +88,4 @@ _DETAILS: dict[str, Callable[[Any], Any]] = {
     "stochastic_rounding": _not("disable_stochastic_rounding"),
     "square_weights": _not("disable_2d_quantization"),
 }
-"""Field or option -> its value in a recipe object of Transformer Engine's (common/recipe/__init__.py); None: the object has no such field."""
+"""Field or option -> its value in a Transformer Engine recipe object (common/recipe/__init__.py); None: the object has no such field."""

@@ -1,4 +1,4 @@
-"""Loss scaling by its rule: what the scaler is against the policy, and how its scale goes on from step to step."""
+"""Loss scaling: checks the scaler against the policy, and its scale against the update rule from step to step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpbridge.precision.policy import LossScale
 
 
 def scaler_of(engine: Any) -> Any:
-    """The scaler that the optimizer multiplies losses by; None where there is none."""
+    """The scaler whose scale multiplies the loss; None if there is none."""
     optimizer = engine.optimizer
     for one in (optimizer, *parts(optimizer)):
         scaler = getattr(one, "grad_scaler", None)
@@ -19,13 +19,13 @@ def scaler_of(engine: Any) -> Any:
 
 
 def scaler_faults(engine: Any, promised: LossScale | None) -> list[str]:
-    """What of the scaler is not as promised."""
+    """What is not as promised about the scaler."""
     scaler, scale = scaler_of(engine), float(engine.optimizer.get_loss_scale())
     if promised is None:
         return [] if scale == 1.0 else [f"loss scale: promised none, found {scale:g}"]
     faults = []
     if not getattr(engine.configs.model, "grad_scale_func", None):
-        faults.append("loss scale: nothing multiplies the loss by it (model.grad_scale_func is empty)")
+        faults.append("loss scale: the loss is not multiplied by it (model.grad_scale_func is not set)")
     if not promised.dynamic:
         return faults + (
             [] if scale == promised.static else [f"loss scale: promised {promised.static:g}, found {scale:g}"]
@@ -46,7 +46,7 @@ def scaler_faults(engine: Any, promised: LossScale | None) -> list[str]:
 
 
 class ScaleRule:
-    """The rule of dynamic loss scaling, stepped beside the run's own scaler: halved when the overflows use up the hysteresis, doubled after a window of
+    """A reference of dynamic loss scaling, stepped alongside the run's own scaler: halved when overflows use up the hysteresis, doubled after a window of
     good steps (megatron-core's grad_scaler.py)."""
 
     def __init__(self, engine: Any, promised: LossScale) -> None:
@@ -57,16 +57,16 @@ class ScaleRule:
         self.patience = int(getattr(scaler, "_hysteresis_tracker", promised.hysteresis))
 
     def next(self, engine: Any, *, applied: bool, used: float) -> str:
-        """What is wrong with the scale that a step used, or that it left; '' when nothing is."""
+        """The fault of the scale before or after a step; '' if there is none."""
         if used != self.scale:
-            return f"the step's scale was {used:g}, by its rule it is {self.scale:g}"
+            return f"the step used scale {used:g}, its rule gives {self.scale:g}"
         after = float(engine.optimizer.get_loss_scale())
         if applied:
             self._went_well()
         elif self._overflowed(after):
             pass
         if after != self.scale:
-            return f"the scale went from {used:g} to {after:g}, by its rule to {self.scale:g}"
+            return f"the scale went from {used:g} to {after:g}, its rule gives {self.scale:g}"
         return ""
 
     def _went_well(self) -> None:
@@ -78,7 +78,7 @@ class ScaleRule:
         good, patience, scale = 0, self.patience - 1, self.scale
         if patience <= 0:
             scale = max(scale * 0.5, self.rule.minimum)
-        # an update that was skipped for its norm alone, with every gradient finite, is no overflow to the scaler
+        # to the scaler, an update skipped only for its norm, with finite gradients, is not an overflow
         if after != scale and after == self.scale:
             self._went_well()
             return False

@@ -1,4 +1,4 @@
-"""What a live tensor actually occupies: the storage format and bytes of plain, sharded and quantized tensors."""
+"""The actual storage format and bytes of a live tensor, whether plain, sharded or quantized."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _parts(tensor: Any) -> list[torch.Tensor]:
 
 
 def values(tensor: Any) -> Any:
-    """A GEMM's operand as plain numbers: torchao's float8 tensors give theirs; any other operand is itself."""
+    """A GEMM's operand as a plain tensor: torchao's float8 tensors are dequantized; any other operand is returned as is."""
     widen = getattr(tensor, "to_original_precision", None)
     return tensor if widen is None else widen().to(tensor.dtype)  # (exact: its scales are powers of two)
 

@@ -21,7 +21,7 @@ def _bytes(count: int) -> str:
 
 
 def audit_table(report: Report) -> Table:
-    """Promise against finding, one row per fact; offenders follow in `fault_lines`."""
+    """Promised against found, one row per fact; offenders follow in `fault_lines`."""
     verdict = "as promised" if report.ok else f"{len(report.faults)} not as promised"
     verdict += f", {len(report.unseen)} not observed" if report.unseen else ""
     title = f"{report.stage} audit, {report.facts.get('engine', '')}, {report.facts.get('world_size', 1)} process(es): {verdict}"
@@ -35,7 +35,7 @@ def audit_table(report: Report) -> Table:
 
 
 def fault_lines(report: Report) -> list[str]:
-    """One line a fault, offenders named."""
+    """One line per fault, naming its offenders."""
     return [str(fault) for fault in report.faults] + [
         f"{one.subject}: not observed: {one.unseen}" for one in report.unseen
     ]

@@ -1,4 +1,4 @@
-"""How many tokens a sum of losses was taken over, as the schedule hands the number to what finishes the gradients."""
+"""The number of tokens in a summed loss, intercepted where the schedule passes it to the gradients' finalization."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 @contextmanager
 def counted(chunks: list[Any], note: Callable[[int], None]) -> Iterator[None]:
-    """Tells `note` this rank's number while the block runs. megatron-core's schedules give it to `finalize_model_grads_func` where the config says
-    calculate_per_token_loss; the ranks' numbers are summed inside of it, so it is read before."""
+    """Calls `note` with this rank's number while the block runs. megatron-core's schedules pass it to `finalize_model_grads_func` if the config sets
+    calculate_per_token_loss; that function sums over ranks, so the number is read before it."""
     config = next((one.config for chunk in chunks for one in chunk.modules() if hasattr(one, "config")), None)
     real = getattr(config, "finalize_model_grads_func", None)
     if config is None or real is None or not getattr(config, "calculate_per_token_loss", False):

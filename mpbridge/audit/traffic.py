@@ -1,4 +1,4 @@
-"""The wire: every gradient element that should be reduced was reduced once, in the promised dtype, over the right ranks; the same for gathers and sends."""
+"""The wire: checks that every gradient element was reduced once, in the promised dtype, over the right ranks; the same for gathers and sends."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Traffic:
     gathered: Counter[str] = field(default_factory=Counter)
     passed: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    """Gradients that were not reduced once."""
+    """Gradients that were not reduced exactly once."""
     gather_faults: list[str] = field(default_factory=list)
     ranks: int = 1
-    """Of the data-parallel group."""
+    """Size of the data-parallel group."""
     stages: int = 1
     to_pass: int | None = None
-    """Elements of activations and of their gradients that this stage hands on; None: not known."""
+    """Elements of activations and their gradients that this stage sends on; None: unknown."""
     promised: dict[str, set[str]] = field(default_factory=dict)
 
 
 def traffic(engine: Any, promises: Promises, watch: Watch, microbatches: int) -> Traffic:
-    """What this rank sent in the step, by what it was."""
+    """What this rank sent in the step, by kind."""
     own = answer(engine, "audit_traffic")
     if own is not None:
         found: Traffic = own(_promised(promises), watch, microbatches)
@@ -59,7 +59,7 @@ def traffic(engine: Any, promises: Promises, watch: Watch, microbatches: int) ->
 
 
 def _to_pass(facts: RunFacts, microbatches: int) -> int | None:
-    """What this stage of a pipeline hands on in a step: every chunk its activations to the next stage, and their gradients to the one before."""
+    """Elements that this pipeline stage sends in a step: every chunk sends activations to the next stage, and their gradients to the previous one."""
     from megatron.core import parallel_state as state
 
     shape, parallel = facts.shape, facts.parallel
@@ -67,7 +67,7 @@ def _to_pass(facts: RunFacts, microbatches: int) -> int | None:
         return None
     stage: int = state.get_pipeline_model_parallel_rank()
     chunks = 2 * (parallel.virtual_pipeline or 1)
-    # the model's first chunk hands no gradient on, its last one no activation
+    # the model's first chunk sends no gradient, its last one no activation
     handed: int = chunks - (stage == 0) - (stage == parallel.pipeline - 1)
     length = shape.seq_length // parallel.context // (parallel.tensor if parallel.sequence else 1)
     return handed * microbatches * length * facts.micro_batch_size * shape.hidden_size
@@ -131,11 +131,11 @@ def _covered(sent: Sequence[Sent], begin: int, end: int, ranks: int) -> float | 
     return int(times) if times == int(times) else round(times, 3)
 
 
-# --- sharded engines copy gradients together before they send them: elements are counted ---------------------------------------------------
+# --- sharded engines copy gradients into one buffer before sending: elements are counted ---------------------------------------------------
 def _sharded(engine: Any, watch: Watch, group: tuple[int, ...], seen: Traffic, microbatches: int) -> None:
     named = engine.optimizer.names.values()
     unsynced = getattr(engine.configs.model, "no_sync_func", None) is not None
-    # Megatron-FSDP (a wrapper that holds main weights) adds each micro-batch to its shards as it comes, or all at the end; that it is once either way, `gradients` shows by value
+    # Megatron-FSDP (a wrapper that owns main weights) reduces after each micro-batch, or once at the end; `gradients` verifies by value that the result is right
     either = engine.run.facts.traits.main_weights == "wrapper"
     times = {1, microbatches} if either else {1 if unsynced else microbatches}
     trained = [p for p in named if p.requires_grad]
@@ -157,11 +157,11 @@ def elements_into(
     smallest: int | None = None,
     these: bool = False,
 ) -> None:
-    """Adds what a wrapper sent that copies gradients together first, so that only elements can be counted.
+    """Adds the messages of a wrapper that copies gradients into one buffer first, so that only elements can be counted.
 
-    sizes: elements of each trained parameter; times: how often each may be reduced in the step; gathered: elements of parameters that each pass needs;
-    padding: the largest share that rounding up adds; smallest: below it a message is a norm, a loss or a flag (None: the smallest parameter);
-    these: only what these very ranks sent each other counts, else what as many did.
+    sizes: elements of each trained parameter; times: how often each may be reduced in the step; gathered: parameter elements that each pass needs;
+    padding: the largest share added by padding; smallest: a smaller message is a norm, a loss or a flag (None: the smallest parameter);
+    these: count only messages within exactly these ranks, else those within any group of that size.
     """
     least = min(sizes, default=0) if smallest is None else smallest
     for one in watch.sent:
@@ -172,10 +172,10 @@ def elements_into(
         return
     needed, sent = sum(sizes), sum(seen.reduced.values())
     if needed and not any(0.999 * n <= sent / needed <= (1.0 + padding) * n * 1.02 for n in times):
-        seen.faults.append(f"{sent} gradient elements were reduced, {needed * min(times)} were to be")
+        seen.faults.append(f"{sent} gradient elements were reduced, expected {needed * min(times)}")
     came = sum(seen.gathered.values()) * len(group)
     if came < 0.999 * gathered:
-        seen.gather_faults.append(f"{came} parameter elements were gathered, {gathered} are needed in each pass")
+        seen.gather_faults.append(f"{came} parameter elements were gathered, each pass needs {gathered}")
 
 
 def _count(one: Sent, seen: Traffic) -> None:
@@ -186,10 +186,10 @@ def _count(one: Sent, seen: Traffic) -> None:
 
 
 def _padding(parameters: Sequence[Any], ranks: int) -> float:
-    """The largest share that rows add which make every rank's part of a parameter equally long."""
+    """The largest share added by rows that pad every rank's part of a parameter to the same length."""
     whole = sum(int(p.numel()) for p in parameters)
     filled = sum(-(-p.shape[0] // ranks) * ranks * (int(p.numel()) // max(1, p.shape[0])) for p in parameters)
-    # a unit is padded as a whole as well; megatron-core aligns buckets to lines of memory
+    # each unit is padded too; megatron-core aligns buckets to cache lines
     return (filled - whole) / whole + 0.5 if whole else 0.0
 
 
@@ -232,7 +232,7 @@ def traffic_findings(ranks: Sequence[Traffic], promises: Promises) -> list[Findi
 
 
 def _kept(seen: Counter[str]) -> dict[str, int]:
-    # a router's statistics share the data-parallel group; gradients of another dtype also show in their own role
+    # a router's statistics use the data-parallel group too; gradients of another dtype also show in their own role
     small = sum(seen.values()) / 1000
     return {dtype: count for dtype, count in seen.items() if count > small}
 
@@ -245,7 +245,7 @@ def _between_stages(ranks: Sequence[Traffic], promises: Promises) -> Finding:
     for own, rank in zip(wrong, ranks, strict=True):
         sent = sum(rank.passed.values())
         if rank.to_pass is not None and sent != rank.to_pass:
-            own.append(f"{sent} elements were handed on, {rank.to_pass} were to be")
+            own.append(f"{sent} elements were sent on, expected {rank.to_pass}")
     count = sum(sum(rank.passed.values()) for rank in ranks)
     return Finding(
         subject="wire: stages",
@@ -254,5 +254,5 @@ def _between_stages(ranks: Sequence[Traffic], promises: Promises) -> Finding:
         ok=not any(wrong) and count > 0,
         count=count,
         offenders=offenders(wrong),
-        cure="" if count else "no activation was sent from stage to stage",
+        cure="" if count else "no activation was sent between stages",
     )

@@ -1,4 +1,4 @@
-"""What cannot be observed, and why: a table of situation and fact. What is not in it and was not seen is a fault."""
+"""What cannot be observed, and why: a table of situations and facts. A fact that is not in it and was not seen is a fault."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _fused_accumulation(engine: Any, promises: Promises) -> bool:
 
 
 def _fused_loss(engine: Any, promises: Promises) -> bool:
-    """Whether the cross entropy may be a kernel of its own: the config says so, or beside Transformer Engine's modules does not say that it is none."""
+    """Whether the cross entropy may be a fused kernel: the config says so, or leaves it open in a model with Transformer Engine's modules."""
     model = getattr(getattr(engine, "configs", None), "model", None)
     fused = getattr(model, "cross_entropy_loss_fusion", None)
     graphs = getattr(model, "cuda_graph_impl", None) not in (None, "none")
@@ -45,7 +45,7 @@ def _fused_loss(engine: Any, promises: Promises) -> bool:
 
 
 def _copied(engine: Any, promises: Promises) -> bool:
-    """Whether gradients are copied together before they are sent, so that no address says whose they are."""
+    """Whether gradients are copied into one buffer before they are sent, so that addresses do not identify them."""
     sharded = hasattr(engine.optimizer, "shards") or engine.run.facts.traits.layout != "buffers"
     return sharded and len(data_parallel(engine)) > 1
 
@@ -55,7 +55,7 @@ def _summed(engine: Any, promises: Promises) -> bool:
 
 
 def _uncounted(engine: Any, promises: Promises) -> bool:
-    """Whether another's loop sums losses over tokens that it need not count where anybody sees it."""
+    """Whether a foreign loop sums losses over tokens, whose count may not be visible."""
     return promises.foreign and _summed(engine, promises)
 
 
@@ -64,7 +64,7 @@ def _context(engine: Any, promises: Promises) -> bool:
 
 
 FACTOR = "factor of gradients"
-_TE = "Transformer Engine computes it inside its own library, past torch's dispatcher; what its modules take, return and hold is checked"
+_TE = "Transformer Engine computes it in its own library, bypassing torch's dispatcher; the inputs, outputs and state of its modules are checked"
 
 UNSEEN = (
     Unseen(subject="compute", when=_library, why=_TE),
@@ -78,22 +78,22 @@ UNSEEN = (
     Unseen(
         subject="wire: which gradients",
         when=_copied,
-        why="they are copied together before they are sent: how many elements is checked, and those of linear weights by value",
+        why="they are copied into one buffer before they are sent: the number of elements is checked, and gradients of linear weights by value",
     ),
     Unseen(
         subject=FACTOR,
         when=_context,
-        why="under context parallelism the schedule scales each chunk's loss: values and a common factor are checked, its size is not",
+        why="under context parallelism the schedule scales each chunk's loss: values are checked up to a common factor",
     ),
     Unseen(
         subject=FACTOR,
         when=_uncounted,
-        why="calculate_per_token_loss, and no count of tokens was seen: values and a common factor are checked, its size is not",
+        why="calculate_per_token_loss is set and no token count was seen: values are checked up to a common factor",
     ),
     Unseen(
         subject="loss scale",
         when=_summed,
-        why="calculate_per_token_loss: backward starts from sums over tokens, the report holds means of micro-batches",
+        why="calculate_per_token_loss is set: backward starts at sums over tokens, the report has means over micro-batches",
     ),
     Unseen(
         subject="gradients",
@@ -104,5 +104,5 @@ UNSEEN = (
 
 
 def why_unseen(engine: Any, promises: Promises, subject: str) -> str:
-    """The reason; '' where the fact can be observed."""
+    """The reason; '' if the fact can be observed."""
     return next((row.why for row in UNSEEN if row.subject == subject and row.when(engine, promises)), "")

@@ -1,4 +1,4 @@
-"""Is what an update changed what its moments give? Adam's rule, element by element, on a few numbers of every parameter."""
+"""Checks that an update is the one that its moments give: Adam's rule, element by element, on a sample of every parameter."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from mpbridge.audit.stored import local
 from mpbridge.audit.values import positions
 
 _FEW = 8
-"""Sampled elements that have to be larger than rounding."""
+"""Minimum number of sampled elements whose update is larger than rounding."""
 _EXACT, _NARROW = 5e-4, 2e-2
-"""Error relative to all sampled updates where moments are FP32, and where they are kept in 16 bits: optimizers compute with what they round afterwards.
+"""Tolerated error relative to all sampled updates, for FP32 moments and for 16-bit moments: optimizers compute with values that they round afterwards.
 An update that was rounded to BF16 is off by 1.1e-3."""
 
 
 @torch.no_grad()
 def is_another(held: Held, trained: torch.Tensor, earlier: torch.Tensor | None) -> bool:
-    """Whether the sampled elements changed by anything but one factor times Adam's update and its weight decay; False where that cannot be told.
+    """Whether the sampled elements changed by anything other than one factor times Adam's update and its weight decay; False if that cannot be determined.
 
-    trained: what the update changed, flat, as it is now. earlier: its elements at `values.positions`, as they were before. The factor is the rate, which a
-    schedule may have changed since. What rounding to the stored dtype hides is left out.
+    trained: the tensor that the update changed, flat, as it is now. earlier: its elements at `values.positions` before the update. The factor is the rate, which a
+    schedule may have changed since. Changes hidden by rounding to the stored dtype are ignored.
     """
     update = None if earlier is None else _update(held, trained, earlier)
     if update is None or earlier is None:
@@ -42,7 +42,7 @@ def is_another(held: Held, trained: torch.Tensor, earlier: torch.Tensor | None) 
 
 
 def _update(held: Held, trained: torch.Tensor, earlier: torch.Tensor) -> torch.Tensor | None:
-    """What is subtracted, over the rate; None where the rule is not this one."""
+    """The update divided by the rate; None if the optimizer follows another rule."""
     group = held.group or {}
     if type(held.inner).__name__ not in ADAMS or group.get("amsgrad") or group.get("maximize") or "betas" not in group:
         return None
@@ -50,7 +50,7 @@ def _update(held: Held, trained: torch.Tensor, earlier: torch.Tensor) -> torch.T
     if first is None or second is None or first.numel() != trained.numel():
         return None
     if any(hasattr(held.state.get(name), "_data") for name in ("exp_avg", "exp_avg_sq")):
-        return None  # FP8 codes: too coarse to tell
+        return None  # FP8 moments are too coarse
     where = positions(trained.numel()).to(trained.device)
     beta1, beta2 = group["betas"]
     step = float(held.state.get("step", group.get("step", 1)) or 1)
@@ -61,14 +61,14 @@ def _update(held: Held, trained: torch.Tensor, earlier: torch.Tensor) -> torch.T
 
 
 def _is_decoupled(held: Held, group: dict[str, Any]) -> bool:
-    """Whether weight decay is beside the moments, not in them."""
+    """Whether weight decay is decoupled from the moments."""
     if "decoupled_weight_decay" in group:
         return bool(group["decoupled_weight_decay"])
     return bool(getattr(held.inner, "adam_w_mode", type(held.inner).__name__ == "AdamW"))
 
 
 def _stored(held: Held) -> torch.dtype | None:
-    """The dtype that main weights inside of an optimizer are kept in; None: they are not there."""
+    """The dtype of main weights kept inside an optimizer; None: it keeps none."""
     stored = held.state.get("master_param")
     if stored is None:
         return None

@@ -1,4 +1,4 @@
-"""What tensors hold, in few bytes: digests that any changed bit changes, low bits that a narrower dtype would have lost, and samples."""
+"""Summaries of tensors in a few bytes: digests that depend on every bit, low bits that a narrower dtype would have lost, and samples."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 from mpbridge.audit.stored import local
 
 _COLUMNS = 4096
-"""Elements that share a row of the digest's weights."""
+"""Number of elements that share a row of the digest's weights."""
 _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 """The golden ratio in 64 bits, as a signed number: Knuth's multiplicative hashing."""
 _PORTION = 1 << 20
-"""Elements that are widened to 64 bits at a time."""
+"""Number of elements widened to 64 bits at a time."""
 SAMPLES = 48
-"""Elements of a weight whose gradient is followed from the GEMM to the optimizer."""
+"""Number of elements of a weight whose gradient is followed from the GEMM to the optimizer."""
 _ENOUGH = 32
-"""Nonzero elements below which low bits prove nothing: 32 FP32 numbers that all happen to be BF16 numbers are a matter of design, fewer can be luck."""
+"""Nonzero elements below which low bits prove nothing: fewer than 32 FP32 numbers can all be BF16 numbers by chance."""
 _DISTINCT = 8
-"""Different values below which they prove nothing either: one number that has few bits may fill a tensor."""
+"""Distinct values below which they prove nothing either: a tensor may be filled with one value of few bits."""
 _TEN_BITS = (1 << 13) - 1
-"""Of FP32's 23 bits of mantissa those that TF32's and FP16's ten leave; BF16 and the narrower formats leave more."""
+"""The bits of FP32's 23-bit mantissa that TF32 and FP16, with ten, do not have; BF16 and narrower formats lack more."""
 
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -35,7 +35,7 @@ def plain(tensor: Any) -> torch.Tensor:
 
 
 def _weights(device: torch.device) -> torch.Tensor:
-    # odd numbers: multiplication by them loses no bit, modulo 2**64
+    # odd numbers: multiplication by them is invertible modulo 2**64
     steps = torch.arange(1, _COLUMNS + 1, dtype=torch.int64, device=device)
     return steps.mul_(_SPREAD).bitwise_or_(1)
 
@@ -60,10 +60,10 @@ def digest(tensor: Any) -> int:
 
 
 def is_narrow(values: torch.Tensor) -> bool | None:
-    """Whether FP32 `values` all have ten bits of mantissa or fewer (TF32, FP16, BF16, FP8 numbers): what a tensor that was rounded somewhere is. None where
-    that proves nothing (few nonzero or few different values)."""
+    """Whether FP32 `values` all have 10 or fewer mantissa bits (TF32, FP16, BF16, FP8 numbers), as in a tensor that was rounded earlier. None if
+    that proves nothing (few nonzero or few distinct values)."""
     if values.dtype is not torch.float32 or not values.numel() or hasattr(values, "_quantizer"):
-        return None  # Transformer Engine's FP8 moments call themselves FP32
+        return None  # Transformer Engine's FP8 moments report FP32 as their dtype
     bits = values.detach().contiguous().view(torch.int32)
     if int(torch.count_nonzero(bits)) < _ENOUGH:
         return None
@@ -73,13 +73,13 @@ def is_narrow(values: torch.Tensor) -> bool | None:
 
 
 def positions(count: int) -> torch.Tensor:
-    """The positions that are sampled of `count` elements: spread evenly, each once."""
+    """The sampled positions among `count` elements: spread evenly, without repeats."""
     number = min(count, SAMPLES)
     return (torch.arange(number, dtype=torch.int64) * count + count // 2) // max(number, 1)
 
 
 def sample(flat: torch.Tensor, start: int, count: int) -> dict[int, float]:
-    """Position in the whole tensor -> value, of the sampled positions that this part (from `start` on) of a tensor of `count` elements holds."""
+    """Position in the whole tensor -> value, for the sampled positions within this part (from `start` on) of a tensor of `count` elements."""
     where = positions(count)
     mine = where[(where >= start) & (where < start + flat.numel())]
     values = flat.detach().reshape(-1)[(mine - start).to(flat.device)].double().tolist()

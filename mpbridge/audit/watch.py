@@ -1,4 +1,4 @@
-"""One observation of a step: a dispatch mode sees every operation and its dtypes, module hooks say whose it is. It changes no bit."""
+"""Observes one step: a dispatch mode sees every operation and its dtypes, module hooks attribute it to a module. Results stay bit-identical."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _GEMMS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_sca
 """aten operation -> positions of the two factors."""
 _SOFTMAX = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
 _ROUTING = frozenset({"_softmax", "topk", "sigmoid"})
-"""Operations of a router that read its logits, or scores that are made of them."""
+"""Operations of a router that read its logits, or scores computed from them."""
 _FUSED_ATTENTION = "_scaled_dot_product"
 _LOSS = frozenset({"exp", "exp_", "log", "_log_softmax", "logsumexp", "nll_loss_forward"})
 _BEHIND = frozenset({"_log_softmax", "nll_loss_forward"})
-"""Those of a loss that is computed outside of every module; other operations there may be anything."""
+"""Operations that identify a loss computed outside of every module; others there may be unrelated."""
 _NORMS = frozenset({"native_layer_norm", "_fused_rms_norm", "rsqrt"})
 LOGITS = "logits"
-"""Place of what the output layer returns."""
+"""Name of the output layer's result."""
 
 
 def _autocast(device: str) -> str:
@@ -59,13 +59,13 @@ def _floating(value: Any) -> torch.Tensor | None:
 
 
 def _begins_backward(tensor: torch.Tensor) -> bool:
-    """Whether ones like this are the gradient that a backward pass starts with: made outside of any node, for a single number."""
+    """Whether ones_like of this tensor is the gradient at which a backward pass starts: created outside of any node, for a scalar."""
     single = tensor.numel() == 1 and tensor.is_floating_point()
     return single and torch._C._current_autograd_node() is None
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Observes what runs between `start` and `stop`; what it saw stays readable after."""
+    """Observes everything between `start` and `stop`; its records stay readable afterwards."""
 
     def __init__(self, gemms_of: Callable[[str], Gemms | None] = lambda path: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -75,45 +75,45 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Linear -> storage of the weight that its last forward read."""
         self.autocast: Counter[str] = Counter()
         self.attention: dict[str, Counter[str]] = defaultdict(Counter)
-        """Core attention -> dtype of the factors of its products -> how many."""
+        """Core attention -> dtype of the factors of its products -> number of products."""
         self.passed: dict[str, Counter[str]] = defaultdict(Counter)
-        """Core attention -> dtype of what it was given and gave."""
+        """Core attention -> dtype of its inputs and outputs."""
         self.widened: set[str] = set()
-        """Core attention that torch's own scaled_dot_product_attention computed step by step: it does so in FP32 whatever it is given."""
+        """Core attention computed by torch's unfused scaled_dot_product_attention, which uses FP32 regardless of its input dtype."""
         self.softmax: dict[str, Counter[str]] = defaultdict(Counter)
-        """Module -> dtype that its softmax read -> how often."""
+        """Module -> dtype that its softmax read -> number of calls."""
         self.fused: set[str] = set()
-        """Modules whose softmax is inside one attention kernel, in FP32 whatever it reads."""
+        """Modules whose softmax is inside an attention kernel, in FP32 regardless of its input dtype."""
         self.routing: dict[str, Counter[str]] = defaultdict(Counter)
-        """Router -> dtype that its softmax, sigmoid and choice of experts read."""
+        """Router -> dtype that its softmax, sigmoid and top-k read."""
         self.norms: dict[str, Counter[str]] = defaultdict(Counter)
         """Norm -> dtype that it computed on."""
         self.spelled: set[str] = set()
-        """Norms that are no kernel of torch's: what they read is the variance."""
+        """Norms written in Python, not a torch kernel: the dtype noted is that of the variance."""
         self.ran: dict[str, Any] = {}
-        """Linear, core attention, router or norm -> the module, which gave something."""
+        """Linear, core attention, router or norm that returned something -> its module."""
         self.loss: Counter[str] = Counter()
-        """dtype of the operations of the cross entropy."""
+        """dtype of the cross entropy's operations."""
         self.angles: dict[str, str] = {}
         self.stream: dict[str, Counter[str]] = defaultdict(Counter)
         """Layer -> dtype of the residual stream after it."""
         self.rounded: Counter[str] = Counter()
-        """Place -> FP32 activations there that had ten bits of mantissa or fewer, every one."""
+        """Place -> number of FP32 activations there whose values all had 10 or fewer mantissa bits."""
         self.read: dict[str, int] = {}
         """Parameter -> digest of what the first forward pass of the step read."""
         self.read_tensors: dict[str, Callable[[], str]] = {}
         self.sent: list[Sent] = []
         self.roots: list[float] = []
-        """What backward started from: the scaled losses of the micro-batches."""
+        """The scaled losses of the micro-batches, at which backward started."""
         self.tokens: list[int] = []
-        """Tokens that a sum of losses was taken over, on this rank; nothing where the loss is a mean."""
+        """Number of tokens in this rank's summed loss; unset if the loss is a mean."""
         self.calls: Counter[str] = Counter()
-        """Linear -> forward passes with something in them, those with gradients."""
+        """Linear -> (nonempty forward passes, those with gradients)."""
         self.products = Products(gemms_of)
         self.arrivals = Arrivals()
         self.library = LibraryObservation()
         self.check_read: Callable[[str, torch.Tensor], None] | None = None
-        """Told every parameter that a forward pass reads, once: (name, tensor)."""
+        """Called once for every parameter that a forward pass reads: (name, tensor)."""
         self._stack: list[tuple[Any, str]] = []
         self._paths: dict[Any, str] = {}
         self._graph = Graph()
@@ -124,7 +124,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- begin and end -------------------------------------------------------------------------------------------------------------------
     def start(self, chunks: list[Any]) -> None:
-        """Begins to observe these model chunks; a second start is a no-op."""
+        """Starts observing these model chunks; a second start is a no-op."""
         if self._undo is not None:
             return
         self._paths = module_paths(chunks)
@@ -140,7 +140,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tokens.append(tokens)
 
     def stop(self) -> None:
-        """Takes every hook off and lets the graph go."""
+        """Removes every hook and releases the graph."""
         if self._undo is not None:
             self._undo.close()
             self._undo = None
@@ -151,7 +151,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What runs inside is no part of the step: it is not noted."""
+        """Operations inside are not part of the step and are not recorded."""
         self._blind = True
         try:
             yield
@@ -181,7 +181,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = self._inputs.pop()
         nodes = self._graph.add(path, inputs, tensors_in(output))
         if is_norm(module) or is_linear(module):
-            self._note_rounding(path, _floating(args))  # as the module's own hooks left it
+            self._note_rounding(path, _floating(args))  # after the module's own hooks
         self._note_weights(module, path)
         result = _floating(output)
         if result is None:
@@ -218,7 +218,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.rounded[path] += 1
 
     def _note_weights(self, module: Any, path: str) -> None:
-        """What this module's own parameters are while its forward is still on the stack: fully sharded ones are whole here."""
+        """Records this module's own parameters while its forward pass is on the stack: fully sharded ones are gathered here."""
         for name, parameter in module._parameters.items():
             full = f"{path}.{name}" if path else name
             if parameter is None or hasattr(parameter, "_local_tensor"):
@@ -232,19 +232,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # --- operations ----------------------------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs the operation and notes it."""
+        """Runs the operation and records it."""
         if self._blind:
             return func(*args, **(kwargs or {}))
         space, _, name = func._schema.name.partition("::")
         if space == "c10d" and name in KINDS and not aside():
-            self.sent += sent(name, args)  # before it runs: reductions work in place
+            self.sent += sent(name, args)  # before it runs, since reductions are in-place
         out = func(*args, **(kwargs or {}))
         if space == "aten":
             self._operation(name, args, out)
         return out
 
     def _operation(self, name: str, args: Any, out: Any) -> None:
-        # with experts of limited capacity a router also sorts whole numbers
+        # with a capacity limit, a router also sorts integers
         if name in _ROUTING and self._stack and is_router(self._stack[-1][0]) and args[0].is_floating_point():
             self._routed(args[0])
         if name in _GEMMS:
@@ -285,7 +285,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _gemm(self, name: str, args: Any, out: Any) -> None:
         left, right = (values(args[index]) for index in _GEMMS[name])
         module, path = self._here()
-        if module is not None:  # forward, or a forward that is repeated for backward
+        if module is not None:  # forward, or recomputation during backward
             if is_attention(module):
                 self.attention[path][f"{storage(left)}" if left.dtype is right.dtype else "mixed"] += 1
             elif left.dim() == 2:
@@ -303,9 +303,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._stack[-1] if self._stack else (None, "")
 
     def _of_the_loss(self, name: str) -> bool:
-        """Whether an operation is the cross entropy's: in the model's own forward, or after the model in a loop that computes its loss itself."""
+        """Whether an operation belongs to the cross entropy: in the model's own forward pass, or after it if the loop computes the loss."""
         return self._at_root() if self._stack else name in _BEHIND and torch.is_grad_enabled()
 
     def _at_root(self) -> bool:
-        """Whether the operation is the model's own, in none of its submodules."""
+        """Whether the operation belongs to the model itself, not to a submodule."""
         return self._stack[-1][1] == ""

@@ -1,4 +1,4 @@
-"""Do updates arrive where the forward pass reads? Main weights moved, parameters equal to them bit for bit, every trainable tensor in the optimizer."""
+"""Checks that updates reach the forward pass: main weights moved, parameters equal them bit for bit, every trainable tensor is in the optimizer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mpbridge.audit.values import digest, is_narrow, positions
 
 EXPERTS = "*.experts.*"
 _SAFETY = 1.25
-"""How far above half a unit in the last place an update must lie before its element has to move."""
+"""An element must move if its update exceeds half a unit in the last place by this factor."""
 
 
 class Before:
-    """What an update is compared with: a digest of everything that it changes, and a few of its numbers."""
+    """State before an update: a digest of everything that it changes, and a sample."""
 
     def __init__(self, engine: Any) -> None:
         self.digests: dict[str, int] = {}
@@ -37,43 +37,43 @@ class Before:
 
 @dataclass
 class Weights:
-    """One rank's observation; names of parameters."""
+    """One rank's observation, as parameter names."""
 
     trainable: list[str] = field(default_factory=list)
     moved: list[str] = field(default_factory=list)
     stuck: list[str] = field(default_factory=list)
-    """Updates larger than rounding were due, and nothing changed."""
+    """Updates larger than rounding were due, but nothing changed."""
     otherwise: list[str] = field(default_factory=list)
-    """What changed is not what the moments give."""
+    """Changed by something other than the update that the moments give."""
     undone: list[str] = field(default_factory=list)
-    """Moved by the update, and put back before the step ended."""
+    """Moved by the update, but restored before the step ended."""
     small: list[str] = field(default_factory=list)
     """Unchanged, and no update was larger than rounding."""
     idle: list[str] = field(default_factory=list)
-    """Experts that got no token."""
+    """Experts that received no tokens."""
     unreached: list[str] = field(default_factory=list)
-    """No gradient arrived."""
+    """Received no gradient."""
     elsewhere: list[str] = field(default_factory=list)
     """Owned by another rank's optimizer."""
     flipped: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
-    """Trainable, and in no group of the optimizer."""
+    """Trainable, but in no group of the optimizer."""
     frozen_rate: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
-    """Another program's parameters whose module did not run, and that have no gradient."""
+    """Parameters of a foreign model whose module did not run and that have no gradient."""
     compared: int = 0
     unequal: list[str] = field(default_factory=list)
-    """Parameter is not its main weight, rounded."""
+    """The parameter is not its main weight, rounded."""
     coarse: list[str] = field(default_factory=list)
-    """FP32 main weights, or moments, that hold nothing below ten bits of mantissa."""
+    """FP32 main weights or moments whose values all have 10 or fewer mantissa bits."""
     quantized: int = 0
-    """Weights at rest in a quantized format that were compared with their main weights."""
+    """Number of weights stored in a quantized format that were compared with their main weights."""
     misread: list[str] = field(default_factory=list)
-    """Those that are not their main weight, rounded."""
+    """Quantized weights that are not their main weight, rounded."""
 
 
 def standing(engine: Any) -> Weights:
-    """What can be said without an update: who is in the optimizer, and which parameters are their main weights."""
+    """What can be checked without an update: which parameters are in the optimizer, and which equal their main weights."""
     seen = Weights()
     for held in holdings(engine):
         _membership(seen, held)
@@ -92,7 +92,7 @@ def _membership(seen: Weights, held: Held) -> None:
 
 
 def _proxied(held: Held) -> bool:
-    """Whether the model's parameter never asks for gradients itself: Megatron-FSDP trains a parameter of its own in its place."""
+    """Whether the model's parameter never requires gradients itself: Megatron-FSDP trains a parameter of its own instead."""
     return held.parameter.grad_fn is not None
 
 
@@ -114,7 +114,7 @@ def _equality(seen: Weights, held: Held) -> None:
     if stored is not None and stored.dtype is torch.int16:
         return  # the upper and the lower half of one number
     if stored is not None and stored.dtype is not torch.float32:
-        # the parameter was rounded from the FP32 result, the main weight was stored in fewer bits afterwards
+        # the parameter was rounded from the FP32 result; the main weight was stored in fewer bits afterwards
         wide = held.part.float()
         room = 0.01 * wide.abs() + float(wide.abs().amax() if wide.numel() else 0.0) * 2.0**-10
         if bool(((main.float() - wide).abs() > room).any()):
@@ -125,7 +125,7 @@ def _equality(seen: Weights, held: Held) -> None:
 
 
 def moved(engine: Any, before: Before, lr: float, read: Collection[str] | None = None) -> Weights:
-    """`standing`, and what the update that was just applied did to every parameter. read: those whose module ran; None: unknown."""
+    """`standing`, plus the effect of the update just applied on every parameter. read: parameters whose module ran; None: unknown."""
     seen = Weights()
     whole = {held.name: held for held in holdings(engine)}
     for name, held in whole.items():
@@ -139,7 +139,7 @@ def moved(engine: Any, before: Before, lr: float, read: Collection[str] | None =
             continue
         foreign = bool(getattr(engine, "foreign", False))
         if foreign and read is not None and name not in read and _gradient(held) is None and not held.state:
-            seen.unused.append(name)  # a head that another program leaves alone
+            seen.unused.append(name)  # a head that a foreign loop does not use
             continue
         rests = foreign and (held.group or {}).get("lr", lr) == 0
         due = _motion(seen, held, trained, before.digests.get(name), lr, rests=rests)
@@ -150,7 +150,7 @@ def moved(engine: Any, before: Before, lr: float, read: Collection[str] | None =
 
 
 def _motion(seen: Weights, held: Held, trained: torch.Tensor, earlier: int | None, lr: float, *, rests: bool) -> bool:
-    """Notes whether the parameter moved; whether an update larger than rounding was due. rests: another's loop gives its group a rate of 0 in this step."""
+    """Records whether the parameter moved, and whether an update larger than rounding was due. rests: a foreign loop gives its group a rate of 0 in this step."""
     name = held.name
     size, known = _update(held, trained, lr)
     without = known and not bool(size.any())
@@ -173,7 +173,7 @@ def _motion(seen: Weights, held: Held, trained: torch.Tensor, earlier: int | Non
 
 
 def _half_ulp(values: torch.Tensor, held: Held) -> torch.Tensor:
-    """Half a unit in the last place of each element, in the dtype that the trained weights are kept in."""
+    """Half a unit in the last place of each element, in the dtype of the trained weights."""
     stored = held.state.get("master_param")
     kept = local(held.updated).dtype if stored is None or stored.dtype in (torch.int16, torch.uint8) else stored.dtype
     if stored is not None and stored.dtype is torch.int16:
@@ -187,7 +187,7 @@ def _half_ulp(values: torch.Tensor, held: Held) -> torch.Tensor:
 
 
 def _update(held: Held, trained: torch.Tensor, lr: float) -> tuple[torch.Tensor, bool]:
-    """(size of the update of each element, whether a zero there means that no gradient arrived)."""
+    """(magnitude of each element's update, whether a zero there means that no gradient arrived)."""
     rate = float((held.group or {}).get("lr", lr) or lr)
     gradient = _gradient(held)
     if type(held.inner).__name__ in ADAMS:
@@ -195,7 +195,7 @@ def _update(held: Held, trained: torch.Tensor, lr: float) -> tuple[torch.Tensor,
         if first is not None and second is not None and first.numel() == trained.numel():
             return _adam(held, first, second, rate), True
         if gradient is not None:
-            # the first update is the gradient's sign
+            # the first update depends only on the gradient's sign
             return torch.where(gradient != 0, rate, 0.0).to(torch.float32), True
         return torch.full_like(trained, rate, dtype=torch.float32), False
     if gradient is None:
@@ -229,7 +229,7 @@ def _adam(held: Held, first: torch.Tensor, second: torch.Tensor, rate: float) ->
 
 
 def _width(seen: Weights, held: Held, has_moved: bool) -> None:
-    """FP32 states that hold nothing but numbers of ten bits or fewer: they were rounded outside of every dtype."""
+    """FP32 states whose values all have 10 or fewer mantissa bits: they were rounded although their dtype is FP32."""
     main = held.main
     if has_moved and main is not None and held.part is not None and held.part.dtype is torch.bfloat16:
         stored = held.state.get("master_param")
@@ -243,7 +243,7 @@ def _width(seen: Weights, held: Held, has_moved: bool) -> None:
     betas = (held.group or {}).get("betas", ())
     for role, beta in zip(("exp_avg", "exp_avg_sq"), betas, strict=False):
         stored = held.state.get(role)
-        # (1 - beta) x gradient has bits below BF16, unless 1 - beta is a power of two
+        # (1 - beta) x gradient has bits beyond BF16, unless 1 - beta is a power of two
         if stored is None or local(stored).dtype is not torch.float32 or not _uneven(1.0 - beta):
             continue
         if is_narrow(local(stored)):
@@ -270,7 +270,7 @@ def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]
             ok=not any(wrong),
             count=owned,
             offenders=offenders(wrong),
-            cure="it would never be updated" if any(wrong) else "",
+            cure="add them to a parameter group; they would never be updated" if any(wrong) else "",
         )
     ]
     compared, quantized = sum(rank.compared for rank in ranks), sum(rank.quantized for rank in ranks)
@@ -280,7 +280,7 @@ def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]
             Finding(
                 subject="weights as read",
                 promised="main weights, rounded",
-                found="others" if any(bad) else "main weights, rounded",
+                found="different" if any(bad) else "main weights, rounded",
                 ok=not any(bad),
                 count=compared,
                 offenders=offenders(bad),
@@ -293,7 +293,7 @@ def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]
             Finding(
                 subject="quantized weights as read",
                 promised="main weights, quantized",
-                found="others" if any(bad) else "main weights, quantized",
+                found="different" if any(bad) else "main weights, quantized",
                 ok=not any(bad),
                 count=quantized,
                 offenders=offenders(bad),
@@ -314,13 +314,13 @@ def _moved_finding(ranks: Sequence[Weights]) -> Finding:
         [
             *rank.stuck,
             *rank.frozen_rate,
-            *(f"{name}: not by what its moments give" for name in rank.otherwise),
-            *(f"{name}: put back after the update" for name in rank.undone),
+            *(f"{name}: update does not follow from its moments" for name in rank.otherwise),
+            *(f"{name}: restored after the update" for name in rank.undone),
         ]
         for rank in ranks
     ]
     unreached = _unreached(ranks, moved_anywhere)
-    # nobody's optimizer says that it owns it
+    # parameters that no optimizer claims to own
     orphans = names - _names(
         [*r.moved, *r.stuck, *r.small, *r.idle, *r.unreached, *r.outside, *r.frozen_rate, *r.unused, *r.undone]
         for r in ranks
@@ -328,7 +328,7 @@ def _moved_finding(ranks: Sequence[Weights]) -> Finding:
     wrong = [[*a, *b, *sorted(orphans)] for a, b in zip(stuck, unreached, strict=True)]
     cure = "no gradient arrived" if any(unreached) else ""
     if any(stuck) or orphans:
-        cure = "the optimizer reads other gradients, or holds other parameters, than the model"
+        cure = "the optimizer's gradients or parameters are not the model's"
     return Finding(
         subject="weights moved",
         promised="all that have gradients",
@@ -345,7 +345,7 @@ def _names(rows: Iterable[Iterable[str]]) -> set[str]:
 
 
 def _unreached(ranks: Sequence[Weights], moved_anywhere: set[str]) -> list[list[str]]:
-    # a shard of rows that no token touched says nothing: somewhere else its parameter was reached
+    # a shard whose rows no token touched proves nothing: its parameter was reached on another rank
     reached = moved_anywhere | _names(rank.small for rank in ranks)
     return [[name for name in rank.unreached if name not in reached] for rank in ranks]
 
@@ -354,9 +354,9 @@ def _how_many(ranks: Sequence[Weights], names: set[str], moved_anywhere: set[str
     lost = _names(rank.small for rank in ranks) - moved_anywhere
     idle = _names(rank.idle for rank in ranks) - moved_anywhere
     notes = [f"{len(moved_anywhere & names)} of {len(names)}"]
-    notes += [f"{len(idle)} of experts without tokens"] if idle else []
+    notes += [f"{len(idle)} in experts without tokens"] if idle else []
     unused = _names(rank.unused for rank in ranks) - moved_anywhere
-    notes += [f"{len(unused)} of modules that did not run"] if unused else []
+    notes += [f"{len(unused)} in modules that did not run"] if unused else []
     notes += [f"{len(lost)} below rounding at this learning rate"] if lost else []
     return ", ".join(notes)
 
@@ -366,9 +366,9 @@ def _bits_finding(ranks: Sequence[Weights]) -> Finding:
     return Finding(
         subject="bits of states",
         promised="as wide as their dtype",
-        found="numbers of ten bits or fewer in FP32" if any(coarse) else "as wide as their dtype",
+        found="values with 10 or fewer mantissa bits in FP32" if any(coarse) else "as wide as their dtype",
         ok=not any(coarse),
         count=sum(len(rank.moved) for rank in ranks),
         offenders=offenders(coarse),
-        cure="something rounds them between updates" if any(coarse) else "",
+        cure="find what rounds them between updates" if any(coarse) else "",
     )

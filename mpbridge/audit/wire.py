@@ -1,4 +1,4 @@
-"""Collectives that belong to no step: what is sent while something else than training happens is not counted."""
+"""Marks collectives that are not part of a step, so that they are not counted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _depth = 0
 
 @contextmanager
 def unobserved() -> Iterator[None]:
-    """What is sent inside belongs to no step (a checkpoint's tables and bytes): it is not counted."""
+    """Messages sent inside are not part of a step (a checkpoint's tables and bytes) and are not counted."""
     global _depth
     _depth += 1
     try:
@@ -20,5 +20,5 @@ def unobserved() -> Iterator[None]:
 
 
 def aside() -> bool:
-    """Whether this is inside of `unobserved`."""
+    """Whether execution is inside `unobserved`."""
     return _depth > 0

@@ -1,1 +1,1 @@
-"""Saving a run and going on from it: the fingerprint and the verdict, the folders on disk, the state independent of the recipe, saving and loading."""
+"""Saving and resuming a run: the fingerprint and the verdict, the folders on disk, the state independent of the recipe, saving and loading."""

@@ -1,4 +1,4 @@
-"""`torch.save`'s archives read as data (opcodes.py): tensors become references to their bytes. Loads no framework."""
+"""Reads `torch.save` archives as data (opcodes.py): tensors become references to their bytes. Loads no framework."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpbridge.errors import CheckpointError
 
 LARGEST_PICKLE = 1 << 30
 _LOCAL_HEADER = 30
-"""Bytes of a zip file's local header before the name (APPNOTE 4.3.7); the lengths of name and extra field are its last four."""
+"""Size of a zip file's local header before the name (APPNOTE 4.3.7); its last four bytes are the lengths of name and extra field."""
 _STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "BFloat16Storage": "bfloat16", "HalfStorage": "float16", "LongStorage": "int64",
     "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool",
@@ -25,9 +25,9 @@ _STORAGES = {
 }  # fmt: skip
 """torch's typed storages -> dtype of their elements; an untyped one counts bytes."""
 _LEGACY = 0x1950A86A20F9469CFC6C
-"""First pickle of the form in which torch saved storages before archives (torch.serialization.MAGIC_NUMBER)."""
+"""First pickle of torch's pre-zip format (torch.serialization.MAGIC_NUMBER)."""
 DEEPEST = 3
-"""Archives within pickles within archives."""
+"""Maximum nesting of archives within pickles within archives."""
 
 
 class Slice(RawIOBase):
@@ -45,16 +45,16 @@ class Slice(RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """As of a file that has nothing but this slice."""
+        """Like seek of a file that contains only this slice."""
         self.at = {os.SEEK_SET: 0, os.SEEK_CUR: self.at, os.SEEK_END: self.size}[whence] + offset
         return self.at
 
     def tell(self) -> int:
-        """Bytes from the slice's start."""
+        """Position from the slice's start."""
         return self.at
 
     def read(self, size: int = -1) -> bytes:
-        """At most what is left of the slice."""
+        """Reads at most the rest of the slice."""
         left = max(0, self.size - self.at)
         self.stream.seek(self.start + self.at)
         data = self.stream.read(left if size < 0 else min(size, left))
@@ -63,7 +63,7 @@ class Slice(RawIOBase):
 
 
 def members(stream: IO[bytes], start: int, stop: int) -> dict[str, tuple[int, int]]:
-    """Name within the archive (its top folder left out) -> first byte in `stream`, and size. Raises CheckpointError for any other file."""
+    """Name within the archive (without its top folder) -> first byte in `stream`, and size. Raises CheckpointError for any other file."""
     part = Slice(stream, start, stop)
     found = {}
     try:
@@ -75,10 +75,10 @@ def members(stream: IO[bytes], start: int, stop: int) -> dict[str, tuple[int, in
                 name, extra = struct.unpack("<HH", part.read(_LOCAL_HEADER)[-4:])
                 at = start + info.header_offset + _LOCAL_HEADER + int(name) + int(extra)
                 if not start <= at <= at + info.file_size <= stop:
-                    raise CheckpointError(f"{info.filename[:80]} lies outside of its archive")
+                    raise CheckpointError(f"{info.filename[:80]} is outside its archive")
                 found[info.filename.partition("/")[2]] = (at, info.file_size)
     except (zipfile.BadZipFile, struct.error, OSError, ValueError, RuntimeError) as error:
-        # RuntimeError: zipfile's word for what it has no means to read
+        # RuntimeError: zipfile raises it for what it cannot read
         raise CheckpointError(f"not an archive of torch.save ({error})") from error
     return found
 
@@ -95,7 +95,7 @@ class StorageSlice:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor that an archive describes; strides and offset in elements."""
+    """A tensor described by an archive; strides and offset in elements."""
 
     held: StorageSlice
     dtype: str
@@ -105,7 +105,7 @@ class Tensor:
 
     @property
     def contiguous_at(self) -> int | None:
-        """First byte of the elements where they lie row-major without a gap."""
+        """First byte of the elements if they are row-major and contiguous."""
         expected = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         plain = all(side == 1 or a == b for side, a, b in zip(self.shape, self.stride, expected, strict=True))
         return self.held.at + self.offset * WIDTHS[self.dtype] if plain else None
@@ -127,21 +127,21 @@ class Tensor:
 
 
 def tensor(held: Any, offset: Any, size: Any, stride: Any, dtype: str) -> Tensor:
-    """A tensor once it lies inside of its storage; raises CheckpointError."""
+    """The tensor, checked to be inside its storage. Raises CheckpointError."""
     sides, steps = list(size), list(stride)
     count = elements(dtype, sides)
     if type(offset) is not int or offset < 0 or any(type(step) is not int or step < 0 for step in steps):
-        raise CheckpointError("a tensor with an offset or strides that are none")
+        raise CheckpointError("a tensor with an invalid offset or strides")
     last = offset + sum((side - 1) * step for side, step in zip(sides, steps, strict=True))
     if not isinstance(held, StorageSlice) or (count and (last + 1) * WIDTHS[dtype] > held.size):
-        raise CheckpointError("a tensor that lies outside of its storage")
+        raise CheckpointError("a tensor outside its storage")
     if count * WIDTHS[dtype] > held.size:
-        raise CheckpointError("a tensor of more elements than its storage has")
+        raise CheckpointError("a tensor with more elements than its storage")
     return Tensor(held, dtype, tuple(sides), tuple(steps), offset)
 
 
 def load(stream: IO[bytes], start: int, stop: int, depth: int = 0) -> Any:
-    """What an archive holds: plain values, Tensors, and Made for the records in `plain_call`. Raises CheckpointError."""
+    """An archive's contents: plain values, Tensors, and Made for the records in `plain_call`. Raises CheckpointError."""
     if depth > DEEPEST:
         raise CheckpointError("archives nested too deeply")
     inside = members(stream, start, stop)
@@ -169,21 +169,21 @@ def _storage_dtype(kind: Any) -> str:
 
 
 def dtype_of(name: Any) -> str:
-    """torch's name of the dtype that a global stands for; raises CheckpointError."""
+    """torch's name of the dtype that a global refers to. Raises CheckpointError."""
     if not isinstance(name, Name) or name.module != "torch" or name.name not in WIDTHS:
         raise CheckpointError(f"{_shown(name)} is not a dtype")
     return name.name
 
 
 def _shown(value: Any) -> str:
-    """For messages: a name, or the kind of anything else, whose text may be without an end."""
+    """For messages: a name, or the type of anything else, whose text may be endless."""
     return str(value)[:80] if isinstance(value, (Name, str)) else f"a {type(value).__name__}"
 
 
 def plain_call(
     depth: int = 0, records: Callable[[Name], bool] = lambda name: False
 ) -> Callable[[Name, tuple[Any, ...]], Any]:
-    """What names and arguments make: tensors, sizes and dicts; a Made where `records` knows the name. Raises CheckpointError for any other."""
+    """The value of a call: tensors, sizes and dicts; a Made if the name is in `records`. Raises CheckpointError for any other."""
 
     def call(name: Name, args: tuple[Any, ...]) -> Any:
         match (name.module, name.name):
@@ -203,13 +203,13 @@ def plain_call(
                 return []
         if records(name):
             return UnpickledCall(name, args)
-        raise CheckpointError(f"it asks for {name}, which is not plain data")
+        raise CheckpointError(f"it refers to {name}, which is not plain data")
 
     return call
 
 
 def _from_bytes(data: Any, depth: int) -> Any:
-    """A storage that was saved into bytes of its own, as an archive or in torch's older form."""
+    """A storage saved in its own bytes, as an archive or in torch's older format."""
     if not isinstance(data, (bytes, bytearray)) or depth > DEEPEST:
         raise CheckpointError("archives nested too deeply")
     raw = bytes(data)
@@ -219,7 +219,7 @@ def _from_bytes(data: Any, depth: int) -> Any:
 
     def storage(key: Any) -> StorageSlice:
         if key[0] != "storage" or type(key[4]) is not int:
-            raise CheckpointError("a storage that is not there")
+            raise CheckpointError("a missing storage")
         kept[key[2]] = _storage_dtype(key[1])
         return StorageSlice(
             BytesIO(raw), len(raw) - key[4] * WIDTHS[kept[key[2]]], key[4] * WIDTHS[kept[key[2]]], kept[key[2]]
@@ -233,5 +233,5 @@ def _from_bytes(data: Any, depth: int) -> Any:
         raise CheckpointError("not a storage that torch saved")
     found = values[3]
     if not isinstance(found, StorageSlice) or found.at < at:
-        raise CheckpointError("a storage that is cut off")
+        raise CheckpointError("a truncated storage")
     return found

@@ -1,4 +1,4 @@
-"""The ranks' parts of an index made one: the last thing before a checkpoint is sealed, on rank 0."""
+"""Merges the ranks' parts of an index, on rank 0, as the last step before a checkpoint is sealed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpbridge.files import read_json
 
 
 def indexed(partial: Path, ranks: int) -> dict[str, Any]:
-    """Makes the ranks' parts one index (and one for other tools); size and checksum of each data file come back. Raises CheckpointError."""
+    """Merges the ranks' parts into one index (and one for other tools); returns size and checksum of each data file. Raises CheckpointError."""
     parts = [read_json(partial / part_file(rank)) for rank in range(ranks)]
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, tuple[str, int, int]] = {}
@@ -42,7 +42,7 @@ def indexed(partial: Path, ranks: int) -> dict[str, Any]:
 
 
 def raise_first(said: str) -> None:
-    """Raises CheckpointError on every rank where one of them has something to say."""
+    """Raises CheckpointError on every rank if any of them reports a fault."""
     if agreed(1 if said else 0):
         everywhere = from_all(said)
         rank, text = next((rank, text) for rank, text in enumerate(everywhere) if text)

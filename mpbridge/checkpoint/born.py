@@ -1,4 +1,4 @@
-"""What to say of main weights that begin as somebody else's weights: which dtype their values come from."""
+"""Notes on main weights that are initialized from foreign weights: the dtype of their values."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ if TYPE_CHECKING:
     from mpbridge.config.container import Run
 
 SOURCE = "source.json"
-"""In a checkpoint of weights that were converted from a folder: what that folder was."""
+"""File in a checkpoint of converted weights that describes the folder they came from."""
 _HALVES = (DType.BF16, DType.FP16)
 
 
 def holds_weights_alone(path: Path) -> bool:
-    """Whether a checkpoint was converted from a folder of weights, so that nothing else can be in it."""
+    """Whether a checkpoint was converted from a folder of weights, so that it contains nothing else."""
     return (path / SOURCE).is_file()
 
 
 def why_alone(path: Path) -> str:
-    """Why only weights can be taken from a checkpoint that no run of mpbridge saved, as the rest of a sentence."""
+    """Why only weights can be loaded from a checkpoint that no run of mpbridge saved, as the rest of a sentence."""
     if holds_weights_alone(path):
-        return "holds weights alone"
+        return "contains only weights"
     return "was not written by mpbridge, so the meaning of its optimizer states is unknown"
 
 
 def taken_alone(run: Run, index: Index, path: Path) -> Verdict:
-    """The verdict on weights that were taken from such a checkpoint because that was asked for."""
+    """The verdict on loading only weights from such a checkpoint on request."""
     alone = holds_weights_alone(path)
-    why = "it holds nothing else" if alone else "mpbridge did not write the checkpoint"
+    why = "it contains nothing else" if alone else "mpbridge did not write the checkpoint"
     return Verdict(
         kind="weights only",
-        why=(f"it was asked for (checkpoint.reset_optimizer), and {why}",),
+        why=(f"it was requested (checkpoint.reset_optimizer), and {why}",),
         lost=() if alone else ("optimizer states, schedule, counters and random states",),
         notes=born(run, index),
     )
 
 
 def born(run: Run, index: Index) -> tuple[str, ...]:
-    """A note where the main weights of `run` have more bits than the values that they begin with."""
+    """A note if the main weights of `run` have more bits than their initial values."""
     stored = index.tensors.get("embedding.word_embeddings.weight")
     if stored is None:
         return ()
@@ -53,9 +53,9 @@ def born(run: Run, index: Index) -> tuple[str, ...]:
     if main not in (DType.FP32, DType.INT16):  # INT16: the lower halves of FP32
         return ()
     if begins in _HALVES:
-        return (f"the FP32 main weights are born from {begins.short}: they begin as exactly those values",)
+        return (f"the FP32 main weights are initialized from {begins.short}: they start from exactly those values",)
     if params in _HALVES and begins is DType.FP32:
         return (
-            f"the FP32 main weights begin as the {params.short} parameters: the checkpoint's FP32 weights rounded once",
+            f"the FP32 main weights are initialized from the {params.short} parameters, the checkpoint's FP32 weights rounded once",
         )
     return ()

@@ -1,6 +1,6 @@
-"""Takes from this process what it does not need to convert a checkpoint: other files (Landlock, Linux 5.13), children, endless output, time and memory. For good.
+"""Permanently restricts this process to what converting a checkpoint needs: no other files (Landlock, Linux 5.13), no children, bounded output, time and memory.
 
-What the kernel does not offer is left out: the pickles are not executed in any case (opcodes.py), this is the second wall. Loads no framework.
+Restrictions that the kernel lacks are skipped: pickles are never executed anyway (opcodes.py); this is a second line of defence. Loads no framework.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_NEW_PRIVILEGES, _PARENT_DEATH_SIGNAL = 38, 1
 
 
 def confine(source: str, out: str) -> bool:
-    """Only `source` and Python's own files can be read from now on, and only `out` written; True where the kernel sees to it."""
+    """From now on only `source` and Python's own files can be read, and only `out` written; True if the kernel enforces it."""
     _limit(source)
     if sys.platform != "linux":
         return False
@@ -48,7 +48,7 @@ def _limit(source: str) -> None:
 
 
 def _python() -> list[str]:
-    """Folders that modules are still loaded from."""
+    """Folders from which modules may still be loaded."""
     return [path for path in {*sys.path, sys.prefix, sys.base_prefix} if path and os.path.isdir(path)]
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints that hold pickles: converted to data by a process that has nothing to lose, then read as any other.
+"""Checkpoints with pickles: converted to data by an isolated process, then read like any other.
 
-The process (strange.py) gets two paths and nothing else: no environment, no open file, no standard input, no framework; it may read the checkpoint and
-write one folder, which Linux holds it to where it can (Landlock); and it ends with its parent.
+The process (strange.py) gets only two paths: no environment, no open files, no standard input, no framework; it may read the checkpoint and
+write one folder, which Linux enforces where available (Landlock); and it ends with its parent.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _START = (
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether a folder holds a checkpoint in megatron-core's format that mpbridge did not write."""
+    """Whether a folder is a checkpoint in megatron-core's format that mpbridge did not write."""
     return not (path / store.MANIFEST).exists() and (path / strange.METADATA).exists()
 
 
 def needs_converting(path: Path) -> bool:
-    """Whether a checkpoint has to be converted before it is loaded; raises CheckpointError."""
+    """Whether a checkpoint must be converted before loading. Raises CheckpointError."""
     return is_foreign(path) or store.read_manifest(path)["schema"] == store.CONVERTIBLE
 
 
 def converted(path: Path, room: Path) -> Path:
-    """The checkpoint in `path` as data, sealed, in a new folder in `room`. Raises CheckpointError that names the file which cannot be converted."""
+    """Converts the checkpoint in `path` to a sealed new folder in `room`. Raises CheckpointError naming the file that cannot be converted."""
     foreign = is_foreign(path)
     step = 0 if foreign else store.step_in(store.check(path), path)
     partial = store.begin(room, step)
@@ -62,8 +62,8 @@ def _run(source: Path, out: Path, whose: str) -> None:
             raise
     if process.returncode:
         text = said.decode(errors="replace").strip()
-        died = f"{source} cannot be converted: the process that converts it ended with {_ended(process.returncode)}"
-        # a process that was ended, or failed in a way that it does not know, has no line of its own to say
+        died = f"{source} cannot be converted: the conversion process ended with {_ended(process.returncode)}"
+        # a process that was killed or failed unexpectedly has no message of its own
         raise CheckpointError(
             text.splitlines()[-1][:2000] if process.returncode == 1 and text else f"{died} {text[-500:]}"
         )

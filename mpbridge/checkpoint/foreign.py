@@ -1,6 +1,6 @@
 """Files of a checkpoint for other tools: torch's `.metadata`, megatron-core's `metadata.json` and `common.pt`. Written, and never read, by mpbridge.
 
-With them torch.distributed.checkpoint and megatron-core's dist_checkpointing load the tensors of a checkpoint as they do their own.
+With them torch.distributed.checkpoint and megatron-core's dist_checkpointing load the tensors of a checkpoint like their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CONFIG = "metadata.json"
 
 
 def write_common(folder: Path, common: Mapping[str, Any]) -> None:
-    """`common.pt`, with which megatron-core's loads begin, and the name of the format."""
+    """`common.pt`, which megatron-core loads first, and the name of the format."""
     torch.save(dict(common), folder / COMMON)
     names = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     (folder / CONFIG).write_text(
@@ -28,7 +28,7 @@ def write_common(folder: Path, common: Mapping[str, Any]) -> None:
 
 
 def write_metadata(folder: Path, parts: Iterable[Mapping[str, Any]]) -> None:
-    """`.metadata` from the ranks' parts of the index, which name the archive around each tensor's elements."""
+    """`.metadata`, from the ranks' parts of the index, which name the archive around each tensor's elements."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -46,7 +46,7 @@ def write_metadata(folder: Path, parts: Iterable[Mapping[str, Any]]) -> None:
             known = tensors.setdefault(key, TensorStorageMetadata(properties, torch.Size(entry["shape"]), []))
             for _, offset, shape, start, length in entry["pieces"]:
                 where = torch.Size(offset)
-                # torch finds a piece by tensor, offset and its place in this list
+                # torch finds a piece by tensor, offset and its position in this list
                 places[MetadataIndex(key, where, len(known.chunks))] = _StorageInfo(part["file"], start, length)
                 known.chunks.append(ChunkStorageMetadata(where, torch.Size(shape)))
     with (folder / METADATA).open("wb") as stream:

@@ -1,11 +1,11 @@
-"""The index of a checkpoint: which bytes of which file are which part of which tensor. Ours, JSON, and all that a load goes by. Loads no framework.
+"""The index of a checkpoint, in JSON: which bytes of which file are which part of which tensor. Loads rely on it alone. Loads no framework.
 
     {"schema": 1, "files": ["__0_0.distcp", ...],
      "tensors": {key: {"dtype": "float32", "shape": [256, 64], "pieces": [[file, at, offset, shape], ...]}},
      "objects": {key: [file, at, bytes]}}
 
-file: its place in "files"; at: byte at which the elements begin, row-major, little-endian, without a gap; offset and shape: of the piece in the tensor.
-An object is JSON as `plain.encoded` spells it. Sums of the files are in the manifest.
+file: its position in "files"; at: byte at which the elements begin, row-major, little-endian, contiguous; offset and shape: of the piece in the tensor.
+An object is JSON as encoded by `plain.encoded`. Checksums of the files are in the manifest.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Everything that a checkpoint's data files hold."""
+    """The contents of a checkpoint's data files."""
 
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, tuple[str, int, int]]
     """Key -> file, first byte, bytes."""
 
     def as_data(self) -> dict[str, Any]:
-        """JSON types."""
+        """The index as JSON types."""
         files = sorted(
             {piece.file for stored in self.tensors.values() for piece in stored.pieces}
             | {file for file, _, _ in self.objects.values()}
@@ -70,14 +70,14 @@ class Index:
         return {"schema": SCHEMA, "files": files, "tensors": tensors, "objects": objects}
 
     def incomplete(self) -> list[str]:
-        """A sentence for each tensor whose pieces are not as many elements as it has, or overlap: a shard was written by nobody, or by two ranks."""
+        """A sentence for each tensor with missing or overlapping pieces: a shard was written by no rank, or by two."""
         found = []
         for key, stored in self.tensors.items():
             have, want = sum(math.prod(piece.shape) for piece in stored.pieces), math.prod(stored.shape)
             if have != want:
                 found.append(f"{key}: its shards have {have} elements, expected {want}")
             elif overlap(stored.pieces):
-                found.append(f"{key}: two of its shards overlap, and some elements are in none")
+                found.append(f"{key}: two of its shards overlap, and some elements are missing")
         return found
 
 
@@ -88,7 +88,7 @@ def overlap(pieces: Iterable[StoredPiece]) -> bool:
         return len(filled) > 1
     reaching: list[StoredPiece] = []
     for piece in sorted(filled, key=lambda one: one.offset):
-        # those that end before this one begins along the first dimension meet no later one either
+        # pieces that end before this one begins along the first dimension cannot overlap a later one
         reaching = [one for one in reaching if one.offset[0] + one.shape[0] > piece.offset[0]]
         if any(_meet(one, piece) for one in reaching):
             return True
@@ -104,7 +104,7 @@ def _meet(a: StoredPiece, b: StoredPiece) -> bool:
 def read_index(folder: Path, listed: Mapping[str, Any]) -> Index:
     """The index of the checkpoint in `folder`. listed: the manifest's files.
 
-    Raises CheckpointError that names the index where a piece is not inside of a listed file or of its tensor.
+    Raises CheckpointError naming the index if a piece is not inside a listed file and its tensor.
     """
     file = folder / INDEX
     try:
@@ -149,7 +149,7 @@ def _piece(
     name, count = files[_place(number, len(files))], elements(dtype, shape)
     ends = [begin + side for begin, side in zip(offset, shape, strict=True)]
     if len(ends) != len(whole) or any(end > side for end, side in zip(ends, whole, strict=True)):
-        raise CheckpointError(f"a piece of {key} lies outside of the tensor")
+        raise CheckpointError(f"a piece of {key} is outside the tensor")
     _inside(at, count * WIDTHS[dtype], room[name], name, key)
     return StoredPiece(name, at, tuple(offset), tuple(shape))
 
@@ -162,4 +162,4 @@ def _place(number: Any, count: int) -> int:
 
 def _inside(at: Any, size: Any, room: Any, name: str, key: str) -> None:
     if type(at) is not int or type(size) is not int or at < 0 or size < 0 or at + size > room:
-        raise CheckpointError(f"{key} lies outside of {name}")
+        raise CheckpointError(f"{key} is outside {name}")

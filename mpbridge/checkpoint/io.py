@@ -1,4 +1,4 @@
-"""Saving and loading a run: everything that its next step depends on, as data (index.py has the format), with the fingerprint inside."""
+"""Saves and loads a run: everything that its next step depends on, as data (format in index.py), with the fingerprint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def of_run(run: Run, stored: Mapping[str, str] | None = None) -> Fingerprint:
 
 
 class Writing:
-    """A checkpoint under way; `finish` seals it."""
+    """A checkpoint being written; `finish` seals it."""
 
     def __init__(
         self, folder: Path, partial: Path, step: int, audit: store.AuditMark, written: BackgroundWrite | str
@@ -53,11 +53,11 @@ class Writing:
         self._said = "" if isinstance(written, BackgroundWrite) else written
 
     def done(self) -> bool:
-        """Whether every rank's files are written; every rank calls it."""
+        """Whether every rank's files are written. Every rank must call it."""
         return not agreed(0 if self.background is None or self.background.done() else 1)
 
     def finish(self, *, keep_last: int | None = None, keep_every: int | None = None) -> Path:
-        """Waits, seals, removes old ones; returns the checkpoint's folder. Every rank calls it. Raises CheckpointError."""
+        """Waits, seals, removes old checkpoints; returns the checkpoint's folder. Every rank must call it. Raises CheckpointError."""
         if self.background is not None:
             self._said = self.background.finish()
             self.background = None
@@ -80,9 +80,9 @@ class Writing:
 
 
 def save(training: Training, folder: Path, *, background: bool = False) -> Writing:
-    """Writes the run as it stands; `finish` what comes back. background: the files are written by a child while training goes on.
+    """Starts writing the run's current state; call `finish` on the result. background: a child process writes the files while training continues.
 
-    Every rank calls it. Raises CheckpointError when it cannot be written; nothing of it then remains.
+    Every rank must call it. Raises CheckpointError if it cannot be written, and leaves nothing behind.
     """
     step, rank = training.counters.iteration, dist.get_rank()
     with unobserved():
@@ -115,8 +115,8 @@ def gather(training: Training) -> dict[str, Any]:
 def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Verdict:
     """Resumes the run from the checkpoint in `path`: engine, schedule, counters, random states; returns the verdict.
 
-    Every rank calls it. Checksums and the fingerprint are looked at before anything else is opened, and nothing that is read can be code.
-    Raises Refused when the verdict forbids it, CheckpointError for a checkpoint that is damaged or does not fit.
+    Every rank must call it. Checksums and the fingerprint are checked before anything else is opened, and nothing is executed.
+    Raises Refused if the verdict forbids it, CheckpointError for a checkpoint that is damaged or does not fit.
     """
     with unobserved(), readable(training.run, path) as place:
         found = on_first_rank(lambda: _look(place))
@@ -137,7 +137,7 @@ def load(training: Training, path: Path, *, reset_optimizer: bool = False) -> Ve
 
 
 def load_weights(training: Training, path: Path) -> Verdict:
-    """Takes the weights alone from the checkpoint in `path`; schedule, counters and random states stay a fresh run's. Raises as `load` does."""
+    """Loads only the weights from the checkpoint in `path`; schedule, counters and random states stay those of a new run. Raises as `load` does."""
     with unobserved(), readable(training.run, path) as place:
         found = on_first_rank(lambda: _look(place))
         if found is None:
@@ -149,10 +149,10 @@ def load_weights(training: Training, path: Path) -> Verdict:
 
 
 def _strangers_weights(training: Training, place: Path, path: Path, *, reset: bool) -> Verdict:
-    """The weights of a checkpoint that another program wrote; raises Refused where that was not asked for."""
+    """The weights of a checkpoint that another program wrote. Raises Refused unless that was requested."""
     if not reset:
         raise Refused(
-            f"{path} {why_alone(place)}: go on with the weights alone (--reset-optimizer), or from a checkpoint of a run"
+            f"{path} {why_alone(place)}: load only the weights (--reset-optimizer), or resume from a run's checkpoint"
         )
     with _explained(path, None), Contents(place) as contents:
         _take_up(training, contents, weights_only=True)
@@ -161,9 +161,9 @@ def _strangers_weights(training: Training, place: Path, path: Path, *, reset: bo
 
 @contextmanager
 def readable(run: Run, path: Path) -> Iterator[Path]:
-    """A folder with the checkpoint in `path` as data: `path` itself, or what it was converted to, which goes with the block. Every rank calls it.
+    """A folder with the checkpoint in `path` as data: `path` itself, or a conversion that exists only inside the block. Every rank must call it.
 
-    Raises CheckpointError that names the file which holds something else than data.
+    Raises CheckpointError naming the file that contains anything other than data.
     """
     room: Path | None = on_first_rank(lambda: _room(run) if needs_converting(path) else None)
     if room is None:
@@ -184,28 +184,28 @@ def _room(run: Run) -> Path:
 
 
 def _other_data(training: Training, data: Mapping[str, Any]) -> list[str]:
-    """A note where the samples that this run counts as read are not those that the checkpoint's run read."""
+    """A note if the samples that this run counts as read are not those that the checkpoint's run read."""
     mark = data.get("mark")
     if not mark or training.feed.mark(int(data["consumed"])) in ("", mark):
         return []
     return [
-        f"the training samples come in another order than in the run that was saved (another train.train_iters, seed, length or corpus): "
-        f"of the {data['consumed']} that it read, some will be read again"
+        f"the order of training samples differs from the saved run's (another train.train_iters, seed, length or corpus): "
+        f"some of the {data['consumed']} samples that it read will be read again"
     ]
 
 
 def judge(saved: Fingerprint, run: Run, path: Path, *, reset: bool) -> Verdict:
-    """The verdict on going on from `saved` as `run`; raises Refused when it forbids resuming, or allows weights only and that was not asked for."""
+    """The verdict on resuming `saved` as `run`. Raises Refused if it forbids resuming, or allows only the weights and that was not requested."""
     answer = verdict(saved, of_run(run))
     if answer.kind == "refused" or (answer.kind == "weights only" and not reset):
         raise Refused(f"{path} cannot be resumed in {run.recipe}: " + "\n".join(answer.lines()))
     return (
-        answer.without_states("it was asked for (checkpoint.reset_optimizer)") if reset and answer.goes_on else answer
+        answer.without_states("it was requested (checkpoint.reset_optimizer)") if reset and answer.goes_on else answer
     )
 
 
 def _look(path: Path) -> Fingerprint | None:
-    """The fingerprint of a whole checkpoint; None where another program wrote it. Raises CheckpointError."""
+    """The fingerprint of a complete checkpoint; None if another program wrote it. Raises CheckpointError."""
     manifest = store.check(path)
     if manifest.get("foreign") is True:
         return None
@@ -218,12 +218,12 @@ def _look(path: Path) -> Fingerprint | None:
 
 
 MOST_SAMPLES_A_STEP = 1 << 24
-"""No global batch is larger: a count beyond that was not counted."""
+"""Upper bound of a global batch; a larger count is invalid."""
 
 
 @contextmanager
 def _together() -> Iterator[None]:
-    """What each rank does for itself: where one fails all raise, and nobody goes on before all are done."""
+    """Runs a rank's own work: if one rank fails all raise, and none continues before all are done."""
     error: Exception | None = None
     try:
         yield
@@ -234,12 +234,12 @@ def _together() -> Iterator[None]:
 
 
 def _run_state(contents: Contents) -> Mapping[str, Any]:
-    """Counters, schedule and place in the data of a checkpoint, once they can be what a run counted. Raises CheckpointError that names the file."""
+    """A checkpoint's counters, schedule and data position, checked for plausibility. Raises CheckpointError naming the file."""
     file, found = contents.folder / STATE, contents.common().get("run")
     if not isinstance(found, Mapping) or not all(
         isinstance(found.get(name), Mapping) for name in ("counters", "scheduler", "data")
     ):
-        raise CheckpointError(f"{file} holds no counters: it was not written by mpbridge")
+        raise CheckpointError(f"{file} has no counters: it was not written by mpbridge")
     counters, data = found["counters"], found["data"]
     names = set(_COUNTERS)
     if set(counters) != names:
@@ -258,7 +258,7 @@ def _run_state(contents: Contents) -> Mapping[str, Any]:
         or samples > counters["tokens"]
     ):
         raise CheckpointError(
-            f"{file}: iteration={steps}, consumed={samples}, tokens={counters['tokens']} after step {contents.step}: no run counts so"
+            f"{file}: iteration={steps}, consumed={samples}, tokens={counters['tokens']} after step {contents.step}, which no run can have"
         )
     if not isinstance(data.get("mark"), str):
         raise CheckpointError(f"{file}: data.mark is not text")
@@ -266,7 +266,7 @@ def _run_state(contents: Contents) -> Mapping[str, Any]:
 
 
 _COUNTERS = ("iteration", "consumed", "skipped", "nonfinite", "tokens")
-"""Fields of train.metrics.Counters."""
+"""Names of the fields of train.metrics.Counters."""
 
 
 def _take_up(training: Training, contents: Contents, *, weights_only: bool) -> None:
@@ -276,7 +276,7 @@ def _take_up(training: Training, contents: Contents, *, weights_only: bool) -> N
     pairs = [] if weights_only else state.ask_for_whole(wanted, engine.optimizer)
     fresh = wanted.pop("optimizer", {})
     shelf.point(wanted)
-    # what comes beside the model (amax histories) starts anew where the checkpoint has none, or another kind
+    # states other than the model's (amax histories) start empty if the checkpoint has none, or another kind
     have = {name: part for name, part in wanted.items() if name.startswith("model") or shelf.holds(part)}
     with _together():
         loaded = contents.load(have)
@@ -298,19 +298,19 @@ def _resume_plain(training: Training, plain: Mapping[str, Any], contents: Conten
     own = training.scheduler.state_dict()
     if strange := [name for name in own if isinstance(schedule.get(name), str) != isinstance(own[name], str)]:
         raise CheckpointError(
-            f"{file}: scheduler.{strange[0]}={schedule.get(strange[0])!r}, expected as in {own[strange[0]]!r}"
+            f"{file}: scheduler.{strange[0]}={schedule.get(strange[0])!r}, expected the type of {own[strange[0]]!r}"
         )
     if schedule.get("wd_incr_style") == training.scheduler.wd_incr_style == "constant":
-        # the length of a constant weight decay's ramp is not a difference: a run may be made longer
+        # the ramp length of a constant weight decay does not matter: a run may be extended
         schedule["wd_incr_steps"] = training.scheduler.wd_incr_steps
     try:
-        # megatron-core adds the saved steps to those taken so far: a rollback would run ahead along the schedule
+        # megatron-core adds the saved steps to those taken so far, so a rollback would advance the schedule too far
         training.scheduler.num_steps = 0
         training.scheduler.load_state_dict(schedule)
     except AssertionError as error:
         raise CheckpointError(
-            f"{contents.folder} was trained on another learning-rate schedule ({error}): keep the schedule's settings, or say which one "
-            "counts: scheduler.override_opt_param_scheduler=true (this run's) or scheduler.use_checkpoint_opt_param_scheduler=true"
+            f"{contents.folder} was trained on another learning-rate schedule ({error}): keep the schedule's settings, or choose one: "
+            "scheduler.override_opt_param_scheduler=true (this run's) or scheduler.use_checkpoint_opt_param_scheduler=true"
         ) from error
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: the schedule cannot be restored ({type(error).__name__}: {error})") from error
@@ -330,14 +330,14 @@ def _describe(partial: Path, run: Run, stored: Mapping[str, str], step: int, com
     (partial / FILE).write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     try:
         text = run.container.to_yaml()
-    except MpbridgeError as error:  # live config objects that no file can hold
+    except MpbridgeError as error:  # live config objects that cannot be written to a file
         text = "".join(f"# {line}\n" for line in str(error).splitlines())
     (partial / CONFIG).write_text(text, encoding="utf-8")
 
 
 @contextmanager
 def _explained(folder: Path, partial: Path | None) -> Iterator[None]:
-    """Turns what megatron-core and torch raise about files into CheckpointError; `partial` is removed then."""
+    """Converts file errors of megatron-core and torch to CheckpointError and removes `partial`."""
     try:
         with unobserved():
             yield
@@ -346,7 +346,7 @@ def _explained(folder: Path, partial: Path | None) -> Iterator[None]:
         raise
     except Exception as error:
         _give_up(partial)
-        if is_of_a_lost_rank(error):  # no fault of the checkpoint's
+        if is_of_a_lost_rank(error):  # not the checkpoint's fault
             raise
         raise CheckpointError(_reason(error, folder, saving=partial is not None)) from error
 
@@ -357,7 +357,7 @@ def _give_up(partial: Path | None) -> None:
 
 
 _NO_ROOM = ("No space left", "File too large", "quota exceeded", "unexpected pos", "PytorchStreamWriter")
-"""How a write that fails reads in Python, and (the last two) in torch's own writer, which drops the reason."""
+"""Texts of failed writes in Python and (the last two) in torch's own writer, which drops the reason."""
 
 
 def _reason(error: BaseException, folder: Path, *, saving: bool) -> str:
@@ -369,5 +369,5 @@ def _reason(error: BaseException, folder: Path, *, saving: bool) -> str:
     if any(word in text for word in _NO_ROOM):
         tail = f"the file system is full (disk, quota, or a limit on file sizes): {tail}"
     newest = store.saved(folder)
-    before = f"the newest whole one is {newest[0].path}" if newest else "there is none yet"
+    before = f"the latest complete one is {newest[0].path}" if newest else "there is none yet"
     return f"a checkpoint could not be written to {folder} ({free:.0f} MiB free there): {tail}; {before}"

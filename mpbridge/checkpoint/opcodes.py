@@ -1,7 +1,7 @@
-"""Pickles read as data: a small interpreter that imports nothing, calls nothing and sets no attribute. Loads no framework.
+"""Reads pickles as data: a small interpreter that imports nothing, calls nothing and sets no attribute. Loads no framework.
 
-Names stand for themselves. Those on the list may head a call, which makes a `UnpickledCall`: a record of the name, the arguments and the state, for others to
-look into. So a pickle can describe whatever it likes and do nothing; what is not plain data, or a listed record, is an error.
+Names are kept as names. Listed ones may be called, which creates an `UnpickledCall`: a record of the name, the arguments and the state.
+So a pickle can describe anything but execute nothing; anything other than plain data and listed records is an error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from mpbridge.errors import CheckpointError
 
 MOST = 50_000_000
-"""Opcodes of one pickle that are looked at; a checkpoint of a thousand ranks has a tenth of that."""
+"""Maximum number of opcodes in one pickle; a checkpoint of a thousand ranks has a tenth of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Name:
 
 @dataclass(slots=True, eq=False, repr=False)
 class UnpickledCall:
-    """What calling a name would have made: never called."""
+    """Record of a call that is never executed."""
 
     name: Name
     args: tuple[Any, ...]
     state: Any = None
     items: dict[Any, Any] = field(default_factory=dict)
-    """What a mapping of that name was given."""
+    """Items set on a mapping of that name."""
 
     def get(self, key: str) -> Any:
         """A field of the state; raises CheckpointError."""
@@ -46,7 +46,7 @@ class UnpickledCall:
 
 
 class _StackMark:
-    """Where a run of stack items begins."""
+    """Marks the start of a group of stack items."""
 
 
 _MARK = _StackMark()
@@ -57,7 +57,7 @@ Storage = Callable[[Any], Any]
 def read(data: bytes, call: Call, storage: Storage | None = None, start: int = 0) -> tuple[Any, int]:
     """The value that a pickle in `data` describes, and the byte after its end.
 
-    call: what a name and arguments make (raises CheckpointError for a name that it does not know); storage: what a persistent id stands for.
+    call: returns the value for a name and arguments (raises CheckpointError for an unknown name); storage: returns the value of a persistent id.
     Raises CheckpointError for everything else.
     """
     try:
@@ -91,7 +91,7 @@ class _Reader:
             elif opcode.name in _ACTS:
                 _ACTS[opcode.name](self, argument)
             elif opcode.name not in ("PROTO", "FRAME"):
-                raise CheckpointError(f"a pickle with opcode {opcode.name}, which no writer of checkpoints needs")
+                raise CheckpointError(f"a pickle with opcode {opcode.name}, which checkpoint writers never use")
         raise CheckpointError("a pickle without an end")
 
     def marked(self) -> list[Any]:
@@ -129,12 +129,12 @@ class _Reader:
         state, made = self.stack.pop(), self.stack[-1]
         if not isinstance(made, UnpickledCall) or made.state is not None:
             what = made if isinstance(made, Name) else type(made).__name__
-            raise CheckpointError(f"it sets attributes of {what}, which only a record has")
+            raise CheckpointError(f"it sets attributes of {what}, which is not a record")
         made.state = state
 
     def persistent(self, _: Any) -> None:
         if self.storage is None:
-            raise CheckpointError("a persistent id where there are no storages")
+            raise CheckpointError("a persistent id without storages")
         self.stack.append(self.storage(_flat(self.stack.pop(), "persistent id")))
 
     def append(self, _: Any) -> None:
@@ -204,11 +204,11 @@ _SINGLE = (str, bytes, int, float, bool, type(None), Name, UnpickledCall)
 
 
 def _flat(value: Any, what: str, depth: int = 2) -> Any:
-    """`value`, if it is a name, a number, text, or a tuple of those, or of tuples of those. Raises CheckpointError: tuples of one another, sixty deep, take for ever
+    """`value`, if it is a name, a number, text, or a tuple of those, or of tuples of those. Raises CheckpointError: deeply nested shared tuples take forever
     to hash or to print."""
     parts = value if type(value) is tuple else ()
     if not (type(value) in _SINGLE or (type(value) is tuple and depth)):
-        raise CheckpointError(f"a {what} that is a {type(value).__name__}, or tuples too deep")
+        raise CheckpointError(f"a {what} that is a {type(value).__name__}, or tuples nested too deeply")
     for part in parts:
         _flat(part, what, depth - 1)
     return value

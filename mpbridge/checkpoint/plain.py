@@ -1,7 +1,7 @@
-"""Plain values as JSON and back, to the bit: counters, schedules, random states, scaling states. What is not plain has no spelling here.
+"""Encodes plain values as JSON and back, bit for bit: counters, schedules, random states, scaling states. Nothing else can be encoded.
 
-A value that JSON knows stands for itself. The rest is an object with one key: `{"tuple": [...]}`, `{"float": "nan"}`, `{"map": [[key, value], ...]}`
-(a dict, always spelled so) and `{"tensor": {"dtype", "shape", "data"}}` with the elements' bytes, little-endian, in base64.
+JSON values encode themselves. The rest is an object with one key: `{"tuple": [...]}`, `{"float": "nan"}`, `{"map": [[key, value], ...]}`
+(every dict) and `{"tensor": {"dtype", "shape", "data"}}` with the elements' bytes, little-endian, in base64.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 from mpbridge.errors import CheckpointError
 
 DEEPEST = 64
-"""Containers within one another; a run's own state has fewer than ten."""
+"""Maximum nesting of containers; a run's own state has fewer than ten levels."""
 WIDTHS: Mapping[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1, "complex64": 8,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "uint16": 2, "uint32": 4, "bool": 1,
 }  # fmt: skip
-"""torch's names of the dtypes that a checkpoint may hold -> bytes an element."""
+"""torch's names of the dtypes allowed in a checkpoint -> bytes per element."""
 LARGEST_SIDE = 1 << 48
 
 
 def encoded(value: Any, depth: int = 0, other: Callable[[Any, int], Any] | None = None) -> Any:
-    """`value` in JSON's types. other: spells any other value (given with its depth). Raises CheckpointError without it."""
+    """`value` as JSON types. other: encodes any other value (called with its depth); without it, raises CheckpointError."""
     if depth > DEEPEST:
         raise CheckpointError(f"a value nested {DEEPEST} deep cannot be saved")
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
@@ -61,7 +61,7 @@ def _tensor(tensor: Any) -> dict[str, Any]:
 
 
 def decoded(data: Any, depth: int = 0) -> Any:
-    """The value that `encoded` spelled; raises CheckpointError for anything else. Loads torch for a tensor only."""
+    """The value encoded by `encoded`. Raises CheckpointError for anything else. Loads torch only for tensors."""
     if depth > DEEPEST:
         raise CheckpointError("nested too deeply")
     if isinstance(data, list):
@@ -88,8 +88,8 @@ def _mapping(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
         raise CheckpointError(f"found a map with a {type(odd[0]).__name__} as a key, expected text, numbers or tuples")
     try:
         return dict(pairs)
-    except TypeError as error:  # a tuple that holds a list
-        raise CheckpointError(f"found a map with a key that cannot be one ({error})") from error
+    except TypeError as error:  # a tuple with a list inside
+        raise CheckpointError(f"found a map with an invalid key ({error})") from error
 
 
 def _tensor_of(dtype: Any, shape: Any, data: Any) -> Any:
@@ -108,14 +108,14 @@ def _tensor_of(dtype: Any, shape: Any, data: Any) -> Any:
 
 
 def elements(dtype: Any, shape: Any) -> int:
-    """Elements of a tensor of that dtype and shape; raises CheckpointError where one of them is not what it says."""
+    """Number of elements of a tensor of that dtype and shape. Raises CheckpointError if either is invalid."""
     if not isinstance(dtype, str) or dtype not in WIDTHS:
         raise CheckpointError(f"dtype {str(dtype)[:40]!r}, expected one of {', '.join(WIDTHS)}")
     return math.prod(sizes(shape))
 
 
 def sizes(shape: Any) -> list[int]:
-    """`shape` as it is, once it is a short list of whole numbers from 0; raises CheckpointError."""
+    """`shape`, checked to be a short list of nonnegative integers. Raises CheckpointError."""
     if not isinstance(shape, list) or len(shape) > DEEPEST:
         raise CheckpointError("expected a list of sizes")
     for side in shape:

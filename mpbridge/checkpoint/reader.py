@@ -1,4 +1,4 @@
-"""What a checkpoint holds, read by its index: elements straight from their bytes, objects as JSON. Nothing here unpickles."""
+"""Reads a checkpoint's contents by its index: elements directly from their bytes, objects as JSON. Unpickles nothing."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mpbridge.files import opened, parsed, read_json
 from mpbridge.megatron import sharded
 
 STATE = "state.json"
-"""What is equal on all ranks: counters, schedule, the optimizer's groups, the loss scaler; as `plain.encoded` spells it."""
+"""File with the state that is equal on all ranks: counters, schedule, the optimizer's groups, the loss scaler; encoded by `plain.encoded`."""
 
 
 class Contents:
-    """An open checkpoint; a context manager, which closes its files. Raises CheckpointError for an index or a state that is not one."""
+    """An open checkpoint; a context manager that closes its files. Raises CheckpointError for an invalid index or state."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ class Contents:
         self._open.clear()
 
     def common(self) -> Mapping[str, Any]:
-        """What is equal on all ranks."""
+        """The state that is equal on all ranks."""
         file = self.folder / STATE
         try:
             data = read_json(file)
@@ -58,9 +58,9 @@ class Contents:
         return found
 
     def load(self, tree: Any) -> Any:
-        """A state of sharded parts with their contents: tensors are read into the memory that they name, in its dtype.
+        """Fills a state of sharded parts: tensors are read into the memory that they name, in its dtype.
 
-        Raises CheckpointError for a part that is not there, or in another shape.
+        Raises CheckpointError for a missing part, or one with another shape.
         """
         return sharded.filled(tree, self._leaf)
 
@@ -68,12 +68,12 @@ class Contents:
         return self.tensor(leaf) if sharded.is_tensor(leaf) else self.object(leaf)
 
     def object(self, leaf: Any) -> Any:
-        """The object of that key and place."""
+        """The object with that key and position."""
         found, extra = self.index.objects.get(leaf.unique_key), extra_state.is_extra(leaf.unique_key)
         if found is None and extra:
-            return leaf.data  # a run that was not quantized by Transformer Engine: histories start anew
+            return leaf.data  # the saved run was not quantized by Transformer Engine: histories start empty
         if found is None:
-            raise CheckpointError(f"{self.folder} holds no {leaf.unique_key}")
+            raise CheckpointError(f"{self.folder} has no {leaf.unique_key}")
         name, at, size = found
         stream = self._stream(name)
         stream.seek(at)
@@ -88,26 +88,26 @@ class Contents:
         """A ShardedTensor's part of its tensor."""
         stored = self.index.tensors.get(leaf.key)
         if stored is None:
-            raise CheckpointError(f"{self.folder} holds no tensor {leaf.key}")
+            raise CheckpointError(f"{self.folder} has no tensor {leaf.key}")
         data = sharded.wide(leaf)
         if data is None:
             data = torch.empty(leaf.local_shape, dtype=leaf.dtype)
         target: torch.Tensor = data.detach()
         if stored.shape != tuple(leaf.global_shape):
             if not leaf.allow_shape_mismatch:
-                raise CheckpointError(f"{leaf.key} is {list(stored.shape)} there, expected {list(leaf.global_shape)}")
+                raise CheckpointError(f"{leaf.key} has shape {list(stored.shape)}, expected {list(leaf.global_shape)}")
             target.zero_()
         shape = (1,) * leaf.prepend_axis_num + tuple(leaf.local_shape)
         whole = target.view(shape) if target.is_contiguous() else target.reshape(shape)
         read = sum(self._copy(piece, stored, whole, tuple(leaf.global_offset)) for piece in stored.pieces)
         if read != target.numel() and stored.shape == tuple(leaf.global_shape):
-            raise CheckpointError(f"{leaf.key}: {read} elements are there, expected {target.numel()}")
+            raise CheckpointError(f"{leaf.key} has {read} elements, expected {target.numel()}")
         if whole.data_ptr() != target.data_ptr():  # reshape had to copy
             target.copy_(whole.view(target.shape))
         return target
 
     def _copy(self, piece: StoredPiece, stored: StoredTensor, target: torch.Tensor, offset: tuple[int, ...]) -> int:
-        """Reads what a piece and a wanted block (its first element at `offset`) have in common; returns the number of elements."""
+        """Reads the intersection of a piece and a wanted block (its first element at `offset`); returns the number of elements."""
         lows = [max(a, b) for a, b in zip(piece.offset, offset, strict=True)]
         highs = [
             min(a + m, b + n)
@@ -134,7 +134,7 @@ class Contents:
         stream, room = self._stream(name), memoryview(into.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         stream.seek(at)
         if stream.readinto(room) != room.nbytes:  # type: ignore[attr-defined]
-            raise CheckpointError(f"{self.folder / name} was cut off: {room.nbytes} bytes at {at} are not there")
+            raise CheckpointError(f"{self.folder / name} is truncated: {room.nbytes} bytes at {at} are missing")
 
     def _stream(self, name: str) -> IO[bytes]:
         if name not in self._open:

@@ -1,4 +1,4 @@
-"""What an archive holds (archive.py) in the spelling of `plain.encoded`. Loads no framework."""
+"""Encodes an archive's contents (archive.py) as `plain.encoded` does. Loads no framework."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from mpbridge.checkpoint.plain import encoded
 from mpbridge.errors import CheckpointError
 
 MOST = 5_000_000
-"""Values in one state; references to the same container count each time."""
+"""Maximum number of values in one state; repeated references to a container count each time."""
 
 
 def spelled(value: Any) -> Any:
-    """`value` in JSON's types. Raises CheckpointError for records, and for a few containers that stand for endless many values."""
+    """`value` as JSON types. Raises CheckpointError for records, and for shared containers that expand to too many values."""
     left, waiting = MOST, [(value, 0)]
     while waiting:
         item, depth = waiting.pop()
         left -= 1
         if left < 0 or depth > 100:
-            raise CheckpointError(f"more than {MOST} values, or values nested without an end")
+            raise CheckpointError(f"more than {MOST} values, or values nested endlessly")
         if isinstance(item, dict):
             waiting += [(part, depth + 1) for pair in item.items() for part in pair]
         elif isinstance(item, (list, tuple)):

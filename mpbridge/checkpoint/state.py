@@ -1,8 +1,8 @@
-"""A run's state as a checkpoint holds it, independent of the recipe: main weights and moments in FP32 under one name, whoever owned them.
+"""A run's state as stored in a checkpoint, independent of the recipe: main weights and moments in FP32 under one name, regardless of their owner.
 
 megatron-core's optimizers store the same things under different names and shapes: FP32Optimizer updates the parameters themselves,
 Float16OptimizerWithFloat16Params calls main weights `fp32_param`, DistributedOptimizer `param`, and FusedAdam with remainders keeps the lower 16
-bits only. Here what an engine asks for is looked up under the name that the checkpoint has, and remainders are joined and split again.
+bits only. Here the tensors that an engine requests are looked up under the checkpoint's names, and remainders are joined and split again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MOMENTS = {
     "optimizer.state.momentum_buffer.": "exp_avg",
 }
 _GROUP_KEYS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""What tells parameter groups apart (megatron-core's param_group_identifier_keys)."""
+"""Keys that identify parameter groups (megatron-core's param_group_identifier_keys)."""
 
 
 def prime(optimizer: Any) -> None:
-    """Gives every parameter its optimizer state, as the first update would: a run whose first steps were all skipped has none yet."""
+    """Creates every parameter's optimizer state, as the first update would: a run whose steps were all skipped has none yet."""
     for part in parts(optimizer):
         if not hasattr(part, "init_state_fn"):
             continue
@@ -61,7 +61,7 @@ def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """The leaves that `walk` finds."""
+    """The leaves found by `walk`."""
     for _, leaf in walk(tree):
         yield leaf
 
@@ -72,7 +72,7 @@ def is_model_key(key: str) -> bool:
 
 
 def stored_dtypes(state: Mapping[str, Any]) -> dict[str, str]:
-    """Role -> torch's name of the dtype that its tensors have in `state` (several joined by '+')."""
+    """Role -> torch's name of its tensors' dtype in `state` (several joined by '+')."""
     found: dict[str, set[str]] = {}
     for leaf in leaves(state):
         dtype = getattr(leaf, "dtype", None) or getattr(leaf.data, "dtype", None)
@@ -100,14 +100,14 @@ def parts_of(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def join_remainders(state: Mapping[str, Any], optimizer: Any) -> None:
-    """Replaces 16-bit remainders in an engine's state by the FP32 main weights that they and the parameters stand for."""
+    """Replaces 16-bit remainders in an engine's state by the FP32 main weights that they form with the parameters."""
     for (_, model), (_, main) in _remainders(state, optimizer):
         # megatron-core gathers them as FP32 numbers, and its own loading then refuses them (expected int16)
         _put(main, join(model.data.detach(), main.data.reshape(model.data.shape).to(torch.int16)))
 
 
 def ask_for_whole(state: Mapping[str, Any], optimizer: Any) -> list[tuple[Path, Path]]:
-    """Makes an engine's loading state ask for FP32 main weights where it keeps remainders; returns (path of the parameter, of the main weight)."""
+    """Makes an engine's loading state request FP32 main weights in place of remainders; returns (path of the parameter, of the main weight)."""
     pairs = []
     for (model_path, _), (main_path, main) in _remainders(state, optimizer):
         _put(main, torch.empty_like(main.data, dtype=torch.float32))
@@ -116,7 +116,7 @@ def ask_for_whole(state: Mapping[str, Any], optimizer: Any) -> list[tuple[Path, 
 
 
 def split_remainders(loaded: dict[str, Any], pairs: list[tuple[Path, Path]]) -> None:
-    """Undoes `ask_for_whole` in what was loaded: main weights become remainders, and the parameters their upper halves."""
+    """Reverts `ask_for_whole` in a loaded state: main weights become remainders, and the parameters their upper halves."""
     for model_path, main_path in pairs:
         whole = at(loaded, main_path[:-1])[main_path[-1]].float().contiguous()
         high = torch.empty(whole.shape, dtype=torch.bfloat16)
@@ -135,7 +135,7 @@ def at(tree: Any, path: Path) -> Any:
 
 def _put(leaf: Any, tensor: torch.Tensor) -> None:
     leaf.data = tensor
-    if hasattr(leaf, "dtype"):  # a factory has none of its own
+    if hasattr(leaf, "dtype"):  # a factory has none
         leaf.dtype = tensor.dtype
 
 
@@ -152,7 +152,7 @@ def _remainders(state: Mapping[str, Any], optimizer: Any) -> Iterator[tuple[tupl
 
 
 def _hands_out_halves(part: Any) -> bool:
-    """Whether an optimizer's main weights come as bare remainders: Transformer Engine's do, ours come whole."""
+    """Whether an optimizer stores main weights as bare remainders: Transformer Engine's does, mpbridge's stores them whole."""
     inner = getattr(part, "optimizer", None)
     return bool(getattr(inner, "store_param_remainders", False)) and not isinstance(inner, CpuFusedAdam)
 
@@ -168,7 +168,7 @@ def _bare(key: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shelf:
-    """What a checkpoint holds: key -> dtype and global shape of every tensor in it."""
+    """A checkpoint's contents: key -> dtype and global shape of every tensor."""
 
     dtypes: Mapping[str, torch.dtype]
     shapes: Mapping[str, tuple[int, ...]]
@@ -182,17 +182,17 @@ class Shelf:
         )
 
     def main(self, model_key: str) -> str | None:
-        """The key of the main weights of a parameter; None where the parameter is its own main weight."""
+        """The key of a parameter's main weights; None if the parameter is its own main weight."""
         return next((prefix + model_key for prefix in MAIN if prefix + model_key in self.dtypes), None)
 
     def holds(self, part: Any) -> bool:
-        """Whether every tensor that `part` of an engine's state asks for is there, in the shape that it asks for."""
+        """Whether every tensor that `part` of an engine's state requests exists with the requested shape."""
         return all(self.shapes.get(leaf.key) == tuple(leaf.global_shape) for leaf in leaves(part))
 
     def point(self, state: Mapping[str, Any], *, weights_only: bool = False) -> None:
-        """Renames what `state` asks for to what this checkpoint has.
+        """Renames the tensors that `state` requests to the checkpoint's names.
 
-        Parameters that come in another dtype than they were stored in are read from the main weights: cast once, as the optimizer would.
+        Parameters with another dtype than the stored one are read from the main weights and cast once, as the optimizer would.
         """
         for leaf in leaves(state):
             if leaf.key.startswith(MAIN):
@@ -209,7 +209,7 @@ def _dtype_of(leaf: Any) -> torch.dtype | None:
 
 
 def check_numbers(saved: Any, file: str, name: str = "") -> None:
-    """Raises CheckpointError that names the place where a schedule, a parameter group or a loss scaler holds a number that none can hold.
+    """Raises CheckpointError naming the place if a schedule, a parameter group or a loss scaler has an impossible number.
 
     Rates, decays, scales and counts are finite and not negative.
     """
@@ -219,18 +219,18 @@ def check_numbers(saved: Any, file: str, name: str = "") -> None:
     for key, item in items:
         check_numbers(item, file, f"{name}.{key}" if name else str(key))
     numbers = saved.tolist() if isinstance(saved, torch.Tensor) and saved.numel() < 16 else saved
-    least = -LARGEST_NUMBER if name.endswith("hysteresis_tracker") else 0  # megatron-core counts it down without an end
+    least = -LARGEST_NUMBER if name.endswith("hysteresis_tracker") else 0  # megatron-core decrements it without bound
     for number in numbers if isinstance(numbers, list) and isinstance(saved, torch.Tensor) else [numbers]:
         if isinstance(number, (int, float)) and not least <= number <= LARGEST_NUMBER:
             raise CheckpointError(f"{file}: {name}={str(number)[:40]}, expected a number from 0 to {LARGEST_NUMBER:g}")
 
 
 LARGEST_NUMBER = 2.0**127
-"""Beyond any rate, count or loss scale; NaN and infinity are beyond it too."""
+"""Larger than any rate, count or loss scale; NaN and infinity are rejected too."""
 
 
 def optimizer_state(loaded: Mapping[str, Any], fresh: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What `Engine.load_state` wants under 'optimizer'.
+    """The value that `Engine.load_state` expects under 'optimizer'.
 
     loaded: the tensors, in the shape of `fresh`, the new engine's own state; saved: the checkpoint's plain part (groups, loss scaler).
     """
@@ -279,7 +279,7 @@ def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _group(fresh: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
-    """The saved group that is told apart by the same marks, with the parameters of the fresh one."""
+    """The saved group with the same identifying keys, with the parameters of the fresh one."""
     marks = [key for key in _GROUP_KEYS if key in fresh]
     match = next((group for group in saved if all(group.get(key) == fresh[key] for key in marks)), None)
     match = fresh if match is None else match

@@ -1,7 +1,7 @@
-"""Checkpoint folders on disk: written under another name, sealed by checksums and a rename, pruned, found again. Loads no framework.
+"""Checkpoint folders on disk: written under a temporary name, sealed by checksums and a rename, pruned, and found again. Loads no framework.
 
-A folder of checkpoints holds `step_00000120/` for each one and `latest`, a text file that names the newest. What is still being written is
-called `.partial-...` and what is being removed `.dropped-...`, so whatever is called `step_...` is whole. `.writer` names the run that saves there.
+A folder of checkpoints has a `step_00000120/` for each one and `latest`, a text file that names the newest. Checkpoints being written are
+named `.partial-...` and those being removed `.dropped-...`, so every `step_...` is complete. `.writer` names the run that saves there.
 Whatever lies there may be a stranger's: links are not followed, and only regular files are opened.
 """
 
@@ -25,16 +25,16 @@ from mpbridge.files import opened_inside, read_json
 from mpbridge.locks import Locked, lock
 
 MANIFEST = "manifest.json"
-"""Name -> size and sha256 of every other file in a checkpoint."""
+"""File with name -> size and sha256 of every other file in a checkpoint."""
 LATEST = "latest"
 WRITER = ".writer"
 SCHEMA = 2
 CONVERTIBLE = 1
-"""Schema of checkpoints that hold pickles: they are converted before they are loaded."""
+"""Schema of checkpoints with pickles, which are converted before loading."""
 AuditMark = Literal["good", "suspect", "unaudited"]
-"""What the audit said of the state that a checkpoint holds."""
+"""The audit's result on the state in a checkpoint."""
 LAST_STEP = 1 << 40
-"""No run takes more steps: a larger number was not counted."""
+"""Upper bound of a run's steps; a larger number is invalid."""
 _NAME = re.compile(r"^step_(\d{8,})$")
 _CHUNK = 1 << 20
 
@@ -63,7 +63,7 @@ def saved(folder: Path) -> list[Saved]:
 
 
 def locate(where: Path) -> Path:
-    """The checkpoint that `where` means: itself, or the newest inside it that no audit called suspect; raises CheckpointError."""
+    """The checkpoint that `where` refers to: itself, or the newest inside it that is not suspect. Raises CheckpointError."""
     if os.path.lexists(where / MANIFEST) or _NAME.match(where.name) or os.path.lexists(where / ".metadata"):
         return where
     inside = saved(where)
@@ -76,16 +76,16 @@ def locate(where: Path) -> Path:
             "to resume from one anyway, name it (checkpoint.load=FOLDER)"
         )
     found = "a folder without checkpoints" if where.is_dir() else "a file" if where.exists() else "no such folder"
-    raise CheckpointError(f"{where}: {found} (expected {name_of(0)[:-1]}... folders in it, or one of them)")
+    raise CheckpointError(f"{where}: {found} (expected a folder with {name_of(0)[:-1]}... folders, or one of them)")
 
 
 def claim(folder: Path) -> IO[str]:
-    """Makes this process the one that saves to `folder`, until what comes back is closed. Raises CheckpointError that names who is it already."""
+    """Makes this process the one that saves to `folder` until the result is closed. Raises CheckpointError naming the current holder, if any."""
     try:
         stream = lock(folder / WRITER, wait=False)
     except Locked as other:
         raise CheckpointError(
-            f"{folder} is where {other.holder or 'another process'} saves its run: wait for it, stop it, or choose another checkpoint.save"
+            f"{other.holder or 'another process'} is saving its run to {folder}: wait for it, stop it, or choose another checkpoint.save"
         ) from None
     stream.truncate(0)
     stream.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -94,12 +94,12 @@ def claim(folder: Path) -> IO[str]:
 
 
 def step_of(path: Path) -> int:
-    """Steps done at the checkpoint in `path`, whatever the folder is called; raises CheckpointError."""
+    """Steps done at the checkpoint in `path`, regardless of the folder's name. Raises CheckpointError."""
     return step_in(read_manifest(path), path)
 
 
 def step_in(manifest: Mapping[str, Any], path: Path) -> int:
-    """Steps done when the checkpoint in `path` was written, from its manifest; raises CheckpointError where that is not a step count."""
+    """Steps done when the checkpoint in `path` was written, from its manifest. Raises CheckpointError for an invalid count."""
     step = manifest.get("step")
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= LAST_STEP:
         raise CheckpointError(f"{path / MANIFEST} has step {str(step)[:40]}, expected a number of steps")
@@ -107,7 +107,7 @@ def step_in(manifest: Mapping[str, Any], path: Path) -> int:
 
 
 def audit_of(path: Path) -> AuditMark:
-    """What the audit said of a checkpoint: 'good', 'suspect', or 'unaudited'; raises CheckpointError."""
+    """The audit's result on a checkpoint: 'good', 'suspect', or 'unaudited'. Raises CheckpointError."""
     found = read_manifest(path).get("audit", "unaudited")
     if found not in get_args(AuditMark):
         raise CheckpointError(f"{path / MANIFEST} has audit {str(found)[:40]!r}, expected good, suspect or unaudited")
@@ -115,12 +115,12 @@ def audit_of(path: Path) -> AuditMark:
 
 
 def mark(path: Path, audit: AuditMark) -> None:
-    """Writes what an audit said into a sealed checkpoint; its other files stay as they are. Raises CheckpointError."""
+    """Writes an audit's result into a sealed checkpoint; its other files are unchanged. Raises CheckpointError."""
     write_whole(path / MANIFEST, _text(read_manifest(path) | {"audit": audit}))
 
 
 def last_good(folder: Path) -> Saved | None:
-    """The newest checkpoint in `folder` that an audit found good; None when there is none."""
+    """The newest checkpoint in `folder` that an audit found good; None if there is none."""
     return next((entry for entry in saved(folder) if _has(entry.path, "good")), None)
 
 
@@ -135,7 +135,7 @@ def _has(path: Path, audit: AuditMark) -> bool:
 
 
 def set_aside(folder: Path, *, after: int) -> list[Path]:
-    """Renames checkpoints of more than `after` steps, so that they are not taken for the newest of a run that goes on from there; the new paths."""
+    """Renames checkpoints after step `after`, so that they are not mistaken for the newest of a run that continues from there; returns the new paths."""
     newer = [entry.path for entry in saved(folder) if entry.step > after]
     return [path.rename(path.with_name(f"aside-{path.name}-{secrets.token_hex(4)}")) for path in newer]
 
@@ -146,7 +146,7 @@ def begin(folder: Path, step: int) -> Path:
     for pattern in (".partial-*", ".dropped-*", ".switch-*", ".converted-*", f".{LATEST}-*"):
         for leaving in folder.glob(pattern):
             _remove(leaving)
-    # a random name: a killed run's orphan that still writes cannot reach this folder
+    # a random name, so that an orphan of a killed run that is still writing cannot reach this folder
     partial = folder / f".partial-{name_of(step)}-{secrets.token_hex(4)}"
     partial.mkdir()
     return partial
@@ -160,9 +160,9 @@ def seal(
     audit: AuditMark = "unaudited",
     foreign: bool = False,
 ) -> Path:
-    """Gives a written folder its checksums and its name, and points `latest` to it. Returns the new path; a crash at any point leaves no partial checkpoint.
+    """Adds checksums to a written folder, renames it, and points `latest` to it. Returns the new path; a crash at any point leaves no partial checkpoint.
 
-    known: size and sha256 of files that their writers have summed and flushed already. foreign: another program wrote what this was converted from.
+    known: size and sha256 of files already checksummed and flushed by their writers. foreign: converted from another program's checkpoint.
     """
     files = sorted(file for file in partial.rglob("*") if file.is_file())
     names = [file.relative_to(partial).as_posix() for file in files if file.name != MANIFEST]
@@ -181,14 +181,14 @@ def seal(
 
 
 def discard(partial: Path) -> None:
-    """Removes what `begin` made, after a save that failed."""
+    """Removes the folder made by `begin`, after a failed save."""
     _remove(partial)
 
 
 def prune(folder: Path, *, keep_last: int | None, keep_every: int | None) -> list[Saved]:
-    """Removes all but the newest `keep_last`, the newest that an audit found good, and those at multiples of `keep_every` steps; returns what went.
+    """Removes all but the newest `keep_last`, the newest good one, and those at multiples of `keep_every` steps; returns the removed ones.
 
-    None or 0 for keep_last: all stay.
+    None or 0 for keep_last keeps all.
     """
     if not keep_last:
         return []
@@ -204,9 +204,9 @@ def prune(folder: Path, *, keep_last: int | None, keep_every: int | None) -> lis
 
 
 def check(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose every file is there and unchanged.
+    """The manifest of a checkpoint, after checking that all its files exist and are unchanged.
 
-    Raises CheckpointError that names the damaged file and the checkpoint before it.
+    Raises CheckpointError naming the damaged file and the previous checkpoint.
     """
     manifest = read_manifest(path)
     for name, facts in sorted(manifest["files"].items()):
@@ -217,8 +217,8 @@ def check(path: Path) -> dict[str, Any]:
 
 
 def whole(path: Path) -> None:
-    """Whether every file that the manifest lists is there in its size; checksums are `check`'s, which reads every byte. Raises CheckpointError that names
-    the first that is not, and the checkpoint before it."""
+    """Checks that every listed file exists with its size; `check` also verifies checksums, which reads every byte. Raises CheckpointError naming
+    the first faulty file, and the previous checkpoint."""
     for name, facts in sorted(read_manifest(path)["files"].items()):
         fault = _fault(path, name, facts, summed=False)
         if fault:
@@ -226,7 +226,7 @@ def whole(path: Path) -> None:
 
 
 def offer_before(path: Path) -> str:
-    """A sentence that offers the newest older checkpoint that is whole."""
+    """A sentence that offers the newest older complete checkpoint."""
     match = _NAME.match(path.name)
     step = int(match[1]) if match else None
     for entry in saved(path.parent):
@@ -236,12 +236,12 @@ def offer_before(path: Path) -> str:
             except CheckpointError:
                 continue
             if not _is_suspect(entry.path) and not any(_fault(entry.path, *item) for item in files.items()):
-                return f"The one before it is whole: go on with checkpoint.load={entry.path}"
-    return "There is no complete checkpoint before it: start over, or restore the file"
+                return f"The previous one is complete: resume with checkpoint.load={entry.path}"
+    return "There is no earlier complete checkpoint: start over, or restore the file"
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Writes a small text file so that a reader sees the old or the new one, never a part."""
+    """Writes a small text file atomically: readers see either the old or the new one."""
     partial = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
     try:
         with partial.open("x", encoding="utf-8") as stream:
@@ -255,7 +255,7 @@ def write_whole(file: Path, text: str) -> None:
 
 
 def size(path: Path) -> int:
-    """Bytes of all files in a checkpoint."""
+    """Total size of a checkpoint's files in bytes."""
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
@@ -264,7 +264,7 @@ def _text(manifest: Mapping[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint, its files not looked at; raises CheckpointError that names it."""
+    """The manifest of a checkpoint, without checking its files. Raises CheckpointError naming it."""
     file = path / MANIFEST
     try:
         data = read_json(file)
@@ -282,7 +282,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         )
     strange = [name for name in data["files"] if not _plain_name(name)]
     if strange:
-        raise CheckpointError(f"{file} names files outside of its folder: {', '.join(strange)}")
+        raise CheckpointError(f"{file} lists files outside its folder: {', '.join(strange)}")
     return dict(data)
 
 
@@ -298,7 +298,7 @@ def _fault(folder: Path, name: str, facts: Any, *, summed: bool = True) -> str |
         with opened_inside(folder, name) as stream:
             found = os.fstat(stream.fileno()).st_size
             if found != facts["bytes"]:
-                return f"has {found} bytes, expected {str(facts['bytes'])[:40]}: it was cut off or changed"
+                return f"has {found} bytes, expected {str(facts['bytes'])[:40]}: it was truncated or changed"
             damaged = summed and _sha256(stream) != facts["sha256"]
     except FileNotFoundError:
         return "is missing"
@@ -329,7 +329,7 @@ def _sha256(stream: IO[bytes], *, sync: bool = False) -> str:
 
 
 def _sync(directory: Path) -> None:
-    # so that the rename itself survives a power cut; not every file system can
+    # so that the rename itself survives a power failure; not every file system supports it
     with contextlib.suppress(OSError):
         handle = os.open(directory, os.O_RDONLY)
         try:
@@ -355,7 +355,7 @@ def _remove(path: Path) -> None:
 
 
 def newest_whole(folder: Path) -> Saved | None:
-    """The newest checkpoint in `folder` that passes `check` and is not suspect; None when there is none."""
+    """The newest checkpoint in `folder` that passes `check` and is not suspect; None if there is none."""
     for entry in saved(folder):
         with contextlib.suppress(CheckpointError):
             check(entry.path)

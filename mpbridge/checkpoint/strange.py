@@ -1,8 +1,8 @@
-"""A checkpoint in megatron-core's own format turned into data. Runs as a process of its own, which knows nothing of the run; loads no framework.
+"""Converts a checkpoint in megatron-core's own format to data. Runs as an isolated process; loads no framework.
 
     python -I -c '... import strange; strange.main()' SOURCE OUT ours|foreign
 
-OUT gets `data.bin`, the index and, of a checkpoint of ours, the state; a file that holds anything but data ends it with one line on stderr and 1.
+Writes `data.bin`, the index and, for a checkpoint of mpbridge, the state to OUT; exits with 1 and one line on stderr if a file contains anything but data.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _RECORDS = frozenset(
         ("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"),
     }
 )  # fmt: skip
-"""What torch's and megatron-core's writers put into `.metadata`: read as records, never as classes."""
+"""Classes that torch's and megatron-core's writers put into `.metadata`: read as records, never as classes."""
 
 
 def convert(source: Path, out: Path, *, ours: bool) -> None:
-    """Writes what the checkpoint in `source` holds into `out`. Raises CheckpointError that names the file which holds something else, or is not there."""
+    """Writes the contents of the checkpoint in `source` to `out`. Raises CheckpointError naming a file that is missing or contains anything else."""
     entries, places = _metadata(source / METADATA)
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, tuple[str, int, int]] = {}
@@ -54,7 +54,7 @@ def convert(source: Path, out: Path, *, ours: bool) -> None:
                 room = os.fstat(stream.fileno()).st_size
                 for key, offset, start, length in items:
                     if not 0 <= start <= start + length <= room:
-                        raise CheckpointError(f"{key} lies outside of it")
+                        raise CheckpointError(f"{key} is outside it")
                     kind = entries.get(key)
                     if kind == "bytes":
                         if ours and key == COMMON_OBJECT:
@@ -87,7 +87,7 @@ def _common_file(source: Path) -> Any:
 
 
 class _named:
-    """Turns what goes wrong with a file into CheckpointError that names it."""
+    """Converts a file's errors to CheckpointError naming it."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -113,7 +113,7 @@ def _record(name: Name, args: tuple[Any, ...]) -> Any:
         return {}
     if (name.module, name.name) in _RECORDS:
         return UnpickledCall(name, args)
-    raise CheckpointError(f"it asks for {name}, which no writer of checkpoints needs")
+    raise CheckpointError(f"it refers to {name}, which checkpoint writers never use")
 
 
 Entries = dict[str, Any]
@@ -148,7 +148,7 @@ def _metadata(file: Path) -> tuple[Entries, Places]:
             name, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
             if not isinstance(name, str) or "/" in name or "\\" in name or "\0" in name or name in ("", ".", ".."):
                 raise CheckpointError(
-                    f"it points outside of its folder ({name[:80] if isinstance(name, str) else type(name).__name__})"
+                    f"it points outside its folder ({name[:80] if isinstance(name, str) else type(name).__name__})"
                 )
             if type(start) is not int or type(length) is not int or info.state.get("transform_descriptors"):
                 raise CheckpointError(f"an invalid storage location in {name}")
@@ -164,10 +164,10 @@ def _record_of(value: Any, name: str) -> UnpickledCall:
 
 def _tensor(key: str, value: Any, offset: Any, kind: tuple[str, tuple[int, ...]], data: IO[bytes]) -> StoredPiece:
     if not isinstance(value, Tensor) or value.dtype != kind[0]:
-        raise CheckpointError(f"{key} is not the tensor of {kind[0]} that the table names")
+        raise CheckpointError(f"{key} is not the {kind[0]} tensor that the table lists")
     ends = [begin + side for begin, side in zip(offset, value.shape, strict=True)]
     if any(begin < 0 for begin in offset) or any(end > side for end, side in zip(ends, kind[1], strict=True)):
-        raise CheckpointError(f"{key}: a piece outside of the tensor")
+        raise CheckpointError(f"{key}: a piece outside the tensor")
     at = data.tell() + -data.tell() % 64
     data.write(bytes(at - data.tell()))
     data.write(value.content())
@@ -189,7 +189,7 @@ def _alone(value: Any) -> Any:
 
 
 def main() -> None:
-    """The process: SOURCE OUT ours|foreign in sys.argv."""
+    """The process's entry point: SOURCE OUT ours|foreign in sys.argv."""
     source, out, whose = sys.argv[1:4]
     try:
         convert(Path(source), Path(out), ours=whose == "ours")

@@ -1,4 +1,4 @@
-"""Fingerprints of checkpoints and the verdict on resuming one: compared before anything is loaded, without a framework."""
+"""Checkpoint fingerprints and the verdict on resuming: compared before anything is loaded, without a framework."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPTIMIZER_FIELDS = (
 )  # fmt: skip
 
 _KEEPS: Mapping[DType, frozenset[DType]] = {
-    # what can hold every value of the key's dtype. FP16 and 8-bit states come with an FP32 scale, so their values need 24 bits of mantissa
+    # dtypes that can represent every value of the key's dtype. FP16 and 8-bit states have an FP32 scale, so their values need 24 mantissa bits
     DType.FP64: frozenset({DType.FP64}),
     DType.FP32: frozenset({DType.FP32, DType.FP64}),
     DType.BF16: frozenset({DType.BF16, DType.FP32, DType.FP64}),
@@ -50,11 +50,11 @@ _FAMILY: Mapping[str, str] = {"torch_adamw": "adam"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprint:
-    """What a checkpoint's precision is: enough to decide without reading a tensor whether and how another run can resume from it."""
+    """A checkpoint's precision: enough to decide, without reading a tensor, whether and how another run can resume from it."""
 
     recipe: str
     policy: PrecisionPolicy
-    """Settled: no optimizer fact is left open."""
+    """Resolved completely: no optimizer fact is left open."""
     engine: str
     realization: str
     optimizer: str
@@ -63,16 +63,16 @@ class Fingerprint:
     shape: Mapping[str, Any]
     versions: Mapping[str, Any]
     optimizer_section: Mapping[str, Any]
-    """What the optimizer's own section says about states: settles another recipe as this run would have."""
+    """The optimizer section's settings for states, to resolve another recipe as this run would have."""
     random: bool
-    """Dropout is on or rounding is stochastic: the random states matter for going on."""
+    """Whether dropout is on or rounding is stochastic, so that the random states matter for resuming."""
     function: Mapping[str, Any] = field(default_factory=dict)
-    """What the model computes from its tensors, where that can be set (_FUNCTION)."""
+    """Settings that change what the model computes from its tensors (_FUNCTION)."""
     stored: Mapping[str, str] = field(default_factory=dict)
     """Role -> dtype of the tensors in the files ('main_params' and moments are stored unscaled)."""
 
     def as_data(self) -> dict[str, Any]:
-        """JSON types, with a schema number."""
+        """The fingerprint as JSON types, with a schema number."""
         plain = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return (
             {"schema": SCHEMA}
@@ -82,7 +82,7 @@ class Fingerprint:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Fingerprint:
-        """The fingerprint that `as_data` described; raises CheckpointError for another schema or missing facts."""
+        """The fingerprint from `as_data`'s data. Raises CheckpointError for another schema or missing facts."""
         if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
             found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
             raise CheckpointError(f"fingerprint of schema {found!r}: this mpbridge reads schema {SCHEMA}")
@@ -97,14 +97,14 @@ class Fingerprint:
             raise CheckpointError(f"the fingerprint cannot be read: {type(error).__name__}: {error}") from error
 
     def kept(self) -> Mapping[str, Holding]:
-        """What a run like this keeps of a parameter (`memory.keeps`). Raises UnknownName for an engine that is not installed here."""
-        # 16-bit parameters that are their own main copy train without the distributed optimizer only (rule full-16-bit-with-distributed-optimizer)
+        """What such a run keeps of a parameter (`memory.keeps`). Raises UnknownName for an engine that is not installed here."""
+        # 16-bit parameters that are their own main copy train only without the distributed optimizer (rule full-16-bit-with-distributed-optimizer)
         alone = self.policy.narrow_alone
         optimizer = OptimizerFacts(name=self.optimizer, distributed=self.distributed and not alone)
         return keeps(self.policy, traits(self.engine), optimizer)
 
     def layout(self) -> dict[str, Any]:
-        """Only what shapes a checkpoint, for people who read the file: role -> dtype, owner and sharding, and the regions stored in low formats."""
+        """A readable summary of what shapes a checkpoint: role -> dtype, owner and sharding, and the regions stored in low formats."""
         roles = {
             role: {"dtype": held.dtype.short, "owner": held.owner, "sharding": held.sharding}
             for role, held in self.kept().items()
@@ -116,7 +116,7 @@ class Fingerprint:
         return {"roles": roles, "stored_formats": stored}
 
     def with_policy(self, policy: PrecisionPolicy, recipe: str, engine: str | None = None) -> Fingerprint:
-        """The same run in another recipe (and on another engine): `policy` settled with this run's optimizer section."""
+        """The same run with another recipe (and engine): `policy` resolved with this run's optimizer section."""
         settled, engine = policy.settled(self.optimizer_section), engine or self.engine
         asked = _FAMILY.get(self.optimizer, self.optimizer)
         optimizer = updater(asked, settled, traits(engine))
@@ -132,7 +132,7 @@ class Verdict:
 
     kind: ResumeKind
     lost: tuple[str, ...] = ()
-    """What the checkpoint holds and the run cannot take over."""
+    """What the checkpoint has but the run cannot restore."""
     notes: tuple[str, ...] = ()
     """Differences that lose nothing."""
     why: tuple[str, ...] = ()
@@ -142,11 +142,11 @@ class Verdict:
 
     @property
     def goes_on(self) -> bool:
-        """True when optimizer states are taken over."""
+        """Whether optimizer states are restored."""
         return self.kind in ("same", "safe", "lossy")
 
     def without_states(self, why: str) -> Verdict:
-        """The same with the weights alone, for the reason `why`."""
+        """The same verdict with only the weights, for the reason `why`."""
         return dataclasses.replace(self, kind="weights only", lost=_STATES, why=(why,))
 
     def lines(self) -> list[str]:
@@ -184,7 +184,7 @@ def fingerprint(
 
 
 def read_fingerprint(folder: Path) -> Fingerprint:
-    """The fingerprint inside one checkpoint's folder; raises CheckpointError that names the file."""
+    """The fingerprint in a checkpoint's folder. Raises CheckpointError naming the file."""
     file = folder / FILE
     try:
         data = read_json(file)
@@ -197,7 +197,7 @@ def read_fingerprint(folder: Path) -> Fingerprint:
 
 
 def verdict(saved: Fingerprint, wanted: Fingerprint) -> Verdict:
-    """What resuming `saved` as `wanted` means."""
+    """The verdict on resuming `saved` as `wanted`."""
     refusals = _other_model(saved, wanted) + _other_names(saved, wanted)
     if refusals:
         return Verdict(kind="refused", why=tuple(refusals))
@@ -228,7 +228,7 @@ def _other_names(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
     if forms[0] == forms[1]:
         return []
     return [
-        f"engine {saved.engine} stores weights under other names and shapes than {wanted.engine} reads: keep engine={saved.engine}"
+        f"engine {saved.engine} stores weights under different names and shapes than {wanted.engine}: keep engine={saved.engine}"
     ]
 
 
@@ -237,7 +237,7 @@ def _unusable_states(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
         return []
     return [
         f"{wanted.optimizer} cannot use the states of {saved.optimizer}: keep optimizer.optimizer={saved.optimizer}, "
-        "or resume with the weights alone (--reset-optimizer)"
+        "or resume with only the weights (--reset-optimizer)"
     ]
 
 
@@ -261,7 +261,7 @@ def _lost(saved: Fingerprint, wanted: Fingerprint) -> list[str]:
     if _dynamic(a) and not _dynamic(b):
         lost.append("the dynamic loss scale and its counters")
     if saved.parallel != wanted.parallel and wanted.random:
-        lost.append("random states: the run is distributed over its processes differently")
+        lost.append("random states: the run has a different parallel layout")
     return lost
 
 
@@ -315,7 +315,7 @@ def _facts(policy: PrecisionPolicy) -> dict[str, Any]:
 
 
 def _weights(kept: Mapping[str, Holding]) -> DType:
-    """dtype that the weights are remembered in between steps: remainders and their parameters together are FP32."""
+    """dtype in which weights persist between steps: remainders and their parameters together are FP32."""
     dtype = kept.get("main_params", kept["params"]).dtype
     return DType.FP32 if dtype is DType.INT16 else dtype
 

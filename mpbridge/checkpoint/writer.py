@@ -1,7 +1,7 @@
-"""One rank's part of a checkpoint on its way to the disk: in this process, or in one forked child while training goes on.
+"""Writes one rank's part of a checkpoint: in this process, or in one forked child while training continues.
 
-Each tensor is a little archive as `torch.save` makes it, so that torch's and megatron-core's own tools can read the file by way of `.metadata`
-(foreign.py). Our index points to the bare elements inside of it, and our loads read nothing else.
+Each tensor is a small `torch.save` archive, so that torch's and megatron-core's own tools can read the file through `.metadata`
+(foreign.py). mpbridge's index points to the raw elements inside it, and mpbridge's loads read nothing else.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ ALIGN = 64
 
 
 def data_file(rank: int) -> str:
-    """Name of a rank's data file, as torch and megatron-core call it."""
+    """Name of a rank's data file, as in torch and megatron-core."""
     return f"__{rank}_0.distcp"
 
 
 def part_file(rank: int) -> str:
-    """Name of the file with a rank's part of the index, which goes when the checkpoint is sealed."""
+    """Name of the file with a rank's part of the index, which is removed when the checkpoint is sealed."""
     return f".index-{rank:05d}.json"
 
 
 @dataclass(slots=True)
 class Load:
-    """What one rank writes: tensors on the CPU, each with its place; objects as JSON."""
+    """What one rank writes: CPU tensors with their positions; objects as JSON."""
 
     tensors: list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]] = field(default_factory=list)
     """(key, global shape, offset, contiguous elements with the global number of axes)."""
@@ -52,7 +52,7 @@ class Load:
 
 
 def staged(tree: Any) -> Load:
-    """This rank's part of a state, copied off the GPU; what lies on the CPU is not copied. Raises CheckpointError for objects that are not data."""
+    """This rank's part of a state, copied from the GPU; CPU tensors are not copied. Raises CheckpointError for objects that are not data."""
     load = Load()
     for leaf in sharded.entries(tree):
         if not sharded.is_written_here(leaf):
@@ -97,7 +97,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _own_storage(data: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor whose storage ends where it does: torch.save writes whole storages."""
+    """The same memory as a tensor with a storage of exactly its size, since torch.save writes whole storages."""
     if data.untyped_storage().nbytes() == data.numel() * data.element_size():
         return data
     raw = data.view(-1).view(torch.uint8).numpy()
@@ -124,13 +124,13 @@ class _Summed(io.RawIOBase):
         return self.at
 
     def aligned(self) -> int:
-        """Zeros up to the next multiple of ALIGN, which comes back."""
+        """Writes zeros up to the next multiple of ALIGN, and returns that position."""
         self.write(bytes(-self.at % ALIGN))
         return self.at
 
 
 def _payload(stream: IO[bytes], start: int, stop: int, size: int) -> int:
-    """Where the elements begin in the archive that torch.save has just written."""
+    """Position of the elements in the archive that torch.save just wrote."""
     at, found = members(stream, start, stop)["data/0"]
     assert found == size
     stream.seek(stop)
@@ -138,7 +138,7 @@ def _payload(stream: IO[bytes], start: int, stop: int, size: int) -> int:
 
 
 class BackgroundWrite:
-    """A rank's `write` under way in a forked child, which sees the tensors as they were at the fork."""
+    """A rank's `write` in a forked child, which sees the tensors as they were at the fork."""
 
     def __init__(self, folder: Path, rank: int, load: Load) -> None:
         context = multiprocessing.get_context("fork")
@@ -152,7 +152,7 @@ class BackgroundWrite:
         return self._process is None or self._receive.poll() or not self._process.is_alive()
 
     def finish(self) -> str:
-        """Waits; '' when the files are written, else what went wrong."""
+        """Waits; returns '' if the files are written, else the error."""
         if self._process is None:
             return ""
         try:
@@ -164,7 +164,7 @@ class BackgroundWrite:
         return said
 
     def abort(self) -> None:
-        """Ends the child; its files have no name yet, so nobody takes them for a checkpoint."""
+        """Ends the child; its files have no final name yet, so they are not taken for a checkpoint."""
         if self._process is not None:
             self._process.kill()
             self._end()
@@ -177,17 +177,17 @@ class BackgroundWrite:
 
 
 def _child(folder: Path, rank: int, load: Load, send: Any) -> None:
-    # the run's own handlers would save again, and a killed run must not leave a writer behind
+    # the run's own signal handlers would save again, and a killed run must not leave a writer behind
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL)
-    torch.set_num_threads(1)  # the parent's pool of threads is not there
+    torch.set_num_threads(1)  # the parent's thread pool does not exist in the child
     send.send_bytes(attempted(folder, rank, load).encode())
     send.close()
 
 
 def attempted(folder: Path, rank: int, load: Load) -> str:
-    """`write`; '' when it went well, else what went wrong."""
+    """`write`; returns '' on success, else the error."""
     try:
         write(folder, rank, load)
     except Exception as error:
@@ -196,7 +196,7 @@ def attempted(folder: Path, rank: int, load: Load) -> str:
 
 
 def end_with_parent(number: int) -> None:
-    """Asks the kernel to send this process a signal when its parent ends (Linux; elsewhere nothing happens)."""
+    """Asks the kernel to signal this process when its parent ends (Linux only)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         with contextlib.suppress(OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""A Slurm script for one run on many nodes: torchrun once a node, a notice before the time is up, and the queue again."""
+"""A Slurm script for one run on many nodes: torchrun once per node, a notice before the time limit, and a requeue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpbridge import __version__
 from mpbridge.config.training import ANNOUNCED
 
 NOTICE = "USR1"
-"""The signal before the time limit; mpbridge finishes its step, saves and ends."""
+"""The signal before the time limit; mpbridge finishes its step, saves and exits."""
 
 
 REPEATED = 5
@@ -18,22 +18,22 @@ REPEATED = 5
 
 
 _COUNTED = (
-    "# failures are counted apart: Slurm's count of restarts has those after a notice, or of a node that was lost, in it",
+    "# failures are counted separately: Slurm's restart count includes restarts after a notice or a lost node",
     'FAILURES=".mpbridge-failures-$SLURM_JOB_ID" failures=0',
     'if ((code != 0 && !noticed)); then echo >>"$FAILURES"; failures=$(wc -l <"$FAILURES"); fi',
     '((code != 0)) || rm -f "$FAILURES"',
     "",
 )
-"""Lines of the script that count failures, in a file of the folder that the job runs in."""
+"""Script lines that count failures, in a file in the job's working folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is asked of Slurm."""
+    """The job to request from Slurm."""
 
     nodes: int
     per_node: int
-    """Processes on a node, one a GPU."""
+    """Processes per node, one per GPU."""
     command: Sequence[str]
     """What torchrun runs: a script, or '-m' and a module, with arguments."""
     repeats: bool = False
@@ -45,12 +45,12 @@ class Job:
     notice: int = 120
     """Seconds between the notice and the time limit: a step and a checkpoint."""
     retries: int = 0
-    """How often a run that failed goes back into the queue."""
+    """How often a failed run is requeued."""
     image: str | None = None
     """A container image for Slurm's pyxis plugin."""
     mounts: Sequence[str] = ()
     options: Sequence[str] = field(default=())
-    """Further #SBATCH options, as 'partition=long'."""
+    """Further #SBATCH options, such as 'partition=long'."""
 
 
 def script(job: Job) -> str:
@@ -75,7 +75,7 @@ def _header(job: Job) -> list[str]:
 
 
 def _spelled(option: str) -> str:
-    """As sbatch reads it: one letter is a short option, whose value stands apart."""
+    """An option as sbatch reads it: one letter is a short option, with a separate value."""
     name, _, value = option.lstrip("-").partition("=")
     return f"-{name} {value}".rstrip() if len(name) == 1 else f"--{option.lstrip('-')}"
 
@@ -99,7 +99,7 @@ def _body(job: Job) -> list[str]:
         "# the first node is where the others meet; a restart must not meet what is left of the run before it",
         'export HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1):$((20000 + SLURM_JOB_ID % 10000))"',
         'export MEETING="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
-        f"export {ANNOUNCED}={NOTICE}  # torchrun ignores it, ranks do not",
+        f"export {ANNOUNCED}={NOTICE}  # torchrun ignores it, the ranks handle it",
         "",
         "if ((!noticed)); then",
         "    # a node whose torchrun ends leaves the others that many seconds: rank 0 may be sealing a checkpoint",
@@ -111,11 +111,11 @@ def _body(job: Job) -> list[str]:
         "fi",
         "",
         *(_COUNTED if job.retries else []),
-        "# 0: the run is complete. Else back into the queue, where the notice ended it"
-        + (f" or it failed ({job.retries} times at most):" if job.retries else ":"),
-        "# the same command resumes from the newest checkpoint",
+        "# 0: the run is complete. Otherwise requeue, if the notice ended it"
+        + (f" or it failed (at most {job.retries} times):" if job.retries else ":"),
+        "# the same command resumes from the latest checkpoint",
         f"if ((code != 0 && ({' || '.join(['noticed', *again])}))); then",
-        '    echo "back into the queue after exit code $code"',
+        '    echo "requeued after exit code $code"',
         '    scontrol requeue "$SLURM_JOB_ID"',
         "    sleep 60  # until Slurm ends this script",
         "fi",

@@ -8,19 +8,19 @@ WHAT = {
     "train.py": "the same run from Python, also under torchrun",
     "README.md": "the commands",
 }
-"""File -> what it is."""
+"""File -> its description."""
 
 SECTIONS = {
     "logger": """logger:
-  log_dir: run # metrics, what was decided, what the audits found""",
+  log_dir: run # metrics, decisions and audit results""",
     "checkpoint": """checkpoint:
   save: run/checkpoints
   load: run/checkpoints # the command that starts the run also resumes it
   save_interval: 50""",
 }
-"""Section -> its text, for configurations without it."""
+"""Section -> its text, for configurations that lack it."""
 
-RECIPE = """# Every field that a recipe may have: mpbridge show {recipe}
+RECIPE = """# All fields of a recipe: mpbridge show {recipe}
 extends: {recipe}
 # gradients in 16 bits on the wire:
 # grad_reduce_in_fp32: false
@@ -29,7 +29,7 @@ extends: {recipe}
 #   mlp.*: {{fp8: hybrid, fp8_recipe: tensorwise}}
 """
 
-SCRIPT = '''"""Trains what config.yaml says. `python train.py optimizer.lr=1e-3`; on two processes: `torchrun --nproc-per-node 2 train.py`."""
+SCRIPT = '''"""Trains with config.yaml. `python train.py optimizer.lr=1e-3`; on two processes: `torchrun --nproc-per-node 2 train.py`."""
 
 import os
 import sys
@@ -50,29 +50,29 @@ README = """# A run of mpbridge
 {commands}
 ```
 
-`data.corpus` names your own text in the place of what config.yaml reads: files or folders. `mpbridge list` has the recipes to put into recipe.yaml.
+Set `data.corpus` to train on your own text (files or folders) instead of the data in config.yaml. `mpbridge list` shows the recipes that recipe.yaml can extend.
 """
 
 
 def readme(*, target: str, settings: str, processes: int, log_dir: str, quantized: bool) -> str:
     """README.md of a starter folder.
 
-    target: a machine that runs the recipe; settings: what config.yaml leaves to the user, each with a blank before it; processes: the smallest world.
+    target: a machine that runs the recipe; settings: what config.yaml leaves to the user, each preceded by a blank; processes: the smallest world.
     """
     run = f"train --config config.yaml{settings}"
     several = f"torchrun --nproc-per-node {max(2, processes)} -m mpbridge {run}"
     if processes > 8:
         several = f"mpbridge launch --nodes {-(-processes // 8)} --gpus-per-node 8 -- {run}"
-    alone = [(f"mpbridge {run} train.train_iters=20", "train: settings stand after the options")]
+    alone = [(f"mpbridge {run} train.train_iters=20", "train: settings follow the options")]
     if "train.train_iters" in settings:
-        alone = [(f"mpbridge {run}", "train: settings stand after the options")]
+        alone = [(f"mpbridge {run}", "train: settings follow the options")]
     commands = [
-        (f"mpbridge plan --config config.yaml{settings}", "what the recipe writes to which field"),
-        (f"mpbridge check --config config.yaml --target {target}{settings}", "is it legal there"),
+        (f"mpbridge plan --config config.yaml{settings}", "which fields the recipe writes"),
+        (f"mpbridge check --config config.yaml --target {target}{settings}", "is it valid there"),
         (f"mpbridge memory --config config.yaml --target {target}{settings}", "does it fit"),
         *(alone if processes == 1 else []),
         *(
-            [(f"mpbridge {run} --emulate", "without such a GPU: its rounding, emulated")]
+            [(f"mpbridge {run} --emulate", "without such a GPU: emulate its rounding")]
             if quantized and processes == 1
             else []
         ),

@@ -1,4 +1,4 @@
-"""--target and its companions: the machine and the versions that are asked about, this one or another."""
+"""--target and related options: the machine and versions in question, this one or another."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ _EXAMPLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetMachine:
-    """What is asked about."""
+    """The machine and versions in question."""
 
     machine: Machine
     versions: Versions
     here: bool
-    """Whether it is this machine with what is installed on it."""
+    """Whether it is this machine with its installed versions."""
     assumed: tuple[str, ...] = ()
     """Versions that were not given: 'transformer engine 2.11.0'."""
     constants: Constants | None = None
-    """Of a --machine-file; None: the shipped ones."""
+    """Efficiencies from a --machine-file; None: the shipped ones."""
 
     def facts(self, facts: RunFacts) -> RunFacts:
-        """The run's facts on this target; environment variables of this machine do not count for another one."""
+        """The run's facts on this target; this machine's environment variables do not apply to another one."""
         changes: dict[str, Any] = {"machine": self.machine, "versions": self.versions}
         return dataclasses.replace(facts, **(changes if self.here else changes | {"environment": {}}))
 
     def line(self) -> str:
-        """One line about it."""
+        """A one-line description."""
         have = [
             f"{name.replace('_', ' ')} {value}"
             for name, value in dataclasses.asdict(self.versions).items()
@@ -71,10 +71,10 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
         help="the machine that will run it: h100, b200, rtx4090, sm_90 ... (default: this one)",
     )
     parser.add_argument(
-        "--machine-file", metavar="FILE", help="a machine that `mpbridge calibrate` measured, in place of --target"
+        "--machine-file", metavar="FILE", help="a machine measured by `mpbridge calibrate`, instead of --target"
     )
     for option, field in _OPTIONS.items():
-        with contextlib.suppress(argparse.ArgumentError):  # --te is the one that --emulate knows too
+        with contextlib.suppress(argparse.ArgumentError):  # --te is shared with --emulate
             parser.add_argument(
                 f"--{option}",
                 metavar="X.Y",
@@ -91,7 +91,7 @@ def target(args: argparse.Namespace) -> TargetMachine:
     }
     if getattr(args, "machine_file", None) is not None:
         if args.target is not None:
-            raise BadValue(f"--target {args.target} and --machine-file {args.machine_file}: give one of them")
+            raise BadValue(f"--target {args.target} and --machine-file {args.machine_file}: use only one of them")
         read, held = read_machine(Path(args.machine_file))
         return TargetMachine(
             machine=read, versions=dataclasses.replace(installed(), **given), here=False, constants=held

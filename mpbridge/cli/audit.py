@@ -1,4 +1,4 @@
-"""`mpbridge audit RUN_DIR`: what a run promised, what its audits found, when, and what changed between them. Loads no framework."""
+"""`mpbridge audit RUN_DIR`: shows what a run promised, what its audits found and when, and what changed between them. Loads no framework."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SUMMARY = "show what a run's audits found, when, and what changed between them"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     parser.add_argument(
         "run_dir", type=Path, metavar="RUN_DIR", help="the run's folder (logger.log_dir), or its precision.json"
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the audits; 0: all found what was promised, 1: one did not, or no update was ever audited."""
+    """Prints the audits. Returns 0 if all were as promised, 1 if one was not or no update was ever audited."""
     history = read_history(args.run_dir)
     proved = any("weights moved" in one["facts"] for one in history)
     good = proved and all(one["ok"] for one in history)
@@ -34,13 +34,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(history)
         if not proved:
-            print("no update was ever audited: nothing is proved of main weights and moments")
+            print("no update was ever audited, so main weights and moments are unverified")
     return 0 if good else 1
 
 
 def _print(history: list[dict[str, Any]]) -> None:
     last = max(history, key=lambda one: ("weights moved" in one["facts"], one["step"]))
-    print_line(f"{last['recipe']}, {len(history)} audits; the last whole one, of step {last['step']}:")
+    print_line(f"{last['recipe']}, {len(history)} audits; the last complete one, of step {last['step']}:")
     rows = [(name, *map(str, fact)) for name, fact in last["facts"].items()]
     print_table(("what", "promised", "found", ""), rows)
     before = None

@@ -1,4 +1,4 @@
-"""`mpbridge calibrate`: measures products, copies and collectives here and writes a machine file that estimate, recommend and layouts read."""
+"""`mpbridge calibrate`: measures GEMMs, copies and collectives on this machine and writes a machine file for estimate, recommend and layouts."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from pathlib import Path
 
 from mpbridge.errors import BadValue
 
-SUMMARY = "measure this machine's products, copies and collectives, for --machine-file"
+SUMMARY = "measure this machine's GEMMs, copies and collectives, for --machine-file"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     parser.add_argument(
         "--out", default="machine.yaml", metavar="FILE", help="the machine file (default: machine.yaml)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=20.0, metavar="S", help="about how long (default: 20, at most 600)"
+        "--seconds", type=float, default=20.0, metavar="S", help="approximate duration (default: 20, at most 600)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, writes, prints; under torchrun collectives too, and rank 0 writes."""
+    """Measures, writes and prints; under torchrun also measures collectives, and rank 0 writes."""
     from mpbridge.simulate.calibrate import measure
 
     if not 0 < args.seconds <= 600:

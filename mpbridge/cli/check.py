@@ -18,19 +18,19 @@ from mpbridge.rules.gemm_shapes import Misfit, lint, spans, token_multiple
 from mpbridge.rules.table import broken, rules
 from mpbridge.train.admission import Admission
 
-SUMMARY = "whether a configuration is legal on a machine: every broken rule, every unsuitable size"
+SUMMARY = "check whether a configuration is valid on a machine: every broken rule, every unsuitable size"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     add_run_arguments(parser)
     add_target_arguments(parser)
     parser.add_argument("--rules", action="store_true", help="list every rule with its source and exit")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what is broken; 1 when that includes an error."""
+    """Prints the violations. Returns 1 if any is an error."""
     if args.rules:
         return _list(args.json)
     where = target(args)
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def judge(made: Run, where: TargetMachine) -> tuple[Violation, ...]:
-    """What any recipe of the run breaks; a later stage's violations name the stage."""
+    """The violations of every recipe of the run; those of later stages name the stage."""
     facts = where.facts(made.facts)
     found = list(broken(made.policy, facts))
     for index, stage in enumerate(made.stages[1:], start=2):
@@ -61,7 +61,7 @@ def judge(made: Run, where: TargetMachine) -> tuple[Violation, ...]:
 def as_data(
     made: Run, where: TargetMachine, violations: Sequence[Violation], findings: Sequence[Misfit], answer: Capability
 ) -> dict[str, object]:
-    """The answer in JSON types."""
+    """The answer as JSON types."""
     errors = [v for v in violations if v.severity == "error"]
     return {
         "ok": not errors,
@@ -153,5 +153,5 @@ def _list(as_json: bool) -> int:
     if as_json:
         print_json([dict(zip(("severity", "id", "expected", "holds", "source"), row, strict=True)) for row in rows])
     else:
-        print_table(("severity", "rule", "what it expects", "holds for", "source"), rows, title=f"{len(rows)} rules")
+        print_table(("severity", "rule", "what it expects", "applies to", "source"), rows, title=f"{len(rows)} rules")
     return 0

@@ -1,4 +1,4 @@
-"""`mpbridge compare A B`: two recipes, or files of any stack, side by side in what they mean."""
+"""`mpbridge compare A B`: compares the meaning of two recipes, or of files of any stack."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from mpbridge.stacks.importers import read_file
 from mpbridge.stacks.meaning import LABELS, differences, label, of_policy, rows
 from mpbridge.traits import DEFAULT
 
-SUMMARY = "two recipes or files of any stack, side by side in what they mean"
+SUMMARY = "compare what two recipes or files of any stack mean"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     for name in ("a", "b"):
         parser.add_argument(
             name, metavar=name.upper(), help="a recipe's name or file, or a configuration of another stack"
         )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the differences first; 0 whether there are any or not."""
+    """Prints the differences first. Returns 0 with or without differences."""
     a, b = _side(args.a), _side(args.b)
     first, second = a.meaning, b.meaning
     apart = differences(first, second)
@@ -65,13 +65,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _side(name: str) -> Setup:
-    """What a name or file means, and whose it is. Nothing of somebody else's is executed: a Python file is read as text, as `import` reads it."""
+    """The meaning of a name or file, and its stack. Foreign files are never executed: a Python file is read as text, as `import` does."""
     known = key(name) in recipes
     path = Path(name)
     python = name.endswith(".py") or ".py:" in name
     if not known and not python and ":" in name and not path.exists():
         raise BadValue(
-            f"{name}: a function of a Python module, which would have to be executed, and compare executes nothing: give a recipe's name,"
+            f"{name}: a function of a Python module would have to be executed, which compare does not do: give a recipe's name,"
             " a YAML file, or a file of a stack"
         )
     if not known and path.suffix in (".yaml", ".yml") and path.is_file() and _is_run(path):
@@ -91,7 +91,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _of_run(path: Path) -> Setup:
-    """A run's configuration of ours: its recipe with its additions, its engine, and what its model section says."""
+    """A run configuration of mpbridge: its recipe with its additions, its engine, and its model section."""
     from mpbridge.config.container import ConfigContainer
     from mpbridge.stacks.exporters import request_of
 
@@ -99,15 +99,15 @@ def _of_run(path: Path) -> Setup:
     run = container.resolved(container.smallest_world(), training=False)
     if len(run.stages) > 1:
         names = ", ".join(stage.recipe for stage in run.stages)
-        raise BadValue(f"{path}: the run goes through stages ({names}): compare one of them by its name")
+        raise BadValue(f"{path}: the run has stages ({names}): compare one of them by name")
     return Setup(meaning=request_of(run).ours, engine=run.facts.engine)
 
 
 def _is_recipe(path: Path) -> bool:
-    """Whether a YAML file is one of our recipes: it extends one, or it is a flat mapping of what a recipe file holds."""
+    """Whether a YAML file is a recipe of mpbridge: it extends one, or is a flat mapping of recipe fields."""
     from mpbridge.stacks.importers import load, text_of
 
     if not path.is_file():
-        return True  # the registry says what is missing
+        return True  # the registry reports what is missing
     data = load(text_of(path), path.name)
     return isinstance(data, Mapping) and ("extends" in data or all(str(name) in RECIPE_FILE for name in data))

@@ -1,4 +1,4 @@
-"""`mpbridge completion SHELL`: a script with which a shell completes commands, options, recipes and configurations."""
+"""`mpbridge completion SHELL`: prints a script for shell completion of commands, options, recipes and configurations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpbridge.hardware.machines import machines
 from mpbridge.precision.registry import aliases, recipes
 from mpbridge.shipped import configurations, recipe_files
 
-SUMMARY = "what makes your shell complete commands, options, recipes and configurations"
+SUMMARY = "print a script for shell completion of commands, options, recipes and configurations"
 SHELLS = ("bash", "zsh", "fish")
 _USE = """examples:
   bash   eval "$(mpbridge completion bash)"            in ~/.bashrc
@@ -20,9 +20,9 @@ _USE = """examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     parser.epilog = _USE
-    parser.add_argument("shell", choices=SHELLS, help="which shell will read it")
+    parser.add_argument("shell", choices=SHELLS, help="the shell")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -31,14 +31,14 @@ def run(args: argparse.Namespace) -> int:
         import shtab
     except ImportError:
         raise MpbridgeError(
-            "completion is written by shtab, which is not installed (pip install 'mpbridge[completion]')"
+            "completion requires shtab, which is not installed (pip install 'mpbridge[completion]')"
         ) from None
     print(shtab.complete(everything(shtab), shell=args.shell))
     return 0
 
 
 def everything(shtab: Any) -> argparse.ArgumentParser:
-    """One parser with all verbs in it; arguments that name a recipe, a machine, a configuration or a file say so."""
+    """One parser with all verbs; arguments for recipes, machines, configurations and files are marked as such."""
     from mpbridge.cli.main import verbs
 
     parser = argparse.ArgumentParser(prog="mpbridge", description="one name decides every precision fact of a run")
@@ -69,7 +69,7 @@ def _annotate(action: Any, shtab: Any) -> None:
 
 
 def _names_or_files(kind: str, names: list[str]) -> dict[str, Any]:
-    """What each shell is told to offer: these names, and files."""
+    """What each shell offers: these names, and files."""
     words, function = " ".join(names), f"_mpbridge_{kind}"
     return {
         "bash": function,

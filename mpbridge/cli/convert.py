@@ -1,4 +1,4 @@
-"""`mpbridge convert SOURCE TARGET`: weights between folders in Hugging Face's layout (hf:DIR) and checkpoints (ckpt:DIR), and config.json as a configuration."""
+"""`mpbridge convert SOURCE TARGET`: converts weights between Hugging Face folders (hf:DIR) and checkpoints (ckpt:DIR), and config.json to a configuration."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ if TYPE_CHECKING:
     from mpbridge.weights.to_checkpoint import Taken
     from mpbridge.weights.to_folder import Given
 
-SUMMARY = "weights and configuration of a Hugging Face folder, and back"
+SUMMARY = "convert weights and configuration from a Hugging Face folder, and back"
 CHECKPOINT = "ckpt:"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     parser.add_argument(
         "source", metavar="SOURCE", help=f"{PREFIX}DIR, or {CHECKPOINT}DIR (a checkpoint, or a folder of them)"
     )
     parser.add_argument(
-        "target", metavar="TARGET", help=f"{CHECKPOINT}DIR, {PREFIX}DIR, or a new FILE.yaml for the configuration alone"
+        "target", metavar="TARGET", help=f"{CHECKPOINT}DIR, {PREFIX}DIR, or a new FILE.yaml for only the configuration"
     )
     parser.add_argument(
         "--like",
         metavar=f"{PREFIX}DIR",
-        help="to a folder: take config.json and tokenizer from that one, for the same model",
+        help="to a folder: copy config.json and tokenizer from that one, for the same model",
     )
     parser.add_argument(
         "--dtype",
         choices=("bf16", "fp16", "fp32"),
-        help="to a folder: dtype of the weights (default: as stored; fp32 takes main weights)",
+        help="to a folder: dtype of the weights (default: as stored; fp32 uses main weights)",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts and says what became of the weights."""
+    """Converts, and reports what happened to the weights."""
     from mpbridge.report.chatter import without_chatter
 
     without_chatter()
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         _take(args, _place(target, CHECKPOINT))
     elif source.startswith(CHECKPOINT) and is_reference(target):
         folder = _place(target, PREFIX)
-        if not folder.name:  # '.' and '/': it is renamed when it is whole
+        if not folder.name:  # '.' and '/': the folder is renamed into place when complete
             raise BadValue(f"{target}: expected the name of a new folder")
         _give(args, folder)
     elif is_reference(source) and target.endswith((".yaml", ".yml")):
@@ -74,9 +74,7 @@ def _place(target: str, prefix: str) -> Path:
 def _only_to_folders(args: argparse.Namespace) -> None:
     given = [f"--{name} {getattr(args, name)}" for name in ("like", "dtype") if getattr(args, name)]
     if given:
-        raise BadValue(
-            f"{' and '.join(given)}: only for {CHECKPOINT}DIR {PREFIX}DIR; weights are taken as they are stored"
-        )
+        raise BadValue(f"{' and '.join(given)}: only for {CHECKPOINT}DIR {PREFIX}DIR; here weights are taken as stored")
 
 
 def _configuration(args: argparse.Namespace, file: Path) -> None:
@@ -89,7 +87,7 @@ def _configuration(args: argparse.Namespace, file: Path) -> None:
         print_json({"written": str(file)})
     else:
         print(
-            f"{args.source}: model, tokenizer and length of a sample written to {file}; recipe, optimizer and train are yours to set"
+            f"{args.source}: wrote model, tokenizer and sample length to {file}; set recipe, optimizer and train yourself"
         )
 
 
@@ -118,13 +116,13 @@ def _told(taken: Taken) -> list[str]:
     if taken.widened:
         kinds = " and ".join(taken.dtypes)
         lines.append(
-            f"{taken.widened:,} tensors were FP8 in blocks and are widened; {taken.rounded:,} of their values are rounded to {kinds}"
+            f"{taken.widened:,} tensors were blockwise FP8 and are widened; {taken.rounded:,} of their values are rounded to {kinds}"
         )
     narrow = [name for name in taken.dtypes if name in ("bfloat16", "float16")]
     if narrow:
         lines.append(
-            f"main weights are born from {DType[{'bfloat16': 'BF16', 'float16': 'FP16'}[narrow[0]]].short}: a recipe with FP32 main weights begins with "
-            "exactly these values, and what was lost when they were rounded does not come back"
+            f"main weights are initialized from {DType[{'bfloat16': 'BF16', 'float16': 'FP16'}[narrow[0]]].short}: a recipe with FP32 main weights starts from "
+            "exactly these values; what rounding lost is not restored"
         )
     return lines
 
@@ -160,7 +158,7 @@ def _give(args: argparse.Namespace, target: Path) -> None:
 
 
 def _left(given: Given) -> list[str]:
-    padding = [f"{given.left_out} rows of padding of the embedding are left out"] if given.left_out else []
+    padding = [f"{given.left_out} padding rows of the embedding are omitted"] if given.left_out else []
     return padding + given.notes
 
 

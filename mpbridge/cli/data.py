@@ -1,4 +1,4 @@
-"""`mpbridge data prepare|inspect`: a corpus packed into megatron-core's .bin/.idx, and what a pair, a corpus or a tokenizer is."""
+"""`mpbridge data prepare|inspect`: packs a corpus into megatron-core's .bin/.idx, and describes a pair, a corpus or a tokenizer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mpbridge.train.admission import place_fault
 if TYPE_CHECKING:
     from mpbridge.data.sources import Sources
 
-SUMMARY = "pack a corpus into .bin/.idx, or say what is in one"
+SUMMARY = "pack a corpus into .bin/.idx, or describe one"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
-    parser.add_argument("action", choices=("prepare", "inspect"), help="prepare: pack; inspect: say what is there")
+    """Adds the verb's arguments."""
+    parser.add_argument("action", choices=("prepare", "inspect"), help="prepare: pack; inspect: describe")
     parser.add_argument(
         "sources",
         nargs="*",
@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="PREFIX",
-        help="prepare: write PREFIX_<key>_document.bin and .idx; without it the cache is filled",
+        help="prepare: write PREFIX_<key>_document.bin and .idx; by default into the cache",
     )
     parser.add_argument(
-        "--keys", nargs="+", default=["text"], metavar="KEY", help="fields or columns that hold text, one output each"
+        "--keys", nargs="+", default=["text"], metavar="KEY", help="fields or columns with text, one output each"
     )
     parser.add_argument(
         "--tokenizer", metavar="NAME", help="as data.tokenizer: byte (default), a folder, a file, a repository's id"
@@ -48,11 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers", type=whole, metavar="N", help="processes (default: by the size of the input, at most 8)"
     )
     parser.add_argument("--cache", type=Path, metavar="DIR", help="cache folder (default: the user's)")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Packs or looks; 0."""
+    """Packs or inspects. Returns 0."""
     from mpbridge.report.chatter import without_chatter
 
     without_chatter()
@@ -104,17 +104,17 @@ def _refuse_bad(args: argparse.Namespace) -> None:
     if not args.sources:
         raise BadValue("data prepare: no SOURCE; give files, folders, globs, data sets (hf:owner/name) or stdlib")
     if args.workers is not None and args.workers < 1:
-        raise BadValue(f"--workers {args.workers}: at least 1")
+        raise BadValue(f"--workers {args.workers}: expected at least 1")
     places = (("--out", args.out and args.out.parent), ("--cache", args.cache))
     faults = [fault for option, place in places if place and (fault := place_fault(option, place))]
     if faults:
-        raise Contradiction(faults, subject="nothing can be written there")
+        raise Contradiction(faults, subject="the output cannot be written")
     if args.out:
         _try_writing(args.out)
 
 
 def _try_writing(out: Path) -> None:
-    """Raises BadValue where no file can be made beside `out`: a folder's mode does not say it of /proc, or of a full disk."""
+    """Raises BadValue if no file can be created next to `out`: a folder's mode does not tell for /proc or a full disk."""
     place = out.expanduser().absolute().parent
     while not place.exists():
         place = place.parent
@@ -127,7 +127,7 @@ def _try_writing(out: Path) -> None:
 
 def _inspect(args: argparse.Namespace) -> int:
     if not args.sources and not args.tokenizer:
-        raise BadValue("data inspect: nothing to look at; give a SOURCE, or --tokenizer NAME")
+        raise BadValue("data inspect: nothing to inspect; give a SOURCE, or --tokenizer NAME")
     found: dict[str, Any] = {}
     if args.tokenizer:
         found["tokenizer"] = _tokenizer(args)
@@ -147,13 +147,13 @@ def _tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     if args.tokenizer == BYTE:
         return {"name": BYTE, "kind": "bytes", "tokens": 259, "end of text": 256, "padding": 257}
     if is_factory(args.tokenizer):
-        raise BadValue(f"--tokenizer {args.tokenizer}: it is code, which inspect does not run")
+        raise BadValue(f"--tokenizer {args.tokenizer}: this tokenizer is code, which inspect does not run")
     from mpbridge.data.tokenizer import fetch
 
     fetch(args.tokenizer)
     files = tokenizer_files(args.tokenizer, args.end_of_text)
     end = (
-        f"not said{f' ({files.ends_by})' if files.ends_by else ''}: give data.end_of_text"
+        f"not said{f' ({files.ends_by})' if files.ends_by else ''}: set data.end_of_text"
         if files.end is None
         else files.end
     )

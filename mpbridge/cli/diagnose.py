@@ -1,4 +1,4 @@
-"""`mpbridge diagnose`: why a run diverged, from the files that it left."""
+"""`mpbridge diagnose`: explains from its files why a run diverged."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpbridge.diagnose.diagnosis import Diagnosis
 
-SUMMARY = "find the first anomalous step and tensors in a run, and the causes that fit, from its files"
+SUMMARY = "find a run's first anomalous step and tensors, and the likely causes, from its files"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder (logger.log_dir)")
-    parser.add_argument("--against", type=Path, metavar="RUN_B", help="a run to compare it with, best a healthy one")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write a page: one HTML file that loads nothing")
-    parser.add_argument("--json", action="store_true", help="the answer as JSON")
+    parser.add_argument("--against", type=Path, metavar="RUN_B", help="a run to compare with, preferably a healthy one")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write a page: a self-contained HTML file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the diagnosis; 0 for a run without anything out of line, 1 otherwise."""
+    """Prints the diagnosis. Returns 0 if nothing is anomalous, else 1."""
     from mpbridge.diagnose.diagnosis import diagnose
     from mpbridge.pages.document import writable, write
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         from mpbridge.diagnose.page import diagnosis_page
 
-        sys.stdout.flush()  # the answer first: a page that cannot be written costs the page
+        sys.stdout.flush()  # print the answer first, in case the page cannot be written
         write(args.out, diagnosis_page(found).html())
         if not args.json:
             print(f"\npage: {args.out}")
@@ -64,13 +64,13 @@ def _print(found: Diagnosis) -> None:
         for word, lines in (("seen: ", suspect.evidence), ("try:  ", suspect.advice)):
             for line in lines:
                 print_line(f"{word}{line}", indent="   ")
-    _section("Beside the other run:", found.against)
-    _section("What cannot be told:", run.gaps)
-    _section("What can still be told:", run.remaining)
+    _section("Compared with the other run:", found.against)
+    _section("What cannot be determined:", run.gaps)
+    _section("What can still be determined:", run.remaining)
 
 
 def _section(title: str, lines: Sequence[str]) -> None:
-    """Indented lines under a title, where there are any."""
+    """Prints lines indented under a title, if there are any."""
     if not lines:
         return
     from mpbridge.cli.text import print_line

@@ -1,4 +1,4 @@
-"""`mpbridge diff A B`: what two recipes do differently, in their fields and in what these mean."""
+"""`mpbridge diff A B`: the differences of two recipes, in their fields and in their meaning."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from mpbridge.formats import plain, say
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
 
-SUMMARY = "what two recipes do differently"
+SUMMARY = "show the differences of two recipes"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     for name in ("a", "b"):
         parser.add_argument(
             name, metavar=name.upper(), help="a recipe's name, a YAML file, package.module:function or file.py:function"
         )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the differences; 0 whether there are any or not."""
+    """Prints the differences. Returns 0 with or without differences."""
     ours, theirs = get_mixed_precision_config(args.a), get_mixed_precision_config(args.b)
     left, right = ours.stored(), theirs.stored()
     fields = [(name, left[name], right[name]) for name in left if left[name] != right[name]]
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         print_json({"a": args.a, "b": args.b, "fields": said, "meaning": {name: [a, b] for name, a, b in meaning}})
         return 0
     if not fields:
-        print(f"{args.a} and {args.b} say the same")
+        print(f"{args.a} and {args.b} have the same fields")
         return 0
     print_table(("field", args.a, args.b), [(name, say(a), say(b)) for name, a, b in fields], title="fields")
     print()

@@ -1,4 +1,4 @@
-"""`mpbridge doctor`: what is installed here (or on a target), and which recipe runs there how."""
+"""`mpbridge doctor`: shows what is installed here (or on a target), and how each recipe runs there."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mpbridge.megatron_spec.versions import missing
 from mpbridge.precision.registry import recipe, recipes
 from mpbridge.precision.resolve import resolve
 
-SUMMARY = "which recipes run natively, emulated or not at all, here or on a --target"
+SUMMARY = "show which recipes run natively, emulated or not at all, here or on a --target"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     add_target_arguments(parser)
     parser.add_argument("--recipe", metavar="NAME", help="only this one; exit 1 unless it runs natively")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; 1 when a single recipe was asked about and does not run natively."""
+    """Prints the table. Returns 1 if a single recipe was requested and does not run natively."""
     where = target(args)
     names = (recipe(args.recipe).name,) if args.recipe else tuple(recipes)
     answers = {name: can_run(resolve(recipes[name].make()), where.machine, where.versions) for name in names}
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_data(where: TargetMachine, answers: dict[str, Capability]) -> dict[str, object]:
-    """The answer in JSON types."""
+    """The answer as JSON types."""
     machine = dataclasses.asdict(where.machine) | {"sm": where.machine.sm, "peak": dict(where.machine.peak)}
     found = {"gpus": [gpu.name for gpu in gpus()], "environment": environment()} if where.here else {}
     return {
@@ -58,7 +58,7 @@ def _print(where: TargetMachine, answers: dict[str, Capability]) -> None:
         print(f"peak      {rates} dense TFLOP/s, {machine.bandwidth / 1e9:g} GB/s ({machine.source})")
     for name, value in dataclasses.asdict(where.versions).items():
         print(
-            f"{name.replace('_', ' '):19}{value or ('not there' if where.here else 'not said')}{' (assumed)' if any(a.startswith(name.replace('_', ' ')) for a in where.assumed) else ''}"
+            f"{name.replace('_', ' '):19}{value or ('not installed' if where.here else 'unknown')}{' (assumed)' if any(a.startswith(name.replace('_', ' ')) for a in where.assumed) else ''}"
         )
     if where.here:
         unused = [gpu.name for gpu in gpus()] if not machine.gpu else []

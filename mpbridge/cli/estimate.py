@@ -1,4 +1,4 @@
-"""`mpbridge estimate`: how long a step takes on a machine, with its band, and where the time goes."""
+"""`mpbridge estimate`: predicts how long a step takes on a machine, with an error band, and where the time goes."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ if TYPE_CHECKING:
     from mpbridge.cli._target import TargetMachine
     from mpbridge.config.container import Run
 
-SUMMARY = "time of a step, tokens/s and where the time goes, with a band: a prediction"
+SUMMARY = "predict step time, tokens/s and where the time goes, with an error band"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     add_run_arguments(parser)
     add_target_arguments(parser)
     add_price_argument(parser)
     parser.add_argument(
         "--plot",
         metavar="FILE",
-        help="a picture: where the time goes and what memory holds, beside bf16_mixed (needs matplotlib)",
+        help="a picture: breakdown of time and memory compared with bf16_mixed (requires matplotlib)",
     )
     parser.add_argument(
-        "--against", metavar="RUN_DIR", help="the configuration and the measured step of a run (its logger.log_dir)"
+        "--against",
+        metavar="RUN_DIR",
+        help="compare with a run: its configuration and measured step time (its logger.log_dir)",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,13 +68,13 @@ def run(args: argparse.Namespace) -> int:
             f"\nmeasured: {measured.seconds:.3g} s (median of {measured.steps} steps), {measured.tokens_per_second:,.0f} tokens/s per process; predicted over measured {mine.seconds / measured.seconds:.2f}"
         )
     if drawn:
-        sys.stdout.flush()  # the answer first: a picture that cannot be written costs the picture
+        sys.stdout.flush()  # print the answer first, in case the picture cannot be written
         _plot(Path(args.plot), made, where, mine, other)
     return 0
 
 
 def _drawn(path: Path) -> bool:
-    """Whether a picture will be drawn. Raises BadValue where it could not be written, before anything is predicted."""
+    """Whether a picture will be drawn. Raises BadValue before any prediction if it could not be written."""
     from mpbridge.pages.document import writable
     from mpbridge.report.pictures import told_drawable
 
@@ -84,13 +86,13 @@ def _run_of(measured: Timing, where: TargetMachine) -> Run:
     from mpbridge.config.container import ConfigContainer
 
     if not measured.config:
-        raise BadValue("the run was made of Python objects, so its folder has no configuration to predict from")
+        raise BadValue("the run was created from Python objects, so its folder has no configuration to predict from")
     box = ConfigContainer(**measured.config, trusted=False)
     return box.resolved(measured.world_size, machine=where.machine, versions=where.versions, training=False)
 
 
 def _reference(made: Run, where: TargetMachine) -> Estimate | None:
-    """bf16_mixed on the same machine and layout; None where it cannot run there or is what was asked."""
+    """bf16_mixed on the same machine and layout; None if it cannot run there or is the requested recipe."""
     run = _plain_run(made, where)
     try:
         return None if run is None else estimate(run.policy, where.facts(run.facts), None, where.constants)
@@ -137,14 +139,14 @@ def _print(made: Run, where: TargetMachine, mine: Estimate, other: Estimate | No
     print_line(f"step          {mine.seconds:.3g} s ({low:.3g} to {high:.3g}; {mine.because})")
     print(f"tokens/s/GPU  {mine.tokens_per_second:,.0f}")
     print_line(
-        f"model TFLOP/s {_few(mine.flops_per_second / 1e12)} a GPU, {mine.share_of_peak:.0%} of the dense peak of its narrowest products"
+        f"model TFLOP/s {_few(mine.flops_per_second / 1e12)} per GPU, {mine.share_of_peak:.0%} of the dense peak of its narrowest products"
     )
     hours = mine.gpu_hours_per_billion_tokens
-    cost = f", {price * hours:,.0f} at {price:g} an hour" if price is not None else ""
+    cost = f", {price * hours:,.0f} at {price:g} per hour" if price is not None else ""
     print_line(f"GPU hours     {hours:,.0f} per billion tokens{cost}")
     if other is not None:
         print_line(
-            f"beside {REFERENCE} in the same layout: {other.seconds / mine.seconds:.2f} times as fast ({other.seconds:.3g} s)"
+            f"compared with {REFERENCE} in the same layout: {other.seconds / mine.seconds:.2f} times as fast ({other.seconds:.3g} s)"
         )
     print()
     names = dict.fromkeys([*mine.parts, *(other.parts if other is not None else ())])
@@ -163,12 +165,12 @@ def _print(made: Run, where: TargetMachine, mine: Estimate, other: Estimate | No
 
 
 def _few(value: float) -> str:
-    """Whole numbers from 10 on, three digits below: a CPU has less than one TFLOP/s."""
+    """Integers from 10 on, three digits below: a CPU has less than one TFLOP/s."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.3g}"
 
 
 def _plot(path: Path, made: Run, where: TargetMachine, mine: Estimate, other: Estimate | None) -> None:
-    """Two panels: where the time goes, and what the fullest rank's memory holds, the recipe above bf16_mixed."""
+    """Two panels: where the time goes, and the fullest rank's memory, with the recipe above bf16_mixed."""
     from mpbridge.report.bars import Panel, stacked_bars
 
     time = {made.recipe: mine.parts} | ({REFERENCE: other.parts} if other is not None else {})
@@ -182,7 +184,7 @@ def _plot(path: Path, made: Run, where: TargetMachine, mine: Estimate, other: Es
 
 
 def _by_role(run: Run, where: TargetMachine) -> dict[str, float]:
-    """GiB by role: states, activations, and what lies beside them and outside of what torch counts."""
+    """GiB by role: states, activations, and memory other than these, including what torch does not count."""
     one = memory(run.policy, where.facts(run.facts))
     beside = {part.name: part.bytes for part in (*one.beside, *one.outside)}
     return {name: held / 2**30 for name, held in {**one.roles, "activations": one.activations, **beside}.items()}

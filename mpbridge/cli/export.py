@@ -1,4 +1,4 @@
-"""`mpbridge export NAME --to STACK`: a recipe in another stack's words, with a line for each fact that does not arrive as meant."""
+"""`mpbridge export NAME --to STACK`: writes a recipe as another stack's configuration, with a line for each fact that is not preserved."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mpbridge.precision.registry import key
 from mpbridge.stacks.base import Export
 from mpbridge.stacks.exporters import STACKS, export
 
-SUMMARY = "a recipe in another stack's words"
+SUMMARY = "write a recipe as another stack's configuration"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     parser.add_argument(
         "recipe",
         metavar="RECIPE",
@@ -25,15 +25,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stack-version",
         metavar="V",
-        help="of the stack (default: the newest that was read; of one that nobody read: the nearest, and said)",
+        help="of the stack (default: the latest supported; for an unsupported one the nearest is used, with a note)",
     )
     parser.add_argument("--config", metavar="FILE", help="a run whose engine and precision additions are exported too")
     parser.add_argument("--engine", metavar="NAME", help="the engine it is meant for (default: the recipe's)")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the pieces to paste; 1 where something is impossible there."""
+    """Prints the pieces to paste. Returns 1 if something cannot be expressed there."""
     made = _made(args)
     if args.json:
         pieces = [{"name": piece.name, "text": piece.text} for piece in made.pieces]
@@ -47,9 +47,9 @@ def run(args: argparse.Namespace) -> int:
         print()
     words = {
         "exact": "exact",
-        "layout": "same arithmetic in another layout",
+        "layout": "same arithmetic, different layout",
         "different": "different arithmetic",
-        "impossible": "not all of it can be said there",
+        "impossible": "not all of it can be expressed there",
     }
     print_line(f"{args.recipe} on {made.stack}{f' {made.version}' if made.assumed else ''}: {words[made.fidelity]}")
     for line in made.lines:
@@ -75,7 +75,7 @@ def _made(args: argparse.Namespace) -> Export:
         names = [str(stage["recipe"]) for stage in stages if isinstance(stage, Mapping) and "recipe" in stage]
         if key(args.recipe) not in map(key, names):
             raise BadValue(
-                f"{args.config} goes through stages ({', '.join(names)}) and none is {args.recipe}: name the one to export"
+                f"{args.config} has stages ({', '.join(names)}) and none is {args.recipe}: name the one to export"
             )
     else:
         container = ConfigContainer.load(

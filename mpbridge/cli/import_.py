@@ -1,4 +1,4 @@
-"""`mpbridge import FILE`: what another stack's configuration means, as a recipe and its differences. Nothing in the file is executed."""
+"""`mpbridge import FILE`: translates another stack's configuration to a recipe and its differences. Nothing in the file is executed."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from mpbridge.stacks.importers import read_args, read_file
 from mpbridge.stacks.meaning import label, rows
 from mpbridge.stacks.nearest import Answer, answer, apart
 
-SUMMARY = "what another stack's configuration means here"
+SUMMARY = "translate another stack's configuration to a recipe"
 QUOTED = frozenset({"--args"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     parser.add_argument(
         "file",
         nargs="?",
         metavar="FILE",
         help="a script, YAML, JSON, TOML, Python (read as text, FILE.py:FUNCTION), or a Megatron checkpoint's folder, common.pt or .metadata",
     )
-    parser.add_argument("--args", metavar="TEXT", help="arguments of a command line instead of a file")
+    parser.add_argument("--args", metavar="TEXT", help="command-line arguments instead of a file")
     parser.add_argument(
         "--from", dest="stack", metavar="STACK", help=f"one of {', '.join(STACKS)} (default: recognized)"
     )
     parser.add_argument(
         "--stack-version",
         metavar="V",
-        help="of the stack (default: the newest that was read; of one that nobody read: the nearest, and said)",
+        help="of the stack (default: the latest supported; for an unsupported one the nearest is used, with a note)",
     )
     parser.add_argument(
         "--env",
@@ -42,12 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="a variable of a launch script or of --args (1=..., 2=... are a script's own arguments); may be repeated",
     )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write a recipe file that says the same")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write an equivalent recipe file")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the recipe, its differences and what is inert or contradictory; 1 where no recipe can say it."""
+    """Prints the recipe, its differences and what is inert or contradictory. Returns 1 if no recipe can express it."""
     found = _read(args)
     told = (
         answer(found.fields, engine=found.engine, meaning=found.meaning)
@@ -80,7 +80,7 @@ def _read(args: argparse.Namespace) -> Imported:
 _HEADINGS = (
     ("contradicts", "contradicts itself"),
     ("inert", "has no effect there"),
-    ("cannot_express", "mpbridge cannot say"),
+    ("cannot_express", "mpbridge cannot express"),
     ("unknown", "unknown there"),
     ("in_force", "not said, decided by its defaults"),
     ("assumed", "assumed"),
@@ -94,7 +94,7 @@ def _print(found: Imported, told: Answer) -> None:
     print_table(("fact", "meaning"), [(label(name, found.meaning), text) for name, text in shown.items()])
     differs = apart(told, found.meaning, engine=found.engine)
     if differs:
-        print("\nhere the recipe means otherwise:")
+        print("\nwhere the recipe differs here:")
         for name, (there, here) in differs.items():
             print(f"  {label(name, found.meaning)}: {there} there, {here} here")
     for attribute, heading in _HEADINGS:
@@ -130,7 +130,7 @@ def _write(path: Path, found: Imported, told: Answer) -> None:
 
     if told.recipe is None:
         raise BadValue(f"--write {path}: there is no recipe to write: {told.why}")
-    # null too: it takes back what the recipe states
+    # null is written too: it unsets what the recipe sets
     said = {name: plain(value) for name, value in told.overrides.items()}
     engine = {} if told.engine is None else {"engine": told.engine}
     text = yaml.safe_dump({"extends": told.recipe, **engine, **said}, sort_keys=False)

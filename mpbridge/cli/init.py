@@ -1,4 +1,4 @@
-"""`mpbridge init [DIR]`: a folder with what a first run of one's own needs: configuration, recipe, script, and the commands."""
+"""`mpbridge init [DIR]`: creates a folder for a first run: configuration, recipe, script, and the commands."""
 
 from __future__ import annotations
 
@@ -26,38 +26,39 @@ from mpbridge.precision.resolve import resolve
 from mpbridge.precision.yaml_loader import load_yaml
 from mpbridge.train.admission import place_fault
 
-SUMMARY = "a starter folder: a configuration, a recipe, a script of your own, and the commands"
+SUMMARY = "create a starter folder: a configuration, a recipe, a script, and the commands"
 DEFAULT_RECIPE = "bf16_mixed"
 NODE = 8
 """GPUs of a node."""
 TARGETS = ("h100", "b200", "rtx5090")
-"""Machines that the folder's commands may be about: the first that runs the recipe."""
+"""Candidate machines for the folder's commands; the first that runs the recipe is used."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     parser.add_argument("folder", nargs="?", default=".", metavar="DIR", help="where to write (default: here)")
-    parser.add_argument("--config", metavar="FILE", help=f"what to start from (default: {DEFAULT_CONFIG})")
+    parser.add_argument("--config", metavar="FILE", help=f"configuration to start from (default: {DEFAULT_CONFIG})")
     parser.add_argument(
-        "--recipe", default=DEFAULT_RECIPE, metavar="NAME", help=f"what recipe.yaml extends (default: {DEFAULT_RECIPE})"
+        "--recipe",
+        default=DEFAULT_RECIPE,
+        metavar="NAME",
+        help=f"recipe that recipe.yaml extends (default: {DEFAULT_RECIPE})",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the files; refuses where one of them exists, and then writes none."""
+    """Writes the files, or none if one of them exists."""
     folder = Path(args.folder)
     if fault := place_fault("DIR", folder):
         raise BadValue(fault)
-    get_mixed_precision_config(args.recipe)  # a misspelled name is an error before anything is written
+    get_mixed_precision_config(args.recipe)  # report a misspelled name before anything is written
     files = starter(starting_text(find_config(args.config)), describe(args.recipe).name)
     config = load_yaml(files["config.yaml"])
     settings = "".join(f" {one}" for one in _to_fill_in(config, folder))
     files["README.md"] = _readme(args, config, settings)
     taken = [str(folder / name) for name in files if (folder / name).exists()]
     if taken:
-        raise BadValue(
-            f"{', '.join(taken)} exist already and are left alone: choose an empty folder (mpbridge init DIR)"
-        )
+        raise BadValue(f"{', '.join(taken)} already exist: choose an empty folder (mpbridge init DIR)")
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     go = "" if folder == Path(".") else f"cd {folder} && "
     print(f"\nnext: {go}mpbridge check --config config.yaml{settings} && mpbridge train --config config.yaml{settings}")
     if settings:
-        print(f"config.yaml does not say, or does not have here:{settings} (put your own there, or into config.yaml)")
+        print(f"set these on the command line or in config.yaml:{settings}")
     return 0
 
 
@@ -85,12 +86,12 @@ def _readme(args: argparse.Namespace, config: Mapping[str, Any], settings: str) 
 
 
 def _processes(base: ConfigContainer, target: str) -> int:
-    """The smallest world of one node in which the fullest rank's states fit, else the smallest that there is."""
+    """The smallest world within one node in which the fullest rank's states fit, else the smallest valid one."""
     least = base.smallest_world()
     for world in range(least, NODE + 1, least):
         try:
             run = base.resolved(world, training=False)
-        except MpbridgeError:  # (a batch that this world cannot share)
+        except MpbridgeError:  # a batch that cannot be divided over this world
             continue
         if fit(run.policy, run.facts, machine(target)).ok:
             return world
@@ -98,7 +99,7 @@ def _processes(base: ConfigContainer, target: str) -> int:
 
 
 def _to_fill_in(config: Mapping[str, Any], folder: Path) -> list[str]:
-    """Settings without which the configuration does not train there, with a value to begin with, or a word in capitals for what only the user has."""
+    """Settings that the configuration needs to train there, with an initial value, or a placeholder in capitals for what only the user knows."""
     wanted = (("train", "train_iters", "100"), ("optimizer", "lr", "1e-5"))
     missing = [
         f"{section}.{name}={value}" for section, name, value in wanted if (config.get(section) or {}).get(name) is None
@@ -109,12 +110,12 @@ def _to_fill_in(config: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def starting_text(place: Path) -> str:
-    """The text of a configuration, or of a Hugging Face folder's. Raises BadValue, Contradiction: what is written starts from one that can be used."""
+    """The text of a configuration, or of one made from a Hugging Face folder. Raises BadValue or Contradiction if it cannot be used."""
     ConfigContainer.load(place)
     if not is_reference(str(place)):
         return text_of(place)
     made = tree(str(place))
-    if "tokenizer" in made["data"]:  # config.yaml lies elsewhere
+    if "tokenizer" in made["data"]:  # relative to another folder than config.yaml's
         made["data"]["tokenizer"] = str(Path(made["data"]["tokenizer"]).absolute())
     return dump_yaml(made)
 
@@ -125,7 +126,7 @@ def starter(config: str, recipe: str) -> dict[str, str]:
     line = "mixed_precision: recipe.yaml"
     config, found = re.subn(r"^mixed_precision:.*$", line, config, count=1, flags=re.MULTILINE)
     config = config if found else f"{line}\n{config}"
-    if _loaded(config) != wanted:  # its recipe stands on several lines
+    if _loaded(config) != wanted:  # its recipe takes several lines
         config = dump_yaml(wanted)
     missing = [text for name, text in _starter.SECTIONS.items() if not re.search(rf"^{name}:", config, re.MULTILINE)]
     return {

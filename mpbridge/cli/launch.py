@@ -1,4 +1,4 @@
-"""`mpbridge launch ... -- train ...`: a Slurm script for a run on many nodes, printed or submitted."""
+"""`mpbridge launch ... -- train ...`: prints or submits a Slurm script for a run on many nodes."""
 
 from __future__ import annotations
 
@@ -24,34 +24,32 @@ from mpbridge.train.admission import Admission
 if TYPE_CHECKING:
     from mpbridge.config.container import Run
 
-SUMMARY = (
-    "a Slurm script for a run on many nodes, printed or submitted, that resumes automatically after each time limit"
-)
+SUMMARY = "print or submit a Slurm script for a run on many nodes that resumes automatically after each time limit"
 USAGE = "as in: mpbridge launch --nodes 2 --gpus-per-node 8 -- train --config llama3_8b checkpoint.save=DIR"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     parser.add_argument("--nodes", type=whole, required=True, metavar="N", help="nodes")
     parser.add_argument(
-        "--gpus-per-node", type=whole, required=True, metavar="M", help="GPUs of each node, a process for each of them"
+        "--gpus-per-node", type=whole, required=True, metavar="M", help="GPUs per node, with one process each"
     )
-    parser.add_argument("--cpu", action="store_true", help="no GPUs: M processes on each node")
-    parser.add_argument("--submit", action="store_true", help="hand the script to sbatch (default: print it)")
+    parser.add_argument("--cpu", action="store_true", help="no GPUs: M processes per node")
+    parser.add_argument("--submit", action="store_true", help="submit the script with sbatch (default: print it)")
     parser.add_argument("--time", metavar="D-HH:MM:SS", help="the time limit (default: the partition's)")
     parser.add_argument(
         "--notice",
         type=whole,
         default=120,
         metavar="S",
-        help="seconds before the limit in which the run finishes its step, saves and goes back into the queue (default: 120)",
+        help="seconds before the limit for the run to finish its step, save and requeue (default: 120)",
     )
     parser.add_argument(
         "--retries",
         type=whole,
         default=0,
         metavar="K",
-        help="how often a failed run goes back into the queue (default: 0)",
+        help="how often to requeue a failed run (default: 0)",
     )
     parser.add_argument("--name", default="mpbridge", metavar="NAME", help="the job's name")
     parser.add_argument(
@@ -59,23 +57,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="IMAGE",
         help="a container image for Slurm's pyxis plugin: [REGISTRY#]NAME[:TAG], or a squashfs file",
     )
-    parser.add_argument("--mount", action="append", default=[], metavar="FROM:TO", help="a folder for the container")
     parser.add_argument(
-        "--slurm", action="append", default=[], metavar="OPTION", help="another option of sbatch, as partition=long"
+        "--mount", action="append", default=[], metavar="FROM:TO", help="a folder to mount in the container"
     )
     parser.add_argument(
-        "--python", metavar="FILE", help="the interpreter there (default: this one; python in an image)"
+        "--slurm", action="append", default=[], metavar="OPTION", help="another sbatch option, such as partition=long"
+    )
+    parser.add_argument(
+        "--python", metavar="FILE", help="the Python interpreter on the nodes (default: this one; python in an image)"
     )
     parser.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="-- train ...",
-        help="what runs: train with its arguments, or a script",
+        help="what to run: train with its arguments, or a script",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks the run on that many processes, and prints or submits the script."""
+    """Checks the run for that number of processes, and prints or submits the script."""
     faults = job_faults(args)
     if faults:
         raise Contradiction(faults, subject="the job cannot be launched")
@@ -108,13 +108,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _resumable(words: list[str], args: argparse.Namespace) -> list[str]:
-    """train's arguments with the setting that lets the same command go on. Raises Contradiction, BadValue, Refused: nothing waits in a queue to fail."""
+    """train's arguments plus the setting that makes the same command resume. Raises Contradiction, BadValue or Refused before anything is queued."""
     from mpbridge.cli.main import parser_of, with_way
 
     given: Any = parser_of("train", "mpbridge.cli.train").parse_intermixed_args(with_way(words))
     if given.reset_optimizer:
         given.overrides = [*given.overrides, "checkpoint.reset_optimizer=true"]
-    # what an image holds is not known here
+    # an image's contents are not known here
     admission = Admission(here=not args.image)
     made = resolved(
         given,
@@ -129,15 +129,15 @@ def _resumable(words: list[str], args: argparse.Namespace) -> list[str]:
 
 
 def _requeue_faults(section: Mapping[str, Any]) -> list[str]:
-    """What of a checkpoint section would not come through a requeue, which repeats the command."""
+    """Checkpoint settings that would not survive a requeue, which repeats the command."""
     save, load = section["save"], section["load"]
     if not save:
-        return ["checkpoint.save is not set: without checkpoints a run starts anew after every time limit"]
-    cure = f"drop it; to begin with the weights of another checkpoint: checkpoint.pretrained_checkpoint={load or 'DIR'}"
+        return ["checkpoint.save is not set: without checkpoints the run starts over after every time limit"]
+    cure = f"drop it; to start from the weights of another checkpoint: checkpoint.pretrained_checkpoint={load or 'DIR'}"
     faults = []
     if load and Path(load).resolve() != Path(save).resolve():
         faults.append(
-            f"checkpoint.load={load} is not checkpoint.save={save}: after its time limit the run would begin there once more: {cure}"
+            f"checkpoint.load={load} is not checkpoint.save={save}: after its time limit the run would start from there again: {cure}"
         )
     if section["reset_optimizer"]:
         faults.append(
@@ -147,7 +147,7 @@ def _requeue_faults(section: Mapping[str, Any]) -> list[str]:
 
 
 def _refuse_broken(made: Run, *, gpus: bool) -> None:
-    """Raises Refused with the rules that the run breaks whatever the nodes are: which ones they are is not known here."""
+    """Raises Refused with the rules that the run breaks on any node, since the nodes are not known here."""
     machines = [machine(name) for name in (("a100", "h100", "b200") if gpus else ("cpu",))]
     errors: list[dict[str, Violation]] = []
     for one in machines:
@@ -162,7 +162,7 @@ def _refuse_broken(made: Run, *, gpus: bool) -> None:
 def _submit(text: str) -> None:
     if shutil.which("sbatch") is None:
         raise MpbridgeError(
-            "sbatch is not on this machine: print the script (without --submit) and submit it where Slurm is"
+            "sbatch is not installed here: print the script (without --submit) and submit it on a machine with Slurm"
         )
     done = subprocess.run(["sbatch"], input=text, capture_output=True, text=True, check=False)
     if done.returncode:

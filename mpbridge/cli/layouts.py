@@ -1,4 +1,4 @@
-"""`mpbridge layouts`: parallel layouts that are legal and fit on a number of GPUs, the fastest first, as lines to paste."""
+"""`mpbridge layouts`: lists parallel layouts that are valid and fit on a number of GPUs, fastest first, as lines to paste."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from mpbridge.config.container import ConfigContainer, Run
     from mpbridge.facts import RunFacts
 
-SUMMARY = "parallel layouts that are legal and fit, the fastest first (predicted), as lines to paste"
+SUMMARY = "list parallel layouts that are valid and fit, fastest first (predicted), as lines to paste"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     add_run_arguments(parser)
     add_target_arguments(parser)
     parser.add_argument("--recipes", metavar="A,B", help="more than one recipe (default: the file's)")
-    parser.add_argument("--most", type=whole, default=5, metavar="N", help="layouts of each recipe (default: 5)")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--most", type=whole, default=5, metavar="N", help="number of layouts per recipe (default: 5)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the layouts; 1 when none fits."""
+    """Prints the layouts. Returns 1 if none fits."""
     if args.most < 1:
-        raise BadValue(f"--most {args.most}: at least 1")
+        raise BadValue(f"--most {args.most}: expected at least 1")
     where = target(args)
     base = container(args)
     world = wanted_world(args) or base.smallest_world()
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         print_line(f"left out: {words}")
     if not found:
         print_line(
-            f"no layout is legal and fits: sizes have to divide {world} GPUs, layers, heads and the global batch"
+            f"no layout is valid and fits: sizes must divide {world} GPUs, layers, heads and the global batch"
             if not faults
             else "no layout found"
         )
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 def _search(
     args: argparse.Namespace, base: ConfigContainer, where: TargetMachine, world: int
 ) -> tuple[list[tuple[str, Layout]], list[str], dict[str, None]]:
-    """(recipe and layout, fastest first; recipes that cannot run, with the reason; what the predictions leave out)."""
+    """(recipe and layout, fastest first; recipes that cannot run, with the reason; what the predictions omit)."""
     found: list[tuple[str, Layout]] = []
     faults: list[str] = []
     left_out: dict[str, None] = {}
@@ -83,13 +83,13 @@ def _search(
                 raise
             faults.append(str(error).replace("\n", " "))
     if not where.machine.memory_bytes:
-        left_out[f"memory: that of {where.machine.label} is not known, so no layout is refused for it"] = None
+        left_out[f"memory: that of {where.machine.label} is unknown, so no layout is rejected for it"] = None
     found.sort(key=lambda pair: pair[1].seconds)
     return found, faults, left_out
 
 
 def _resolved(box: ConfigContainer, world: int, where: TargetMachine) -> Run:
-    """The run in the file's own sizes, which need not divide this world: the search has sizes of its own."""
+    """The run in the file's sizes, which need not divide this world, since the search uses sizes of its own."""
     made = box.resolved(
         _divisible(box.smallest_world(), world), machine=where.machine, versions=where.versions, training=False
     )
@@ -98,7 +98,7 @@ def _resolved(box: ConfigContainer, world: int, where: TargetMachine) -> Run:
 
 
 def _names(args: argparse.Namespace) -> list[str | None]:
-    """The recipes, each once; None: the file's. Raises UnknownName, RecipeError."""
+    """The distinct recipes; None: the file's. Raises UnknownName, RecipeError."""
     from mpbridge.precision.registry import describe
 
     if not args.recipes:
@@ -110,12 +110,12 @@ def _names(args: argparse.Namespace) -> list[str | None]:
 
 
 def says_optimizer(box: ConfigContainer) -> bool:
-    """Whether the file says that the optimizer is distributed, or that it is not."""
+    """Whether the file sets whether the optimizer is distributed."""
     return "use_distributed_optimizer" in (box.as_data().get("ddp") or {})
 
 
 def _alone(facts: RunFacts, world: int) -> RunFacts:
-    """The facts on that many processes without model parallelism."""
+    """The facts for that number of processes without model parallelism."""
     sizes = dataclasses.replace(
         facts.parallel, world_size=world, tensor=1, pipeline=1, virtual_pipeline=None, context=1, expert=1
     )
@@ -167,5 +167,5 @@ def _print(found: list[tuple[str, Layout]]) -> None:
 
 
 def _divisible(smallest: int, world: int) -> int:
-    """A world that the file's own sizes divide."""
+    """A world size that the file's sizes divide."""
     return world if world % smallest == 0 else smallest

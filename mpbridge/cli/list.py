@@ -1,4 +1,4 @@
-"""`mpbridge list`: every recipe that is known here."""
+"""`mpbridge list`: lists every known recipe."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from mpbridge.cli.text import print_json, print_table
 from mpbridge.precision.recipe import Recipe
 from mpbridge.precision.registry import recipes
 
-SUMMARY = "the recipes: requirements, validation status, and what each one does"
+SUMMARY = "list the recipes: requirements, validation status, and what each one does"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
-    parser.add_argument("--aliases", action="store_true", help="also the other names that are accepted")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    """Adds the verb's arguments."""
+    parser.add_argument("--aliases", action="store_true", help="also list the aliases")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,7 +38,7 @@ def needs(entry: Recipe) -> str:
 
 
 def as_data(entry: Recipe) -> dict[str, object]:
-    """The entry's metadata in JSON types."""
+    """The entry's metadata as JSON types."""
     return {
         "name": entry.name,
         "summary": entry.summary,

@@ -20,9 +20,9 @@ from mpbridge.errors import BadValue, Contradiction, MpbridgeError, Refused, Unk
 
 NOT_VERBS = frozenset({"main", "options", "text"})
 FOREIGN = frozenset({"on-cpu", "launch"})
-"""Verbs that end in another command: its arguments are none of theirs, wherever they stand."""
+"""Verbs that end in another command, whose arguments are not theirs, regardless of position."""
 NEEDED = {"megatron": "megatron-core", "torch": "torch", "numpy": "NumPy"}
-"""Packages that mpbridge depends on and that light verbs, and those for other people's modules, do without -> their names: `pip install --no-deps` leaves them out."""
+"""Module -> package of dependencies that light verbs and those for foreign modules do not need: `pip install --no-deps` omits them."""
 ORDER = (
     "list",
     "show",
@@ -43,11 +43,11 @@ ORDER = (
     "tune",
     "resume-check",
 )
-"""Of the verbs in the help text; others follow by name."""
+"""Order of the verbs in the help text; others follow by name."""
 
 
 def entry() -> None:
-    """What the installed command calls: `main`, then exit."""
+    """The installed command's entry point: `main`, then exit."""
     raise SystemExit(main())
 
 
@@ -59,11 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in (
             "stdout",
             "stderr",
-        ):  # a run goes on when nobody listens: its files and checkpoints are what it is for
+        ):  # a run continues without a reader, for its files and checkpoints
             if arguments[:1] == ["train"] and getattr(sys, name) is None:
                 setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        if sys.stdout is None:  # closed by the caller: Python would print into nothing, and say nothing
-            text = "standard output is closed: nothing could be printed (redirect it to /dev/null if that is meant)"
+        if sys.stdout is None:  # closed by the caller: Python would silently discard output
+            text = (
+                "standard output is closed, so nothing could be printed (redirect it to /dev/null if that is intended)"
+            )
             _complain(BadValue(text), as_json)
             return 2
         code = _dispatch(arguments)
@@ -75,16 +77,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         needed = NEEDED.get((error.name or "").partition(".")[0])
         if needed is None:
             raise
-        text = f"this needs {needed}, which is not installed in this environment: pip install mpbridge brings it with all that it needs"
+        text = f"this requires {needed}, which is not installed in this environment: pip install mpbridge installs it with its dependencies"
         _complain(Refused(text), as_json)
         code = Refused.exit_code
     except BrokenPipeError:
-        # `mpbridge list | head`: the reader has seen enough; nothing may be written at exit either. What the answer would have been is not known: the code
-        # is that of a program which such a pipe ends (128 + SIGPIPE), never that of success
+        # `mpbridge list | head`: the reader closed the pipe; nothing may be written at exit either. The answer is unknown, so the exit code
+        # is that of a program ended by SIGPIPE (128 + SIGPIPE), never success
         _stop_printing()
         code = 141
     except OSError as error:
-        # what is written as it is read: a full disk, a file in the place of a folder
+        # errors while writing: a full disk, a file in place of a folder
         _complain(BadValue(f"{error.filename or 'standard output'}: {error.strerror or error}"), as_json)
         _stop_printing()
         code = 2
@@ -97,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flushed(code: int) -> int:
-    """`code`, once what was printed is out: also where nobody reads it any more. Raises OSError where there was no room for the answer."""
+    """Flushes the output and returns `code`, also if the reader is gone. Raises OSError if there was no room for the output."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -106,7 +108,7 @@ def _flushed(code: int) -> int:
 
 
 def _stop_printing() -> None:
-    """Drops what is still buffered: the interpreter would try, and complain, once more at its end."""
+    """Drops buffered output, which the interpreter would otherwise try to write, and complain about, at exit."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -118,7 +120,7 @@ def verbs() -> dict[str, str]:
         for path in Path(__file__).parent.glob("*.py")
         if path.stem not in NOT_VERBS and not path.stem.startswith("_")
     )
-    # a module may end in an underscore where its verb is a word of Python: import_.py is `mpbridge import`
+    # a module ends in an underscore if its verb is a Python keyword: import_.py is `mpbridge import`
     found = {name.rstrip("_").replace("_", "-"): f"mpbridge.cli.{name}" for name in names}
     return {verb: found[verb] for verb in [*(v for v in ORDER if v in found), *(v for v in found if v not in ORDER)]}
 
@@ -140,7 +142,7 @@ def _dispatch(arguments: list[str]) -> int:
     verb, *rest = arguments
     if verb not in known:
         raise UnknownName("command", verb, known)
-    # intermixed: key=value may stand before, between and after options
+    # intermixed: key=value may come before, between and after options
     args = parser_of(verb, known[verb]).parse_intermixed_args(rest if verb in FOREIGN else with_way(rest))
     return int(importlib.import_module(known[verb]).run(args))
 
@@ -152,13 +154,13 @@ class Interrupted(MpbridgeError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with arguments in one line."""
+    """An argument parser that reports errors in one line."""
 
     quoted: frozenset[str] = frozenset()
     """Options whose value may begin with a dash: a command line in quotes."""
 
     def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As argparse does, where the word after an option of `quoted` is its value, whatever it begins with."""
+        """Like argparse, but the word after an option in `quoted` is its value even if it begins with a dash."""
         joined: list[str] = []
         for word in sys.argv[1:] if args is None else args:
             if joined and joined[-1] in self.quoted:
@@ -168,7 +170,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_intermixed_args(joined, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raises BadValue, where argparse would print its usage and exit."""
+        """Raises BadValue instead of printing the usage and exiting."""
         raise BadValue(f"{self.prog}: {message} (mpbridge help {self.prog.partition(' ')[2]})")
 
 
@@ -186,7 +188,7 @@ def parser_of(verb: str, module: str) -> argparse.ArgumentParser:
 
 
 def with_way(arguments: list[str]) -> list[str]:
-    """`--emulate` with its optional word in one piece: alone it means 'fast', and a following key=value is none of its words."""
+    """Joins `--emulate` and its optional word: alone it means 'fast', and a following key=value does not belong to it."""
     out: list[str] = []
     for argument in arguments:
         if out and out[-1] == "--emulate=fast" and argument in ("fast", "te"):
@@ -215,13 +217,15 @@ def _help(known: dict[str, str]) -> str:
 
 
 def _complain(error: MpbridgeError, as_json: bool) -> None:
-    """The error on stderr: a line for each fault; as JSON, one object on one line."""
+    """Prints the error on stderr: a line for each fault, or as JSON, one object on one line."""
     text, rank = str(error), os.environ.get("RANK", "0")
     if as_json:
         said = {"message": error.subject, "faults": list(error.faults)} if isinstance(error, Contradiction) else {}
         data = {"error": type(error).__name__, "exit_code": error.exit_code, "message": text} | said
         text = json.dumps(data | ({"rank": rank} if rank != "0" else {}))
-    elif rank != "0":  # every process of a job fails alike: rank 0 prints the full error, the others a line each
+    elif (
+        rank != "0"
+    ):  # all processes of a job fail in the same way: rank 0 prints the full error, the others one line each
         text = f"rank {rank}: {text.splitlines()[0] if text else ''}"
-    with contextlib.suppress(BrokenPipeError):  # `2>&1 | head`: the exit code still counts
+    with contextlib.suppress(BrokenPipeError):  # `2>&1 | head`: the exit code still matters
         print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`mpbridge memory`: bytes per GPU by role, beside bf16_mixed, and whether it fits."""
+"""`mpbridge memory`: bytes per GPU by role, compared with bf16_mixed, and whether they fit."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from mpbridge.memory.compare import REFERENCE, Comparison, against_bf16
 from mpbridge.memory.uncounted import left_out_of_memory
 from mpbridge.memory.units import ByteUnit, count, unit_for
 
-SUMMARY = "bytes on each GPU by role, beside bf16_mixed, and whether they fit"
+SUMMARY = "show bytes on each GPU by role, compared with bf16_mixed, and whether they fit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     add_run_arguments(parser)
     add_target_arguments(parser)
     parser.add_argument(
-        "--rank", type=whole, metavar="N", help="of this rank (default: of the pipeline stage that holds most)"
+        "--rank", type=whole, metavar="N", help="show this rank (default: that of the fullest pipeline stage)"
     )
-    parser.add_argument("--stages", action="store_true", help="every pipeline stage")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--stages", action="store_true", help="show every pipeline stage")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table; 1 when a GPU is known and the run does not fit."""
+    """Prints the table. Returns 1 if a GPU is known and the run does not fit."""
     where = target(args)
     made = resolved(args, machine=where.machine, versions=where.versions)
     facts = where.facts(made.facts)
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 def as_data(
     made: Run, facts: RunFacts, compared: Comparison, fits: Fit | None, stages: tuple[Memory, ...] = ()
 ) -> dict[str, Any]:
-    """The estimate in JSON types; bytes."""
+    """The estimate as JSON types, in bytes."""
     return {
         "recipe": made.recipe,
         "world_size": made.world_size,
@@ -103,7 +103,7 @@ def _print(
         f"tensor {sizes.tensor}, pipeline {sizes.pipeline}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}; {_which(made, facts, mine)}"
     )
     print()
-    columns = ("role", unit.name, f"{REFERENCE} {unit.name}", "bytes/parameter", "how it is known")
+    columns = ("role", unit.name, f"{REFERENCE} {unit.name}", "bytes/parameter", "basis")
     print_table(columns, _rows(facts, compared, unit))
     if stages:
         print()
@@ -124,12 +124,12 @@ def _print(
 
 
 def _rows(facts: RunFacts, compared: Comparison, unit: ByteUnit) -> list[tuple[str, str, str, str, str]]:
-    """Role, this recipe's amount, the reference's, bytes per parameter, how it is known."""
+    """Role, this recipe's amount, the reference's, bytes per parameter, basis of the figure."""
     mine, other = compared.mine, compared.reference
     known = (
         "exact"
         if mine.exact
-        else "see what is left out"
+        else "see what is omitted"
         if left_out_of_memory(facts)
         else "without its engine's alignment"
     )
@@ -154,10 +154,10 @@ def _say_nearest(made: Run, facts: RunFacts, where: TargetMachine) -> None:
     from mpbridge.estimate.layouts import line, nearest
     from mpbridge.rules.table import broken
 
-    # a search that no layout can end: every one of them would be refused for the machine
+    # no search: every layout would be rejected for the machine
     for violation in broken(made.policy, facts):
         if violation.rule == "machine-cannot-run-it":
-            print_line(f"no layout was looked for: {violation.found}")
+            print_line(f"no layout was searched: {violation.found}")
             return
     found = nearest(made.policy, facts, where.machine, stated=says_optimizer(made.container))
     print(
@@ -170,13 +170,13 @@ def _say_nearest(made: Run, facts: RunFacts, where: TargetMachine) -> None:
 def _which(made: Run, facts: RunFacts, mine: Memory) -> str:
     full = fullest(made.policy, facts, mine)
     here = f"rank {mine.rank} (stage {mine.stage})"
-    return f"{here} holds most" if mine.rank == full else f"{here}; rank {full} holds most"
+    return f"{here} is the fullest" if mine.rank == full else f"{here}; rank {full} is the fullest"
 
 
 def _beside(
     mine: Memory, other: Memory, unit: ByteUnit, *, counted: bool = True
 ) -> list[tuple[str, str, str, str, str]]:
-    """Rows of what is neither a state nor an activation; counted: by torch."""
+    """Rows of memory that is neither a state nor an activation; counted: by torch."""
     parts = {part.name: part for part in (mine.beside if counted else mine.outside)}
     theirs = {part.name: part for part in (other.beside if counted else other.outside)}
     return [
@@ -192,9 +192,9 @@ def _beside(
 
 
 def _fullest_words(made: Run, facts: RunFacts, mine: Memory) -> str:
-    """Whose bytes the verdict is about, where the table shows another rank's."""
+    """The rank that the verdict is about, if the table shows another one."""
     full = fullest(made.policy, facts, mine)
-    return "" if full == mine.rank else f"rank {full}, which holds most, needs "
+    return "" if full == mine.rank else f"rank {full}, the fullest, needs "
 
 
 def _say_fit(fits: Fit, where: TargetMachine, unit: ByteUnit, whose: str) -> None:

@@ -1,4 +1,4 @@
-"""`mpbridge on-cpu --target GPU SCRIPT ARGS`: somebody's CUDA-only training script on a CPU, with Transformer Engine's own Python."""
+"""`mpbridge on-cpu --target GPU SCRIPT ARGS`: runs a CUDA-only training script on a CPU, with Transformer Engine's own Python."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from mpbridge.errors import BadValue
 
-SUMMARY = "run a CUDA-only script on the CPU, playing a GPU"
+SUMMARY = "run a CUDA-only script on the CPU, simulating a GPU"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
-    parser.add_argument("--target", metavar="GPU", default="h100", help="the machine that answers (default: h100)")
+    """Adds the verb's arguments."""
+    parser.add_argument("--target", metavar="GPU", default="h100", help="the machine to simulate (default: h100)")
     parser.add_argument("--te", metavar="X.Y", help="the Transformer Engine release (default: the installed one)")
     parser.add_argument(
         "command", nargs="...", metavar="SCRIPT ARGS", help="the script, or -m MODULE, and its own arguments"
@@ -22,15 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the script to its end; its exit code. Under torchrun: torchrun ... -m mpbridge on-cpu SCRIPT ARGS."""
+    """Runs the script and returns its exit code. Under torchrun: torchrun ... -m mpbridge on-cpu SCRIPT ARGS."""
     command = list(args.command)
     by_module = bool(command) and command[0] == "-m"
     command = command[1:] if by_module else command
     if not command:
-        raise BadValue("on-cpu: which script? (mpbridge on-cpu --target h100 pretrain_gpt.py ...)")
+        raise BadValue("on-cpu: the script is missing (mpbridge on-cpu --target h100 pretrain_gpt.py ...)")
     script = command[0]
     if not by_module and not Path(script).is_file():
-        raise BadValue(f"{script}: no such file (expected a Python script, or -m and a module's name)")
+        raise BadValue(f"{script}: no such file (expected a Python script, or -m and a module name)")
     from mpbridge.te_cpu.context import transformer_engine_on_cpu
     from mpbridge.te_cpu.foreign import foreign_code
 

@@ -1,4 +1,4 @@
-"""Arguments that many verbs share: which recipe, which configuration, what is changed in it; and the Run that they describe."""
+"""Arguments shared by many verbs: the recipe, the configuration, overrides; and the Run that they describe."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 DEFAULT_CONFIG = "gpt_tiny"
 EMULATION = {"fast": "true", "te": "te"}
-"""--emulate's word -> the setting's value."""
+"""Value of --emulate -> the setting's value."""
 _PRECISION = ("mixed_precision=", "mixed_precision.recipe=")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) -> None:
-    """--recipe, --config, --engine, --emulate, key=value ...; world: --world-size too, for verbs that do not run anything."""
+    """--recipe, --config, --engine, --emulate, key=value ...; world: also --world-size, for verbs that do not run anything."""
     parser.add_argument(
         "--recipe",
         metavar="NAME",
@@ -39,12 +39,12 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) ->
     parser.add_argument(
         "--engine",
         choices=engine_names(),
-        help=f"who shards and reduces (default: the recipe's, else {DEFAULT})",
+        help=f"the engine that shards and reduces (default: the recipe's, else {DEFAULT})",
     )
     parser.add_argument(
         "--emulate",
         choices=("fast", "te"),
-        help="a recipe whose hardware is not here: quantized GEMMs in software (alone, or fast), or what --target would build, with "
+        help="run a recipe without its hardware: quantized GEMMs in software (alone, or fast), or the modules that --target would build, with "
         "Transformer Engine's own Python on the CPU (te)",
     )
     parser.add_argument(
@@ -57,12 +57,12 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, world: bool = True) ->
             "--world-size", type=whole, metavar="N", help="processes (default: as few as the parallel sizes allow)"
         )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings over the file's, as in optimizer.lr=3e-4"
+        "overrides", nargs="*", metavar="key=value", help="settings that override the file's, such as optimizer.lr=3e-4"
     )
 
 
 def whole(text: str) -> int:
-    """The whole number that a text says, as 1000, 1_000 or 1e3. Raises ArgumentTypeError."""
+    """The integer in a text, such as 1000, 1_000 or 1e3. Raises ArgumentTypeError."""
     try:
         return int(text)
     except ValueError:
@@ -71,12 +71,12 @@ def whole(text: str) -> int:
         value = float(text)
         if value.is_integer() and abs(value) < 2**53:
             return int(value)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: expected one such as 1000 or 1e3")
+    raise argparse.ArgumentTypeError(f"{text!r} is not an integer: expected one such as 1000 or 1e3")
 
 
 def add_price_argument(parser: argparse.ArgumentParser) -> None:
     """--price."""
-    parser.add_argument("--price", type=_price, metavar="X", help="of one GPU hour, in any currency")
+    parser.add_argument("--price", type=_price, metavar="X", help="price of one GPU hour, in any currency")
 
 
 def _price(text: str) -> float:
@@ -89,22 +89,22 @@ def _price(text: str) -> float:
 
 
 def wanted_world(args: argparse.Namespace) -> int | None:
-    """--world-size; None where it is not given. Raises BadValue for less than one process."""
+    """--world-size; None if not given. Raises BadValue for less than one process."""
     wanted: int | None = getattr(args, "world_size", None)
     if wanted is not None and wanted < 1:
-        raise BadValue(f"--world-size {wanted}: at least 1")
+        raise BadValue(f"--world-size {wanted}: expected at least 1")
     return wanted
 
 
 def container(args: argparse.Namespace) -> ConfigContainer:
-    """The configuration that the shared arguments describe; `resolved` reports everything that is wrong in it, at once."""
+    """The configuration that the shared arguments describe; `resolved` reports all its faults at once."""
     from mpbridge.config.container import ConfigContainer
 
     overrides = list(args.overrides)
     if args.recipe is not None:
         twice = [text for text in overrides if text.startswith(_PRECISION)]
         if twice:
-            raise BadValue(f"--recipe {args.recipe} and {twice[0]}: two recipes; give one of them")
+            raise BadValue(f"--recipe {args.recipe} and {twice[0]}: two recipes; use only one of them")
         overrides.insert(0, f"mixed_precision.recipe={_quoted(args.recipe)}")
     overrides += [f"engine={args.engine}"] if args.engine else []
     overrides += [f"emulate={EMULATION[args.emulate]}"] if args.emulate else []
@@ -113,7 +113,7 @@ def container(args: argparse.Namespace) -> ConfigContainer:
         for name in ("target", "te") if played else ("te",):
             given = getattr(args, name, None)
             overrides += [f"{name}={_quoted(given)}"] if given else []
-    # a recipe that is code runs only when the command line names it; a file may come from anywhere
+    # a recipe that is code runs only if the command line names it, since a file may come from anywhere
     trusted = any(text.partition("=")[0] in ("mixed_precision", "mixed_precision.recipe") for text in overrides)
     return ConfigContainer.load(find_config(args.config), overrides, check=False, trusted=trusted)
 
@@ -129,7 +129,7 @@ def resolved(
 ) -> Run:
     """The Run that the shared arguments describe.
 
-    world_size: None: --world-size, and without that as few processes as the parallel sizes allow. training: ask for what training needs.
+    world_size: None: --world-size, or the smallest that the parallel sizes allow. training: also require what training needs.
     also: finds further faults in the sections.
     Raises Contradiction with every fault.
     """
@@ -141,7 +141,7 @@ def resolved(
 
 
 def find_config(name: str | None) -> Path:
-    """The file that `name` (None: the small GPT for a CPU) means: a path, or a name among the shipped ones. Raises UnknownName."""
+    """The file that `name` refers to (None: the small GPT for a CPU): a path, or a shipped one's name. Raises UnknownName."""
     wanted = DEFAULT_CONFIG if name is None else name
     return Path(wanted) if is_reference(wanted) else configuration(wanted)
 

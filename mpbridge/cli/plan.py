@@ -1,4 +1,4 @@
-"""`mpbridge plan`: what a recipe would write onto which field of a configuration, what it overrides, and where each value came from."""
+"""`mpbridge plan`: shows which fields a recipe would write, what it overrides, and where each value came from."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from mpbridge.config.container import Run
 from mpbridge.memory.names import refuse_idle_rules
 from mpbridge.sync.plan import plain, show
 
-SUMMARY = "what a recipe would write into a configuration, and what it overrides"
+SUMMARY = "show what a recipe would write into a configuration, and what it overrides"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     add_run_arguments(parser)
-    parser.add_argument("--explain", action="store_true", help="also where each value of the configuration came from")
+    parser.add_argument(
+        "--explain", action="store_true", help="also show where each value of the configuration came from"
+    )
     parser.add_argument(
         "--on-conflict",
         choices=("warn", "error"),
         default="warn",
         help="error: exit 1 when the recipe overrides a given value",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan; 1 when values are overridden and --on-conflict is error."""
+    """Prints the plan. Returns 1 if values are overridden and --on-conflict is error."""
     made = resolved(args)
     for stage in made.stages:
         refuse_idle_rules(stage.policy, made.facts.shape, depth=made.facts.shape.num_layers)
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_data(made: Run) -> dict[str, object]:
-    """The plan and what surrounds it, in JSON types."""
+    """The plan and its context as JSON types."""
     depth = made.facts.shape.num_layers
     return {
         "recipe": made.recipe,

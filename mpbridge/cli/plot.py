@@ -1,4 +1,4 @@
-"""`mpbridge plot`: the curves of runs, in the terminal and as a picture."""
+"""`mpbridge plot`: draws the curves of runs, in the terminal and as a picture."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
     from mpbridge.report.curves import Curves
 
 COLUMNS, AXIS = 72, 12
-"""Columns of a plot where nobody says, and of the labels beside it at most."""
-SUMMARY = "loss, gradient norm, loss scale and tokens/s of runs, in the terminal and as PNG"
+"""Default width of a plot in columns, and maximum width of its labels."""
+SUMMARY = "plot loss, gradient norm, loss scale and tokens/s of runs, in the terminal and as PNG"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folders of runs (logger.log_dir)")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the picture (default: curves.png in the first run's folder)"
     )
     parser.add_argument("--no-picture", action="store_true", help="the terminal only")
     parser.add_argument(
-        "--width", type=whole, metavar="N", help=f"columns of a plot (default: what is there, {COLUMNS} at most)"
+        "--width", type=whole, metavar="N", help=f"columns of a plot (default: the terminal's, at most {COLUMNS})"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints one plot for each number and run, and writes the picture; a missing matplotlib costs the picture only."""
+    """Prints one plot for each number and run, and writes the picture; without matplotlib only the picture is missing."""
     from mpbridge.errors import BadValue
     from mpbridge.pages.document import writable
     from mpbridge.report.curves import CURVES, picture
     from mpbridge.report.pictures import told_drawable
 
     if args.width is not None and args.width < 10:
-        raise BadValue(f"--width {args.width}: at least 10 columns")
+        raise BadValue(f"--width {args.width}: expected at least 10 columns")
     target = args.out or (args.runs[0] if args.runs[0].is_dir() else args.runs[0].parent) / "curves.png"
     if not args.no_picture:
         writable(target)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(runs: list[Path]) -> list[Curves]:
-    """The runs' curves, by their paths where names are alike; what could not be read goes to standard error."""
+    """The runs' curves, labelled by path if names are equal; reports what could not be read on stderr."""
     from mpbridge.report.curves import read_curves
 
     found = [read_curves(path) for path in runs]
@@ -71,7 +71,7 @@ def _read(runs: list[Path]) -> list[Curves]:
 
 
 def _print(curves: Curves, number: str, width: int) -> None:
-    """One plot; none of a number that the run has not, or of a loss scale that is always 1."""
+    """Prints one plot, unless the run does not have the number, or its loss scale is always 1."""
     from mpbridge.report.curves import CURVES, terminal
 
     label, log = CURVES[number]

@@ -1,4 +1,4 @@
-"""`mpbridge precision`: what low precision does to a run's tensors while it trains."""
+"""`mpbridge precision`: shows what low precision does to a run's tensors during training."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from mpbridge.cli.options import whole
 from mpbridge.errors import BadValue
 
-SUMMARY = "what low precision does to the tensors of a run in training: worst operands, and a page"
+SUMMARY = "show what low precision does to a run's tensors: worst operands, and a page"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder (logger.log_dir)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: precision.html in the folder)")
     parser.add_argument("--top", type=whole, default=10, metavar="N", help="operands to print (default: 10)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the worst operands of the newest measurement and writes the page; 1 where nothing was measured."""
+    """Prints the worst operands of the latest measurement and writes the page. Returns 1 if nothing was measured."""
     from mpbridge.cli.text import print_line
     from mpbridge.diagnose.evidence import gather
     from mpbridge.diagnose.page import precision_page
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
     target = args.out or args.run_folder / "precision.html"
     if args.top < 1:
-        raise BadValue(f"--top {args.top}: at least 1")
+        raise BadValue(f"--top {args.top}: expected at least 1")
     found = gather(args.run_folder)
     writable(target)
     out = console()

@@ -1,4 +1,4 @@
-"""`mpbridge recommend`: the recipes that are legal for a model on a machine, in order, with reasons."""
+"""`mpbridge recommend`: ranks the recipes that are valid for a model on a machine, with reasons."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ if TYPE_CHECKING:
     from mpbridge.config.container import ConfigContainer, Run
     from mpbridge.facts import RunFacts
 
-SUMMARY = "legal recipes for a model on a machine, in order, with the reason"
+SUMMARY = "rank the valid recipes for a model on a machine, with reasons"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     add_run_arguments(parser)
     add_target_arguments(parser)
-    parser.add_argument("--by", choices=ORDERS, default="status", help="what legal and fitting recipes are sorted by")
+    parser.add_argument("--by", choices=ORDERS, default="status", help="order of the valid and fitting recipes")
     add_price_argument(parser)
     parser.add_argument(
         "--runs",
         metavar="DIR,DIR",
-        help="folders of own runs: a measured step replaces the prediction of the same recipe",
+        help="folders of your runs: a measured step time replaces the prediction for the same recipe",
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the order; 1 when no recipe is legal and fits."""
+    """Prints the ranking. Returns 1 if no recipe is valid and fits."""
     where = target(args)
     if args.recipe:
         raise BadValue(
-            f"--recipe {recipe(args.recipe).name}: recommend compares all recipes, leave it out (mpbridge check looks at one)"
+            f"--recipe {recipe(args.recipe).name}: recommend compares all recipes, omit it (mpbridge check checks one)"
         )
     base = container(args)
     world = wanted_world(args) or base.smallest_world()
     made, left_out = _advice(args, where, base, world)
     if len({advice.reason for advice in made}) == 1 and not made[0].legal:
-        # not the recipes: the sizes or the model
+        # faults of the sizes or the model, not of a recipe
         raise BadValue(made[0].reason)
     for folder in args.runs.split(",") if args.runs else ():
         made = [_measured(advice, Path(folder)) for advice in made]
@@ -77,14 +77,14 @@ def run(args: argparse.Namespace) -> int:
 def _advice(
     args: argparse.Namespace, where: TargetMachine, base: ConfigContainer, world: int
 ) -> tuple[list[Advice], list[str]]:
-    """(what is said of each recipe, what memory and time leave out)."""
+    """(advice on each recipe, what memory and time omit)."""
     reference = None
     made = []
     left_out: dict[str, None] = {}
     for name in (REFERENCE, *(other for other in recipes if other != REFERENCE)):
         entry = recipes[name]
         try:
-            # the file is read once; its own precision section gives way to each recipe in turn
+            # the file is read once; each recipe in turn replaces its precision section
             box = dataclasses.replace(base, mixed_precision=name, engine=args.engine or entry.engine)
             run = box.resolved(world, machine=where.machine, versions=where.versions, training=False)
             facts = where.facts(run.facts)
@@ -99,7 +99,7 @@ def _advice(
 
 
 def _timed(advice: Advice, run: Run, facts: RunFacts, where: TargetMachine) -> Advice:
-    """With the predicted step, where the machine has rates."""
+    """Adds the predicted step time, if the machine has rates."""
     if not advice.legal or facts.machine is None or not facts.machine.peak:
         return advice
     try:
@@ -117,7 +117,7 @@ def _timed(advice: Advice, run: Run, facts: RunFacts, where: TargetMachine) -> A
 
 
 def _measured(advice: Advice, folder: Path) -> Advice:
-    """With the step that a run of that recipe took."""
+    """Adds the measured step time of a run with that recipe."""
     found = timing(folder)
     if found.recipe != advice.recipe or not advice.legal:
         return advice
@@ -142,16 +142,16 @@ def _print(order: list[Advice], price: float | None) -> None:
         for place, a in enumerate(legal, start=1)
     ]
     print_table(
-        ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", "why"), rows, title="legal, in order"
+        ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", "why"), rows, title="valid, in order"
     )
     print()
     print_line(
-        "memory: states and estimated activations of the fullest GPU, beside bf16_mixed on megatron-core's own engine"
+        "memory: states and estimated activations of the fullest GPU, compared with bf16_mixed on the megatron-core engine"
     )
     others = [(advice.recipe, advice.reason) for advice in order if not advice.legal]
     if others:
         print()
-        print_table(("recipe", "why not"), others, title="not legal here")
+        print_table(("recipe", "why not"), others, title="not valid here")
 
 
 def _memory(advice: Advice) -> str:

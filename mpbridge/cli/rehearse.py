@@ -1,4 +1,4 @@
-"""`mpbridge rehearse`: what recipes do to the tensors of a model, on this machine."""
+"""`mpbridge rehearse`: shows what recipes do to a model's tensors, on this machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SUMMARY = "train a few steps under several recipes, emulated, and see which tens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     parser.add_argument(
         "--config", metavar="FILE", help="a YAML file, or the name of a shipped one (default: gpt_tiny)"
     )
     parser.add_argument(
-        "--recipes", metavar="A,B,...", help="names (mpbridge list); default: BF16 and every kind of scaling"
+        "--recipes", metavar="A,B,...", help="recipe names (mpbridge list); default: BF16 and every kind of scaling"
     )
     parser.add_argument(
         "--steps", type=whole, default=50, metavar="N", help="training steps under each recipe (default: 50)"
@@ -33,32 +33,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensors",
         type=Path,
         metavar="FILE",
-        help="look at the tensors of a .pt or .safetensors file and train nothing",
+        help="analyse the tensors of a .pt or .safetensors file without training",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("rehearsal"),
         metavar="DIR",
-        help="for report.json, the pictures and index.html",
+        help="folder for report.json, the pictures and index.html",
     )
     parser.add_argument(
         "--suggest",
         action="store_true",
-        help="also tune the last of the recipes that can be (mpbridge tune, with its defaults): DIR/tuned.yaml, its figures on the page",
+        help="also tune the last tunable recipe (mpbridge tune, with its defaults): writes DIR/tuned.yaml, figures on the page",
     )
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
-        help="settings over the file's, as in train.micro_batch_size=4; checkpoint.load=DIR begins from its weights",
+        help="settings that override the file's, such as train.micro_batch_size=4; checkpoint.load=DIR starts from its weights",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rehearses, prints the tables and writes the report; 1 when no recipe could run."""
+    """Rehearses, prints the tables and writes the report. Returns 1 if no recipe could run."""
     if args.steps < 1 or (args.every is not None and args.every < 1):
-        raise BadValue(f"--steps {args.steps}, --every {args.every}: at least 1")
+        raise BadValue(f"--steps {args.steps}, --every {args.every}: expected at least 1")
     if args.suggest and args.tensors is not None:
         raise BadValue("--suggest with --tensors: a choice needs a model and its data (--config), not single tensors")
     from mpbridge.report.chatter import without_chatter
@@ -106,7 +106,7 @@ def _rehearsed(args: argparse.Namespace) -> Rehearsal:
 
 
 def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
-    """Tunes the last recipe that a choice could improve on, and notes what came out."""
+    """Tunes the last tunable recipe, and records the result."""
     from mpbridge.config.container import ConfigContainer
     from mpbridge.errors import MpbridgeError
     from mpbridge.precision.registry import get_mixed_precision_config
@@ -136,13 +136,11 @@ def _suggest(args: argparse.Namespace, result: Rehearsal) -> None:
             *lines(tuned, recipe),
         ]
         return
-    result.suggestion = [
-        "suggestion: none, since no recipe that ran can be tuned (it quantizes, without delayed scaling)"
-    ]
+    result.suggestion = ["suggestion: none, since no recipe that ran can be tuned (quantized, without delayed scaling)"]
 
 
 def _write(result: Rehearsal, folder: Path, *, pictures: bool) -> Path:
-    """report.json first, then index.html and the pictures in `folder`; the page's path."""
+    """Writes report.json first, then index.html and the pictures in `folder`. Returns the page's path."""
     from mpbridge.rehearse.page import page
     from mpbridge.rehearse.plots import draw
 

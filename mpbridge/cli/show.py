@@ -1,4 +1,4 @@
-"""`mpbridge show NAME`: a recipe's card: its metadata, what its author wrote, what it means."""
+"""`mpbridge show NAME`: prints a recipe's card: its metadata, the fields that its author set, and their meaning."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from mpbridge.rules.cards import Card, card, main_weights
 from mpbridge.stacks.meaning import of_policy
 from mpbridge.traits import DEFAULT, traits
 
-SUMMARY = "one recipe: its metadata, its fields, and what they mean"
+SUMMARY = "show one recipe: its metadata, its fields, and what they mean"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     parser.add_argument(
         "recipe", metavar="NAME", help="a recipe's name, a YAML file, package.module:function or file.py:function"
     )
     parser.add_argument(
-        "--layers", type=whole, metavar="N", help="a model's depth: says which of its layers stay in high precision"
+        "--layers", type=whole, metavar="N", help="a model's depth, to show which of its layers stay in high precision"
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the card."""
     if args.layers is not None and args.layers < 1:
-        raise BadValue(f"--layers {args.layers}: at least 1")
+        raise BadValue(f"--layers {args.layers}: expected at least 1")
     if args.layers is not None and args.layers > MOST:
         raise BadValue(f"--layers {args.layers}: at most {MOST}")
     entry, config = describe(args.recipe), get_mixed_precision_config(args.recipe)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     print_table(
         ("field", "value"),
         [(name, say(value)) for name, value in config.given().items()],
-        title="what its author wrote",
+        title="fields set by its author",
     )
     print()
     print_table(("fact", "value"), facts(policy, *_shapes(args.layers), engine=entry.engine), title="what it means")
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     print_table(("", ""), _costs(card(args.recipe)), title="where it runs and what it costs")
     if known:
         print()
-        print_table(("", ""), evidence_rows(known), title="how it was found")
+        print_table(("", ""), evidence_rows(known), title="evidence")
     return 0
 
 
@@ -94,24 +94,24 @@ def _costs(known: Card) -> list[tuple[str, str]]:
             "bytes per parameter",
             f"{known.bytes_alone:.2f} on one GPU, {known.bytes_shared:.2f} on eight (states; mpbridge memory for a model)",
         ),
-        ("rules about it", f"{len(known.rules)} (their names: --json; mpbridge check judges a run by them)"),
+        ("rules about it", f"{len(known.rules)} (names: --json; mpbridge check applies them to a run)"),
     ]
 
 
 def _shapes(layers: int | None) -> tuple[ModelShape, ...]:
-    """Those of any GPT so deep; () where the depth is not known."""
+    """The linears of any GPT of that depth; () if the depth is unknown."""
     return () if layers is None else any_gpt(layers)
 
 
 def facts(policy: PrecisionPolicy, *shapes: ModelShape, engine: str | None = None) -> list[tuple[str, str]]:
-    """The policy's facts as label and text. shapes, of one depth: also what each linear gets, and which layers stay out of quantization."""
+    """The policy's facts as label and text. shapes, of one depth: adds the rule of each linear, and the layers that are not quantized."""
     meaning = of_policy(policy, engine=engine or DEFAULT)
     rows = [
         ("compute", say(policy.compute)),
         ("parameters", say(policy.params) + (" (quantized linears: in their low format)" if policy.stored else "")),
         ("gradients on the wire", say(policy.reduce)),
         ("main weights", main_weights(policy, traits(engine or DEFAULT))),
-        ("gradients as they add up", say(meaning.accumulator)),
+        ("gradient accumulator", say(meaning.accumulator)),
         ("gradients that the optimizer reads", say(meaning.optimizer_reads or meaning.accumulator)),
         ("Adam moments", f"{say(policy.exp_avg)}, {say(policy.exp_avg_sq)}"),
         ("between pipeline stages", say(policy.pipeline)),
@@ -134,17 +134,17 @@ def facts(policy: PrecisionPolicy, *shapes: ModelShape, engine: str | None = Non
 
 
 def regions(policy: PrecisionPolicy) -> list[tuple[str, str]]:
-    """The policy's regions as label and rule, in their order; the first that names a linear decides."""
+    """The policy's regions as label and rule, in order; the first match decides."""
     many = len(policy.module_regions) > 0 and len(policy.regions) > 2
     first = [(region_text(region), region_rule(region)) for region in policy.regions[:-1]]
     last = (region_text(policy.regions[-1]), region_rule(policy.regions[-1]))
     return [*first, ("all other linears" if policy.module_regions else last[0], last[1])] + (
-        [("of these lines", "the first that names a linear decides")] if many else []
+        [("of these lines", "the first that matches a linear decides")] if many else []
     )
 
 
 def evidence_rows(known: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """A tuned recipe's evidence as label and text, whatever stands there."""
+    """A tuned recipe's evidence as label and text, regardless of its contents."""
     found: list[tuple[str, str]] = []
     for name, value in known.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""`mpbridge simulate`: ranks of any world built here by the real megatron-core, on fake groups and meta tensors, held against the predictions."""
+"""`mpbridge simulate`: builds ranks of any world here with the real megatron-core, on fake groups and meta tensors, and compares them with the predictions."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ if TYPE_CHECKING:
     from mpbridge.config.container import Run
     from mpbridge.simulate.rank import Simulated
 
-SUMMARY = "ranks of any world built here without memory: live tensors, audit, one step, against the predictions"
+SUMMARY = (
+    "build ranks of any world here without memory, and compare live tensors, audit and a step with the predictions"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     add_run_arguments(parser)
     parser.add_argument(
-        "--ranks", metavar="N,N", help="which ranks (default: of the first, a middle and the last pipeline stage)"
+        "--ranks",
+        metavar="N,N",
+        help="which ranks (default: one each of the first, a middle and the last pipeline stage)",
     )
     parser.add_argument(
-        "--step", action="store_true", help="also one training step: its matrix products and collectives"
+        "--step", action="store_true", help="also simulate one training step: its GEMMs and collectives"
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 _COLUMNS = (
@@ -36,7 +40,7 @@ _COLUMNS = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line for each rank; 1 on a difference."""
+    """Prints a line for each rank. Returns 1 if anything differs."""
     from mpbridge.simulate.world import default_ranks, simulate, simulated_run
 
     box = container(args)
@@ -78,4 +82,4 @@ def _ranks(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise BadValue(f"--ranks {text}: expected numbers with commas between, as 0,511,1023") from None
+        raise BadValue(f"--ranks {text}: expected comma-separated numbers, such as 0,511,1023") from None

@@ -1,4 +1,4 @@
-"""Tables and JSON for standard output: rich on a terminal, aligned columns elsewhere. rich is imported only when it is used."""
+"""Tables and JSON for standard output: rich in a terminal, aligned columns elsewhere. rich is imported only if used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from mpbridge.report.records import record, wrapped
 
 ROOM = 28
-"""Characters below which a text column is no longer readable beside the others."""
+"""Width in characters below which a text column is unreadable."""
 
 
 def on_terminal() -> bool:
@@ -26,12 +26,12 @@ def print_json(data: Any) -> None:
 
 
 def columns_here() -> int | None:
-    """How wide a line may be; None where nobody says (a pipe, a file)."""
+    """Maximum width of a line; None if unknown (a pipe, a file)."""
     return shutil.get_terminal_size().columns if on_terminal() or "COLUMNS" in os.environ else None
 
 
 def print_line(text: str, *, indent: str = "") -> None:
-    """A line, or as many as the known width asks for."""
+    """Prints a line, wrapped to the width if it is known."""
     width = columns_here()
     print(
         "\n".join(
@@ -43,7 +43,7 @@ def print_line(text: str, *, indent: str = "") -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
-    """Rows under their headings. Cells are plain text. Where the width is known (a terminal, COLUMNS), lines keep to it."""
+    """Prints rows under their headings. Cells are plain text. Lines keep to the width if it is known (a terminal, COLUMNS)."""
     rows = [[str(cell) for cell in row] for row in rows]
     width = columns_here()
     if width is not None and on_terminal() and _room(columns, rows, width) >= ROOM:
@@ -56,7 +56,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title:
 
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """The table's lines, columns two blanks apart, nothing after the last cell; empty columns are left out."""
+    """The table's lines, with columns two blanks apart and no trailing blanks; empty columns are omitted."""
     shown = [i for i in range(len(columns)) if any(row[i] for row in rows)]
     table = [[columns[i] for i in shown], *([row[i] for i in shown] for row in rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(shown))]
@@ -66,7 +66,7 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def narrow(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """The widest form whose lines keep to `width`: a table; one with the last column's text on lines of its own; each row as a record."""
+    """The widest form whose lines fit `width`: a table; a table with the last column's text on lines of its own; each row as a record."""
     lines = aligned(columns, rows)
     if all(len(line) <= width for line in lines):
         return lines
@@ -78,7 +78,7 @@ def narrow(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
 
 
 def _room(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> int:
-    """Characters that are left for the last column when the others stay whole; ROOM when it needs less."""
+    """Characters left for the last column if the others are not wrapped; ROOM if it needs less."""
     longest = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     left = width - sum(longest[:-1]) - 4 * len(columns)
     return ROOM if left >= longest[-1] else left

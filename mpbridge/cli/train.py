@@ -1,4 +1,4 @@
-"""`mpbridge train`: pretrains. One process, or as many as torchrun started."""
+"""`mpbridge train`: pretrains, in one process or as many as torchrun started."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ if TYPE_CHECKING:
 
 SUMMARY = "pretrain a GPT with a recipe"
 STOPPED = 3
-"""Exit code of a run that stopped before its end: `train && evaluate` does not go on, and a scheduler may start it again."""
+"""Exit code of a run that stopped early: `train && evaluate` does not continue, and a scheduler may restart it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     add_run_arguments(parser, world=False)
     parser.add_argument(
-        "--audit", choices=("stop", "warn"), help="what happens when the live tensors are not what the recipe promised"
+        "--audit", choices=("stop", "warn"), help="what to do if the live tensors are not as the recipe promises"
     )
     parser.add_argument(
-        "--reset-optimizer", action="store_true", help="load the weights alone; optimizer states start fresh"
+        "--reset-optimizer", action="store_true", help="load only the weights; optimizer states start fresh"
     )
-    parser.add_argument("--target", metavar="GPU", help="with --emulate te: the machine that is played (default: h100)")
+    parser.add_argument("--target", metavar="GPU", help="with --emulate te: the machine to simulate (default: h100)")
     parser.add_argument(
-        "--deterministic", action="store_true", help="the same losses to the bit at every run, at some cost in speed"
+        "--deterministic", action="store_true", help="bit-identical losses in every run, at some cost in speed"
     )
     parser.add_argument(
         "--on-conflict",
         choices=("warn", "error"),
         default="warn",
-        help="error: refuse when the recipe overrides a given value",
+        help="error: refuse if the recipe overrides a given value",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains; 0 when the run is complete, 3 when it stopped before its end and can be resumed. Faults are reported before torch is imported."""
+    """Trains. Returns 0 if the run is complete, 3 if it stopped early and can be resumed. Faults are reported before torch is imported."""
     from mpbridge.hardware.probe import this_machine
     from mpbridge.train.admission import Admission
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         args.overrides = [*args.overrides, *([setting] if given else [])]
     world = _world_size()
-    # of several processes the first one asks, once they can hear its answer (train.loop)
+    # with several processes, rank 0 checks once it can tell the others (train.loop)
     made = resolved(
         args, training=True, world_size=world, machine=this_machine(), also=Admission() if world == 1 else None
     )
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _stage(run: Run) -> AbstractContextManager[Any]:
-    """Where Transformer Engine plays a machine: that machine is here from now on."""
+    """With `--emulate te`: simulates that machine from now on."""
     if run.played is None:
         return nullcontext()
     from mpbridge.te_cpu.context import stage_of
@@ -77,7 +77,7 @@ def _train(args: argparse.Namespace, made: Run) -> int:
         )
     from mpbridge.rules.admit import require_here
 
-    if len(made.stages) == 1:  # with a schedule, only a checkpoint knows which recipe is next
+    if len(made.stages) == 1:  # with several stages, only the checkpoint determines which recipe is next
         require_here(made.policy, made.facts)
     from mpbridge.config.training import train_iters
     from mpbridge.report.chatter import without_chatter
@@ -94,7 +94,7 @@ def _train(args: argparse.Namespace, made: Run) -> int:
 
 
 def _world_size() -> int:
-    """As torchrun says; 1 without it."""
+    """The world size from torchrun; 1 without it."""
     text = os.environ.get("WORLD_SIZE", "1")
     if not text.isdigit() or int(text) < 1:
         raise BadValue(f"WORLD_SIZE={text!r} in the environment: expected the number of processes, as torchrun sets it")

@@ -1,4 +1,4 @@
-"""`mpbridge tune`: which linears may go low, measured on the model, under a budget; a recipe file."""
+"""`mpbridge tune`: measures which linears can run in low precision under a budget, and writes a recipe file."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ if TYPE_CHECKING:
     from mpbridge.tune.tuning import Tuned
     from mpbridge.tune.where import Where
 
-SUMMARY = "find out which linears may go low, on this model and under a budget, and write the recipe"
+SUMMARY = "find which linears of this model can run in low precision under a budget, and write the recipe"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
+    """Adds the verb's arguments."""
     add_run_arguments(parser, world=False)
     add_target_arguments(parser)
     parser.add_argument(
         "--levels",
         metavar="A,B,...",
-        help="what linears may move up to, in the words of `modules:` (default: mxfp8 between four bits and high precision, which is always one)",
+        help="levels that linears may be raised to, as in `modules:` (default: mxfp8 for four bits; high precision is always included)",
     )
     parser.add_argument(
         "--budget",
         metavar="WHAT=X",
-        help="time=1.1 (predicted GEMM and quantization time over the all-low recipe's), memory=40GB (on the fullest rank) or gradient-error=0.3 "
+        help="time=1.1 (predicted GEMM and quantization time relative to the all-low recipe), memory=40GB (on the fullest rank) or gradient-error=0.3 "
         "(default: what the last 15 %% of the layers in high precision cost)",
     )
+    parser.add_argument("--batches", type=whole, default=8, metavar="N", help="global batches for scoring (default: 8)")
     parser.add_argument(
-        "--batches", type=whole, default=8, metavar="N", help="global batches that are scored (default: 8)"
-    )
-    parser.add_argument(
-        "--unseen", type=whole, default=4, metavar="N", help="global batches for the proof (default: 4)"
+        "--unseen", type=whole, default=4, metavar="N", help="global batches for validation (default: 4)"
     )
     parser.add_argument(
         "--stack",
         metavar="NAME",
-        help="what the recipe will be exported to (`mpbridge export`): a level that it has no words for is not proposed",
+        help="stack that the recipe will be exported to (`mpbridge export`): only levels that it can express are proposed",
     )
     parser.add_argument(
-        "--checkpoint", metavar="DIR", help="whose weights are looked at (default: randomly initialized weights)"
+        "--checkpoint",
+        metavar="DIR",
+        help="checkpoint with the weights to measure (default: randomly initialized weights)",
     )
     parser.add_argument(
         "--hf",
@@ -53,21 +53,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a causal LM in a local Hugging Face folder instead of a configuration's model",
     )
-    parser.add_argument("--text", type=Path, metavar="FILE", help="with --hf: the text that it is measured on")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="with --hf: the text to measure on")
     parser.add_argument(
-        "--seq-length", type=whole, default=128, metavar="N", help="with --hf: tokens of a sequence (default: 128)"
+        "--seq-length", type=whole, default=128, metavar="N", help="with --hf: tokens per sequence (default: 128)"
     )
     parser.add_argument(
-        "--batch-size", type=whole, default=4, metavar="N", help="with --hf: sequences of a batch (default: 4)"
+        "--batch-size", type=whole, default=4, metavar="N", help="with --hf: sequences per batch (default: 4)"
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the recipe file (default: tuned.yaml)", default=Path("tuned.yaml")
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tunes, prints what was found and writes the recipe; 1 where a simple rule is no worse, which is then named."""
+    """Tunes, prints the result and writes the recipe. Returns 1 if a simple rule is no worse, and names it."""
     from mpbridge.tune.budget import budget_of
 
     _check(args)
@@ -102,7 +102,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.recipe is None and args.hf is not None:
         faults.append("--hf DIR without --recipe: name the recipe to tune, as in --recipe bf16_with_nvfp4_mixed")
     if (args.hf is None) != (args.text is None):
-        faults.append("--hf DIR and --text FILE belong together: the model, and what it is measured on")
+        faults.append("--hf DIR and --text FILE belong together: the model, and the text to measure on")
     if args.hf is not None and (args.config or args.checkpoint or args.overrides or args.stack):
         faults.append("--hf DIR is the model: drop --config, --checkpoint, --stack and settings")
     if not args.out.parent.is_dir() or args.out.is_dir():
@@ -157,10 +157,10 @@ def _print(result: Tuned, recipe: str, out: Path, *, of_folder: bool) -> None:
     print()
     for line in lines(result, recipe):
         print(line)
-    # its names are the folder's own, which megatron-core's model does not have
+    # its module names are the folder's, which megatron-core's model does not have
     use = f'mpbridge.emulate(model, "{out}")' if of_folder else f"mpbridge train --recipe {out} --emulate"
     print(f"recipe: {out} (mpbridge show {out}; {use})")
 
 
 def _silent(text: str) -> None:
-    """Says nothing."""
+    """Prints nothing."""

@@ -1,4 +1,4 @@
-"""`mpbridge words bf16-mixed`: what one word means in every stack."""
+"""`mpbridge words bf16-mixed`: shows what one word means in every stack."""
 
 from __future__ import annotations
 
@@ -8,25 +8,23 @@ from mpbridge.cli.text import print_json, print_table
 from mpbridge.stacks.meaning import rows
 from mpbridge.stacks.words import TABLE, meanings
 
-SUMMARY = "what one word means in every stack"
+SUMMARY = "show what one word means in every stack"
 _SHOWN = ("storage", "compute", "autocast", "main", "wire", "accumulator", "exp_avg", "bytes")
 _HEADS = ("stored", "forward", "autocast", "main weights", "wire", "accumulator", "moments", "bytes")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's arguments."""
-    parser.add_argument(
-        "word", nargs="?", metavar="WORD", help="as some stack spells it; without one: every word that is known"
-    )
+    """Adds the verb's arguments."""
+    parser.add_argument("word", nargs="?", metavar="WORD", help="in any stack's spelling (default: all known words)")
     for option in sorted(
         {word for row in TABLE for spelling in row.words for word in spelling.split() if word.startswith("--")}
     ):
         parser.add_argument(option, action="append_const", dest="flags", const=option, help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a row for each stack and circumstance."""
+    """Prints a row for each stack and context."""
     asked = [*(args.flags or ()), *([args.word] if args.word is not None else ())]
     if not asked:
         print("\n".join(sorted({word for row in TABLE for word in row.words})))
@@ -36,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json([{"stack": row.stack, "where": row.where, "source": row.source, **shown} for row, shown in table])
         return 0
-    # a word that quantizes nothing anywhere needs no column for it
+    # no column for quantization if the word never quantizes
     more = ("quantization",) if any(shown["quantization"] != "none" for _, shown in table) else ()
     heads = ("stack", "where", *_HEADS, *(("quantized linears",) if more else ()))
     print_table(heads, [(row.stack, row.where, *(shown[name] for name in (*_SHOWN, *more))) for row, shown in table])

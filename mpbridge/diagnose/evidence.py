@@ -184,7 +184,7 @@ def _events(path: Path, gaps: list[str]) -> list[dict[str, Any]]:
             event = str(row["event"])
             found.append({**row, "iteration": int(row["iteration"]), "event": event, "text": str(row.get("text") or event)})  # fmt: skip
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            gaps.append(f"{EVENTS}, line {number}: not readable, left out")
+            gaps.append(f"{EVENTS}, line {number}: unreadable, skipped")
     return found
 
 

@@ -167,7 +167,7 @@ def writable(path: Path, *, folder: bool = False, option: str = "--out") -> None
         while not place.exists() and place != place.parent:
             place = place.parent
         if not place.is_dir():
-            raise BadValue(f"{option} {path}: {place} is a file, expected a folder or a place for one")
+            raise BadValue(f"{option} {path}: {place} is a file, expected a folder, or a path where one can be created")
     else:
         place = path.parent
         if path.is_dir():

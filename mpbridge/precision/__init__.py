@@ -1,1 +1,1 @@
-"""What an author writes, what it means, and the names under which it is known. Knows no framework."""
+"""Precision configs, their meaning, and the registry of recipes. Framework-independent."""

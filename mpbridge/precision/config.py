@@ -1,4 +1,4 @@
-"""MixedPrecisionConfig: what an author writes. Familiar names, mutable, and free of torch until a dtype is read."""
+"""MixedPrecisionConfig: the user-facing config. Familiar names, mutable, and free of torch until a dtype is read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DTypeField:
     def __get__(self, instance: object, owner: type) -> torch.dtype | None: ...
     def __get__(self, instance: object | None, owner: type) -> torch.dtype | None:
         if instance is None:
-            return None  # what @dataclass takes as the field's default
+            return None  # the default that @dataclass sees
         stored: DType | None = instance.__dict__.get(self.name)
         return None if stored is None else stored.torch()
 
@@ -44,17 +44,17 @@ _TWIN_OF = dict(TWINS) | {b: a for a, b in TWINS}
 
 @dataclasses.dataclass(kw_only=True, eq=False, repr=False)
 class MixedPrecisionConfig:
-    """The 31 fields that Megatron Bridge users know, then ours. None means "derive it".
+    """The 31 fields of Megatron Bridge, followed by mpbridge's own. None means "derive it".
 
-    The meaning (`precision.resolve.resolve`) is a function of the values alone, so a copy, a pickle or a dump means the same.
-    dtypes are given in any spelling and read back as torch dtypes. An unknown attribute raises with the nearest name.
+    The meaning (`precision.resolve.resolve`) depends only on the values, so a copy, a pickle or a dump means the same.
+    dtypes are accepted in any spelling and read back as torch dtypes. An unknown attribute raises with the nearest name.
     """
 
     fp32: bool = False
     fp16: bool = False
     bf16: bool = False
     params_dtype: DTypeField = DTypeField()
-    """Resident parameters; None: the 16-bit type that the flags name."""
+    """Resident parameters; None: the 16-bit type set by the flags."""
     pipeline_dtype: DTypeField = DTypeField()
     """Activations between pipeline stages; None: the output dtype."""
     autocast_dtype: DTypeField = DTypeField()
@@ -93,43 +93,43 @@ class MixedPrecisionConfig:
     num_layers_at_end_in_bf16: int | None = None
     reuse_grad_buf_for_mxfp8_param_ag: bool = False
 
-    # What those 31 cannot express. None: derived, or left as the model's or optimizer's own section has it.
+    # What those 31 cannot express. None: derived, or left to the model's or optimizer's own section.
     compute_dtype: DTypeField = DTypeField()
-    """16/32-bit GEMMs and activations; None: what the flags name. Differs from params_dtype on FSDP engines only."""
+    """16/32-bit GEMMs and activations; None: set by the flags. Differs from params_dtype only on FSDP engines."""
     output_dtype: DTypeField = DTypeField()
     """What the wrapped module returns between units and stages; None: compute_dtype."""
     use_precision_aware_optimizer: bool | None = None
     """FusedAdam owns the main weights and keeps its states in the dtypes below."""
     store_param_remainders: bool | None = None
-    """Main weights of BF16 parameters as 16 more bits instead of a whole FP32 copy."""
+    """Main weights of BF16 parameters as 16 extra bits instead of a full FP32 copy."""
     main_params_dtype: DTypeField = DTypeField()
     main_grads_dtype: DTypeField = DTypeField()
     grad_accumulation_dtype: DTypeField = DTypeField()
-    """Gradients while micro-batches add up; None: as they are reduced. Only Megatron-FSDP since megatron-core 0.17 keeps the two apart."""
+    """Gradients while micro-batches accumulate; None: as they are reduced. Only Megatron-FSDP since megatron-core 0.17 distinguishes the two."""
     exp_avg_dtype: DTypeField = DTypeField()
     """First Adam moment; uint8 ("fp8") means FP8 with a scale."""
     exp_avg_sq_dtype: DTypeField = DTypeField()
     keep_fp32: tuple[str, ...] | None = None
     """Globs over parameter names that stay FP32 in storage and compute; one that matches nothing is an error."""
     modules: Mapping[str, Any] | None = None
-    """Glob over linears, below their layer ('mlp.linear_fc2') or with their whole path ('decoder.layers.3.*', 'mtp.*') -> a rule, or a list of rules.
+    """Glob over linears, below their layer ('mlp.linear_fc2') or with their full path ('decoder.layers.3.*', 'mtp.*') -> a rule, or a list of rules.
 
     A rule is "bf16" (high precision), a scaling ("mxfp8"), or a mapping: fields of a quantization ({fp8: hybrid, fp8_recipe: tensorwise}), or one rule
-    a GEMM ({fprop: nvfp4, dgrad: mxfp8, wgrad: bf16}); beside either `layers` ("2-29", "first 2", [0, -1]); {layers: last 2, precision: bf16} for
-    high precision. The first rule that covers a linear decides; first_last_layers_bf16 comes before all of them.
+    a GEMM ({fprop: nvfp4, dgrad: mxfp8, wgrad: bf16}); both may be combined with `layers` ("2-29", "first 2", [0, -1]); {layers: last 2, precision: bf16} means
+    high precision. The first rule that matches a linear decides; first_last_layers_bf16 precedes all of them.
     """
     moe_router_dtype: str | None = None
     """"fp32" or "fp64"."""
     logit_dtype: DTypeField = DTypeField()
-    """The output projection's result; built by mpbridge's model builder."""
+    """dtype of the output projection's result; applied by mpbridge's model builder."""
     fp32_residual_connection: bool | None = None
     attention_softmax_in_fp32: bool | None = None
     fp8_options: Mapping[str, Any] | None = None
-    """What the scaling leaves open (scalings.Option), where the recipe decides it: {power_of_two: true}. Transformer Engine reads it from a variable."""
+    """Options of the scaling (scalings.Option) that the recipe sets: {power_of_two: true}. Transformer Engine reads them from environment variables."""
     fp4_options: Mapping[str, Any] | None = None
-    """As fp8_options: {stochastic_rounding: false}."""
+    """Like fp8_options: {stochastic_rounding: false}."""
     fp8_quantizer_factory: str | None = None
-    """Import path; with fp8_recipe="custom" only."""
+    """Import path; only with fp8_recipe="custom"."""
     fp4_quantizer_factory: str | None = None
 
     def __post_init__(self) -> None:
@@ -141,10 +141,10 @@ class MixedPrecisionConfig:
             self.__dict__[a] = self.__dict__[b] = value
         self.__dict__["_made"] = True
 
-    if not TYPE_CHECKING:  # seen by mypy, these would accept any name
+    if not TYPE_CHECKING:  # hidden from mypy, for which these would accept any name
 
         def __new__(cls, **given: Any) -> Self:
-            """Refuses an unknown field with the nearest name, where Python would raise a bare TypeError."""
+            """Refuses an unknown field with the nearest name, instead of Python's bare TypeError."""
             for name in given:
                 if name not in cls.__dataclass_fields__:
                     raise UnknownName("field of MixedPrecisionConfig", name, cls.__dataclass_fields__)
@@ -158,19 +158,19 @@ class MixedPrecisionConfig:
                 and value.is_integer()
                 and str(self.__dataclass_fields__[name].type).startswith("int")
             ):
-                value = int(value)  # YAML reads 1e3 as a fraction, and 2.0 is two
+                value = int(value)  # YAML reads 1e3 as a float, and 2.0 is accepted as 2
             object.__setattr__(self, name, value)
             if name in _TWIN_OF and "_made" in self.__dict__:
                 self.__dict__[_TWIN_OF[name]] = value  # a later assignment sets both
 
         def __getattr__(self, name: str) -> Any:
-            # only reached when normal lookup failed; dunders and private names stay Python's own (copy and pickle probe them)
+            # only reached when normal lookup failed; dunders and private names are left to Python (copy and pickle probe them)
             if name.startswith("_"):
                 raise AttributeError(name)
             raise UnknownName("field of MixedPrecisionConfig", name, type(self).__dataclass_fields__)
 
     def stored(self) -> dict[str, Any]:
-        """Every value as data, dtypes as DType: what comparing, printing and dumping use; loads no torch."""
+        """Every value as data, dtypes as DType, for comparing, printing and dumping; loads no torch."""
         return {name: self.__dict__[name] for name in self.__dataclass_fields__}
 
     def given(self) -> dict[str, Any]:
@@ -185,11 +185,11 @@ class MixedPrecisionConfig:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Self:
-        """The config that plain values describe. Raises UnknownName, BadValue or Contradiction."""
+        """The config from plain values. Raises UnknownName, BadValue or Contradiction."""
         return cls().derive(**data)
 
     def derive(self, **changes: Any) -> Self:
-        """A changed copy; an unknown field is refused with the nearest name, twin fields given together must agree."""
+        """A changed copy; an unknown field is refused with the nearest name; duplicate fields given together must agree."""
         fields = self.__dataclass_fields__
         for name in changes:
             if name not in fields:
@@ -198,7 +198,7 @@ class MixedPrecisionConfig:
         if clashes:
             raise Contradiction(clashes)
         new = copy.copy(self)
-        # None about one of two twins says nothing when the other one is given
+        # None for one of two duplicate fields is ignored if the other is given
         for name, value in changes.items():
             if value is not None or changes.get(_TWIN_OF.get(name, "")) is None:
                 setattr(new, name, tuple(value) if name == "keep_fp32" and isinstance(value, list) else value)
@@ -210,7 +210,7 @@ class MixedPrecisionConfig:
     __hash__ = None  # type: ignore[assignment]
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """HTML for notebooks."""
         from mpbridge.cells import facts
 
         return facts(type(self).__name__, self.as_data())
@@ -220,9 +220,9 @@ class MixedPrecisionConfig:
 
 
 def twin_clashes(said: Mapping[str, Any]) -> list[str]:
-    """One fault for each pair of twin fields that one constructor, mapping or override list gives two different values."""
+    """One fault for each pair of duplicate fields that the same constructor, mapping or override list sets to different values."""
     return [
-        f"{a}={said[a]} and {b}={said[b]} are one fact: give one of them, or the same value to both"
+        f"{a}={said[a]} and {b}={said[b]} are the same setting: set only one of them, or both to the same value"
         for a, b in TWINS
         if said.get(a) is not None and said.get(b) is not None and said[a] != said[b]
     ]

@@ -1,4 +1,4 @@
-"""Which region decides which linear: regions that name nothing, that never come first, or that count layers that a model does not have."""
+"""Which region decides for which linear; finds regions that match nothing, never come first, or name layers that the model does not have."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class Stack(NamedTuple):
 
 @dataclass(slots=True)
 class Coverage:
-    """What becomes of each region, by its index. Made by `coverage`."""
+    """The effect of each region, by its index. Created by `coverage`."""
 
     named: set[int] = field(default_factory=set)
-    """Those whose glob and layers name some linear."""
+    """Regions whose glob and layers match some linear."""
     deciding: set[int] = field(default_factory=set)
-    """Those that decide for some linear: the first that names it."""
+    """Regions that decide for some linear as the first match."""
     ahead: dict[int, set[int]] = field(default_factory=dict)
-    """Index -> the earlier ones that decide for linears that it names too."""
+    """Index -> earlier regions that decide for linears that it also matches."""
 
     def dead(self, index: int) -> bool:
-        """Whether the region names no linear."""
+        """Whether the region matches no linear."""
         return index not in self.named
 
     def shadowed(self, index: int) -> bool:
-        """Whether earlier regions decide for every linear that it names."""
+        """Whether earlier regions decide for every linear that it matches."""
         return index in self.named and index not in self.deciding
 
 
 def coverage(regions: Sequence[Region], stacks: Iterable[Stack], layers: int, *, whole: bool = False) -> Coverage:
-    """What becomes of each of `regions`, of which the first match decides, over the linears of a model of so many layers.
+    """The effect of each of `regions` (the first match decides) on the linears of a model with that many layers.
 
-    whole: read every stack; otherwise as soon as every region but the last decides somewhere, the rest is not read, and `ahead` is not complete.
+    whole: read every stack; otherwise stop once every region but the last decides somewhere, with `ahead` incomplete.
     """
     found, known = Coverage(), _Masks()
     wanted = set(range(len(regions) - 1))
@@ -58,18 +58,18 @@ def coverage(regions: Sequence[Region], stacks: Iterable[Stack], layers: int, *,
 
 
 def deciders(regions: Sequence[Region], stack: Stack, layers: int) -> dict[str, int]:
-    """Linear -> the index of the region that decides for it; linears that none names are left out."""
+    """Linear -> the index of the region that decides for it; linears that none matches are omitted."""
     masks = _decided(regions, stack, layers, _Masks(), Coverage())
     return {name: i for i, mask in enumerate(masks) for bit, name in enumerate(stack.linears) if mask >> bit & 1}
 
 
 def beyond(region: Region, layers: int) -> Spans:
-    """The ranges of a region's `layers` that a model of so many layers does not have in full."""
+    """The ranges of a region's `layers` that a model with that many layers does not fully have."""
     return outside(region.layers or (), layers)
 
 
 def _decided(regions: Sequence[Region], stack: Stack, layers: int, known: _Masks, found: Coverage) -> Iterable[int]:
-    """For each region the linears of the stack that it decides for, as bits."""
+    """For each region, the linears of the stack that it decides for, as bits."""
     taken: list[int] = []
     for index, region in enumerate(regions):
         mask = known.of(region.modules, stack) if region.about(stack.layer, layers) else 0
@@ -85,7 +85,7 @@ def _decided(regions: Sequence[Region], stack: Stack, layers: int, known: _Masks
 
 
 class _Masks:
-    """Which linears of a stack a glob names, as bits; layers of one kind are asked once."""
+    """Which linears of a stack a glob matches, as bits; layers of one kind are evaluated once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, tuple[str, ...]], int] = {}

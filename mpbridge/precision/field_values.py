@@ -1,4 +1,4 @@
-"""What the fields of a MixedPrecisionConfig may hold, one by one: types, choices, legal dtypes."""
+"""Valid values of each field of a MixedPrecisionConfig: types, choices, dtypes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LEGAL_DTYPES: Mapping[str, tuple[DType, ...]] = types.MappingProxyType(
         "exp_avg_sq_dtype": (DType.FP32, DType.FP16, DType.BF16, DType.UINT8),
     }
 )
-"""dtype fields that may hold something else than FP32, BF16 and FP16."""
+"""dtype fields that accept dtypes other than FP32, BF16 and FP16."""
 
 
 def _texts(value: Any) -> bool:
@@ -46,11 +46,11 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = types.MappingProxyType
         "Mapping[str, Any]": (lambda v: isinstance(v, Mapping) and _texts(v), "a mapping from glob (text) to rule"),
     }
 )
-"""Annotation of a field -> whether a value fits it, and what is expected."""
+"""Annotation of a field -> (predicate of valid values, what is expected)."""
 
 
 def type_faults(values: Mapping[str, Any]) -> dict[str, str]:
-    """field -> what is wrong with its type."""
+    """Field -> fault of its type."""
     fields = MixedPrecisionConfig.__dataclass_fields__
     return {
         name: fault for name, field in fields.items() if (fault := _type_fault(name, values[name], str(field.type)))
@@ -73,13 +73,13 @@ def _type_fault(name: str, value: Any, hint: str) -> str | None:
 
 
 def yaml_kind(value: Any) -> str:
-    """The YAML type of a plain value, '' where naming it says nothing."""
+    """The YAML type of a plain value; '' if naming it does not help."""
     names = {bool: "truth value", int: "whole number", float: "number", dict: "mapping", list: "list"}
     return names.get(type(value), "")
 
 
 def choice_faults(v: Mapping[str, Any]) -> list[str]:
-    """Of those fields that are in `v`."""
+    """Faults of the fields present in `v`."""
     faults = []
     for name, legal in _CHOICES.items():
         if name not in v:
@@ -91,7 +91,7 @@ def choice_faults(v: Mapping[str, Any]) -> list[str]:
 
 
 def _router_fault(value: Any) -> str | None:
-    # megatron-core compares with the strings 'fp32' and 'fp64' (router.py): a torch dtype or 'bf16' there would do nothing, silently
+    # megatron-core compares with the strings 'fp32' and 'fp64' (router.py): a torch dtype or 'bf16' would silently have no effect
     try:
         if value is None or dtype(value) in (DType.FP32, DType.FP64):
             return None

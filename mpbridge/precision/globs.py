@@ -1,4 +1,4 @@
-"""Globs over module paths: which paths they match, and what remains of one below a layer."""
+"""Globs over module paths: which paths they match, and their remainder below a layer."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ DECODER = "decoder.layers.{}."
 MTP = ("mtp.layers.{}.transformer_layer.", "mtp.layers.{}.mtp_model_layer.")
 """Stem of the linears of a multi-token prediction depth: megatron-core 0.16's name of its layer, and 0.20's."""
 MTP_PROJECTION = "eh_proj"
-"""The one quantized linear of such a depth outside of its layer."""
+"""The only quantized linear of such a depth outside its layer."""
 
 _WHOLE = tuple(dict.fromkeys(f"{stem.partition('.')[0]}." for stem in (DECODER, *MTP)))
-"""How whole paths begin, and no linear's name below its layer does."""
+"""Prefixes of full paths, which no linear's name below its layer has."""
 _DECODER_PATH = re.compile(r"(?:^|\.)(?:decoder\.)?layers\.(\d+)\.(.+)$")
 _MTP_PATH = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.(?:(?:transformer_layer|mtp_model_layer)\.)?(.+)$")
 
 
 def place(path: str) -> tuple[str, int | None] | None:
     """(path below the layer, 0-based layer) of a global module or parameter name; the layer is None in multi-token prediction, whose layers the
-    model does not count; None outside of the layers.
+    model does not number; None outside the layers.
     """
     ahead = _MTP_PATH.search(path)
     if ahead is not None:
@@ -33,13 +33,13 @@ def place(path: str) -> tuple[str, int | None] | None:
 
 
 def names(module: str) -> tuple[str, ...]:
-    """The names that a glob may use for a linear: an expert also goes by that of the grouped module that holds all experts on a GPU."""
+    """The names that a glob may use for a linear: an expert also has the name of the grouped module with all experts on a GPU."""
     grouped = _EXPERT.sub("", module)
     return (module,) if grouped == module else (module, grouped)
 
 
 def matches(glob: str, module: str, path: str = "") -> bool:
-    """Whether `glob` names the linear `module` (below its layer) or `path` (the whole way: 'decoder.layers.3.mlp.linear_fc1')."""
+    """Whether `glob` matches the linear `module` (below its layer) or `path` (the full path: 'decoder.layers.3.mlp.linear_fc1')."""
     found = any(fnmatch.fnmatchcase(name, glob) for name in names(module))
     return found or (bool(path) and any(fnmatch.fnmatchcase(name, glob) for name in names(path)))
 
@@ -51,7 +51,7 @@ def dead_patterns(patterns: Iterable[str], names: Sequence[str]) -> tuple[str, .
 
 @functools.lru_cache(maxsize=4096)
 def below(glob: str, stem: str) -> tuple[str, ...]:
-    """The globs that, below `stem`, match what `glob` matches as a whole path: '*.mlp.*' below 'decoder.layers.3.' leaves '*.mlp.*' and 'mlp.*'."""
+    """The globs that, below `stem`, match what `glob` matches as a full path: '*.mlp.*' below 'decoder.layers.3.' leaves '*.mlp.*' and 'mlp.*'."""
     tokens = _TOKEN.findall(glob)
     states = _through_stars(tokens, {0})
     for letter in stem:
@@ -67,14 +67,14 @@ def below(glob: str, stem: str) -> tuple[str, ...]:
 
 
 def within(glob: str, stem: str) -> tuple[str, ...]:
-    """What to look for below `stem`: the glob itself, unless it begins as whole paths do and so can match no name below a layer, and what `below` leaves."""
+    """The globs to match below `stem`: the glob itself, unless it has a full path's prefix and so matches no name below a layer, plus those from `below`."""
     own = () if glob.startswith(_WHOLE) else (glob,)
     left = (rest for rest in below(glob, stem) if not rest.startswith("."))
     return tuple(dict.fromkeys((*own, *left)))
 
 
 def _through_stars(tokens: list[str], states: set[int]) -> set[int]:
-    """The states and those after stars that match nothing."""
+    """The states, plus those after stars that match nothing."""
     found = set(states)
     for at in sorted(states):
         after = at

@@ -1,4 +1,4 @@
-"""Settings of a config that change nothing: what its author wrote, and what would be the same without it."""
+"""Settings of a config without effect: set by its author, but the meaning is the same without them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mpbridge.precision.resolve import resolve
 
 @dataclass(frozen=True, slots=True)
 class _Condition:
-    """Settings without which nothing reads some fields."""
+    """A condition without which some fields are not read."""
 
     name: str
-    """As they are written."""
+    """The condition as displayed."""
     holds: Callable[[MixedPrecisionConfig], bool]
-    """Whether a config has them: then a value that equals the derived one is said twice, and not without effect."""
+    """Whether a config meets it: then a value equal to the derived one is redundant, but not without effect."""
     fields: tuple[str, ...]
 
 
@@ -44,11 +44,11 @@ _CONDITIONS = (
 )  # fmt: skip
 _READ_WITH = {field: condition for condition in _CONDITIONS for field in condition.fields}
 _USUAL = {"fp8_recipe": "delayed", "fp4_recipe": "nvfp4"}
-"""megatron-core's own defaults: Megatron-LM's arguments always carry them, and mean nothing by it."""
+"""megatron-core's own defaults, which Megatron-LM's arguments always include."""
 
 
 def inert(config: MixedPrecisionConfig, base: MixedPrecisionConfig | None = None) -> tuple[str, ...]:
-    """The fields of `config` that could be left out, each as 'fp8_recipe=mxfp8 (read with fp8 only)'; base: what its author started from."""
+    """The fields of `config` that could be omitted, each as 'fp8_recipe=mxfp8 (read only with fp8)'; base: what its author started from."""
     start, found = (base or MixedPrecisionConfig()).stored(), []
     for name, value in config.given().items():
         condition = _READ_WITH.get(name)
@@ -56,8 +56,8 @@ def inert(config: MixedPrecisionConfig, base: MixedPrecisionConfig | None = None
             continue
         try:
             same = resolve(config.derive(**{name: start[name]})) == resolve(config)
-        except MpbridgeError:  # it cannot be left out, or the whole is refused anyway
+        except MpbridgeError:  # it cannot be omitted, or the config is refused anyway
             continue
         if same:
-            found.append(f"{name}={say(value)} (read with {condition.name} only)")
+            found.append(f"{name}={say(value)} (read only with {condition.name})")
     return tuple(found)

@@ -1,4 +1,4 @@
-"""From an author's `modules` to regions: globs, layers, one rule for a linear or one for each of its GEMMs."""
+"""Translates `modules` to regions: globs, layers, one rule for a linear or one for each of its GEMMs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _END = re.compile(r"(first|last)\s+(\d+)")
 
 
 def module_regions(v: Mapping[str, Any], base: DType, faults: list[str]) -> tuple[Region, ...]:
-    """The regions of a config's `modules`, in order; what is wrong is added to `faults`."""
+    """The regions of a config's `modules`, in order; errors are added to `faults`."""
     regions = []
     for pattern, said in (v["modules"] or {}).items():
         rules = said if isinstance(said, (list, tuple)) else [said]
@@ -35,7 +35,7 @@ def module_regions(v: Mapping[str, Any], base: DType, faults: list[str]) -> tupl
 
 
 def layer_spans(said: Any) -> Spans:
-    """(first, last) pairs of what `layers:` says: 3, "2-29", "-1", "first 2", "last 2", "0-3, -2", or a list of them. Raises BadValue."""
+    """(first, last) pairs for a value of `layers:`: 3, "2-29", "-1", "first 2", "last 2", "0-3, -2", or a list of them. Raises BadValue."""
     parts = [part for item in (said if isinstance(said, (list, tuple)) else [said]) for part in _parts(item)]
     if not parts:
         raise BadValue("layers is empty: name at least one layer, or drop it")
@@ -43,7 +43,7 @@ def layer_spans(said: Any) -> Spans:
 
 
 def layers_text(spans: Spans) -> str:
-    """As `layers:` would be written: '2-29, -1'."""
+    """The value of `layers:` as text: '2-29, -1'."""
     return ", ".join(str(a) if a == b else f"{a}-{b}" if b >= 0 else f"{a} to {b}" for a, b in spans)
 
 
@@ -65,7 +65,7 @@ def _span(part: str) -> tuple[int, int]:
         raise BadValue(f"layers={part!r}: {_LEGAL}")
     low, high = int(found.group(1)), int(found.group(2) or found.group(1))
     if low > high and (low < 0) == (high < 0):
-        raise BadValue(f"layers={part!r}: {low} lies after {high}")
+        raise BadValue(f"layers={part!r}: {low} is after {high}")
     return low, high
 
 
@@ -92,7 +92,7 @@ def _region(pattern: str, rule: Any, base: DType) -> Region:
         return Region(modules=pattern, layers=layers, quant=_by_fields(fields))
     if len(named) < len(GEMMS):
         missing = ", ".join(name for name in GEMMS if name not in named)
-        raise BadValue(f"names {', '.join(named)} and not {missing}: a rule by GEMM names all three")
+        raise BadValue(f"names {', '.join(named)} but not {missing}: a rule by GEMM must name all three")
     gemms = Gemms(**{name: _of_gemm(name, rule[name], base) for name in GEMMS})
     first = next(iter(gemms.distinct), None)
     return Region(modules=pattern, layers=layers, quant=first, gemms=None if gemms.one else gemms)
@@ -101,12 +101,12 @@ def _region(pattern: str, rule: Any, base: DType) -> Region:
 def _of_gemm(name: str, rule: Any, base: DType) -> Quant | None:
     quant = _by_fields(rule) if isinstance(rule, Mapping) else rule_of_word(rule, base)
     if quant is not None and (quant.stored or quant.attention != "none"):
-        raise BadValue(f"{name}: weights at rest and attention belong to the whole linear, not to one of its GEMMs")
+        raise BadValue(f"{name}: stored weights and attention belong to the whole linear, not to one of its GEMMs")
     return quant
 
 
 def rule_of_word(word: Any, base: DType) -> Quant | None:
-    """What a word stands for in `modules`: None for the compute dtype's name, the plain rule of a scaling for the scaling's. Raises BadValue."""
+    """The rule for a word in `modules`: None for the compute dtype's name, the default rule for a scaling's name. Raises BadValue."""
     row = SCALINGS.get(word) if isinstance(word, str) else None
     if row is not None and not row.factory:
         return _by_fields(
@@ -129,7 +129,7 @@ def _by_fields(rule: Mapping[str, Any]) -> Quant | None:
     values = one.stored()
     faults = list(type_faults(values).values()) or choice_faults(values) + quant_faults(values)
     if not faults and not (one.fp8 or one.fp4):
-        faults = ["names no format: give fp8 or fp4, or write 'bf16'"]
+        faults = ["names no format: set fp8 or fp4, or write 'bf16'"]
     row = row_of(values, "fp8" if one.fp8 else "fp4")
     if not faults and row is not None and row.history:
         # Transformer Engine updates delayed scales per autocast context and megatron-core opens one around the whole block

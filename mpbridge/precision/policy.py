@@ -1,4 +1,4 @@
-"""PrecisionPolicy: what a config means. Frozen and hashable; one fact, one field; what follows from a fact is a property."""
+"""PrecisionPolicy: a config's meaning. Frozen and hashable; one field per fact; derived facts are properties."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["SCHEMA", "Gemms", "LossScale", "PrecisionPolicy", "Quant", "Region"]
 
 
 SCHEMA = 2
-"""Of `as_data`: increase it when a field changes its meaning, so that an old fingerprint is not compared with a new one. Schema 2 has layers, one rule a
-GEMM, and options in its regions, and an accumulator apart from the wire; a policy that uses none of them is written as schema 1, byte for byte as before."""
+"""Schema of `as_data`: increase it when a field changes meaning, so that old fingerprints are not compared with new ones. Schema 2 adds layers, rules per
+GEMM and options in regions, and an accumulator separate from the wire; a policy without these is written as schema 1, byte for byte as before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +35,13 @@ class LossScale:
 
     @property
     def dynamic(self) -> bool:
-        """True when overflowing steps are skipped and the scale adapts."""
+        """Whether overflowing steps are skipped and the scale adapts."""
         return self.static is None
 
     def skips(self, to: float | None = None) -> int:
-        """Steps that overflow, and are skipped, until the first scale has come down to `to` (None: the minimum); 0 for a static scale.
+        """Number of overflowing, skipped steps until the initial scale has dropped to `to` (None: the minimum); 0 for a static scale.
 
-        The first `hysteresis - 1` overflows leave the scale as it is, each further one halves it (megatron-core's DynamicGradScaler).
+        The first `hysteresis - 1` overflows leave the scale unchanged, each further one halves it (megatron-core's DynamicGradScaler).
         """
         end = max(self.minimum, to or self.minimum)
         return (
@@ -56,17 +56,17 @@ class PrecisionPolicy:
     compute: DType
     """16/32-bit GEMMs and activations."""
     params: DType
-    """Resident parameters, the copy that the forward pass reads."""
+    """Resident parameters: the copy that the forward pass reads."""
     gather: DType | None = None
     """Parameters on the wire; None: as stored."""
     reduce: DType
     """Gradients in the buckets and on the wire."""
     accumulate: DType | None = None
-    """Gradients while micro-batches add up; None: as they are reduced."""
+    """Gradients while micro-batches accumulate; None: as they are reduced."""
     main_grads: DType | None = None
-    """What the optimizer reads."""
+    """Gradients as the optimizer reads them."""
     main_params: DType | None = None
-    """What the optimizer updates."""
+    """Weights that the optimizer updates."""
     precision_aware: bool | None = None
     """FusedAdam owns main weights and state dtypes."""
     remainders: bool | None = None
@@ -77,12 +77,12 @@ class PrecisionPolicy:
     pipeline: DType
     """Activations between stages."""
     output: DType
-    """What a wrapped module hands on."""
+    """What a wrapped module returns."""
     autocast: DType | None = None
     """torch autocast; None: off."""
     loss_scale: LossScale | None = None
     regions: tuple[Region, ...] = (Region(),)
-    """First match decides; the last one covers every linear of every layer."""
+    """The first match decides; the last one covers every linear of every layer."""
     reuse_grad_buffer: bool = False
     """MXFP8 parameter gather through the gradient buffer."""
     keep_fp32: tuple[str, ...] = ()
@@ -94,14 +94,14 @@ class PrecisionPolicy:
     softmax_fp32: bool | None = None
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """HTML for notebooks."""
         from mpbridge.cells import fields
 
         return fields("precision policy", self)
 
     @property
     def quant(self) -> Quant | None:
-        """The rule of the linears that no narrower region names."""
+        """The rule of the linears that no narrower region matches."""
         return self.regions[-1].quant
 
     @property
@@ -121,27 +121,27 @@ class PrecisionPolicy:
 
     @property
     def quantized(self) -> bool:
-        """True when any region quantizes."""
+        """Whether any region quantizes."""
         return any(rule is not None for region in self.regions for rule in region.rules)
 
     @property
     def stored(self) -> bool:
-        """True when weights rest in a low format."""
+        """Whether weights are stored in a low format."""
         return any(quant.stored for quant in self.quants)
 
     @property
     def narrow_alone(self) -> bool:
-        """Whether 16-bit parameters are what the optimizer updates, with no wider copy beside them ("full BF16")."""
+        """Whether the optimizer updates 16-bit parameters without a wider copy ("full BF16")."""
         return own_main(self) and self.params is not DType.FP32
 
     @property
     def mixed(self) -> bool:
-        """True when compute is narrower than FP32."""
+        """Whether compute is narrower than FP32."""
         return self.compute is not DType.FP32
 
     @property
     def ends(self) -> tuple[int, int] | None:
-        """(first, last): how many layers at each end stay out of quantization; None when there is no such region."""
+        """(first, last): number of layers at each end that are not quantized; None if there is no such region."""
         for region in self.regions:
             if region.ends:
                 return region.first or 0, region.last or 0
@@ -149,48 +149,48 @@ class PrecisionPolicy:
 
     @property
     def module_regions(self) -> tuple[Region, ...]:
-        """The regions that an author wrote under `modules`: all but the edge layers' and the last one."""
+        """The regions from `modules`: all except the edge layers' and the last one."""
         return tuple(region for region in self.regions[:-1] if not region.ends)
 
     def gemms_at(self, module: str, layer: int | None, layers: int, path: str = "") -> Gemms:
         """The rules of the three GEMMs of `module` ('self_attention.linear_qkv') in 0-based `layer` of `layers`.
 
-        layer: None in multi-token prediction. path: the module's whole path; None: that of the decoder's layer.
+        layer: None in multi-token prediction. path: the module's full path; None: that of the decoder's layer.
         """
         path = path or ("" if layer is None else f"{DECODER.format(layer)}{module}")
         last = len(self.regions) - 1
         for index, region in enumerate(self.regions):
             if region.covers(module, layer, layers, path):
-                # megatron-core opens no FP4 context in multi-token prediction (multi_token_prediction.py, 0.16.1): four bits there only by name
+                # megatron-core opens no FP4 context in multi-token prediction (multi_token_prediction.py, 0.16.1): FP4 there only by name
                 ahead = layer is None and index == last and region.quant is not None and region.quant.bits == 4
                 return Gemms(fprop=None, dgrad=None, wgrad=None) if ahead else region.rules
         return Gemms(fprop=None, dgrad=None, wgrad=None)
 
     def at(self, module: str, layer: int | None, layers: int, path: str = "") -> Quant | None:
-        """As `gemms_at`, for those who ask whether a linear is quantized at all: the first rule among its GEMMs; None: high precision."""
+        """Like `gemms_at`, if only whether a linear is quantized matters: the first rule among its GEMMs; None: high precision."""
         return self.gemms_at(module, layer, layers, path).first
 
     def of_path(self, path: str, layers: int) -> Gemms:
-        """The rules of the linear at a whole path ('decoder.layers.3.mlp.linear_fc1'); high precision outside of the layers."""
+        """The rules of the linear at a full path ('decoder.layers.3.mlp.linear_fc1'); high precision outside the layers."""
         where = place(path)
         if where is None:
             return Gemms(fprop=None, dgrad=None, wgrad=None)
         return self.gemms_at(*where, layers, path)
 
     def bf16_layers(self, layers: int) -> tuple[int, ...]:
-        """0-based global ids of the layers that the end switch keeps out of quantization."""
+        """0-based global ids of the layers that the edge-layer switch excludes from quantization."""
         if self.ends is None:
             return ()
         first, last = self.ends
         return tuple(i for i in range(layers) if i < first or i >= layers - last)
 
     def settled(self, optimizer: Mapping[str, Any] | object | None = None) -> PrecisionPolicy:
-        """This policy with the optimizer facts it leaves open filled from the optimizer's section (a mapping or a config object), else FP32."""
+        """This policy with open optimizer facts filled from the optimizer's section (a mapping or a config object), else FP32."""
         own = _reader(optimizer)
         aware = own("use_precision_aware_optimizer", False) if self.precision_aware is None else self.precision_aware
 
         def state(field: str, mine: DType | None) -> DType:
-            # megatron-core reads these only under a precision-aware optimizer (optimizer_config.py: all must be FP32 otherwise)
+            # megatron-core reads these only with a precision-aware optimizer (optimizer_config.py: all must be FP32 otherwise)
             return mine or (dtype(own(field, DType.FP32)) if aware else DType.FP32)
 
         return dataclasses.replace(
@@ -204,7 +204,7 @@ class PrecisionPolicy:
         )
 
     def as_data(self) -> dict[str, Any]:
-        """Every field in JSON types, {"schema": ..., ...}. Defaults are written too: a fingerprint must not change meaning with a default."""
+        """Every field as JSON types, {"schema": ..., ...}. Defaults are included, so that a fingerprint does not change meaning with a default."""
         data = as_plain(self)
         if self.accumulate is None:
             del data["accumulate"]
@@ -213,7 +213,7 @@ class PrecisionPolicy:
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> PrecisionPolicy:
-        """The policy that `as_data` described. Raises BadValue for another schema."""
+        """The policy from `as_data`'s data. Raises BadValue for another schema."""
         if data.get("schema") not in (1, SCHEMA):
             raise BadValue(f"policy schema {data.get('schema')!r}: this mpbridge reads schemas 1 to {SCHEMA}")
         fields = {k: v for k, v in data.items() if k != "schema"}
@@ -230,12 +230,12 @@ class PrecisionPolicy:
 
 
 def own_main(policy: PrecisionPolicy) -> bool:
-    """Whether the policy wants the parameters themselves updated: main weights in their dtype, nothing beside them."""
+    """Whether the parameters themselves are updated: main weights in their dtype, without a copy."""
     return updates_parameters(policy.main_params, policy.params, stored=policy.stored)
 
 
 def updates_parameters(main_params: DType | None, params: DType, *, stored: bool) -> bool:
-    """Whether main weights of that dtype (None: FP32) are the parameters themselves. stored: weights rest in a low format."""
+    """Whether main weights of that dtype (None: FP32) are the parameters themselves. stored: weights are stored in a low format."""
     return (main_params or DType.FP32) is params and not stored
 
 

@@ -1,4 +1,4 @@
-"""From the quantization fields of a config, or of a rule for modules, to a Quant; and what does not fit among them."""
+"""Translates the quantization fields of a config, or of a module rule, to a Quant, and finds contradictions among them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ QUANT_FIELDS = (
 
 
 def row_of(v: Mapping[str, Any], low: str) -> Scaling | None:
-    """The scaling that fp8_recipe or fp4_recipe names, or the default one; None for an unknown name, which has a fault of its own."""
+    """The scaling that fp8_recipe or fp4_recipe names, or the default; None for an unknown name, which is a separate fault."""
     return SCALINGS.get(v.get(f"{low}_recipe") or DEFAULTS[BITS[low]])
 
 
 def quant_faults(v: Mapping[str, Any]) -> list[str]:
-    """Everything about the quantization fields that does not fit together."""
+    """All contradictions among the quantization fields."""
     return _format_faults(v) + _attention_faults(v) + _option_faults(v)
 
 
@@ -37,7 +37,7 @@ def _format_faults(v: Mapping[str, Any]) -> list[str]:
     for low in ("fp8", "fp4"):
         faults += _width_faults(v, low, row_of(v, low))
     if v["fp8_amax_history_len"] < 1:
-        faults.append(f"fp8_amax_history_len={v['fp8_amax_history_len']}: at least 1")
+        faults.append(f"fp8_amax_history_len={v['fp8_amax_history_len']}: expected at least 1")
     row = row_of(v, "fp8")
     shared = bool(v["fp8"] and v["fp8_param"]) and row is not None and row.stored.through_grads
     if v["reuse_grad_buf_for_mxfp8_param_ag"] and not shared:
@@ -48,7 +48,7 @@ def _format_faults(v: Mapping[str, Any]) -> list[str]:
 
 
 def _width_faults(v: Mapping[str, Any], low: str, row: Scaling | None) -> list[str]:
-    """What does not fit among the fields of fp8, or of fp4."""
+    """Contradictions among the fields of fp8, or of fp4."""
     custom, factory = row is not None and row.factory, v[f"{low}_quantizer_factory"]
     faults = []
     if v[f"{low}_param"] and not v[low]:
@@ -58,7 +58,7 @@ def _width_faults(v: Mapping[str, Any], low: str, row: Scaling | None) -> list[s
     if factory and not (v[low] and custom):
         faults.append(f"{low}_quantizer_factory needs {low} on and {low}_recipe='custom'")
     if row is not None and v[low] in formats(BITS[low]) and v[low] not in row.formats:
-        faults.append(f"{low}={v[low]!r} with {low}_recipe={row.name!r}: that scaling takes {', '.join(row.formats)}")
+        faults.append(f"{low}={v[low]!r} with {low}_recipe={row.name!r}: that scaling accepts {', '.join(row.formats)}")
     return faults
 
 
@@ -67,7 +67,7 @@ def _attention_faults(v: Mapping[str, Any]) -> list[str]:
     attention = [name for name in ("fp8_dot_product_attention", "fp8_multi_head_attention") if v[name]]
     if attention and not v["fp8"]:
         faults.append(
-            f"{' and '.join(attention)} without fp8: attention would stay in 16 bits, so set fp8 to a format or leave attention out"
+            f"{' and '.join(attention)} without fp8: attention would stay in 16 bits; set fp8 to a format or drop the attention settings"
         )
     if v["fp8_multi_head_attention"] and not v["fp8_dot_product_attention"]:
         faults.append("fp8_multi_head_attention needs fp8_dot_product_attention=true")
@@ -88,7 +88,7 @@ def _option_faults(v: Mapping[str, Any]) -> list[str]:
             except MpbridgeError as error:
                 faults.append(f"{low}_options: {error}")
                 continue
-            # true is not 1 here: an option's values are compared with their types
+            # true is not 1 here: an option's values are compared including their types
             if not any(value == choice and type(value) is type(choice) for choice in option.choices):
                 legal = ", ".join(say(choice) for choice in option.choices)
                 faults.append(f"{low}_options.{name}={say(value)}: expected one of {legal} ({option.meaning})")
@@ -96,7 +96,7 @@ def _option_faults(v: Mapping[str, Any]) -> list[str]:
 
 
 def quant_of(v: Mapping[str, Any]) -> Quant | None:
-    """The Quant of a set of fields (a config's, or a module rule's); fields that are absent have their defaults."""
+    """The Quant of a set of fields (a config's, or a module rule's); absent fields have their defaults."""
 
     def get(name: str, default: Any) -> Any:
         return default if v.get(name) is None else v[name]

@@ -22,22 +22,22 @@ class Recipe:
 
     name: str
     make: Factory
-    """Gives a fresh config at every call."""
+    """Returns a new config at every call."""
     summary: str
     aliases: tuple[str, ...] = ()
     status: Literal["validated", "experimental"] = "experimental"
     """"validated": trained to a published or measured loss; the evidence is in `source`."""
     source: str = ""
-    """Where values and evidence come from."""
+    """Source of the values and the evidence."""
     prefers: str | None = None
-    """The engine it is meant for where several could run it; None: what its fields ask for."""
+    """The preferred engine if several could run it; None: determined by its fields."""
     advice: tuple[str, ...] = ()
-    """Hyper-parameters that it wants besides those that its fields ask for, each with its source."""
+    """Recommended hyperparameters in addition to those that follow from its fields, each with its source."""
     foreign: bool = False
-    """It comes from an installed package, which is loaded when the recipe is used and not before."""
+    """Whether it comes from an installed package, which is loaded only when the recipe is used."""
 
     def _repr_html_(self) -> str:
-        """For notebooks: what it is, and what its fields are."""
+        """HTML for notebooks: its metadata and fields."""
         from mpbridge.cells import facts
 
         about = {"summary": self.summary, "status": self.status, "source": self.source, "engine": self.engine}
@@ -46,24 +46,24 @@ class Recipe:
 
     @property
     def policy(self) -> PrecisionPolicy | None:
-        """What it means; None where a package would have to be loaded to know, or it cannot be resolved."""
+        """Its meaning; None if that requires loading a package, or it cannot be resolved."""
         return None if self.foreign else _meaning(self.make)
 
     @property
     def needs(self) -> tuple[int, int] | None:
-        """Lowest CUDA compute capability that runs it natively; None: any machine, a CPU too (or not known yet: `foreign`)."""
+        """Lowest CUDA compute capability that runs it natively; None: any machine, including a CPU (or unknown: `foreign`)."""
         policy = self.policy
         return None if policy is None else papers.needs(policy)
 
     @property
     def engine(self) -> str | None:
-        """The engine it is meant for; None: megatron-core's."""
+        """Its engine; None: megatron-core's."""
         policy = self.policy
         return self.prefers or (None if policy is None else papers.engine_for(policy))
 
     @property
     def hints(self) -> tuple[str, ...]:
-        """Hyper-parameters that it wants, each with its source."""
+        """Recommended hyperparameters, each with its source."""
         policy = self.policy
         return (() if policy is None else papers.hints(policy)) + self.advice
 

@@ -1,7 +1,7 @@
-"""The built-in recipes: a page of data.
+"""The built-in recipes, as data.
 
 The first fifteen are Megatron Bridge's names with their meanings (read at 067f987d, 2026-08-22), plus fp32. `DIFFERENCES` lists every value that
-is not theirs, with the reason. The last ones name what a 16-bit recipe's name leaves open: where storage, reduction and optimizer states live.
+is not theirs, with the reason. The last ones distinguish what a 16-bit recipe's name leaves open: storage, reduction and optimizer states.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ BUILT_IN: tuple[Recipe, ...] = (
     ),
     _recipe(
         "nanov2_bf16_with_fp8_current_scaling_mixed",
-        "FP8 with blockwise scaling in spite of its name (Nemotron Nano v2); two BF16 layers at each end",
+        "FP8 with blockwise scaling, despite its name (Nemotron Nano v2); two BF16 layers at each end",
         _BF16, _BLOCKWISE, {"fp8_param_gather": True}, _edges(2, 2), aliases=("nanov2_bf16_with_fp8_subchannel_scaling_mixed",),
         source=f"{BRIDGE}; arXiv 2508.14444",
     ),
@@ -204,4 +204,4 @@ DIFFERENCES: Mapping[tuple[str, str], str] = MappingProxyType(
         for field in ("fp4_param", "fp4_param_gather")
     }
 )
-"""(recipe, field) -> why our value is not Megatron Bridge's. A test compares every other value with theirs."""
+"""(recipe, field) -> why the value differs from Megatron Bridge's. A test compares every other value with theirs."""

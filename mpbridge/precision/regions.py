@@ -1,4 +1,4 @@
-"""Regions: which linears of which layers run their GEMMs in what. Frozen data, and its JSON form."""
+"""Regions: which GEMMs of which linears and layers run in which precision. Frozen data and its JSON form."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Spans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quant:
-    """How a GEMM of a linear sees its operands."""
+    """How a GEMM's operands are quantized."""
 
     format: str
     """"hybrid": E4M3 forward, E5M2 for gradients; the others: one format everywhere. A key of scalings.ELEMENTS."""
     scaling: str
     """A key of scalings.SCALINGS; any other name is refused."""
     stored: bool = False
-    """Weights at rest, and gathered, in this format."""
+    """Weights are stored and gathered in this format."""
     margin: int = 0
     """Delayed scaling: the scale is divided by 2**margin."""
     amax_history: int = 1
-    """Delayed scaling: how many amax values are remembered."""
+    """Delayed scaling: length of the amax history."""
     amax_algo: Literal["most_recent", "max"] = "most_recent"
     wgrad: bool = True
     """Delayed scaling; False has no effect under Transformer Engine 2.9 to 2.12, which drop the argument."""
@@ -40,7 +40,7 @@ class Quant:
     factory: str | None = None
     """Import path of the quantizer factory; "custom" only."""
     options: tuple[tuple[str, Any], ...] = ()
-    """(name, value) of the scaling's options that the recipe states, by name; the others follow the environment (scalings.Option)."""
+    """(name, value) of the scaling's options that the recipe sets, by name; the others follow the environment (scalings.Option)."""
 
     def __post_init__(self) -> None:
         if self.format not in scaling(self.scaling).formats:
@@ -50,12 +50,12 @@ class Quant:
 
     @property
     def row(self) -> Scaling:
-        """What is known of the scaling."""
+        """The scaling's row."""
         return scaling(self.scaling)
 
     @property
     def bits(self) -> int:
-        """Of an operand's element: 8 or 4."""
+        """Bits of an operand's element: 8 or 4."""
         return bits_of(self.format)
 
     def element(self, *, gradient: bool) -> str:
@@ -63,7 +63,7 @@ class Quant:
         return ELEMENTS[self.format][gradient]
 
     def option(self, name: str, environment: Mapping[str, str] | None = None) -> Any:
-        """The value of an option: as the recipe states it, else as `environment` says, else its default. Raises UnknownName, BadValue."""
+        """The value of an option: from the recipe, else from `environment`, else its default. Raises UnknownName, BadValue."""
         stated = dict(self.options)
         return stated[name] if name in stated else self.row.option(name).read(environment or {})
 
@@ -97,7 +97,7 @@ class Gemms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Modules of some layers and what their GEMMs run in. The first region that covers a module decides."""
+    """Modules of some layers and the precision of their GEMMs. The first region that covers a module decides."""
 
     modules: str = "*"
     """Glob over the module's path below its layer ('mlp.linear_fc2'), or over its whole path ('decoder.layers.3.mlp.linear_fc2', 'mtp.*')."""
@@ -105,11 +105,11 @@ class Region:
     """Only the first N layers of the whole model (not of a pipeline stage)."""
     last: int | None = None
     quant: Quant | None = None
-    """None: stays in the compute dtype. Where `gemms` says more, the first of its rules."""
+    """None: stays in the compute dtype. If `gemms` is set, the first of its rules."""
     layers: Spans | None = None
     """Only these layers; None: all. Layers of multi-token prediction have no number and belong to regions without one."""
     gemms: Gemms | None = None
-    """One rule a GEMM; None: `quant` for all three."""
+    """One rule per GEMM; None: `quant` for all three."""
 
     @property
     def rules(self) -> Gemms:
@@ -118,15 +118,15 @@ class Region:
 
     @property
     def ends(self) -> bool:
-        """Whether this is the region of the edge layers' switch."""
+        """Whether this is the region of the edge-layer switch."""
         return self.modules == "*" and self.quant is None and (self.first is not None or self.last is not None)
 
     def covers(self, module: str, layer: int | None, layers: int, path: str = "") -> bool:
-        """Whether this region is about `module` of 0-based `layer` out of `layers`; layer None: multi-token prediction. path: the whole one."""
+        """Whether this region covers `module` of 0-based `layer` out of `layers`; layer None: multi-token prediction. path: the full one."""
         return self.about(layer, layers) and matches(self.modules, module, path)
 
     def about(self, layer: int | None, layers: int) -> bool:
-        """Whether this region is about a layer, whatever the module."""
+        """Whether this region covers a layer, regardless of the module."""
         if self.first is None and self.last is None and self.layers is None:
             return True
         if layer is None:
@@ -137,7 +137,7 @@ class Region:
 
 
 def counted(spans: Spans, layers: int) -> Spans:
-    """`spans` in numbers from 0, for a model of so many layers. What lies outside of it is nowhere; `outside` names it."""
+    """`spans` as 0-based numbers, for a model with that many layers. Layers outside it are dropped; `outside` returns them."""
     return tuple((n + layers if n < 0 else n, m + layers if m < 0 else m) for n, m in spans)
 
 
@@ -153,17 +153,17 @@ def spans_of(layers: Iterable[int]) -> Spans:
 
 
 def outside(spans: Spans, layers: int) -> Spans:
-    """Those of `spans` that a model of so many layers does not have in full, or that run backwards in it ('5 to -2' of four layers)."""
+    """Those of `spans` that a model with that many layers does not fully have, or that are reversed in it ('5 to -2' of four layers)."""
     ranges = zip(spans, counted(spans, layers), strict=True)
     return tuple(span for span, (low, high) in ranges if not 0 <= low <= high < layers)
 
 
 _LATER: Mapping[str, Any] = {"layers": None, "gemms": None, "options": ()}
-"""Fields that schema 1 did not have: a policy that does not use them is written as it was, so its fingerprint stays."""
+"""Fields that schema 1 lacks: a policy that does not use them is written as before, so its fingerprint is unchanged."""
 
 
 def as_plain(value: Any) -> Any:
-    """Dataclasses of a policy in JSON types."""
+    """A policy's dataclasses as JSON types."""
     if isinstance(value, DType):
         return value.short
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -174,7 +174,7 @@ def as_plain(value: Any) -> Any:
 
 
 def uses_later_fields(regions: tuple[Region, ...]) -> bool:
-    """Whether any region says what schema 1 could not."""
+    """Whether any region uses fields that schema 1 lacks."""
     return any(
         region.layers is not None or region.gemms is not None or any(quant.options for quant in region.rules.distinct)
         for region in regions
@@ -182,7 +182,7 @@ def uses_later_fields(regions: tuple[Region, ...]) -> bool:
 
 
 def region_from(data: Mapping[str, Any]) -> Region:
-    """The region that `as_plain` wrote. Raises BadValue, UnknownName."""
+    """The region from `as_plain`'s data. Raises BadValue, UnknownName."""
     gemms, layers = data.get("gemms"), data.get("layers")
     return Region(
         modules=data["modules"],

@@ -1,4 +1,4 @@
-"""Names to configs: one private dict, a read-only window, and three verbs (register, recipe, get_mixed_precision_config)."""
+"""The recipe registry: one private dict, a read-only view, and three functions (register, recipe, get_mixed_precision_config)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from mpbridge.traits import traits
 
 F = TypeVar("F", bound=Factory)
 EVIDENCE = "evidence"
-"""Key of a recipe file under which stands how it was found (`mpbridge tune`); no field, and nothing reads it but `show`."""
+"""Key of a recipe file for its evidence (`mpbridge tune`); not a field, and read only by `show`."""
 ENGINE = "engine"
-"""Key of a recipe file under which stands the engine that it is meant for; no field: the run's own `engine` setting comes first."""
+"""Key of a recipe file for its engine; not a field: the run's own `engine` setting takes precedence."""
 RECIPE_FILE: frozenset[str] = frozenset({*MixedPrecisionConfig.__dataclass_fields__, "extends", EVIDENCE, ENGINE})
-"""Every key of a recipe file: a config's fields, the recipe that it starts from, how it was found, and its engine."""
+"""Every key of a recipe file: a config's fields, the recipe that it extends, its evidence, and its engine."""
 ENTRY_POINTS = "mpbridge.recipes"
-"""Entry point group in which other packages offer recipes: name -> a factory; loaded on use only."""
+"""Entry point group in which other packages provide recipes: name -> a factory; loaded only on use."""
 FOREIGN = "names of another model"
-"""Key of the evidence of a recipe whose `modules:` name the linears of no GPT of megatron-core, but of that model."""
+"""Evidence key of a recipe whose `modules:` match the linears of that model instead of megatron-core's GPT."""
 
 
 _by_name: dict[str, Recipe] = {}
@@ -40,7 +40,7 @@ _filled = False
 
 
 class _Window(Mapping[str, Recipe]):
-    """Read-only view of every known recipe, by canonical name; built-in ones and those of installed packages included."""
+    """Read-only view of every known recipe by canonical name, including those of installed packages."""
 
     def __getitem__(self, name: str) -> Recipe:
         return recipe(name)
@@ -54,7 +54,7 @@ class _Window(Mapping[str, Recipe]):
         return len(_by_name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The recipe, or `default`: Mapping's own knows no LookupError but KeyError."""
+        """The recipe, or `default`: Mapping's own method only catches KeyError."""
         return recipe(name) if name in self else default
 
     def __contains__(self, name: object) -> bool:
@@ -64,7 +64,7 @@ class _Window(Mapping[str, Recipe]):
 
 recipes: Mapping[str, Recipe] = _Window()
 aliases: Mapping[str, str] = MappingProxyType(_alias_of)
-"""Every other accepted name -> the canonical one."""
+"""Alias -> canonical name."""
 
 
 ELSEWHERE: Mapping[str, str] = MappingProxyType(
@@ -76,7 +76,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "transformer_engine": "a library, not a recipe: mpbridge list shows the recipes that need it",
     }
 )
-"""Words of other stacks that stand for no one recipe -> what to choose. Hints, never aliases."""
+"""Words of other stacks without a single equivalent recipe -> what to choose. Hints, never aliases."""
 
 
 def key(name: str) -> str:
@@ -94,8 +94,8 @@ def _fill() -> None:
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         name = key(point.name)
         if name in _by_name or name in _alias_of:
-            raise DuplicateName(f"entry point {point.value!r} offers a recipe named {name!r}, which exists already")
-        # the package behind it is loaded when the recipe is used: it may import torch
+            raise DuplicateName(f"entry point {point.value!r} provides a recipe named {name!r}, which already exists")
+        # its package is loaded only when the recipe is used, since it may import torch
         made = functools.partial(_from_entry_point, point)
         _by_name[name] = Recipe(name=name, make=made, summary=f"from {point.value}", source=point.value, foreign=True)
 
@@ -110,18 +110,18 @@ def _store(entry: Recipe) -> None:
             raise BadValue(f"{name!r} cannot name a recipe: it would be read as a file or a function")
     before = _by_name.get(entry.name)
     if before is not None and before.source == entry.source and _in_notebook(entry):
-        unregister(entry.name)  # the cell of a notebook ran again: it replaces what it had made
+        unregister(entry.name)  # a notebook cell ran again and replaces its recipe
     taken = [name for name in (entry.name, *entry.aliases) if name in _by_name or name in _alias_of]
     if taken:
         raise DuplicateName(
-            f"a recipe named {', '.join(map(repr, taken))} exists already: choose another name (registered names: mpbridge list)"
+            f"a recipe named {', '.join(map(repr, taken))} already exists: choose another name (registered names: mpbridge list)"
         )
     _by_name[entry.name] = entry
     _alias_of.update(dict.fromkeys(entry.aliases, entry.name))
 
 
 def _in_notebook(entry: Recipe) -> bool:
-    """Whether a recipe was made where the same lines run twice: an interactive session, or a notebook's cell."""
+    """Whether a recipe was created where the same lines may run twice: an interactive session or a notebook cell."""
     return getattr(entry.make, "__module__", None) == "__main__"
 
 
@@ -149,7 +149,7 @@ def register(
     hints: tuple[str, ...] = (),
     **metadata: Any,
 ) -> Any:
-    """Decorator, bare or with options: enters a function that returns a MixedPrecisionConfig under its own or a given name.
+    """Decorator, bare or with options: registers a function that returns a MixedPrecisionConfig under its own or a given name.
 
     What its fields say is not asked for: hardware, engine and hints follow from them (`precision.papers`). engine: where several could run it; hints:
     beside those. Nothing is stored when a name or an alias is taken (DuplicateName) or reads as a file or function (BadValue).
@@ -282,7 +282,7 @@ def _extended(path: Path, depth: int = 0) -> Recipe | None:
 
 
 def evidence_of(name: str) -> Mapping[str, Any]:
-    """What a recipe file says of how it was found; empty for any other recipe. The file was read before, so it can be read."""
+    """A recipe file's evidence; empty for any other recipe. The file was read before, so it is readable."""
     if not name.endswith((".yaml", ".yml")):
         return {}
     found = (read_yaml(Path(name)) or {}).get(EVIDENCE)

@@ -1,1 +1,1 @@
-"""Output: tables, the progress line, metric files."""
+"""Output: tables, the progress line, metrics files."""

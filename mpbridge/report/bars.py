@@ -1,4 +1,4 @@
-"""A picture of stacked bars: where time goes, what memory holds."""
+"""A picture of stacked bars: breakdowns of time and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpbridge.report.pictures import pyplot
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One set of bars: by name, each of parts in their order."""
+    """One set of bars: name -> parts in order."""
 
     title: str
     unit: str
@@ -21,8 +21,8 @@ class Panel:
 
 
 def stacked_bars(path: Path, panels: Sequence[Panel]) -> None:
-    """Writes a picture of the panels, one above the other, a horizontal bar for each name with its parts one after another. Raises MpbridgeError
-    where matplotlib is missing, BadValue where the file cannot be written."""
+    """Writes a picture of the panels, one above the other, with a horizontal stacked bar for each name. Raises MpbridgeError
+    if matplotlib is missing, BadValue if the file cannot be written."""
     plt = pyplot()
     height = sum(2.2 + 0.6 * len(panel.bars) for panel in panels)
     figure, places = plt.subplots(len(panels), 1, figsize=(10, height), squeeze=False, layout="constrained")

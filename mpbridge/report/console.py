@@ -1,4 +1,4 @@
-"""Consoles; every rank but the first gets a silent one."""
+"""Consoles; every rank except the first gets a silent one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import IO, cast
 from rich.console import Console
 
 WIDTH = 150
-"""Columns where there is no terminal: a log file is not 80 columns wide."""
+"""Width in columns without a terminal: log files are not limited to 80 columns."""
 
 
 class _Steady(io.TextIOBase):
-    """Standard output that nobody may be reading any more: what goes wrong there is said once on stderr, and the caller goes on."""
+    """Standard output whose reader may have gone: a write error is reported once on stderr, and the caller continues."""
 
     def __init__(self) -> None:
         self.gone = False
@@ -49,11 +49,13 @@ class _Steady(io.TextIOBase):
         except (OSError, ValueError) as error:  # ValueError: it was closed
             self.gone = True
             silence()
-            warn(f"standard output is gone ({getattr(error, 'strerror', None) or error}): the run continues without it")
+            warn(
+                f"standard output was closed ({getattr(error, 'strerror', None) or error}); the run continues without it"
+            )
 
 
 def silence() -> None:
-    """Points standard output to nowhere: what Python still holds for it is flushed at exit."""
+    """Redirects standard output to the null device, since Python flushes its buffer at exit."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -61,13 +63,13 @@ def silence() -> None:
 
 
 def warn(text: str) -> None:
-    """A line on stderr, where there is one."""
+    """Prints a line on stderr, if there is one."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         print(text, file=sys.stderr, flush=True)
 
 
 def console(*, speaks: bool = True) -> Console:
-    """A console on standard output; speaks=False: one that swallows everything (ranks other than 0)."""
+    """A console on standard output; speaks=False: a silent one (ranks other than 0)."""
     if not speaks:
         return Console(file=io.StringIO(), quiet=True)
     file = cast("IO[str]", _Steady())
@@ -76,5 +78,5 @@ def console(*, speaks: bool = True) -> Console:
 
 
 def rank() -> int:
-    """This process's number in the job, known before any process group exists."""
+    """This process's global rank, known before any process group exists."""
     return int(os.environ.get("RANK", "0"))

@@ -1,4 +1,4 @@
-"""Curves of runs from their metrics.jsonl: read with whatever damage the file has, drawn in a terminal or as a picture. Loads no framework."""
+"""Curves of runs from their metrics.jsonl, read even if the file is damaged, drawn in a terminal or as a picture. Loads no framework."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CURVES: Mapping[str, tuple[str, bool]] = {
 
 
 _NUMBERS = (*CURVES, "eval_loss", "lr")
-"""What of a line is read as a number, or null."""
+"""The keys of a line that are read as a number or null."""
 _COUNTS = ("nonfinite_steps", "skipped_steps", "consumed_samples")
 
 
@@ -33,18 +33,18 @@ class Curves:
 
     name: str
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """Training steps in order; a step that was done again counts as it was done last."""
+    """Training steps in order; a repeated step has its last values."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    """What of the file could not be read, as sentences."""
+    """What could not be read, as sentences."""
 
     def series(self, number: str) -> list[tuple[int, float]]:
-        """(step, value) where there is a value; NaN and infinities stay."""
+        """(step, value) of the steps that have the value; NaN and infinities are kept."""
         return [(row["iteration"], row[number]) for row in self.rows if isinstance(row.get(number), (int, float))]
 
 
 def read_curves(folder: Path) -> Curves:
-    """The run in `folder`, or in a metrics file itself. Raises BadValue where there is no file, or not one whole line in it."""
+    """The run in `folder`, or in a metrics file. Raises BadValue if there is no file, or no complete line in it."""
     path = folder / METRICS if folder.is_dir() else folder
     try:
         text = text_of(path, errors="replace")
@@ -60,20 +60,20 @@ def read_curves(folder: Path) -> Curves:
         row = _row(line)
         if row is None:
             cut = number == len(lines) and not text.endswith("\n")
-            made.faults.append(f"{METRICS}, line {number}: {'cut off' if cut else 'not readable'}, left out")
+            made.faults.append(f"{METRICS}, line {number}: {'truncated' if cut else 'unreadable'}, skipped")
         elif "eval_loss" in row:
             evaluations[row["iteration"]] = row
         else:
             rows[row["iteration"]] = row
     if not rows and not evaluations:
-        raise BadValue(f"{path} holds no step that can be read ({len(lines)} lines)")
+        raise BadValue(f"{path} has no readable step ({len(lines)} lines)")
     made.rows = [rows[step] for step in sorted(rows)]
     made.evaluations = [evaluations[step] for step in sorted(evaluations)]
     return made
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """A line's numbers, words for non-finite ones turned back; None for any other line, and one whose numbers are something else."""
+    """A line's numbers, with the words for non-finite ones converted back; None for any other line, or one with other types in place of numbers."""
     try:
         row = json.loads(line)
         row["iteration"] = int(row["iteration"])
@@ -88,13 +88,13 @@ def _row(line: str) -> dict[str, Any] | None:
 
 # --- in a terminal -------------------------------------------------------------------------------------------------------------------------
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bits of a braille character by row and column."""
+"""Bit of each dot of a braille character by row and column."""
 
 
 def terminal(
     points: Sequence[tuple[float, float]], *, width: int = 72, height: int = 10, log: bool = False
 ) -> list[str]:
-    """Lines of a plot in braille: two points across and four down a character, axis labels left and below; empty where nothing is finite."""
+    """Lines of a braille plot: two by four points per character, axis labels left and below; empty if no value is finite."""
     good = [(x, math.log10(y) if log else y) for x, y in points if math.isfinite(y) and (y > 0 or not log)]
     if not good:
         return []
@@ -138,7 +138,7 @@ def _number(value: float) -> str:
 
 # --- as a picture --------------------------------------------------------------------------------------------------------------------------
 def picture(runs: Sequence[Curves], path: Path) -> None:
-    """All curves of all runs in one picture. Raises MpbridgeError without matplotlib, BadValue where the picture cannot be written."""
+    """Draws all curves of all runs in one picture. Raises MpbridgeError without matplotlib, BadValue if the picture cannot be written."""
     from mpbridge.report.pictures import pyplot
 
     plt = pyplot()

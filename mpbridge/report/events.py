@@ -1,4 +1,4 @@
-"""events.jsonl in the run's folder: one JSON object for everything that happened to the run besides steps."""
+"""events.jsonl in the run's folder: one JSON object for every event of the run other than steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVENTS = "events.jsonl"
 
 
 def record(training: Any, event: str, text: str, *, say: bool = True, **facts: Any) -> None:
-    """Prints `text` and adds it to the run's events; non-finite numbers are written as words. A file that cannot grow is said on stderr."""
+    """Prints `text` and adds it to the run's events; non-finite numbers are written as words. A write error is reported on stderr."""
     if say:
         training.say(text)
     folder = training.run.logger.get("log_dir")
@@ -29,4 +29,4 @@ def record(training: Any, event: str, text: str, *, say: bool = True, **facts: A
             with opened_to_write(Path(folder) / EVENTS, append=True) as stream:
                 stream.write(json.dumps(row) + "\n")
         except OSError as error:
-            warn(f"{Path(folder) / EVENTS} cannot grow ({error.strerror}); what it should hold: {json.dumps(row)}")
+            warn(f"{Path(folder) / EVENTS} cannot be written ({error.strerror}); the missing line: {json.dumps(row)}")

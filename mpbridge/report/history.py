@@ -1,4 +1,4 @@
-"""The audits that a run has kept in its precision.json, read back without any framework."""
+"""The audits in a run's precision.json, read without any framework."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mpbridge.errors import BadValue
 from mpbridge.files import text_of
 
 PRECISION = "precision.json"
-"""In the run's folder: what was wanted, decided, overridden and found."""
+"""File in the run's folder: what was requested, decided, overridden and found."""
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """The audits of the run in `folder`, oldest first. Raises BadValue where there is nothing of the kind."""
+    """The audits of the run in `folder`, oldest first. Raises BadValue if there are none."""
     path = folder / PRECISION if folder.is_dir() else folder
     try:
         section = json.loads(text_of(path))["audit"]
@@ -24,7 +24,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
             raise ValueError("no audit")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise BadValue(
-            f"{path} holds no audits (expected the precision.json of a run: `mpbridge train ... logger.log_dir=DIR`)"
+            f"{path} has no audits (expected the precision.json of a run: `mpbridge train ... logger.log_dir=DIR`)"
         ) from None
     return history
 
@@ -49,7 +49,7 @@ def _reported(section: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _audit(one: Any) -> dict[str, Any]:
-    """An audit with all that readers ask it for. Raises ValueError for anything else."""
+    """The audit, checked to have everything that readers need. Raises ValueError otherwise."""
     audit = {"stage": "", "reason": "", "recipe": "", "faults": [], "not_observed": {}, **one}
     facts, faults = audit["facts"], audit["faults"]
     words = all(isinstance(audit[name], str) for name in ("stage", "reason", "recipe"))
@@ -61,12 +61,12 @@ def _audit(one: Any) -> dict[str, Any]:
     )
     lists = isinstance(facts, dict) and isinstance(faults, list) and all(isinstance(fact, list) and len(fact) == 3 for fact in facts.values())  # fmt: skip
     if not (kinds and lists):
-        raise ValueError("an audit of another form")
+        raise ValueError("not an audit's short form")
     return audit
 
 
 def changes(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> list[str]:
-    """What one audit found otherwise than the one before it, as 'exp_avg: found bf16, before fp32'; counts that vary by nature are left out."""
+    """What an audit found differently from the previous one, as 'exp_avg: found bf16, before fp32'; counts that vary naturally are omitted."""
     lines: list[str] = []
     if before is None or before["stage"] != after["stage"]:
         return lines
@@ -77,7 +77,7 @@ def changes(before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> list[
         if (old[0], old[2]) != (promised, state) or (old[1] != found and subject not in _VARYING):
             lines.append(
                 f"{subject}: {found} ({state}), before {old[1]} ({old[2]})"
-                + ("" if old[0] == promised else f", promised {promised} in place of {old[0]}")
+                + ("" if old[0] == promised else f", promised {promised} instead of {old[0]}")
             )
     return lines
 

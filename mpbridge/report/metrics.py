@@ -1,4 +1,4 @@
-"""Metric files: one JSON object per line, and whatever trackers the run asks for."""
+"""Metrics files: one JSON object per line, plus the trackers that the run requests."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mpbridge.report.trackers import TrackedRun, names_of, numbers, opened
 
 
 class MetricsLog:
-    """Writes `folder`/metrics.jsonl, and to the trackers that `logger` asks for; writes nothing on ranks where folder is None.
+    """Writes `folder`/metrics.jsonl, and to the trackers that `logger` requests; writes nothing on ranks where folder is None.
 
-    logger: the run's logger section. recipe: the run's, for the trackers' names. Raises UnknownName for a tracker that there is not. after: the last finished step of the run that is continued. Later lines belong to steps that will be done again and are
-    dropped; with 0 the file starts anew.
+    logger: the run's logger section. recipe: the run's, for the trackers' names. Raises UnknownName for an unknown tracker. after: the last finished step of the run being continued. Later lines belong to steps that will be repeated and are
+    dropped; 0 starts a new file.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class MetricsLog:
         self._file: IO[str] | None = None
         self._trackers: list[Any] = []
         self.trouble: Callable[[str], None] = lambda text: None
-        """Told why the file does not grow."""
+        """Called with the reason when the file cannot be written."""
         if self.path is None or folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
         kept = _lines_until(self.path, after)
-        # the lines that stay are never missing from the disk: written beside, then put in place
+        # the kept lines are always on disk: they are written to a temporary file, which then replaces the old one
         beside = self.path.with_name(f".metrics-{secrets.token_hex(4)}")
         try:
             with beside.open("x", encoding="utf-8") as stream:
@@ -48,25 +48,25 @@ class MetricsLog:
         self._trackers = opened(names, TrackedRun(folder, section, recipe=recipe, after=after))
 
     def write(self, values: Mapping[str, Any], *, board: bool = True) -> None:
-        """One line. 'iteration' is the trackers' step; board=False leaves those out that do not take every step. Non-finite numbers become 'nan', 'inf', '-inf'.
+        """Writes one line. 'iteration' is the trackers' step; board=False skips trackers that do not take every step. Non-finite numbers become 'nan', 'inf', '-inf'.
 
-        A file that cannot grow calls `trouble` once; the lines that it did not take are said on stderr.
+        A write error calls `trouble` once; the lines that could not be written are printed on stderr.
         """
         if self._file is None:
             return
-        # JSON has no NaN; float() reads these words back
+        # JSON has no NaN; float() parses these words
         plain = {
             key: value if not isinstance(value, float) or math.isfinite(value) else str(value)
             for key, value in values.items()
         }
         text = json.dumps(plain)
         if why := _appended(self._file.fileno(), text.encode() + b"\n"):
-            warn(f"{self.path} cannot grow ({why}); the line that it lacks: {text}")
-            self.trouble(f"{self.path} cannot grow ({why})")
+            warn(f"{self.path} cannot be written ({why}); the missing line: {text}")
+            self.trouble(f"{self.path} cannot be written ({why})")
         self._track(values, [one for one in self._trackers if board or one.each_step])
 
     def track(self, values: Mapping[str, Any]) -> None:
-        """To the trackers alone; 'iteration' is the step."""
+        """Writes to the trackers only; 'iteration' is the step."""
         self._track(values, self._trackers)
 
     def _track(self, values: Mapping[str, Any], trackers: list[Any]) -> None:
@@ -75,7 +75,7 @@ class MetricsLog:
                 tracker.log(int(values["iteration"]), plain)
 
     def close(self) -> None:
-        """Closes both; a second call does nothing."""
+        """Closes the file and the trackers; a second call does nothing."""
         if self._file is not None:
             self._file.close()
         for tracker in self._trackers:
@@ -84,7 +84,7 @@ class MetricsLog:
 
 
 def _appended(handle: int, line: bytes) -> str:
-    """'' when the file has the whole line, else why it has nothing of it."""
+    """Appends the line completely or not at all; returns '' on success, otherwise the reason."""
     before = os.fstat(handle).st_size
     try:
         if os.write(handle, line) == len(line):
@@ -96,12 +96,12 @@ def _appended(handle: int, line: bytes) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; what is no line of one, as where a crash cut it off, is left out."""
+    """The lines of a metrics file; invalid lines, such as one truncated by a crash, are skipped."""
     return [row for row in _rows(path) if row is not None]
 
 
 def _rows(path: Path) -> list[dict[str, Any] | None]:
-    """Each line's object; None for a line that is none of a step."""
+    """Each line's object; None for a line that is not a step's."""
     rows: list[dict[str, Any] | None] = []
     for line in text_of(path, errors="replace").splitlines():
         try:
@@ -118,5 +118,5 @@ def _lines_until(path: Path, after: int) -> list[str]:
         return []
     rows = _rows(path)
     if lost := rows.count(None):
-        warn(f"{path}: {lost} of {len(rows)} lines cannot be read and are left out; the run goes on behind the others")
+        warn(f"{path}: {lost} of {len(rows)} lines cannot be read and are skipped; the run continues after the others")
     return [json.dumps(row) + "\n" for row in rows if row is not None and row.get("iteration", 0) <= after]

@@ -1,4 +1,4 @@
-"""matplotlib, which draws pictures where it is installed."""
+"""Pictures through matplotlib, if it is installed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ MISSING = "matplotlib is not installed (pip install 'mpbridge[plot]')"
 
 
 def drawable() -> bool:
-    """Whether pictures can be drawn: to be asked before the work."""
+    """Whether pictures can be drawn; check before expensive work."""
     import importlib.util
 
     try:
         return importlib.util.find_spec("matplotlib") is not None
-    except ValueError:  # it stands in sys.modules without a spec
+    except ValueError:  # it is in sys.modules without a spec
         return False
 
 
 def told_drawable() -> bool:
-    """As `drawable`; where none can be drawn, standard error says so, and that the rest goes on."""
+    """Like `drawable`, but reports on stderr if pictures cannot be drawn; the caller continues without."""
     there = drawable()
     if not there:
         print(f"no picture: {MISSING}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The progress of a training run: a bar on a terminal, a line at intervals elsewhere."""
+"""The progress of a training run: a bar in a terminal, otherwise a line at intervals."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from mpbridge.cells import Bar, in_notebook
 
 REDRAW = 0.25
-"""Minimum seconds between redraws: rich's own refresh thread would compete with training for the cores."""
+"""Minimum seconds between redraws: rich's own refresh thread would compete with training for CPU cores."""
 
 
 class ProgressLine:
-    """Shows steps. total, done: steps of the whole run and those already done; interval: steps between lines where there is no terminal."""
+    """Shows progress. total, done: steps of the whole run and those already done; interval: steps between lines without a terminal."""
 
     def __init__(self, console: Console, *, total: int, done: int = 0, interval: int = 10, bar: bool = True) -> None:
         self.console, self.total, self.interval = console, total, max(1, interval)
@@ -37,7 +37,7 @@ class ProgressLine:
             self._task = self._bar.add_task("", total=total, completed=done)
 
     def step(self, iteration: int, text: str) -> None:
-        """Step `iteration` is finished; `text` describes it."""
+        """Reports that step `iteration` is finished; `text` describes it."""
         if self._cell is not None:
             now = time.monotonic()
             if now - self._drawn > REDRAW or iteration == self.total:
@@ -53,7 +53,7 @@ class ProgressLine:
             self.console.print(f"step {iteration:>{len(str(self.total))}}/{self.total}  {text}")
 
     def due(self, iteration: int) -> bool:
-        """Whether this step's text will be shown, or drawn soon: making it costs a little."""
+        """Whether this step's text will be shown soon, since producing it has a cost."""
         return (
             self._bar is not None
             or self._cell is not None
@@ -62,8 +62,8 @@ class ProgressLine:
         )
 
     def say(self, text: str) -> None:
-        """A line that stays."""
-        self.console.print(text, soft_wrap=True, markup=False)  # a command is copied whole
+        """Prints a permanent line."""
+        self.console.print(text, soft_wrap=True, markup=False)  # soft_wrap: commands stay copyable
 
     def __enter__(self) -> Self:
         if self._bar is not None:
@@ -79,7 +79,7 @@ class ProgressLine:
 
 @contextmanager
 def bar(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr where that is a terminal; what comes back is called with (done, in all)."""
+    """A bar on stderr if that is a terminal; call the returned function with (done, total)."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
         task = progress.add_task(what)

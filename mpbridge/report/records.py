@@ -1,4 +1,4 @@
-"""Tables for narrow places: when columns would be too narrow to read, and a row as lines instead. Plain text, no library."""
+"""Tables for narrow output: detects columns too narrow to read, and formats rows as lines instead. Plain text, no library."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Sequence
 
 READABLE = 16
-"""Characters below which a column of text breaks its words."""
+"""Width in characters below which a text column breaks words."""
 
 
 def crowded(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, whole: Sequence[bool] = ()) -> bool:
-    """Whether the columns, two blanks apart, would be narrower than their texts can be read; whole: those that are never broken."""
+    """Whether the columns, two blanks apart, would be too narrow to read; whole: columns that are never wrapped."""
     longest = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     unbroken = whole or [False] * len(columns)
     least = sum(long if kept else min(long, READABLE) for long, kept in zip(longest, unbroken, strict=True))
@@ -18,14 +18,14 @@ def crowded(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, *
 
 
 def record(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:
-    """A row as lines of at most `width` characters: its first cell, and 'column: text; column: text' below it; empty cells are left out."""
+    """A row as lines of at most `width` characters: its first cell, then 'column: text; column: text' below it; empty cells are omitted."""
     named = zip(columns[1:], row[1:], strict=True)
     rest = "; ".join(f"{column}: {cell}" if column else cell for column, cell in named if cell)
     return wrapped(row[0], width) + (wrapped(rest, width, indent="    ") if rest else [])
 
 
 def wrapped(text: str, width: int, *, indent: str = "") -> list[str]:
-    """`text` in lines of at most `width` characters; a word that is longer, such as a path, stays in one piece for copying."""
+    """`text` in lines of at most `width` characters; a longer word, such as a path, stays in one piece for copying."""
     return textwrap.wrap(
         text,
         max(width, len(indent) + READABLE),

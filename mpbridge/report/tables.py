@@ -1,4 +1,4 @@
-"""Tables: what a recipe decided and what a run amounted to. Values in, rich renderables out; nothing is printed here."""
+"""Tables of what a recipe decided and of a run's results. Returns rich renderables; prints nothing."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from mpbridge.sync.plan import Plan
 
 OVERRIDDEN = "bold yellow"
-"""Style of rows in which the recipe overrides a value that was set."""
+"""Style of rows in which the recipe overrides a set value."""
 
 
 def plan_table(plan: Plan, *, title: str = "what the recipe decides") -> Table:
-    """Field, before, after, why, who had set it, and the line that would keep it: one row for every write, overridden values marked."""
+    """One row per write: field, before, after, why, who had set it, and the line that would keep it; overridden values are highlighted."""
     made = table(
         title, ("field", "before", "after", "why", "had been set by", "to keep it"), whole=("field", "to keep it")
     )
@@ -30,7 +30,7 @@ def plan_table(plan: Plan, *, title: str = "what the recipe decides") -> Table:
         keep = (write.keep or "another recipe: mpbridge list") if write.conflict else ""
         who = write.set_by if write.set_by != "nobody" else ""
         cells = (write.name, show(write.before), show(write.after), write.why, who, keep)
-        # Text, not str: a value with brackets in it is not markup
+        # Text, not str: brackets in a value are not markup
         made.add_row(*(Text(cell) for cell in cells), style=OVERRIDDEN if write.conflict else None)
     for kept in plan.kept:
         made.add_row(
@@ -50,10 +50,10 @@ def summary_table(rows: Iterable[tuple[str, str]], *, title: str = "summary") ->
 
 
 class Fitting(Table):
-    """A table that leaves empty columns out, and where its columns would be too narrow to read shows each row as lines of 'column: text'."""
+    """A table that omits empty columns, and shows each row as lines of 'column: text' if its columns would be too narrow to read."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """What rich draws."""
+        """Called by rich to render."""
         cells = [[_plain(cell) for cell in column.cells] for column in self.columns]
         shown = [i for i, texts in enumerate(cells) if any(texts) or not texts]
         heads = [_plain(self.columns[i].header) for i in shown]
@@ -80,7 +80,7 @@ def _plain(cell: object) -> str:
 
 
 def table(title: str | None, columns: Sequence[str], *, whole: Sequence[str] = (), right: Sequence[str] = ()) -> Table:
-    """An empty table of the house's look. whole: columns that are never broken over two lines, as they are copied or searched; right: numbers."""
+    """An empty table in the common style. whole: columns that are never wrapped, since they are copied or searched; right: right-aligned columns."""
     made = Fitting(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, title_style="bold")
     for column in columns:
         made.add_column(

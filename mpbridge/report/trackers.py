@@ -1,6 +1,6 @@
-"""Where a run's numbers go besides metrics.jsonl: CSV, TensorBoard, Weights & Biases, MLflow, behind one interface.
+"""Trackers that receive a run's numbers in addition to metrics.jsonl: CSV, TensorBoard, Weights & Biases, MLflow, with one interface.
 
-A tracker is a convenience: one that is not installed, or that fails or cannot be reached, is said once on stderr, and the run goes on without it.
+Trackers are optional: one that is not installed, fails or cannot be reached is reported once on stderr, and the run continues without it.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ WAIT = 120.0
 ANSWER = 10.0
 """Seconds within which a server has to answer at the start, before its library is imported: W&B's own attempts and MLflow's take minutes, and hold up the end of the run."""
 FAREWELL = 5.0
-"""Seconds for one that was given up to close what it has open."""
+"""Seconds that an abandoned tracker has to close its files."""
 WAITING = 10_000
-"""Lines that may wait for a slow tracker; later ones are dropped, and that is said."""
+"""Maximum number of lines queued for a slow tracker; later ones are dropped, which is reported."""
 
 
 class Tracker(Protocol):
-    """Takes numbers by step. Made once a run, on rank 0."""
+    """Receives numbers by step. Created once per run, on rank 0."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One line; `values` are finite."""
+        """Writes one line; `values` are finite."""
 
     def close(self) -> None:
-        """Everything is written when this returns."""
+        """Returns once everything is written."""
 
 
 class TrackedRun:
-    """What a tracker is told of the run. after: the last finished step of the run that is continued, 0 for a new one."""
+    """What a tracker knows about the run. after: the last finished step of the run being continued, 0 for a new one."""
 
     def __init__(self, folder: Path, section: Mapping[str, Any], *, recipe: str = "", after: int = 0) -> None:
         self.folder, self.section, self.recipe, self.after = folder, section, recipe, after
@@ -51,13 +51,13 @@ class TrackedRun:
         self.name = str(section.get("name") or f"{recipe or 'run'} {folder.resolve().name}")
 
     def identity(self, tracker: str) -> str | None:
-        """The run's id under that tracker from before, where the run goes on; None for a new run."""
+        """The continued run's previous id in that tracker; None for a new run."""
         if not self.after:
             return None
         return self._known().get(tracker)
 
     def remember(self, tracker: str, identity: str) -> None:
-        """Keeps an id for a run that goes on."""
+        """Stores the id so that the run can be continued."""
         known = self._known() | {tracker: identity}
         (self.folder / "trackers.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
@@ -70,9 +70,9 @@ class TrackedRun:
 
 
 class Csv:
-    """metrics.csv: a row for every step, a column for every number that was ever seen; it is written anew where a column is new.
+    """metrics.csv: a row for every step, a column for every number ever seen; the file is rewritten when a column is new.
 
-    A row is written when the next one comes: what is measured of a step comes after its other numbers.
+    A row is written when the next one begins, since a step's measurements arrive after its other numbers.
     """
 
     EACH_STEP = True
@@ -88,7 +88,7 @@ class Csv:
         self._rewrite([kept[step] for step in sorted(kept)])
 
     def _fill(self, rows: dict[int, dict[str, str]], place: TrackedRun) -> None:
-        """Steps that the run made and this file lacks, as where the process was killed or the disk was full, come from metrics.jsonl."""
+        """Adds steps that are missing here (the process was killed, the disk was full) from metrics.jsonl."""
         path, known = place.folder / "metrics.jsonl", frozenset(rows)
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -100,7 +100,7 @@ class Csv:
                     self.columns += [name for name in found if name not in self.columns]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See Tracker. What belongs to one step stands in one row."""
+        """See Tracker. Numbers of the same step share one row."""
         if self._row and self._row["iteration"] != str(step):
             self._flush()
         self._row |= {"iteration": str(step), **{name: repr(value) for name, value in values.items()}}
@@ -152,7 +152,7 @@ class TensorBoard:
     def __init__(self, place: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # purge_step hides the events of steps that are done again
+        # purge_step hides the events of steps that will be repeated
         self._writer: Any = SummaryWriter(
             str(place.folder / "tensorboard"), purge_step=place.after + 1 if place.after else None
         )
@@ -180,7 +180,7 @@ def require_answer(url: str, *, seconds: float) -> None:
         return
     except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "reason", error)
-        if not isinstance(why, (ssl.SSLError, http.client.HTTPException)):  # somebody is there: the library judges
+        if not isinstance(why, (ssl.SSLError, http.client.HTTPException)):  # a server answered; the library decides
             raise ConnectionError(f"{url} cannot be reached ({why})") from None
 
 
@@ -266,11 +266,11 @@ TRACKERS: Mapping[str, tuple[Callable[[TrackedRun], Tracker], str]] = {
     "wandb": (Wandb, "wandb"),
     "mlflow": (Mlflow, "mlflow"),
 }
-"""Name in logger.trackers -> what takes the numbers, and the extra of this package that brings its library."""
+"""Name in logger.trackers -> tracker class, and the extra of this package that installs its library."""
 
 
 def names_of(section: Mapping[str, Any]) -> list[str]:
-    """The trackers that a logger section asks for. Raises UnknownName for one that there is not; 'jsonl' is always written and adds nothing."""
+    """The trackers that a logger section requests. Raises UnknownName for an unknown one; 'jsonl' is always written and adds nothing."""
     wanted = list(section.get("trackers") or [])
     wanted += ["tensorboard"] if section.get("tensorboard") else []
     for name in wanted:
@@ -280,20 +280,20 @@ def names_of(section: Mapping[str, Any]) -> list[str]:
 
 
 def absent(name: str) -> str:
-    """Why a tracker cannot be imported here, '' where its package is there; it is not imported."""
+    """Why a tracker cannot be imported here; '' if its package is installed. Does not import it."""
     extra = TRACKERS[name][1]
     return f"is not installed (pip install 'mpbridge[{extra}]')" if extra and find_spec(extra) is None else ""
 
 
 class TrackerThread:
-    """A tracker in a thread of its own: it is imported, opened and written there, so that training waits for none of it."""
+    """A tracker in its own thread: it is imported, opened and written there, so that training never waits for it."""
 
     def __init__(self, name: str, place: TrackedRun, *, say: Callable[[str], None] = warn, wait: float = WAIT) -> None:
         self.name, self._place, self._say, self._wait = name, place, say, wait
         self._lines: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(WAITING)
         self._gone = False
         self.each_step = bool(getattr(TRACKERS[name][0], "EACH_STEP", False))
-        """Whether it takes the numbers of every step; others take those that are printed."""
+        """Whether it takes the numbers of every step; others take only those of printed steps."""
         self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
@@ -304,19 +304,19 @@ class TrackerThread:
         try:
             self._lines.put_nowait((step, dict(values)))
         except queue.Full:
-            self._lose(f"takes its numbers too slowly ({WAITING} lines wait)")
+            self._lose(f"is too slow ({WAITING} lines are waiting)")
 
     def close(self) -> None:
-        """See Tracker; a tracker that does not come to an end is left behind, and that is said. One that was given up is hardly waited for."""
+        """See Tracker. A tracker that does not finish is abandoned, which is reported; one already abandoned gets only a short time."""
         until = time.monotonic() + (min(self._wait, FAREWELL) if self._gone else self._wait)
         marked = False
         while not marked and self._thread.is_alive() and time.monotonic() < until:
-            with contextlib.suppress(queue.Full):  # lines still wait: the mark comes behind them
+            with contextlib.suppress(queue.Full):  # lines are still queued: the end mark follows them
                 self._lines.put(None, timeout=0.2)
                 marked = True
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            self._lose(f"did not take its last numbers within {self._wait:g} seconds")
+            self._lose(f"did not accept its last numbers within {self._wait:g} seconds")
 
     def _work(self) -> None:
         made, extra = TRACKERS[self.name]
@@ -328,22 +328,22 @@ class TrackerThread:
             tracker.close()
         except ImportError as error:
             self._lose(f"is not installed ({error}; pip install 'mpbridge[{extra}]')")
-        except Exception as error:  # whatever a tracker raises is the tracker's: the run goes on
+        except Exception as error:  # any tracker error: the run continues
             self._lose(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
 
     def _lose(self, why: str) -> None:
         if not self._gone:
             self._gone = True
-            self._say(f"tracker {self.name}: {why}; the run continues without it; metrics.jsonl has everything")
+            self._say(f"tracker {self.name}: {why}; the run continues without it, metrics.jsonl has everything")
 
 
 def opened(names: Iterable[str], place: TrackedRun, *, say: Callable[[str], None] = warn) -> list[TrackerThread]:
-    """The trackers of a run, each in its own thread."""
+    """The trackers of a run, each in its own thread, as one."""
     return [TrackerThread(name, place, say=say) for name in names]
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """What of a line a tracker can take: finite numbers besides the step."""
+    """The part of a line that a tracker can take: finite numbers other than the step."""
     return {
         name: float(value)
         for name, value in values.items()

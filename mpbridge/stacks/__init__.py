@@ -1,5 +1,5 @@
-"""Other training stacks: what their precision settings mean, a recipe written in their words, and their files read back.
+"""Other training stacks: interprets their precision settings, exports recipes to their configuration, and imports their files.
 
-`meaning` is the neutral statement that all of them are compared in, `words` the table of what one word means where, `exporters` and
-`importers` find a stack by name. Loads no framework, and executes nothing of an imported file.
+`meaning` is the neutral form in which all of them are compared, `words` the table of what one setting means in each stack, `exporters` and
+`importers` find a stack by name. Loads no framework, and executes nothing from an imported file.
 """

@@ -1,6 +1,6 @@
 """Hugging Face accelerate: a recipe as an Accelerator with FSDP2.
 
-Read at 1.15.0: accelerator.py, utils/dataclasses.py, utils/fsdp_utils.py. Its autocast stays on over FSDP1, not over FSDP2 (seen live by scripts/witness_stacks.py). Its
+Read at 1.15.0: accelerator.py, utils/dataclasses.py, utils/fsdp_utils.py. Its autocast stays on with FSDP1, but not with FSDP2 (observed by scripts/witness_stacks.py). Its
 YAML cannot name a reduction dtype, so the policy is Python.
 """
 
@@ -35,19 +35,19 @@ COSTS = {
     "edge layers": "TERecipeKwargs converts every layer",
     "loss_scale": f"{SCALER_COST}; fp8 has no scaler at all",
     "keep_fp32": "pass them as ignored_params: neither cast nor sharded",
-    "logits": "its loss casts them up afterwards",
+    "logits": "its loss upcasts them afterwards",
     "router": "the model's code decides",
     "residual_fp32": "the blocks' inputs are cast to param_dtype",
     "softmax_fp32": "the attention kernel decides",
     "pipeline": "it has no pipeline for training",
-    "accumulator": "the reduced gradient is added up in the parameter's dtype",
+    "accumulator": "the reduced gradient accumulates in the parameter's dtype",
 }
-"""What a difference costs, or the nearest thing there."""
-DELAYED = "most_recent cannot be asked for: it is accelerate's own default, so it drops it, and Transformer Engine's is max; the rest is TE's own"
+"""Row -> what a difference costs, or the nearest equivalent there."""
+DELAYED = "most_recent cannot be set: it is accelerate's default, which accelerate drops, and Transformer Engine's default is max; the rest are TE's defaults"
 
 
 def export(request: Request) -> Export:
-    """Python that makes the Accelerator; the model is loaded in FP32 unless the recipe keeps no FP32 weights at all."""
+    """Python that creates the Accelerator; the model is loaded in FP32 unless the recipe keeps no FP32 weights."""
     policy = request.policy
     theirs = _meaning(policy)
     quant = theirs.regions[-1].quant
@@ -77,22 +77,22 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
 
 
 def _by_ddp(policy: PrecisionPolicy) -> bool:
-    """Whether data parallelism is torch's DDP: FSDP2 has no autocast on top, which its word is under DDP for parameters that are their own main weights."""
+    """Whether data parallelism is torch's DDP, which is needed for autocast over parameters that are their own main weights: FSDP2 has none."""
     settled = policy.settled()
     own = settled.params is DType.FP32 or settled.main_params is settled.params
     return settled.autocast is not None and own and policy.quant is None
 
 
 def as_run(quant: Quant) -> Quant:
-    """Delayed scaling as TERecipeKwargs hands it on: a value that equals accelerate's own default is dropped, and Transformer Engine's applies.
+    """Delayed scaling as TERecipeKwargs passes it on: a value equal to accelerate's own default is dropped, and Transformer Engine's applies.
 
-    The defaults are alike (hybrid, 1024, margin 0) except for the algorithm: most_recent is dropped, and max runs.
+    The defaults agree (hybrid, 1024, margin 0) except for the algorithm: most_recent is dropped, and max is used.
     """
     return dataclasses.replace(quant, stored=False, amax_algo="max", attention="none")
 
 
 def _mode(theirs: Meaning) -> str:
-    """The word of mixed_precision: 'no' for a module that is not FP32, or is nothing else."""
+    """The value of mixed_precision: 'no' for a module that is not FP32, or computes only in FP32."""
     if theirs.regions[-1].quant is not None:
         return "fp8"
     full = (theirs.storage is not DType.FP32 and theirs.autocast is None) or theirs.compute is DType.FP32

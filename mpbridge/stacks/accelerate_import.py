@@ -1,4 +1,4 @@
-"""Hugging Face accelerate's YAML as what it means. Read at 1.15.0; what FSDP upcasts and reduces in changed between versions."""
+"""Interprets Hugging Face accelerate's YAML. Read at 1.15.0; what FSDP upcasts and reduces in changed between versions."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from mpbridge.stacks.torch_import import fields_of, quant_fields
 from mpbridge.traits import DEFAULT
 
 WORDS = {"no": DType.FP32, "fp16": DType.FP16, "bf16": DType.BF16, "fp8": DType.BF16}
-"""Its words of mixed_precision and what each computes in."""
+"""Value of mixed_precision -> compute dtype."""
 _KINDS = frozenset({
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU", "MULTI_NEURON", "XLA", "TPU", "TPU_FSDP",
     "FSDP", "DEEPSPEED", "MEGATRON_LM",
 })  # fmt: skip
 """Its DistributedType, and two names of earlier versions."""
 _MACHINE = {
-    "fp16": "a GPU: on a CPU accelerate trains FP32 under fp16, without a word",
-    "fp8": "a GPU with FP8: on another accelerate trains FP16 under fp8, without a word",
+    "fp16": "a GPU: on a CPU accelerate silently trains in FP32 under fp16",
+    "fp8": "a GPU with FP8: on other GPUs accelerate silently trains in FP16 under fp8",
 }
-"""What the machine must be for a word to mean what it says."""
+"""Value of mixed_precision -> the machine that it requires."""
 _DIVIDES = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
-"""Keys of FSDP1 for what is divided; NO_SHARD is its third strategy."""
+"""FSDP1's keys for what is sharded; NO_SHARD is its third strategy."""
 _READS_USE_CPU = ("NO", "MULTI_CPU")
-"""Types whose launcher hands use_cpu on: utils/launch.py sets ACCELERATE_USE_CPU for them alone."""
+"""Types whose launcher passes use_cpu on: utils/launch.py sets ACCELERATE_USE_CPU only for them."""
 
 
 def read_data(data: Any, *, version: str, storage: DType = DType.FP32) -> Imported:
-    """What the file means for a model loaded in `storage`. Raises DataError for anything but a mapping, BadValue with every value that cannot be read."""
+    """The file's meaning for a model loaded in `storage`. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"an accelerate configuration is a mapping, found {type(data).__name__}")
     read = Reader(data)
@@ -65,8 +65,8 @@ def read_data(data: Any, *, version: str, storage: DType = DType.FP32) -> Import
     if word == "fp16" and fields:
         fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
     raise_faults(read.faults, "this accelerate configuration")
-    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
-        cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
+    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 accumulates in the stored dtype
+        cannot.append(f"gradients are reduced in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     engine = engine_with("optimizer") if kind == "FSDP" else DEFAULT
     found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, cannot_express=tuple(cannot),
@@ -78,7 +78,7 @@ def read_data(data: Any, *, version: str, storage: DType = DType.FP32) -> Import
 def _meaning(
     read: Reader, word: str, kind: str, storage: DType, cannot: list[str], contradicts: list[str]
 ) -> tuple[Meaning, Quant | None]:
-    """(what the word makes of a model loaded in `storage`, its quantization)."""
+    """(meaning of the value for a model loaded in `storage`, its quantization)."""
     if kind not in _KINDS:
         near = nearest(kind, _KINDS, most=1)
         hint = f"; nearest: {near[0]}" if near else ""
@@ -93,7 +93,7 @@ def _meaning(
     backend = str(read.at("dynamo_config.dynamo_backend", "NO")).upper()
     if word == "no" and backend != "NO":
         cannot.append(
-            f"dynamo_config.dynamo_backend={cut(backend)}: beside mixed_precision=no accelerate switches TF32 on for CUDA"
+            f"dynamo_config.dynamo_backend={cut(backend)}: with mixed_precision=no accelerate switches TF32 on for CUDA"
         )
     if word == "fp16":
         return dataclasses.replace(meaning, loss_scale=TORCH_SCALER), None
@@ -101,28 +101,28 @@ def _meaning(
     if quant is None:
         return meaning, None
     if quant.scaling != "tensorwise" and _cpu(read, kind):
-        contradicts.append("fp8_config.backend=TE on a CPU (use_cpu): Transformer Engine runs on GPUs alone")
+        contradicts.append("fp8_config.backend=TE on a CPU (use_cpu): Transformer Engine runs only on GPUs")
     return dataclasses.replace(meaning, regions=(Region(quant=quant),)), quant
 
 
 def _cpu(read: Reader, kind: str) -> bool:
-    """Whether the file trains on a CPU: `use_cpu` reaches the launcher of one process and of several CPUs alone."""
+    """Whether the file trains on a CPU: `use_cpu` has an effect only in the launchers of one process and of several CPUs."""
     return kind in _READS_USE_CPU and read.flag("use_cpu")
 
 
 def _on_a_cpu(read: Reader, word: str, kind: str) -> tuple[str, tuple[str, ...]]:
-    """(the word of mixed_precision that decides, what has no effect) under `use_cpu`."""
+    """(the effective value of mixed_precision, what has no effect) under `use_cpu`."""
     if _cpu(read, kind) and word == "fp16":
-        return "no", ("mixed_precision=fp16: on a CPU (use_cpu) accelerate trains FP32 without a word",)
+        return "no", ("mixed_precision=fp16: on a CPU (use_cpu) accelerate silently trains in FP32",)
     if kind not in _READS_USE_CPU and read.flag("use_cpu"):
-        return word, (f"use_cpu: the launcher of {cut(kind)} does not hand it on",)
+        return word, (f"use_cpu: the launcher of {cut(kind)} does not pass it on",)
     if kind == "MULTI_CPU" and not read.flag("use_cpu"):
-        return word, ("distributed_type=MULTI_CPU without use_cpu: a process takes a GPU where there is one",)
+        return word, ("distributed_type=MULTI_CPU without use_cpu: each process uses a GPU if there is one",)
     return word, ()
 
 
 def _ddp(word: str, base: DType, storage: DType) -> Meaning:
-    """One process or DDP: gradients and moments follow what is stored, and autocast is on wherever there is a word."""
+    """One process or DDP: gradients and moments have the stored dtype, and autocast is on unless mixed_precision is 'no'."""
     return Meaning(
         storage=storage, compute=base, autocast=None if word == "no" else base, wire=storage, accumulator=storage,
         exp_avg=storage, exp_avg_sq=storage,
@@ -130,7 +130,7 @@ def _ddp(word: str, base: DType, storage: DType) -> Meaning:
 
 
 def _fsdp(word: str, base: DType, storage: DType, *, second: bool) -> Meaning:
-    """Parameters upcast to FP32 under any word, gathered and reduced in the 16-bit dtype; autocast on top of FSDP1 only."""
+    """Parameters are upcast to FP32 under any mixed_precision, gathered and reduced in the 16-bit dtype; autocast only with FSDP1."""
     autocast = None if word == "no" or second else base
     held = storage if word == "no" else DType.FP32
     return Meaning(
@@ -140,14 +140,14 @@ def _fsdp(word: str, base: DType, storage: DType, *, second: bool) -> Meaning:
 
 
 def quantized(read: Reader, cannot: list[str]) -> Quant | None:
-    """What mixed_precision=fp8 runs under `fp8_config`; None for a backend that it does not have."""
+    """The quantization of mixed_precision=fp8 under `fp8_config`; None for an unknown backend."""
     backend = read.text("fp8_config.backend", "TE").upper()
     if backend == "AO":
         cannot.append(
-            "fp8_config.backend=AO: the first and the last linear of the model stay out of it; here layers at the ends do, and the output layer"
+            "fp8_config.backend=AO: the first and the last linear of the model are not quantized; here layers at the ends and the output layer are not"
         )
         if read.flag("fp8_config.enable_fsdp_float8_all_gather", default=True):
-            cannot.append("fp8_config.enable_fsdp_float8_all_gather: parameters travel in FP8 and rest in FP32")
+            cannot.append("fp8_config.enable_fsdp_float8_all_gather: parameters are gathered in FP8 and stored in FP32")
         return Quant(format="hybrid", scaling="tensorwise")
     if backend != "TE":
         cannot.append(f"fp8_config.backend={backend}")
@@ -185,9 +185,9 @@ def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imp
         stage = 2
         read.default("deepspeed_config.zero_stage", stage)
     if file is not None:
-        assumed.append(f"{cut(file)} decides: give that file (--from deepspeed)")
+        assumed.append(f"{cut(file)} decides: pass that file (--from deepspeed)")
     data: dict[str, Any] = {"zero_optimization": {"stage": stage}}
-    base = "bf16" if word == "fp8" else word  # which converts linears of a model in BF16
+    base = "bf16" if word == "fp8" else word  # fp8 converts the linears of a BF16 model
     data |= {base: {"enabled": True}} if base in ("bf16", "fp16") else {}
     inner = deepspeed_import.read_data(data, version="0.19")
     if word == "fp8":
@@ -201,7 +201,7 @@ def _deepspeed(read: Reader, word: str, version: str, assumed: list[str]) -> Imp
 
 
 def _megatron(read: Reader, word: str, version: str, assumed: list[str]) -> Imported:
-    """Megatron-LM's own training under accelerate: the word becomes --bf16 or --fp16, and its arguments do the rest."""
+    """Megatron-LM's own training under accelerate: mixed_precision becomes --bf16 or --fp16, its arguments decide the rest."""
     words = [f"--{word}"] if word in ("bf16", "fp16") else []
     words += (
         ["--use-distributed-optimizer"]
@@ -210,7 +210,7 @@ def _megatron(read: Reader, word: str, version: str, assumed: list[str]) -> Impo
     )
     inner = megatron_lm_import.read(words, version=LM_VERSION)
     assumed = [
-        f"Megatron-LM {LM_VERSION} trains, which knows no autocast: mixed_precision is its --{word}; other_megatron_args of the script's plugin are not here"
+        f"Megatron-LM {LM_VERSION} trains, which has no autocast: mixed_precision becomes its --{word}; the script plugin's other_megatron_args are not in this file"
         if words
         else "Megatron-LM trains",
         *assumed[1:],
@@ -220,7 +220,7 @@ def _megatron(read: Reader, word: str, version: str, assumed: list[str]) -> Impo
             inner,
             contradicts=(
                 *inner.contradicts,
-                "mixed_precision=fp8 under MEGATRON_LM: no flag of it follows; described as FP32",
+                "mixed_precision=fp8 under MEGATRON_LM sets no Megatron-LM flag; described as FP32",
             ),
         )
     return with_rest(dataclasses.replace(inner, stack=NAME, version=version, assumed=tuple(assumed)), read)

@@ -23,33 +23,33 @@ TE_FP8 = {
     "mxfp8": Quant(format="e4m3", scaling="mxfp8"),
     "current": Quant(format="hybrid", scaling="tensorwise"),
 }
-"""Word of model.backend.te_fp8.recipe -> Transformer Engine's recipe with its own defaults; every linear is converted, the output layer too."""
+"""Value of model.backend.te_fp8.recipe -> Transformer Engine's recipe with its defaults; every linear is converted, including the output layer."""
 TORCHAO = {
     "tensorwise": Quant(format="hybrid", scaling="tensorwise"),
     "rowwise": Quant(format="e4m3", scaling="rowwise"),
     "rowwise_with_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
 }
-"""Word of fp8.recipe_name -> what torchao runs under it; fp8.filter_fqns leaves modules out."""
+"""Value of fp8.recipe_name -> torchao's quantization; fp8.filter_fqns excludes modules."""
 FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
 COSTS = {
     "quantization": "te_fp8.recipe: mxfp8, or BF16",
-    "modules": "fp8.filter_fqns leaves modules out by substrings of the model's own names",
-    "edge layers": "fp8.filter_fqns needs the numbers of the last layers: give --config, whose depth is then used",
+    "modules": "fp8.filter_fqns excludes modules by substrings of the model's own names",
+    "edge layers": "fp8.filter_fqns needs the numbers of the last layers: pass --config, whose depth is then used",
     "loss_scale": "it has no loss scaler: small FP16 gradients vanish",
-    "keep_fp32": "a module keeps the dtype that its checkpoint has: store them in FP32 there",
-    "logits": "its loss casts them up afterwards",
+    "keep_fp32": "a module keeps the dtype of its checkpoint: store them in FP32 there",
+    "logits": "its loss upcasts them afterwards",
     "router": "the model's code decides",
     "residual_fp32": "the blocks' inputs are cast to param_dtype",
     "softmax_fp32": "the attention backend decides",
     "pipeline": "distributed.pipeline derives it",
-    "accumulator": "the reduced gradient is added up in the parameter's dtype",
-    "autocast": "distributed.autocast_dtype exists, and no recipe of language models reads it",
+    "accumulator": "the reduced gradient accumulates in the parameter's dtype",
+    "autocast": "distributed.autocast_dtype exists, but no language-model recipe reads it",
 }
-"""What a difference costs, or the nearest thing there."""
+"""Row -> what a difference costs, or the nearest equivalent there."""
 
 
 def export(request: Request) -> Export:
-    """The sections, and the lines for what they do otherwise."""
+    """The sections, and the lines for what they do differently."""
     import yaml
 
     policy = request.policy
@@ -76,7 +76,7 @@ def export(request: Request) -> Export:
 
 
 def _left_out(policy: PrecisionPolicy, request: Request) -> tuple[tuple[Region, ...], list[str]]:
-    """What fp8.filter_fqns leaves out: as a region, and as substrings, each layer's with its dots ('layers.1' would be 'layers.10' too)."""
+    """What fp8.filter_fqns excludes: as a region, and as substrings with dots around each layer's number ('layers.1' would also match 'layers.10')."""
     first, last = policy.ends or (0, 0)
     depth = None if request.run is None else request.run.facts.shape.num_layers
     numbers = [*range(first), *(range(max(depth - last, first), depth) if depth is not None else ())]
@@ -92,7 +92,7 @@ def _sections(request: Request, theirs: Meaning, left: list[str]) -> dict[str, A
         sections["distributed"] = {"strategy": "megatron_fsdp", "grad_reduce_in_fp32": theirs.wire is DType.FP32}
         sections["distributed"]["preserve_fp32_weights"] = True
     else:
-        # all four keys: a policy that names some of them replaces the whole default
+        # all four keys are written: a policy that names some of them replaces the whole default
         sections["distributed"] = {
             "strategy": "fsdp2",
             "mp_policy": {

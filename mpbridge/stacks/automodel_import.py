@@ -1,4 +1,4 @@
-"""NeMo AutoModel's YAML as what it means. Read at 36044ad3; `_target_` entries are names here, never imported."""
+"""Interprets NeMo AutoModel's YAML. Read at 36044ad3; `_target_` entries are read as names, never imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpbridge.traits import DEFAULT
 
 
 def read_data(data: Any, *, version: str) -> Imported:
-    """What the sections mean. Raises DataError for anything but a mapping, BadValue with every value that cannot be read."""
+    """The sections' meaning. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"an AutoModel configuration is a mapping, found {type(data).__name__}")
     read = Reader(data)
@@ -55,15 +55,15 @@ def read_data(data: Any, *, version: str) -> Imported:
 def _storage(read: Reader, assumed: list[str]) -> DType:
     found = read.at("model.torch_dtype", read.at("model.dtype", read.at("model.config.torch_dtype")))
     if found in (None, "auto"):
-        assumed.append("model.torch_dtype is the checkpoint's own: taken as bfloat16")
+        assumed.append("model.torch_dtype comes from the checkpoint: assumed to be bfloat16")
         return DType.BF16
-    # its dtype_from_str takes any value that is no string for bfloat16
+    # its dtype_from_str reads any value that is not a string as bfloat16
     if not isinstance(found, str):
         return DType.BF16
     words = {"bf16": "bf16", "bfloat16": "bf16", "float32": "fp32", "half": "fp16", "float16": "fp16"}
     word = found.lower().removeprefix("torch.")
     if word not in words:
-        read.faults.append(f"model.torch_dtype={brief(found)}: its own reader knows {', '.join(words)}")
+        read.faults.append(f"model.torch_dtype={brief(found)}: AutoModel accepts {', '.join(words)}")
     return {"bf16": DType.BF16, "fp32": DType.FP32, "fp16": DType.FP16}[words.get(word, "bf16")]
 
 
@@ -74,7 +74,7 @@ def _fsdp2(read: Reader, storage: DType, contradicts: list[str]) -> Meaning:
         for name, dtype in (("param", param), ("reduce", reduce), ("output", output)):
             read.default(f"distributed.mp_policy.{name}_dtype", dtype)
     else:
-        # a policy that names some of the keys replaces the whole default: the others are the gradient's and the parameter's own
+        # a policy that names some of the keys replaces the whole default: the others fall back to the gradient's and the parameter's dtype
         param = read.dtype("distributed.mp_policy.param_dtype", storage) or storage
         reduce = read.dtype("distributed.mp_policy.reduce_dtype", param) or param
         read.asked |= {"distributed.mp_policy._target_", "distributed.mp_policy.cast_forward_inputs"}
@@ -124,7 +124,7 @@ def _optimizer(read: Reader) -> str:
 
 
 def _with_optimizer(read: Reader, meaning: Meaning) -> Meaning:
-    """FusedAdam with master weights keeps FP32 beside 16-bit parameters; without that key its default is none."""
+    """FusedAdam with master weights keeps FP32 weights in addition to 16-bit parameters; by default it has none."""
     if _optimizer(read).rpartition(".")[2] != "FusedAdam":
         return meaning
     first = read.dtype("optimizer.exp_avg_dtype", DType.FP32) or DType.FP32
@@ -136,7 +136,7 @@ def _with_optimizer(read: Reader, meaning: Meaning) -> Meaning:
 
 
 def _ends(read: Reader, cannot: list[str], assumed: list[str]) -> tuple[int, int] | None:
-    """What of the quantization fp8.filter_fqns leaves out; te_fp8 converts every linear."""
+    """The part of the quantization that fp8.filter_fqns excludes; te_fp8 converts every linear."""
     if read.at("model.backend.te_fp8") is not None:
         cannot.append("model.backend.te_fp8: the output layer is quantized too; here it never is")
         return None
@@ -161,7 +161,7 @@ def _quant(read: Reader, inert: list[str], cannot: list[str]) -> Quant | None:
         )
     ignored = ("emulate", "enable_fsdp_float8_all_gather", "force_recompute_fp8_weight_in_bwd")
     if name in ("rowwise", "rowwise_with_gw_hp"):
-        inert += [f"fp8.{key}: ignored beside recipe_name {name}" for key in ignored if read.flag(f"fp8.{key}")]
+        inert += [f"fp8.{key}: ignored with recipe_name {name}" for key in ignored if read.flag(f"fp8.{key}")]
         return Quant(format="e4m3", scaling="rowwise_gw_hp" if name.endswith("_gw_hp") else "rowwise")
     if read.flag("fp8.enable_fsdp_float8_all_gather"):
         cannot.append("fp8.enable_fsdp_float8_all_gather: FP8 on the wire with 16 or 32-bit storage")

@@ -1,4 +1,4 @@
-"""What every stack's exporter and importer hands back, and the scale of faithfulness."""
+"""The results of every stack's exporter and importer, and the scale of fidelity."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from mpbridge.traits import DEFAULT, MainWeights, engine_names, traits
 
 Fidelity = Literal["exact", "layout", "different", "impossible"]
 """exact: the same facts; layout: the same arithmetic with tensors kept elsewhere or in another dtype; different: a step computes something
-else; impossible: the stack has no words for it."""
+else; impossible: the stack cannot express it."""
 ORDER: tuple[Fidelity, ...] = ("exact", "layout", "different", "impossible")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One fact that does not arrive as it was meant."""
+    """One fact that is not preserved."""
 
     fidelity: Fidelity
     fact: str
     text: str
-    """What happens there instead, and what it costs."""
+    """What happens there instead, and its cost."""
 
     def __str__(self) -> str:
         return f"{self.fidelity}: {self.fact}: {self.text}"
@@ -42,13 +42,13 @@ class Fragment:
     """One file or fragment to paste."""
 
     name: str
-    """A file's name, or what kind of fragment it is ('arguments')."""
+    """A file name, or the kind of fragment ('arguments')."""
     text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is to be exported."""
+    """What to export."""
 
     name: str
     config: MixedPrecisionConfig
@@ -59,16 +59,16 @@ class Request:
     run: Any = None
     """config.container.Run whose settings are exported; None: the recipe alone."""
     unnamed: tuple[Region, ...] = ()
-    """Rules under `modules` that are about another model: no linear of megatron-core's models is called so."""
+    """Rules under `modules` for another model: they match no linear of megatron-core's models."""
 
     @property
     def main_weights(self) -> MainWeights:
-        """Who holds main weights on the engine: megatron-core, the wrapper (Megatron-FSDP), or the optimizer (torch FSDP2)."""
+        """Who owns the main weights on the engine: megatron-core, the wrapper (Megatron-FSDP), or the optimizer (torch FSDP2)."""
         return traits(self.engine).main_weights
 
     @property
     def ours(self) -> Meaning:
-        """What is to be said: the policy on its engine, with its states divided as the run divides them."""
+        """The meaning to express: the policy on its engine, with states sharded as in the run."""
         whole = (
             self.run is not None and self.main_weights == "megatron_core" and not self.run.facts.optimizer.distributed
         )
@@ -77,7 +77,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """A recipe in a stack's words."""
+    """A recipe in a stack's configuration."""
 
     stack: str
     version: str
@@ -85,38 +85,38 @@ class Export:
     meaning: Meaning
     """What the pieces mean there."""
     lines: tuple[Line, ...] = ()
-    """Facts that differ, and notes that a reader must know."""
+    """Facts that differ, and notes for the reader."""
     assumed: tuple[str, ...] = ()
-    """What was taken for granted: the words of another version than the one asked for."""
+    """Assumptions, such as the settings of a version other than the requested one."""
 
     @property
     def fidelity(self) -> Fidelity:
-        """The worst of the lines; exact without any."""
+        """The worst fidelity of the lines; exact if there are none."""
         return max((line.fidelity for line in self.lines), key=ORDER.index, default="exact")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What a stack's configuration means."""
+    """The meaning of a stack's configuration."""
 
     stack: str
     version: str
     fields: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Values of MixedPrecisionConfig that say it; empty where ours has no words for it."""
+    """The equivalent values of MixedPrecisionConfig; empty if it cannot be expressed."""
     engine: str = DEFAULT
     meaning: Meaning
     inert: tuple[str, ...] = ()
     """Settings that are accepted there and have no effect."""
     contradicts: tuple[str, ...] = ()
     cannot_express: tuple[str, ...] = ()
-    """What it says and mpbridge has no setting for."""
+    """Settings for which mpbridge has no equivalent."""
     unknown: tuple[str, ...] = ()
     other: tuple[str, ...] = ()
     """Known settings that are not about precision."""
     in_force: tuple[str, ...] = ()
     """'setting=value' of what it does not say and the stack's own default decides."""
     assumed: tuple[str, ...] = ()
-    """What was taken for granted: a version, a default, a variable."""
+    """Assumptions: a version, a default, a variable."""
 
 
 _NONE = (None, "", 0, "0", "0.0")
@@ -138,18 +138,18 @@ def updated_by(found: Imported, name: Any, where: str = "", *, momentum: Any = N
 
 
 def engine_with(main_weights: MainWeights) -> str:
-    """The engine of ours whose main weights are held so."""
+    """The engine of mpbridge that keeps main weights in the same way."""
     return next(name for name in engine_names() if traits(name).main_weights == main_weights)
 
 
 def compared(
     ours: Meaning, theirs: Meaning, costs: Mapping[str, str] = MappingProxyType({}), *, ignore: tuple[str, ...] = ()
 ) -> tuple[Line, ...]:
-    """A Line for each fact of ours that the exported meaning does not hold: the one place where an export is judged.
+    """A Line for each fact that the exported meaning does not preserve. Exports are judged only here.
 
-    costs: row -> what it means for bits or bytes, or the nearest thing; 'modules' and 'edge layers' are rows too. ignore: rows that the stack leaves open.
+    costs: row -> what it means for bits or bytes, or the nearest equivalent; 'modules' and 'edge layers' are rows too. ignore: rows that the stack leaves open.
     """
-    # what ours leaves to the model is no promise that another stack could break
+    # what mpbridge leaves to the model is not a promise that another stack could break
     ignore = (*ignore, *(name for name in OPEN if getattr(ours, name) is None))
     found = list(_regions_lost(ours, theirs, costs))
     for row, (mine, there) in differences(ours, theirs).items():
@@ -172,7 +172,7 @@ def compared(
 def _fidelity(row: str, ours: Meaning, theirs: Meaning) -> Fidelity:
     if (row in STATED and row not in LAYOUT) or (row == "autocast" and theirs.autocast is None):
         return "impossible"
-    if row == "sharded":  # who divides what is the layout's choice, not the recipe's
+    if row == "sharded":  # sharding belongs to the layout, not to the recipe
         return "exact"
     if row in ("storage", "main") and ours.master is not theirs.master:
         return "different"
@@ -180,7 +180,7 @@ def _fidelity(row: str, ours: Meaning, theirs: Meaning) -> Fidelity:
 
 
 def _regions_lost(ours: Meaning, theirs: Meaning, costs: Mapping[str, str]) -> Iterator[Line]:
-    """Rules by module, edge layers and the quantization of all other linears, where they are not the same there."""
+    """Rules by module, edge layers and the quantization of all other linears, as far as they differ there."""
     mine, there = arithmetic_regions(ours.regions), arithmetic_regions(theirs.regions)
     base, other = mine[-1], there[-1]
     for region in mine[:-1]:
@@ -196,7 +196,7 @@ def _regions_lost(ours: Meaning, theirs: Meaning, costs: Mapping[str, str]) -> I
         price = f" ({price})" if price else ""
         lacking = [quant for quant in ours.regions[-1].rules.distinct if not other.rules.distinct]
         for quant in lacking:
-            text = f"{quant_text(quant)} is not there{price}" + (f"; nearest: {nearest}" if nearest else "")
+            text = f"{quant_text(quant)} is not available there{price}" + (f"; nearest: {nearest}" if nearest else "")
             yield Line(fidelity="impossible", fact=f"{quant.scaling} quantization", text=text)
         if not lacking:
             text = f"{region_rule(base)} here, {region_rule(other)} there{price}" + (f": {nearest}" if nearest else "")
@@ -207,6 +207,6 @@ def _regions_lost(ours: Meaning, theirs: Meaning, costs: Mapping[str, str]) -> I
 
 
 def _instead(region: Region, there: tuple[Region, ...]) -> str:
-    """What the linears of a region that was lost run in: a narrower edge region, or the rule of all linears."""
+    """The rule for the linears of a lost region: that of a narrower edge region, or of all linears."""
     edges = [one for one in there[:-1] if region.ends and one.ends]
     return "only " + region_text(edges[0]) if edges else region_rule(there[-1])

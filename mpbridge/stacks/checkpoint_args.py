@@ -1,4 +1,4 @@
-"""The `args` of a Megatron-LM checkpoint, read from the pickle's opcodes: no object is made, no name is imported, nothing runs."""
+"""The `args` of a Megatron-LM checkpoint, read from the pickle's opcodes: no object is created, nothing is imported or run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 from mpbridge.errors import DataError, brief
 
 MOST_BYTES = 64 * 2**20
-"""Of the pickle stream; arguments take kilobytes, and tensors lie outside of it."""
+"""Maximum size of the pickle stream; arguments take kilobytes, and tensors are stored outside it."""
 MOST_STEPS = 2_000_000
 METADATA = ".metadata"
 """torch's table of a checkpoint: file, first byte and bytes of each tensor and object."""
@@ -25,7 +25,7 @@ _COMMON_STATE, _ARGS = "common_state/shard_0_1", "args"
 
 @dataclass(eq=False)  # a key of a dict stays what it is
 class Named:
-    """What a pickle would have made by calling a name: kept as the name, its arguments and its state."""
+    """An object that a pickle would create by calling a name: kept as the name, its arguments and its state."""
 
     name: str
     arguments: Any = ()
@@ -34,7 +34,7 @@ class Named:
 
 
 class _GroupStart:
-    """Where a group of values begins."""
+    """Marks the start of a group of values."""
 
 
 def read_arguments(path: Path) -> Mapping[str, Any]:
@@ -51,36 +51,36 @@ def read_arguments(path: Path) -> Mapping[str, Any]:
     except DataError as error:
         raise DataError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
     except Exception as error:
-        raise DataError(f"{path}: not a checkpoint that can be read: {type(error).__name__}: {error}") from None
+        raise DataError(f"{path}: not a readable checkpoint: {type(error).__name__}: {error}") from None
     args = found.get("args") if isinstance(found, dict) else None
     state = args.state if isinstance(args, Named) else None
     if not isinstance(state, dict):
-        raise DataError(f"{path}: holds no 'args': expected Megatron-LM's common.pt, .metadata or model_optim_rng.pt")
+        raise DataError(f"{path} has no 'args': expected Megatron-LM's common.pt, .metadata or model_optim_rng.pt")
     return {str(name): _plain(value) for name, value in state.items() if isinstance(name, str)}
 
 
 def arguments_file(folder: Path) -> Path:
-    """The file of a checkpoint's folder that says how it was trained: of its root, of one iteration, or beside the shards. Raises DataError.
+    """The file in a checkpoint's folder that records how it was trained: in its root, in one iteration, or next to the shards. Raises DataError.
 
     Bridge's run_config.yaml where there is one; Megatron-LM's common.pt, mp_rank_*/model_optim_rng.pt or .metadata. Of a root the iteration that its
-    latest_checkpointed_iteration.txt names.
+    latest_checkpointed_iteration.txt.
     """
     latest = folder / "latest_checkpointed_iteration.txt"
     inside = folder
     if latest.is_file():
         text = latest.read_text(encoding="utf-8", errors="replace")[:40].strip()
         if text != "release" and not (text.isascii() and text.isdigit()):
-            raise DataError(f"{latest}: holds {brief(text)}, expected an iteration's number or 'release'")
+            raise DataError(f"{latest} contains {brief(text)}, expected an iteration's number or 'release'")
         inside = folder / (text if text == "release" else f"iter_{int(text):07d}")
         if not inside.is_dir():
-            raise DataError(f"{latest} names {text}, and {inside} is not there")
+            raise DataError(f"{latest} names {text}, but {inside} does not exist")
     ranks = sorted(inside.glob("mp_rank_*/model_optim_rng.pt"))
     for file in (inside / "run_config.yaml", inside / "common.pt", *ranks[:1], inside / METADATA):
         if file.is_file():
             return file
     found = ", ".join(sorted(one.name for one in inside.iterdir())[:6]) or "nothing"
     raise DataError(
-        f"{inside}: no checkpoint of Megatron-LM's or Bridge's: expected latest_checkpointed_iteration.txt, common.pt, .metadata, run_config.yaml"
+        f"{inside}: not a Megatron-LM or Bridge checkpoint: expected latest_checkpointed_iteration.txt, common.pt, .metadata, run_config.yaml"
         f" or mp_rank_*/model_optim_rng.pt, found {found}"
     )
 
@@ -118,11 +118,11 @@ def _unpickled(file: IO[bytes]) -> Any:
 
 
 _LEGACY = 0x1950A86A20F9469CFC6C
-"""The number that torch's format before its archives begins with; two more pickles stand between it and the object."""
+"""The magic number at the start of torch's pre-zip format; two more pickles precede the object."""
 
 
 def _loaded(stream: _Bounded) -> Any:
-    """The object of a file: of a plain pickle the first, of torch's earlier format the fourth."""
+    """The object in a file: the first pickle of a plain file, the fourth of torch's earlier format."""
     first = _run(stream)
     if first != _LEGACY:
         return first
@@ -151,7 +151,7 @@ class _Bounded:
 
 
 def _pickle_in(file: IO[bytes]) -> IO[bytes]:
-    """The pickle of a file: inside of torch's archive, or the file itself. Raises DataError for formats without arguments."""
+    """The pickle of a file: inside torch's archive, or the file itself. Raises DataError for formats without arguments."""
     if not zipfile.is_zipfile(file):
         file.seek(0)
         start = file.read(512)
@@ -195,7 +195,7 @@ def _run(stream: _Bounded, most_steps: int = MOST_STEPS) -> Any:
 
 
 class _Machine:
-    """A pickle machine that knows plain data and nothing else: whatever would call or import becomes a Named."""
+    """A pickle machine limited to plain data: anything that would call or import becomes a Named."""
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -208,17 +208,17 @@ class _Machine:
         elif name in _PUSHES:
             self.stack.append(argument)
         elif name not in _NOTHING:
-            raise DataError(f"the pickle uses {name}, which no list of arguments needs")
+            raise DataError(f"the pickle uses {name}, which a list of arguments never needs")
 
     def group(self) -> list[Any]:
-        """The values above the last mark, which goes too."""
+        """Pops the values above the last mark, and the mark."""
         at = next(i for i in range(len(self.stack) - 1, -1, -1) if isinstance(self.stack[i], _GroupStart))
         items = self.stack[at + 1 :]
         del self.stack[at:]
         return items
 
     def drop(self) -> None:
-        """The group goes without a trace."""
+        """Drops the group."""
         self.group()
 
     def set_items(self, items: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What one setup costs or loses beside another, row by row: bytes kept, bytes sent, bits of mantissa."""
+"""What one setup costs or loses compared with another, row by row: bytes kept, bytes sent, mantissa bits."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from mpbridge.stacks.meaning import Meaning
 _ROUNDED = (
     "compute", "autocast", "wire", "accumulator", "exp_avg", "exp_avg_sq", "output", "pipeline", "logits", "router",
 )  # fmt: skip
-"""Rows whose dtype rounds what goes through it."""
+"""Rows whose dtype rounds the values that pass through."""
 _SENT = {"wire": "gradients on the wire", "pipeline": "activations between stages"}
 """Rows whose dtype decides how much is sent."""
 _TIMES = {0.5: "half", 2.0: "twice"}
 
 
 def cost(row: str, ours: Meaning, theirs: Meaning) -> str:
-    """What `theirs` costs beside `ours` in a row where they differ ('2 bytes per parameter more'); '' where no number says it.
+    """The cost of `theirs` relative to `ours` in a row where they differ ('2 bytes per parameter more'); '' if it has no number.
 
     Bytes are per parameter of a dense model before anything is divided over ranks; bits those of the mantissa.
     """
@@ -39,7 +39,7 @@ def cost(row: str, ours: Meaning, theirs: Meaning) -> str:
 
 
 def _held(row: str, one: Meaning, other: Meaning) -> int:
-    """Bytes of a row; an accumulator's with the copy that it makes necessary for the optimizer."""
+    """Bytes of a row; an accumulator's include the copy that the optimizer then needs."""
     held = one.held
     if row == "optimizer_reads" and one.accumulator is not other.accumulator:
         return 0
@@ -47,7 +47,7 @@ def _held(row: str, one: Meaning, other: Meaning) -> int:
 
 
 def _of_quantized(ours: Meaning, theirs: Meaning) -> str:
-    """Bits of the operands of the linears that no other rule takes, and bytes of their weights at rest."""
+    """Operand bits of the linears without a rule of their own, and bytes of their stored weights."""
     (operands, weights, low), (operands_there, weights_there, low_there) = _linear(ours), _linear(theirs)
     found = []
     if operands != operands_there:
@@ -59,7 +59,7 @@ def _of_quantized(ours: Meaning, theirs: Meaning) -> str:
 
 
 def _linear(meaning: Meaning) -> tuple[int, int, bool]:
-    """(bits of an operand, bits of a weight at rest, whether it rests quantized) of a linear that the last rule decides."""
+    """(bits of an operand, bits of a stored weight, whether it is stored quantized) of a linear under the last rule."""
     wide, quants = 8 * meaning.compute.bytes, meaning.regions[-1].rules.distinct
     operand = min((quant.bits for quant in quants), default=wide)
     rests = [quant.bits for quant in quants if quant.stored]

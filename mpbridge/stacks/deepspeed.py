@@ -1,6 +1,6 @@
 """DeepSpeed: a recipe as its JSON configuration.
 
-Read at 0.19.8: runtime/config.py, runtime/engine.py, runtime/precision_config.py. The wire and the accumulator have a setting each.
+Read at 0.19.8: runtime/config.py, runtime/engine.py, runtime/precision_config.py. The wire and the accumulator have separate settings.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from mpbridge.stacks.meaning import Meaning
 NAME = "deepspeed"
 VERSIONS = {"0.19": "0.19.8"}
 DEFAULT_VERSION = "0.19"
-OVERFLOW = "check_grad_overflow is on for bf16 too: such a step is skipped, as here; Megatron-LM's own loop ends there"
-"""What follows from gradients that overflow, where nothing is said (train.faults.Nonfinite is ours)."""
+OVERFLOW = (
+    "check_grad_overflow is also on for bf16: such a step is skipped, as in mpbridge; Megatron-LM's own loop stops"
+)
+"""The default reaction to overflowing gradients (mpbridge's is train.faults.Nonfinite)."""
 COSTS = {
     "quantization": "16-bit GEMMs",
     "modules": "16-bit GEMMs",
     "keep_fp32": "data_types.keep_in_fp32_modules keeps buffers of named modules, no parameters",
-    "autocast": "torch_autocast instead of bf16.enabled, which makes FP32 storage of it",
+    "autocast": "torch_autocast, with FP32 storage, instead of bf16.enabled",
     "output": "the whole model is in one dtype",
     "pipeline": "its pipeline engine sends what a stage returns",
     "residual_fp32": "the whole model is in one dtype",
     "logits": "the whole model is in one dtype",
     "router": "its TopKGate computes in FP32 where the model uses deepspeed.moe, else the model's code decides",
     "softmax_fp32": "the attention kernel decides",
-    "sharded": "written for ZeRO 1, whose accumulator can be FP32; read back, it is a recipe of megatron-core's engine",
-    "loss_scale": "fp16 alone has a loss scale, whose start is a power of two",
+    "sharded": "written for ZeRO 1, whose accumulator can be FP32; imported, it becomes a recipe of the megatron-core engine",
+    "loss_scale": "only fp16 has a loss scale, and its initial value is a power of two",
 }
-"""The nearest thing there."""
+"""Row -> the nearest equivalent there."""
 
 
 def export(request: Request) -> Export:
@@ -44,10 +46,10 @@ def export(request: Request) -> Export:
     lines = []
     low = {policy.exp_avg, policy.exp_avg_sq} - {None, DType.FP32}
     if low and theirs.exp_avg is DType.FP32:
-        text = "bf16_optimizer_states needs bf16_master_weights_and_grads: BF16 moments come with BF16 weights"
+        text = "bf16_optimizer_states requires bf16_master_weights_and_grads: BF16 moments imply BF16 weights"
         lines.append(Line(fidelity="different", fact="moments", text=text))
     if theirs.autocast is not None:
-        text = "torch_autocast reduces in its own dtype, whatever communication_data_type says"
+        text = "torch_autocast reduces in its own dtype regardless of communication_data_type"
         lines.append(Line(fidelity="exact", fact="wire", text=text))
     if policy.mixed and theirs.main is DType.FP32 and policy.loss_scale is None:
         lines.append(Line(fidelity="exact", fact="non-finite gradients", text=OVERFLOW))
@@ -61,13 +63,13 @@ def _own(policy: PrecisionPolicy) -> bool:
 
 
 def _autocast(policy: PrecisionPolicy) -> bool:
-    """Whether torch_autocast says it: FP32 parameters, cast op by op."""
+    """Whether torch_autocast expresses it: FP32 parameters, cast per operation."""
     return policy.autocast is not None and policy.params is DType.FP32 and policy.loss_scale is None
 
 
 def _meaning(policy: PrecisionPolicy) -> Meaning:
     base, accumulator = policy.compute, policy.accumulate or policy.reduce
-    if _autocast(policy):  # gradients travel in the autocast dtype there, and add up in the parameters'
+    if _autocast(policy):  # gradients are reduced in the autocast dtype there, and accumulate in the parameters'
         return Meaning(
             storage=DType.FP32, compute=base, autocast=base, main=DType.FP32, wire=base, accumulator=DType.FP32, sharded="optimizer",
         )  # fmt: skip
@@ -87,7 +89,7 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
 
 
 def _scale(policy: PrecisionPolicy) -> LossScale | None:
-    """As its JSON can say one: under FP16 alone, and the first scale is a power of two."""
+    """The loss scale as its JSON can express it: only under FP16, with an initial scale that is a power of two."""
     scale = policy.loss_scale
     if scale is None or policy.compute is not DType.FP16:
         return None

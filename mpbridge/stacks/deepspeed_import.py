@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON as what it means. Read at 0.19.8; defaults of the wire and the accumulator changed between versions."""
+"""Interprets DeepSpeed's JSON. Read at 0.19.8; defaults of the wire and the accumulator changed between versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INERT = ("grad_accum_dtype", "fp8", "mixed_precision", "precision", "dtype")
 
 
 def read_data(data: Any, *, version: str) -> Imported:
-    """What the settings mean on that version's engine. Raises DataError for anything but a mapping, BadValue with every value that cannot be read."""
+    """The settings' meaning on that version's engine. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"a DeepSpeed configuration is a mapping, found {type(data).__name__}")
     said = _said(Reader(data))
@@ -46,24 +46,24 @@ def _assumed(said: _DeepSpeedSettings) -> Iterator[str]:
 
 
 _COMPRESSED = {
-    "zero_quantized_weights": "parameters are gathered in 8 bits, block by block",
-    "zero_quantized_nontrainable_weights": "frozen parameters rest and travel in 8 bits",
-    "zero_quantized_gradients": "gradients travel in 4 bits, block by block, whatever the wire shown",
+    "zero_quantized_weights": "parameters are gathered in blockwise 8 bits",
+    "zero_quantized_nontrainable_weights": "frozen parameters are stored and gathered in 8 bits",
+    "zero_quantized_gradients": "gradients are reduced in blockwise 4 bits, regardless of the wire shown",
 }
-"""ZeRO++: what it quantizes on the way."""
+"""ZeRO++: what it quantizes in communication."""
 _SENT = ("fp32", "fp16", "bf16")
-"""What communication_data_type takes."""
+"""Values that communication_data_type accepts."""
 
 
 def _wire(read: Reader, base: DType) -> DType:
-    """communication_data_type; the model's dtype where it is none, and where DeepSpeed refuses it, which `_contradictions` says."""
+    """communication_data_type; the model's dtype if it is unset or DeepSpeed refuses it, which `_contradictions` reports."""
     word = str(read.at("communication_data_type", "")).lower()
     found = read.dtype("communication_data_type", base) or base
     return found if word in _SENT or found.short in _SENT else base
 
 
 def _stage(read: Reader) -> int:
-    """Of ZeRO: 0 to 3. A fault for another."""
+    """ZeRO's stage, 0 to 3; records a fault for another value."""
     given = read.number("zero_optimization.stage", 0)
     if given not in _SHARDED:
         read.faults.append(f"zero_optimization.stage={given:g}: expected 0, 1, 2 or 3")
@@ -71,19 +71,19 @@ def _stage(read: Reader) -> int:
 
 
 def _cannot(said: _DeepSpeedSettings) -> Iterator[str]:
-    """What no setting of ours says: autocast's wire by module, and a non-finite step that is applied."""
+    """What mpbridge has no setting for: autocast's wire by module, and applying a non-finite step."""
     safe = said.read.at("torch_autocast.lower_precision_safe_modules")
     if said.autocast is not None and safe is not None:
         some = ", ".join(map(str, safe)) if isinstance(safe, list) else str(safe)
-        yield f"torch_autocast.lower_precision_safe_modules: gradients of {cut(some)} alone travel in {said.autocast.short}, the others in FP32"
+        yield f"torch_autocast.lower_precision_safe_modules: only gradients of {cut(some)} are reduced in {said.autocast.short}, the others in FP32"
     for key, text in _COMPRESSED.items():
         if said.read.flag(f"zero_optimization.{key}"):
             yield f"zero_optimization.{key}: {text}"
     kind = str(said.read.at("optimizer.type", ""))
     if kind.lower().startswith(("onebit", "zeroone")):
-        yield f"optimizer.type={cut(kind)}: after its warm-up momenta travel in 1 bit; the wire shown is the warm-up's"
+        yield f"optimizer.type={cut(kind)}: after its warm-up, momenta are reduced in 1 bit; the wire shown is that of the warm-up"
     if said.bf16 and not said.read.flag("bf16.check_grad_overflow", default=True):
-        yield "bf16.check_grad_overflow=false: a step whose gradients overflow is applied; here it is skipped"
+        yield "bf16.check_grad_overflow=false: a step whose gradients overflow is applied; mpbridge skips it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +97,13 @@ class _DeepSpeedSettings:
     """The model's dtype."""
     autocast: DType | None
     stage: int
-    """Of ZeRO."""
+    """ZeRO's stage."""
     wire: DType
     accumulator: DType
     own: bool
-    """The 16-bit parameters are their own main weights."""
+    """Whether the 16-bit parameters are their own main weights."""
     low: bool
-    """Moments are BF16."""
+    """Whether moments are BF16."""
     scale: LossScale | None
 
 
@@ -123,7 +123,7 @@ def _said(read: Reader) -> _DeepSpeedSettings:
         accumulator=read.dtype("data_types.grad_accum_dtype", base) or base,
         own=read.flag(f"{base.short}.{base.short}_master_weights_and_grads") if bf16 or fp16 else False,
         low=read.flag("bf16.bf16_optimizer_states"),
-        # torch_autocast brings torch's scaler, whatever the fp16 section says
+        # torch_autocast uses torch's scaler regardless of the fp16 section
         scale=TORCH_SCALER if autocast is DType.FP16 else scale_of(read, "fp16.") if fp16 else None,
     )
 
@@ -134,7 +134,7 @@ def _contradictions(said: _DeepSpeedSettings) -> Iterator[str]:
     for section in ("bf16", "fp16"):
         for key in said.read.section(section):
             if key not in known(NAME)[section]:
-                yield f"{section}.{key}: DeepSpeed refuses keys that it does not know there"
+                yield f"{section}.{key}: DeepSpeed refuses unknown keys there"
     sent = said.read.at("communication_data_type")
     if sent is not None and str(sent).lower() not in _SENT:
         yield f"communication_data_type={cut(sent)}: DeepSpeed refuses it (it takes {', '.join(_SENT)}); described as {said.wire.short}"
@@ -143,9 +143,9 @@ def _contradictions(said: _DeepSpeedSettings) -> Iterator[str]:
     if (said.own or said.low) and said.stage < 1:
         yield f"{said.base.short}_master_weights_and_grads needs ZeRO 1 or higher"
     if said.autocast is not None and said.base is not DType.FP32:
-        yield f"torch_autocast beside {said.base.short}.enabled: autocast is meant for FP32 parameters; these rest in {said.base.short}"
+        yield f"torch_autocast with {said.base.short}.enabled: autocast is meant for FP32 parameters; these are stored in {said.base.short}"
     if said.accumulator is DType.FP32 and said.base is not DType.FP32 and said.stage == 0:
-        yield "data_types.grad_accum_dtype=fp32 without ZeRO: not implemented there"
+        yield "data_types.grad_accum_dtype=fp32 without ZeRO: DeepSpeed does not implement it"
 
 
 def _meaning(said: _DeepSpeedSettings) -> Meaning:
@@ -155,7 +155,7 @@ def _meaning(said: _DeepSpeedSettings) -> Meaning:
         storage=said.base,
         compute=said.autocast or said.base,
         autocast=said.autocast,
-        # ZeRO updates a copy of every parameter, FP32 ones too (zero/stage_1_and_2.py, stage3.py: clone)
+        # ZeRO updates a copy of every parameter, even of FP32 ones (zero/stage_1_and_2.py, stage3.py: clone)
         main=None if said.own or (wide and said.stage < 1) else DType.FP32,
         wire=said.autocast or said.wire,
         accumulator=said.accumulator,
@@ -168,7 +168,7 @@ def _meaning(said: _DeepSpeedSettings) -> Meaning:
 
 
 def _fields(said: _DeepSpeedSettings) -> dict[str, Any]:
-    """The recipe that comes nearest."""
+    """The nearest recipe."""
     meaning, wide = _meaning(said), said.wire is DType.FP32
     fields: dict[str, Any] = {**base_field(meaning.compute), "grad_reduce_in_fp32": wide}
     if said.base is DType.FP32 and meaning.compute is not DType.FP32:
@@ -184,7 +184,7 @@ def _fields(said: _DeepSpeedSettings) -> dict[str, Any]:
 
 
 def scale_of(read: Reader, under: str = "") -> LossScale:
-    """The loss scale of an fp16 section, whose keys stand `under` a path; Lightning's DeepSpeedStrategy takes the same keys with the same defaults."""
+    """The loss scale of an fp16 section with its keys `under` a path; Lightning's DeepSpeedStrategy has the same keys and defaults."""
     static = read.number(f"{under}loss_scale", 0)
     return LossScale(
         static=static or None,

@@ -1,4 +1,4 @@
-"""Settings that a stack accepts and resolve refuses: described as far as they can be, with what the description leaves out."""
+"""Settings that a stack accepts but resolve refuses: described as far as possible, with what the description omits."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _BASE = frozenset({"bf16", "fp16", "fp32", "grad_reduce_in_fp32"})
 def described(
     fields: Mapping[str, Any], contradicts: list[str], *, engine: str = DEFAULT, sharded: Sharded | None = None
 ) -> Meaning:
-    """What fields of MixedPrecisionConfig mean; where they are refused, what most of them mean, with the refusal and what is left out in `contradicts`."""
+    """The meaning of MixedPrecisionConfig fields; if they are refused, the meaning of most of them, with the refusal and the omissions in `contradicts`."""
     try:
         return of_policy(resolve(MixedPrecisionConfig.from_data(fields)), engine=engine, sharded=sharded)
     except MpbridgeError as error:
         contradicts.append(str(error))
-    # what a quantization is comes last: the facts that a reader looks for first
+    # quantization details come last, after the facts that readers look for first
     optional = sorted((name for name in fields if name not in _BASE), key=lambda name: name.startswith(("fp8", "fp4")))
     quantized = tuple(name for name in optional if name.startswith(("fp8", "fp4", "first_", "num_layers")))
     for left in (
@@ -39,10 +39,10 @@ def described(
         except MpbridgeError:
             continue
         if left:
-            contradicts.append(f"the meaning leaves out {', '.join(f'{name}={say(fields[name])}' for name in left)}")
+            contradicts.append(f"not described: {', '.join(f'{name}={say(fields[name])}' for name in left)}")
         return meaning
     base = DType.BF16 if fields.get("bf16") else DType.FP16 if fields.get("fp16") else DType.FP32
     wire = DType.FP32 if fields.get("grad_reduce_in_fp32", True) else base
     main = None if base is DType.FP32 else DType.FP32
-    contradicts.append("the meaning holds storage and communication alone")
+    contradicts.append("only storage and communication are described")
     return Meaning(storage=base, compute=base, main=main, wire=wire, accumulator=wire, sharded=sharded or "optimizer")

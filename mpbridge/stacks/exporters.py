@@ -1,4 +1,4 @@
-"""export(): a recipe in another stack's words, by the stack's name."""
+"""export(): a recipe in another stack's configuration, by the stack's name."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def export(
     engine: str | None = None,
     run: Any = None,
 ) -> Export:
-    """`recipe` in the words of `stack`, with a line for each fact that does not arrive as meant.
+    """`recipe` in the configuration of `stack`, with a line for each fact that is not preserved.
 
-    recipe: a name, a YAML file, or a config. version: of the stack; None: the newest that was read, and of one that nobody read the nearest,
-    which `assumed` says. engine: None: the recipe's own.
-    run: a resolved Run, whose additions to the recipe, engine and optimizer settings are exported too; its recipe and engine count.
+    recipe: a name, a YAML file, or a config. version: of the stack; None: the latest supported one. For an unsupported version the nearest is used,
+    which `assumed` reports. engine: None: the recipe's own.
+    run: a resolved Run, whose additions to the recipe, engine and optimizer settings are exported too; its recipe and engine take precedence.
     Raises UnknownName for a stack or a recipe.
     """
     module = stack_module(stack)
@@ -84,36 +84,36 @@ def export(
 
 
 def request_of(run: Any) -> Request:
-    """A run of one stage as it is asked for elsewhere: its `ours` is what it means."""
+    """The request that corresponds to a run of one stage: its `ours` is the run's meaning."""
     stage = run.stages[0]
     policy = _with_the_models_own(run, stage.policy.settled())
     return Request(name=stage.recipe, config=stage.config, policy=policy, engine=run.facts.engine, version="", run=run)
 
 
 def _of_another_model(name: str, policy: PrecisionPolicy) -> tuple[Region, ...]:
-    """The rules under `modules` that name no linear of any GPT of megatron-core; all of them where the recipe's evidence says that they are another's."""
+    """The rules under `modules` that match no linear of any megatron-core GPT; all of them if the recipe's evidence says that they are for another model."""
     return policy.module_regions if model_of(name) else unnamed(policy, *any_gpt())
 
 
 def _stage(run: Any, recipe: Any) -> Any:
-    """The stage of a run that has this recipe; the first where none is named so."""
+    """The run's stage with this recipe; the first if none has that name."""
     named = [stage for stage in run.stages if isinstance(recipe, str) and stage.recipe == key(recipe)]
     return (named or run.stages)[0]
 
 
 def _other_stages(run: Any, exported: Any) -> tuple[Line, ...]:
-    """A line where a run has more recipes than the exported one: no stack changes its precision on the way."""
+    """A line if a run has recipes other than the exported one: no stack changes its precision during a run."""
     if run is None or len(run.stages) < 2:
         return ()
     order = ", then ".join(
         stage.recipe + (f" until {stage.until}" if stage.until is not None else "") for stage in run.stages
     )
-    text = f"the run goes through {order}; exported is {exported.recipe} alone: each stage is a run of its own there, from the checkpoint before it"
+    text = f"the run uses {order} in turn; only {exported.recipe} is exported: there, each stage is a run of its own, continued from the previous checkpoint"
     return (Line(fidelity="impossible", fact="stages", text=text),)
 
 
 def _with_the_models_own(run: Any, policy: PrecisionPolicy) -> PrecisionPolicy:
-    """A policy with what a run's model section says of facts that the recipe leaves to the model: they are exported too."""
+    """The policy, with the facts that the recipe leaves to the model filled from the run's model section, so that they are exported too."""
     defaults, said = records("model"), dict(run.container.model)
     own: dict[str, Any] = {
         fact: dtype(said[name]) if name.endswith("dtype") else said[name]

@@ -1,4 +1,4 @@
-"""torch FSDP2 alone: a recipe as the Python that shards a model with `fully_shard`."""
+"""Plain torch FSDP2: a recipe as the Python that shards a model with `fully_shard`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TORCHAO = {
     "rowwise_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
     "mxfp8": Quant(format="e4m3", scaling="mxfp8"),
 }
-"""Our scaling -> what torchao 0.18 runs under its word for it (float8/config.py, prototype/moe_training)."""
+"""Scaling -> what torchao 0.18 runs under its name for it (float8/config.py, prototype/moe_training)."""
 COSTS = {
     "quantization": "torchao's rowwise or mxfp8",
     "modules": "torchao's filter function takes the model's own names",
@@ -38,7 +38,7 @@ COSTS = {
     "residual_fp32": "the blocks' inputs are cast to param_dtype",
     "softmax_fp32": "the attention kernel decides",
     "pipeline": "torch.distributed.pipelining sends what a stage returns",
-    "accumulator": "the reduced gradient is added up in the parameter's dtype",
+    "accumulator": "the reduced gradient accumulates in the parameter's dtype",
 }
 
 

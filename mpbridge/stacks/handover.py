@@ -1,4 +1,4 @@
-"""Whether a checkpoint can go from one setup to another: by its form first, then by the precision of what it holds."""
+"""Whether a checkpoint can be used by another setup: first by its format, then by the precision of its contents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpbridge.stacks.meaning import Meaning, arithmetic_differs, differences
 from mpbridge.traits import traits
 
 OURS = "mpbridge"
-"""In the place of a stack: a recipe that runs here."""
+"""Stands for a recipe that runs in mpbridge, in place of a stack."""
 _MEGATRON = ("megatron-lm", "megatron-bridge")
 _TO_FOLDER: Mapping[str, str] = MappingProxyType(
     {
@@ -26,7 +26,7 @@ _TO_FOLDER: Mapping[str, str] = MappingProxyType(
         "deepspeed": "zero_to_fp32.py and save_pretrained",
     }
 )
-"""Stack -> how its weights become a folder in Hugging Face's layout."""
+"""Stack -> how its weights are exported to a Hugging Face folder."""
 _FROM_FOLDER: Mapping[str, str] = MappingProxyType(
     {
         OURS: "mpbridge convert hf:DIR ckpt:DIR",
@@ -35,7 +35,7 @@ _FROM_FOLDER: Mapping[str, str] = MappingProxyType(
         "torchtitan": "checkpoint.initial_load_in_hf",
     }
 )
-"""Stack -> how it takes such a folder; the others by from_pretrained."""
+"""Stack -> how it loads such a folder; the others use from_pretrained."""
 _MEGATRON_WAYS: Mapping[str, str] = MappingProxyType(
     {
         "megatron-bridge": "Bridge can read Megatron-LM's, using the arguments stored in it; which optimizer states its loader restores is not verified",
@@ -43,7 +43,7 @@ _MEGATRON_WAYS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Bridge: training/checkpointing.py at 067f987d, 'extracting config from legacy Megatron-LM checkpoint'."""
-ALONE = "the weights alone: moments, loss scale, schedule and the data's position stay behind"
+ALONE = "the weights are kept: moments, loss scale, schedule and the data position are lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +53,13 @@ class Setup:
     meaning: Meaning
     stack: str = OURS
     engine: str
-    """Of ours: that of a recipe, or the one that a stack's settings correspond to."""
+    """mpbridge's engine: that of a recipe, or the one that corresponds to a stack's settings."""
 
 
 def handover(a: Setup, b: Setup) -> str:
-    """What becomes of a checkpoint of A in B, in one or two sentences.
+    """What happens to a checkpoint of A in B, in one or two sentences.
 
-    Forms come first: a format that B does not read is not made readable by equal dtypes. Which formats: docs/stacks/index.md.
+    Formats come first: equal dtypes do not help if B cannot read the format. Formats: docs/stacks/index.md.
     """
     return f"{_arithmetic(a.meaning, b.meaning)}. {_way(a, b)}{_rounded(a, b)}"
 
@@ -68,7 +68,9 @@ def _arithmetic(a: Meaning, b: Meaning) -> str:
     if not differences(a, b):
         return "They mean the same"
     return (
-        "They compute differently" if arithmetic_differs(a, b) else "The same arithmetic, with tensors kept otherwise"
+        "They compute differently"
+        if arithmetic_differs(a, b)
+        else "The same arithmetic, with a different layout of tensors"
     )
 
 
@@ -78,20 +80,20 @@ def _way(a: Setup, b: Setup) -> str:
     if a.stack in _MEGATRON and b.stack in _MEGATRON:
         return f"Both write megatron-core's distributed checkpoints. {_MEGATRON_WAYS[b.stack]}"
     if a.stack in _MEGATRON and b.stack == OURS and traits(b.engine).checkpoints == "mcore":
-        return f"No checkpoint of A goes on in B. checkpoint.load of A's torch_dist folder with --reset-optimizer takes {ALONE}"
+        return f"A's checkpoints cannot be continued in B. checkpoint.load of A's torch_dist folder with --reset-optimizer works, but only {ALONE}"
     take = _FROM_FOLDER.get(b.stack, "from_pretrained")
-    return f"No checkpoint of A goes on in B. By way of a Hugging Face folder ({_TO_FOLDER[a.stack]}, then {take}) go {ALONE}"
+    return f"A's checkpoints cannot be continued in B. Through a Hugging Face folder ({_TO_FOLDER[a.stack]}, then {take}), only {ALONE}"
 
 
 def _here(a: Setup, b: Setup) -> str:
     if traits(a.engine).checkpoints != traits(b.engine).checkpoints:
         return (
-            f"No checkpoint of engine {a.engine} goes on with engine {b.engine}: names and shapes differ."
-            f" By way of a Hugging Face folder (mpbridge convert) go {ALONE}"
+            f"Checkpoints of engine {a.engine} cannot be continued with engine {b.engine}: names and shapes differ."
+            f" Through a Hugging Face folder (mpbridge convert), only {ALONE}"
         )
     if not differences(a.meaning, b.meaning):
-        return "A checkpoint of A goes on in B unchanged"
-    return "A checkpoint of A goes on in B after the verdict of mpbridge resume-check, which knows the run"
+        return "A checkpoint of A can be continued in B unchanged"
+    return "A checkpoint of A can be continued in B if mpbridge resume-check, which knows the run, allows it"
 
 
 def _there(a: Setup, b: Setup) -> str:
@@ -104,4 +106,4 @@ def _rounded(a: Setup, b: Setup) -> str:
     one, other = a.meaning.master, b.meaning.master
     if one.bytes <= other.bytes:
         return ""
-    return f". B updates {other.short} weights, A {one.short} ones: they are rounded on the way, and the way back does not restore them"
+    return f". B updates {other.short} weights, A {one.short} ones: they are rounded, and converting back does not restore them"

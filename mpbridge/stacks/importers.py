@@ -1,4 +1,4 @@
-"""Reading other stacks' files: which stack a text belongs to, and what it means. Nothing in a file is executed."""
+"""Reads other stacks' files: recognizes the stack and interprets the settings. Nothing in a file is executed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from mpbridge.stacks.shell import read_script, read_words
 from mpbridge.stacks.versions import version_for
 
 MOST = 4_000_000
-"""Bytes of a configuration file."""
+"""Maximum size of a configuration file in bytes."""
 LONGEST = 2000
-"""Characters of one line about a file, whatever the file holds."""
+"""Maximum length of one line about a file, regardless of its contents."""
 _LINES = ("inert", "contradicts", "cannot_express", "unknown", "other", "in_force", "assumed")
 
 
 def read_file(
     path: Path, *, stack: str | None = None, version: str | None = None, env: Mapping[str, str] = {}
 ) -> Imported:
-    """What a stack's file means; of a Python file's functions the one after a colon ('config_registry.py:llama3_8b').
+    """The meaning of a stack's file; in a Python file, of the function named after a colon ('config_registry.py:llama3_8b').
 
     stack: None: recognized from its contents. Raises DataError or BadValue naming the file.
     """
@@ -54,7 +54,7 @@ def text_of(path: Path) -> str:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     if len(raw) > MOST:
-        raise DataError(f"{path}: larger than {MOST} bytes, which no configuration is")
+        raise DataError(f"{path}: larger than {MOST} bytes, too large for a configuration")
     text = raw.decode("utf-8", errors="replace")
     if "\0" in text or text.count("\ufffd") > len(text) // 10:
         raise DataError(f"{path}: a binary file, expected a configuration in text (UTF-8)")
@@ -64,15 +64,15 @@ def text_of(path: Path) -> str:
 def read_python(
     text: str, path: Path | None, function: str = "", *, stack: str | None = None, version: str | None = None
 ) -> Imported:
-    """What a Python configuration means, from the text alone: a function of it, or for stacks that train from a script its top level.
+    """The meaning of a Python configuration, from its text alone: of one function, or of the top level for stacks that train from a script.
 
-    Raises DataError where the stack has no such files, and for expressions that are nested too deeply to be read.
+    Raises DataError if the stack has no such files, and for expressions that are nested too deeply.
     """
     try:
         return _read_python(text, path, function, stack, version)
     except RecursionError:
         raise DataError(
-            f"{path.name if path is not None else 'the file'}: its expressions are nested deeper than any configuration's"
+            f"{path.name if path is not None else 'the file'}: its expressions are nested too deeply for a configuration"
         ) from None
 
 
@@ -99,7 +99,7 @@ def _read_python(text: str, path: Path | None, function: str, stack: str | None,
         public = [one for one in source.functions if not one.startswith("_")]
         if len(public) != 1:
             some = ", ".join(public[:4])
-            raise DataError(f"{name} holds {len(public)} functions: name one, {name}:FUNCTION ({some}, ...)")
+            raise DataError(f"{name} has {len(public)} functions: name one, {name}:FUNCTION ({some}, ...)")
         function = public[0]
     found: Imported = module.read_made(
         reading.function(source, function), reading.notes, name=function, version=_version(stack, version)
@@ -115,7 +115,7 @@ def _no_python(stack: str | None) -> str:
     known = f"functions of {functions}, and what `mpbridge export` writes for {scripts}, are read as text"
     if stack is None:
         return (
-            f"a Python configuration would have to be executed; {known}: give the file that it writes, or the arguments"
+            f"a Python configuration would have to be executed; {known}: pass the file that it writes, or the arguments"
         )
     return f"{stack} is not configured in Python: give its file or its arguments (of Python, {known})"
 
@@ -123,11 +123,11 @@ def _no_python(stack: str | None) -> str:
 def read_args(
     text: str, *, stack: str = "megatron-lm", version: str | None = None, env: Mapping[str, str] = {}
 ) -> Imported:
-    """What arguments on a command line mean. env: values of the variables in them. Raises BadValue for text that is not a command line."""
+    """The meaning of command-line arguments. env: values of variables in them. Raises BadValue for text that is not a command line."""
     script = read_words(text, env)
     module = _importer(stack)
     if not hasattr(module, "read"):
-        raise BadValue(f"{stack} is configured by files, not by arguments: give the file")
+        raise BadValue(f"{stack} is configured by files, not by arguments: pass the file")
     found: Imported = module.read(script.words, version=_version(stack, version))
     return _never_read(dataclasses.replace(found, assumed=(*script.notes, *found.assumed)), version)
 
@@ -141,7 +141,7 @@ def read_text(
     env: Mapping[str, str] = {},
     path: Path | None = None,
 ) -> Imported:
-    """What a file's text means. name: the file's, which helps to recognize the stack. path: the file's, for others that a script sources."""
+    """The meaning of a file's text. name: the file's, which helps to recognize the stack. path: the file's, to find files that a script sources."""
     if name.endswith(".py"):
         return read_python(text, None, stack=stack, version=version)
     stack = stack or recognize(text, name)
@@ -149,18 +149,18 @@ def read_text(
         script = read_script(text, env, path)
         if not script.words:
             why = f": {script.notes[0]}" if script.notes else ""
-            raise DataError(f"{name or 'the text'}: no option of Megatron-LM stands in it{why}")
+            raise DataError(f"{name or 'the text'}: it has no Megatron-LM option{why}")
         made = _lm().read(script.words, version=_version(stack, version), assumed=tuple(script.notes))
         return _never_read(made, version)
     return read_data_of(stack, load(text, name), version=version)
 
 
 def read_data_of(stack: str, data: Any, *, version: str | None = None) -> Imported:
-    """What plain data means in a stack's configuration. Raises DataError where there is none."""
+    """The meaning of plain data as a stack's configuration. Raises DataError if there is none."""
     if data is None:
-        raise DataError(f"the configuration is empty: nothing of {stack} stands in it")
+        raise DataError(f"the configuration is empty: it has no {stack} settings")
     found = _never_read(_importer(stack).read_data(data, version=_version(stack, version)), version)
-    nothing = (f"nothing stands in it: every default of {stack}",) if data == {} else ()
+    nothing = (f"it is empty: every setting of {stack} is at its default",) if data == {} else ()
     return dataclasses.replace(found, assumed=(*nothing, *found.assumed))
 
 
@@ -171,7 +171,7 @@ def load(text: str, name: str) -> Any:
     import yaml
 
     try:
-        # a TOML file without a key is an empty file, not an empty mapping
+        # a TOML file without keys counts as an empty file, not as an empty mapping
         return (tomllib.loads(text) or None) if name.endswith(".toml") else yaml.load(text, Loader=_Plain)
     except (tomllib.TOMLDecodeError, yaml.YAMLError, RecursionError, ValueError) as error:
         first = str(error).splitlines()[0][:MOST_SHOWN] if str(error) else type(error).__name__
@@ -179,7 +179,7 @@ def load(text: str, name: str) -> Any:
 
 
 def recognize(text: str, name: str) -> str:
-    """The stack that a text belongs to. Raises DataError where none is recognized."""
+    """The stack that a text belongs to. Raises DataError if none is recognized."""
     if name.endswith(".sh") or text.startswith("#!") or "--micro-batch-size" in text:
         return "megatron-lm"
     if name.endswith(".toml"):
@@ -187,29 +187,29 @@ def recognize(text: str, name: str) -> str:
     data = load(text, name)
     if not isinstance(data, Mapping):
         raise DataError(
-            f"{name or 'the text'}: no stack's configuration: expected a mapping, found {type(data).__name__}"
+            f"{name or 'the text'}: not a stack's configuration: expected a mapping, found {type(data).__name__}"
         )
     if ours(data):
         raise DataError(
-            f"{name or 'the text'}: a run configuration of mpbridge: nothing is to be translated (mpbridge compare and export --config read it)"
+            f"{name or 'the text'}: already a run configuration of mpbridge (mpbridge compare and export --config read it)"
         )
     for stack, keys in _MARKS:
         if any(key in data for key in keys):
             return stack
     raise DataError(
-        f"{name or 'the text'}: no stack's configuration is recognized: name it, mpbridge import FILE --from STACK"
+        f"{name or 'the text'}: not recognized as any stack's configuration: name the stack, mpbridge import FILE --from STACK"
     )
 
 
 def ours(data: Mapping[str, Any]) -> bool:
-    """Whether a mapping is a run's configuration of ours: only our sections, and one that Megatron Bridge lacks."""
+    """Whether a mapping is a run configuration of mpbridge: only its sections, including one that Megatron Bridge lacks."""
     sections = {"mixed_precision", "model", "optimizer", "scheduler", "ddp", "train", "checkpoint", "logger"}
     return "mixed_precision" in data and bool(_OURS & data.keys()) and data.keys() <= sections | _OURS
 
 
 _OURS = frozenset({"data", "parallel", "audit", "engine", "emulate", "target", "te"})
 _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    # keys that only this stack writes, the most telling stacks first: several share 'optimizer' or 'model'
+    # keys that only this stack uses, the most specific stacks first: several share 'optimizer' or 'model'
     ("accelerate", ("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config")),
     ("megatron-lm", ("MODEL_ARGS",)),
     ("megatron-bridge", ("mixed_precision", "ddp")),
@@ -223,7 +223,7 @@ _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 _PYTHON = (("megatron.bridge", "megatron-bridge"), ("torchtitan", "torchtitan"))
-"""What stands in the text of a stack's Python configurations, and the stack."""
+"""Text that identifies a stack's Python configurations -> the stack."""
 
 
 def _importer(stack: str) -> Any:
@@ -240,12 +240,12 @@ def _lm() -> Any:
 
 
 def _version(stack: str, asked: str | None) -> str:
-    """The version that is read for: the one asked for where it was read, else the nearest; `_never_read` tells of the difference."""
+    """The version to read for: the requested one if it is supported, otherwise the nearest; `_never_read` reports the difference."""
     return version_for(stack_module(stack), asked, doing="read")[0]
 
 
 def _never_read(found: Imported, asked: str | None) -> Imported:
-    """`found` with no line longer than anybody reads, and with a note where another version was asked for than any that was read."""
+    """`found` with overlong lines cut, and with a note if the requested version is not a supported one."""
     lines: dict[str, Any] = {name: tuple(cut(line, LONGEST) for line in getattr(found, name)) for name in _LINES}
     _, assumed = version_for(stack_module(found.stack), asked, doing="read")
     return dataclasses.replace(found, **(lines | {"assumed": (*assumed, *lines["assumed"])}))

@@ -1,6 +1,6 @@
-"""What of a configuration was not read: keys that the stack does not know, keys that are not about precision, and those that are and decide nothing here.
+"""The parts of a configuration that were not read: unknown keys, keys that are not about precision, and precision keys without effect here.
 
-The names are the stack's own, at the version that its list was made from (scripts/stacks/known_keys.py).
+The names are the stack's own, at the version that its list was generated from (scripts/stacks/known_keys.py).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from mpbridge.stacks.reading import Reader, in_force, raise_faults
 PRECISION = re.compile(
     r"dtype|precision|fp(4|8|16|32)\b|fp(4|8|16|32)_|bf16|float(8|16|32)|mxfp8|nvfp4|autocast|quanti[sz]|loss_scale|amax|tf32|half_"
 )
-"""Names that speak of precision."""
+"""Pattern of names that concern precision."""
 MANY = 6
-"""Lines of one kind; beyond it they share one."""
+"""Maximum number of lines of one kind; more are merged into one."""
 EIGHT_BIT = re.compile(r"(adam|adagrad|ademamix|lion|lamb|lars|rmsprop|sgd)\w*8.?bit", re.IGNORECASE)
-"""Optimizers whose moments have eight bits (bitsandbytes, torchao), by their names in any stack."""
+"""Optimizers with 8-bit moments (bitsandbytes, torchao), by their names in any stack."""
 _OFF = (None, False, "", "no", "No", "none", "None", "null", "false")
 
 
 @functools.cache
 def known(stack: str) -> Mapping[str, frozenset[str]]:
-    """section -> the keys that it knows; '' is the top level. A section that is not here takes what its `_target_` or its owner takes."""
+    """section -> its known keys; '' is the top level. A section that is not listed takes what its `_target_` or its owner takes."""
     text = (Path(__file__).parent / "data" / "known_keys.json").read_text(encoding="utf-8")
     keys: Mapping[str, list[str]] = json.loads(text).get(stack, {}).get("keys", {})
     return MappingProxyType({section: frozenset(names) for section, names in keys.items()})
 
 
 def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") -> Imported:
-    """`found` with what of the data was not read: unknown keys with the nearest name, keys that are not about precision, and what is left open.
+    """`found`, plus the data that was not read: unknown keys with the nearest name, keys that are not about precision, and what is left open.
 
-    under: the section that `read` holds, where that is not a whole file. Raises BadValue with every value that could not be read. own: whose keys count as well that no list has (a script's own).
+    under: the section in `read`, if that is not a whole file. own: additional owner of keys that no list has (a script's own). Raises BadValue listing every value that could not be read.
     """
     raise_faults(read.faults, f"this configuration of {found.stack}")
     sections = known(found.stack)
@@ -52,10 +52,7 @@ def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") 
     ]
     cannot = (
         *found.cannot_express,
-        *(
-            f"{one}: moments in 8 bits, not modelled: the moments and bytes shown are those of whole ones"
-            for one in low
-        ),
+        *(f"{one}: 8-bit moments are not modelled: the moments and bytes shown are those of full ones" for one in low),
     )
     said = " ".join((*found.unknown, *found.inert, *found.cannot_express))
     for path, value in _leaves(read.data):
@@ -67,14 +64,14 @@ def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") 
             if f"{where} " not in f"{said} " and f"{where}:" not in said:
                 unknown.append(f"{fault}{own}" if own else fault)
         elif PRECISION.search(where) and value not in _OFF and where not in said:
-            open_.append(f"{where}={cut(value)}: about precision, and decides nothing that is read here")
+            open_.append(f"{where}={cut(value)}: concerns precision, but decides nothing that is read here")
         else:
             other.append(where)
     if len(open_) - len(found.assumed) > MANY:
         names = ", ".join(line.partition("=")[0] for line in open_[len(found.assumed) :])
-        open_ = [*found.assumed, f"{names}: about precision, and decide nothing that is read here"]
+        open_ = [*found.assumed, f"{names}: concern precision, but decide nothing that is read here"]
     open_ += [
-        f"{path}=auto: filled in by what starts the run (Trainer, accelerate); taken as {text}"
+        f"{path}=auto: filled in by the launcher (Trainer, accelerate); assumed to be {text}"
         for path, text in read.autos
     ]
     return dataclasses.replace(
@@ -88,13 +85,13 @@ def with_rest(found: Imported, read: Reader, *, under: str = "", own: str = "") 
 
 
 def unknown_of(stack: str, section: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Names that a stack's section does not know, with the nearest that it does."""
+    """Names unknown to a stack's section, with the nearest known ones."""
     faults = (_unknown(f"{section}.{name}", known(stack)) for name in names)
     return tuple(fault for fault in faults if fault is not None)
 
 
 def _unknown(path: str, sections: Mapping[str, frozenset[str]]) -> str | None:
-    """A key that its section does not know, with the nearest that it does; None where it is known."""
+    """A key unknown to its section, with the nearest known one; None if it is known."""
     if not sections:
         return None
     parts = path.split(".")

@@ -1,6 +1,6 @@
 """Lightning: a recipe as a Trainer's strategy and precision.
 
-Read at 2.6.6: plugins/precision/{amp,half,fsdp}.py, strategies/fsdp.py. 'bf16-mixed' under FSDP reduces in BF16 unless the strategy is given a policy.
+Read at 2.6.6: plugins/precision/{amp,half,fsdp}.py, strategies/fsdp.py. 'bf16-mixed' under FSDP reduces in BF16 unless the strategy has a policy.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ COSTS = {
     "keep_fp32": "one dtype for every parameter",
     "logits": "the model's code decides",
     "router": "the model's code decides",
-    "residual_fp32": "FSDP casts each module's parameters and inputs, and a module in one dtype has no other",
+    "residual_fp32": "FSDP casts each module's parameters and inputs; without it a module has a single dtype",
     "softmax_fp32": "the attention kernel decides",
     "output": "the module returns what it computed",
     "pipeline": "it has no pipeline",
     "wire": "torch DDP reduces in the parameter's dtype",
-    "accumulator": "gradients are added up in the parameter's dtype",
+    "accumulator": "gradients accumulate in the parameter's dtype",
 }
-"""What a difference costs, or the nearest thing there."""
+"""Row -> what a difference costs, or the nearest equivalent there."""
 
 
 def export(request: Request) -> Export:
-    """Python that makes the Trainer."""
+    """Python that creates the Trainer."""
     policy = request.policy
     theirs = _meaning(policy)
     quant = theirs.regions[-1].quant
@@ -63,7 +63,7 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
     # FSDP gathers parameters in the compute dtype; the FP8 plugin's data parallelism is DDP
     theirs = torch_meaning(policy, autocast=True, regions=regions_there(policy, words))
     if delayed:
-        # its fallback autocast is always on; torch DDP reduces gradients in the dtype of the weights
+        # its fallback autocast is always on; torch DDP reduces gradients in the weights' dtype
         return dataclasses.replace(theirs, wire=theirs.storage, sharded="nothing")
     if theirs.storage is not DType.FP32:
         # "bf16-true": gradients and moments follow the module's dtype, and so does the reduction

@@ -1,4 +1,4 @@
-"""Lightning's trainer arguments or the trainer section of its CLI's YAML as what they mean. Read at 2.6.6."""
+"""Interprets Lightning's Trainer arguments, or the trainer section of its CLI's YAML. Read at 2.6.6."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _WORDS: Mapping[str, tuple[DType, bool]] = {
     "64": (DType.FP64, True), "64-true": (DType.FP64, True),
 }  # fmt: skip
 _DELAYED = Quant(format="hybrid", scaling="delayed", amax_history=1024, amax_algo="max")
-"""Transformer Engine's DelayedScaling() as it is made without arguments, which is what the words alone give."""
+"""Transformer Engine's DelayedScaling() without arguments, as the precision strings create it."""
 _PLUGINS: Mapping[str, str | None] = {
-    # class of plugins/precision -> the argument that holds its word; None: it is none of Lightning's precisions for training that are modelled
+    # class of plugins/precision -> the argument with its precision string; None: not one of the modelled training precisions
     "HalfPrecision": "precision", "MixedPrecision": "precision", "FSDPPrecision": "precision", "DeepSpeedPrecision": "precision",
     "XLAPrecision": "precision", "DoublePrecision": None, "Precision": None, "BitsandbytesPrecision": None, "TransformerEnginePrecision": None,
 }  # fmt: skip
@@ -44,11 +44,11 @@ _STRATEGIES = (
       for unused in ("", "_find_unused_parameters_false", "_find_unused_parameters_true")),
     *(f"deepspeed{stage}" for stage in ("", "_stage_1", "_stage_2", "_stage_2_offload", "_stage_3", "_stage_3_offload", "_stage_3_offload_nvme")),
 )  # fmt: skip
-"""Its names of strategies (StrategyRegistry.available_strategies), and its classes without 'Strategy'."""
+"""Its strategy names (StrategyRegistry.available_strategies), and its classes without 'Strategy'."""
 
 
 def read(words: Iterable[str], *, version: str) -> Imported:
-    """What `precision=bf16-mixed strategy=fsdp` means, or `--trainer.precision bf16-mixed` as its CLI takes it. Raises BadValue."""
+    """The meaning of `precision=bf16-mixed strategy=fsdp`, or of `--trainer.precision bf16-mixed` as its CLI takes it. Raises BadValue."""
     data: dict[str, Any] = {}
     items = list(words)
     while items:
@@ -69,18 +69,18 @@ class _TrainerSettings:
     read: Reader
     base: DType = DType.FP32
     cast: bool = True
-    """Whether the parameters are in that dtype."""
+    """Whether the parameters are stored in that dtype."""
     compute: DType | None = None
-    """Of what the FP8 plugin does not quantize; None: `base`."""
+    """The dtype of what the FP8 plugin does not quantize; None: `base`."""
     quant: Quant | None = None
     strategy: str = "auto"
-    """The strategy's name or class in small letters, without '_' and 'strategy'; 'auto' for one that is not Lightning's."""
+    """The strategy's name or class in lower case, without '_' and 'strategy'; 'auto' for one that is not Lightning's."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the strategy, where it is given as a class."""
+    """The strategy's arguments, if it is given as a class."""
     plugin: bool = False
-    """A precision plugin decides instead of the word."""
+    """Whether a precision plugin decides instead of the string."""
     settings: Mapping[str, Any] | None = None
-    """Fields of a recipe that a DeepSpeed configuration inside the strategy gives; None: there is none."""
+    """Recipe fields from a DeepSpeed configuration inside the strategy; None: there is none."""
     in_force: tuple[str, ...] = ()
     """Defaults of that configuration."""
     inert: list[str] = field(default_factory=list)
@@ -90,12 +90,12 @@ class _TrainerSettings:
 
     @property
     def fsdp(self) -> bool:
-        """Whether parameters are divided as torch FSDP divides them."""
+        """Whether parameters are sharded as in torch FSDP."""
         return self.strategy.startswith(("fsdp", "modelparallel"))
 
 
 def read_data(data: Any, *, version: str) -> Imported:
-    """What a trainer means for a module in FP32. Raises DataError for anything but a mapping, BadValue with every value that cannot be read."""
+    """A trainer's meaning for a module in FP32. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"a Lightning configuration is a mapping, found {type(data).__name__}")
     inner = data.get("trainer", data)
@@ -105,7 +105,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     _strategy(said)
     _precision(said)
     raise_faults(said.read.faults, "this Lightning configuration")
-    said.assumed.insert(0, "the module is FP32 before the trainer sees it")
+    said.assumed.insert(0, "the module is in FP32 when passed to the trainer")
     _on_a_cpu(said)
     _refused(said)
     meaning = _meaning(said)
@@ -132,8 +132,10 @@ def _fields(said: _TrainerSettings, meaning: Meaning) -> dict[str, Any]:
     if meaning.main is not None:
         return {meaning.storage.short: True, "grad_reduce_in_fp32": meaning.wire is DType.FP32, **scale}
     fields = fields_of(meaning, said.cannot, said.quant) | scale
-    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
-        said.cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
+    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 accumulates in the stored dtype
+        said.cannot.append(
+            f"gradients are reduced in {meaning.wire.short} and accumulate in {meaning.accumulator.short}"
+        )
     return fields
 
 
@@ -158,16 +160,16 @@ def _strategy(said: _TrainerSettings) -> None:
         said.strategy = "auto"
         hint = f"; nearest: {near[0]}" if near else ""
         said.contradicts.append(
-            f"strategy={cut(name)}: none of Lightning's own{hint}; described as one process or DDP, which a strategy of yours may not be"
+            f"strategy={cut(name)}: not a Lightning strategy{hint}; described as one process or DDP, which may be wrong for a custom strategy"
         )
 
 
 def _precision(said: _TrainerSettings) -> None:
-    """From the word, or from a plugin that is a precision."""
+    """Sets the precision from the string, or from a precision plugin."""
     plugin, arguments = _plugin(said.read)
     word = said.read.text("precision", "").lower()
     if plugin and word:
-        said.contradicts.append(f"precision={word} beside plugins: {plugin}: Lightning refuses both together")
+        said.contradicts.append(f"precision={word} with plugins: {plugin}: Lightning refuses both together")
     said.plugin = bool(plugin)
     if plugin == "TransformerEnginePrecision":
         _transformer_engine(said, said.read.inner(arguments, "plugins"))
@@ -188,13 +190,11 @@ def _precision(said: _TrainerSettings) -> None:
     said.base, said.cast = _WORDS[word]
     if word.startswith("transformer-engine"):
         said.quant = _DELAYED
-        said.assumed.append(
-            "a plugin without a recipe: Transformer Engine's DelayedScaling as it is made without arguments"
-        )
+        said.assumed.append("a plugin without a recipe: Transformer Engine's DelayedScaling with its defaults")
 
 
 def _plugin(read: Reader) -> tuple[str, Mapping[str, Any]]:
-    """(class, arguments) of the plugin that is a precision; ('', {}) without one."""
+    """(class, arguments) of the precision plugin; ('', {}) without one."""
     given = read.at("plugins")
     for at, one in enumerate(given if isinstance(given, (list, tuple)) else [given]):
         path, arguments = _class_of(one)
@@ -235,13 +235,11 @@ def _transformer_engine(said: _TrainerSettings, read: Reader) -> None:
         else "none",
     )
     if read.at("replace_layers") is False:
-        said.cannot.append(
-            "replace_layers: false: only what the model itself makes of Transformer Engine's modules is quantized"
-        )
+        said.cannot.append("replace_layers: false: only the model's own Transformer Engine modules are quantized")
 
 
 def _on_a_cpu(said: _TrainerSettings) -> None:
-    """What Trainer makes of the settings on a CPU: it refuses what it has for GPUs alone, and trains BF16 under the word 16-mixed."""
+    """Applies what Trainer does on a CPU: it refuses GPU-only settings, and trains BF16 under 16-mixed."""
     given = said.read.at("accelerator", "auto")
     name = _class_of("auto" if given is None else given)[0].rpartition(".")[2].lower().removesuffix("accelerator")
     said.read.whole |= {"accelerator"} if isinstance(given, Mapping) else set()
@@ -252,12 +250,14 @@ def _on_a_cpu(said: _TrainerSettings) -> None:
         return
     gpus = next((name for name in ("fsdp", "deepspeed") if said.strategy.startswith(name)), None)
     if gpus is not None:
-        said.contradicts.append(f"strategy={gpus} with accelerator=cpu: Lightning refuses it, it needs a GPU")
+        said.contradicts.append(f"strategy={gpus} with accelerator=cpu: Lightning refuses it, since it needs a GPU")
     elif said.quant is not None:
-        said.contradicts.append("transformer-engine with accelerator=cpu: Transformer Engine runs on GPUs alone")
+        said.contradicts.append("transformer-engine with accelerator=cpu: Transformer Engine runs only on GPUs")
     elif isinstance(given, Mapping) and not said.cast and not said.plugin:
-        # Trainer compares with the word, not with an object, and its autocast is for CUDA then
-        said.inert.append("the precision: beside a CPUAccelerator (accelerator=cpu is a word) Lightning trains FP32")
+        # Trainer compares with the string, not with an object, so its autocast is for CUDA
+        said.inert.append(
+            "the precision: with a CPUAccelerator object (unlike the string accelerator=cpu) Lightning trains in FP32"
+        )
         said.base, said.cast = DType.FP32, True
     elif mixed and not said.plugin:
         said.base = DType.BF16
@@ -265,7 +265,7 @@ def _on_a_cpu(said: _TrainerSettings) -> None:
 
 
 def _refused(said: _TrainerSettings) -> None:
-    """What ModelParallelStrategy makes of a precision: no loss scaler, and FSDP2's dtypes are the author's."""
+    """Applies what ModelParallelStrategy does with a precision: no loss scaler, and FSDP2's dtypes are set by the author."""
     if said.strategy.startswith(("fsdp", "deepspeed")) and (said.quant is not None or said.base is DType.FP64):
         word = "64-true" if said.quant is None else "transformer-engine"
         said.contradicts.append(
@@ -284,7 +284,7 @@ def _meaning(said: _TrainerSettings) -> Meaning:
     if "deepspeed" in said.strategy and said.arguments.get("config") is not None:
         return _by_deepspeeds_file(said, said.arguments["config"])
     if "deepspeed" in said.strategy and base is not DType.FP32:
-        said.assumed.append("under DeepSpeed mixed and true are the same settings")
+        said.assumed.append("under DeepSpeed, mixed and true are the same")
         return Meaning(
             storage=base,
             compute=base,
@@ -316,9 +316,9 @@ def _meaning(said: _TrainerSettings) -> Meaning:
 
 
 def _by_deepspeeds_file(said: _TrainerSettings, config: Any) -> Meaning:
-    """DeepSpeedStrategy(config=...): its own settings decide, with the precision's section where they have none."""
+    """DeepSpeedStrategy(config=...): its own settings decide; the precision's section is the fallback."""
     if not isinstance(config, Mapping):
-        said.assumed.append(f"config={cut(config)} decides: give that file (--from deepspeed)")
+        said.assumed.append(f"config={cut(config)} decides: pass that file (--from deepspeed)")
     data = dict(config) if isinstance(config, Mapping) else {"zero_optimization": {"stage": 2}}
     section = {DType.BF16: "bf16", DType.FP16: "fp16"}.get(said.base)
     if section is not None and section not in data:
@@ -331,7 +331,7 @@ def _by_deepspeeds_file(said: _TrainerSettings, config: Any) -> Meaning:
 
 
 def _hooked(said: _TrainerSettings) -> DType:
-    """What gradients travel in under DDP: the stored dtype, unless a communication hook casts them."""
+    """The wire dtype under DDP: the stored dtype, unless a communication hook casts gradients."""
     stored = said.base if said.cast else DType.FP32
     hook = said.arguments.get("ddp_comm_hook")
     if hook is None or not said.strategy.startswith("ddp"):
@@ -339,12 +339,12 @@ def _hooked(said: _TrainerSettings) -> DType:
     name = str(hook).rpartition(".")[2]
     if name in _HOOKS:
         return _HOOKS[name]
-    said.cannot.append(f"ddp_comm_hook={cut(name)}: what it makes of gradients on the wire is its own code's")
+    said.cannot.append(f"ddp_comm_hook={cut(name)}: its effect on gradients on the wire is unknown")
     return stored
 
 
 def _zero(said: _TrainerSettings) -> Sharded:
-    """What ZeRO divides: by the stage in the strategy's name or among its arguments; DeepSpeedStrategy's own is 2."""
+    """What ZeRO shards: by the stage in the strategy's name or arguments; DeepSpeedStrategy's default is 2."""
     stage = str(said.arguments.get("stage") or said.strategy.partition("deepspeedstage")[2][:1])
     if not stage:
         stage = "2"
@@ -354,7 +354,7 @@ def _zero(said: _TrainerSettings) -> Sharded:
 
 
 def _reduce(said: _TrainerSettings) -> DType:
-    """FSDPStrategy reduces in the precision's dtype unless it was given a MixedPrecision."""
+    """FSDPStrategy reduces in the precision's dtype unless it has a MixedPrecision."""
     policy = said.arguments.get("mixed_precision")
     inner = said.read.inner(
         policy.get("init_args", policy) if isinstance(policy, Mapping) else {}, "strategy.mixed_precision"

@@ -1,4 +1,4 @@
-"""Meaning: what a training stack's precision settings amount to, in facts that every stack has. Ours is derived from the policy."""
+"""Meaning: a training stack's precision settings as facts that every stack has. mpbridge's is derived from the policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpbridge.stacks.optimizers import ADAM, MOMENTS, Optimizer
 from mpbridge.traits import DEFAULT, traits
 
 Sharded = Literal["nothing", "optimizer", "gradients", "everything"]
-"""What data parallelism divides: nothing (DDP), optimizer states (ZeRO 1), gradients too (ZeRO 2), parameters too (ZeRO 3, FSDP)."""
+"""What data parallelism shards: nothing (DDP), optimizer states (ZeRO 1), also gradients (ZeRO 2), also parameters (ZeRO 3, FSDP)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Meaning:
     """Storage, arithmetic and communication of one setup. dtypes are storage formats; UINT8 moments are FP8 with a scale."""
 
     storage: DType
-    """Resident parameters, those of quantized linears apart (see `quantization`)."""
+    """Resident parameters, except those of quantized linears (see `quantization`)."""
     compute: DType
     """Weights as the forward pass reads them."""
     autocast: DType | None = None
@@ -34,11 +34,11 @@ class Meaning:
     main: DType | None = None
     """A copy of the weights that the optimizer updates; None: it updates the parameters themselves."""
     remainders: bool = False
-    """The copy is 16 more bits beside BF16 parameters instead of a whole FP32 tensor."""
+    """The copy is 16 extra bits per BF16 parameter instead of a full FP32 tensor."""
     wire: DType
     """Gradients in the all-reduce or reduce-scatter."""
     accumulator: DType
-    """Gradients while micro-batches add up."""
+    """Gradients while micro-batches accumulate."""
     optimizer_reads: DType | None = None
     """Gradients as the optimizer reads them; None: as accumulated. Wider than the accumulator: a copy."""
     exp_avg: DType = DType.FP32
@@ -48,32 +48,32 @@ class Meaning:
     sharded: Sharded = "nothing"
     loss_scale: LossScale | None = None
     regions: tuple[Region, ...] = (Region(),)
-    """Quantization by module and layer, first match decides."""
+    """Quantization by module and layer; the first match decides."""
     reuse_grad_buffer: bool = False
     """MXFP8 parameters are gathered through the gradient buffer."""
     output: DType | None = None
-    """What a wrapped module hands on; None: as computed."""
+    """What a wrapped module returns; None: as computed."""
     pipeline: DType | None = None
     """Activations between pipeline stages; None: as computed."""
     keep_fp32: tuple[str, ...] = ()
     """Globs over parameters that stay FP32."""
     logits: DType | None = None
-    """Of this and the facts below None says: the model's own code decides."""
+    """Here and in the facts below, None means that the model's own code decides."""
     router: DType | None = None
     residual_fp32: bool | None = None
     softmax_fp32: bool | None = None
     note: str = ""
-    """What no other field says."""
+    """Facts that no other field has."""
 
     @property
     def master(self) -> DType:
-        """The weights that updates are added to."""
+        """The dtype of the weights that updates are added to."""
         return self.main or self.storage
 
     def in_force(self, name: str) -> Any:
-        """A row of STATED with what follows from the other facts where nothing is stated; None: the model's own code decides, or 'as computed'.
+        """A row of STATED, derived from the other facts if it is not stated; None: the model's own code decides, or 'as computed'.
 
-        Without mixed precision all is FP32. torch autocast computes softmax in FP32, and leaves the residual stream there unless parameters
+        Without mixed precision everything is FP32. torch autocast computes softmax in FP32, and leaves the residual stream there unless parameters
         are cast when they are gathered. Pipeline stages send the residual stream.
         """
         value, whole = getattr(self, name), self.compute is DType.FP32
@@ -90,7 +90,7 @@ class Meaning:
 
     @property
     def quantization(self) -> str:
-        """The regions in words; 'none' where nothing is quantized."""
+        """The regions in words; 'none' if nothing is quantized."""
         return quantization_text(self.regions)
 
     @property
@@ -144,13 +144,13 @@ LABELS: Mapping[str, str] = MappingProxyType(
         "bytes": "bytes per parameter (dense, Adam)",
     }
 )
-"""Row of a comparison -> what people read."""
+"""Row of a comparison -> its label."""
 
 
 STATED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "reuse_grad_buffer": ("MXFP8 gather through the gradient buffer", "reuse_grad_buf_for_mxfp8_param_ag"),
-        "output": ("handed on by a wrapped module", "output_dtype"),
+        "output": ("returned by a wrapped module", "output_dtype"),
         "pipeline": ("activations between pipeline stages", "pipeline_dtype"),
         "keep_fp32": ("parameters kept in FP32", "keep_fp32"),
         "logits": ("logits", "logit_dtype"),
@@ -159,23 +159,23 @@ STATED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "softmax_fp32": ("attention's softmax in FP32", "attention_softmax_in_fp32"),
     }
 )
-"""Rows that are shown where a policy states them: what people read, and the setting that states it."""
+"""Rows shown only if a policy states them: their label, and the setting that states them."""
 
 OPEN = ("logits", "router", "residual_fp32", "softmax_fp32")
 """Rows of STATED that None leaves to the model's own code."""
 
 LAYOUT = ("storage", "main", "optimizer_reads", "sharded", "bytes", "reuse_grad_buffer")
-"""Rows that may differ while the arithmetic of a step stays the same, provided that `master` agrees."""
+"""Rows that may differ without changing a step's arithmetic, provided that `master` agrees."""
 
 
 def of_policy(policy: PrecisionPolicy, *, engine: str = DEFAULT, sharded: Sharded | None = None) -> Meaning:
-    """What a policy means on an engine of ours, for a parameter that rests in 16 or 32 bits.
+    """A policy's meaning on an engine of mpbridge, for a parameter stored in 16 or 32 bits.
 
-    sharded: None: what the engine divides by default; megatron-core's own with the distributed optimizer.
+    sharded: None: what the engine shards by default; for megatron-core, with the distributed optimizer.
     """
     settled, kind = policy.settled(), traits(engine)
     optional = kind.distributed_optimizer == "optional"
-    # megatron-core's distributed optimizer always holds FP32 shards: parameters that are their own main weights go without it
+    # megatron-core's distributed optimizer always has FP32 shards, so parameters that are their own main weights do not use it
     whole = settled.narrow_alone
     divided: Sharded = sharded or ("everything" if not optional else "nothing" if whole else "optimizer")
     name = updater("adam", settled, kind)
@@ -203,7 +203,7 @@ def of_policy(policy: PrecisionPolicy, *, engine: str = DEFAULT, sharded: Sharde
 
 
 def stated(policy: PrecisionPolicy) -> dict[str, Any]:
-    """The facts of a policy that a Meaning holds where they are stated: how activations travel, and what is the model's."""
+    """The facts that a Meaning has only if the policy states them: dtypes of activations, and those of the model."""
     return {
         "output": None if policy.output is policy.compute else policy.output,
         "pipeline": None if policy.pipeline is policy.compute else policy.pipeline,
@@ -223,7 +223,7 @@ def quantization_text(regions: tuple[Region, ...]) -> str:
 
 
 def rows(meaning: Meaning) -> dict[str, str]:
-    """Every row of LABELS as text, and those of STATED that say something."""
+    """Every row of LABELS as text, and those of STATED that are set."""
     values = {name: getattr(meaning, name) for name in LABELS if name not in ("bytes", "loss_scale")}
     shown = {name: say(value) for name, value in values.items()}
     shown["main"] = (
@@ -248,7 +248,7 @@ def label(row: str, *meanings: Meaning) -> str:
 
 
 def stated_text(meaning: Meaning, name: str) -> str:
-    """A row of STATED as text, as it is in force."""
+    """The effective value of a row of STATED as text."""
     value = meaning.in_force(name)
     if name == "keep_fp32":
         return ", ".join(value) or "none"
@@ -256,9 +256,9 @@ def stated_text(meaning: Meaning, name: str) -> str:
 
 
 def differences(ours: Meaning, theirs: Meaning) -> dict[str, tuple[str, str]]:
-    """row -> (ours, theirs) wherever the two are not the same. Storage of quantized weights counts as layout, not as quantization.
+    """row -> (ours, theirs) wherever the two differ. Storage of quantized weights counts as layout, not as quantization.
 
-    Rows of STATED count where one of the two states them.
+    Rows of STATED count if either states them.
     """
     a, b = rows(ours), rows(theirs)
     found = {name: (a[name], b[name]) for name in LABELS if a[name] != b[name]}
@@ -274,13 +274,13 @@ def differences(ours: Meaning, theirs: Meaning) -> dict[str, tuple[str, str]]:
 
 
 def arithmetic_differs(ours: Meaning, theirs: Meaning) -> bool:
-    """Whether a step computes something else: any row apart from LAYOUT, or weights that are updated in another dtype."""
+    """Whether a step's arithmetic differs: any row outside LAYOUT, or weights updated in another dtype."""
     rest = [name for name in differences(ours, theirs) if name not in (*LAYOUT, "stored")]
     return bool(rest) or ours.master is not theirs.master
 
 
 def arithmetic_regions(regions: tuple[Region, ...]) -> tuple[Region, ...]:
-    """The regions without what decides storage only."""
+    """The regions without settings that affect only storage."""
     return tuple(changed(region, _computed) for region in regions)
 
 
@@ -297,13 +297,13 @@ def changed(region: Region, change: Callable[[Quant], Quant | None]) -> Region:
 
 
 def stored(regions: tuple[Region, ...]) -> str:
-    """Whether quantized weights rest in their format: 'low format' or '16 bit'."""
+    """How quantized weights are stored: 'low format' or '16 bit'."""
     low = any(quant.stored for region in regions for quant in region.rules.distinct)
     return "low format" if low else "16 bit"
 
 
 def _computed(quant: Quant) -> Quant:
-    """A Quant without storage, and without the settings that its scaling never reads."""
+    """A Quant without storage and without settings that its scaling does not use."""
     plain = dataclasses.replace(quant, stored=False)
     if quant.row.history:
         return plain

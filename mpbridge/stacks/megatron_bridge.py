@@ -1,6 +1,6 @@
-"""Megatron Bridge: a recipe as the part of its run_config.yaml that decides precision.
+"""Megatron Bridge: a recipe as the precision part of its run_config.yaml.
 
-Read at 067f987d: `MixedPrecisionConfig` (training/mixed_precision.py) takes precedence over whatever ddp, optimizer and model say of the same fields.
+Read at 067f987d: `MixedPrecisionConfig` (training/mixed_precision.py) takes precedence over the same fields of ddp, optimizer and model.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ FIELDS: dict[str, Any] = {
     "loss_scale": None, "initial_loss_scale": 4294967296, "min_loss_scale": 1.0, "loss_scale_window": 1000, "hysteresis": 2,
     "num_layers_at_start_in_bf16": 0, "num_layers_at_end_in_bf16": 0, "reuse_grad_buf_for_mxfp8_param_ag": False,
 }  # fmt: skip
-"""Its fields and their defaults; a script compares them with its source."""
+"""Its fields and their defaults; a script compares them with Bridge's source."""
 
 DIFFERS: dict[str, dict[str, Any]] = {
     "bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
     "nemotron_3_super_bf16_with_nvfp4_mixed": {"fp4_param_gather": True},
 }
-"""Its values of the recipes that have the same name here and others here; scripts/stacks/bridge_exports.py compares all of them."""
+"""Its values of recipes with the same name but different values in mpbridge; scripts/stacks/bridge_exports.py compares all of them."""
 
 
 def export(request: Request) -> Export:
-    """The mixed_precision section, and what only the model, optimizer and ddp sections can say."""
+    """The mixed_precision section, and what only the model, optimizer and ddp sections can express."""
     import yaml
 
     policy, fsdp = request.policy, request.main_weights == "wrapper"
@@ -65,19 +65,19 @@ def export(request: Request) -> Export:
 
 
 _COSTS = {
-    "autocast": "autocast_enabled reaches no field of megatron-core there (its name is enable_autocast)",
-    "keep_fp32": "nothing keeps parameters in FP32",
+    "autocast": "autocast_enabled has no effect on megatron-core there (its name is enable_autocast)",
+    "keep_fp32": "no setting keeps parameters in FP32",
     "modules": "model.quant_recipe is a Python object there: use the precision.yaml of --to megatron-lm with load_quantization_recipe",
-    "logits": "an argument of GPTModel that its providers do not pass",
-    "accumulator": "one field is about both; ddp.megatron_fsdp_* alone tell them apart (--engine megatron_fsdp)",
+    "logits": "an argument of GPTModel that its providers do not set",
+    "accumulator": "one field sets both; only ddp.megatron_fsdp_* separate them (--engine megatron_fsdp)",
     "output": "no field",
     "quantization": "fp8_recipe: tensorwise",
 }
-"""What a difference costs, or the nearest thing there."""
+"""Row -> what a difference costs, or the nearest equivalent there."""
 
 
 def meaning(request: Request) -> Meaning:
-    """What the sections amount to on megatron-core's engines. What has no field is as Bridge has it whatever the recipe states."""
+    """The sections' meaning on megatron-core's engines. Facts without a field are as in Bridge, regardless of the recipe."""
     from mpbridge.stacks.megatron_lm import on_megatron
 
     policy, wrapped = request.policy.settled(), request.main_weights == "wrapper"
@@ -92,7 +92,7 @@ def meaning(request: Request) -> Meaning:
         regions=(*(region for region in policy.regions[:-1] if region.ends and quant), Region(quant=quant)),
     )
     if not wrapped and not policy.precision_aware:
-        # its optimizers keep FP32 main weights and moments of 16-bit parameters whatever the recipe states
+        # its optimizers keep FP32 main weights and moments of 16-bit parameters regardless of the recipe
         said = dataclasses.replace(said, main_params=DType.FP32, main_grads=None, exp_avg=None, exp_avg_sq=None)
     wide = said.params is not said.compute
     said = on_megatron(said) if wide or request.main_weights == "optimizer" else said
@@ -113,7 +113,7 @@ def _section(config: MixedPrecisionConfig, policy: PrecisionPolicy) -> dict[str,
         if isinstance(value, DType):
             value = torch_dtype(value)
         if name.startswith("num_layers_at") and config.first_last_layers_bf16:
-            value = 1 if value is None else value  # None means one layer here and is no value there
+            value = 1 if value is None else value  # None means one layer here and is not a valid value there
         if value is not None and (value != default or name in always):
             values[name] = value
     quant = in_core(policy.quant)
@@ -131,7 +131,7 @@ def _section(config: MixedPrecisionConfig, policy: PrecisionPolicy) -> dict[str,
 
 
 def _differing(config: MixedPrecisionConfig, policy: PrecisionPolicy) -> frozenset[str]:
-    """Fields in force whose defaults differ between stacks: they are written whatever they are."""
+    """Effective fields whose defaults differ between stacks: they are always written."""
     quant = in_core(policy.quant)
     found = {"initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"} if policy.loss_scale else set()
     if quant is not None and config.first_last_layers_bf16:
@@ -183,7 +183,7 @@ def _unsayable(request: Request) -> Iterator[Line]:
         yield Line(
             fidelity="impossible",
             fact="main_params_dtype",
-            text="its optimizers always make FP32 main weights of 16-bit parameters; nearest: those, as written here",
+            text="its optimizers always create FP32 main weights for 16-bit parameters; nearest: those, as written here",
         )
     if policy.precision_aware and not policy.quantized:
         # B1 of the trap list: a tensorwise fp8_recipe leaks into the optimizer although FP8 is off

@@ -1,6 +1,6 @@
-"""Megatron Bridge's run_config.yaml, or overrides on its command line, as what they mean. Read at 067f987d.
+"""Interprets Megatron Bridge's run_config.yaml, or overrides on its command line. Read at 067f987d.
 
-What mixed_precision says wins over the same field of model, optimizer and ddp; `_target_` and `_call_` entries are names here, never imported.
+mixed_precision takes precedence over the same fields of model, optimizer and ddp; `_target_` and `_call_` entries are read as names, never imported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MODEL = (
 
 
 def read(words: Iterable[str], *, version: str) -> Imported:
-    """What `section.key=value` overrides mean on their own. Raises BadValue for a word that is not an override."""
+    """The meaning of `section.key=value` overrides on their own. Raises BadValue for a word that is not an override."""
     import yaml
 
     tree: dict[str, Any] = {}
@@ -61,7 +61,7 @@ def read(words: Iterable[str], *, version: str) -> Imported:
 
 
 def read_data(data: Any, *, version: str) -> Imported:
-    """What the sections mean. Raises DataError for anything but a mapping, BadValue with every value that cannot be read."""
+    """The sections' meaning. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"a run_config.yaml is a mapping, found {type(data).__name__}")
     read_, notes = Reader(data), _Notes()
@@ -94,7 +94,7 @@ def read_data(data: Any, *, version: str) -> Imported:
 
 
 OPAQUE = frozenset({"get_mixed_precision_config"})
-"""Functions whose arguments tell, not their text."""
+"""Functions of which the arguments are read, not the body."""
 _SECTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "mixed_precision": frozenset(FIELDS),
@@ -109,13 +109,13 @@ _SECTIONS: Mapping[str, frozenset[str]] = MappingProxyType(
         "dist": frozenset({"use_megatron_fsdp"}),
     }
 )  # fmt: skip
-"""What is asked of a recipe function's sections."""
+"""The fields that are read from a recipe function's sections."""
 
 
 def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Imported:
-    """What the ConfigContainer that a recipe function hands back means, from the function's text. Raises DataError where that does not tell its precision."""
+    """The meaning of the ConfigContainer that a recipe function returns, from the function's text. Raises DataError if the text does not determine its precision."""
     if not isinstance(made, SourceObject) or "mixed_precision" not in made.attributes:
-        raise DataError(f"{name}: hands back no configuration whose mixed_precision its text tells")
+        raise DataError(f"{name}: its text does not determine the mixed_precision of what it returns")
     data: dict[str, Any] = {}
     not_known: list[str] = []
     unknown: list[str] = []
@@ -130,23 +130,23 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
         elif isinstance(value, str):
             data[section] = value
     found = read_data(data, version=version)
-    assumed = [f"{one}: only running it would tell; left at its default" for one in not_known]
+    assumed = [f"{one}: known only at run time; left at its default" for one in not_known]
     return dataclasses.replace(
         found, unknown=(*found.unknown, *unknown), assumed=(*found.assumed, *assumed, *dict.fromkeys(notes))
     )
 
 
 def _named_recipe(value: Any, name: str) -> Any:
-    """mixed_precision as a recipe's name, or as the object that a call made, with what was set on it since."""
+    """mixed_precision as a recipe's name, or as an object created by a call, with the attributes set on it since."""
     if isinstance(value, Unknown):
-        raise DataError(f"{name}: mixed_precision = {value.text}: only running it would tell")
+        raise DataError(f"{name}: mixed_precision = {value.text}: known only at run time")
     if not isinstance(value, SourceObject) or value.callee.endswith("MixedPrecisionConfig"):
         return value
     last = value.callee.rpartition(".")[2]
     asked = value.arguments[0] if last in OPAQUE and value.arguments else last
     if not isinstance(asked, str) or key(asked) not in recipes:
         raise DataError(
-            f"{name}: mixed_precision = {value.callee}(...): no recipe of that name, and its text is not in this checkout"
+            f"{name}: mixed_precision = {value.callee}(...): no recipe has that name, and its source is not in this checkout"
         )
     said = get_mixed_precision_config(key(asked)).derive(**DIFFERS.get(key(asked), {})).stored()
     base = {field: said[field].short if isinstance(said[field], DType) else said[field] for field in FIELDS}
@@ -155,7 +155,7 @@ def _named_recipe(value: Any, name: str) -> Any:
 
 
 class _Notes:
-    """What is to be said beside the fields."""
+    """Notes in addition to the fields."""
 
     def __init__(self) -> None:
         self.inert: list[str] = []
@@ -169,7 +169,7 @@ def _precision(read_: Reader, notes: _Notes) -> dict[str, Any]:
     section = read_.at("mixed_precision")
     read_.whole.add("mixed_precision")
     if section is None:
-        notes.assumed.append("no mixed_precision section: model, optimizer and ddp are read as they are")
+        notes.assumed.append("no mixed_precision section: model, optimizer and ddp are read directly")
         return _without_section(read_)
     if isinstance(section, str):
         name = key(section)
@@ -215,7 +215,7 @@ def _read_beside(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _settled(values: dict[str, Any], notes: _Notes) -> dict[str, Any]:
-    """Bridge's object as ours: twins by its rule (the gather spelling wins), inert values out, its own defaults written where ours differ."""
+    """Bridge's object as ours: duplicate fields by its rule (the gather spelling wins), inert values dropped, its defaults written where ours differ."""
     for low in ("fp8", "fp4"):
         pair = values.get(f"{low}_param"), values.get(f"{low}_param_gather")
         if None not in pair and pair[0] != pair[1]:
@@ -238,7 +238,7 @@ def _settled(values: dict[str, Any], notes: _Notes) -> dict[str, Any]:
         notes.inert.append("num_layers_at_*_in_bf16 without first_last_layers_bf16")
         values = {name: value for name, value in values.items() if name not in edges}
     if values.pop("autocast_enabled", False):
-        notes.inert.append("autocast_enabled: reaches no field of megatron-core there (its name is enable_autocast)")
+        notes.inert.append("autocast_enabled: has no effect on megatron-core there (its name is enable_autocast)")
     defaults = MixedPrecisionConfig().stored()
     return {name: value for name, value in values.items() if value is not None and value != defaults[name]} | {
         "grad_reduce_in_fp32": bool(values.get("grad_reduce_in_fp32", True))

@@ -19,11 +19,11 @@ from mpbridge.traits import DEFAULT
 
 NAME = "megatron-lm"
 VERSIONS = {"0.16": "release core_v0.16", "0.20": "main, d98e8a64"}
-"""What was read of it; the first is what the released megatron-core belongs to."""
+"""Supported versions; the first belongs to the released megatron-core."""
 DEFAULT_VERSION = "0.20"
 
 CORE = {"0.16": "0.16.1", "0.20": "0.20.0"}
-"""Version -> the megatron-core that belongs to it."""
+"""Version -> its megatron-core."""
 
 Flags = Iterator[str]
 
@@ -54,21 +54,21 @@ def export(request: Request) -> Export:
 
 
 _COSTS = {
-    "main": "main weights of Megatron-LM start from the 16-bit rounded parameters",
+    "main": "Megatron-LM's main weights start from the parameters rounded to 16 bits",
     "storage": "checkpoints hold 16-bit parameters and FP32 main weights",
     "autocast": "no flag; weights and activations are cast by the model instead",
-    "accumulator": "one flag is about both; the three --megatron-fsdp-*-dtype flags alone tell them apart (--engine megatron_fsdp)",
+    "accumulator": "one flag sets both; only the three --megatron-fsdp-*-dtype flags separate them (--engine megatron_fsdp)",
     "keep_fp32": "no flag keeps parameters in FP32",
     "output": "no flag",
     "pipeline": "no flag; FP32 under --fp32-residual-connection, else the parameters' dtype",
     "logits": "the flag exists from core 0.20 on",
-    "exp_avg": "--exp-avg-dtype acts under --use-precision-aware-optimizer alone",
-    "exp_avg_sq": "--exp-avg-sq-dtype acts under --use-precision-aware-optimizer alone",
+    "exp_avg": "--exp-avg-dtype has an effect only with --use-precision-aware-optimizer",
+    "exp_avg_sq": "--exp-avg-sq-dtype has an effect only with --use-precision-aware-optimizer",
     "quantization": "--fp8-recipe tensorwise",
     "modules": "--te-precision-config-file names a scaling and a format for whole linears, of layers counted from the start; give --config for its depth",
-    "reuse_grad_buffer": "the switch acts beside --fp8-format alone",
+    "reuse_grad_buffer": "the switch has an effect only with --fp8-format",
 }
-"""What a difference costs, or the nearest thing there."""
+"""Row -> what a difference costs, or the nearest equivalent there."""
 
 
 def _core(request: Request) -> str:
@@ -76,7 +76,7 @@ def _core(request: Request) -> str:
 
 
 def _meaning(request: Request) -> Meaning:
-    """What the flags amount to in Megatron-LM: sharded FP32 main weights wherever parameters have 16 bits."""
+    """The flags' meaning in Megatron-LM: sharded FP32 main weights for all 16-bit parameters."""
     policy = said(request)
     if request.main_weights == "wrapper":
         return of_policy(policy, engine=request.engine)
@@ -84,7 +84,7 @@ def _meaning(request: Request) -> Meaning:
 
 
 def said(request: Request) -> PrecisionPolicy:
-    """The policy that the flags say. What has no flag is as Megatron-LM has it whatever the recipe states."""
+    """The policy that the flags express. Facts without a flag are as in Megatron-LM, regardless of the recipe."""
     policy, new, wrapped = request.policy.settled(), SINCE_017.holds(_core(request)), _has_dtypes(request)
     # no flag: stages send the residual stream
     wide = DType.FP32 if policy.residual_fp32 and policy.pipeline is not policy.compute else policy.compute
@@ -109,24 +109,24 @@ def said(request: Request) -> PrecisionPolicy:
 
 
 def _has_dtypes(request: Request) -> bool:
-    """Whether Megatron-FSDP shards, and its three flags about dtypes exist."""
+    """Whether Megatron-FSDP shards and its three dtype flags exist."""
     return request.main_weights == "wrapper" and SINCE_017.holds(_core(request))
 
 
 def _narrow_main(policy: PrecisionPolicy) -> bool:
-    """Whether --main-params-dtype says the main weights' dtype: fp16 alone, and under a precision-aware optimizer."""
+    """Whether --main-params-dtype sets the main weights' dtype: only fp16, and only with a precision-aware optimizer."""
     return bool(policy.precision_aware) and policy.main_params is DType.FP16
 
 
 def _distributed(request: Request) -> bool:
-    """Whether --use-distributed-optimizer is written: where the states are divided, and where other flags ask for it."""
+    """Whether --use-distributed-optimizer is written: if states are sharded, or other flags require it."""
     policy = request.policy
     asked = bool(policy.precision_aware or policy.stored or request.main_weights == "optimizer")
     return asked or request.ours.sharded != "nothing"
 
 
 def on_megatron(policy: PrecisionPolicy) -> PrecisionPolicy:
-    """A policy of an FSDP2 recipe in megatron-core's layout: parameters in the compute dtype, main weights beside them."""
+    """The policy of an FSDP2 recipe in megatron-core's layout: parameters in the compute dtype with separate main weights."""
     return dataclasses.replace(policy, params=policy.compute, gather=None, main_params=policy.main_params or DType.FP32)
 
 
@@ -136,7 +136,7 @@ def _base(policy: PrecisionPolicy) -> Flags:
 
 
 def _gradients(policy: PrecisionPolicy, wrapped: bool) -> Flags:
-    """wrapped: Megatron-FSDP has flags of its own, and reads neither of these."""
+    """wrapped: Megatron-FSDP has its own flags and reads neither of these."""
     if policy.reduce is DType.FP32 and not wrapped:
         yield "--accumulate-allreduce-grads-in-fp32"
     elif policy.compute is DType.BF16 and not wrapped:
@@ -224,16 +224,16 @@ def _megatron_fsdp(request: Request) -> Flags:
 
 
 def _unsayable(request: Request) -> Iterator[Line]:
-    """Facts that no flag of Megatron-LM says."""
+    """Facts that no Megatron-LM flag expresses."""
     policy = request.policy
     main = policy.settled().main_params
     if main is not None and main not in (DType.FP32, said(request).main_params):
         yield _impossible(
-            "main_params_dtype", f"--{policy.compute.short} always makes FP32 main weights; {_NEAREST[main]}"
+            "main_params_dtype", f"--{policy.compute.short} always creates FP32 main weights; {_NEAREST[main]}"
         )
     if policy.remainders is False and policy.precision_aware and main is DType.FP32:
         yield _impossible(
-            "store_param_remainders", "no flag, it is on: the same FP32 value in 2 bytes less per parameter"
+            "store_param_remainders", "no flag, it is always on: the same FP32 value in 2 bytes less per parameter"
         )
     for quant in policy.quants:
         if quant.attention != "none":
@@ -241,11 +241,11 @@ def _unsayable(request: Request) -> Iterator[Line]:
 
 
 _NEAREST = {
-    DType.BF16: "--main-params-dtype has no bf16; nearest: --use-precision-aware-optimizer with BF16 moments, 6 bytes per parameter more than asked"
+    DType.BF16: "--main-params-dtype has no bf16; nearest: --use-precision-aware-optimizer with BF16 moments, 6 bytes per parameter more than requested"
     " for (unsharded)",
-    DType.FP16: "nearest: --use-precision-aware-optimizer --main-params-dtype fp16, a copy beside the parameters",
+    DType.FP16: "nearest: --use-precision-aware-optimizer --main-params-dtype fp16, a separate copy of the parameters",
 }
-"""Main weights that no flag says -> what comes nearest."""
+"""Main weights that no flag expresses -> the nearest alternative."""
 
 
 def _impossible(fact: str, text: str) -> Line:

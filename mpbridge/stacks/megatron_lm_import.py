@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments, from a command line, a launch script or a checkpoint, as what they mean. Nothing is executed or unpickled.
+"""Interprets Megatron-LM's arguments from a command line, a launch script or a checkpoint. Nothing is executed or unpickled.
 
 Read at d98e8a64 (core 0.20.0): validate_args, get_megatron_optimizer_config and get_megatron_ddp_config decide what reaches a run.
 """
@@ -94,7 +94,7 @@ _FLOATS = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_win
 
 
 def read(words: Iterable[str], *, version: str, assumed: tuple[str, ...] = ()) -> Imported:
-    """What a command line means. Raises BadValue naming every option whose value cannot be read."""
+    """The meaning of a command line. Raises BadValue naming every option whose value cannot be read."""
     parsed = _parse(list(words), version)
     if parsed.faults:
         raise BadValue("\n".join(["these arguments cannot be read:", *(f"  - {fault}" for fault in parsed.faults)]))
@@ -102,7 +102,7 @@ def read(words: Iterable[str], *, version: str, assumed: tuple[str, ...] = ()) -
 
 
 def read_data(data: Any, *, version: str) -> Imported:
-    """What the MODEL_ARGS of one of its test cases mean: option -> value. Raises DataError for anything but a mapping."""
+    """The meaning of MODEL_ARGS in one of its test cases: option -> value. Raises DataError for anything but a mapping."""
     options_ = data.get("MODEL_ARGS", data) if isinstance(data, Mapping) else None
     if not isinstance(options_, Mapping):
         raise DataError(f"expected a mapping with MODEL_ARGS, found {type(data).__name__}")
@@ -119,7 +119,7 @@ def read_data(data: Any, *, version: str) -> Imported:
 
 
 def read_values(given: Mapping[str, Any], *, version: str, assumed: tuple[str, ...] = ()) -> Imported:
-    """What the namespace of a checkpoint means: Megatron-LM's `args`, by its own names, as validate_args had left them."""
+    """The meaning of a checkpoint's namespace: Megatron-LM's `args`, by its own names, after validate_args."""
     by_dest = _by_dest()
     words: list[str] = []
     stated = {option for name, option in by_dest.items() if name in given}
@@ -137,7 +137,7 @@ def read_values(given: Mapping[str, Any], *, version: str, assumed: tuple[str, .
 
 
 def _spelled(value: Any) -> str:
-    """A value as its option spells it: dtypes are fp32, bf16, fp16 and, for moments, fp8."""
+    """A value in its option's spelling: dtypes are fp32, bf16, fp16 and, for moments, fp8."""
     text = str(value)
     if not text.startswith("torch."):
         return text
@@ -146,7 +146,7 @@ def _spelled(value: Any) -> str:
 
 
 def _by_dest() -> Mapping[str, str]:
-    """args' attribute -> the option that sets it."""
+    """Attribute of args -> the option that sets it."""
     known = {option: option[2:].replace("-", "_") for option in (*_VALUES, *_SWITCHES)}
     special = {"--fp8-format": "fp8", "--fp4-format": "fp4", "--output-logit-dtype": "logit_dtype"}
     dropped = ("--disable-fp8-wgrad", "--no-fp8-wgrad", "--use-custom-fsdp")
@@ -168,7 +168,7 @@ def _parse(words: list[str], version: str) -> Parsed:
         if name not in known:
             near = nearest(name, known, most=1)
             whole = (
-                f" (one word, in quotes: its parser takes {cut(name.split()[0])} apart from its value)"
+                f" (quoted as one word: its parser needs {cut(name.split()[0])} and its value as separate words)"
                 if " " in name
                 else ""
             )
@@ -193,13 +193,13 @@ def _is_option(word: str) -> bool:
 def _store(read: Parsed, option: str, values: list[str]) -> None:
     if option in _SWITCHES:
         if values:
-            read.faults.append(f"{option}={cut(values[0])}: it takes no value, and its parser refuses one")
+            read.faults.append(f"{option}={cut(values[0])}: it takes no value")
         read.values[_SWITCHES[option]] = True
         read.said.add(_SWITCHES[option])
     elif option in _VALUES:
         name = _VALUES[option][0]
         if not values or values[0] == "":
-            read.faults.append(f"{option} has no value: give the script's variables with --env NAME=VALUE")
+            read.faults.append(f"{option} has no value: pass the script's variables with --env NAME=VALUE")
             return
         try:
             convert = int if name in _INTEGERS else float if name in _FLOATS else str
@@ -226,15 +226,15 @@ def _meaning(read: Parsed, *, version: str, assumed: tuple[str, ...]) -> Importe
     strategy = values["strategy"] or ("optim_grads_params" if read.dtypes else "no_shard")
     if read.on("megatron_fsdp"):
         sharded = _STRATEGIES[strategy]
-    # under torch's FSDP2 its layout stays its own: 16-bit parameters and FP32 main weights
+    # under torch's FSDP2 it keeps its layout: 16-bit parameters and FP32 main weights
     kind = engine if read.on("megatron_fsdp") else DEFAULT
     meaning = described(fields, contradicts, engine=kind, sharded=sharded)
     if not (read.on("bf16") or read.on("fp16")):
         more.append("neither --bf16 nor --fp16: everything in FP32")
     if values["yaml"] is not None:
-        more.append(f"--yaml-cfg {cut(values['yaml'])}: that file decides, and is not read")
+        more.append(f"--yaml-cfg {cut(values['yaml'])}: that file decides, but is not read")
     precise = [one for one in read.other if PRECISION.search(one.replace("-", "_"))]
-    open_ = [f"{one}: about precision, and decides nothing that is read here" for one in precise]
+    open_ = [f"{one}: concerns precision, but decides nothing that is read here" for one in precise]
     found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, inert=tuple(inert_),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot_express(read, values)), unknown=tuple(read.unknown),
@@ -268,7 +268,7 @@ def _fields(read: Parsed, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _states(read: Parsed, values: Mapping[str, Any], base: str) -> dict[str, Any]:
-    """What the optimizer or the sharding wrapper keeps."""
+    """The states that the optimizer or the sharding wrapper keeps."""
     fields: dict[str, Any] = {}
     if read.on("aware"):
         fields["use_precision_aware_optimizer"] = True
@@ -286,7 +286,7 @@ def _states(read: Parsed, values: Mapping[str, Any], base: str) -> dict[str, Any
 
 
 def _reduces_in_fp32(read: Parsed, values: Mapping[str, Any]) -> bool:
-    """ddp.grad_reduce_in_fp32 as validate_args leaves it, or what the sharding engine does instead."""
+    """ddp.grad_reduce_in_fp32 after validate_args, or what the sharding engine does instead."""
     if read.on("megatron_fsdp") and read.dtypes:
         main = values["fsdp_main_grads"]
         wire = values["fsdp_grad_comm"] if values["fsdp_grad_comm"] != "auto" else main

@@ -1,4 +1,4 @@
-"""What is to be said about a Megatron-LM command line beside its meaning: settings without effect, contradictions, and what has no word here."""
+"""Notes on a Megatron-LM command line: settings without effect, contradictions, and settings that mpbridge cannot express."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mpbridge.scalings import SCALINGS
 
 @dataclass
 class Parsed:
-    """A command line taken apart."""
+    """A parsed command line."""
 
     dtypes: bool = True
-    """Whether Megatron-FSDP has flags of its own for dtypes in that version."""
+    """Whether Megatron-FSDP has its own dtype flags in that version."""
     values: dict[str, Any] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
     unknown: list[str] = field(default_factory=list)
@@ -28,11 +28,11 @@ class Parsed:
 
 
 ConditionalNote = tuple[bool, str]
-"""Whether it applies, and what is said then."""
+"""(whether it applies, the note)."""
 
 
 def inert(read: Parsed, values: Mapping[str, Any]) -> list[str]:
-    """Settings that its parser takes and nothing reads, or reads elsewhere than a user would think."""
+    """Settings that its parser accepts but nothing reads, or that act elsewhere than expected."""
     rows = (*_inert_quantization(read, values), *_inert_reduction(read, values), *_inert_states(read, values))
     return [text for applies, text in rows if applies]
 
@@ -44,10 +44,13 @@ def _inert_quantization(read: Parsed, values: Mapping[str, Any]) -> Iterator[Con
     yield alone and not moves, "--fp8-recipe without --fp8-format: nothing is quantized"
     yield (
         alone and moves,
-        f"--fp8-recipe {recipe} without --fp8-format quantizes nothing, yet moves the main weights from FusedAdam to megatron-core",
+        f"--fp8-recipe {recipe} without --fp8-format quantizes nothing, but moves the main weights from FusedAdam to megatron-core",
     )
     amax = {"fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"} & said
-    yield bool(amax) and (off or recipe != "delayed"), "--fp8-amax-* and --fp8-margin act under delayed scaling only"
+    yield (
+        bool(amax) and (off or recipe != "delayed"),
+        "--fp8-amax-* and --fp8-margin have an effect only under delayed scaling",
+    )
     yield "fp8_interval" in said, "--fp8-interval: Transformer Engine no longer reads it"
     edges = read.on("edges")
     yield bool({"first", "last"} & said) and not edges, "--num-layers-at-*-in-bf16 without --first-last-layers-bf16"
@@ -62,7 +65,7 @@ def _inert_reduction(read: Parsed, values: Mapping[str, Any]) -> Iterator[Condit
         "--attention-softmax-in-fp32: Transformer Engine's attention does not read it",
     )
     wide, low = read.on("accumulate"), read.on("reduce_bf16")
-    yield wide and low, "--accumulate-allreduce-grads-in-fp32 beside --grad-reduce-in-bf16: BF16 wins"
+    yield wide and low, "--accumulate-allreduce-grads-in-fp32 with --grad-reduce-in-bf16: BF16 wins"
     yield (
         wide and (read.on("fsdp2") or (read.on("megatron_fsdp") and read.dtypes)),
         "--accumulate-allreduce-grads-in-fp32: the sharding engine does not read it",
@@ -74,7 +77,7 @@ def _inert_states(read: Parsed, values: Mapping[str, Any]) -> Iterator[Condition
     states = {"main_params", "main_grads", "exp_avg", "exp_avg_sq"} & read.said
     yield (
         bool(states) and not read.on("aware") and all(values[name] == "fp32" for name in states),
-        "--main-*-dtype and --exp-avg-*-dtype act under --use-precision-aware-optimizer only",
+        "--main-*-dtype and --exp-avg-*-dtype have an effect only with --use-precision-aware-optimizer",
     )
     scale = {"initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"} & read.said
     yield bool(scale) and not read.on("fp16"), "details of dynamic loss scaling without --fp16"
@@ -83,7 +86,7 @@ def _inert_states(read: Parsed, values: Mapping[str, Any]) -> Iterator[Condition
 
 
 def contradictions(read: Parsed, values: Mapping[str, Any]) -> list[str]:
-    """What its parser asserts away, or would train as something that no reader expects."""
+    """Settings that its parser refuses, or that train something unexpected."""
     rows = (*_contradicting_dtypes(read, values), *_contradicting_quantization(read, values))
     return [text for applies, text in rows if applies]
 
@@ -110,7 +113,7 @@ def _contradicting_quantization(read: Parsed, values: Mapping[str, Any]) -> Iter
         yield not known, f"--{low}-recipe {cut(recipe)}: the parser has no such recipe"
     yield (
         read.on("fsdp2") and read.on("megatron_fsdp"),
-        "--use-torch-fsdp2 beside --use-megatron-fsdp: described as Megatron-FSDP",
+        "--use-torch-fsdp2 with --use-megatron-fsdp: described as Megatron-FSDP",
     )
     delayed = bool(fp8) and values["fp8_recipe"] == "delayed"
     yield read.on("edges") and delayed, "--first-last-layers-bf16 with delayed scaling: megatron-core refuses it"
@@ -119,12 +122,12 @@ def _contradicting_quantization(read: Parsed, values: Mapping[str, Any]) -> Iter
     yield stored and not sharded, "--fp8-param-gather needs --use-distributed-optimizer or an FSDP engine"
     yield (
         values["transformer_impl"] == "local" and bool(fp8 or fp4),
-        "--transformer-impl local with FP8: accepted, and nothing is quantized",
+        "--transformer-impl local with FP8: accepted, but nothing is quantized",
     )
 
 
 def cannot_express(read: Parsed, values: Mapping[str, Any]) -> list[str]:
-    """What it says and mpbridge has no setting for."""
+    """Settings for which mpbridge has no equivalent."""
     found = []
     if values["modules_file"] is not None:
         found.append(f"--te-precision-config-file {values['modules_file']}: rules by module are in that file")

@@ -22,5 +22,5 @@ def options(version: str = DEFAULT_VERSION) -> Mapping[str, Any]:
     if older is not None:
         lacks = frozenset(older["lacks"])
         found = {name: arity for name, arity in found.items() if name not in lacks} | older["has"]
-    # --use-megatron-fsdp had this name before any version that was read
+    # --use-megatron-fsdp had this name before the supported versions
     return MappingProxyType({**found, "--use-custom-fsdp": 0})

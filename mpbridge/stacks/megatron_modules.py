@@ -1,4 +1,4 @@
-"""What both Megatrons share: quantization by module and layer in Megatron-LM's flags and its file, and what megatron-core has a word for."""
+"""Shared by both Megatrons: quantization by module and layer in Megatron-LM's flags and file, and what megatron-core can express."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from mpbridge.stacks.base import Line, Request
 
 
 def softmax_of(request: Request, *, core: str) -> bool:
-    """Whether attention's softmax is in FP32: as the policy states it, else as megatron-core's class has it.
+    """Whether attention's softmax is in FP32: as the policy states, otherwise the default of megatron-core's class.
 
-    The defaults of that class and of Megatron-LM's parser differ, so it is written for both.
+    The defaults of that class and of Megatron-LM's parser differ, so it is always written.
     """
     stated = request.policy.softmax_fp32
     return bool(records("model", version=core)["attention_softmax_in_fp32"]["default"] if stated is None else stated)
 
 
 def regions_said(request: Request, *, core: str) -> Iterator[Region]:
-    """The policy's regions as flags and file have them: attention in 16 bits, and a rule of the file is a scaling and a format."""
+    """The policy's regions as flags and file express them: attention in 16 bits, and a rule of the file is a scaling and a format."""
     new, depth = SINCE_017.holds(core), _depth(request)
     for region in request.policy.regions[:-1]:
         if region.ends:
-            # the switch acts beside a format alone; with the depth known the file itself leaves those layers out
+            # the switch needs a format; if the depth is known, the file itself excludes those layers
             if request.policy.quant is not None or depth is not None:
                 yield region
         elif _sayable(request, region):
@@ -40,7 +40,7 @@ def regions_said(request: Request, *, core: str) -> Iterator[Region]:
 
 
 def in_core(quant: Quant | None) -> Quant | None:
-    """A rule that megatron-core has a word for; None for the others."""
+    """The rule if megatron-core can express it, else None."""
     return quant if quant is not None and quant.row.core else None
 
 
@@ -49,7 +49,7 @@ def _depth(request: Request) -> int | None:
 
 
 def _sayable(request: Request, region: Region) -> bool:
-    """Whether the file can hold a rule: one for all three GEMMs, of linears that are there and layers whose numbers are known."""
+    """Whether the file can express a rule: one for all three GEMMs, with existing linears and known layer numbers."""
     if region in request.unnamed:
         return False
     depth = _depth(request)
@@ -63,12 +63,12 @@ def _of_the_file(quant: Quant, *, new: bool) -> Quant:
 
 
 def rules_there(request: Request) -> bool:
-    """Whether a rule under `modules` is about megatron-core's linears, so that a file of rules is worth writing."""
+    """Whether a rule under `modules` matches megatron-core's linears, so that the file is needed."""
     return any(region not in request.unnamed for region in request.policy.module_regions)
 
 
 def costs(request: Request, usual: Mapping[str, str]) -> Mapping[str, str]:
-    """What differences cost on a Megatron, `usual` but for rules that name the linears of another model."""
+    """Row -> cost of a difference on a Megatron: `usual`, except for rules that name the linears of another model."""
     if not request.unnamed:
         return usual
     named = ", ".join(dict.fromkeys(region.modules for region in request.unnamed))
@@ -77,7 +77,7 @@ def costs(request: Request, usual: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def rules_file(request: Request, *, core: str) -> str:
-    """The text of that file. With a run's depth it is what the plan writes to model.quant_recipe; without one its patterns hold for any depth."""
+    """The file's text. With a run's depth it is what the plan writes to model.quant_recipe; without one its patterns work for any depth."""
     import yaml
 
     depth, regions = _depth(request), request.policy.regions
@@ -105,9 +105,9 @@ def _patterns(region: Region) -> Iterator[str]:
 
 
 def notes(request: Request) -> Iterator[Line]:
-    """What a reader of the file must know."""
+    """Notes for readers of the file."""
     numbered = any(region.layers is not None or "layers." in region.modules for region in request.policy.module_regions)
     split = request.run is not None and request.run.facts.parallel.pipeline > 1
     if numbered or (_depth(request) is not None and split):
-        text = "layers are counted from 0 in each pipeline stage there, and over the whole model here"
+        text = "layers are numbered from 0 in each pipeline stage there, but over the whole model in mpbridge"
         yield Line(fidelity="different" if split else "exact", fact="modules", text=text)

@@ -1,4 +1,4 @@
-"""From settings to the registered recipe that says them with the fewest additions."""
+"""Finds the registered recipe that expresses given settings with the fewest additions."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from mpbridge.stacks.meaning import OPEN, Meaning, differences, of_policy
 from mpbridge.traits import DEFAULT
 
 _KIND: Mapping[str, int] = MappingProxyType({"fp8": 4, "fp8_recipe": 4, "fp4": 4, "bf16": 4, "fp16": 4, "fp32": 4})
-"""Settings that name a recipe's kind: an answer such as 'blockwise, but delayed' says less than the delayed recipe with three changes."""
+"""Settings that define a recipe's kind: 'the delayed recipe with three changes' is a better answer than 'blockwise, but delayed'."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A recipe and what has to be changed in it."""
+    """A recipe and the changes that it needs."""
 
     recipe: str | None
-    """None: no recipe of ours can be made to say it; `why` tells."""
+    """None: no recipe can express it; `why` gives the reason."""
     overrides: Mapping[str, Any]
     engine: str | None = None
-    """Wanted beside the recipe, where its own differs."""
+    """Settings needed in addition, where the recipe differs."""
     why: str = ""
     distance: int = 0
-    """Facts of the policy that differ between the recipe as it is and what was asked for."""
+    """Number of policy facts in which the unchanged recipe differs from the request."""
 
     @property
     def weight(self) -> int:
-        """How far the recipe is: one for each changed setting, more where the change makes another kind of recipe of it."""
+        """The recipe's distance: one per changed setting, more if the change makes it another kind of recipe."""
         return sum(_KIND.get(name, 1) for name in self.overrides) + (self.engine is not None)
 
     def __str__(self) -> str:
         if self.recipe is None:
-            return f"no recipe says this: {self.why}"
+            return f"no recipe expresses this: {self.why}"
         changes = [f"{name}={say(value)}" for name, value in self.overrides.items()]
         return ", ".join([self.recipe, *changes, *([f"engine={self.engine}"] if self.engine else [])])
 
 
 def answer(fields: Mapping[str, Any], *, engine: str = DEFAULT, meaning: Meaning | None = None) -> Answer:
-    """The recipe nearest to a config of these fields: fewest changed settings, then fewest facts of the policy, then the registry's order.
+    """The recipe nearest to a config with these fields: fewest changed settings, then fewest differing policy facts, then the registry's order.
 
-    meaning: what the source says; a recipe for the same engine that means just that is the answer, whatever its settings are.
+    meaning: the source's meaning; a recipe for the same engine with exactly that meaning is the answer, regardless of its settings.
     """
     try:
         config = MixedPrecisionConfig.from_data(fields)
@@ -67,18 +67,18 @@ def answer(fields: Mapping[str, Any], *, engine: str = DEFAULT, meaning: Meaning
 
 
 def apart(told: Answer, meaning: Meaning, *, engine: str = DEFAULT) -> Mapping[str, tuple[str, str]]:
-    """row -> (there, here) for all that the answer's recipe means otherwise on its engine than the settings it was found for."""
+    """row -> (there, here) for every fact in which the recipe, on its engine, differs from the settings."""
     if told.recipe is None:
         return MappingProxyType({})
     policy = resolve(get_mixed_precision_config(told.recipe).derive(**told.overrides))
     mine = _beside(of_policy(policy, engine=engine, sharded=meaning.sharded), meaning)
-    # what a stack leaves to the model is no promise
+    # what a stack leaves to the model is not a promise
     left = [name for name in OPEN if getattr(meaning, name) is None]
     return MappingProxyType({row: pair for row, pair in differences(meaning, mine).items() if row not in left})
 
 
 def _policy_free(policy: PrecisionPolicy) -> bool:
-    """Whether a policy says nothing that a Meaning does not hold."""
+    """Whether a Meaning has everything that the policy states."""
     facts = (policy.keep_fp32, policy.logits, policy.router, policy.residual_fp32, policy.softmax_fp32)
     return not any(facts)
 
@@ -92,9 +92,9 @@ def _means(name: str, engine: str, meaning: Meaning, wanted: PrecisionPolicy) ->
     try:
         policy = resolve(get_mixed_precision_config(name))
         mine = _beside(of_policy(policy, engine=engine, sharded=meaning.sharded), meaning)
-    except MpbridgeError:  # a recipe of somebody's package that does not load
+    except MpbridgeError:  # a third-party recipe that does not load
         return False
-    # a recipe whose parameters are their own main weights never stands for one that keeps others, not even where a sharded optimizer would
+    # a recipe whose parameters are their own main weights never matches one with separate ones, even if a sharded optimizer would
     return own_main(policy) == own_main(wanted) and not differences(mine, meaning)
 
 
@@ -103,7 +103,7 @@ def _from(name: str, config: MixedPrecisionConfig, wanted: PrecisionPolicy, engi
     try:
         base = get_mixed_precision_config(name)
         before = resolve(base)
-    except MpbridgeError:  # a recipe of somebody's package that does not load is none of this question's business
+    except MpbridgeError:  # ignore third-party recipes that do not load
         return None
     stored, mine = config.stored(), base.stored()
     changes = {field: value for field, value in stored.items() if value != mine[field]}

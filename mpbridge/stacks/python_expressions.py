@@ -1,4 +1,4 @@
-"""What an expression of Python's text evaluates to: constants, names, arithmetic, calls that make objects. Nothing is imported or run."""
+"""Evaluates Python expressions from text: constants, names, arithmetic, calls that create objects. Nothing is imported or run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mpbridge.stacks.python_module import Files, Module
 from mpbridge.stacks.python_values import Dotted, SourceFunction, SourceObject, Unknown, is_known, short
 
 MOST_STEPS = 100_000
-"""Expressions that are looked at: no configuration comes near."""
+"""Maximum number of expressions evaluated; real configurations have far fewer."""
 
 LARGEST_NUMBER = 1 << 62
-"""What is reckoned with: a product of products must not fill the memory."""
+"""Maximum size of a computed value, so that repeated products cannot exhaust memory."""
 
 _COMPARE: Mapping[type, Callable[[Any, Any], Any]] = MappingProxyType(
     {
@@ -32,36 +32,36 @@ _ARITHMETIC: Mapping[type, Callable[[Any, Any], Any]] = MappingProxyType(
 
 
 _HARMLESS = frozenset({*dir(builtins), "copy", "logging", "logger", "math", "os", "sys", "warnings"})
-"""Whose functions change no configuration that they are given."""
+"""Modules whose functions do not modify a configuration passed to them."""
 
 
 _COPIES = frozenset({"copy.copy", "copy.deepcopy", "copy.replace", "dataclasses.replace"})
-"""Functions that make another object of the same kind."""
+"""Functions that return a copy of their argument."""
 
 
 class Expressions(ABC):
-    """The values of expressions, and what of them could not be followed."""
+    """The values of expressions, and what could not be followed."""
 
     def __init__(self, opaque: frozenset[str] = frozenset()) -> None:
         self.opaque = opaque
-        """Functions that are not followed, by name: their arguments say what is to be known."""
+        """Names of functions that are not followed, since their arguments are sufficient."""
         self.notes: list[str] = []
         self.calls: list[tuple[SourceObject, str]] = []
-        """Every call that is not followed, in order, and the condition that is not known under which it stands ('': none)."""
+        """Every call that is not followed, in order, with the unknown condition around it ('': none)."""
         self.files = Files(self)
         self.doubt: list[str] = []
-        """The conditions that are not known, under which the reading stands."""
+        """The unknown conditions around the current statement."""
         self._steps = 0
 
     @abstractmethod
     def call(self, function: SourceFunction, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-        """The value of a call of a function whose text is read."""
+        """The value of a call of a function whose source is read."""
 
     def value(self, node: ast.expr, scope: dict[str, Any], module: Module) -> Any:
-        """What an expression evaluates to; Unknown where only running it would tell. Raises DataError past the bound on steps."""
+        """The value of an expression; Unknown if it is known only at run time. Raises DataError past the bound on steps."""
         self._steps += 1
         if self._steps > MOST_STEPS:
-            raise DataError(f"{module.name}: more than {MOST_STEPS} expressions, which no configuration has")
+            raise DataError(f"{module.name}: more than {MOST_STEPS} expressions, too many for a configuration")
         if isinstance(node, ast.Constant):
             return node.value
         handler = getattr(self, f"_of_{type(node).__name__}", None)
@@ -175,7 +175,7 @@ class Expressions(ABC):
         return made
 
     def _named(self, node: ast.Call, scope: dict[str, Any], module: Module) -> dict[str, Any]:
-        """The arguments that are given by name, those of a mapping (**more) among them."""
+        """The keyword arguments, including those of a mapping (**more)."""
         found: dict[str, Any] = {}
         for item in node.keywords:
             value = self.value(item.value, scope, module)
@@ -187,7 +187,7 @@ class Expressions(ABC):
                 found |= value.attributes
             else:
                 self.notes.append(
-                    f"**{ast.unparse(item.value)} of {ast.unparse(node.func)}(...): what it sets is not known"
+                    f"**{ast.unparse(item.value)} of {ast.unparse(node.func)}(...): what it sets is unknown"
                 )
         return found
 
@@ -197,24 +197,24 @@ class Expressions(ABC):
         if isinstance(owner, SourceObject) and isinstance(name, str):
             owner.attributes[name] = Unknown(f"{short(value)} under `{self.doubt[-1]}`") if self.doubt else value
         else:
-            self.notes.append(f"{text}: what it sets is not known")
+            self.notes.append(f"{text}: what it sets is unknown")
 
     def _doubt_what_it_changes(self, callee: Dotted, made: SourceObject) -> None:
-        """A note where a function that is not read is given an object: it may set attributes of it."""
+        """Adds a note if an object is passed to a function that is not read, which may set its attributes."""
         function = callee.last[:1].islower() and callee.path.partition(".")[0] not in _HARMLESS
         if function and any(isinstance(one, SourceObject) for one in (*made.arguments, *made.attributes.values())):
-            self.notes.append(f"{callee.path}(...): is not in this checkout; what it changes is not known")
+            self.notes.append(f"{callee.path}(...): is not in this checkout; what it changes is unknown")
 
 
 def _name_of(callee: Any, written: ast.expr) -> str:
-    """What is called, by the name that is nearest to its definition."""
+    """The called function, by the name nearest to its definition."""
     if isinstance(callee, Dotted):
         return callee.path
     return callee.node.name if isinstance(callee, SourceFunction) else ast.unparse(written)
 
 
 def _is_instance(value: Any, kind: Any, text: str) -> Any:
-    """isinstance() of a value of plain data, or of an object, against plain data's types or the class that made it."""
+    """isinstance() of plain data or an object against builtin types or the class that created it."""
     asked = kind.last if isinstance(kind, Dotted) else ""
     plain_kinds = {"str": str, "bool": bool, "int": int, "float": float, "list": list, "dict": dict}
     if asked in plain_kinds and is_known(value):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mpbridge.stacks.python_expressions import Expressions
 
 LARGEST = 1_000_000
-"""Bytes of a file: no configuration comes near."""
+"""Maximum size of a file in bytes; real configurations are far smaller."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -24,7 +24,7 @@ def _parsed(text: str) -> ast.Module:
 
 
 class Module:
-    """One file's text: its functions, classes and constants by name, and where its imports come from."""
+    """One file's text: its functions, classes and constants by name, and the sources of its imports."""
 
     def __init__(self, text: str, path: Path | None, name: str, reading: Expressions) -> None:
         try:
@@ -45,7 +45,7 @@ class Module:
         self.imports = imported(tree.body)
 
     def find(self, name: str) -> Any:
-        """What a name of this file stands for."""
+        """The meaning of a name in this file."""
         if name in self.functions:
             return SourceFunction(self.functions[name], self)
         if name in self.constants:
@@ -56,7 +56,7 @@ class Module:
 
 
 def imported(body: Iterable[ast.stmt]) -> dict[str, tuple[int, str, str]]:
-    """Local name -> (dots before the module, module, name in it or '') of the imports among some statements."""
+    """Local name -> (leading dots, module, name in it or '') of the imports among some statements."""
     found: dict[str, tuple[int, str, str]] = {}
     for node in body:
         if isinstance(node, ast.ImportFrom):
@@ -73,14 +73,14 @@ def imported(body: Iterable[ast.stmt]) -> dict[str, tuple[int, str, str]]:
 
 
 class Files:
-    """The other files of a checkout, each taken apart once."""
+    """The other files of a checkout, each parsed once."""
 
     def __init__(self, reading: Expressions) -> None:
         self._reading = reading
         self._modules: dict[Path, Module | None] = {}
 
     def elsewhere(self, source: tuple[int, str, str], module: Module) -> Any:
-        """What an import names, in the text of another file of the checkout where there is one."""
+        """What an import refers to, from another file of the checkout if there is one."""
         level, path, name = source
         full = ".".join(part for part in (path, name) if part)
         found = self._file(level, path, module)
@@ -111,7 +111,7 @@ class Files:
 
     def _load(self, path: Path, name: str) -> Module | None:
         if path not in self._modules:
-            self._modules[path] = None  # two files that import each other
+            self._modules[path] = None  # for files that import each other
             if path.stat().st_size <= LARGEST:
                 try:
                     text = path.read_text(encoding="utf-8", errors="replace")

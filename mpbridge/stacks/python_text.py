@@ -1,7 +1,7 @@
-"""Configurations written as Python functions, read as text: assignments, calls with constants, branches whose condition is known.
+"""Reads configurations written as Python functions from their text: assignments, calls with constants, branches with a known condition.
 
-Nothing is imported or run. A name from another file of the same checkout is looked up in that file's text; everything else is a name or not
-known, and an assignment that depends on a condition which is not known makes its value not known.
+Nothing is imported or run. A name from another file of the same checkout is looked up in that file's text; everything else is a name or
+unknown, and an assignment under an unknown condition makes its value unknown.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mpbridge.stacks.python_module import Module, imported
 from mpbridge.stacks.python_values import SourceFunction, SourceObject, Unknown, is_known, short
 
 DEEPEST = 12
-"""Calls within calls."""
+"""Maximum depth of nested calls."""
 
 
 class _Returned(Exception):
-    """A function's end."""
+    """Ends a function."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -36,17 +36,17 @@ class Reading(Expressions):
         self._depth = 0
 
     def module(self, text: str, path: Path | None, name: str) -> Module:
-        """A file's text, taken apart. Raises DataError where it is no Python."""
+        """The parsed file. Raises DataError if it is not Python."""
         return Module(text, path, name, self)
 
     def function(self, module: Module, name: str) -> Any:
-        """What the function `name` of `module` hands back when called without arguments. Raises UnknownName, DataError."""
+        """What the function `name` of `module` returns when called without arguments. Raises UnknownName, DataError."""
         if name not in module.functions:
             raise UnknownName(f"function of {module.name}", name, module.functions)
         return self.call(SourceFunction(module.functions[name], module), (), {})
 
     def script(self, module: Module) -> None:
-        """Follows the top level of a file; what it calls stands in `calls` afterwards."""
+        """Follows the top level of a file and collects what it calls in `calls`."""
         self._run(module.body, {}, module)
 
     def call(self, function: SourceFunction, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
@@ -82,7 +82,7 @@ class Reading(Expressions):
     def _Return(self, node: ast.Return, scope: dict[str, Any], module: Module) -> None:
         value = None if node.value is None else self.value(node.value, scope, module)
         if self.doubt:
-            self.notes.append(f"what is handed back under `{self.doubt[-1]}`")
+            self.notes.append(f"what is returned under `{self.doubt[-1]}`")
             return
         raise _Returned(value)
 
@@ -167,7 +167,7 @@ class Reading(Expressions):
                 self._store(inner, parts[index] if known else Unknown(ast.unparse(inner)), scope, module)
             return
         if self.doubt and isinstance(target, ast.Name) and isinstance(value, SourceObject):
-            self.notes.append(f"{target.id} = {value.callee}(...) under `{self.doubt[-1]}`: taken as made")
+            self.notes.append(f"{target.id} = {value.callee}(...) under `{self.doubt[-1]}`: assumed to be executed")
         elif self.doubt:
             value = Unknown(f"{short(value)} under `{self.doubt[-1]}`")
         if isinstance(target, ast.Name):
@@ -181,10 +181,10 @@ class Reading(Expressions):
             if isinstance(whole, dict) and isinstance(key, (str, int)):
                 whole[key] = value
             else:
-                self.notes.append(f"{ast.unparse(target)} = ...: what it sets is not known")
+                self.notes.append(f"{ast.unparse(target)} = ...: what it sets is unknown")
 
     def _owner(self, node: ast.expr, scope: dict[str, Any], module: Module) -> SourceObject | None:
-        """The object whose attribute is set; objects on the way come into being."""
+        """The object whose attribute is set; creates missing objects on the path."""
         if isinstance(node, ast.Attribute):
             outer = self._owner(node.value, scope, module)
             return None if outer is None else outer.child(node.attr)

@@ -1,4 +1,4 @@
-"""What Python's text evaluates to here: constants, names, objects with attributes, and what is not known."""
+"""Values of Python text: constants, names, objects with attributes, and unknown values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A value that only running the code would tell."""
+    """A value known only at run time."""
 
     text: str
     """The expression."""
@@ -18,7 +18,7 @@ class Unknown:
 
 @dataclass(frozen=True, slots=True)
 class Dotted:
-    """Something of a module that is not read: 'torch.bfloat16', a class, a function."""
+    """A name from a module that is not read: 'torch.bfloat16', a class, a function."""
 
     path: str
 
@@ -39,14 +39,14 @@ class SourceFunction:
 
 @dataclass(slots=True, eq=False)
 class SourceObject:
-    """An object: what was called with which arguments, and the attributes that were set since. Objects are shared, as in Python."""
+    """An object: the call that created it, and the attributes set since. Objects are shared, as in Python."""
 
     callee: str = ""
     arguments: tuple[Any, ...] = ()
     attributes: dict[str, Any] = field(default_factory=dict)
 
     def child(self, name: str) -> SourceObject:
-        """The object behind an attribute, made where nothing is known of it."""
+        """The object in an attribute, created if nothing is known about it."""
         found = self.attributes.get(name)
         if not isinstance(found, SourceObject):
             found = self.attributes[name] = SourceObject()
@@ -54,14 +54,14 @@ class SourceObject:
 
 
 def is_known(value: Any) -> bool:
-    """Whether a condition may rest on it: no name of another module, and not what an unread function hands back (a class makes an object)."""
+    """Whether a condition may depend on it: not a name of another module, and not the result of an unread function (a class creates an object)."""
     if isinstance(value, SourceObject):
         return value.callee.removesuffix(".Config").rpartition(".")[2][:1].isupper()
     return not isinstance(value, (Unknown, Dotted))
 
 
 def plain(value: Any, depth: int = 12) -> Any:
-    """Data for an importer: objects as mappings, dtypes and other names as text. Unknown values stay."""
+    """Data for an importer: objects as mappings, dtypes and other names as text. Unknown values are kept."""
     if depth == 0:
         return Unknown("...")
     if isinstance(value, SourceObject):
@@ -76,7 +76,7 @@ def plain(value: Any, depth: int = 12) -> Any:
 
 
 def without_unknown(data: Mapping[str, Any], found: list[str], path: str = "") -> dict[str, Any]:
-    """`data` without what is not known; 'a.b: expression' of each is added to `found`."""
+    """`data` without unknown values; 'a.b: expression' of each is added to `found`."""
     kept: dict[str, Any] = {}
     for name, value in data.items():
         here = f"{path}.{name}" if path else str(name)

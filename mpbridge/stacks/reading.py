@@ -1,4 +1,4 @@
-"""Reading plain data of unknown origin: values by dotted path, dtypes in each stack's spelling, and which keys were used."""
+"""Reads plain data of unknown origin: values by dotted path, dtypes in each stack's spelling, and which keys were used."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ _ABSENT = object()
 
 
 class Reader:
-    """A tree of plain data that remembers which keys were asked for."""
+    """A tree of plain data that records which keys were read."""
 
     def __init__(self, data: Mapping[str, Any], faults: list[str] | None = None) -> None:
         """faults: a list that is shared with other readers; None: one of its own."""
         self.data = data
         self.faults: list[str] = [] if faults is None else faults
         self.asked: set[str] = set()
-        """Paths that were looked at."""
+        """Paths that were read."""
         self.whole: set[str] = set()
-        """Paths of which everything below was looked at."""
+        """Paths below which everything was read."""
         self.autos: list[tuple[str, str]] = []
-        """Values 'auto', and what they were taken as."""
+        """Values 'auto', and the assumed values."""
         self.silent: dict[str, str] = {}
         """Paths of settings that were asked for and are not said -> the stack's own value, which decides then."""
         self.under = ""
         """The path below which the data stands in a whole whose `silent` this is, with a dot behind it."""
 
     def at(self, path: str, default: Any = None) -> Any:
-        """The value at 'a.b.c'; keys that hold dots themselves work too. A fault where something on the way is no section."""
+        """The value at 'a.b.c'; keys that contain dots work too. Records a fault if something on the path is not a section."""
         value: Any = self.data
         self.asked.add(path)
         if path in self.data:
@@ -61,12 +61,12 @@ class Reader:
         return made
 
     def section(self, path: str) -> Mapping[str, Any]:
-        """The mapping at a path; empty where there is none or something else."""
+        """The mapping at a path; empty if there is none."""
         value = self.at(path)
         return value if isinstance(value, Mapping) else {}
 
     def flag(self, path: str, default: bool = False) -> bool:
-        """A truth value, also written as a word."""
+        """A boolean, also as a word."""
         value = self.at(path)
         if value is None:
             self.default(path, default)
@@ -82,7 +82,7 @@ class Reader:
         return default
 
     def text(self, path: str, default: str = "") -> str:
-        """A word; a fault where it is a list or a mapping."""
+        """A word; records a fault if it is a list or a mapping."""
         value = self.at(path)
         if value is None and default:
             self.default(path, default)
@@ -92,7 +92,7 @@ class Reader:
         return default if value is None else str(value)
 
     def dtype(self, path: str, default: DType | None = None) -> DType | None:
-        """A dtype in any spelling, `{_target_: torch.bfloat16}` included; a fault where it is none."""
+        """A dtype in any spelling, including `{_target_: torch.bfloat16}`; records a fault if it is not one."""
         value = self.at(path)
         if isinstance(value, Mapping):
             self.whole.add(path)
@@ -108,7 +108,7 @@ class Reader:
             return default
 
     def number(self, path: str, default: float) -> float:
-        """A number; a fault where it is none."""
+        """A number; records a fault if it is not one."""
         value = self.at(path, _ABSENT)
         if value is _ABSENT:
             self.default(path, default)
@@ -134,7 +134,7 @@ def in_force(silent: Mapping[str, str], under: str = "") -> tuple[str, ...]:
 
 
 def options_of(words: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """(option -> value, words that no option takes) of `--name value`, `--name=value` and `--name`; dashes inside a name become underscores."""
+    """(option -> value, stray words) of `--name value`, `--name=value` and `--name`; dashes inside a name become underscores."""
     data: dict[str, Any] = {}
     strays: list[str] = []
     items = list(words)
@@ -153,9 +153,9 @@ def options_of(words: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def stray(word: str, names: Iterable[str]) -> str:
-    """What is said of a word that no option takes."""
+    """The note about a stray word."""
     near = nearest(f"--{word.lstrip('-')}", names, most=1, cutoff=0.9)
-    return f"{cut(word)} (a word that no option takes{f'; nearest: {near[0]}' if near else ''})"
+    return f"{cut(word)} (a stray word{f'; nearest: {near[0]}' if near else ''})"
 
 
 _TRUE = (True, 1, "true", "yes", "1", "on")
@@ -163,7 +163,7 @@ _FALSE = (False, 0, "false", "no", "0", "off", "none", "null", "")
 
 
 def raise_faults(faults: list[str], what: str) -> None:
-    """One error with every fault. Raises BadValue."""
+    """Raises one BadValue with every fault, if there are any."""
     if faults:
         raise BadValue("\n".join([f"{what} cannot be read:", *(f"  - {fault}" for fault in faults)]))
 

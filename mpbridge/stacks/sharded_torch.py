@@ -1,4 +1,4 @@
-"""What the torch-native stacks share: parameters in the dtype that is updated, cast to the compute dtype when they are gathered."""
+"""Shared by the torch-native stacks: parameters in the dtype that is updated, cast to the compute dtype when gathered."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def torch_meaning(
     scaler: LossScale | None = None,
     regions: tuple[Region, ...] = (Region(),),
 ) -> Meaning:
-    """The nearest thing to `policy` that fully_shard with a MixedPrecisionPolicy and a torch optimizer make.
+    """The nearest meaning to `policy` that fully_shard with a MixedPrecisionPolicy and a torch optimizer can express.
 
     fused_adam: the stack can use Transformer Engine's FusedAdam, with main weights as 16-bit remainders. wire, accumulator: None: the
-    policy's reduction, and the stored dtype. autocast: it is on whatever the policy says. hands_on: the stack has a word for what a wrapped
-    module returns. scaler: the loss scale as the stack has it. regions: what of the quantization it can say. No other fact is claimed: what a
-    policy states beyond these is missing there until the stack's module adds it.
+    policy's reduction, and the stored dtype. autocast: it is always on. hands_on: the stack can set the dtype that a wrapped
+    module returns. scaler: the stack's loss scale. regions: the quantization that it can express. Other facts that a
+    policy states are missing until the stack's module adds them.
     """
     settled = policy.settled()
     storage, main = _weights(settled, fused_adam=fused_adam)
@@ -43,9 +43,9 @@ def torch_meaning(
 
 
 def _weights(settled: PrecisionPolicy, *, fused_adam: bool) -> tuple[DType, DType | None]:
-    """(stored dtype, main weights beside it): torch's optimizers update what is stored, FusedAdam can keep FP32 beside BF16.
+    """(stored dtype, separate main weights): torch's optimizers update what is stored, FusedAdam can keep FP32 in addition to BF16.
 
-    A 16-bit copy in another dtype than the parameters' has no word: FP32 comes nearest.
+    A 16-bit copy in another dtype than the parameters' cannot be expressed; FP32 is nearest.
     """
     main = settled.main_params or DType.FP32
     if main is settled.params:
@@ -55,9 +55,9 @@ def _weights(settled: PrecisionPolicy, *, fused_adam: bool) -> tuple[DType, DTyp
 
 
 def regions_there(policy: PrecisionPolicy, words: Mapping[str, Quant], *, edges: bool = False) -> tuple[Region, ...]:
-    """The policy's quantization as a stack runs it: without rules by module, stored in 16 or 32 bits, each scaling as its word means it there.
+    """The policy's quantization as a stack runs it: without rules by module, stored in 16 or 32 bits, each scaling with its meaning there.
 
-    words: our name of a scaling -> what runs under the stack's name for it. edges: whether it can leave layers at the ends out.
+    words: name of a scaling -> what runs under the stack's name for it. edges: whether it can exclude layers at the ends.
     """
     quant = None if policy.quant is None else words.get(policy.quant.scaling)
     ends = [region for region in policy.regions if region.ends and edges and quant is not None]
@@ -65,7 +65,7 @@ def regions_there(policy: PrecisionPolicy, words: Mapping[str, Quant], *, edges:
 
 
 def torch_scaler(scale: LossScale | None, policy: PrecisionPolicy) -> LossScale | None:
-    """A policy's loss scale as torch's GradScaler can keep it: its start and its window, no hysteresis, no minimum."""
+    """A policy's loss scale as far as torch's GradScaler supports it: initial scale and window, no hysteresis, no minimum."""
     if scale is None or policy.compute is not DType.FP16:
         return None
     start = scale.static if scale.static is not None else scale.initial
@@ -73,31 +73,31 @@ def torch_scaler(scale: LossScale | None, policy: PrecisionPolicy) -> LossScale 
 
 
 def scaler_arguments(scale: LossScale) -> str:
-    """Arguments of torch's GradScaler, and of accelerate's GradScalerKwargs, that say it."""
+    """The equivalent arguments of torch's GradScaler and of accelerate's GradScalerKwargs."""
     return f"init_scale={scale.initial!r}, growth_interval={scale.window:g}"
 
 
 TORCH_SCALER = LossScale(initial=2.0**16, window=2000.0, minimum=0.0, hysteresis=1)
-"""torch's GradScaler where nobody says anything."""
-SCALER_COST = "torch's GradScaler halves at every overflow and knows no minimum"
+"""torch's GradScaler with its defaults."""
+SCALER_COST = "torch's GradScaler halves at every overflow and has no minimum"
 
 
 def output_layer(quant: Quant | None, who: str) -> tuple[Line, ...]:
-    """A line where a stack converts the output layer too. who: what converts."""
+    """A line if a stack converts the output layer too. who: what converts it."""
     if quant is None:
         return ()
-    text = f"in high precision here; {who} converts every linear, the output layer among them"
+    text = f"in high precision here; {who} converts every linear, including the output layer"
     return (Line(fidelity="different", fact="output layer", text=text),)
 
 
 def filter_lines(policy: PrecisionPolicy, depth: str) -> list[str]:
-    """Python of `quantized(module, name)`: whether a linear belongs to a layer that is quantized. depth: an expression for the number of layers."""
+    """Python source of `quantized(module, name)`: whether a linear belongs to a quantized layer. depth: an expression for the number of layers."""
     first, last = policy.ends or (0, 0)
     return [
         f"depth = {depth}",
         "",
         "def quantized(module, name):",
-        '    """Whether a linear is one of the layers\' that are quantized; the output layer is none of them."""',
+        '    """Whether a linear is in a quantized layer; the output layer is not."""',
         '    number = name.rpartition("layers.")[2].partition(".")[0]',
         f"    return isinstance(module, torch.nn.Linear) and number.isdigit() and {first} <= int(number) < depth - {last}",
         "",
@@ -105,7 +105,7 @@ def filter_lines(policy: PrecisionPolicy, depth: str) -> list[str]:
 
 
 def environment(quants: Iterable[Quant]) -> tuple[Fragment, ...]:
-    """What Transformer Engine is told by variables alone: the options that a recipe states; nothing without any."""
+    """Transformer Engine options that are set only through environment variables; empty if the recipe states none."""
     said = [quant.row.option(name).setting(value) for quant in quants for name, value in quant.options]
     words = [
         f"unset {one.removesuffix(' unset')}" if one.endswith(" unset") else f"export {one}"
@@ -115,7 +115,7 @@ def environment(quants: Iterable[Quant]) -> tuple[Fragment, ...]:
 
 
 def process_wide(quants: Sequence[Quant]) -> tuple[Line, ...]:
-    """A line for each option that one rule states and another one has otherwise: its variable holds for all linears of a process."""
+    """A line for each option with different values in different rules: its variable applies to all linears of a process."""
     found = {}
     for quant in quants:
         for name, value in quant.options:
@@ -124,7 +124,7 @@ def process_wide(quants: Sequence[Quant]) -> tuple[Line, ...]:
                 same = next((one for one in other.row.options if one.variable == option.variable), None)
                 if same is not None and other.option(same.name) != value:
                     there = f"{quant_text(other)} has {say(other.option(same.name))}"
-                    text = f"{option.setting(value)} holds for every linear of the process; here {there}"
+                    text = f"{option.setting(value)} applies to every linear of the process; here {there}"
                     found[text] = Line(fidelity="different", fact=name, text=text)
     return tuple(found.values())
 

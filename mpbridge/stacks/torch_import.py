@@ -1,4 +1,4 @@
-"""From the facts of a torch-native setup to fields of MixedPrecisionConfig; what has no field is named."""
+"""Translates the facts of a torch-native setup to fields of MixedPrecisionConfig, and names those without a field."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mpbridge.stacks.reading import base_field
 def fields_of(
     meaning: Meaning, cannot: list[str], quant: Quant | None = None, ends: tuple[int, int] | None = None
 ) -> dict[str, Any]:
-    """MixedPrecisionConfig fields that say `meaning` on an FSDP engine of ours; what they cannot say is added to `cannot`."""
+    """MixedPrecisionConfig fields that express `meaning` on one of mpbridge's FSDP engines; what they cannot express is added to `cannot`."""
     if meaning.storage.bytes < meaning.compute.bytes:
         cannot.append(
-            f"storage in {meaning.storage.short} with compute in {meaning.compute.short}: narrower than the arithmetic"
+            f"storage in {meaning.storage.short} with compute in {meaning.compute.short}: storage is narrower than the arithmetic"
         )
         return {}
     fields: dict[str, Any] = {
@@ -54,9 +54,9 @@ def scale_fields(scale: LossScale) -> dict[str, Any]:
 
 
 def left_out(names: Any, who: str, cannot: list[str], assumed: list[str]) -> tuple[int, int] | None:
-    """Layers at the start and at the end that a filter of substrings leaves in high precision; None where it names none so.
+    """Layers at the start and end that a substring filter leaves in high precision; None if it names no layers that way.
 
-    What else the filter leaves out is added to `cannot`: linears of the layers alone are quantized here, the output layer never is.
+    Everything else that the filter excludes is added to `cannot`: in mpbridge only linears of layers are quantized, never the output layer.
     """
     listed = [str(one) for one in names] if isinstance(names, (list, tuple)) else []
     if "lm_head" not in listed and not any("lm_head" in one or one in "lm_head" for one in listed if one):
@@ -70,15 +70,15 @@ def left_out(names: Any, who: str, cannot: list[str], assumed: list[str]) -> tup
     first = next((at for at, number in enumerate(numbers) if number != at), len(numbers))
     rest = numbers[first:]
     if rest != list(range(rest[0], rest[0] + len(rest))) if rest else False:
-        cannot.append(f"{who}: leaves layers {', '.join(map(str, rest))} out, which are not at one end")
+        cannot.append(f"{who}: excludes layers {', '.join(map(str, rest))}, which are not at one end")
         return None
     if rest:
-        assumed.append(f"{who}: layers {rest[0]} to {rest[-1]} are taken as the model's last")
+        assumed.append(f"{who}: layers {rest[0]} to {rest[-1]} are assumed to be the model's last")
     return first, len(rest)
 
 
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
-"""A layer in a filter of substrings, with the dot that ends its number."""
+"""A layer in a substring filter, with the dot after its number."""
 
 
 def _state(dtype: DType) -> str:
@@ -86,7 +86,7 @@ def _state(dtype: DType) -> str:
 
 
 def quant_fields(quant: Quant | None, ends: tuple[int, int] | None = None) -> dict[str, Any]:
-    """The fields of one quantization. ends: layers at the start and at the end that stay out of it."""
+    """The fields of one quantization. ends: layers at the start and end that are excluded."""
     if quant is None:
         return {}
     low = f"fp{quant.bits}"

@@ -1,6 +1,6 @@
-"""A training set-up in Python for torch FSDP2, accelerate, Lightning or transformers, as `export` writes it: read as text, never run.
+"""Reads a Python training setup for torch FSDP2, accelerate, Lightning or transformers, as `export` writes it, from its text; never runs it.
 
-What stands at the top level of the file counts, or in the function that is named. A script whose settings come from elsewhere is refused.
+Only the file's top level is read, or the named function. A script whose settings come from elsewhere is refused.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ MARKS: Mapping[str, str] = MappingProxyType(
         "fsdp2": "fully_shard",
     }
 )
-"""Stack -> the calls that make it what it is; a file belongs to the first stack of which it calls one."""
+"""Stack -> its characteristic calls; a file belongs to the first stack of which it has one."""
 _WORDS = {word: fsdp2.TORCHAO[scaling] for scaling, word in fsdp2.SCALINGS.items()}
-"""torchao's word for a recipe -> what it runs."""
+"""torchao's recipe name -> what it runs."""
 
 
 @dataclass
 class PythonScript:
-    """The calls of a file, and what had to be assumed to read them."""
+    """The calls of a file, and the assumptions made to read them."""
 
     reading: Reading
     module: Module
@@ -64,21 +64,21 @@ class PythonScript:
         if not found:
             return None
         one, doubt = found[-1]
-        self.assumed += [f"{one.callee}(...) under `{doubt}`: taken as made"] if doubt else []
+        self.assumed += [f"{one.callee}(...) under `{doubt}`: assumed to be executed"] if doubt else []
         if any(other.attributes != one.attributes for other, _ in found):
             self.assumed.append(f"{one.callee}(...): the last of {len(found)}")
         return one
 
     def data(self, made: SourceObject | None) -> dict[str, Any]:
-        """The named arguments of a call as plain data; what only running would tell is left at its default, and said."""
+        """The keyword arguments of a call as plain data; unknown ones are left at their defaults, with a note."""
         unknown: list[str] = []
         said = {} if made is None else {name: _of_torch(value) for name, value in made.attributes.items()}
         kept = without_unknown({name: plain(value) for name, value in said.items()}, unknown)
-        self.assumed += [f"{one}: only running it would tell; left at its default" for one in unknown]
+        self.assumed += [f"{one}: known only at run time; left at its default" for one in unknown]
         return kept
 
     def reader(self, made: SourceObject | None) -> Reader:
-        """Named arguments, to be read."""
+        """Keyword arguments, for reading."""
         read = Reader(self.data(made), self.faults)
         if made is not None:  # of what is not made nothing is in force
             read.silent, read.under = self.silent, f"{made.callee.rpartition('.')[2]}."
@@ -97,7 +97,7 @@ class PythonScript:
         return said or DType.FP32
 
     def torchao(self) -> tuple[Quant | None, tuple[int, int] | None]:
-        """(torchao's quantization, layers at the ends that its filter leaves out)."""
+        """(torchao's quantization, layers at the ends that its filter excludes)."""
         made = self.made("Float8LinearConfig.from_recipe_name", "MXFP8TrainingOpConfig.from_recipe")
         if made is None:
             return None, None
@@ -118,7 +118,7 @@ class PythonScript:
                 if None not in ends:
                     return ends if any(ends) else None  # type: ignore[return-value]
         self.cannot.append(
-            "which linears torchao converts: no filter quantized(module, name) as export writes it; taken as those of all layers"
+            "which linears torchao converts: there is no filter quantized(module, name) as export writes it; assumed to be those of all layers"
         )
         return None
 
@@ -128,12 +128,12 @@ def _number(node: ast.expr | None) -> int | None:
 
 
 def _of_torch(value: Any) -> Any:
-    """A value; a name that is not torch's (an argument of the script) is not known."""
+    """A value; a name that is not torch's (an argument of the script) is unknown."""
     return Unknown(value.path) if isinstance(value, Dotted) and not value.path.startswith("torch.") else value
 
 
 def recognize(text: str) -> str | None:
-    """The stack whose set-up a text makes; None where it makes none of these."""
+    """The stack that a text sets up; None if it is none of these."""
     return next(
         (
             stack
@@ -145,13 +145,13 @@ def recognize(text: str) -> str | None:
 
 
 def read(script: PythonScript, stack: str, version: str) -> Imported:
-    """What the set-up means. Raises DataError where the calls that decide do not stand there, BadValue with every value that cannot be read."""
+    """The setup's meaning. Raises DataError if the deciding calls are missing, BadValue listing every value that cannot be read."""
     found = _READ[stack](script, version)
     if stack != "transformers":  # whose arguments name it
         made = script.made(*CLASSES)
         momentum = script.data(made).get("momentum")
         found = updated_by(found, made and made.callee, "optimizer", momentum=momentum)
-    raise_faults(script.faults, f"this set-up of {stack}")
+    raise_faults(script.faults, f"this {stack} setup")
     known = ("fully_shard", "convert_to_float8_training", "quantize_", "torch.", ".to(", "from_pretrained")
     notes = [note for note in script.reading.notes if not any(one in note.partition(": is not in")[0] for one in known)]
     return dataclasses.replace(
@@ -165,8 +165,8 @@ def _needs(script: PythonScript, stack: str, *names: str) -> SourceObject:
     found = script.made(*names)
     if found is None:
         raise DataError(
-            f"{script.name}: no {' or '.join(names)}(...) stands there: a training script would have to be executed; of {stack} the set-up that"
-            " `mpbridge export` writes is read as text"
+            f"{script.name}: it has no {' or '.join(names)}(...): a training script would have to be executed; for {stack}, setups that"
+            " `mpbridge export` writes are read as text"
         )
     return found
 
@@ -184,7 +184,7 @@ def _fsdp2(script: PythonScript, version: str) -> Imported:
 
 
 def _sharded(script: PythonScript, policy: Reader, storage: DType, default: DType) -> Meaning:
-    """FSDP2 with a MixedPrecisionPolicy: gradients travel in their own dtype, which is the compute dtype, unless it says another."""
+    """FSDP2 with a MixedPrecisionPolicy: gradients are reduced in the compute dtype unless it sets another."""
     compute = policy.dtype("param_dtype", default) or default
     output = policy.dtype("output_dtype", compute)
     handed = None if output is compute else output
@@ -195,7 +195,7 @@ def _sharded(script: PythonScript, policy: Reader, storage: DType, default: DTyp
 
 
 def _with_adam(script: PythonScript, meaning: Meaning) -> Meaning:
-    """Transformer Engine's FusedAdam with master weights keeps FP32 beside 16-bit parameters; torch's optimizers update what is stored."""
+    """Transformer Engine's FusedAdam with master weights keeps FP32 in addition to 16-bit parameters; torch's optimizers update what is stored."""
     made = script.made("FusedAdam")
     if made is None:
         return meaning
@@ -250,7 +250,7 @@ def _accelerate(script: PythonScript, version: str) -> Imported:
         kind = {"distributed_type": "NO", "use_cpu": True} if on_a_cpu else {"distributed_type": "MULTI_GPU"}
         return accelerate_import.read_data({"mixed_precision": word, **kind}, version=version, storage=storage)
     base = {"fp16": DType.FP16, "no": storage}.get(word, DType.BF16)
-    # accelerate upcasts what it shards unless its word is "no"
+    # accelerate upcasts what it shards unless mixed_precision is "no"
     policy = script.reader(script.made("MixedPrecisionPolicy", "MixedPrecision"))
     meaning = _sharded(script, policy, storage if word == "no" else DType.FP32, base)
     if str(script.reader(plugin).at("fsdp_version", 1)) != "2" and word != "no":

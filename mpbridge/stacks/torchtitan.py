@@ -1,4 +1,4 @@
-"""torchtitan: a recipe as arguments, and as the function of a config_registry where linears are quantized.
+"""torchtitan: a recipe as arguments, plus a config_registry function if linears are quantized.
 
 Read at b5bcd76c: config/configs.py, components/quantization/{float8,mx,nvfp4}.py.
 """
@@ -29,16 +29,16 @@ CONVERTED = {
     "rowwise": Quant(format="e4m3", scaling="rowwise"),
     "rowwise_gw_hp": Quant(format="e4m3", scaling="rowwise_gw_hp"),
 }
-"""Our scaling -> what its converter runs."""
+"""Scaling -> what its converter runs."""
 COSTS = {
     "quantization": "Float8LinearConverter with recipe_name='rowwise'",
     "modules": "several converters, whose fqns and filter_fqns are substrings of the model's own names",
     "wire": "mixed_precision_reduce takes float32 only",
-    "accumulator": "the reduced gradient is added up in the parameter's dtype",
+    "accumulator": "the reduced gradient accumulates in the parameter's dtype",
     "keep_fp32": "one dtype for every parameter",
     "router": "its router computes in FP32",
     "residual_fp32": "blocks compute in mixed_precision_param",
-    "logits": "its loss casts them up afterwards",
+    "logits": "its loss upcasts them afterwards",
     "softmax_fp32": "the attention kernel decides",
     "output": "as computed",
     "pipeline": "stages send what they computed",
@@ -48,13 +48,15 @@ _IMPORTS = "from torchtitan.components.quantization import {converter}"
 
 
 def export(request: Request) -> Export:
-    """Arguments, and Python for converters: quantization is not on its command line."""
+    """Arguments, and Python for converters, since quantization has no command-line options."""
     policy = request.policy
     lines = []
     if policy.compute is DType.FP16:
-        text = "training.dtype and mixed_precision_param know bfloat16 and float32 only; nearest: BF16, as written here"
+        text = (
+            "training.dtype and mixed_precision_param accept only bfloat16 and float32; nearest: BF16, as written here"
+        )
         lines.append(Line(fidelity="impossible", fact="fp16", text=text))
-        # its parser takes no float16: written is what comes nearest
+        # its parser does not accept float16: the nearest dtype is written
         policy = dataclasses.replace(policy, compute=DType.BF16, params=DType.FP32, main_params=DType.FP32)
     theirs = _meaning(policy)
     moments = policy.settled()
@@ -78,9 +80,9 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
 
 
 def _python(policy: PrecisionPolicy) -> str:
-    """A function for a model's config_registry; layers are substrings there, so each ends with a dot."""
+    """A function for a model's config_registry; layers are substrings there, so each name ends with a dot."""
     quant = policy.quant
-    assert quant is not None  # asked for quantized recipes only
+    assert quant is not None  # called only for quantized recipes
     converter = SCALINGS[quant.scaling]
     first, last = policy.ends or (0, 0)
     depth = "len(config.model_spec.model.layers)"

@@ -1,6 +1,6 @@
-"""torchtitan's arguments, its TOML of earlier versions and the names of its configs as what they mean. Read at b5bcd76c.
+"""Interprets torchtitan's arguments, the TOML of earlier versions and the names of its configs. Read at b5bcd76c.
 
-A config_registry function is Python and is not run: it is read as text (`read_made`), or only what its name says is taken (`--config NAME`).
+A config_registry function is never run: it is read as text (`read_made`), or only its name is used (`--config NAME`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OLD = ("float8", "mx", "quantize", "model.converters")
 
 
 def read(words: Iterable[str], *, version: str) -> Imported:
-    """What `--section.key value` arguments mean, `--config NAME` included. Raises BadValue for words that are none."""
+    """The meaning of `--section.key value` arguments, including `--config NAME`. Raises BadValue for stray words."""
     faults: list[str] = []
     data, strays = options_of(words)
     faults += [f"{brief(word)} is not an option: expected --section.key VALUE" for word in strays]
@@ -37,7 +37,7 @@ def read(words: Iterable[str], *, version: str) -> Imported:
 
 
 def read_data(data: Any, *, version: str) -> Imported:
-    """What the settings mean under FSDP2. Raises DataError for anything but a mapping, BadValue with every value that cannot be read."""
+    """The settings' meaning under FSDP2. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"a torchtitan configuration is a mapping, found {type(data).__name__}")
     read_ = Reader(data)
@@ -45,7 +45,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     inert: list[str] = []
     contradicts: list[str] = []
     assumed = [
-        "FSDP2 installs the policy at every sharding degree, one included (its docstrings still tell of autocast)"
+        "FSDP2 installs the policy at every sharding degree, including 1 (its docstrings still mention autocast)"
     ]
     storage, compute, reduce = _dtypes(read_, contradicts)
     quant = _quant(read_, cannot, inert, assumed)
@@ -63,7 +63,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     raise_faults(read_.faults, "this torchtitan configuration")
     fields = fields_of(meaning, cannot, quant, ends)
     if states is not storage:
-        cannot.append("both moments in BF16 beside FP32 parameters: its own optimizer, on CUDA")
+        cannot.append("both moments in BF16 with FP32 parameters: its own optimizer, on CUDA")
     found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine_with("optimizer"), meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
@@ -73,12 +73,12 @@ def read_data(data: Any, *, version: str) -> Imported:
 
 
 def _dtypes(read_: Reader, contradicts: list[str]) -> tuple[DType, DType, DType]:
-    """The stored, the compute and the reduction's dtype; what its parser would refuse is added to `contradicts`."""
+    """The stored, compute and reduction dtypes; what its parser would refuse is added to `contradicts`."""
     storage = read_.dtype("training.dtype", DType.FP32) or DType.FP32
     compute = read_.dtype("training.mixed_precision_param", DType.BF16) or DType.BF16
     reduce = read_.dtype("training.mixed_precision_reduce", DType.FP32) or DType.FP32
     if DType.FP16 in (storage, compute):
-        contradicts.append("float16: training.dtype and mixed_precision_param know bfloat16 and float32 only")
+        contradicts.append("float16: training.dtype and mixed_precision_param accept only bfloat16 and float32")
     if reduce is not DType.FP32:
         contradicts.append(f"training.mixed_precision_reduce={reduce.value}: its parser takes float32 only")
     return storage, compute, DType.FP32
@@ -87,9 +87,9 @@ def _dtypes(read_: Reader, contradicts: list[str]) -> tuple[DType, DType, DType]
 _WORDS = (
     "training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce", "optimizer.implementation",
 )  # fmt: skip
-"""Options about precision that take a word."""
+"""Precision options that take a word."""
 OPAQUE = frozenset({"model_registry", "nvfp4_bf16_tail_fqns"})
-"""Functions whose arguments tell, not their text."""
+"""Functions of which the arguments are read, not the body."""
 _CONVERTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "Float8LinearConverter": ("e4m3", "rowwise"),
@@ -97,13 +97,13 @@ _CONVERTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "NVFP4LinearConverter": ("e2m1", "nvfp4"),
     }
 )
-"""Format and scaling of what each converter makes."""
+"""Converter -> format and scaling."""
 
 
 def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Imported:
-    """What the Trainer.Config that a config_registry function hands back means, from the function's text. Raises DataError where it hands back none."""
+    """The meaning of the Trainer.Config that a config_registry function returns, from the function's text. Raises DataError if it returns none."""
     if not isinstance(made, SourceObject) or not {"training", "model_spec"} & made.attributes.keys():
-        raise DataError(f"{name}: hands back no Trainer.Config that its text tells")
+        raise DataError(f"{name}: no Trainer.Config can be determined from its text")
     not_known: list[str] = []
     data: dict[str, Any] = {}
     unknown: list[str] = []
@@ -128,7 +128,7 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
         fields |= quant_fields(quant, ends) if fields else {}
         edges = (Region(first=ends[0], last=ends[1]),) if ends is not None else ()
         meaning = dataclasses.replace(meaning, regions=(*edges, Region(quant=quant)))
-    assumed = [f"{one}: only running it would tell; left at its default" for one in not_known]
+    assumed = [f"{one}: known only at run time; left at its default" for one in not_known]
     found = updated_by(found, _updater(made.attributes.get("optimizer")), "optimizer.param_groups")
     return dataclasses.replace(
         found,
@@ -153,12 +153,12 @@ _TRAINING = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
 
 
 def _converted(spec: Any) -> tuple[Quant | None, tuple[int, int] | None, list[str]]:
-    """The quantization of model_registry's converters, the layers at the ends that it leaves out, and what of them has no setting here."""
+    """The quantization of model_registry's converters, the layers at the ends that it excludes, and what has no setting here."""
     given = spec.attributes.get("converters") if isinstance(spec, SourceObject) else None
     quant, ends, cannot = None, None, []
     for converter in given if isinstance(given, list) else []:
         if not isinstance(converter, SourceObject):
-            cannot.append(f"a converter that its text does not tell: {getattr(converter, 'text', converter)}")
+            cannot.append(f"a converter that its text does not determine: {getattr(converter, 'text', converter)}")
             continue
         word = converter.callee.removesuffix(".Config").rpartition(".")[2]
         if word not in _CONVERTERS:
@@ -181,7 +181,7 @@ _SPAN = re.compile(
 
 
 def _ends(said: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Layers at the start and at the end that a converter leaves out, as `export` writes them; None for names of any other kind."""
+    """Layers at the start and end that a converter excludes, as `export` writes them; None for any other names."""
     covered, left = said.get("fqns"), said.get("filter_fqns")
     texts = [covered] if not isinstance(left, list) else left if "lm_head" in left else []
     found = [_SPAN.search(one.text) for one in texts if isinstance(one, Unknown)]
@@ -192,19 +192,19 @@ def _ends(said: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _filters(word: str, said: Mapping[str, Any]) -> list[str]:
-    """What is to be said of the modules that a converter covers; mpbridge's own linears are those of the layers."""
+    """Notes on the modules that a converter covers; mpbridge covers the linears of the layers."""
     found = []
     if said.get("emulate") is True:
-        found.append(f"{word}: emulate=True computes torchao's tensorwise default, whatever its recipe")
+        found.append(f"{word}: emulate=True computes torchao's tensorwise default regardless of its recipe")
     covered, left = said.get("fqns"), said.get("filter_fqns")
     if _ends(said) is not None:
         return found
     if isinstance(covered, (Unknown, SourceObject)):
         found.append(
-            f"{word}: a share of the last layers stays in BF16; give the model's depth and num_layers_at_end_in_bf16"
+            f"{word}: a fraction of the last layers stays in BF16; set the model's depth and num_layers_at_end_in_bf16"
         )
     elif covered and covered != ["layers"]:
-        found.append(f"{word}: only linears whose names hold {', '.join(map(str, covered))}")
+        found.append(f"{word}: only linears whose names contain {', '.join(map(str, covered))}")
     elif not covered and (not isinstance(left, list) or "lm_head" not in left):
         found.append(f"{word}: the output layer (lm_head) is quantized too; here it never is")
     others = [str(one) for one in left or [] if one != "lm_head"] if isinstance(left, list) else []
@@ -214,7 +214,7 @@ def _filters(word: str, said: Mapping[str, Any]) -> list[str]:
 
 
 def _converters(read_: Reader) -> list[str]:
-    """The converters that are listed, on a command line with commas between them."""
+    """The listed converters, separated by commas on a command line."""
     given = read_.at("model.converters")
     if isinstance(given, str):
         return [one.strip() for one in given.split(",")]
@@ -252,7 +252,7 @@ def _quant(read_: Reader, cannot: list[str], inert: list[str], assumed: list[str
     word = word or next((found for mark, found in (("mx", "mxfp8"), ("float8", "float8")) if mark in listed), "")
     if not word:
         inert.extend(
-            f"{section}: without a converter in model.converters nothing reads it"
+            f"{section} has no effect without a converter in model.converters"
             for section in _OLD[:3]
             if read_.section(section)
         )
@@ -260,7 +260,7 @@ def _quant(read_: Reader, cannot: list[str], inert: list[str], assumed: list[str
     assumed.append(f"quantized linears are what {name or 'model.converters'} names: {word}")
     if "pct_layers" in name:
         cannot.append(
-            f"{name}: a share of the last layers stays in BF16; give the model's depth and num_layers_at_end_in_bf16"
+            f"{name}: a fraction of the last layers stays in BF16; set the model's depth and num_layers_at_end_in_bf16"
         )
     if word == "nvfp4":
         return Quant(format="e2m1", scaling="nvfp4")

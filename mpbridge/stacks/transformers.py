@@ -1,6 +1,6 @@
-"""Hugging Face transformers: a recipe as TrainingArguments and the dtype that the model is loaded in.
+"""Hugging Face transformers: a recipe as TrainingArguments and the model's loading dtype.
 
-Read at 5.23.0: training_args.py hands bf16 and fp16 to accelerate; `from_pretrained` keeps the checkpoint's dtype unless told otherwise.
+Read at 5.23.0: training_args.py passes bf16 and fp16 to accelerate; `from_pretrained` keeps the checkpoint's dtype unless it is set.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ COSTS = {
     "autocast": "norms, softmax and loss run in FP32, in more memory",
     "loss_scale": f"no argument of it reaches the scaler; {SCALER_COST}",
     "keep_fp32": "the model's own _keep_in_fp32_modules",
-    "logits": "its loss casts them up afterwards",
+    "logits": "its loss upcasts them afterwards",
     "router": "the model's code decides",
     "residual_fp32": "the model is in one dtype",
     "softmax_fp32": "attn_implementation decides",
     "output": "the model returns what it computed",
     "pipeline": "it has no pipeline",
 }
-"""What a difference costs, or the nearest thing there."""
+"""Row -> what a difference costs, or the nearest equivalent there."""
 
 
 def export(request: Request) -> Export:
-    """Python with the two settings that decide: the loaded dtype, and the arguments. Data parallelism is torch's DDP."""
+    """Python with the two deciding settings: the loading dtype and the arguments. Data parallelism is torch's DDP."""
     policy = request.policy
     theirs = _meaning(policy)
     lines = compared(request.ours, theirs, COSTS)
@@ -49,7 +49,7 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
     return dataclasses.replace(
         full,
         loss_scale=scaler,
-        # under autocast the stored FP32 weights are cast op by op: they are what the forward pass is given
+        # under autocast the stored FP32 weights are cast per operation, so the forward pass receives FP32
         compute=full.compute,
         autocast=full.compute if mixed else policy.settled().autocast,
         wire=storage,

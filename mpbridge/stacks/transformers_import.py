@@ -1,4 +1,4 @@
-"""Hugging Face TrainingArguments, from a command line or a saved JSON, as what they mean. Read at 5.23.0."""
+"""Interprets Hugging Face TrainingArguments from a command line or saved JSON. Read at 5.23.0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EVALUATION = ("bf16_full_eval", "fp16_full_eval")
 
 
 def read(words: Iterable[str], *, version: str) -> Imported:
-    """What `--bf16 --fsdp full_shard ...` means; `--torch_dtype`/`--dtype` of the example scripts is the loaded dtype."""
+    """The meaning of `--bf16 --fsdp full_shard ...`; `--torch_dtype`/`--dtype` of the example scripts is the loading dtype."""
     data, strays = options_of(words)
     found = read_data(data, version=version)
     return dataclasses.replace(found, unknown=(*(stray(word, _options()) for word in strays), *found.unknown))
@@ -33,7 +33,7 @@ def _options() -> list[str]:
 
 
 def read_data(data: Any, *, version: str) -> Imported:
-    """What the arguments mean. Raises DataError for anything but a mapping, BadValue with every value that cannot be read."""
+    """The arguments' meaning. Raises DataError for anything but a mapping, BadValue listing every value that cannot be read."""
     if not isinstance(data, Mapping):
         raise DataError(f"TrainingArguments are a mapping, found {type(data).__name__}")
     read_ = Reader(data)
@@ -47,17 +47,17 @@ def read_data(data: Any, *, version: str) -> Imported:
     storage = read_.dtype("dtype", read_.dtype("torch_dtype"))
     if storage is None:
         assumed.append(
-            "the loaded dtype is the checkpoint's own since version 5 ('auto'): taken as float32 (dtype=...)"
+            "since version 5 the loading dtype is the checkpoint's ('auto'): assumed to be float32 (dtype=...)"
         )
         storage = DType.FP32
     cpu = read_.flag("use_cpu")
     if cpu and fp16:
-        inert.append("fp16: on a CPU (use_cpu) accelerate, which trains here, trains FP32 without a word")
+        inert.append("fp16: on a CPU (use_cpu) accelerate, which runs the training, silently trains in FP32")
         fp16 = False
     base = DType.BF16 if bf16 else DType.FP16 if fp16 else None
     sharded = _sharded(read_, assumed)
     if sharded and cpu:
-        contradicts.append("fsdp with use_cpu: accelerate shards over devices alone; described as DDP")
+        contradicts.append("fsdp with use_cpu: accelerate shards only over devices; described as DDP")
         sharded = None
     raise_faults(read_.faults, "these TrainingArguments")
     meaning = _meaning(storage, base, sharded)
@@ -65,17 +65,17 @@ def read_data(data: Any, *, version: str) -> Imported:
         meaning = dataclasses.replace(meaning, loss_scale=TORCH_SCALER)
     inert += [f"{name}: evaluation only" for name in _EVALUATION if read_.at(name) and read_.flag(name)]
     if read_.at("deepspeed"):
-        assumed.append(f"deepspeed={cut(read_.at('deepspeed'))} decides: give that file (--from deepspeed)")
+        assumed.append(f"deepspeed={cut(read_.at('deepspeed'))} decides: pass that file (--from deepspeed)")
     fields = fields_of(meaning, cannot)
     if fp16 and fields:
         fields |= {"initial_loss_scale": 2.0**16, "loss_scale_window": 2000, "hysteresis": 1}
-    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 adds up in the stored dtype
-        cannot.append(f"gradients travel in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
+    if meaning.accumulator not in (meaning.wire, meaning.storage):  # torch FSDP2 accumulates in the stored dtype
+        cannot.append(f"gradients are reduced in {meaning.wire.short} and accumulate in {meaning.accumulator.short}")
     found = Imported(
         stack=NAME, version=version, fields=fields, engine=engine_with("optimizer") if sharded is not None else DEFAULT, meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
-    return with_rest(_updated(found, read_), read_, own=" unless the script itself takes it")
+    return with_rest(_updated(found, read_), read_, own=" unless the script itself reads it")
 
 
 def _updated(found: Imported, read: Reader) -> Imported:
@@ -85,13 +85,13 @@ def _updated(found: Imported, read: Reader) -> Imported:
 
 
 def _sharded(read: Reader, assumed: list[str]) -> int | None:
-    """The version of FSDP that shards, which `fsdp` switches on and `fsdp_config` names; None: nothing is sharded."""
+    """The FSDP version, enabled by `fsdp` and named by `fsdp_config`; None: nothing is sharded."""
     if not read.at("fsdp"):
         return None
     config = read.at("fsdp_config")
     if isinstance(config, str):
         assumed.append(
-            f"fsdp_config={cut(config)}: a file that is not read; taken as FSDP2, the default since version 5"
+            f"fsdp_config={cut(config)}: a file that is not read; assumed to be FSDP2, the default since version 5"
         )
         return 2
     said = [read.at(f"fsdp_config.{name}") for name in ("version", "fsdp_version")]

@@ -1,4 +1,4 @@
-"""Which version of a stack is read or written for, and what is assumed of one that nobody read."""
+"""Which version of a stack is read or written, and what is assumed for an unsupported one."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ _NUMBER = re.compile(r"(?:core_)?v?(\d+(?:\.\d+)*)", re.IGNORECASE)
 
 
 def version_for(module: ModuleType, asked: str | None, *, doing: str) -> tuple[str, tuple[str, ...]]:
-    """(version whose words count, what that assumes) of a stack's module; nothing is assumed where that version itself was read.
+    """(version to use, assumption) of a stack's module; nothing is assumed for a supported version.
 
-    asked: None: the newest that was read. Of one that was not: the last that was read before it, else the first; the newest for anything but a number.
-    doing: what is done in that version's words ('read', 'written'). Raises BadValue for an empty one.
+    asked: None: the latest supported one. For an unsupported one: the last supported version before it, else the first; the latest if it is not a number.
+    doing: the verb in the assumption ('read', 'written'). Raises BadValue for an empty version.
     """
     versions: Mapping[str, str] = module.VERSIONS
     if asked is None:
         return str(module.DEFAULT_VERSION), ()
     wanted = asked.strip()
     if not wanted:
-        raise BadValue(f"an empty version of {module.NAME}: give one, or leave it out for {module.DEFAULT_VERSION}")
+        raise BadValue(f"the version of {module.NAME} is empty: give one, or omit it for {module.DEFAULT_VERSION}")
     exact = next((key for key, what in versions.items() if wanted in (key, *re.split(r"[,\s]+", what))), None)
     if exact is not None:
         return exact, ()
     found = _nearest(wanted, versions) or str(module.DEFAULT_VERSION)
     known = ", ".join(f"{key} ({what})" for key, what in versions.items())
-    text = f"{module.NAME} {cut(wanted)} was never read for this (known: {known}): {doing} as {found}, whose words may mean something else there"
+    text = f"{module.NAME} {cut(wanted)} is not supported (known: {known}): {doing} as {found}, whose settings may mean something else there"
     return found, (text,)
 
 
 def _nearest(wanted: str, versions: Mapping[str, str]) -> str | None:
-    """The last version that is not after `wanted`, else the first; None where either has no number."""
+    """The last version up to `wanted`, else the first; None if either has no number."""
     number, numbers = _number(wanted), {key: _number(key) for key in versions}
     known = {key: value for key, value in numbers.items() if value is not None}
     if number is None or not known:

@@ -1,4 +1,4 @@
-"""What one word means in each stack: the same spelling, other tensors. Each row was read or run at the version that its stack's module names."""
+"""What one word means in each stack: same spelling, different tensors. Each row was read or run at the version in its stack's module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpbridge.precision.regions import Quant, Region
 from mpbridge.stacks.meaning import Meaning, Sharded
 
 _OWN = Quant(format="hybrid", scaling="delayed", amax_history=1024, amax_algo="max")
-"""Transformer Engine's DelayedScaling with nothing said."""
+"""Transformer Engine's DelayedScaling with its defaults."""
 _F, _B, _H = DType.FP32, DType.BF16, DType.FP16
 
 
@@ -22,7 +22,7 @@ class StackWord:
     """The spellings, as that stack takes them."""
     stack: str
     where: str
-    """Under which circumstances: a strategy, a wrapper, a default."""
+    """The context: a strategy, a wrapper, a default."""
     meaning: Meaning
     source: str
 
@@ -177,7 +177,7 @@ TABLE: tuple[StackWord, ...] = (
 
 
 def meanings(word: str) -> tuple[StackWord, ...]:
-    """Every row whose spelling `word` is, letter case and hyphens apart. Raises UnknownName with the nearest spellings."""
+    """Every row with this spelling, ignoring case and hyphens. Raises UnknownName with the nearest spellings."""
     wanted = _key(word)
     found = tuple(row for row in TABLE if any(_key(spelling) == wanted for spelling in row.words))
     if not found:

@@ -1,6 +1,6 @@
-"""Writing a plan onto live objects: checked on twins, all or nothing, with a receipt. Knows no framework: how values are spelled is handed in.
+"""Writes a plan onto live objects: checked on copies first, all or nothing, with a receipt. Framework-independent: the caller passes how to spell values.
 
-`mpbridge.megatron.targets.apply` is the public one: it asks the machine first and spells values for megatron-core.
+`mpbridge.megatron.targets.apply` is the public function: it checks the machine first and spells values for megatron-core.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FIELDS = frozenset((row.target, row.field) for row in TABLE)
 
 
 def commit(plan: Plan, *, on_conflict: Literal["warn", "error"] = "warn", spell: Spell | None = None) -> Receipt:
-    """Writes `plan` onto its live objects, or nothing at all; returns the receipt that the next plan needs.
+    """Writes `plan` onto its live objects, completely or not at all; returns the receipt that the next plan needs.
 
     on_conflict: "error" refuses to override an author's value; "warn" leaves that to the caller, who has plan.conflicts.
-    Raises Conflict, StalePlan, UpstreamRefused (megatron-core's own validation says no), BadValue (a mapping: build it instead).
+    Raises Conflict, StalePlan, UpstreamRefused (megatron-core's own validation fails), BadValue (a mapping: use build instead).
     """
     if on_conflict not in ("warn", "error"):
         raise BadValue(f"on_conflict={on_conflict!r}: expected 'warn' or 'error'")
@@ -52,7 +52,7 @@ def commit(plan: Plan, *, on_conflict: Literal["warn", "error"] = "warn", spell:
     for name, config in configs.items():
         twins[name], fault = _check(config)
         if fault is not None and failing_before[name] is not None and _text(fault) == _text(failing_before[name]):
-            unchecked.append(f"{name}: {_text(fault)}")  # it failed before the plan, so the plan is not the reason
+            unchecked.append(f"{name}: {_text(fault)}")  # it failed before the plan, so the plan is not the cause
         elif fault is not None:
             _restore(saved)
             raise UpstreamRefused(refusal(name, fault)) from fault
@@ -71,13 +71,13 @@ def _refuse_stale(plan: Plan) -> None:
     if changed:
         raise StalePlan(
             "\n".join(
-                ["the targets changed after the plan was made, plan again:", *(f"  - {line}" for line in changed)]
+                ["the targets changed after the plan was made; make a new plan:", *(f"  - {line}" for line in changed)]
             )
         )
 
 
 def _write(plan: Plan, spell: Spell | None) -> list[tuple[Any, str, Any]]:
-    """Sets every field, or none; returns (owner, field, value before) to take it back."""
+    """Sets every field, or none; returns (owner, field, value before) for undoing."""
     saved: list[tuple[Any, str, Any]] = []
     try:
         for write in plan.writes:
@@ -91,13 +91,13 @@ def _write(plan: Plan, spell: Spell | None) -> list[tuple[Any, str, Any]]:
 
 
 def spelled(value: Any, owner: Any, spell: Spell | None) -> Any:
-    """A planned value as megatron-core takes it. Raises BadValue for module rules when `spell` is missing."""
+    """A planned value as megatron-core takes it. Raises BadValue for module rules if `spell` is missing."""
     if isinstance(value, DType):
         return value.torch()
     if isinstance(value, ModuleRules):
         if spell is None:
             raise BadValue(
-                "the plan has rules for single modules: use mpbridge.apply, or hand in spell=mpbridge.megatron.quant_recipe.compile_rules"
+                "the plan has rules for single modules: use mpbridge.apply, or pass spell=mpbridge.megatron.quant_recipe.compile_rules"
             )
         return spell(value, owner)
     return value
@@ -109,7 +109,7 @@ def _restore(saved: list[tuple[Any, str, Any]]) -> None:
 
 
 def _check(config: Any) -> tuple[Any, Exception | None]:
-    """(a checked shallow copy, what megatron-core's own validation says about it). Lists are copied: post-init appends to some."""
+    """(a checked shallow copy, the error of megatron-core's own validation). Lists are copied, since post-init appends to some."""
     validate = "finalize" if hasattr(config, "finalize") else "__post_init__"
     if not hasattr(config, validate):
         return None, None
@@ -127,7 +127,7 @@ def _check(config: Any) -> tuple[Any, Exception | None]:
 
 
 def _take_over(name: str, config: Any, twin: Any) -> dict[str, tuple[Any, Any]]:
-    """Fields that the twin's post-init filled and a live object would lack: field -> (before, now)."""
+    """Fields that the copy's post-init filled but the live object lacks: field -> (before, now)."""
     found = {}
     for field in FILLED[name]:
         if hasattr(twin, field) and not same(getattr(config, field, UNSET), getattr(twin, field)):
@@ -153,7 +153,7 @@ def _receipt(plan: Plan, filled: Mapping[str, Mapping[str, tuple[Any, Any]]], un
 
 
 def _found(old: Mapping[tuple[str, str], tuple[Any, Any]], key: tuple[str, str], before: Any) -> Any:
-    """The value before any recipe: an earlier receipt's, unless the field was changed since."""
+    """The value before any recipe: that of an earlier receipt, unless the field was changed since."""
     if key in old and same(before, old[key][1]):
         return old[key][0]
     return before
@@ -164,11 +164,11 @@ def _text(fault: Exception | None) -> str:
 
 
 def refusal(name: str, fault: Exception) -> str:
-    """megatron-core's complaint about a config, explained: its bare assertions and TypeErrors say little."""
+    """Explains megatron-core's error about a config, since its bare assertions and TypeErrors are uninformative."""
     text = str(fault).strip()
     if isinstance(fault, TypeError) and "NoneType" in text and "Version" in text:
         return (
-            f"megatron-core's check of the {name} config asks for Transformer Engine's version, and Transformer Engine is not installed: "
+            f"megatron-core's check of the {name} config requires Transformer Engine, which is not installed: "
             "install it (pip install 'mpbridge[te]'), choose a recipe without FP8, FP4 and low-precision optimizer states, or build inside mpbridge's device layer"
         )
     if isinstance(fault, AssertionError) and not text:

@@ -1,4 +1,4 @@
-"""plan(): what a policy would write onto which field, and why. Pure: reads its targets, changes nothing, knows no framework."""
+"""plan(): which fields a policy would write, and why. Pure: reads its targets, changes nothing, framework-independent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mpbridge.precision.policy import PrecisionPolicy, Region
 from mpbridge.sync.targets import class_default, has, holder, is_inputs, normal, read, same
 
 SCHEMA = 1
-"""Of Plan.as_data."""
+"""Schema of Plan.as_data."""
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -42,16 +42,16 @@ class Write:
     target: Target
     field: str
     before: Any
-    """As found; UNSET where inputs do not name it."""
+    """The value found; UNSET if inputs do not name the field."""
     after: Any
-    """dtypes as DType; module rules as ModuleRules; a value given back as it was found."""
+    """dtypes as DType; module rules as ModuleRules; a restored value as it was found."""
     why: str
     set_by: str
     """Who had set it: 'nobody', 'derived', 'an earlier recipe', 'the optimizer section', 'command line', 'somebody' (a live value that is not the default)."""
     conflict: bool = False
-    """True when an author's value is overridden."""
+    """Whether an author's value is overridden."""
     keep: str | None = None
-    """The line that would keep the author's value; None where only another recipe does."""
+    """The line that would keep the author's value; None if only another recipe does."""
 
     @property
     def name(self) -> str:
@@ -61,9 +61,9 @@ class Write:
     def __str__(self) -> str:
         if not self.conflict:
             before, after = show(self.before), show(self.after)
-            # another spelling of the same: only the raw value shows what was wrong with it
+            # another spelling of the same value: only the raw value shows the difference
             return f"{self.name}: {str(self.before) if before == after else before} -> {after}  ({self.why})"
-        # inputs say who wrote them; of a live value one can only say that it is not the class's default
+        # inputs record who wrote them; a live value is only known not to be the class's default
         source = "was not the default" if self.set_by == "somebody" else f"set by {self.set_by}"
         cure = f"to keep it: {self.keep}" if self.keep else "another recipe keeps it: mpbridge list"
         return f"{self.name}: was {show(self.before)}, becomes {show(self.after)}  ({self.why}; {source}; {cure})"
@@ -71,7 +71,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """A precision field that no policy decides and that the user has set."""
+    """A precision field that the user set and that no policy decides."""
 
     target: str
     field: str
@@ -84,15 +84,15 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What recipes have written so far onto live objects; hand it to the next plan."""
+    """What recipes have written so far onto live objects; pass it to the next plan."""
 
     fields: Mapping[tuple[str, str], tuple[Any, Any]] = field(default_factory=dict)
     """(target, field) -> (value before any recipe, value written)."""
     unchecked: tuple[str, ...] = ()
-    """Targets whose own validation already failed before anything was written, with its words: nothing was checked there."""
+    """Targets whose own validation already failed before anything was written, with the error: nothing was checked there."""
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """HTML for notebooks."""
         from mpbridge.cells import table
 
         rows = [
@@ -107,7 +107,7 @@ class Plan:
     """Everything that would change, and nothing else."""
 
     policy: PrecisionPolicy | None
-    """None: give everything back."""
+    """None: restore everything."""
     realization: Realization = "native"
     writes: tuple[Write, ...] = ()
     kept: tuple[Kept, ...] = ()
@@ -116,7 +116,7 @@ class Plan:
     after: Receipt = field(default_factory=Receipt, repr=False)
 
     def _repr_html_(self) -> str:
-        """For notebooks: every write; those that override an author's value are marked."""
+        """HTML for notebooks: every write, with overridden author's values marked."""
         from mpbridge.cells import table
 
         rows = [
@@ -136,7 +136,7 @@ class Plan:
         return {write.field: write.after for write in self.writes if write.target == target}
 
     def as_data(self) -> dict[str, Any]:
-        """Everything in JSON types, for precision.json."""
+        """The plan as JSON types, for precision.json."""
         return {
             "schema": SCHEMA,
             "realization": self.realization,
@@ -164,13 +164,13 @@ def plan(
     realization: Realization = "native",
     core: str | None = None,
 ) -> Plan:
-    """What `policy` would write onto the given targets, each a mapping of inputs or a live object; those not given are left out.
+    """What `policy` would write onto the given targets, each a mapping of inputs or a live object; targets not given are omitted.
 
-    policy: None gives back everything that `after`, the receipt of the last apply, says was written.
-    origin: 'ddp.grad_reduce_in_fp32' -> who wrote it ('command line', 'run.yaml'), from a caller who knows.
+    policy: None restores everything that was written according to `after`, the receipt of the last apply.
+    origin: 'ddp.grad_reduce_in_fp32' -> who wrote it ('command line', 'run.yaml'), if the caller knows.
     realization: 'emulated' keeps the quantization from megatron-core's model and wrapper; mpbridge.emulation then reads the policy.
-    core: megatron-core's version, which decides what fields a mapping may name; None: the installed one. A live object's class says it itself.
-    Raises UnknownName when a live target lacks a field that the policy decides, BadValue for an invalid policy or realization.
+    core: megatron-core's version, which decides which fields a mapping may name; None: the installed one. A live object's class determines it itself.
+    Raises UnknownName if a live target lacks a field that the policy decides, BadValue for an invalid policy or realization.
     """
     if realization not in get_args(Realization):
         raise BadValue(f"realization={realization!r}: expected {' or '.join(map(repr, get_args(Realization)))}")
@@ -201,7 +201,7 @@ def plan(
 
 def _spoken(policy: PrecisionPolicy, realization: Realization) -> PrecisionPolicy:
     """The policy as written to megatron-core."""
-    # a scaling that megatron-core has no word for is computed in linears of ours
+    # a scaling that megatron-core cannot express is computed in mpbridge's linears
     if realization == "native" and all(quant.row.core for quant in policy.quants):
         return policy
     return dataclasses.replace(policy, regions=(Region(),), reuse_grad_buffer=False)
@@ -209,7 +209,7 @@ def _spoken(policy: PrecisionPolicy, realization: Realization) -> PrecisionPolic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reading:
-    """The targets, and what is known about who set what."""
+    """The targets, and who set what as far as known."""
 
     targets: dict[str, Any]
     origin: Mapping[str, str]
@@ -217,12 +217,12 @@ class _Reading:
     core: str
 
     def baseline(self, target: str, name: str, now: Any) -> Any:
-        """The value apart from any recipe: what an earlier one found, unless the field was changed since."""
+        """The value before any recipe: what an earlier recipe found, unless the field was changed since."""
         found, written = self.after.fields.get((target, name), (now, now))
         return found if same(now, written) else now
 
     def own(self, target: Target, name: str, default: Any) -> Any:
-        """What the target says apart from any recipe; the default where it says nothing."""
+        """The target's value before any recipe, or else the default."""
         if target not in self.targets:
             return default
         value = self.baseline(target, name, read(self.targets[target], name))
@@ -235,7 +235,7 @@ class _Reading:
         now = normal(row, read(target, row.field))
         wanted = KEEP if facts is None else row.value(facts)
         new = self.baseline(row.target, row.field, now) if wanted is KEEP else wanted
-        # what inputs leave out megatron-core fills with its default
+        # megatron-core fills fields missing from inputs with its defaults
         if same(row.default if now is UNSET else now, new) or new is UNSET:
             return
         set_by, conflict = self._set_by(row, now)
@@ -243,7 +243,7 @@ class _Reading:
         if row.compared_as_text and now not in (UNSET, None) and _means(now) == new:
             conflict, why = (
                 False,
-                f"megatron-core compares with the strings {row.compared_as_text}: {now} there does nothing",
+                f"megatron-core compares with the strings {row.compared_as_text}: {now} has no effect there",
             )
         yield Write(
             target=row.target,
@@ -257,7 +257,7 @@ class _Reading:
         )
 
     def _asked(self, row: PrecisionField, facts: Facts | None) -> bool:
-        """Whether the row's field is there to be read. Raises UnknownName where the policy needs a field that is not."""
+        """Whether the row's field exists. Raises UnknownName if the policy needs a missing field."""
         target = self.targets[row.target]
         told = row.required and facts is not None and not same(row.value(facts), row.default)
         if is_inputs(target) and not row.holds.holds(self.core) and not told:
@@ -302,7 +302,7 @@ class _Reading:
 
 
 def _keep(row: PrecisionField, facts: Facts | None, now: Any) -> str | None:
-    """The line that keeps the author's value; None where only another recipe does."""
+    """The line that keeps the author's value; None if only another recipe does."""
     turns = row.knob is not None and facts is not None and row.turns(facts, now)
     return f"mixed_precision.{row.knob}={_yaml(now)}" if turns else None
 
@@ -319,7 +319,7 @@ def show(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value in JSON types: what a machine reads."""
+    """A value as JSON types."""
     if value is UNSET:
         return None
     if isinstance(value, ModuleRules):

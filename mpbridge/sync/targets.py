@@ -16,7 +16,7 @@ _ABSENT = object()
 
 
 def is_inputs(target: Any) -> bool:
-    """Whether the target is a mapping of inputs, and so says exactly what its author wrote."""
+    """Whether the target is a mapping of inputs, which has exactly what its author wrote."""
     return isinstance(target, Mapping)
 
 
@@ -31,12 +31,12 @@ def holder(target: Any, field: str) -> Any:
 
 
 def has(target: Any, field: str) -> bool:
-    """Whether the field can be written; inputs take every field."""
+    """Whether the field can be written; inputs accept every field."""
     return is_inputs(target) or holder(target, field) is not None
 
 
 def read(target: Any, field: str) -> Any:
-    """The field's value now; UNSET where inputs do not name it, or it is not declared."""
+    """The field's current value; UNSET if inputs do not name it, or it is not declared."""
     if is_inputs(target):
         return target.get(field, UNSET)
     owner = holder(target, field)
@@ -44,7 +44,7 @@ def read(target: Any, field: str) -> Any:
 
 
 def class_default(target: Any, field: str) -> Any:
-    """What a live object's own class has as the field's default; an attribute without a declaration counts as None."""
+    """The field's default in a live object's class; None for an undeclared attribute."""
     declared = getattr(type(holder(target, field)), "__dataclass_fields__", {}).get(field)
     if declared is None:
         return None  # in a namespace without declarations None must mean "not set"
@@ -54,7 +54,7 @@ def class_default(target: Any, field: str) -> Any:
 
 
 def same(now: Any, new: Any) -> bool:
-    """Whether a value as found and a value as planned mean the same: any spelling of a dtype, True is not 1."""
+    """Whether a found and a planned value mean the same: any spelling of a dtype matches; True is not 1."""
     if isinstance(new, ModuleRules) or isinstance(now, ModuleRules):
         return bool(_rules(now) == _rules(new))
     left, right = _comparable(now), _comparable(new)
@@ -68,8 +68,8 @@ def _rules(value: Any) -> Any:
 
 def _comparable(value: Any) -> Any:
     if isinstance(value, tuple):
-        return list(value)  # JSON, and so the schema, knows lists only
-    # a torch.dtype prints as 'torch.bfloat16', so it is recognised without torch
+        return list(value)  # JSON, and therefore the schema, has only lists
+    # a torch.dtype prints as 'torch.bfloat16', so it is recognized without torch
     if isinstance(value, DType) or str(type(value)) == "<class 'torch.dtype'>":
         try:
             return dtype(value)

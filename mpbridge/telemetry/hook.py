@@ -153,7 +153,9 @@ class StatisticsHook:
                 stream.write(text)
         except OSError as error:
             self._gone = True
-            warn(f"{self.folder / FILE} cannot grow ({error.strerror or error}): the run continues without statistics")
+            warn(
+                f"{self.folder / FILE} cannot be written ({error.strerror or error}); the run continues without statistics"
+            )
 
     def _let_go(self) -> None:
         if self._look is not None:

@@ -129,7 +129,7 @@ def _read_lines(stream: IO[bytes], made: RunStatistics, within: Sequence[tuple[i
             one = MeasuredStep(data, names)
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             cut = number == len(places) and not whole
-            made.faults.append(f"{FILE}, line {number}: {'cut off' if cut else 'not readable'}, left out")
+            made.faults.append(f"{FILE}, line {number}: {'truncated' if cut else 'unreadable'}, skipped")
             continue
         for later in [known for known in found if known >= one.step]:
             del found[later]

@@ -106,7 +106,7 @@ def kept(path: Path, after: int) -> list[str]:
     if lost:
         from mpbridge.report.console import warn  # brings rich, which readers do without
 
-        warn(f"{path}: {lost} of {len(lines)} lines cannot be read and are left out")
+        warn(f"{path}: {lost} of {len(lines)} lines cannot be read and are skipped")
     return found
 
 

@@ -1,1 +1,1 @@
-"""The training loop on megatron-core's schedules: thin, with hooks where audits, checkpoints and schedules come in."""
+"""The training loop on megatron-core's schedules: thin, with hooks for audits, checkpoints and schedules."""

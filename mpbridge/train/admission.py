@@ -1,4 +1,4 @@
-"""What a run needs of the place where it runs, asked before anything is built: `check`, `launch` and `train` all ask here. Loads no framework."""
+"""Checks what a run needs from its environment before anything is built; used by `check`, `launch` and `train`. Loads no framework."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Sections = Mapping[str, Mapping[str, Any]]
 
 
 class Admission:
-    """Asked as `admission(sections)` with the sections of a run, defaults filled in: returns every fault, and keeps what is told besides: `notes`, and what
-    `trackers` will not take.
+    """Called as `admission(sections)` with a run's sections, including defaults: returns every fault, and collects `notes` and what
+    `trackers` cannot do.
 
-    here: the run is meant for this machine; otherwise what this one lacks is kept in `notes`. training: False keeps in `notes` what only training
-    needs. own_data: the caller brings the training samples. Changes nothing.
+    here: the run is for this machine; otherwise what this one lacks becomes `notes`. training: False makes `notes` of what only training
+    needs. own_data: the caller provides the training samples. Changes nothing.
     """
 
     def __init__(self, *, here: bool = True, training: bool = True, own_data: bool = False) -> None:
@@ -36,7 +36,7 @@ class Admission:
         self.trackers: list[str] = []
 
     def __call__(self, sections: Sections) -> list[str]:
-        """Every fault: what is wrong wherever the run is, and what it lacks here."""
+        """Every fault: those on any machine, and what is missing on this one."""
         train, data = sections["train"], sections["data"]
         needs = training_faults(sections, None)
         wrong, lacking = ([], []) if self.own_data else tokenizer_faults(data, sections["model"]["vocab_size"] or 1)
@@ -63,20 +63,20 @@ class Admission:
 
 
 def require_admission(run: Run, *, own_data: bool = False) -> list[str]:
-    """What is to be said of `run`. Raises Contradiction with everything that it lacks here."""
+    """Notes on `run`. Raises Contradiction with everything that is missing here."""
     sections = {name: getattr(run, name) for name in ("train", "data", "scheduler", "checkpoint", "logger")}
     admission = Admission(own_data=own_data)
     faults = admission({**sections, **run.inputs})
     if faults:
-        raise Contradiction(faults, subject="the run cannot begin")
+        raise Contradiction(faults, subject="the run cannot start")
     return admission.notes
 
 
 def resume_point(section: Mapping[str, Any]) -> Path | None:
-    """The checkpoint that a checkpoint section goes on from; None: from none.
+    """The checkpoint that a checkpoint section resumes from; None: none.
 
     checkpoint.load may name the folder that the run saves to before there is anything in it, so one command starts a run and resumes it.
-    Raises CheckpointError where it names nothing.
+    Raises CheckpointError if it names a missing checkpoint.
     """
     load, save = section.get("load"), section.get("save")
     if not load or (save and _same(load, save) and not store.saved(Path(save))):
@@ -85,14 +85,14 @@ def resume_point(section: Mapping[str, Any]) -> Path | None:
 
 
 def beginning(section: Mapping[str, Any]) -> tuple[Path | None, Path | None]:
-    """(the checkpoint to go on from, else the one whose weights alone a run begins with).
+    """(the checkpoint to resume from, or else the one that provides only initial weights).
 
-    Raises CheckpointError where one that is named is none, and where checkpoint.save holds another run.
+    Raises CheckpointError if a named one is not a checkpoint, or if checkpoint.save already has another run.
     """
     place, save = resume_point(section), section.get("save")
     if save and (place is None or not _same(place.parent, save)) and (there := store.saved(Path(save))):
         raise CheckpointError(
-            f"{save} already holds a run (its newest checkpoint is {there[0].path.name}): go on with it (checkpoint.load={save}), "
+            f"{save} already has a run (its newest checkpoint is {there[0].path.name}): resume it (checkpoint.load={save}), "
             "or choose another checkpoint.save"
         )
     weights = section.get("pretrained_checkpoint")
@@ -122,14 +122,14 @@ def _schedule_faults(sections: Sections) -> list[str]:
 
 
 def _places(sections: Sections) -> list[str]:
-    """Folders that the run writes to and cannot."""
+    """Folders that the run must write to but cannot."""
     wanted = (("logger", "log_dir"), ("checkpoint", "save"), ("data", "cache_dir"))
     found = [(f"{section}.{name}", sections[section][name]) for section, name in wanted]
     return [fault for setting, given in found if given and (fault := place_fault(setting, given))]
 
 
 def place_fault(setting: str, given: str | Path) -> str:
-    """Why `given` can be no folder to write to; '' where it can."""
+    """Why `given` cannot be a folder to write to; '' if it can."""
     path = Path(given).expanduser().absolute()
     for place in (path, *path.parents):
         try:
@@ -137,12 +137,12 @@ def place_fault(setting: str, given: str | Path) -> str:
         except (FileNotFoundError, NotADirectoryError):
             if not place.is_symlink():
                 continue
-            return f"{setting}={given}: {place} is a link to nothing, expected a folder, or a place for one"
+            return f"{setting}={given}: {place} is a broken link, expected a folder, or a path where one can be created"
         except (OSError, ValueError) as error:
-            return f"{setting}={given}: {getattr(error, 'strerror', None) or error} (expected a folder, or a place for one)"
+            return f"{setting}={given}: {getattr(error, 'strerror', None) or error} (expected a folder, or a path where one can be created)"
         if not stat.S_ISDIR(mode):
             what = "a file" if stat.S_ISREG(mode) else kind_of(mode)
-            return f"{setting}={given}: {place} is {what}, expected a folder, or a place for one"
+            return f"{setting}={given}: {place} is {what}, expected a folder, or a path where one can be created"
         return "" if os.access(place, os.W_OK | os.X_OK) else f"{setting}={given}: {place} cannot be written to"
     return ""
 

@@ -1,4 +1,4 @@
-"""How other code takes part in a run: a Hook is told what happened and may act on the Training that it is given."""
+"""How other code takes part in a run: a Hook is called on events and may act on the Training that it receives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Training:
-    """A run as it stands between two steps. Hooks may change it: a loaded checkpoint sets the counters, a schedule the engine."""
+    """A run's state between two steps. Hooks may change it: a loaded checkpoint sets the counters, a schedule the engine."""
 
     run: Run
     engine: Engine
@@ -26,33 +26,33 @@ class Training:
     """megatron-core's OptimizerParamScheduler."""
     feed: Feed
     counters: Counters
-    """Finished, skipped and non-finite steps, consumed samples: what a checkpoint has to keep."""
+    """Finished, skipped and non-finite steps, consumed samples: stored in checkpoints."""
     progress: ProgressLine | None = None
     stop: str | None = None
-    """Set it to end the run after the current step; the text says why."""
+    """Set it to end the run after the current step; the text is the reason."""
     moved: bool = False
-    """Set it after changing counters.consumed: the loop then reads on from there."""
+    """Set it after changing counters.consumed: the loop then continues reading from there."""
     next_run: Run | None = None
-    """Set it to go on in another recipe: the loop rebuilds the engine before the next step."""
+    """Set it to continue with another recipe: the loop rebuilds the engine before the next step."""
     notes: dict[str, Any] = field(default_factory=dict)
     """Facts for the closing summary, by name."""
     measured: dict[str, float] = field(default_factory=dict)
-    """Numbers of this step for the trackers, from hooks that measured it; emptied after each step."""
+    """Numbers of this step for the trackers, from hooks that measured it; cleared after each step."""
     audit: AuditMark = "unaudited"
-    """What the audit says of the state as it stands; written into each checkpoint. Resuming by itself passes suspect ones over."""
+    """The audit's result on the current state; written into each checkpoint. Automatic resuming skips suspect ones."""
     trouble: str | None = None
-    """Set it on one rank where something cannot be written: all ranks stop after the current step, with a checkpoint."""
+    """Set it on a rank that cannot write its files: all ranks stop after the current step, with a checkpoint."""
     failure: MpbridgeError | None = None
-    """What the run ends with once its last checkpoint is written."""
+    """The exception raised once the last checkpoint is written."""
 
     def fail(self, error: MpbridgeError) -> None:
-        """Ends the run after the step that is under way and its last checkpoint; `pretrain` then raises `error` (the first one counts)."""
+        """Ends the run after the current step and its last checkpoint; `pretrain` then raises `error` (only the first one)."""
         if self.failure is None:
             self.failure = error
             self.stop = self.stop or str(error).partition("\n")[0].removesuffix(":")
 
     def in_trouble(self, text: str) -> None:
-        """Stops all ranks after the current step, with a checkpoint: a file of this rank's cannot be written (the first one counts)."""
+        """Stops all ranks after the current step, with a checkpoint: a file of this rank cannot be written (only the first reason is kept)."""
         self.trouble = self.trouble or text
 
     def say(self, text: str) -> None:
@@ -62,10 +62,10 @@ class Training:
 
 
 class Hook:
-    """Takes part in a run; every method does nothing unless overridden. All ranks call the same methods in the same order."""
+    """Base class of hooks; every method does nothing unless overridden. All ranks call the same methods in the same order."""
 
     def built(self, training: Training) -> None:
-        """The engine is built, no step was done: load, or audit what stands. May be called again when a schedule rebuilds the engine."""
+        """The engine is built and no step was done: load, or audit. Called again when a schedule rebuilds the engine."""
 
     def started(self, training: Training) -> None:
         """The run is about to take its next step for the first time."""
@@ -74,21 +74,21 @@ class Hook:
         """A step is about to be taken."""
 
     def stepped(self, training: Training, result: StepResult) -> None:
-        """A step is finished and counted; result.applied says whether weights moved."""
+        """A step is finished and counted; result.applied tells whether weights were updated."""
 
     def evaluated(self, training: Training, loss: float) -> None:
-        """The held-out loss was measured after the step counted last."""
+        """The held-out loss was measured after the last counted step."""
 
     def finished(self, training: Training) -> None:
         """No further step will follow: the run is complete, or was stopped."""
 
     def closed(self) -> None:
-        """The run is over, also by an exception: release what you hold."""
+        """The run is over, possibly by an exception: release resources."""
 
 
 @dataclass(slots=True)
 class Hooks(Hook):
-    """Several hooks as one, called in the order given; all are closed, whatever the others do."""
+    """Several hooks as one, called in the given order; all are closed even if others fail."""
 
     parts: tuple[Hook, ...] = ()
 

@@ -1,4 +1,4 @@
-"""What can go wrong in a run and how the run then ends: signals, non-finite numbers, a rank that is gone."""
+"""Faults of a run and how it then ends: signals, non-finite numbers, a lost rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _launcher = [os.getppid()]
-"""The process that started this one, as of the import: it may die while the run is built, and another process is the parent then."""
+"""The parent process at import time: if it dies while the run is built, this process gets another parent."""
 os.register_at_fork(after_in_child=lambda: _launcher.__setitem__(0, os.getppid()))
 
 
@@ -35,10 +35,10 @@ class LostRank(Refused):
 
 
 class Signals(Hook):
-    """Signals end the run after the current step, the same one on all ranks, with a checkpoint.
+    """Signals end the run after the current step, on all ranks at the same step, with a checkpoint.
 
-    SIGTERM and SIGINT: a second one ends the process at once. SIGHUP, SIGUSR1 and SIGUSR2 (Slurm's notice) may come again without doing so. One that
-    was inherited as ignored stays ignored (nohup), unless the environment announces it. Under torchrun a launcher that dies gives its ranks a notice too.
+    SIGTERM and SIGINT: a second one ends the process immediately. SIGHUP, SIGUSR1 and SIGUSR2 (Slurm's notice) may be repeated. A signal
+    inherited as ignored stays ignored (nohup), unless the environment announces it. Under torchrun, a dying launcher also notifies its ranks.
     """
 
     URGENT = (signal.SIGTERM, signal.SIGINT)
@@ -50,7 +50,7 @@ class Signals(Hook):
         self._kept: dict[int, Any] = {}
 
     def built(self, training: Training) -> None:
-        """Installs the handlers, where this is the main thread."""
+        """Installs the handlers, if this is the main thread."""
         if self._kept or threading.current_thread() is not threading.main_thread():
             return
         for number in (*self.URGENT, *self.NOTICES):
@@ -58,7 +58,7 @@ class Signals(Hook):
                 self._kept[number] = signal.signal(number, self._note)
         if under_torchrun() and (notice := next((n for n in self.NOTICES if n in self._kept), None)):
             end_with_parent(notice)
-            if os.getppid() != _launcher[0]:  # it was faster
+            if os.getppid() != _launcher[0]:  # it died before the request
                 self.seen = notice
 
     def _note(self, number: int, frame: Any) -> None:
@@ -67,7 +67,7 @@ class Signals(Hook):
             return
         now = time.monotonic()
         if not under_torchrun():
-            # the system's own handler from now on: the second signal needs no Python to be running
+            # use the default handler from now on, so that a second signal works even while Python is blocked
             self._restore_urgent()
         elif self._urgent_at is not None and now - self._urgent_at > PASSED_ON_WITHIN:
             self._restore_urgent()
@@ -80,11 +80,11 @@ class Signals(Hook):
                 signal.signal(known, signal.SIG_DFL)
 
     def started(self, training: Training) -> None:
-        """A signal that came while the run was built or loaded."""
+        """Handles a signal that arrived while the run was built or loaded."""
         self._stop(training)
 
     def stepped(self, training: Training, result: StepResult) -> None:
-        """Stops all ranks when one of them got a signal, or cannot write what it has to."""
+        """Stops all ranks if one of them received a signal or cannot write its files."""
         self._stop(training)
 
     def _stop(self, training: Training) -> None:
@@ -93,10 +93,10 @@ class Signals(Hook):
             return
         if found == TROUBLE:
             training.stop = training.trouble or "another rank cannot write its files"
-            record(training, "trouble", f"{training.stop}: the step is finished, the run stops")
+            record(training, "trouble", f"{training.stop}: the step was completed, the run stops")
         else:
             training.stop = signal.Signals(found).name
-            record(training, "signal", f"{training.stop}: the step is finished, the run stops")
+            record(training, "signal", f"{training.stop}: the step was completed, the run stops")
 
     def closed(self) -> None:
         """Restores the handlers."""
@@ -108,9 +108,9 @@ class Signals(Hook):
 
 
 TROUBLE = 1000
-"""More than any signal's number: files that cannot be written."""
+"""Code larger than any signal number: files cannot be written."""
 PASSED_ON_WITHIN = 5.0
-"""Seconds in which torchrun passes on a signal that the terminal has sent to its ranks as well: not somebody who insists."""
+"""Seconds within which torchrun may pass on a signal that the terminal also sent to its ranks; not a second request."""
 
 
 def under_torchrun() -> bool:
@@ -119,7 +119,7 @@ def under_torchrun() -> bool:
 
 
 class Nonfinite(Hook):
-    """What follows a step whose loss or gradients are not finite (its update is never applied): skip it, stop, or go back to the last checkpoint."""
+    """The reaction to a step whose loss or gradients are not finite (its update is never applied): skip it, stop, or roll back to the last checkpoint."""
 
     def __init__(self, setting: str, keeper: Keeper) -> None:
         self.act, self.left = parse_nonfinite(setting)
@@ -127,11 +127,11 @@ class Nonfinite(Hook):
         self.before = 0
 
     def started(self, training: Training) -> None:
-        """Counts from what was loaded."""
+        """Starts counting from the loaded state."""
         self.before = training.counters.nonfinite
 
     def stepped(self, training: Training, result: StepResult) -> None:
-        """Acts on the step that was just counted; what is not finite is the counters' to say (an overflow that the loss scale handles is finite)."""
+        """Acts on the step just counted; the counters decide what is not finite (an overflow that the loss scale handles is not counted)."""
         if training.counters.nonfinite == self.before:
             return
         self.before = training.counters.nonfinite
@@ -151,7 +151,7 @@ class Nonfinite(Hook):
     def _back(self, training: Training, text: str, facts: dict[str, Any]) -> None:
         place = self.keeper.rewind(training) if self.left else None
         if place is None:
-            why = "no rollback is left" if not self.left else "there is no checkpoint to go back to"
+            why = "no rollback is left" if not self.left else "there is no checkpoint to roll back to"
             training.stop = f"not finite, and {why}"
             record(training, "nonfinite", f"{text}: the run stops, {why}", **facts)
             return
@@ -159,14 +159,14 @@ class Nonfinite(Hook):
         record(
             training,
             "rollback",
-            f"{text}: back to {place.name}, continuing after the samples that led there; {self.left} rollbacks left",
+            f"{text}: rolled back to {place.name}, continuing after the samples already read; {self.left} rollbacks left",
             **facts,
         )
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turns what a process group raises when a rank is gone into LostRank, which says so."""
+    """Converts what a process group raises for a lost rank to LostRank."""
     try:
         yield
     except MpbridgeError:
@@ -175,6 +175,6 @@ def explained() -> Iterator[None]:
         if is_of_a_lost_rank(error):
             raise LostRank(
                 f"rank {dist.get_rank()}: another rank of the job died or does not answer ({str(error).splitlines()[0][:200]}). "
-                "Start the job again from its newest checkpoint (checkpoint.load=...); the reason is in that rank's output"
+                "Restart the job from its newest checkpoint (checkpoint.load=...); the reason is in that rank's output"
             ) from error
         raise

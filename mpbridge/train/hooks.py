@@ -1,4 +1,4 @@
-"""The hooks of a run, in the order in which they act."""
+"""The hooks of a run, in order of execution."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def default_hooks(run: Run, show: Callable[[Any], None] | None = None) -> list[Hook]:
-    """The hooks that a run's own sections ask for, in the order in which they act. show: prints a table or a line; None: silence."""
+    """The hooks that a run's sections require, in order of execution. show: prints a table or a line; None: no output."""
     audit: Any = AuditHook(
         mode=run.train["audit"],
         folder=run.logger["log_dir"],
@@ -30,5 +30,5 @@ def default_hooks(run: Run, show: Callable[[Any], None] | None = None) -> list[H
     keeper = Keeper(run)
     nonfinite = Nonfinite(str(run.train.get("nonfinite") or "skip"), keeper)
     statistics: Any = StatisticsHook(run.logger["log_dir"], every=run.logger.get("precision_every"))
-    # statistics first: their hooks are off again when the audit looks at the modules; then the audit: what it stops is not saved
+    # statistics first, so that their hooks are removed before the audit inspects modules; then the audit, so that what it stops is not saved
     return [statistics, audit, *notes, Signals(), nonfinite, keeper, Stages(run)]

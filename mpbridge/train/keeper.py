@@ -1,4 +1,4 @@
-"""Keeper: loads what a run starts from, saves at intervals (in the background on request) and at the end, and prints the command that resumes."""
+"""Keeper: loads the run's initial state, saves at intervals (in the background on request) and at the end, and prints the resume command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Keeper(Hook):
-    """Checkpoints of one run, as its checkpoint section says. Raises CheckpointError when made where saving could not work."""
+    """Checkpoints of one run, according to its checkpoint section. Raises CheckpointError on creation if saving could not work."""
 
     def __init__(self, run: Run) -> None:
         section = run.checkpoint
@@ -41,7 +41,7 @@ class Keeper(Hook):
         self._claim: Any = None
 
     def built(self, training: Training) -> None:
-        """Loads, the first time."""
+        """Loads, on the first call."""
         if self._begun:
             return
         self._begun = True
@@ -51,7 +51,7 @@ class Keeper(Hook):
         own = place is not None and folder is not None and place.parent.resolve() == folder.resolve()
         if weights is not None:
             answer = checkpoint.load_weights(training, weights)
-            self._said = "\n".join([f"begins with the weights of {weights}", *answer.lines()[1:]])
+            self._said = "\n".join([f"initialized with the weights of {weights}", *answer.lines()[1:]])
             self._resumed = {"checkpoint": str(weights), "verdict": "weights only", "optimizer_reset": True}
             training.notes["weights from"] = str(weights)
         if place is not None:
@@ -66,13 +66,13 @@ class Keeper(Hook):
         self._claim = store.claim(folder)
 
     def started(self, training: Training) -> None:
-        """Says what was loaded, once progress output exists."""
+        """Reports what was loaded, once progress output exists."""
         if self._said:
             record(training, "resumed", self._said, **self._resumed)
             self._said = ""
 
     def stepped(self, training: Training, result: Any) -> None:
-        """Saves when it is due, and seals what was written meanwhile."""
+        """Saves when due, and seals a checkpoint that was written in the background."""
         at = training.counters.iteration
         if self._moment is not None:
             self._compare(training)
@@ -93,7 +93,7 @@ class Keeper(Hook):
             record(training, "moments", text, saved=saved, found=found)
 
     def finished(self, training: Training) -> None:
-        """The last checkpoint, and the line that resumes."""
+        """Saves the last checkpoint, and prints the command that resumes."""
         if self.pending is not None:
             self._seal()
         if self.folder is None:
@@ -104,10 +104,10 @@ class Keeper(Hook):
             self.save(training, background=False)
         if training.stop is not None:
             training.notes["go on with"] = line = resume_line(self.folder)
-            training.say(f"stopped after step {training.counters.iteration} ({training.stop}); to go on: {line}")
+            training.say(f"stopped after step {training.counters.iteration} ({training.stop}); to resume: {line}")
 
     def closed(self) -> None:
-        """Discards what an exception left unfinished, and releases the folder."""
+        """Discards an unfinished checkpoint, and releases the folder."""
         if self.pending is not None:
             self.pending.abort()
             self.pending = None
@@ -116,21 +116,21 @@ class Keeper(Hook):
             self._claim = None
 
     def save(self, training: Training, *, background: bool) -> None:
-        """A checkpoint of the run as it stands; newer checkpoints of an abandoned branch are set aside."""
+        """Writes a checkpoint of the current state; newer checkpoints of an abandoned branch are renamed."""
         folder = self.folder
         assert folder is not None
-        if self.pending is not None:  # the one before is still being written: wait, so that at most one is under way
+        if self.pending is not None:  # wait for the previous one, so that at most one is being written
             self._seal()
         before = -1 if self.saved_at is None else self.saved_at
         for path in on_first_rank(lambda: store.set_aside(folder, after=before)):
-            training.say(f"this run went on from step {before}: a checkpoint of a later step is kept as {path}")
+            training.say(f"this run continued from step {before}: the checkpoint of a later step is kept as {path}")
         self.pending = checkpoint.save(training, folder, background=background)
         self.saved_at = training.counters.iteration
         if not background:
             self._seal()
 
     def rewind(self, training: Training) -> Path | None:
-        """Loads the newest whole checkpoint of this run, data position left where it is; None where there is none."""
+        """Loads the newest complete checkpoint of this run, except the data position; None if there is none."""
         if self.pending is not None:
             self._seal()
         folder = self.folder
@@ -152,9 +152,9 @@ class Keeper(Hook):
 
 
 def resume_line(folder: Path) -> str:
-    """The command that goes on from the newest checkpoint in `folder`."""
+    """The command that resumes from the newest checkpoint in `folder`."""
     setting = f"checkpoint.load={folder}"
-    # meant for the first start only: repeated, it would drop the optimizer's states again
+    # only for the first start: repeated, it would drop the optimizer's states again
     once = ("checkpoint.load=", "checkpoint.reset_optimizer=", "--reset-optimizer")
     program, *rest = sys.argv
     single = not dist.is_initialized() or dist.get_world_size() == 1

@@ -1,4 +1,4 @@
-"""`pretrain(run)`: from a resolved run to its summary. Thin on purpose: everything but the step is a hook."""
+"""`pretrain(run)`: trains a resolved run and returns its summary. Deliberately thin: everything except the step is a hook."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def pretrain(
     hooks: Iterable[Hook] = (),
     quiet: bool = False,
 ) -> Summary:
-    """Trains as `run` says and returns the figures; every rank of the job calls it.
+    """Trains `run` and returns its figures. Every rank of the job must call it.
 
-    dataset: the caller's own iterable of samples in place of data.corpus (`data.batches.Feed`); its length is never asked.
-    hooks: called after those that the run's sections ask for. quiet: nothing is printed.
-    Raises Refused before anything is built when the machine or a rule says no, BadValue and Contradiction for settings that do not
+    dataset: an iterable of samples instead of data.corpus (`data.batches.Feed`); its length is never used.
+    hooks: called after those that the run's sections require. quiet: print nothing.
+    Raises Refused before anything is built if the machine or a rule forbids the run, BadValue and Contradiction for settings that do not
     fit, DataError for data that cannot be used.
     """
     train_iters(run.train)
@@ -90,7 +90,7 @@ def _pretrain(
         training.scheduler = scheduler(run, training.engine.optimizer)
         steps = _Steps(training, parts)
         summary = steps.go(stack, out)
-        # before the handlers are given back: a notice may come again while this is written
+        # before the handlers are restored, since a notice may be repeated while this is written
         write_summary(summary, steps.folder)
         write_timing(run, steps.meter, steps.folder)
         out.print(summary_table(summary.rows()))
@@ -117,7 +117,7 @@ class _Steps:
         self.folder = Path(run.logger["log_dir"]) if run.logger.get("log_dir") and rank() == 0 else None
 
     def go(self, stack: ExitStack, out: Any) -> Summary:
-        """All steps that are left, and the figures."""
+        """Runs all remaining steps and returns the figures."""
         training, run, counters = self.training, self.training.run, self.training.counters
         interval = int(run.train.get("log_interval") or 10)
         write_precision(run, self.folder)
@@ -131,7 +131,7 @@ class _Steps:
         )
         stream, training.moved = training.feed.batches("train", counters.consumed, self.rank, self.ranks), False
         if self.eval_iters and self.eval_interval:
-            # opened now: a corpus that has nothing left for its held-out part is refused before a step is trained
+            # opened now, so that a corpus too small for a held-out part is refused before the first step
             training.feed.batches("valid", 0, self.rank, self.ranks)
         self.hooks.started(training)
         while counters.iteration < self.total and training.stop is None:
@@ -166,7 +166,7 @@ class _Steps:
         training.measured = {}
         if (every := training.run.train.get("exit_interval")) and at % int(every) == 0 and at < self.total:
             training.stop = training.stop or f"train.exit_interval={every} at step {at}"
-        # the last step is always followed by a measurement, so that the summary speaks of the final weights
+        # always measure after the last step, so that the summary describes the final weights
         if self.eval_iters and self.eval_interval and (at % self.eval_interval == 0 or at == self.total):
             self._evaluate(log)
 

@@ -1,4 +1,4 @@
-"""megatron-core's learning-rate and weight-decay schedule from a run's sections; it counts samples and never asks how much data there is."""
+"""megatron-core's learning-rate and weight-decay schedule from a run's sections; it counts samples and never needs the amount of data."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _WEIGHT_DECAY = defaults("optimizer")["weight_decay"]
 
 
 def scheduler_arguments(run: Run) -> dict[str, Any]:
-    """The arguments of megatron-core's OptimizerParamScheduler besides the optimizer; raises Contradiction with every fault."""
+    """The arguments of megatron-core's OptimizerParamScheduler other than the optimizer. Raises Contradiction with every fault."""
     return schedule(run.scheduler, run.inputs["optimizer"], run.train)
 
 
 def schedule(section: Mapping[str, Any], optimizer: Mapping[str, Any], train: Mapping[str, Any]) -> dict[str, Any]:
-    """As `scheduler_arguments`, from the sections."""
+    """Like `scheduler_arguments`, from the sections."""
     plan, steps = _DEFAULTS | _given(section), train_iters(train)
     batch, warmup = int(train["global_batch_size"]), _warmup(plan, steps)
-    # a run shorter than its warm-up never decays, so where no decay was asked for its end may lie after the run's
+    # a run shorter than its warm-up never decays, so unless a decay was requested its end may be after the run's
     decay = int(plan["lr_decay_iters"] or max(steps, warmup + 1))
     weight_decay = _given(optimizer).get("weight_decay", _WEIGHT_DECAY)
     first, last = (
@@ -59,19 +59,19 @@ def _given(section: Mapping[str, Any]) -> dict[str, Any]:
 def _faults(
     plan: Mapping[str, Any], optimizer: Mapping[str, Any], warmup: int, decay: int, first: float, last: float
 ) -> list[str]:
-    """What is wrong with the schedule. first, last: weight decay at both ends."""
+    """The schedule's faults. first, last: weight decay at both ends."""
     start, peak = plan["lr_warmup_init"], optimizer.get("lr") or 0.0
     checks = (
         (start > peak, f"scheduler.lr_warmup_init={start} is above optimizer.lr={peak}"),
         (warmup >= decay, f"scheduler.lr_warmup_iters={warmup} does not end before scheduler.lr_decay_iters={decay}"),
         (
             plan["lr_decay_style"] == "WSD" and plan["lr_wsd_decay_iters"] is None,
-            "scheduler.lr_decay_style='WSD' needs scheduler.lr_wsd_decay_iters",
+            "scheduler.lr_decay_style='WSD' requires scheduler.lr_wsd_decay_iters",
         ),
         (first > last, f"scheduler.start_weight_decay={first} is above end_weight_decay={last}"),
         (
             first < last and plan["weight_decay_incr_style"] == "constant",
-            f"scheduler.start_weight_decay={first} and end_weight_decay={last} differ: give scheduler.weight_decay_incr_style=linear or cosine",
+            f"scheduler.start_weight_decay={first} and end_weight_decay={last} differ: set scheduler.weight_decay_incr_style=linear or cosine",
         ),
     )
     return [text for broken, text in checks if broken]
@@ -83,7 +83,7 @@ def scheduler(run: Run, optimizer: Any) -> Any:
 
     arguments = scheduler_arguments(run)
     for group in optimizer.param_groups:
-        # OptimizerConfig's own defaults are None, which the schedule would calculate with
+        # OptimizerConfig's own defaults are None, with which the schedule would compute
         for name in ("max_lr", "min_lr"):
             if name in group and group[name] is None:
                 group[name] = arguments[name]

@@ -1,4 +1,4 @@
-"""What a run changes in its process, and gives back: the process group, threads, determinism."""
+"""Process settings that a run changes and restores: the process group, threads, determinism."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpbridge.engines.parallel import start_process_group, stop_process_group
 
 @contextmanager
 def process_group(cuda: bool, *, minutes: float = 60.0) -> Iterator[None]:
-    """The job's process group, for as long as the run lasts; an existing one is used and left alone. minutes: how long ranks wait for each other."""
+    """The job's process group, for the duration of the run; an existing one is used and left alone. minutes: timeout of collectives."""
     made = start_process_group(cuda, timeout_minutes=minutes)
     try:
         yield
@@ -25,7 +25,7 @@ def process_group(cuda: bool, *, minutes: float = 60.0) -> Iterator[None]:
 
 @contextmanager
 def process_settings(train: Mapping[str, Any]) -> Iterator[None]:
-    """`train.threads` (torch's threads for one operation) and `train.deterministic`, for as long as the run lasts."""
+    """`train.threads` (torch's threads for one operation) and `train.deterministic`, for the duration of the run."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     if train.get("threads"):
@@ -41,7 +41,7 @@ def process_settings(train: Mapping[str, Any]) -> Iterator[None]:
 
 
 def data_parallel() -> tuple[int, int]:
-    """This rank's number among those that read different data, and how many there are."""
+    """This rank's index among those that read different data, and their number."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():

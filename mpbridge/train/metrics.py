@@ -12,21 +12,21 @@ if TYPE_CHECKING:
     from mpbridge.engines.contract import StepResult
 
 RECENT = 10
-"""Steps that a mean of recent losses is taken over."""
+"""Number of steps in the mean of recent losses."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """What a run has done so far; plain numbers that a checkpoint keeps."""
+    """A run's progress; plain numbers stored in checkpoints."""
 
     iteration: int = 0
-    """Finished steps, skipped ones included."""
+    """Finished steps, including skipped ones."""
     consumed: int = 0
     """Training samples read by the whole job."""
     skipped: int = 0
     """Steps whose update was not applied."""
     nonfinite: int = 0
-    """Steps whose loss or gradient was NaN or infinite, overflows that a loss scale handles left out."""
+    """Steps whose loss or gradient was NaN or infinite, except overflows that a loss scale handles."""
     tokens: int = 0
     """Training tokens read by the whole job."""
 
@@ -36,7 +36,7 @@ class Counters:
         self.consumed += samples
         self.tokens += tokens
         self.skipped += not result.applied
-        # without a loss scale there is one reason to skip: a gradient that is not finite
+        # without a loss scale, the only reason to skip is a gradient that is not finite
         gradient = math.isfinite(result.grad_norm or 0.0) and (result.applied or result.loss_scale != 1.0)
         self.nonfinite += not (math.isfinite(result.loss) and gradient)
 
@@ -45,7 +45,7 @@ class Counters:
 class Meter:
     """Rates of this process's part of the run. Time outside of steps (evaluation, checkpoints) does not count.
 
-    flops: model FLOPs per token; processes: devices that share the job's work, for the rate of one.
+    flops: model FLOPs per token; processes: number of devices sharing the work, for the rate per device.
     """
 
     flops: int
@@ -59,11 +59,11 @@ class Meter:
     _began: float = 0.0
 
     def begin(self) -> None:
-        """A step begins."""
+        """Marks the beginning of a step."""
         self._began = time.perf_counter()
 
     def end(self, result: StepResult, tokens: int) -> None:
-        """The step is finished; `tokens` were read by the whole job."""
+        """Marks the end of a step in which the whole job read `tokens`."""
         took = time.perf_counter() - self._began
         self.seconds += took
         self.tokens += tokens
@@ -90,7 +90,7 @@ class Meter:
 
     @property
     def recent_loss(self) -> float | None:
-        """Mean loss over the last few steps, those without a finite one left out."""
+        """Mean loss over the last few steps, ignoring non-finite ones."""
         finite = [loss for loss in self.losses if math.isfinite(loss)]
         return sum(finite) / len(finite) if finite else None
 
@@ -114,7 +114,7 @@ class Meter:
 
 
 def line(result: StepResult, meter: Meter, counters: Counters) -> str:
-    """What the progress line says about a step."""
+    """A step's text in the progress line."""
     norm = "-" if result.grad_norm is None else f"{result.grad_norm:.3f}"
     scale = f"{result.loss_scale:g}" if result.loss_scale < 65536 else f"2**{math.log2(result.loss_scale):g}"
     skipped = f"  skipped {counters.skipped}" if counters.skipped else ""

@@ -1,4 +1,4 @@
-"""What is printed and checked before anything is built: capability, rules, the plan."""
+"""Checks and output before anything is built: capability, rules, the plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
-    """Prints what the recipe decides, and the warnings, which come back. Raises Refused, as `require_here` does."""
+    """Prints what the recipe decides, and the warnings; returns the warnings. Raises Refused, like `require_here`."""
     facts = run.facts
     machine, warnings = require_here(run.policy, facts)
     how = "natively" if facts.realization == "native" else "emulated"
@@ -46,12 +46,12 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadValue(
-            f"logger.log_dir={folder}: {error.strerror or error} (expected a folder, or a place for one)"
+            f"logger.log_dir={folder}: {error.strerror or error} (expected a folder, or a path where one can be created)"
         ) from None
 
 
 def write_precision(run: Run, folder: Path | None) -> None:
-    """Writes `folder`/precision.json: what was wanted, decided and overridden, for programs; nothing where folder is None."""
+    """Writes `folder`/precision.json: what was requested, decided and overridden, as JSON; does nothing if folder is None."""
     if folder is None:
         return
     facts = run.facts
@@ -68,7 +68,7 @@ def write_precision(run: Run, folder: Path | None) -> None:
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """The run's settings as data; empty for those made of Python objects, which no file can hold."""
+    """The run's settings as data; empty for runs made from Python objects, which cannot be written to a file."""
     try:
         return run.container.as_data()
     except MpbridgeError:

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 def spans_of(run: Run) -> tuple[Span[Any], ...]:
-    """The stages of a run as step ranges. Raises Contradiction where they do not fit its length."""
+    """The stages of a run as step ranges. Raises Contradiction if they do not fit its length."""
     train = run.train
     tokens = int(train["global_batch_size"]) * run.facts.shape.seq_length
     return spans(run.stages, steps=int(train["train_iters"]), tokens_per_step=tokens)
 
 
 def stage_run(run: Run, index: int) -> Run:
-    """`run` in the recipe of its stage `index`; everything else, the list of stages too, as it was. Raises Contradiction."""
+    """`run` with the recipe of its stage `index`; everything else, including the list of stages, unchanged. Raises Contradiction."""
     container = run.container.copy()
     given: Any = run.container.mixed_precision
     part = given[index]
@@ -45,7 +45,7 @@ def stage_run(run: Run, index: int) -> Run:
 
 
 def at_stage(run: Run) -> Run:
-    """`run` in the recipe of the stage that its first step is in: the first one, or where its checkpoint stands."""
+    """`run` with the recipe of the stage of its first step: the first stage, or the one that its checkpoint is in."""
     if len(run.stages) < 2:
         return run
     place = resume_point(run.checkpoint)
@@ -56,9 +56,9 @@ def at_stage(run: Run) -> Run:
 
 
 def check_stages(run: Run) -> list[str]:
-    """A line for each stage and transition of `run`; nothing for a run of one recipe.
+    """A line for each stage and transition of `run`; empty for a run with one recipe.
 
-    Raises Refused with everything that rules or a machine say against any stage, and every transition that would lose the optimizer's states.
+    Raises Refused with every violation of a rule or of the machine's capability in any stage, and every transition that would lose the optimizer's states.
     """
     if len(run.stages) < 2:
         return []
@@ -90,14 +90,14 @@ def _short(answer: Verdict) -> str:
 
 
 class Stages(Hook):
-    """Asks for the next stage's run when a stage is over; the loop then calls `switch`."""
+    """Requests the next stage's run when a stage is over; the loop then calls `switch`."""
 
     def __init__(self, run: Run) -> None:
         self.spans = spans_of(run) if len(run.stages) > 1 else ()
         self.runs = [stage_run(run, span.index) for span in self.spans]
 
     def stepped(self, training: Training, result: Any) -> None:
-        """Sets `training.next_run` after the last step of a stage (again, where a rollback went back over a switch)."""
+        """Sets `training.next_run` after the last step of a stage (also if a rollback went back past a switch)."""
         done = training.counters.iteration
         index = next((span.index for span in self.spans if span.holds(done)), None)
         if index is None:
@@ -108,9 +108,9 @@ class Stages(Hook):
 
 
 def switch(training: Training) -> None:
-    """Closes the engine and goes on in `training.next_run` with main weights, moments and counters exactly as they were.
+    """Closes the engine and continues with `training.next_run`, with main weights, moments and counters exactly as they were.
 
-    It goes through a checkpoint, so the state is the one that a resume would find. Every rank calls it.
+    The state passes through a checkpoint, so it is the one that a resume would load. Every rank must call it.
     """
     from mpbridge.checkpoint import io as checkpoint
     from mpbridge.engines.registry import build_engine
@@ -136,7 +136,7 @@ def switch(training: Training) -> None:
 
 
 def _waiting_room(run: Run) -> Path:
-    """A new folder for the state that passes from one engine to the next; inside the run's own folder where it has one."""
+    """A new folder for the state passed from one engine to the next; inside the run's own folder if it has one."""
     inside = run.checkpoint.get("save") or run.logger.get("log_dir")
     if inside:
         Path(inside).mkdir(parents=True, exist_ok=True)

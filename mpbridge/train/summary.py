@@ -14,33 +14,33 @@ from mpbridge.train.preflight import settings_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """The figures of a run, the same on every rank except the times."""
+    """The figures of a run, identical on every rank except the times."""
 
     recipe: str
     iterations: int
-    """Finished steps, those before a resume included."""
+    """Finished steps, including those before a resume."""
     skipped: int
     nonfinite: int
     consumed_samples: int
     first_loss: float | None
-    """Of this process's first step; None when it took none."""
+    """Loss of this process's first step; None if it took none."""
     last_loss: float | None
-    """Mean over this process's last steps, `averaged` of them."""
+    """Mean loss over this process's last `averaged` steps."""
     averaged: int = 10
     eval_losses: tuple[tuple[int, float], ...] = ()
     """(step, held-out loss), in order."""
     seconds: float = 0.0
-    """Inside training steps; evaluation and saving are not in it."""
+    """Seconds in training steps, without evaluation and saving."""
     tokens_per_second: float = 0.0
     model_flops_per_second: float = 0.0
-    """Of one process."""
+    """Model FLOP/s of one process."""
     parameters: int = 0
-    """On this rank."""
+    """Parameters on this rank."""
     stopped: str | None = None
     """Why the run ended before its last step; None: it did not."""
     log_dir: str | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
-    """What hooks had to add."""
+    """Facts added by hooks."""
 
     @property
     def applied(self) -> int:
@@ -86,7 +86,7 @@ class Summary:
 
 
 def write_summary(summary: Summary, folder: Path | None) -> None:
-    """Writes `folder`/summary.json; nothing where folder is None. A file that cannot be written is said on stderr: the run is over, and printed."""
+    """Writes `folder`/summary.json; does nothing if folder is None. A write error is only reported on stderr, since the run is over and its summary printed."""
     if folder is not None:
         _write(folder / "summary.json", summary.as_data())
 
@@ -96,11 +96,11 @@ def _write(path: Path, data: Any) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        warn(f"{path} cannot be written ({error.strerror or error}): it is not whole")
+        warn(f"{path} cannot be written ({error.strerror or error}) and is incomplete")
 
 
 def write_timing(run: Any, meter: Any, folder: Path | None) -> None:
-    """Writes `folder`/timing.json, which `mpbridge estimate --against` and `recommend --runs` read; nothing without a folder or a step."""
+    """Writes `folder`/timing.json, which `mpbridge estimate --against` and `recommend --runs` read; does nothing without a folder or a step."""
     if folder is None or not meter.steps:
         return
     times = sorted(took for took, _ in meter._times)

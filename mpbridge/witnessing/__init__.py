@@ -1,5 +1,5 @@
-"""The audit in anybody's loop: what a few steps of Megatron-LM's, torch's, Hugging Face's, Lightning's or DeepSpeed's training really were.
+"""The audit in any training loop: observes what a few steps of Megatron-LM, torch, Hugging Face, Lightning or DeepSpeed training actually do.
 
-`witness` observes, `loops` finds out whose loop it is, `core`, `plain` and `zero` read each kind's tensors, `describe` puts them into words,
-`callbacks` ties a witness to other projects' trainers.
+`witness` observes, `loops` identifies the kind of loop, `core`, `plain` and `zero` read each kind's tensors, `describe` puts them into words,
+`callbacks` attaches a witness to other projects' trainers.
 """

@@ -1,4 +1,4 @@
-"""What a loop does to weights and moments between the optimizer's update and the end of its step."""
+"""Detects what a loop does to weights and moments between the optimizer's update and the end of the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Afterwards:
-    """Digests of trained weights and moments right after an update, to be held against those at the end of the step."""
+    """Digests of trained weights and moments right after an update, for comparison with those at the end of the step."""
 
     def __init__(self, loop: Loop) -> None:
         self._digests = {
@@ -22,8 +22,8 @@ class Afterwards:
         }
 
     def into(self, seen: Weights, loop: Loop, before: Before) -> None:
-        """Names in `seen` what was put back to where the update found it, and FP32 states that were rounded since. Other changes (weights that a loop
-        normalizes) are the loop's own business."""
+        """Adds to `seen` the tensors restored to their state before the update, and FP32 states rounded since. Other changes (a loop that
+        normalizes its weights) are allowed."""
         for held in holdings(loop):
             for what, tensor in _states(held).items():
                 now = digest(tensor)
@@ -33,7 +33,7 @@ class Afterwards:
                     seen.moved.remove(held.name)
                     seen.undone.append(held.name)
                 elif is_narrow(tensor):
-                    seen.coarse.append(f"{held.name} ({what}, after the update)")
+                    seen.coarse.append(f"{held.name} ({what}, rounded after the update)")
 
 
 def _states(held: Held) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A witness in other projects' trainers: Hugging Face's Trainer, Lightning's Trainer, Lightning's Fabric. Each is imported when it is asked for."""
+"""A witness in other projects' trainers: Hugging Face's Trainer, Lightning's Trainer, Lightning's Fabric. Each is imported on demand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpbridge.witnessing.witness import Policy, Witness
 
 
 class Following:
-    """A witness that is made when the first step begins, which is when a trainer has its model and optimizer."""
+    """A witness created when the first step begins, which is when a trainer has its model and optimizer."""
 
     def __init__(self, policy: Policy | None, **how: Any) -> None:
         self._policy, self._how = policy, how
@@ -19,16 +19,16 @@ class Following:
 
     @property
     def reports(self) -> list[Witnessed]:
-        """Of every step that was observed."""
+        """The reports of all observed steps."""
         return [] if self.witness is None else self.witness.reports
 
     @property
     def report(self) -> Witnessed:
-        """The newest."""
+        """The latest report."""
         return self.reports[-1]
 
     def begins(self, number: int, model: Any, optimizer: Any, scaler: Any = None) -> None:
-        """Step `number` (from 1) begins, or goes on with its next micro-batch."""
+        """Starts step `number` (from 1), or continues it with its next micro-batch."""
         if self.witness is None:
             self.witness = Witness(model, optimizer, self._policy, scaler=scaler, **self._how)
         if not self.witness.observing and self.witness.due(number):
@@ -36,12 +36,12 @@ class Following:
             self.witness.begin()
 
     def ends(self) -> None:
-        """The step is done."""
+        """Ends the step."""
         if self.witness is not None and self.witness.observing:
             self.witness.end()
 
     def gives_up(self) -> None:
-        """Whatever is under way is no step."""
+        """Drops an unfinished step."""
         if self.witness is not None:
             self.witness.let_go()
 
@@ -51,16 +51,16 @@ def _need(module: str, package: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise Refused(
-            f"this callback needs {package}, which cannot be imported ({error}): pip install {package}"
+            f"this callback requires {package}, which cannot be imported ({error}): pip install {package}"
         ) from None
 
 
 def trainer_callback(policy: Policy | None = None, **how: Any) -> Any:
-    """A TrainerCallback for Hugging Face's Trainer; `how` as for witness(). `callback.report` is the newest report. Raises Refused without transformers."""
+    """A TrainerCallback for Hugging Face's Trainer; `how` as for witness(). `callback.report` is the latest report. Raises Refused without transformers."""
     transformers = _need("transformers", "transformers")
 
     class TrainerWitness(Following, transformers.TrainerCallback):  # type: ignore[misc,name-defined]
-        """Observes the steps that are due; on_step_end comes after the update, of which torch's own hook has told by then."""
+        """Observes the steps that are due; on_step_end runs after the update, which torch's own hook has reported by then."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
             optimizer = parts["optimizer"]
@@ -83,7 +83,7 @@ def lightning_callback(policy: Policy | None = None, **how: Any) -> Any:
         base = _need("pytorch_lightning", "lightning").Callback
 
     class LightningWitness(Following, base):  # type: ignore[misc,valid-type]
-        """Observes the steps that are due, each from its first batch to the batch after which the trainer's global step has moved on."""
+        """Observes the steps that are due, each from its first batch to the batch after which the trainer's global step has increased."""
 
         _step = 0
 
@@ -120,10 +120,10 @@ class FabricWitness(Following):
         self._taken = 0
 
     def on_train_batch_start(self, model: Any, optimizer: Any) -> None:
-        """A step begins."""
+        """Starts a step."""
         self.begins(self._taken + 1, model, optimizer)
 
     def on_train_batch_end(self) -> None:
-        """A step is done."""
+        """Ends a step."""
         self._taken += 1
         self.ends()

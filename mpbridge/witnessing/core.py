@@ -35,7 +35,7 @@ class CoreLoop(Loop):
             optimizer=getattr(self._parts()[0], "config", None),
             ddp=getattr(first, "ddp_config", None),
         )
-        # linears of mpbridge.emulation say so themselves
+        # linears of mpbridge.emulation carry their own marker
         plugs = [getattr(m, "plug", None) for chunk in self.model for m in chunk.modules()]
         emulated = any(getattr(plug, "emulated", True) for plug in plugs if plug is not None)
         self.run = _run_of(self.configs, self.facts(), emulated=emulated)
@@ -47,7 +47,7 @@ class CoreLoop(Loop):
 
     @property
     def wrapper(self) -> str:
-        """Who reduces gradients."""
+        """What reduces gradients."""
         return f"megatron-core's {type(self.model[0]).__name__}"
 
     def _parts(self) -> list[Any]:
@@ -55,11 +55,11 @@ class CoreLoop(Loop):
 
     @property
     def sharded(self) -> Sharded:  # type: ignore[override]
-        """The distributed optimizer divides states."""
+        """The distributed optimizer shards its states."""
         return "optimizer" if any(hasattr(part, "shard_fp32_groups") for part in self._parts()) else "nothing"
 
     def facts(self) -> LoopFacts:
-        """From the live configs."""
+        """The facts, from the live configs."""
         config = getattr(self._parts()[0], "config", None)
         model = getattr(self.model[0], "config", None)
         named = ((path, module) for chunk in self.model for path, module in chunk.named_modules())
@@ -79,7 +79,7 @@ class CoreLoop(Loop):
         )
 
     def audit_ranks(self) -> tuple[int, ...]:
-        """megatron-core's data-parallel group, context-parallel ranks among it."""
+        """megatron-core's data-parallel group, including context-parallel ranks."""
         if self.group is None and dist.is_initialized():
             from megatron.core import parallel_state as state
 
@@ -88,26 +88,26 @@ class CoreLoop(Loop):
         return super().audit_ranks()
 
     def named_parameters(self) -> Iterable[tuple[str, Any]]:
-        """By global name, layers counted over all pipeline stages."""
+        """Parameters by global name, with layers numbered over all pipeline stages."""
         from mpbridge.engines.live import bare, parameters
 
         for chunk in self.model:
             yield from parameters(bare(chunk))
 
     def tensors(self) -> list[Live]:
-        """As megatron-core holds them."""
+        """The live tensors as megatron-core has them."""
         from mpbridge.engines.live import live
 
         return live(self.model, self.optimizer)
 
     @property
     def loss_scale(self) -> float:
-        """megatron-core's own scaler's."""
+        """The scale of megatron-core's own scaler."""
         return float(self.optimizer.get_loss_scale())
 
     def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
-        """Behind the optimizer's own `step`, which also brings main weights to the model, or behind the last part of it, where a loop takes the parts
-        itself; gradients stay until the next step begins."""
+        """Hooks in after the optimizer's own `step`, which also copies main weights to the model, or after its last part if a loop calls the parts
+        itself; gradients exist until the next step begins."""
         whole = [False]
 
         def begins() -> None:
@@ -134,7 +134,7 @@ class CoreLoop(Loop):
 
 
 class _Chain:
-    """A single optimizer of megatron-core's in the shape of its chain."""
+    """A single megatron-core optimizer with the interface of a chained one."""
 
     def __init__(self, optimizer: Any) -> None:
         self.chained_optimizers = [optimizer]
@@ -145,7 +145,7 @@ class _Chain:
 
 
 def after_call(owner: Any, name: str, then: Callable[[Any], None]) -> Callable[[], None]:
-    """Calls `then` with the result of each call of `owner.name`; gives back what takes it off, leaving no trace."""
+    """Calls `then` with the result of each call of `owner.name`; returns a function that removes the hook completely."""
     mine = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ def after_call(owner: Any, name: str, then: Callable[[Any], None]) -> Callable[[
 
 
 def before_call(owner: Any, name: str, then: Callable[[], None]) -> Callable[[], None]:
-    """Calls `then` before each call of `owner.name`; gives back what takes it off."""
+    """Calls `then` before each call of `owner.name`; returns a function that removes the hook."""
     mine = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ def _fields(shape: Any) -> dict[str, Any]:
 
 
 def _section(name: str, config: Any) -> dict[str, Any]:
-    """What a live config says that is not its class's default, in plain types; what is not data is left out."""
+    """The values of a live config that differ from its class's defaults, in plain types; anything that is not data is omitted."""
     faults: list[str] = []
     found = {}
     for key, value in as_mapping(name, config, faults).items():

@@ -25,10 +25,10 @@ from mpbridge.witnessing.sharded import first_element, row_of
 
 
 class _Sharded(CoreLoop):
-    """Parameters cut over the data-parallel ranks; gradients are copied together before they are sent."""
+    """Parameters sharded over the data-parallel ranks; gradients are copied into one buffer before they are sent."""
 
     def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
-        """Sizes of shards, and what the forward pass read."""
+        """Shard sizes, and digests of what the forward pass read."""
         seen = Copies()
         for name, parameter in self.named_parameters():
             seen.shards[name] = (int(local(parameter).numel()), int(parameter.numel()))
@@ -37,7 +37,7 @@ class _Sharded(CoreLoop):
         return seen
 
     def audit_traffic(self, promised: dict[str, set[str]], watch: Watch, microbatches: int) -> Traffic:
-        """By the number of elements."""
+        """Messages checked by number of elements."""
         group = self.audit_ranks()
         seen = Traffic(ranks=len(group), promised=promised)
         sizes = [int(parameter.numel()) for _, parameter in self.named_parameters()]
@@ -46,14 +46,14 @@ class _Sharded(CoreLoop):
 
 
 class CoreFsdpLoop(_Sharded):
-    """Megatron-FSDP: the wrapper shards parameters and holds main weights."""
+    """Megatron-FSDP: the wrapper shards parameters and owns the main weights."""
 
     kind = traits("megatron_fsdp")
     name = "megatron_fsdp"
 
     @property
     def sharded(self) -> Sharded:  # type: ignore[override]
-        """By the wrapper's strategy."""
+        """What is sharded, from the wrapper's strategy."""
         strategy = str(getattr(getattr(self.model[0], "ddp_config", None), "data_parallel_sharding_strategy", ""))
         known: Mapping[str, Sharded] = {"no_shard": "nothing", "optim": "optimizer", "optim_grads": "gradients"}
         return known.get(strategy, "everything")
@@ -63,7 +63,7 @@ class CoreFsdpLoop(_Sharded):
         return list(inside_fsdp.parameters(self.model[0]).items())
 
     def audit_holdings(self) -> Iterator[Held]:
-        """Main shards beside the model's own weights."""
+        """Main shards and the model's own weights."""
         owned = {
             id(parameter): (part.optimizer, group)
             for part in self._parts()
@@ -101,7 +101,7 @@ class CoreFsdpLoop(_Sharded):
 
 
 class CoreFsdp2Loop(_Sharded):
-    """torch's `fully_shard` under megatron-core's Float16 optimizer: 16-bit shards, FP32 copies of them that hold their own gradients."""
+    """torch's `fully_shard` under megatron-core's Float16 optimizer: 16-bit shards, with FP32 copies that have their own gradients."""
 
     kind = replace(
         FSDP, name="core_fsdp2", summary="megatron-core's TorchFullyShardedDataParallel", main_weights="megatron_core"
@@ -112,12 +112,12 @@ class CoreFsdp2Loop(_Sharded):
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
         self._grads: dict[str, torch.Tensor] = {}
         super().__init__(model, optimizer, scaler=scaler, group=group)
-        # it has a class of its own, which says nothing of precision
+        # it has its own config class, without precision fields
         self.configs.ddp = None
 
     @property
     def wrapper(self) -> str:
-        """Who reduces gradients."""
+        """What reduces gradients."""
         return "megatron-core's TorchFullyShardedDataParallel"
 
     def audit_holdings(self) -> Iterator[Held]:
@@ -139,7 +139,7 @@ class CoreFsdp2Loop(_Sharded):
             )
 
     def tensors(self) -> Iterator[Live]:  # type: ignore[override]
-        """Shards; gradients of the model, which megatron-core lets go within its step, as they were before it."""
+        """Shards, and the model's gradients as they were before megatron-core's step, which frees them."""
         for held in self.audit_holdings():
             yield Live(role="params", parameter=held.name, tensor=held.parameter.detach())
             if held.name in self._grads:
@@ -156,7 +156,7 @@ class CoreFsdp2Loop(_Sharded):
                 yield Live(role="buffers", parameter=inside_fsdp.bare_name(name), tensor=buffer)
 
     def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
-        """As of any of megatron-core's optimizers, after a look at the gradients that it is about to copy."""
+        """As for other megatron-core optimizers, but first records the gradients that it is about to copy."""
         self._grads = {}
         undo = [before_call(self.outer, "step", self._accumulated), super().on_update(then)]
 
@@ -167,7 +167,7 @@ class CoreFsdp2Loop(_Sharded):
         return off
 
     def _accumulated(self) -> None:
-        """What gradients have added up to, without keeping them."""
+        """The accumulated gradients, without keeping them."""
         for name, parameter in self.named_parameters():
             if parameter.grad is not None:
                 grad = local(parameter.grad)

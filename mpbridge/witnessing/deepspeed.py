@@ -1,4 +1,4 @@
-"""What all of DeepSpeed's ZeRO optimizers share in a loop: `engine.step()`, flat FP32 partitions, gradients that are freed within the step."""
+"""What DeepSpeed's ZeRO optimizers have in common: `engine.step()`, flat FP32 partitions, gradients that are freed within the step."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class DeepSpeedLoop(TorchLoop):
 
     @property
     def wrapper(self) -> str:
-        """Who reduces gradients."""
+        """What reduces gradients."""
         return f"DeepSpeed {type(self.outer).__name__}"
 
     @property
     def loss_scale(self) -> float:
-        """DeepSpeed's own."""
+        """DeepSpeed's own loss scale."""
         return float(getattr(self.outer, "loss_scale", 1.0) or 1.0)
 
     def tensors(self) -> Iterator[Live]:
-        """As DeepSpeed holds them; gradients, which it frees within its step, as they were then."""
+        """The live tensors as DeepSpeed has them; gradients, which it frees within its step, as they were during it."""
         for held in self.audit_holdings():
             yield Live(role="params", parameter=held.name, tensor=self._stored(held))
             for role, seen in (("grads", self._grads), ("main_grads", self._read)):
@@ -52,7 +52,7 @@ class DeepSpeedLoop(TorchLoop):
         yield from self._buffers()
 
     def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
-        """Behind DeepSpeed's own `step`; gradients are looked at before it, and inside of it when the inner optimizer reads them."""
+        """Hooks in after DeepSpeed's own `step`; gradients are recorded before it, and inside it when the inner optimizer reads them."""
 
         def stepped(result: Any) -> None:
             norm = getattr(self.outer, "_global_grad_norm", None)
@@ -72,17 +72,17 @@ class DeepSpeedLoop(TorchLoop):
 
     @abstractmethod
     def _stored(self, held: Held) -> torch.Tensor:
-        """What this rank holds of a parameter between steps."""
+        """This rank's part of a parameter between steps."""
 
     @abstractmethod
     def _accumulated(self) -> None:
-        """Notes what gradients have added up to, before the step begins."""
+        """Records the accumulated gradients before the step begins."""
 
     @abstractmethod
     def _reading(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Notes the gradients that the inner optimizer reads while it steps."""
+        """Records the gradients that the inner optimizer reads while it steps."""
 
     def _note(self, name: str, mine: torch.Tensor) -> None:
-        """A gradient that the inner optimizer reads; in the accumulator's dtype it is the accumulator."""
+        """Records a gradient that the inner optimizer reads; if it has the accumulator's dtype, it is the accumulator."""
         if name in self._grads and self._grads[name][1] is not mine.dtype:
             self._read[name] = int(mine.numel()), mine.dtype

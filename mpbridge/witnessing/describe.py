@@ -1,4 +1,4 @@
-"""What a loop is, in words: from one observed step on all ranks to storage, compute by module, wire, states, bytes, and the nearest recipe."""
+"""Describes a loop in words from one step observed on all ranks: storage, compute by module, wire, states, bytes, and the nearest recipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mpbridge.witnessing.loops import Loop
 
 UNSEEN = "not observed"
 ONE = "one data-parallel process: no gradient travels"
-_STEP = "the optimizer did not step while it was watched"
+_STEP = "the optimizer did not step while it was observed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,17 +30,17 @@ class Description:
     """Wrapper and optimizer."""
     ranks: int
     meaning: Meaning
-    """In the words that all stacks are compared in (mpbridge.stacks); a row of `unseen` holds what is most likely."""
+    """In the terms in which all stacks are compared (mpbridge.stacks); a row in `unseen` has the most likely value."""
     compute: tuple[tuple[str, str, str], ...]
     """(kind of operation, module with '*' for numbers, dtypes)."""
     linears: Mapping[str, int]
-    """Rule -> linears that run by it."""
+    """Rule -> number of linears that use it."""
     paths: Mapping[str, str]
     """Linear -> its rule."""
     bytes: float
-    """Measured on a rank, per parameter that its part of the model has: parameters, gradients, main weights, moments."""
+    """Measured on a rank, per parameter of its part of the model: parameters, gradients, main weights, moments."""
     also: Mapping[str, str]
-    """Row -> what a few tensors are, where not all are alike."""
+    """Row -> the values of the other tensors, if not all are the same."""
     unseen: Mapping[str, str]
     """Row -> why it could not be observed."""
     scale: float = 1.0
@@ -61,7 +61,7 @@ class Description:
         return {name: found[name] for name in LABELS}
 
     def as_data(self) -> dict[str, Any]:
-        """JSON types."""
+        """The description as JSON types."""
         return {
             "loop": self.loop,
             "ranks": self.ranks,
@@ -73,7 +73,7 @@ class Description:
 
 
 def describe(loop: Loop, ranks: Sequence[Observed], *, stepped: bool, scaled: bool, scale: float) -> Description:
-    """From what every rank observed. stepped: an update was seen; scaled: losses are multiplied by a scale."""
+    """The description from what every rank observed. stepped: an update was seen; scaled: losses are multiplied by a scale."""
     unseen: dict[str, str] = dict(loop.unobserved())
     also: dict[str, str] = {}
     storage = _role(ranks, "params", also, "storage") or DType.FP32
@@ -84,10 +84,10 @@ def describe(loop: Loop, ranks: Sequence[Observed], *, stepped: bool, scaled: bo
     second = _role(ranks, "exp_avg_sq", also, "exp_avg_sq")
     accumulator = grads or read
     if accumulator is None:
-        unseen.setdefault("accumulator", _STEP if not stepped else "no gradient was there when the optimizer stepped")
+        unseen.setdefault("accumulator", _STEP if not stepped else "no gradient existed when the optimizer stepped")
     for row, found in (("exp_avg", first), ("exp_avg_sq", second)):
         if found is None:
-            unseen.setdefault(row, _STEP if not stepped else "the optimizer keeps none, or none that it shows")
+            unseen.setdefault(row, _STEP if not stepped else "the optimizer has none, or none that it exposes")
     if not stepped:
         unseen.setdefault("main", _STEP)
     wire = _wire(ranks, unseen, accumulator or storage)
@@ -121,7 +121,7 @@ def describe(loop: Loop, ranks: Sequence[Observed], *, stepped: bool, scaled: bo
 
 
 def _role(ranks: Sequence[Observed], role: str, also: dict[str, str], row: str) -> DType | None:
-    """The dtype of most elements of a role; others go to `also` by number of tensors."""
+    """The dtype of most elements of a role; the others are added to `also` by number of tensors."""
     sizes: Counter[str] = Counter()
     tensors: Counter[str] = Counter()
     for (kind, _, found), tally in merged(list(ranks)).items():
@@ -164,7 +164,7 @@ def _compute(ranks: Sequence[Observed], unseen: dict[str, str]) -> DType | None:
             seen.update(found)
     plain = {found: count for found, count in seen.items() if " x " not in found}
     if not plain:
-        unseen["compute"] = "no GEMM passed torch's dispatcher"
+        unseen["compute"] = "no GEMM went through torch's dispatcher"
         return None
     most = dtype(max(plain, key=lambda found: plain[found]))
     outputs = {
@@ -174,7 +174,7 @@ def _compute(ranks: Sequence[Observed], unseen: dict[str, str]) -> DType | None:
         for _, _, own in rank.computed.kinds.get("outputs of linears", ())
         for kind in own
     }
-    # the CPU layer multiplies FP16 factors in FP32 and rounds once, as tensor cores do: what goes in and comes out is FP16
+    # the CPU layer multiplies FP16 factors in FP32 and rounds once, as tensor cores do: operands and results are FP16
     return DType.FP16 if most is DType.FP32 and outputs == {"fp16"} else most
 
 
@@ -188,14 +188,14 @@ def _autocast(ranks: Sequence[Observed], unseen: dict[str, str]) -> DType | None
 
 
 def _by_module(ranks: Sequence[Observed]) -> tuple[tuple[str, str, str], ...]:
-    """Each kind's modules with their numbers taken out, those of one dtype on one line."""
+    """Each kind's modules with layer numbers replaced by '*', one line per dtype."""
     found: dict[tuple[str, str], set[str]] = {}
     for rank in ranks:
         fused = {place for place, _, _ in rank.computed.kinds.get("attention", ())} if rank.computed else set()
         for kind in ORDER:
             for place, _, dtypes in rank.computed.kinds.get(kind, ()) if rank.computed else ():
                 if kind == "softmax" and place in fused:
-                    continue  # inside of the attention's kernel, which is told of under its own name
+                    continue  # inside the attention kernel, which is reported under its own name
                 found.setdefault((kind, _numbers_out(place)), set()).update(dtypes)
     return tuple((kind, place, "/".join(sorted(dtypes))) for (kind, place), dtypes in found.items())
 
@@ -205,7 +205,7 @@ def _numbers_out(path: str) -> str:
 
 
 def _bytes(ranks: Sequence[Observed]) -> float:
-    """Mean over ranks of the bytes of parameters, gradients, main weights and moments, over the parameters that the rank's part of the model has."""
+    """Mean over ranks of the bytes of parameters, gradients, main weights and moments, per parameter of the rank's part of the model."""
     total = sum(
         tally.bytes
         for rank in ranks
@@ -213,7 +213,7 @@ def _bytes(ranks: Sequence[Observed]) -> float:
         if role != "buffers" and role != "padding"
     )
     held = sum(tally.elements for rank in ranks for (role, _, _), tally in rank.tensors.items() if role == "params")
-    # a shard stands for all of its parameter
+    # a shard counts as its whole parameter
     held += sum(whole - mine for rank in ranks for mine, whole in rank.copies.shards.values())
     return total / held if held else 0.0
 
@@ -228,7 +228,7 @@ def _counts(linears: Mapping[str, int]) -> str:
 
 
 def lines(description: Description) -> list[tuple[str, str]]:
-    """(what, found) for people: the rows, then compute by module, modules of one kind and dtype together."""
+    """(what, found) for display: the rows, then compute by module, grouped by kind and dtype."""
     found = [(LABELS[row], text) for row, text in description.rows().items()]
     grouped: dict[tuple[str, str], list[str]] = {}
     for kind, module, dtypes in description.compute:

@@ -1,4 +1,4 @@
-"""The inside of torch's FSDP1: which part of which parameter this rank's flat tensors hold."""
+"""The internals of torch's FSDP1: which part of which parameter is in this rank's flat tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpbridge.audit.places import bare
 
 @dataclass(frozen=True, slots=True)
 class FlatPiece:
-    """What this rank holds of one parameter."""
+    """This rank's piece of one parameter."""
 
     name: str
     owner: Any
-    """What an optimizer was given: the piece itself (use_orig_params), or the whole unit's flat tensor."""
+    """The tensor the optimizer has: the piece itself (use_orig_params), or the whole unit's flat tensor."""
     tensor: Any
     start: int
     """First element in `owner`."""
@@ -28,12 +28,12 @@ class FlatPiece:
     """Elements of the whole parameter."""
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This piece of something that is as long as `owner`."""
+        """This piece of a tensor that is as long as `owner`."""
         return flat.reshape(-1)[self.start : self.start + self.count]
 
 
 def flat_pieces(model: Any) -> Iterator[FlatPiece]:
-    """Every parameter of every unit, then those that FSDP was told to ignore (whole, on every rank)."""
+    """Every parameter of every unit, then those that FSDP ignores (whole on every rank)."""
     seen: set[int] = set()
     for path, unit in model.named_modules():
         handle = getattr(unit, "_handle", None)

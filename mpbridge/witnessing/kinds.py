@@ -1,4 +1,4 @@
-"""Which kind of loop somebody's objects belong to."""
+"""Identifies the kind of loop from its objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpbridge.witnessing.zero3 import Zero3Loop
 
 
 def loop_of(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> Loop:
-    """The kind of loop that these objects belong to. Raises BadValue for what is neither a model nor an optimizer."""
+    """The kind of loop that these objects belong to. Raises BadValue for objects that are not a model and an optimizer."""
     for chunk in chunks(model):
         if not isinstance(chunk, torch.nn.Module):
             raise BadValue(
@@ -42,7 +42,7 @@ def loop_of(model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None
 
 
 def _core_kind(first: Any) -> type[Loop]:
-    """By who wraps the model."""
+    """The kind of loop by the model's wrapper."""
     if hasattr(first, "param_and_grad_buffer"):
         return CoreFsdpLoop
     return CoreFsdp2Loop if any(hasattr(one, "_local_tensor") for one in first.parameters()) else CoreLoop

@@ -1,4 +1,4 @@
-"""Somebody else's loop as the audit sees an engine: its model, its optimizer, the facts that promises need, and which kind of loop it is."""
+"""A foreign loop presented to the audit like an engine: its model, its optimizer, the facts that promises need, and its kind."""
 
 from __future__ import annotations
 
@@ -20,57 +20,57 @@ from mpbridge.traits import EngineTraits
 
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 LAYER_LISTS = ("layers", "h", "blocks", "block", "layer")
-"""Names under which models keep their list of layers."""
+"""Attribute names of models' lists of layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopFacts(RunFacts):
-    """RunFacts of a loop that no engine of ours runs."""
+    """RunFacts of a loop that none of mpbridge's engines runs."""
 
     own_traits: EngineTraits | None = None
 
     @property
     def traits(self) -> EngineTraits:
-        """Those of the loop's kind."""
+        """The traits of the loop's kind."""
         return self.own_traits or super().traits
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopRun:
-    """What the audit asks of a run."""
+    """What the audit reads from a run."""
 
     policy: PrecisionPolicy
     facts: RunFacts
     recipe: str = ""
     inputs: Mapping[str, Any] = field(default_factory=lambda: _EMPTY)
-    """The live configs' values when the witness was made: what their author had decided by then."""
+    """The live configs' values when the witness was created: their author's decisions up to then."""
     plan: Any = None
     emulate: bool = False
 
 
 @dataclass(slots=True)
 class Update:
-    """One call of an optimizer's step."""
+    """One call of an optimizer's `step`."""
 
     applied: bool = True
     norm: float | None = None
-    """Gradient norm before clipping, where the optimizer says it."""
+    """Gradient norm before clipping, if the optimizer reports it."""
 
 
 class Loop(ABC):
-    """One kind of loop. It has the attributes of an engine that the audit reads, and answers its own questions (audit.subject)."""
+    """One kind of loop. It has the engine attributes that the audit reads, and answers the questions of audit.subject itself."""
 
     name: str
     words: str
-    """What this loop is, for people: 'torch FSDP2'."""
+    """Display name of this loop, such as 'torch FSDP2'."""
     sharded: Sharded = "nothing"
     kind: EngineTraits
     foreign = True
-    """Whether the model is another's than megatron-core's."""
+    """Whether the model is not megatron-core's."""
 
     @property
     def of_the_mean(self) -> float:
-        """What the wrapper makes of gradients, as a multiple of their mean over ranks: 1, or the number of ranks where it is told to sum them."""
+        """The wrapper's result as a multiple of the gradients' mean over ranks: 1, or the number of ranks if it is set to sum them."""
         return 1.0
 
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
@@ -93,20 +93,20 @@ class Loop(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterable[Live]:
-        """Every tensor that plays a role, as it exists now."""
+        """Every tensor with a role, as it exists now."""
 
     # --- the update ----------------------------------------------------------------------------------------------------------------------
     @abstractmethod
     def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
-        """Calls `then` after each update, while its gradients still exist; gives back what takes the hook off."""
+        """Calls `then` after each update, while its gradients still exist; returns a function that removes the hook."""
 
     def on_step(self, begins: Callable[[], None]) -> Callable[[], None]:
-        """Calls `begins` before each update where the loop's optimizer may ask for gradients itself (a closure); gives back what takes the hook off."""
+        """Calls `begins` before each update if the loop's optimizer may compute gradients itself (a closure); returns a function that removes the hook."""
         return lambda: None
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by now."""
+        """The current loss scale."""
         scale = getattr(self.scaler, "get_scale", None)
         return float(scale()) if scale is not None and getattr(self.scaler, "is_enabled", lambda: True)() else 1.0
 
@@ -121,7 +121,7 @@ class Loop(ABC):
         return _EMPTY
 
     def cut_twice(self) -> list[str]:
-        """Parameters that tensor parallelism cuts before a wrapper shards them."""
+        """Parameters that tensor parallelism splits before a wrapper shards them."""
         return []
 
     def audit_ranks(self) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ class Loop(ABC):
 
 
 def neutral() -> PrecisionPolicy:
-    """A policy to observe under when nobody gave one; nothing is judged by it."""
+    """The policy to observe under if none was given; nothing is judged by it."""
     from mpbridge.precision.registry import get_mixed_precision_config
     from mpbridge.precision.resolve import resolve
 
@@ -142,7 +142,7 @@ def neutral() -> PrecisionPolicy:
 
 
 def shape_of(modules: Iterable[tuple[str, Any]], *, tied: bool = False) -> ModelShape:
-    """What rules of single layers ask of a shape: how many there are. The sizes of a foreign model are not known and not asked for."""
+    """The shape facts that per-layer rules need: the number of layers. The other sizes of a foreign model are unknown and not needed."""
     layers = 0
     for path, _ in modules:
         parts = path.split(".")

@@ -1,4 +1,4 @@
-"""The registered recipe that is nearest to what was observed, and what it says otherwise."""
+"""The registered recipe that is nearest to what was observed, and where it differs."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from mpbridge.witnessing.describe import Description
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nearest:
-    """A recipe beside what was seen."""
+    """A recipe compared with what was seen."""
 
     recipe: str
     differences: Mapping[str, tuple[str, str]]
     """Row -> (the recipe's, what was seen)."""
     other_master: bool = False
-    """Whether updates are added to weights of another dtype: then storage and main weights are no matter of layout."""
+    """Whether updates are added to weights of another dtype: then storage and main weights are not just a matter of layout."""
 
     @property
     def arithmetic(self) -> tuple[str, ...]:
-        """Rows that change numbers, not only where tensors lie."""
+        """Rows that change the arithmetic, not only the layout."""
         layout = tuple(row for row in LAYOUT if not (self.other_master and row in ("storage", "main")))
         return tuple(row for row in self.differences if row not in layout)
 
     def __str__(self) -> str:
         if not self.differences:
             return f"{self.recipe}, exactly"
-        kind = "the same arithmetic in another layout" if not self.arithmetic else "other arithmetic"
+        kind = "same arithmetic, different layout" if not self.arithmetic else "different arithmetic"
         changes = "; ".join(f"{LABELS[row]}: {seen}, not {ours}" for row, (ours, seen) in self.differences.items())
-        return f"{self.recipe} but for ({kind}) {changes}"
+        return f"{self.recipe} except for ({kind}) {changes}"
 
     def as_data(self) -> dict[str, Any]:
-        """JSON types."""
+        """The comparison as JSON types."""
         return {
             "recipe": self.recipe,
             "differences": {row: {"recipe": ours, "seen": seen} for row, (ours, seen) in self.differences.items()},
@@ -47,7 +47,7 @@ class Nearest:
 
 
 def nearest(description: Description, *, layers: int) -> Nearest | None:
-    """Fewest rows of other arithmetic, then fewest rows of another layout, then the registry's order; None when no recipe can be read."""
+    """The recipe with the fewest rows of different arithmetic, then of different layout, then first in the registry; None when no recipe can be read."""
     found = [
         one
         for name in recipes
@@ -58,7 +58,7 @@ def nearest(description: Description, *, layers: int) -> Nearest | None:
 
 
 def _engines(description: Description) -> tuple[str, ...]:
-    """The engines of ours that lay tensors out as this loop does: a recipe may be said on any of them."""
+    """mpbridge's engines with the same layout as this loop; a recipe is compared on each of them."""
     return (
         tuple(name for name in engine_names() if traits(name).shards >= {"params", "grads"})
         if (description.meaning.sharded == "everything")
@@ -70,7 +70,7 @@ def _compared(name: str, engine: str, description: Description, layers: int) -> 
     try:
         policy = resolve(get_mixed_precision_config(name))
         ours = of_policy(policy, engine=engine, sharded=description.meaning.sharded)
-    except MpbridgeError:  # a recipe of somebody's package that does not load
+    except MpbridgeError:  # a third-party recipe that does not load
         return None
     mine, theirs = rows(ours), rows(description.meaning)
     skipped = {*description.unseen, "quantization", "loss_scale", "sharded"}

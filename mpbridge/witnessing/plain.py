@@ -36,7 +36,7 @@ DDP = EngineTraits(
     checkpoints="",
 )
 FSDP = replace(traits("fsdp2"), rules="", checkpoints="")
-"""FSDP1 keeps what FSDP2 keeps, cut otherwise."""
+"""FSDP1 keeps the same tensors as FSDP2, sharded differently."""
 STATES = (
     ("exp_avg", "exp_avg"),
     ("exp_avg_sq", "exp_avg_sq"),
@@ -55,7 +55,7 @@ class Owned:
 
 
 def optimizers_in(optimizer: Any) -> list[Any]:
-    """The torch optimizers inside of wrappers (accelerate's, Fabric's, DeepSpeed's), or in a list."""
+    """The torch optimizers inside wrappers (accelerate's, Fabric's, DeepSpeed's), or in a list."""
     if isinstance(optimizer, (list, tuple)):
         return [one for each in optimizer for one in optimizers_in(each)]
     inner = getattr(optimizer, "optimizer", None)
@@ -91,7 +91,7 @@ class TorchLoop(Loop):
 
     @property
     def wrapper(self) -> str:
-        """Who reduces gradients."""
+        """What reduces gradients."""
         for chunk in self.model:
             for module in chunk.modules():
                 if type(module).__name__ == "DistributedDataParallel":
@@ -100,7 +100,7 @@ class TorchLoop(Loop):
         return "torch without a wrapper" if len(self.audit_ranks()) == 1 else "torch, wrapped elsewhere"
 
     def facts(self) -> LoopFacts:
-        """Layers counted from names; Adam unless the optimizer is called SGD."""
+        """The facts: the number of layers from parameter names; Adam unless the optimizer is named SGD."""
         name = "sgd" if all("SGD" in type(one).__name__ for one in self.inner) else "adam"
         return LoopFacts(
             shape=shape_of(self._modules(), tied=_tied(self.model[0])),
@@ -115,14 +115,14 @@ class TorchLoop(Loop):
                 yield bare(path), module
 
     def named_parameters(self) -> list[tuple[str, Any]]:
-        """By cleaned name, each tensor once."""
+        """Parameters by cleaned name, each tensor once."""
         found: dict[int, tuple[str, Any]] = {}
         for chunk in self.model:
             for name, parameter in chunk.named_parameters():
                 found.setdefault(id(parameter), (bare(name), parameter))
         return list(found.values())
 
-    # --- who holds what ------------------------------------------------------------------------------------------------------------------
+    # --- who keeps what ------------------------------------------------------------------------------------------------------------------
     def _owned(self) -> dict[int, Owned]:
         return {
             id(parameter): Owned(inner, group)
@@ -148,21 +148,21 @@ class TorchLoop(Loop):
                 inner=None if mine is None else mine.inner,
                 group=None if mine is None else mine.group,
                 state={} if mine is None else dict(mine.inner.state.get(parameter, {})),
-                # a torch optimizer reads `.grad` alone, wherever a wrapper collects gradients
+                # a torch optimizer reads only `.grad`, regardless of where a wrapper accumulates gradients
                 samples={} if _past_the_optimizer(parameter) else None,
             )
 
     def unobserved(self) -> Mapping[str, str]:
         """Gradients that no optimizer can read."""
         lost = any(_past_the_optimizer(parameter) for _, parameter in self.named_parameters())
-        why = "gradients are in main_grad, and this optimizer reads .grad, where there is nothing"
+        why = "gradients are in main_grad, but this optimizer reads .grad, which is empty"
         return {"optimizer_reads": why} if lost else {}
 
     def _begin(self, name: str, parameter: Any) -> int:
         return 0
 
     def tensors(self) -> Iterator[Live]:
-        """Parameters, buffers, gradients where they accumulate, and the optimizer's states."""
+        """Parameters, buffers, accumulated gradients and the optimizer's states."""
         for held in self.audit_holdings():
             yield Live(role="params", parameter=held.name, tensor=held.parameter.detach())
             grad = getattr(held.parameter, "main_grad", None)
@@ -183,7 +183,7 @@ class TorchLoop(Loop):
         return Copies(whole={(name, 0, 0): digest(parameter) for name, parameter in self.named_parameters()})
 
     def audit_traffic(self, promised: dict[str, set[str]], watch: Watch, microbatches: int) -> Traffic:
-        """Reductions over this loop's ranks; megatron-core's buffers by their addresses, anybody else's by the number of elements."""
+        """Reductions over this loop's ranks: megatron-core's buffers by address, others by number of elements."""
         group = self.audit_ranks()
         seen = Traffic(ranks=len(group), promised=promised)
         if all(hasattr(chunk, "bucket_groups") for chunk in self.model):
@@ -191,7 +191,7 @@ class TorchLoop(Loop):
             buffers_into(self.model, names, watch, seen)
             return seen
         named = self.named_parameters()
-        # frameworks say themselves whether each micro-batch is reduced or all of them at the end; that it comes to one mean, `gradients` shows by value
+        # frameworks choose whether to reduce each micro-batch or all of them at the end; `gradients` verifies by value that the result is one mean
         sizes = [self._size(name, parameter) for name, parameter in named if parameter.requires_grad]
         whole = sum(self._size(name, parameter) for name, parameter in named) if self.sharded == "everything" else 0
         times = {1, max(1, microbatches)}
@@ -206,7 +206,7 @@ class TorchLoop(Loop):
         return seen
 
     def legs(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """(ranks that hold the shards of one copy, ranks that hold the same shard) of this rank where shards are copied; None elsewhere."""
+        """This rank's (ranks with the shards of one copy, ranks with the same shard) if shards are replicated; None otherwise."""
         return None
 
     def _size(self, name: str, parameter: Any) -> int:
@@ -219,12 +219,12 @@ class TorchLoop(Loop):
         if promised is None and scale != 1.0:
             wrong.append(f"loss scale: promised none, found {scale:g}")
         if promised is not None and self.scaler is None:
-            wrong.append("loss scale: promised one, found none (witness(scaler=...) if the loop has one)")
+            wrong.append("loss scale: promised one, found none (pass witness(scaler=...) if the loop has one)")
         return looked + 1, wrong
 
     # --- the update ----------------------------------------------------------------------------------------------------------------------
     def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
-        """Behind the last of the optimizers: torch's own hook, while gradients are still there."""
+        """Hooks in after the last optimizer through torch's own hook, while gradients still exist."""
         waiting = {id(inner) for inner in self.inner}
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -242,7 +242,7 @@ class TorchLoop(Loop):
         return undo
 
     def on_step(self, begins: Callable[[], None]) -> Callable[[], None]:
-        """Before the first of the optimizers: torch's own hook."""
+        """Hooks in before the first optimizer through torch's own hook."""
 
         def steps(optimizer: Any, args: Any, kwargs: Any) -> None:
             begins()
@@ -265,7 +265,7 @@ def states(held: Held) -> Iterator[Live]:
     for key, role in STATES:
         tensor = held.state.get(key)
         if isinstance(tensor, torch.Tensor):
-            # Transformer Engine's FP8 moments: the codes are what is stored, the class calls itself FP32
+            # Transformer Engine's FP8 moments store codes, but the class reports FP32
             yield Live(role=role, parameter=held.name, tensor=getattr(tensor, "_data", tensor))
 
 

@@ -1,4 +1,4 @@
-"""What a witness says of one step: the description, the findings, the nearest recipe; to print, as data, or as an error."""
+"""A witness's report of one step: the description, the findings, the nearest recipe; as text, as data, or as an error."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _WIDTH = 150
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witnessed:
-    """One observed step; equal on every rank."""
+    """One observed step; identical on every rank."""
 
     step: int
     described: Description
     nearest: Nearest | None
     promised: str
-    """The policy that it was judged by; '' when it was only described."""
+    """Name of the policy that it was judged by; '' if it was only described."""
     report: Report
-    """Findings: all that the policy promises, or without one what holds of every sound run."""
+    """The findings: everything that the policy promises, or without a policy what every sound run satisfies."""
 
     @property
     def ok(self) -> bool:
@@ -35,12 +35,12 @@ class Witnessed:
 
     @property
     def line(self) -> str:
-        """In one line."""
+        """The report in one line."""
         good = len(self.report.findings) - len(self.report.faults) - len(self.report.unseen)
-        parts = [f"{good} facts as promised" if self.promised else f"{good} checks hold"]
+        parts = [f"{good} facts as promised" if self.promised else f"{good} checks passed"]
         parts += [f"{len(self.report.unseen)} not observed"] if self.report.unseen else []
         wrong = ", ".join(fault.subject for fault in self.report.faults)
-        parts += [f"{len(self.report.faults)} NOT ({wrong})"] if self.report.faults else []
+        parts += [f"{len(self.report.faults)} FAILED ({wrong})"] if self.report.faults else []
         judged = f" against {self.promised}" if self.promised else ""
         return f"witness of step {self.step}, {self.described.loop}{judged}: {', '.join(parts)}"
 
@@ -61,7 +61,7 @@ class Witnessed:
         return "\n".join(text)
 
     def as_data(self) -> dict[str, Any]:
-        """JSON types."""
+        """The report as JSON types."""
         return {
             "step": self.step,
             "ok": self.ok,
@@ -72,13 +72,13 @@ class Witnessed:
         }
 
     def as_json(self) -> str:
-        """The same as text."""
+        """The same as JSON text."""
         return json.dumps(self.as_data(), indent=1)
 
     def require(self) -> Witnessed:
-        """This; raises AuditFailed naming every fault when there is one."""
+        """This report. Raises AuditFailed naming every fault if there are any."""
         if self.report.faults:
             found = "\n".join(f"  - {fault}" for fault in self.report.faults)
-            what = f"what {self.promised} did not promise" if self.promised else "what no sound run does"
-            raise AuditFailed(f"step {self.step} did {what}:\n{found}")
+            what = f"deviates from {self.promised}" if self.promised else "is not a sound training step"
+            raise AuditFailed(f"step {self.step} {what}:\n{found}")
         return self

@@ -21,7 +21,7 @@ from mpbridge.witnessing.plain import FSDP, TorchLoop, states
 
 
 class Fsdp2Loop(TorchLoop):
-    """`fully_shard`: every parameter a DTensor cut along its rows."""
+    """`fully_shard`: every parameter is a DTensor split along its rows."""
 
     kind = FSDP
     name = "fsdp2"
@@ -29,7 +29,7 @@ class Fsdp2Loop(TorchLoop):
 
     @property
     def wrapper(self) -> str:
-        """Who reduces gradients."""
+        """What reduces gradients."""
         return "torch FSDP2"
 
     def _units(self) -> Iterator[Any]:
@@ -41,14 +41,14 @@ class Fsdp2Loop(TorchLoop):
                     yield unit
 
     def audit_ranks(self) -> tuple[int, ...]:
-        """Those that share or replicate shards; tensor-parallel ranks are not among them."""
+        """Ranks that hold or replicate the shards, without tensor-parallel ranks."""
         unit = next(self._units(), None)
         if self.group is not None or unit is None:
             return super().audit_ranks()
         return tuple(unit.mesh_info.mesh.mesh.flatten().tolist())
 
     def legs(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Of a mesh of two dimensions: copies, shards."""
+        """The two dimensions of the mesh: replicas, shards."""
         unit: Any = next(self._units(), None)
         mesh = None if unit is None else unit.mesh_info.mesh
         if mesh is None or mesh.ndim != 2 or not hasattr(unit.mesh_info, "replicate_process_group"):
@@ -57,7 +57,7 @@ class Fsdp2Loop(TorchLoop):
 
     @property
     def of_the_mean(self) -> float:
-        """As `set_gradient_divide_factor` says (torchtitan: 1, the loss is divided by the tokens of all ranks)."""
+        """From `set_gradient_divide_factor` (torchtitan: 1, since the loss is divided by the tokens of all ranks)."""
         factors = {unit.gradient_divide_factor for unit in self._units()} - {None}
         return len(self.audit_ranks()) / min(factors) if factors else 1.0
 
@@ -65,7 +65,7 @@ class Fsdp2Loop(TorchLoop):
         return first_element(name, parameter)
 
     def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
-        """Sizes of shards, and what the forward pass read of them."""
+        """Shard sizes, and digests of what the forward pass read."""
         seen = Copies()
         for name, parameter in self.named_parameters():
             if hasattr(parameter, "_local_tensor"):
@@ -77,15 +77,15 @@ class Fsdp2Loop(TorchLoop):
         return seen
 
     def _slice(self, parameter: Any) -> int:
-        """Which of the slices that tensor-parallel ranks hold: that of the first rank of those that average its gradients."""
+        """The tensor-parallel slice: the first rank of those that average its gradients."""
         return min(self.audit_ranks()) if self._is_cut_twice(parameter) else 0
 
     def cut_twice(self) -> list[str]:
-        """Those whose mesh has more ranks than average their gradients."""
+        """Parameters whose mesh has more ranks than average their gradients."""
         return [name for name, parameter in self.named_parameters() if self._is_cut_twice(parameter)]
 
     def _size(self, name: str, parameter: Any) -> int:
-        """Elements that the ranks which average it hold together: a tensor-parallel slice, or all of it."""
+        """Elements over the ranks that average its gradients: a tensor-parallel slice, or the whole parameter."""
         if not self._is_cut_twice(parameter):
             return int(parameter.numel())
         return int(local(parameter).numel()) * len(self.audit_ranks())
@@ -96,7 +96,7 @@ class Fsdp2Loop(TorchLoop):
 
 
 class Fsdp1Loop(TorchLoop):
-    """FullyShardedDataParallel: every unit one flat tensor, cut evenly; parameters are pieces of it."""
+    """FullyShardedDataParallel: every unit is one flat tensor, split evenly; parameters are pieces of it."""
 
     kind = replace(FSDP, label="torch FSDP1", layout="even")
     name = "fsdp1"
@@ -104,11 +104,11 @@ class Fsdp1Loop(TorchLoop):
 
     @property
     def wrapper(self) -> str:
-        """Who reduces gradients."""
+        """What reduces gradients."""
         return "torch FSDP1"
 
     def legs(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Of HYBRID_SHARD: ranks of one node, the same rank of every node."""
+        """For HYBRID_SHARD: the ranks of one node, and the same rank on every node."""
         for chunk in self.model:
             for module in chunk.modules():
                 between = getattr(module, "_inter_node_pg", None)
@@ -120,11 +120,11 @@ class Fsdp1Loop(TorchLoop):
         return [piece for chunk in self.model for piece in flat_pieces(chunk)]
 
     def named_parameters(self) -> list[tuple[str, Any]]:
-        """Pieces by the names of the parameters that they are parts of."""
+        """Pieces by the name of their parameter."""
         return [(piece.name, piece.tensor) for piece in self._pieces()]
 
     def audit_holdings(self) -> Iterator[Held]:
-        """Every piece with the optimizer that updates it, or the flat tensor that it lies in."""
+        """Every piece with the optimizer that updates it or its flat tensor."""
         owned = self._owned()
         for piece in self._pieces():
             mine = owned.get(id(piece.owner))
@@ -144,7 +144,7 @@ class Fsdp1Loop(TorchLoop):
             )
 
     def tensors(self) -> Iterator[Live]:
-        """As they are held on this rank."""
+        """The live tensors of this rank."""
         for held in self.audit_holdings():
             assert held.part is not None
             yield Live(role="params", parameter=held.name, tensor=held.part)
@@ -154,7 +154,7 @@ class Fsdp1Loop(TorchLoop):
         yield from self._buffers()
 
     def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
-        """Sizes of pieces, and what the forward pass read."""
+        """Piece sizes, and digests of what the forward pass read."""
         pieces, legs = self._pieces(), self.legs()
         number = legs[1].index(dist.get_rank()) if legs else 0
         copy = f" (copy {number})" if number else ""
@@ -173,7 +173,7 @@ def _ranks(group: Any) -> tuple[int, ...]:
 
 
 def _copy(parameter: Any) -> str:
-    """Which of several whole copies a shard belongs to: '' for the first; others lie along replicated dimensions, and on the meshes of other ranks."""
+    """Which replica a shard belongs to: '' for the first; others are along replicated dimensions and on the meshes of other ranks."""
     mesh, here = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
     along = [place for place, how in zip(here, parameter.placements, strict=False) if how.is_replicate()]
     first = int(mesh.mesh.flatten()[0])
@@ -181,12 +181,12 @@ def _copy(parameter: Any) -> str:
 
 
 def first_element(name: str, parameter: Any) -> int:
-    """Where this rank's rows of a parameter begin, in elements."""
+    """Offset of this rank's rows of a parameter, in elements."""
     return placed(name, parameter)[0] * row_of(parameter) if hasattr(parameter, "_local_tensor") else 0
 
 
 def row_of(parameter: Any) -> int:
-    """Elements of one row."""
+    """Number of elements in one row."""
     return math.prod(parameter.shape[1:])
 
 

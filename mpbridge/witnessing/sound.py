@@ -1,4 +1,4 @@
-"""What holds of every sound training step, whatever its precision; and what cannot be said of a step with no update, or with several."""
+"""Checks that every sound training step passes regardless of precision, and what cannot be judged in a step with no update or several."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpbridge.witnessing.loops import Loop, Update
 
 
 def sound(loop: Loop, ranks: list[Observed], result: StepResult | None, under: Promises) -> list[Finding]:
-    """What holds of every sound run, whatever its precision."""
+    """The findings that apply to every sound run, regardless of precision."""
     findings = weight_findings([rank.weights for rank in ranks], stepped=result is not None)
     findings += replica_findings([rank.copies for rank in ranks])
     travelled = [rank.traffic for rank in ranks if rank.traffic is not None]
@@ -51,11 +51,11 @@ def _followed(
 
 
 def hidden(loop: Loop) -> list[Finding]:
-    """What tensor parallelism under a sharding wrapper hides."""
+    """What tensor parallelism under a sharding wrapper makes unobservable."""
     names = loop.cut_twice()
     if not names:
         return []
-    why = f"{len(names)} are cut by tensor parallelism as well ({', '.join(names[:3])}): a rank's products are pieces of their gradients"
+    why = f"{len(names)} are also split by tensor parallelism ({', '.join(names[:3])}): a rank computes only parts of their gradients"
     return [
         Finding(subject="gradients of cut linears", promised="reduced once", found="not observed", ok=False, unseen=why)
     ]
@@ -64,22 +64,22 @@ def hidden(loop: Loop) -> list[Finding]:
 def noted(
     findings: list[Finding], updates: Sequence[Update], scale: float, rate: float | None = None, asked: int = 0
 ) -> list[Finding]:
-    """The findings, those that need exactly one update, at a rate above 0, replaced where there was none, or more than one. rate: of the update; None:
-    unknown. asked: backward passes that the optimizer asked for itself in one update. A step without scaled losses in which no optimizer was called is a
-    fault: a skipped step is one that was asked for."""
+    """The findings; those that need exactly one update at a rate above 0 become 'not observed' if there was none or more than one. rate: of the update; None:
+    unknown. asked: backward passes that the optimizer ran itself in one update. If losses are not scaled and no optimizer was called, the step is a
+    fault: only a step that was called can be skipped."""
     applied = len([one for one in updates if one.applied])
     if not applied:
-        why = "the optimizer took no step while it was watched"
+        why = "the optimizer did not step while it was observed"
         why += f" (gradients that overflow at a loss scale of {scale:g}?)" if scale != 1.0 else ""
         found = _unfollowed(findings, ("weights moved", "gradients"), why)
         return found if updates or scale != 1.0 else [*found, _never()]
     if applied > 1:
-        why = f"{applied} updates were watched as one step; gradients are followed through one"
+        why = f"{applied} updates were observed as one step; gradients are followed through a single update"
         return _unfollowed(findings, ("gradients",), why)
     if asked > 1:
         findings = _unfollowed(findings, ("gradients",), f"the optimizer ran its closure {asked} times in one step")
     if rate == 0.0:
-        why = "the learning rate was 0 in this step (warm-up from zero?): nothing has to move"
+        why = "the learning rate was 0 in this step (warm-up from zero?), so weights need not move"
         findings = _unfollowed(findings, ("weights moved",), why)
     return findings
 
@@ -90,7 +90,7 @@ def _never() -> Finding:
         promised="once",
         found="never",
         ok=False,
-        cure="nothing trains; or what is observed ends before the update: a step includes all of its micro-batches and optimizer.step()",
+        cure="nothing is trained, or observation ends before the update: a step must include all of its micro-batches and optimizer.step()",
     )
 
 

@@ -1,4 +1,4 @@
-"""witness(): observes the steps that it is given in anybody's loop, and describes them or judges them by a policy."""
+"""witness(): observes steps of any training loop, and describes them or judges them by a policy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mpbridge.witnessing.report import Witnessed
 from mpbridge.witnessing.sound import hidden, noted, sound
 
 Policy = str | MixedPrecisionConfig | PrecisionPolicy | Imported
-"""A recipe's name, a config, a policy, or what a stack's configuration means (mpbridge.stacks.importers)."""
+"""A recipe's name, a config, a policy, or a stack's imported configuration (mpbridge.stacks.importers)."""
 OnFault = Literal["raise", "show"]
 
 
@@ -50,14 +50,14 @@ def witness(
     group: Any = None,
     name: str = "",
 ) -> Witness:
-    """A witness of this model's and optimizer's training steps; every rank makes one and takes the same steps under it.
+    """A witness of this model's and optimizer's training steps; every rank creates one and runs the same steps under it.
 
     model: as the loop calls it: wrapped by DistributedDataParallel, fully_shard, FSDP, DeepSpeed, megatron-core (a list of chunks of an interleaved
-    pipeline), or not at all. optimizer: as the loop steps it; a list where there are several. policy: None: the step is described, and judged only by
-    what holds of every sound run; else by all that it promises. at: the steps, from 1, that `step()` observes. on_fault: 'raise': AuditFailed after the
-    step, on every rank. show: gets each report as text, on rank 0; None: nothing is printed. scaler: torch's GradScaler, where the loop has one.
-    clip: the norm that the loop clips gradients to (0: never), where it is known. group: the process group that averages gradients, where it is not all
-    ranks. name: what to call the policy. Raises BadValue for objects that are no model or optimizer.
+    pipeline), or not at all. optimizer: as the loop steps it; a list if there are several. policy: None: the step is described, and judged only by
+    what every sound run satisfies; otherwise by everything it promises. at: the steps, from 1, that `step()` observes. on_fault: 'raise': AuditFailed after the
+    step, on every rank. show: called with each report as text, on rank 0; None: no output. scaler: torch's GradScaler, if the loop has one.
+    clip: the norm that the loop clips gradients to (0: never), if known. group: the process group that averages gradients, if not all
+    ranks. name: display name of the policy. Raises BadValue for objects that are not a model and an optimizer.
     """
     return Witness(
         model,
@@ -74,27 +74,27 @@ def witness(
 
 
 def policy_of(policy: Policy, name: str = "") -> tuple[PrecisionPolicy, str]:
-    """(policy, what to call it)."""
+    """(policy, display name)."""
     if isinstance(policy, str):
         return resolve(get_mixed_precision_config(policy)), name or policy
     if isinstance(policy, Imported):
         if policy.cannot_express or not policy.fields:
-            reasons = "; ".join(policy.cannot_express) or "it says nothing that mpbridge has a setting for"
-            raise BadValue(f"{policy.stack}'s configuration cannot be said as a policy: {reasons}")
+            reasons = "; ".join(policy.cannot_express) or "it sets nothing that mpbridge has a setting for"
+            raise BadValue(f"{policy.stack}'s configuration cannot be expressed as a policy: {reasons}")
         return resolve(MixedPrecisionConfig.from_data(policy.fields)), name or f"{policy.stack}'s configuration"
     if isinstance(policy, PrecisionPolicy):
         return policy, name or "the policy"
     if isinstance(policy, MixedPrecisionConfig):
         return resolve(policy), name or "the config"
     raise BadValue(
-        f"policy is a {type(policy).__name__}: expected a recipe's name, a MixedPrecisionConfig, a PrecisionPolicy, or what mpbridge.stacks read"
+        f"policy is a {type(policy).__name__}: expected a recipe's name, a MixedPrecisionConfig, a PrecisionPolicy, or a configuration imported by mpbridge.stacks"
     )
 
 
 class Witness:
-    """`with witness(...):` around one step, or `with w.step():` around every step, of which those that are due are observed.
+    """`with witness(...):` around one step, or `with w.step():` around every step, of which only the due ones are observed.
 
-    A step is everything from the first micro-batch's forward pass to the optimizer's update. Outside of an observed step no hook is in place.
+    A step is everything from the first micro-batch's forward pass to the optimizer's update. Outside of observed steps no hooks are installed.
     """
 
     def __init__(
@@ -129,24 +129,24 @@ class Witness:
 
     @property
     def report(self) -> Witnessed:
-        """The newest. Raises BadValue before there is one."""
+        """The latest report. Raises BadValue before there is one."""
         if not self.reports:
-            raise BadValue("no step was observed yet: run one inside of `with witness.step():`")
+            raise BadValue("no step was observed yet: run one inside `with witness.step():`")
         return self.reports[-1]
 
     @property
     def observing(self) -> bool:
-        """Whether a step is being observed now."""
+        """Whether a step is being observed."""
         return self._observing is not None
 
     # --- one step ------------------------------------------------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Observation begins; a step that is already observed goes on."""
+        """Starts observation; a step that is already being observed continues."""
         if self._observing is None:
             self._observing = _Observation(self._loop, self._promises())
 
     def end(self, *, microbatches: int = 0) -> Witnessed:
-        """Observation ends and is judged; every rank must call it. microbatches: of the step; 0: as many as backward passes began.
+        """Ends observation and judges the step; every rank must call it. microbatches: of the step; 0: the number of backward passes.
 
         Raises AuditFailed under on_fault='raise'.
         """
@@ -160,7 +160,7 @@ class Witness:
         return found.require() if self.on_fault == "raise" else found
 
     def let_go(self) -> None:
-        """Takes every hook off and forgets what was seen of the step."""
+        """Removes every hook and drops what was seen of the step."""
         watching, self._observing = self._observing, None
         if watching is not None:
             watching.stop()
@@ -188,7 +188,7 @@ class Witness:
 
     @contextmanager
     def microbatch(self, last: Callable[[], bool]) -> Iterator[Witness]:
-        """One micro-batch of a loop whose body is one (accelerate's `accumulate`): a step ends after that of which `last()` is true."""
+        """One micro-batch of a loop over micro-batches (accelerate's `accumulate`): a step ends after the one for which `last()` is true."""
         if self._observing is None and self.due(self.taken + 1):
             self.begin()
         try:
@@ -216,12 +216,12 @@ class Witness:
 
 
 class _Observation:
-    """One step under way."""
+    """One step being observed."""
 
     def __init__(self, loop: Loop, promises: Promises | None) -> None:
         self.loop, self.promises = loop, promises
         self.under = promises or _open(loop)
-        """What tensors are sorted by; without a policy nothing is judged by it."""
+        """The promises that tensors are grouped by; without a policy nothing is judged by them."""
         self.before = Before(loop)
         self.scale = loop.loss_scale
         self.updates: list[Update] = []
@@ -231,23 +231,23 @@ class _Observation:
         self.watch = Watch(quantized)
         self.after: Afterwards | None = None
         self.asked = 0
-        """Backward passes that the optimizer asked for itself in one update, the most of any."""
+        """The maximum number of backward passes that the optimizer ran itself in one update."""
         self._begun: int | None = None
         self._undo = (loop.on_update(self._updated), loop.on_step(self._begins))
         self.watch.start(loop.model)
 
     def stop(self) -> None:
-        """Takes every hook off."""
+        """Removes every hook."""
         self.watch.stop()
         for undo in self._undo:
             undo()
 
     def _begins(self) -> None:
-        """Right before an update."""
+        """Called right before an update."""
         self._begun = len(self.watch.roots)
 
     def _updated(self, update: Update) -> None:
-        """Right after an update: what later goes away is looked at now."""
+        """Called right after an update: records what is freed later."""
         self.updates.append(update)
         if self._begun is not None:
             self.asked = max(self.asked, len(self.watch.roots) - self._begun)
@@ -260,7 +260,7 @@ class _Observation:
             self.after = Afterwards(self.loop)
 
     def _result(self, update: Update) -> StepResult:
-        nan = math.nan  # the loop's loss is its own business
+        nan = math.nan  # the loop's loss is not checked
         return StepResult(loss=nan, applied=True, grad_norm=update.norm, loss_scale=self.scale, lr=self.loop.rate)
 
     def _look(self, result: StepResult | None, microbatches: int = 1) -> Observed:

@@ -19,7 +19,7 @@ _STATES = frozenset({"main_params", "main_grads", "exp_avg", "exp_avg_sq"})
 
 
 class ZeroLoop(DeepSpeedLoop):
-    """Whole parameters, states divided."""
+    """Whole parameters, sharded states."""
 
     kind = replace(
         DDP,
@@ -38,14 +38,14 @@ class ZeroLoop(DeepSpeedLoop):
         flat: list[torch.Tensor] = list(held or getattr(optimizer, "fp32_groups_flat_partition", ()))
         if not flat:
             raise BadValue(
-                f"witness() got DeepSpeed's {type(optimizer).__name__}: it keeps no flat FP32 partitions, as ZeRO 1 to 3 do; optimizers without a "
-                "copy of the weights are not observed"
+                f"witness() got DeepSpeed's {type(optimizer).__name__}: it has no flat FP32 partitions, unlike ZeRO 1 to 3; optimizers without a "
+                "copy of the weights are not supported"
             )
         super().__init__(model, optimizer, flat, scaler=scaler, group=group)
 
     @property
     def sharded(self) -> Sharded:  # type: ignore[override]
-        """By stage."""
+        """What is sharded, by ZeRO stage."""
         return "gradients" if getattr(self.outer, "partition_gradients", False) else "optimizer"
 
     def audit_holdings(self) -> Iterator[Held]:
@@ -77,7 +77,7 @@ class ZeroLoop(DeepSpeedLoop):
         return own
 
     def _accumulated(self) -> None:
-        """What gradients have added up to, before the step begins."""
+        """The accumulated gradients before the step begins."""
         wide = dict(self._wide())
         averaged: Mapping[int, Any] = getattr(self.outer, "averaged_gradients", None) or {}
         for name, parameter in self.named_parameters():
@@ -92,14 +92,14 @@ class ZeroLoop(DeepSpeedLoop):
                 self._grads[name] = int(grad.numel()), grad.dtype
 
     def _wide(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(id of a parameter, its FP32 accumulator) of the BF16 optimizer, which adds micro-batches up in FP32."""
+        """(id of a parameter, its FP32 accumulator) of the BF16 optimizer, which accumulates micro-batches in FP32."""
         held = getattr(self.outer, "fp32_groups_gradients", ())
         for parameters, gradients in zip(getattr(self.outer, "bf16_groups", ()), held, strict=False):
             for parameter, gradient in zip(parameters, gradients, strict=False):
                 yield id(parameter), gradient
 
     def _reading(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """While the inner optimizer steps: partitions whose gradient is there now."""
+        """During the inner optimizer's step: the partitions whose gradient exists now."""
         for name, parameter in self.named_parameters():
             mapping: Any = getattr(parameter, "_hp_mapping", None)
             grad = None if mapping is None else self._flat[mapping.param_group_index].grad

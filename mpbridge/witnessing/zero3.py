@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO 3: every parameter cut evenly over the ranks, gathered by the module that reads it; FP32 partitions by sub-group."""
+"""DeepSpeed's ZeRO 3: every parameter is split evenly over the ranks and gathered by the module that reads it; FP32 partitions by sub-group."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class _Part:
 
     parameter: Any
     group: int
-    """Sub-group, which has one flat FP32 partition."""
+    """Index of the sub-group, which has one flat FP32 partition."""
     start: int
     """First element in that partition."""
     count: int
-    """Elements here without the padding that makes all ranks' parts equally long."""
+    """Elements here, without padding."""
     begin: int
     """First element in the whole parameter, flat."""
 
@@ -41,12 +41,12 @@ class _Part:
         return own.reshape(-1)[: self.count]
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This part of something that is as long as the partition."""
+        """This part of a tensor that is as long as the partition."""
         return flat[self.start : self.start + self.count]
 
 
 class Zero3Loop(DeepSpeedLoop):
-    """Parameters, gradients and states divided."""
+    """Sharded parameters, gradients and states."""
 
     kind = replace(
         FSDP,
@@ -62,10 +62,12 @@ class Zero3Loop(DeepSpeedLoop):
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
         flat: list[torch.Tensor] = list(optimizer.fp32_partitioned_groups_flat)
         if not all(one.numel() for one in flat):
-            raise BadValue("witness() got DeepSpeed's ZeRO 3 with states on NVMe: what is swapped out is not observed")
+            raise BadValue(
+                "witness() got DeepSpeed's ZeRO 3 with states on NVMe, which cannot be observed: use states on CPU or GPU"
+            )
         super().__init__(model, optimizer, flat, scaler=scaler, group=group)
 
-    # --- who holds what ------------------------------------------------------------------------------------------------------------------
+    # --- who keeps what ------------------------------------------------------------------------------------------------------------------
     def _parts(self) -> dict[str, _Part]:
         outer: Any = self.outer
         found = {}
@@ -80,7 +82,7 @@ class Zero3Loop(DeepSpeedLoop):
         return found
 
     def _by_partition(self, number: int) -> Owned:
-        """The optimizer's group of a sub-group: DeepSpeed puts partitions into it one at a time, while each is updated."""
+        """The optimizer's parameter group of a sub-group: DeepSpeed puts each partition into it only while updating it."""
         inner = self.inner[0]
         return Owned(inner, inner.param_groups[self.outer.sub_group_to_group_id[number]])
 
@@ -108,7 +110,7 @@ class Zero3Loop(DeepSpeedLoop):
             )
 
     def audit_copies(self, read: Mapping[str, int] | None) -> Copies:
-        """Sizes of parts, and what the forward pass read."""
+        """Part sizes, and digests of what the forward pass read."""
         seen = Copies(shards={name: (part.count, part.whole) for name, part in self._parts().items()})
         for name in seen.shards:
             if read is not None and name in read:
@@ -124,14 +126,14 @@ class Zero3Loop(DeepSpeedLoop):
         return own
 
     def _accumulated(self) -> None:
-        """What gradients have added up to, before the step begins: one piece for each parameter of a sub-group, in their order."""
+        """The accumulated gradients before the step begins: one piece for each parameter of a sub-group, in order."""
         names = {id(parameter): name for name, parameter in self.named_parameters()}
         for number, pieces in dict(self.outer.averaged_gradients).items():
             for parameter, piece in zip(self.outer.fp16_groups[number], pieces or (), strict=False):
                 self._grads[names[id(parameter)]] = int(piece.numel()), piece.dtype
 
     def _reading(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """While the inner optimizer steps: the partition whose gradient is there now."""
+        """During the inner optimizer's step: the partition whose gradient exists now."""
         for name, part in self._parts().items():
             grad = self._flat[part.group].grad
             if grad is None or not part.count:

@@ -155,9 +155,9 @@ CATALOGUE = (
     # every dtype, flag and hook is in place
     Fault("first moment with FP16's bits", h.states_with(10, "exp_avg"), ("ddp", "fsdp2", "mfsdp", "aware"), ("bits of states",)),
     Fault("main weights with TF32's bits", h.main_weights_with(10), ("ddp", "dist", "mfsdp", "fp32"), ("bits of states", "weights moved"), quick=True),
-    Fault("half of a weight frozen", h.half_of_a_weight_frozen, (*ALL, "fsdp2 a", "aware"), ("weights moved",), "not by what its moments give", quick=True),
+    Fault("half of a weight frozen", h.half_of_a_weight_frozen, (*ALL, "fsdp2 a", "aware"), ("weights moved",), "update does not follow from its moments", quick=True),
     Fault("updates rounded to BF16", h.update_in_bf16, ("ddp", "dist", "mfsdp"), ("weights moved",)),
-    Fault("frozen while nobody looks", h.frozen_while_nobody_looks, (*ALL, "fsdp2 a", "aware"), ("invariants",), "updates in", quick=True, early=False),
+    Fault("frozen while nobody looks", h.frozen_while_nobody_looks, (*ALL, "fsdp2 a", "aware"), ("invariants",), "were applied", quick=True, early=False),
     Fault("last step's gradients kept", h.gradients_kept, ("ddp", "dist", "mfsdp"), ("gradients",)),
     Fault("a norm's gradient doubled", f.change_gradients(lambda grad: grad * 2, "input_layernorm.weight"), ALL, ("gradients",), "layernorm", quick=True),
     Fault("the embedding's gradient doubled", f.change_gradients(lambda grad: grad * 2, "word_embeddings.weight"), ALL, ("gradients",), "embeddings"),

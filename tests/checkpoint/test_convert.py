@@ -328,7 +328,7 @@ def test_every_rank_ends_with_the_line(place, tmp_path):
     with ranks(2, loading, str(place)) as both:
         for one in both:
             assert one.wait(120) == 0, one.text[-3000:]
-            assert f"refused {place}/__0_0.distcp is refused: it asks for posix.mkdir" in one.text
+            assert f"refused {place}/__0_0.distcp is refused: it refers to posix.mkdir" in one.text
     assert not (tmp_path / "pwned").exists()
 
 
@@ -398,7 +398,7 @@ TWICE = b")" + b"2\x86" * 60
 def test_tuples_of_one_another_are_one_error_at_once(pickled):
     from mpbridge.checkpoint import opcodes
 
-    with pytest.raises(CheckpointError, match="tuples too deep"):
+    with pytest.raises(CheckpointError, match="tuples nested too deep"):
         opcodes.read(pickled, lambda name, args: opcodes.UnpickledCall(name, args), lambda key: None)
 
 
@@ -407,7 +407,7 @@ def test_such_a_table_ends_the_conversion_with_one_line(tmp_path):
     source.mkdir()
     out.mkdir()
     (source / ".metadata").write_bytes(b"\x80\x02}" + TWICE + b"Ns.")
-    with pytest.raises(CheckpointError, match=r"\.metadata.*tuples too deep"):
+    with pytest.raises(CheckpointError, match=r"\.metadata.*tuples nested too deep"):
         convert._run(source, out, "foreign")
 
 

@@ -66,7 +66,7 @@ def test_what_no_rank_shards_is_converted_from_its_object(theirs: Path, tmp_path
 
 
 def test_objects_of_classes_are_refused_there_too(theirs: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is refused: it asks for argparse\.Namespace"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is refused: it refers to argparse\.Namespace"):
         convert._run(theirs / "lm", tmp_path, "ours")
 
 

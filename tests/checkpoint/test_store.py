@@ -55,7 +55,7 @@ def test_two_writers_are_one_too_many_until_the_first_is_gone(tmp_path):
     try:
         assert other.stdout.readline() == b"held\n"
         with pytest.raises(
-            CheckpointError, match=rf"process {other.pid} on {re.escape(socket.gethostname())} saves its run"
+            CheckpointError, match=rf"process {other.pid} on {re.escape(socket.gethostname())} is saving its run"
         ):
             store.claim(tmp_path)
     finally:
@@ -146,7 +146,7 @@ def test_damage_is_named_and_the_one_before_offered(tmp_path, damage, said):
 def test_damage_of_the_only_one_is_said_too(tmp_path):
     made = make(tmp_path, 2)
     truncate(made / "data.distcp")
-    with pytest.raises(CheckpointError, match="no complete checkpoint before it"):
+    with pytest.raises(CheckpointError, match="no earlier complete checkpoint"):
         store.check(made)
 
 

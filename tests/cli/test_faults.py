@@ -275,7 +275,7 @@ def test_precision_names_the_folder_that_is_missing(capsys: pytest.CaptureFixtur
     assert main(["precision", "nope"]) == 2
     assert capsys.readouterr().err.startswith("nope: No such file")
     assert main(["precision", "nope", "--top", "0"]) == 2
-    assert "--top 0: at least 1" in capsys.readouterr().err
+    assert "--top 0: expected at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

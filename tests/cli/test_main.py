@@ -75,7 +75,7 @@ def test_help_names_every_verb_with_its_summary(said):
         pytest.param(["plan", "--config", "README.md"], 2, "README.md", id="no configuration"),
         pytest.param(["plan", "--recipe", "fp32", "mixed_precision=bf16"], 2, "two recipes", id="two recipes"),
         pytest.param(["plan", "--world-size", "0"], 2, "at least 1", id="no processes"),
-        pytest.param(["show", "fp8_cs", "--layers", "0"], 2, "--layers 0: at least 1", id="no layers"),
+        pytest.param(["show", "fp8_cs", "--layers", "0"], 2, "--layers 0: expected at least 1", id="no layers"),
         pytest.param(["plan", "model.hiden_sise=3", "optimizer.lr=x"], 2, "nearest: hidden_size", id="bad settings"),
         pytest.param(["plan", "--recipe", "nope.py:f"], 2, "no such file", id="no recipe file"),
         pytest.param(
@@ -147,7 +147,7 @@ def test_diff_shows_fields_and_meaning(said):
     _, out, _ = said("diff", "bf16_mixed", "configs/recipes/bf16_grads.yaml")
     assert "grad_reduce_in_fp32  true" in out
     assert "gradients on the wire" in out
-    assert "say the same" in said("diff", "bf16", "bf16_mixed")[1]
+    assert "have the same fields" in said("diff", "bf16", "bf16_mixed")[1]
     data = json.loads(said("diff", "bf16_mixed", "fp16_mixed", "--json")[1])
     assert data["fields"]["params_dtype"] == ["bf16", "fp16"]
 

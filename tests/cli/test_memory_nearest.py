@@ -10,7 +10,7 @@ from mpbridge.cli.main import main
 def test_no_layout_is_looked_for_on_a_machine_that_cannot_run_the_recipe(capsys) -> None:
     began = time.process_time()
     assert main(["memory", "--config", "qwen3_30b_a3b", "--recipe", "bf16_with_nvfp4_mixed", "--target", "a10", "--world-size", "64"]) == 1  # fmt: skip
-    assert "no layout was looked for: " in capsys.readouterr().out
+    assert "no layout was searched: " in capsys.readouterr().out
     assert time.process_time() - began < 5, "thousands of layouts were judged"
 
 

@@ -53,7 +53,7 @@ def test_a_starter_folder_is_legal_as_it_stands_and_written_once(
     compile((place / "train.py").read_text(encoding="utf-8"), "train.py", "exec")
     before = {path.name: path.read_bytes() for path in place.iterdir()}
     assert main(["init", str(place)]) == 2
-    assert "exist already" in capsys.readouterr().err
+    assert "already exist" in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in place.iterdir()} == before
     assert main(["init", str(tmp_path / "other"), "--recipe", "nope"]) == 2
     assert not (tmp_path / "other").exists()

@@ -189,8 +189,8 @@ def test_the_verb_packs_and_looks(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "one of them was cut off" in capsys.readouterr().err
     for words, wanted in (
         (["prepare"], "no SOURCE"),
-        (["inspect"], "nothing to look at"),
-        (["prepare", str(source), "--workers", "0"], "at least 1"),
+        (["inspect"], "nothing to inspect"),
+        (["prepare", str(source), "--workers", "0"], "expected at least 1"),
     ):
         assert main(["data", *words]) == 2
         assert wanted in capsys.readouterr().err

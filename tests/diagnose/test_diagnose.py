@@ -544,7 +544,7 @@ def test_a_line_of_another_kind_is_left_out_and_said(run: Written, file: str, te
         stream.write(text + "\n")
     found = diagnose(folder)
     assert found.healthy
-    assert [gap for gap in found.run.gaps if gap.startswith(file) and "not readable" in gap]
+    assert [gap for gap in found.run.gaps if gap.startswith(file) and "unreadable" in gap]
     diagnosis_page(found).html()
 
 
@@ -616,7 +616,7 @@ def test_a_run_without_statistics_is_not_compared_by_tensors_and_says_what_it_st
     assert not diagnose(run.folder).run.remaining
     capsys.readouterr()
     main(["diagnose", str(other.folder)])
-    told = capsys.readouterr().out.partition("What can still be told:")[2]
+    told = capsys.readouterr().out.partition("What can still be determined:")[2]
     assert f"{STEPS} steps of loss, gradient norm" in told
 
 

@@ -298,10 +298,10 @@ def test_recommend_sorts_by_what_is_asked_and_prefers_what_was_measured(tmp_path
 def test_fewer_than_one_layout_is_refused(capsys):
     policy, facts = facts_of("gpt_tiny", 1)
     for most in (0, -1):
-        with pytest.raises(BadValue, match="at least 1"):
+        with pytest.raises(BadValue, match="expected at least 1"):
             search(policy, facts, H100, most=most)
         assert main(["layouts", "--target", "h100", "--most", str(most)]) == 2
-        assert f"--most {most}: at least 1" in capsys.readouterr().err
+        assert f"--most {most}: expected at least 1" in capsys.readouterr().err
 
 
 def test_a_machine_of_unknown_memory_refuses_no_layout(tmp_path, capsys):

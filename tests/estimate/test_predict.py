@@ -161,7 +161,7 @@ def test_every_machine_has_a_price_for_bf16():
 @pytest.mark.parametrize("verb", ["estimate", "recommend", "layouts", "memory"])
 def test_no_verb_makes_up_a_world(verb, capsys):
     assert main([verb, "--config", "gpt_tiny", "--target", "h100", "--world-size", "0"]) == 2
-    assert "--world-size 0: at least 1" in capsys.readouterr().err
+    assert "--world-size 0: expected at least 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", ["estimate", "recommend"])
@@ -184,7 +184,7 @@ def test_sizes_that_fit_no_recipe_are_said_once(capsys):
     assert main(["recommend", "--config", "llama3_8b", "--target", "h100", "--world-size", "7"]) == 2
     assert capsys.readouterr().err.count("7 processes cannot be divided into tensor 2") == 1
     assert main(["layouts", "--config", "llama3_8b", "--target", "h100", "--world-size", "7"]) == 1
-    assert "sizes have to divide 7 GPUs" in capsys.readouterr().out
+    assert "sizes must divide 7 GPUs" in capsys.readouterr().out
 
 
 def test_unusual_kernels_are_said_to_take_longer_in_one_direction(capsys):

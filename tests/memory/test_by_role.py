@@ -456,6 +456,6 @@ def test_a_verdict_beside_another_ranks_bytes_says_whose_it_is(capsys):
     for rank in ("0", "63"):
         main([*asked, "--rank", rank])
         said[rank] = " ".join(capsys.readouterr().out.split())
-    other = [text for text in said.values() if "holds most, needs" in text]
+    other = [text for text in said.values() if "the fullest, needs" in text]
     assert len(other) == 1
     assert "; rank " in other[0]

@@ -35,7 +35,7 @@ def test_check_warns_of_it() -> None:
     box = ConfigContainer(mixed_precision={"recipe": "bf16_mixed", "fp8_recipe": "mxfp8"}, model=model)
     run = box.resolved(training=False)
     (found,) = [violation for violation in broken(run.policy, run.facts) if violation.rule == "settings-without-effect"]
-    assert (found.severity, found.found) == ("warning", "fp8_recipe=mxfp8 (read with fp8 only)")
+    assert (found.severity, found.found) == ("warning", "fp8_recipe=mxfp8 (read only with fp8)")
 
 
 @pytest.mark.parametrize(("recipe", "section", "warned"), [({}, {}, False), ({"store_param_remainders": True}, {}, True),

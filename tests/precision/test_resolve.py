@@ -34,7 +34,7 @@ FAULTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "half of attention": ({"bf16": True, "fp8": "e4m3", "fp8_multi_head_attention": True}, ("needs fp8_dot_product_attention=true",)),
     "attention alone in FP8": ({"bf16": True, "fp8_dot_product_attention": True}, ("fp8_dot_product_attention without fp8",)),
     "FP8 attention under FP4": ({"bf16": True, "fp4": "e2m1", "fp8_dot_product_attention": True}, ("fp8_dot_product_attention without fp8",)),
-    "no history": ({"bf16": True, "fp8_amax_history_len": 0}, ("fp8_amax_history_len=0: at least 1",)),
+    "no history": ({"bf16": True, "fp8_amax_history_len": 0}, ("fp8_amax_history_len=0: expected at least 1",)),
     "a buffer that is not there": ({"bf16": True, "reuse_grad_buf_for_mxfp8_param_ag": True}, ("reuse_grad_buf_for_mxfp8_param_ag needs fp8",)),
     "bf16 gradients in fp32 buffers": ({"bf16": True, "main_grads_dtype": "bf16"}, ("main_grads_dtype=bf16 but grad_reduce_in_fp32=true",)),
     "states without FusedAdam": (

@@ -33,7 +33,7 @@ def test_two_runs_are_drawn_together(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "a: loss, nats per token" in out
     assert "b: loss, nats per token (1 of 2 steps not finite)" in out
     assert "loss scale" not in out, "it is 1 throughout"
-    assert err == "b: metrics.jsonl, line 3: cut off, left out\n"
+    assert err == "b: metrics.jsonl, line 3: truncated, skipped\n"
 
 
 def test_runs_of_one_name_are_told_apart_and_this_folder_has_one(
@@ -64,7 +64,7 @@ def test_without_matplotlib_only_the_picture_is_missing(
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [("nowhere", "No such file"), ("empty", "holds no step"), (".", "No such file")],
+    [("nowhere", "No such file"), ("empty", "no readable step"), (".", "No such file")],
 )
 def test_what_is_no_run_is_refused(tmp_path: Path, given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").write_text("nothing\n")

@@ -78,4 +78,4 @@ def test_a_run_goes_on_behind_a_damaged_line_and_keeps_the_others(
     log.write({"iteration": 3, "loss": 3.0})
     log.close()
     assert [row["iteration"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    assert "1 of 4 lines cannot be read and are left out" in capsys.readouterr().err
+    assert "1 of 4 lines cannot be read and are skipped" in capsys.readouterr().err

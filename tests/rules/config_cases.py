@@ -92,7 +92,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp4-weights-unproven": (
         {"recipe": "nvfp4", "config": {"fp4_param": True}, "versions": NEWER, "machine": machine("b200")}, {"recipe": "nvfp4", "versions": NEWER, "machine": machine("b200")},
     ),
-    "settings-without-effect": ({"inert": ("fp8_recipe=mxfp8 (read with fp8 only)",)}, {}),
+    "settings-without-effect": ({"inert": ("fp8_recipe=mxfp8 (read only with fp8)",)}, {}),
     "remainders-have-no-effect": (
         {"policy": {"precision_aware": True, "remainders": True, "main_params": DType.FP16}}, {"policy": {"precision_aware": True, "remainders": True, "main_params": DType.FP32}},
     ),

@@ -1,4 +1,4 @@
-"""Whether a checkpoint goes on elsewhere, and a recipe file that keeps the engine of what was imported."""
+"""Whether a checkpoint can be continued elsewhere, and a recipe file that keeps the engine of what was imported."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def test_equal_dtypes_never_carry_a_checkpoint_into_another_format(a: str, b: st
     said = handover(side(a), side(b))
     assert said.startswith("They mean the same. ")
     if a == b:
-        assert ("goes on in B unchanged" in said) is (a == OURS)
+        assert ("can be continued in B unchanged" in said) is (a == OURS)
         assert ("its own loader decides" in said) is (a != OURS)
     elif {a, b} == MEGATRON:
         assert "not verified" in said
     else:
-        assert "No checkpoint of A goes on in B." in said
+        assert "A's checkpoints cannot be continued in B." in said
         assert ALONE in said
 
 
@@ -49,9 +49,9 @@ def test_a_folder_of_megatron_gives_its_weights_here_without_a_detour() -> None:
 
 
 def test_engines_of_other_forms_do_not_read_each_other_and_lost_bits_are_named() -> None:
-    assert "No checkpoint of engine mcore goes on with engine fsdp2" in handover(side(), side(engine="fsdp2"))
+    assert "Checkpoints of engine mcore cannot be continued with engine fsdp2" in handover(side(), side(engine="fsdp2"))
     assert "resume-check" in handover(side(), side(recipe="bf16_mixed_bf16_moments"))
-    assert "they are rounded on the way" in handover(side(), side(recipe="full_bf16"))
+    assert "they are rounded" in handover(side(), side(recipe="full_bf16"))
     assert "rounded" not in handover(side(recipe="full_bf16"), side())
 
 
@@ -62,7 +62,7 @@ def test_compare_says_so_for_files(tmp_path: Path, capsys: pytest.CaptureFixture
         ' "data_types": {"grad_accum_dtype": "fp32"}}'
     )
     assert main(["compare", "bf16_mixed", str(path)]) == 0
-    assert "They mean the same. No checkpoint of A goes on in B." in capsys.readouterr().out
+    assert "They mean the same. A's checkpoints cannot be continued in B." in capsys.readouterr().out
 
 
 def test_facts_of_the_model_are_rows_where_one_side_states_them(

@@ -137,7 +137,7 @@ def test_converters_are_read_with_what_they_leave_out(checkout: Path) -> None:
     assert [line for line in found.cannot_express if "tensorwise" in line]
     assert [line for line in found.cannot_express if "gate" in line]
     assert not [line for line in found.cannot_express if "output layer" in line]
-    assert any("share of the last layers" in line for line in titan(checkout, "tail").cannot_express)
+    assert any("fraction of the last layers" in line for line in titan(checkout, "tail").cannot_express)
 
 
 def test_a_bridge_recipe_takes_its_base_from_another_file_of_the_checkout(checkout: Path) -> None:
@@ -166,14 +166,14 @@ def test_what_depends_on_the_machine_is_refused_or_said(checkout: Path) -> None:
 
 
 def test_a_file_with_several_functions_asks_for_one_and_knows_their_names(checkout: Path) -> None:
-    with pytest.raises(DataError, match=r"holds 5 functions: name one, config_registry\.py:FUNCTION \(base"):
+    with pytest.raises(DataError, match=r"has 5 functions: name one, config_registry\.py:FUNCTION \(base"):
         read_file(checkout / "config_registry.py")
     with pytest.raises(UnknownName, match="nearest: quantized"):
         titan(checkout, "quantised")
 
 
 def test_a_function_that_is_no_configuration_is_refused_by_name(checkout: Path) -> None:
-    with pytest.raises(DataError, match="_perf: hands back no configuration"):
+    with pytest.raises(DataError, match="_perf: its text does not determine"):
         bridge(checkout, "_perf")
 
 

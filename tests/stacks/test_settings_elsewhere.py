@@ -144,7 +144,7 @@ def test_megatron_fsdp_divides_nothing_by_default_before_it_had_flags_for_dtypes
     [
         ("--bf16 --fp8-format e4m3 --fp8-recipe rowwise", "--fp8-recipe rowwise: the parser has no such recipe"),
         ("--bf16 --fp4-format e2m1 --fp4-recipe mxfp9", "--fp4-recipe mxfp9: the parser has no such recipe"),
-        ("--bf16 --use-torch-fsdp2 --use-megatron-fsdp", "--use-torch-fsdp2 beside --use-megatron-fsdp"),
+        ("--bf16 --use-torch-fsdp2 --use-megatron-fsdp", "--use-torch-fsdp2 with --use-megatron-fsdp"),
     ],
 )
 def test_what_megatron_lm_lacks_contradicts_itself(text: str, said: str) -> None:

@@ -85,9 +85,9 @@ def test_words_are_what_bash_hands_over(name: str, tmp_path: Path) -> None:
         ("A=(--a --b", ["--a", "--b"], "a parenthesis opened in line 1 is never closed"),
         ("for i in 1 2; do\ntorchrun x.py --bf16", ["--bf16"], "the `for` in line 1 is never closed"),
         ("case a in a) torchrun x.py --bf16", ["--bf16"], "the `case` in line 1 is never closed"),
-        ("if nvidia-smi; then A=--bf16; else A=--fp16; fi\ntorchrun x.py $A", ["--fp16"], "`nvidia-smi` is not run: taken as false"),
-        ("[ -f a.txt ] && A=--x\ntorchrun x.py --y $A", ["--y"], "`[ -f a.txt ]` is not looked at: taken as not there"),
-        ("grep -q x y && A=--x\ntorchrun x.py $A", ["--x"], "`grep -q x y` is not run: taken to succeed"),
+        ("if nvidia-smi; then A=--bf16; else A=--fp16; fi\ntorchrun x.py $A", ["--fp16"], "`nvidia-smi` is not run: assumed false"),
+        ("[ -f a.txt ] && A=--x\ntorchrun x.py --y $A", ["--y"], "`[ -f a.txt ]` is not checked: assumed not to exist"),
+        ("grep -q x y && A=--x\ntorchrun x.py $A", ["--x"], "`grep -q x y` is not run: assumed to succeed"),
         ('if [ -z "$1" ]; then exit 1; fi\ntorchrun x.py --bf16', ["--bf16"], "would end the script before it starts a program"),
         ("torchrun a.py --x\ntorchrun b.py --x --y", ["--x", "--y"], "2 commands start a program with options"),
         ("cat > job.sh <<EOF\npython y.py --fp16\nEOF\ntorchrun x.py --bf16", ["--bf16"], "here-document"),
@@ -120,7 +120,7 @@ def test_an_outer_variable_is_the_environment_and_what_the_script_sets_wins() ->
     found = read_script("N=1\ntorchrun x.py --n $N", {"N": "3", "M": "1"})
     assert found.words == ["--n", "1"]
     assert any("--env N=3 has no effect" in line for line in found.notes)
-    assert any("--env M: nothing of the script reads it" in line for line in found.notes)
+    assert any("--env M: the script does not use it" in line for line in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -170,5 +170,5 @@ def test_a_script_read_from_its_file_finds_what_lies_beside_it(tmp_path: Path) -
     (tmp_path / "a.sh").write_text("A='--bf16 --fp8-format hybrid'")
     (tmp_path / "b.sh").write_text("source `pwd`/a.sh\npython pretrain_gpt.py $A")
     assert read_file(tmp_path / "b.sh").fields["fp8"] == "hybrid"
-    with pytest.raises(DataError, match=r"no option of Megatron-LM stands in it.*no such file beside the script"):
+    with pytest.raises(DataError, match=r"it has no Megatron-LM option.*no such file next to the script"):
         read_text((tmp_path / "b.sh").read_text(), name="b.sh")

@@ -94,7 +94,8 @@ def trap_07_edge_counts_without_their_switch() -> None:
 
 def trap_08_settings_that_are_parsed_without_a_word() -> None:
     assert said(
-        lm("--bf16 --fp8-format e4m3 --fp8-recipe tensorwise --fp8-amax-history-len 4").inert, "delayed scaling only"
+        lm("--bf16 --fp8-format e4m3 --fp8-recipe tensorwise --fp8-amax-history-len 4").inert,
+        "only under delayed scaling",
     )
     assert lm("--bf16 --loss-scale 8192").meaning.loss_scale is not None
     assert said(lm("--bf16 --fp8-format hybrid --fp8-recipe mxfp8").inert, "E4M3")
@@ -248,7 +249,7 @@ def trap_27_autocast_stays_on_over_fsdp1() -> None:
 def trap_28_fp8_on_fsdp_is_bf16_around_it_and_fp16_on_an_older_gpu() -> None:
     found = accelerate("distributed_type: FSDP, mixed_precision: fp8")
     assert (found.meaning.compute, found.meaning.wire) == (BF16, BF16)
-    assert said(found.assumed, "trains FP16 under fp8")
+    assert said(found.assumed, "silently trains in FP16 under fp8")
 
 
 def trap_29_fp8_by_default_runs_the_maximum_of_1024_steps() -> None:
@@ -257,8 +258,8 @@ def trap_29_fp8_by_default_runs_the_maximum_of_1024_steps() -> None:
 
 
 def trap_30_torchao_gathers_in_fp8_by_default_and_a_cpu_trains_fp32_under_fp16() -> None:
-    assert said(accelerate("mixed_precision: fp8, fp8_config: {backend: AO}").cannot_express, "travel in FP8")
-    assert said(accelerate("mixed_precision: fp16").assumed, "on a CPU accelerate trains FP32")
+    assert said(accelerate("mixed_precision: fp8, fp8_config: {backend: AO}").cannot_express, "are gathered in FP8")
+    assert said(accelerate("mixed_precision: fp16").assumed, "on a CPU accelerate silently trains in FP32")
 
 
 def trap_31_bf16_is_bf16_mixed_and_16_on_a_cpu_trains_bf16() -> None:
@@ -323,16 +324,16 @@ def trap_39_deepspeeds_bf16_skips_steps_that_overflow() -> None:
     text = '{"bf16": {"enabled": true%s}, "zero_optimization": {"stage": 1}}'
     assert "check_grad_overflow" in known("deepspeed")["bf16"]
     skips = deepspeed(text % "")
-    assert said(skips.assumed, "check_grad_overflow", "skipped, as here")
+    assert said(skips.assumed, "check_grad_overflow", "skipped, as in mpbridge")
     assert not skips.cannot_express
-    assert said(deepspeed(text % ', "check_grad_overflow": false').cannot_express, "is applied; here it is skipped")
+    assert said(deepspeed(text % ', "check_grad_overflow": false').cannot_express, "is applied; mpbridge skips it")
     assert lm("--bf16").meaning.loss_scale is None
 
 
 def trap_40_transformers_keeps_the_dtype_of_the_checkpoint() -> None:
     kept = read_args("--bf16 --dtype bfloat16", stack="transformers").meaning
     assert (kept.storage, kept.main, kept.exp_avg) == (BF16, None, BF16)
-    assert said(read_args("--bf16", stack="transformers").assumed, "checkpoint's own")
+    assert said(read_args("--bf16", stack="transformers").assumed, "the checkpoint's")
     assert read_args("--bf16 --fsdp full_shard --dtype bfloat16", stack="transformers").meaning.storage is FP32
 
 
@@ -363,7 +364,7 @@ def test_trap(name: str) -> None:
         ("megatron-lm", "--bf16 --output-logit-dtype fp64", "none", "logit_dtype"),
         ("megatron-lm", "--bf16 --fp8-format hybrid --fp4-format e2m1", "", "fp8"),
         ("megatron-bridge", "mixed_precision.bf16=true mixed_precision.fp8=hybrid mixed_precision.params_dtype=torch.float16", "tensorwise", "params_dtype"),
-        ("megatron-bridge", "mixed_precision.bf16=true mixed_precision.fp16=true", "none", "storage and communication alone"),
+        ("megatron-bridge", "mixed_precision.bf16=true mixed_precision.fp16=true", "none", "only storage and communication"),
     ],
 )  # fmt: skip
 def test_what_resolve_refuses_is_described_with_what_is_left_out(
@@ -371,7 +372,7 @@ def test_what_resolve_refuses_is_described_with_what_is_left_out(
 ) -> None:
     found = read_args(text, stack=stack)
     assert quantized in found.meaning.quantization
-    assert said(found.contradicts, "the meaning", left), found.contradicts
+    assert said(found.contradicts, "described", left), found.contradicts
 
 
 @pytest.mark.parametrize(

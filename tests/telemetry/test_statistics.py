@@ -176,8 +176,8 @@ def test_damaged_lines_are_left_out_and_said(tmp_path: Path) -> None:
     assert [one.step for one in steps] == [1, 2]
     assert steps[0].tables["operands"][0]["amax"] == float("inf")
     assert [fault.partition(":")[2] for fault in faults] == [
-        " not readable, left out",
+        " unreadable, skipped",
         " schema 99, this version reads 1",
-        " cut off, left out",
+        " truncated, skipped",
     ]
     assert "precision_every" in read(tmp_path / "nowhere").faults[0]

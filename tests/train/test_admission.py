@@ -144,7 +144,7 @@ def test_every_tracker_is_a_legal_word(trackers: list[str]) -> None:
 def test_a_link_to_nothing_is_no_place(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "link").symlink_to(place / "gone")
     assert main(["check", "logger.log_dir=link"]) == 2
-    assert "is a link to nothing" in capsys.readouterr().err
+    assert "is a broken link" in capsys.readouterr().err
 
 
 def test_a_package_that_is_not_installed_is_named(

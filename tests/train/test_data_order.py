@@ -43,4 +43,4 @@ def test_another_order_of_the_samples_is_said(
     monkeypatch.setattr(keep.Keeper, "started", lambda self, training: lines.append(self._said))
     own = {"train": {"eval_interval": None, "exit_interval": 4} | changed.get("train", {})}
     pretrain(tiny(saved, checkpoint={"load": str(saved / "kept")}, **REST, **(changed | own)).resolved(), quiet=True)
-    assert ("the training samples come in another order" in lines[0]) == said
+    assert ("the order of training samples differs" in lines[0]) == said

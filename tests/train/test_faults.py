@@ -169,7 +169,7 @@ def test_a_second_job_is_kept_out_of_the_folder_until_the_first_is_killed(tmp_pa
     with forked(train, tmp_path, 1000, 0.05, None) as first:
         first.wait_for("step 1")
         with pytest.raises(
-            CheckpointError, match=rf"process {first.pid} on {re.escape(socket.gethostname())} saves its run"
+            CheckpointError, match=rf"process {first.pid} on {re.escape(socket.gethostname())} is saving its run"
         ):
             go(run(checkpoint=kept))
         os.kill(first.pid, signal.SIGKILL)
@@ -251,6 +251,6 @@ def test_a_disk_that_fills_up_keeps_the_checkpoint_before(small_disk, background
     with pytest.raises(CheckpointError, match="could not be written") as told:
         go(run("fp32", iters=6, checkpoint=kept))
     assert "file system is full (disk" in str(told.value)
-    assert f"the newest whole one is {small_disk / 'kept' / 'step_00000002'}" in str(told.value)
+    assert f"the latest complete one is {small_disk / 'kept' / 'step_00000002'}" in str(told.value)
     assert sorted(os.listdir(small_disk / "kept")) == [store.WRITER, "latest", "step_00000002"]
     assert sorted(go(run("fp32", iters=4, checkpoint={"load": str(small_disk / "kept")})).losses) == [3, 4]

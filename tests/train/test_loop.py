@@ -217,4 +217,6 @@ def test_a_summary_that_cannot_be_written_is_named_and_ends_no_run(
         Summary(recipe="fp32", iterations=1, skipped=0, nonfinite=0, consumed_samples=1, first_loss=1.0, last_loss=1.0),
         tmp_path,
     )
-    assert f"{tmp_path / 'summary.json'} cannot be written (Is a directory): it is not whole" in capsys.readouterr().err
+    assert (
+        f"{tmp_path / 'summary.json'} cannot be written (Is a directory) and is incomplete" in capsys.readouterr().err
+    )

@@ -202,7 +202,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path):
     process.stdout.close()
     _, said = process.communicate(timeout=200)
     assert process.returncode == 0, said
-    assert said == "standard output is gone (Broken pipe): the run continues without it\n"
+    assert said == "standard output was closed (Broken pipe); the run continues without it\n"
     assert store.saved(tmp_path / "kept")[0].step == 12
     assert [row["iteration"] for row in read(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 13))
 
@@ -227,7 +227,9 @@ def test_a_closed_or_full_stdout_does_not_end_the_run(tmp_path, close):
     assert done.returncode == 0, done.stderr
     assert len(read(tmp_path / "run" / "metrics.jsonl")) == 4
     assert done.stderr == (
-        "standard output is gone (No space left on device): the run continues without it\n" if "full" in close else ""
+        "standard output was closed (No space left on device); the run continues without it\n"
+        if "full" in close
+        else ""
     )
 
 
@@ -264,9 +266,9 @@ def test_a_metrics_file_that_cannot_grow_stops_the_run_behind_a_checkpoint(tmp_p
     with forked(shrinking, tmp_path) as process:
         assert process.wait() == 0, process.text
     metrics = tmp_path / "metrics.jsonl"
-    assert f"stopped {metrics} cannot grow (no room for a whole line) after 3" in process.text
-    lost = next(line for line in process.text.splitlines() if "the line that it lacks" in line)
-    assert json.loads(lost.partition("lacks: ")[2])["iteration"] == 3
+    assert f"stopped {metrics} cannot be written (no room for a whole line) after 3" in process.text
+    lost = next(line for line in process.text.splitlines() if "the missing line" in line)
+    assert json.loads(lost.partition("the missing line: ")[2])["iteration"] == 3
     assert [row["iteration"] for row in read(metrics)] == [1, 2, 2]
     assert metrics.read_text().endswith("}\n")
     assert store.saved(tmp_path / "kept")[0].step == 3

@@ -53,7 +53,7 @@ def test_the_recipe_is_written_shown_and_trains(
     assert proof["tuned"]["error"] < proof["all low"]["error"]
     assert main(["show", str(out)]) == 0
     card = capsys.readouterr().out
-    assert "how it was found" in card
+    assert "evidence" in card
     assert "randomly initialized weights" in card
     trained = ["train.train_iters=1", "train.eval_interval=null", "scheduler.lr_warmup_iters=0", "train.audit=stop"]
     assert main(["train", "--recipe", str(out), "--emulate", *settings, *trained]) == 0

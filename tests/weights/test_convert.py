@@ -203,16 +203,19 @@ def test_training_goes_on_from_a_folder_and_its_result_is_one_again(
     place = folders.write(tmp_path / "hf", folders.LLAMA | {"vocab_size": 384}, _padded(given, 384))
     (place / "generation_config.json").write_text("{}")
     assert main(["convert", f"hf:{place}", f"ckpt:{tmp_path / 'begin'}"]) == 0
-    assert "main weights are born from bf16" in capsys.readouterr().out
+    assert "main weights are initialized from bf16" in capsys.readouterr().out
     train = [
         "train", "--config", f"hf:{place}", f"checkpoint.load={tmp_path / 'begin'}", f"checkpoint.save={tmp_path / 'run'}", "train.train_iters=2",
         "optimizer.lr=1e-3", f"data.corpus={tmp_path / 'text.txt'}", f"data.cache_dir={tmp_path / 'cache'}", "train.global_batch_size=2",
         "train.micro_batch_size=2", "train.eval_iters=1", "data.seq_length=32",
     ]  # fmt: skip
     assert main(train) == 1  # weights alone are taken when that is asked for
-    assert "holds weights alone" in capsys.readouterr().err
+    assert "contains only weights" in capsys.readouterr().err
     assert main([*train, "checkpoint.reset_optimizer=true"]) == 0
-    assert "the FP32 main weights are born from bf16: they begin as exactly those values" in capsys.readouterr().out
+    assert (
+        "the FP32 main weights are initialized from bf16: they start from exactly those values"
+        in capsys.readouterr().out
+    )
     assert main(["convert", f"ckpt:{tmp_path / 'run'}", f"hf:{tmp_path / 'end'}", "--like", f"hf:{place}"]) == 0
     assert (tmp_path / "end" / "generation_config.json").is_file()
     after = load_file(tmp_path / "end" / "model.safetensors")

@@ -1,8 +1,8 @@
-"""The arguments that a shell script hands to its Python program, read as text: nothing is executed.
+"""Reads from a shell script's text the arguments that it passes to its Python program; nothing is executed.
 
-The script is followed as bash would follow it, with the variables that are given: assignments, arrays, expansions, branches, loops, functions,
-sourced files that lie beside it, here-documents, and commands inside of strings. What only running would tell (`$(nproc)`, whether a file is
-there, a command's exit code) counts as empty or false, and each such assumption that the answer rests on is a note.
+The script is followed as in bash, with the given variables: assignments, arrays, expansions, branches, loops, functions,
+sourced files in the same folder, here-documents, and commands inside strings. What is known only at run time (`$(nproc)`, whether a file
+exists, a command's exit code) counts as empty or false, with a note for each such assumption that affects the result.
 """
 
 from __future__ import annotations
@@ -18,39 +18,37 @@ from mpbridge.stacks.shell.syntax import Command, parse
 from mpbridge.stacks.shell.values import NO_VALUE, ShellValue, Values, texts
 
 MOST = 400_000
-"""Characters of a script; launch scripts are a hundredth of it."""
+"""Maximum length of a script; real launch scripts are a hundred times smaller."""
 
 
 @dataclass
 class LaunchScript:
-    """What was read."""
+    """The result."""
 
     words: list[str] = field(default_factory=list)
-    """Of the command that starts the program, expanded, from after the program's name on."""
+    """The expanded words after the program's name in the command that starts it."""
     notes: list[str] = field(default_factory=list)
-    """What was passed over, and what was assumed."""
+    """What was skipped, and what was assumed."""
 
 
 def read_script(text: str, env: Mapping[str, str], path: Path | None = None) -> LaunchScript:
     """The arguments in a launch script. Raises BadValue for text that is not a script.
 
-    env: values of variables that it takes from outside; '1', '2', ... are its own arguments. path: the script's, for files that it sources.
+    env: values of external variables; '1', '2', ... are the script's arguments. path: the script's, to find files that it sources.
     """
     if len(text) > MOST or "\0" in text:
-        raise BadValue("this is not a launch script: it is larger than 400,000 characters or holds NUL bytes")
+        raise BadValue("this is not a launch script: it exceeds 400,000 characters or contains NUL bytes")
     follower = _follower(env, path)
     follower.follow(parse(clean(text).replace("\r\n", "\n"), follower.notes))
     follower.said_of_functions()
     words, said = _chosen(follower)
     notes = grouped(list(dict.fromkeys([*follower.notes, *said])))
-    unread = [
-        f"--env {name}: nothing of the script reads it" for name in env if not name.isdigit() and name not in text
-    ]
+    unread = [f"--env {name}: the script does not use it" for name in env if not name.isdigit() and name not in text]
     return LaunchScript(words=words, notes=[*notes, *unread])
 
 
 def read_words(text: str, env: Mapping[str, str]) -> LaunchScript:
-    """The words of one command line without its command. Raises BadValue for quotes that are never closed."""
+    """The words of one command line without its command. Raises BadValue for unclosed quotes."""
     follower = _follower(env, None)
     made = parse(f": {clean(text)}", follower.notes)
     if follower.notes:
@@ -67,7 +65,7 @@ def _follower(env: Mapping[str, str], path: Path | None) -> Follower:
     positional: list[str] = []
     while str(len(positional) + 1) in env:
         positional.append(env[str(len(positional) + 1)])
-    # a script is started where it lies unless the variable says something else
+    # a script is started in its own folder unless the variable says otherwise
     variables: dict[str, ShellValue] = {"PWD": "." if path is None else str(path.parent)}
     variables |= {name: clean(value) for name, value in env.items() if not name.isdigit()}
     values = Values(
@@ -77,7 +75,7 @@ def _follower(env: Mapping[str, str], path: Path | None) -> Follower:
 
 
 def _chosen(follower: Follower) -> tuple[list[str], list[str]]:
-    """The words after the program's name in the command with the most options, and what is to be said of them."""
+    """The words after the program's name in the command with the most options, and notes on them."""
     started = [rest for command in follower.commands if (rest := _behind_program(command)) is not None]
     words, said = _of_programs(started) if started else _of_text(follower)
     told = [text for word in words for text in follower.values.told(word)]
@@ -85,28 +83,28 @@ def _chosen(follower: Follower) -> tuple[list[str], list[str]]:
 
 
 def _of_programs(started: list[list[str]]) -> tuple[list[str], list[str]]:
-    """The words of the program with the most options, the last of several, and what is to be said of the others."""
+    """The words of the program with the most options (the last of several), and notes on the others."""
     words = max(reversed(started), key=_options)
     others = {tuple(map(bare, rest)) for rest in started if _options(rest)} - {tuple(map(bare, words))}
     if not others:
         return words, []
-    return words, [f"{len(others) + 1} commands start a program with options: the one with the most is read"]
+    return words, [f"{len(others) + 1} commands start a program with options: the one with the most options is read"]
 
 
 def _of_text(follower: Follower) -> tuple[list[str], list[str]]:
-    """The options in variables, or in commands, of a text that starts no program, and what is to be said of that."""
+    """The options in variables or commands of a text that starts no program, and notes on that."""
     held = [value for name, value in follower.values.variables.items() if name not in ("PWD", "?")]
     pieces = [one for value in held for one in texts(value)]
-    if not any("--" in one for one in pieces):  # a job's submission has options of its own: variables come first
+    if not any("--" in one for one in pieces):  # variables come first, since a job submission has options of its own
         pieces = [word for command in follower.commands for word in command]
     words = [part for piece in pieces for part in _again(piece)] if any("--" in piece for piece in pieces) else []
     if not any(words):
         return words, []
-    return words, ["no command starts a Python program here: every option of the text counts"]
+    return words, ["no command starts a Python program here: all options in the text are read"]
 
 
 def _said(follower: Follower, words: list[str]) -> list[str]:
-    """What is to be said of the marks in words; many variables share a line."""
+    """The notes on the marks in words; many variables share a line."""
     said = list(dict.fromkeys(text for word in words for text in follower.values.told(word)))
     return grouped(said)
 
@@ -117,11 +115,11 @@ def grouped(said: list[str]) -> list[str]:
     if len(unset) <= 4:
         return said
     rest = [line for line in said if not NO_VALUE.match(line)]
-    return [*rest, f"{', '.join(unset)} have no value: taken as empty (--env NAME=...)"]
+    return [*rest, f"{', '.join(unset)} have no value: assumed empty (--env NAME=...)"]
 
 
 def _behind_program(command: list[str]) -> list[str] | None:
-    """The words after `x.py` or `-m module`; None where neither stands there."""
+    """The words after `x.py` or `-m module`; None if neither is present."""
     plain = [bare(word) for word in command]
     at = next((at for at, word in enumerate(plain) if word.endswith(".py")), None)
     if at is None:
@@ -139,5 +137,5 @@ def _options(words: list[str]) -> int:
 
 
 def _again(value: str) -> list[str]:
-    """The words of an unquoted expansion, which the shell splits once more."""
+    """The words of an unquoted expansion, which the shell splits again."""
     return value.split() if not bare(value) or bare(value).lstrip().startswith("-") or " --" in value else [value]

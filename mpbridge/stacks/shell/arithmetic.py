@@ -1,4 +1,4 @@
-"""Arithmetic of whole numbers, as `$(( ... ))` has it, computed from its text."""
+"""Integer arithmetic, as in `$(( ... ))`, computed from its text."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping
 
 
 def computed(text: str) -> int:
-    """The value of an expression without variables. Raises ValueError or SyntaxError for anything that is not arithmetic of whole numbers."""
+    """The value of an expression without variables. Raises ValueError or SyntaxError for anything that is not integer arithmetic."""
     return _value(ast.parse(_python(text).strip() or "0", mode="eval").body)
 
 
 def _python(expression: str) -> str:
-    """Arithmetic of the shell in Python's words."""
+    """Shell arithmetic in Python's syntax."""
     text = expression.replace("&&", " and ").replace("||", " or ")
     return re.sub(r"!(?!=)", " not ", re.sub(r"(?<!/)/(?!/)", "//", text))
 
 
 def _value(node: ast.expr) -> int:
-    """The value of an expression of whole numbers. Raises ValueError for anything else."""
+    """The value of an integer expression. Raises ValueError for anything else."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return int(node.value)
     if isinstance(node, ast.UnaryOp):

@@ -1,4 +1,4 @@
-"""Branches and loops of a shell script: which commands count, and what is said where only running would tell."""
+"""Branches and loops of a shell script: which commands are read, and notes on conditions known only at run time."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def _judged(follower: Follower, condition: CommandList, branches: CommandList) -
     not_there(follower, branches)
     if truth is None and tells(branches):
         text = "; ".join(map(text_of, condition))
-        follower.notes.append(f"the condition `{text}` is not run: taken as false, its branch is passed over")
+        follower.notes.append(f"the condition `{text}` is not run: assumed false, its branch is skipped")
     return bool(truth)
 
 
 def judged(follower: Follower, condition: CommandList) -> Truth:
-    """A condition's answer: to fail is one."""
+    """A condition's value; failure is false."""
     follower.judging += 1
     try:
         return follower.block(condition)
@@ -46,14 +46,14 @@ def judged(follower: Follower, condition: CommandList) -> Truth:
 
 
 def not_there(follower: Follower, rest: CommandList) -> None:
-    """A note for each file that a condition asked for, where what follows matters."""
+    """Adds a note for each file that a condition tests, if the commands behind it matter."""
     if tells(rest):
-        follower.notes += [f"`[ {one} ]` is not looked at: taken as not there" for one in follower.files]
+        follower.notes += [f"`[ {one} ]` is not checked: assumed not to exist" for one in follower.files]
     follower.files.clear()
 
 
 def follow_case(follower: Follower, node: CaseCommand) -> Truth:
-    """The first clause that fits, and those that it goes on to."""
+    """The first matching clause, and those that it falls through to."""
     word = follower.values.text(node.word)
     follower.matters(word)
     falls = False
@@ -77,7 +77,7 @@ def follow_for(follower: Follower, node: For) -> Truth:
 
 
 def _rounds(follower: Follower, node: For) -> list[str]:
-    """What a loop goes through; one round where that is not known."""
+    """The items of a loop; a single round if they are unknown."""
     if node.name == "":  # for ((...))
         follower.notes.append(f"the loop `for (({' '.join(node.words or ())}))` is read once")
         return [""]
@@ -88,7 +88,7 @@ def _rounds(follower: Follower, node: For) -> list[str]:
     if node.words is None or all("@" in raw for raw in node.words):
         return []
     over = " ".join(node.words)
-    follower.notes.append(f"what the loop over {over} goes through is not known: its body is read once")
+    follower.notes.append(f"the items of the loop over {over} are unknown: its body is read once")
     return rounds[:1]
 
 
@@ -107,7 +107,7 @@ def follow_while(follower: Follower, node: While) -> Truth:
 
 
 def _round(follower: Follower, body: CommandList) -> bool:
-    """One round of a loop; False where it ends the loop."""
+    """One round of a loop; False if it ends the loop."""
     try:
         follower.block(body)
     except Stop as stop:

@@ -1,4 +1,4 @@
-"""Commands of bash's own, as far as a script's text tells what they do: each takes the words after its name."""
+"""Bash builtins, as far as their effect follows from the text: each takes the words after its name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def declare(follower: Follower, name: str, raws: list[str]) -> None:
-    """`export`, `local`, `declare`: the assignments among their words. Of a function's own variables the earlier values come back at its end."""
+    """`export`, `local`, `declare`: the assignments among their words. A function's local variables are restored at its end."""
     options = "".join(raw[1:] for raw in raws if raw.startswith("-"))
     own = name == "local" or (name in ("declare", "typeset") and "g" not in options)
     for raw in raws:
@@ -44,7 +44,7 @@ def declare(follower: Follower, name: str, raws: list[str]) -> None:
 
 
 def prints(name: str, words: list[str], unknown: bool) -> list[str]:
-    """The output of a command that works on its words alone. Raises NotText for any other."""
+    """The output of a command that depends only on its words. Raises NotText for any other."""
     paths = [word for word in words if not word.startswith("-")]
     if name in ("dirname", "basename", "realpath", "readlink") and paths and not unknown and paths[0]:
         first = paths[0]
@@ -70,7 +70,7 @@ def _false(follower: Follower, rest: list[str], command: Command) -> Truth:
 
 
 def _test(follower: Follower, rest: list[str], command: Command) -> Truth:
-    # a word that is empty because a variable is: gone, as in bash
+    # a word that is empty because of an empty variable is dropped, as in bash
     words = [word for word in rest if not unknown_word(word)]
     follower.matters(*rest)
     return follower.held(words[:-1] if words[-1:] == ["]"] else words, patterns=False)
@@ -143,7 +143,7 @@ def _let(follower: Follower, rest: list[str], command: Command) -> Truth:
 
 def _getopts(follower: Follower, rest: list[str], command: Command) -> Truth:
     if follower.values.positional:
-        follower.notes.append("getopts is not followed: the script's own arguments are passed over there")
+        follower.notes.append("getopts is not followed: the script's own arguments are ignored there")
     return False
 
 
@@ -173,9 +173,7 @@ def _return(follower: Follower, rest: list[str], command: Command) -> Truth:
 def _exit(follower: Follower, rest: list[str], command: Command) -> Truth:
     if follower.output is not None or any(".py" in bare(word) for one in follower.commands for word in one):
         raise Stop("exit")
-    follower.notes.append(
-        f"`{' '.join(command.words)}` would end the script before it starts a program: read on as if it did not"
-    )
+    follower.notes.append(f"`{' '.join(command.words)}` would end the script before it starts a program: ignored")
     return True
 
 
@@ -186,10 +184,10 @@ def _source(follower: Follower, rest: list[str], command: Command) -> Truth:
     if where is None:
         follower.notes += [
             *follower.values.told(name),
-            f"`source {shown}` is not read: no such file beside the script, so what it sets is not known",
+            f"`source {shown}` is not read: no such file next to the script, so what it sets is unknown",
         ]
         return None
-    follower.notes.append(f"`source {shown}`: the file {where.name} beside the script is read too")
+    follower.notes.append(f"`source {shown}`: the file {where.name} next to the script is read too")
     kept = follower.values.positional
     if len(rest) > 1:
         follower.values.positional = rest[1:]
@@ -206,7 +204,7 @@ def _source(follower: Follower, rest: list[str], command: Command) -> Truth:
 
 
 def _beside(follower: Follower, name: str) -> Path | None:
-    """A file that a script sources, where it lies in the script's folder, one folder up, or below; never through a link out of it."""
+    """A sourced file, if it is in the script's folder, one folder up, or below; never through a link that leaves it."""
     if follower.folder is None or not name:
         return None
     here = follower.folder.resolve()
@@ -229,4 +227,4 @@ BUILTINS: Mapping[str, Builtin] = MappingProxyType(
         "[": _test, ".": _source, "pushd": _cd, "mapfile": mapfile, "readarray": mapfile,
     }
 )  # fmt: skip
-"""Commands of bash's own that are followed; every other is a program."""
+"""Bash builtins that are followed; every other command is a program."""

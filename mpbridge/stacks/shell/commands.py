@@ -1,4 +1,4 @@
-"""A shell script's commands followed in their order: variables, branches, loops and functions, without running anything."""
+"""Follows a shell script's commands in order: variables, branches, loops and functions, without running anything."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ from mpbridge.stacks.shell.values import ASSIGNMENT, ShellValue, Values
 
 MOST_STEPS = 20_000
 MOST_CALLS = 20
-"""Functions, sourced files and strings of commands inside each other."""
+"""Maximum nesting of functions, sourced files and command strings."""
 _DECLARE = frozenset({"export", "local", "declare", "readonly", "typeset"})
 _QUIET = frozenset({"mkdir", "echo", "printf", "cd", "set", "sleep", "wait", "trap", "ulimit", "pushd", "popd", "rm", "touch", "module", "ls"})  # fmt: skip
-"""Commands that are taken to succeed without a word."""
+"""Commands that are silently assumed to succeed."""
 _TESTS = frozenset({"[", "[[", "test", "(("})
 
 
 @dataclass
 class Follower:
-    """Where a script stands while it is followed."""
+    """State while a script is followed."""
 
     values: Values
     given: frozenset[str] = frozenset()
-    """Variables from outside."""
+    """External variables."""
     folder: Path | None = None
-    """Of the script: files that it sources are read there."""
+    """The script's folder, from which sourced files are read."""
     commands: list[list[str]] = field(default_factory=list)
-    """Programs that it starts: their words, with marks."""
+    """The words of the programs that it starts, with marks."""
     notes: list[str] = field(default_factory=list)
     functions: dict[str, CommandList] = field(default_factory=dict)
     called: set[str] = field(default_factory=set)
     output: list[str] | None = None
-    """What was printed, where a substitution asks for it."""
+    """The output, inside a command substitution."""
     files: list[str] = field(default_factory=list)
-    """What tests have asked for since the last branch: `-f name`."""
+    """File tests since the last branch: `-f name`."""
     own: list[dict[str, ShellValue | None]] = field(default_factory=list)
-    """For each function that is being followed: its own variables' values outside of it; None: there was none."""
+    """For each function being followed: the outer values of its local variables; None: unset."""
     ends_at_failure: bool = False
     """set -e."""
     judging: int = 0
-    """Conditions and lists of && and || around what is followed: a failure there is an answer."""
+    """Depth of enclosing conditions and && or || lists, where a failure does not end the script."""
     steps: int = 0
     depth: int = 0
 
@@ -74,18 +74,18 @@ class Follower:
         self.values.run = self._printed
 
     def follow(self, block: CommandList) -> None:
-        """A whole script; what stops it ends it."""
+        """Follows a whole script until something ends it."""
         with contextlib.suppress(Stop):
             self.block(block)
 
     def said_of_functions(self) -> None:
-        """A note for each function that nothing calls and that has options inside."""
+        """Adds a note for each function with options that is never called."""
         for name, body in self.functions.items():
             if name not in self.called and tells(body):
-                self.notes.append(f"the function {name} is never called: its options do not count")
+                self.notes.append(f"the function {name} is never called: its options are ignored")
 
     def block(self, block: CommandList) -> Truth:
-        """The last command's success; None where only running would tell."""
+        """The last command's success; None if known only at run time."""
         truth: Truth = True
         for node in block:
             truth = self._node(node)
@@ -94,15 +94,13 @@ class Follower:
     def _node(self, node: Node) -> Truth:
         self.steps += 1
         if self.steps > MOST_STEPS:
-            raise BadValue(f"this script takes more than {MOST_STEPS} steps: no launch script does")
+            raise BadValue(f"this script takes more than {MOST_STEPS} steps, too many for a launch script")
         truth = self._any(node)
         if isinstance(node, Command):
             if truth is False and self.ends_at_failure and not self.judging and first_word(node) not in _QUIET:
-                self.notes.append(
-                    f"`{text_of(node)}` fails, and set -e would end the script there: read on as if it did not"
-                )
+                self.notes.append(f"`{text_of(node)}` fails, and set -e would end the script there: ignored")
             status = "1" if truth is False else "0"
-            said = self.values.mark(f"`{text_of(node)}` is not run: taken to succeed") if truth is None else ""
+            said = self.values.mark(f"`{text_of(node)}` is not run: assumed to succeed") if truth is None else ""
             self.values.variables["?"] = said + status
         return truth
 
@@ -129,7 +127,7 @@ class Follower:
                 return self.apart(node.body) if node.subshell else self.block(node.body)
 
     def apart(self, block: CommandList) -> Truth:
-        """Commands whose variables end with them."""
+        """Commands in a subshell, whose variables are dropped at its end."""
         kept = dict(self.values.variables), list(self.values.positional)
         try:
             return self.block(block)
@@ -154,9 +152,11 @@ class Follower:
             if truth is None:
                 truth = first_word(before) not in _TESTS
                 if tells((node,)) and first_word(before) not in _QUIET:
-                    taken = "to succeed" if truth else "as false"
-                    goes = "counts" if truth == (operator == "&&") else "is passed over"
-                    self.notes.append(f"`{text_of(before)}` is not run: taken {taken}, what follows {operator} {goes}")
+                    taken = "to succeed" if truth else "to fail"
+                    goes = "is read" if truth == (operator == "&&") else "is skipped"
+                    self.notes.append(
+                        f"`{text_of(before)}` is not run: assumed {taken}, what follows {operator} {goes}"
+                    )
             if operator:
                 not_there(self, (node,))
             if operator and truth != (operator == "&&"):
@@ -176,7 +176,7 @@ class Follower:
         return None if truth is None else truth != pipe.negated
 
     def matters(self, *texts: str) -> None:
-        """Values that decide a branch: what is not known of them is said."""
+        """Values that decide a branch: adds notes on what is unknown."""
         self.notes += [said for text in texts for said in self.values.told(text)]
 
     # commands
@@ -189,7 +189,7 @@ class Follower:
             return self._test(raws)
         settings = list(itertools.takewhile(bool, map(ASSIGNMENT.fullmatch, raws)))
         raws = raws[len(settings) :]
-        # A=x command: for that command alone, whose own words are expanded before
+        # A=x command: only for that command, whose own words are expanded first
         words = None if not raws or raws[0] in _DECLARE else [word for raw in raws for word in self.values.fields(raw)]
         kept = {one[1]: self.values.variables.get(one[1]) for one in settings if one and raws}
         for one in filter(None, settings):
@@ -204,7 +204,7 @@ class Follower:
             self._restore(kept)
 
     def _restore(self, kept: Mapping[str, ShellValue | None]) -> None:
-        """Variables as they were; None: there was none."""
+        """Restores variables; None: unset."""
         for name, value in kept.items():
             if value is None:
                 self.values.variables.pop(name, None)
@@ -212,7 +212,7 @@ class Follower:
                 self.values.variables[name] = value
 
     def assign(self, found: re.Match[str]) -> None:
-        """One assignment, as ASSIGNMENT takes it apart."""
+        """One assignment, as parsed by ASSIGNMENT."""
         name, index, more, raw = found[1], found[2], bool(found[3]), found[4]
         given = self.values.variables.get(name) if name in self.given else None
         self.values.assign(name, index, more, raw)
@@ -272,7 +272,7 @@ class Follower:
             self._restore(self.own.pop())
 
     def keep(self, name: str, *, cleared: bool) -> None:
-        """Before a variable becomes a function's own: what it was comes back when the function ends. cleared: it starts without a value."""
+        """Saves a variable that becomes local; it is restored when the function ends. cleared: it starts unset."""
         if not self.own:
             return
         self.own[-1].setdefault(name, self.values.variables.get(name))
@@ -281,10 +281,10 @@ class Follower:
 
     @contextlib.contextmanager
     def deeper(self) -> Iterator[None]:
-        """Around the commands of a function, a file or a string. Raises BadValue where they go on without end."""
+        """Context of the commands of a function, file or string. Raises BadValue for endless recursion."""
         self.depth += 1
         if self.depth > MOST_CALLS:
-            raise BadValue(f"this script calls more than {MOST_CALLS} functions, files or strings inside each other")
+            raise BadValue(f"this script nests more than {MOST_CALLS} calls of functions, files or strings")
         try:
             yield
         finally:

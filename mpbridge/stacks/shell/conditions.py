@@ -1,4 +1,4 @@
-"""Tests of a shell script, `[ ... ]` and `[[ ... ]]`: what holds of words that are known."""
+"""Shell tests, `[ ... ]` and `[[ ... ]]`, on known words."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from mpbridge.stacks.shell.fields import bare, matches
 from mpbridge.stacks.shell.values import Values
 
 Truth = bool | None
-"""None: only running would tell."""
+"""None: known only at run time."""
 _NUMBERS = {"-eq": "==", "-ne": "!=", "-gt": ">", "-lt": "<", "-ge": ">=", "-le": "<="}
 _CHANGE = re.compile(r"([A-Za-z_]\w*)\s*(\+\+|--|[-+*/]?=(?!=))\s*([^,;]*)")
 _FILES = frozenset(f"-{letter}" for letter in "abcdefghkprstuwxGLNOS")
 
 
 def holds(words: list[str], values: Values, *, patterns: bool) -> tuple[Truth, list[str], list[str]]:
-    """Whether a test holds, the words that it looked at, and the files that it asks for, which count as not there.
+    """Whether a test is true, the words that it used, and the files that it tests, which are assumed not to exist.
 
     patterns: the right side of == is a pattern, as inside [[ ]].
     """
     test = _Test(words, values, patterns)
     truth = test.either() if words else False
-    if test.at < len(words):  # words too many: bash says 'too many arguments', which is no
+    if test.at < len(words):  # too many words: bash fails with 'too many arguments'
         truth = False
     return truth, test.seen, test.files
 
 
 def counts(text: str, values: Values) -> tuple[Truth, list[str]]:
-    """Whether `(( text ))` is not zero, and what it looked at; an assignment is made, and holds."""
+    """Whether `(( text ))` is nonzero, and what it used; an assignment is executed and true."""
     change = _CHANGE.search(text)
     if change is None:
         found = values.arithmetic(text)
@@ -85,7 +85,7 @@ class _Test:
         return bare(first) != ""
 
     def single(self, operator: str, word: str | None) -> Truth:
-        if word is None:  # `[ -z $A ]` without a value asks whether the word -z is there, in bash too
+        if word is None:  # without a value, `[ -z $A ]` tests whether the word -z is nonempty, as in bash
             self.at += 1
             return True
         self.at += 2

@@ -1,4 +1,4 @@
-"""What `${A operation}` makes of one text: a pattern off its front or end, a pattern replaced, other case, a part of it."""
+"""Applies `${A operation}` to one text: strips a pattern from its front or end, replaces a pattern, changes case, takes a part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpbridge.stacks.shell.fields import matches
 
 
 def trimmed(value: str, wanted: str, *, front: bool, longest: bool) -> str:
-    """`#` and `##` (front), `%` and `%%`: without the shortest or longest piece that fits a pattern."""
+    """`#` and `##` (front), `%` and `%%` (end): removes the shortest or longest match of a pattern."""
     fits = [at for at in range(len(value) + 1) if matches(value[:at] if front else value[at:], wanted)]
     if not fits:
         return value
@@ -18,7 +18,7 @@ def trimmed(value: str, wanted: str, *, front: bool, longest: bool) -> str:
 
 
 def replaced(value: str, wanted: str, replacement: str, *, every: bool) -> str:
-    """`/` and `//`: with the first piece, or every one, that fits a pattern replaced."""
+    """`/` and `//`: replaces the first match of a pattern, or all."""
     pattern = re.compile(fnmatch.translate(wanted).removesuffix(r"\Z").removesuffix(r"\z"))
     return pattern.sub(lambda _: replacement, value, count=0 if every else 1)
 

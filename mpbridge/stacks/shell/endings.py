@@ -1,4 +1,4 @@
-"""What ends commands before their last one."""
+"""Exceptions that end a list of commands early."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ class Stop(Exception):
 
 
 class NotText(Exception):
-    """Only running would tell what a substituted command prints."""
+    """The output of a substituted command is known only at run time."""

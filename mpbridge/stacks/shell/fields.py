@@ -1,4 +1,4 @@
-"""Words while they are put together: splitting, quotes, and the marks of what is not known."""
+"""Builds words: splitting, quotes, and the marks of unknown values."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ MARK = re.compile(f"[{PLAIN}{QUOTED}](\\d+){END}")
 
 
 def bare(text: str) -> str:
-    """`text` with what is not known left out."""
+    """`text` without unknown parts."""
     return MARK.sub("", text)
 
 
 def clean(text: str) -> str:
-    """Foreign text without the signs that marks are made of."""
+    """External text without the characters used for marks."""
     return re.sub(f"[{PLAIN}{QUOTED}{END}]", "", text)
 
 
 def unknown_word(text: str) -> bool:
-    """Whether an unquoted word is nothing but marks: bash would have no word there."""
+    """Whether an unquoted word consists only of marks; bash would have no word there."""
     return bool(text) and not bare(text) and QUOTED not in text
 
 
 class WordBuilder:
-    """Words while they are put together."""
+    """Words under construction."""
 
     def __init__(self, *, splits: bool = True, pattern: bool = False) -> None:
         self.splits, self.pattern = splits, pattern
@@ -33,7 +33,7 @@ class WordBuilder:
         self.open: str | None = None
 
     def add(self, text: str, *, quoted: bool, literal: bool = False) -> None:
-        """A piece of the word; literal: written in the script, where spaces between words are none of the word's."""
+        """Adds a piece to the word; literal: written in the script, where spaces do not belong to words."""
         text = text.replace(PLAIN, QUOTED) if quoted else text.replace(QUOTED, PLAIN)
         if quoted and self.pattern:
             text = re.sub(r"([\[*?])", r"[\1]", text)
@@ -48,14 +48,14 @@ class WordBuilder:
                 self.open = (self.open or "") + part
 
     def add_all(self, items: list[str], quoted: bool) -> None:
-        """`"${A[@]}"`: each item a word of its own, the first and the last joined to what stands beside them."""
+        """`"${A[@]}"`: each item is a word of its own; the first and the last join adjacent text."""
         for at, item in enumerate(items):
             if at:
                 self.close()
             self.add(item, quoted=quoted and not unknown_word(item))
 
     def close(self) -> None:
-        """Ends the word that is open."""
+        """Ends the current word."""
         if self.open is not None:
             self.made.append(self.open)
         self.open = None
@@ -67,7 +67,7 @@ class WordBuilder:
 
 
 def braces(raw: str) -> list[str]:
-    """`a{1..3}` and `{a,b}`, where neither quotes nor variables stand in the word."""
+    """`a{1..3}` and `{a,b}`, in words without quotes or variables."""
     found = re.fullmatch(
         r"([^{}\"'`$\\]*)\{(?:(-?\d{1,4})\.\.(-?\d{1,4})|([^{}\"'`$\\]*,[^{}\"'`$\\]*))\}([^{}\"'`$\\]*)", raw
     )
@@ -83,5 +83,5 @@ def braces(raw: str) -> list[str]:
 
 
 def matches(text: str, pattern: str) -> bool:
-    """Whether a text fits a pattern of the shell's."""
+    """Whether a text matches a shell pattern."""
     return fnmatch.fnmatchcase(bare(text), bare(pattern))

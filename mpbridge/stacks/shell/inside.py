@@ -1,4 +1,4 @@
-"""What stands inside of commands: every simple command, whether it matters to the answer, and a few words to name it."""
+"""Inspects commands: every simple command inside, whether it matters, and a short name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tells(block: CommandList) -> bool:
 
 
 def commands_in(block: CommandList) -> Iterator[Command]:
-    """Every command in a block, those of inner constructs too."""
+    """Every command in a block, including inner constructs."""
     for node in block:
         match node:
             case Command():

@@ -1,4 +1,4 @@
-"""Shell text taken apart into words and operators: quotes, nesting, comments, here-documents."""
+"""Splits shell text into words and operators: quotes, nesting, comments, here-documents."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import MappingProxyType
 from mpbridge.errors import BadValue
 
 DEEPEST = 60
-"""Constructs inside each other; launch scripts have a handful."""
+"""Maximum nesting of constructs; real launch scripts have a handful."""
 _CLOSERS: Mapping[str, str] = MappingProxyType({"${": "}", "$(": ")", '"': '"', "`": "`", "(": ")"})
 _ARRAY = re.compile(r"[A-Za-z_]\w*(?:\[[^\]]*\])?\+?=$")
 _OPERATORS = ("<<<", "<<-", "&>>", "&&", "||", ";;&", ";;", ";&", "|&", "<<", ">>", ">&", "<&", "<>", "&>", ">|", "|", "&", ";", "<", ">", "(", ")")  # fmt: skip
@@ -23,13 +23,13 @@ class Here:
     text: str = ""
     literal: bool = False
     word: bool = False
-    """A here-string: one word, expanded as any other."""
-    """Its end was quoted: nothing in it is expanded."""
+    """A here-string: one word, expanded like any other."""
+    """Whether its end word was quoted, so that nothing is expanded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A word, an operator, a line's end or the text's."""
+    """A word, an operator, the end of a line or of the text."""
 
     kind: str
     """'word', 'op', 'newline' or 'end'."""
@@ -38,7 +38,7 @@ class Token:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of an array's inside: line ends count as spaces, comments go."""
+    """The words of an array literal: line ends count as spaces, comments are dropped."""
     lexer, found = Lexer(text, []), []
     while (token := lexer.take()).kind != "end":
         if token.kind == "word":
@@ -47,7 +47,7 @@ def words_of(text: str) -> list[str]:
 
 
 def end_of(text: str, at: int) -> int:
-    """Behind the quote, `${...}`, `$(...)` or backtick that starts at `at`; -1 where it is never closed; at + 1 for a plain sign."""
+    """Position after the quote, `${...}`, `$(...)` or backtick that starts at `at`; -1 if it is never closed; at + 1 for a plain character."""
     sign = text[at]
     if sign == "'":
         return text.find("'", at + 1) + 1 or -1
@@ -64,7 +64,7 @@ def end_of(text: str, at: int) -> int:
 
 
 def closing(text: str, at: int, closer: str) -> int:
-    """Behind the `closer` that ends what opened before `at`, quotes and nesting respected; -1 without one."""
+    """Position after the `closer` of what opened before `at`, respecting quotes and nesting; -1 without one."""
     nested = [closer]
     while nested and 0 <= at < len(text):
         if text[at] == nested[-1]:
@@ -77,9 +77,9 @@ def closing(text: str, at: int, closer: str) -> int:
 
 
 def _skipped(text: str, at: int, closer: str) -> int | None:
-    """Behind the escape, single quotes or comment that starts at `at` inside of what `closer` ends; -1 without an end, None for other signs."""
+    """Position after the escape, single quotes or comment that starts at `at` inside what `closer` ends; -1 without an end, None for other characters."""
     sign, ansi = text[at], text.startswith("$'", at)
-    if closer == '"' and (ansi or sign == "'"):  # plain signs between double quotes
+    if closer == '"' and (ansi or sign == "'"):  # plain characters between double quotes
         return at + 1
     if ansi or sign in ("\\", "'"):
         return end_of(text, at)
@@ -89,7 +89,7 @@ def _skipped(text: str, at: int, closer: str) -> int | None:
 
 
 def _entered(text: str, at: int, nested: list[str]) -> int:
-    """Behind the sign at `at`; where it opens something, what ends that is added to `nested`. Raises BadValue past the bound."""
+    """Position after the character at `at`; if it opens a construct, its closer is added to `nested`. Raises BadValue past the bound."""
     sign = text[at : at + 2] if text[at : at + 2] in _CLOSERS else text[at]
     plain = (sign == "`" and "`" in nested) or (sign == "(" and nested[-1] != ")")
     if sign in _CLOSERS and not plain:
@@ -105,22 +105,22 @@ class Lexer:
     def __init__(self, text: str, notes: list[str]) -> None:
         self.text, self.notes, self.at = text, notes, 0
         self.waiting: list[tuple[str, bool, Here]] = []
-        """Here-documents whose text begins after the next line end: end word, whether tabs go, where the text belongs."""
+        """Here-documents whose text begins after the next line end: end word, whether tabs are stripped, target."""
 
     def line(self, at: int) -> int:
-        """The line of a place, from 1."""
+        """The line number of a position, from 1."""
         return self.text.count("\n", 0, at) + 1
 
     def peek(self) -> Token:
-        """The next token, which stays."""
+        """The next token, without consuming it."""
         at, waiting = self.at, self.waiting
-        self.waiting = []  # their text is read when the line end is taken, not when it is looked at
+        self.waiting = []  # their text is read when the line end is consumed, not when it is peeked
         token = self.take()
         self.at, self.waiting = at, waiting
         return token
 
     def take(self) -> Token:
-        """The next token, which goes."""
+        """Consumes the next token."""
         text = self.text
         while self.at < len(text):
             if text[self.at] in " \t\r":
@@ -158,13 +158,13 @@ class Lexer:
         return text[start : self.at]
 
     def _past(self, end: int, what: str) -> None:
-        """On to `end`; where nothing closes, to the end of the line for a quote and of the text for the rest."""
+        """Advances to `end`; if nothing closes, to the end of the line for a quote, otherwise to the end of the text."""
         if end < 0:
             line_end = self.text.find("\n", self.at)
             to_line = what == "a quote" and line_end >= 0
             until = "that line" if to_line else "the text"
             self.notes.append(
-                f"{what} opened in line {self.line(self.at)} is never closed: read as if it ended with {until}"
+                f"{what} opened in line {self.line(self.at)} is never closed: assumed to end with {until}"
             )
             end = line_end if to_line else len(self.text)
         self.at = min(end, len(self.text))
@@ -213,5 +213,5 @@ class Lexer:
             if self.at == before:  # a stray operator: the test ends here
                 break
             found.append(word)
-        self.notes.append("a [[ test is never closed: read as if it ended there")
+        self.notes.append("a [[ test is never closed: assumed to end there")
         return found

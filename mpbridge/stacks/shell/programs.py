@@ -1,4 +1,4 @@
-"""Programs that a script starts: kept with their words, or followed where they are shells that are given commands."""
+"""Programs that a script starts: kept with their words, or followed if they are shells with a command string."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHELLS = frozenset({"bash", "sh", "zsh", "dash", "ssh", "sbatch"})
 
 
 def start(follower: Follower, words: list[str], command: Command) -> None:
-    """A program: kept, or where it is a shell, the commands that it is given."""
+    """A program: kept, or followed if it is a shell with commands."""
     plain = [bare(word) for word in words]
     if not any(re.fullmatch(r"\S+\.py", word) for word in plain):
         shell = any(posixpath.basename(word) in _SHELLS for word in plain)
@@ -30,12 +30,12 @@ def start(follower: Follower, words: list[str], command: Command) -> None:
             return
     for here in command.inputs:
         if re.search(r"(?m)(^|\s)--\w", here.text):
-            follower.notes.append(f"the text of a here-document for `{plain[0]}` is passed over")
+            follower.notes.append(f"the here-document for `{plain[0]}` is skipped")
     follower.commands.append(words)
 
 
 def _commands_among(words: list[str], plain: list[str], shell: bool) -> str | None:
-    """The first word that holds commands: one of a shell's, or what follows `--wrap`."""
+    """The first word with commands: a shell's argument, or what follows `--wrap`."""
     for at, word in enumerate(words):
         inside = re.search(r"\.py\b|\bpython3?\b|torchrun", plain[at]) and re.search(r"\s", plain[at].strip())
         if inside and (shell or plain[at - 1] == "--wrap" or plain[at].startswith("--wrap=")):
@@ -44,6 +44,6 @@ def _commands_among(words: list[str], plain: list[str], shell: bool) -> str | No
 
 
 def _follow(follower: Follower, text: str) -> None:
-    """Commands inside of a string: in a shell of their own, which has the variables too."""
+    """Follows commands in a string, in a subshell with the same variables."""
     with follower.deeper():
         follower.apart(parse(text, follower.notes))

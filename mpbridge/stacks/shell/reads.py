@@ -1,4 +1,4 @@
-"""`read` and `mapfile`: what they put into variables, where a here-document or a here-string feeds them."""
+"""`read` and `mapfile` with input from a here-document or here-string."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VALUED = {"read": "adinNptu", "mapfile": "dnOsuCc"}
 
 
 def read(follower: Follower, rest: list[str], command: Command) -> Truth:
-    """Splits a line by IFS among its names; the last takes what is left, `-a` one array takes all."""
+    """Splits a line by IFS among its names; the last gets the rest, `-a` assigns everything to one array."""
     flags, names = _taken("read", rest)
     names = ([flags["a"]] if "a" in flags else names) or ["REPLY"]
     text = _fed(follower, command)
@@ -66,7 +66,7 @@ def _taken(name: str, rest: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _fed(follower: Follower, command: Command) -> str | None:
-    """The input, where the text holds it."""
+    """The input, if it is in the text."""
     if not command.inputs:
         return None
     here = command.inputs[-1]
@@ -78,13 +78,13 @@ def _fed(follower: Follower, command: Command) -> str | None:
 def _waits(follower: Follower, name: str, names: list[str]) -> Truth:
     for one in names:
         follower.values.variables[one] = follower.values.mark(
-            f"`{name} {one}` waits for input: taken as empty (--env {one}=...)"
+            f"`{name} {one}` waits for input: assumed empty (--env {one}=...)"
         )
     return None
 
 
 def _split(line: str, signs: str, most: int) -> Iterator[str]:
-    """The parts of a line between signs of IFS, at most so many (0: all); blanks among the signs count once, and not at the ends."""
+    """The parts of a line between IFS characters, at most so many (0: all); runs of blanks count once, and not at the ends."""
     if not signs:
         yield line
         return

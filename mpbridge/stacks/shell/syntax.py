@@ -1,4 +1,4 @@
-"""Shell text taken apart into commands: nothing is looked up, and nothing runs. Half a script is read as far as it goes, with a note."""
+"""Parses shell text into commands; nothing is looked up or run. An incomplete script is read as far as possible, with a note."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CLOSERS = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}"})
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Words as they are written, quotes and all."""
+    """Words as written, including quotes."""
 
     words: tuple[str, ...]
     inputs: tuple[Here, ...] = ()
@@ -22,7 +22,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Commands joined by `&&` and `||`: each with what stands before it ('' at the first)."""
+    """Commands joined by `&&` and `||`: each with its preceding operator ('' for the first)."""
 
     items: tuple[tuple[str, Node], ...]
 
@@ -37,7 +37,7 @@ class Pipe:
 
 @dataclass(frozen=True, slots=True)
 class If:
-    """Branches in order; the last has no condition where an `else` stands."""
+    """Branches in order; an `else` is a last branch without a condition."""
 
     branches: tuple[tuple[CommandList | None, CommandList], ...]
 
@@ -61,7 +61,7 @@ class For:
 
 @dataclass(frozen=True, slots=True)
 class While:
-    """until: the condition's opposite counts."""
+    """until: the condition is negated."""
 
     condition: CommandList
     body: CommandList
@@ -78,7 +78,7 @@ class FunctionDefinition:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`{ ...; }`, or `( ... )` whose variables end with it."""
+    """`{ ...; }`, or `( ... )` with its own variables."""
 
     body: CommandList
     subshell: bool
@@ -89,7 +89,7 @@ CommandList = tuple[Node, ...]
 
 
 def parse(text: str, notes: list[str]) -> CommandList:
-    """The commands of a script. notes: gets what was assumed of quotes and constructs that are never closed. Raises BadValue where they nest too deep."""
+    """The commands of a script. notes: receives assumptions about unclosed quotes and constructs. Raises BadValue if they nest too deeply."""
     return _Parser(Lexer(text, notes)).whole()
 
 
@@ -97,7 +97,7 @@ def parse(text: str, notes: list[str]) -> CommandList:
 class _Parser:
     lexer: Lexer
     open: list[tuple[str, frozenset[str]]] = field(default_factory=list)
-    """Constructs that are open: their name, and the words that may follow in them."""
+    """Open constructs: their name, and the words that may follow in them."""
 
     def whole(self) -> CommandList:
         found: list[Node] = []
@@ -106,9 +106,7 @@ class _Parser:
             token = self.lexer.take()
             if token.kind == "end":
                 return tuple(found)
-            self.lexer.notes.append(
-                f"`{token.text}` in line {self.lexer.line(token.start)} closes nothing: passed over"
-            )
+            self.lexer.notes.append(f"`{token.text}` in line {self.lexer.line(token.start)} closes nothing: skipped")
 
     def block(self, ends: frozenset[str]) -> CommandList:
         """Commands up to one of `ends`, or to a word that closes an outer construct."""
@@ -126,13 +124,13 @@ class _Parser:
                 if token.text in outer or not self.open:
                     return tuple(found)
                 self.lexer.take()
-                self.lexer.notes.append(f"`{token.text}` in line {self.lexer.line(token.start)} is passed over")
+                self.lexer.notes.append(f"`{token.text}` in line {self.lexer.line(token.start)} is skipped")
             elif token.kind == "word" and token.text in _CLOSERS:
                 if token.text in outer or not self.open:
                     return tuple(found)
                 self.lexer.take()
                 self.lexer.notes.append(
-                    f"`{token.text}` in line {self.lexer.line(token.start)} closes nothing: passed over"
+                    f"`{token.text}` in line {self.lexer.line(token.start)} closes nothing: skipped"
                 )
             else:
                 found.append(self.chain())
@@ -226,7 +224,7 @@ class _Parser:
     def inside(
         self, name: str, token: Token, ends: frozenset[str], *, first: frozenset[str] | None = None
     ) -> CommandList:
-        """The body of a construct up to one of `ends`, which is taken; a note where the text or an outer construct ends first."""
+        """The body of a construct up to one of `ends`, which is consumed; adds a note if the text or an outer construct ends first."""
         self.open.append((name, ends))
         body = self.block(first or ends)
         self.open.pop()
@@ -238,7 +236,7 @@ class _Parser:
         if found.text in ends and found.kind in ("word", "op"):
             return self.lexer.take().text
         line = self.lexer.line(token.start)
-        self.lexer.notes.append(f"the `{name}` in line {line} is never closed: read as if it ended there")
+        self.lexer.notes.append(f"the `{name}` in line {line} is never closed: assumed to end there")
         return ""
 
     def test(self, token: Token) -> Node:

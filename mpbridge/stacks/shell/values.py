@@ -1,7 +1,7 @@
-"""Words of a shell script expanded as bash expands them: variables, arrays, arithmetic, quotes, splitting. What is not known leaves a mark.
+"""Expands the words of a shell script as bash does: variables, arrays, arithmetic, quotes, splitting. Unknown values leave a mark.
 
-A mark stands in the place of a value that only running would give, or that comes from outside. It goes along through assignments and
-substitutions, counts as empty in every comparison, and tells in the end which of the words that matter were not known.
+A mark replaces a value known only at run time or from outside. It propagates through assignments and
+substitutions, counts as empty in every comparison, and finally shows which of the relevant words were unknown.
 """
 
 from __future__ import annotations
@@ -17,47 +17,47 @@ from mpbridge.stacks.shell.fields import END, MARK, PLAIN, WordBuilder, bare, br
 from mpbridge.stacks.shell.lexer import end_of, words_of
 
 LONGEST = 1_000_000
-"""Characters of one value: a script that doubles a variable in a loop ends here."""
+"""Maximum length of one value, against scripts that double a variable in a loop."""
 _NAME = re.compile(r"[A-Za-z_]\w*|\d+|[@*#?$!-]")
 _PLAIN_SIGNS = re.compile(r"[^\\'\"`$]+")
 _PARAMETER = re.compile(r"([#!]?)([A-Za-z_]\w*|\d+|[@*?$#!-])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=(.*)", re.DOTALL)
 
-NO_VALUE = re.compile(r"(\$\w+) has no value: taken as empty")
-"""What is said of a variable that nothing sets; its name first."""
+NO_VALUE = re.compile(r"(\$\w+) has no value: assumed empty")
+"""The note on an unset variable; starts with its name."""
 
 ShellValue = str | list[str] | dict[str, str]
 
 
 @dataclass
 class Values:
-    """Variables, and the texts that marks stand for."""
+    """Variables, and the notes behind marks."""
 
     variables: dict[str, ShellValue] = field(default_factory=dict)
     positional: list[str] = field(default_factory=list)
     references: dict[str, str] = field(default_factory=dict)
-    """Name -> the variable that it stands for (declare -n)."""
+    """Name -> the variable that it refers to (declare -n)."""
     script: str = ""
     """$0."""
     marks: list[str] = field(default_factory=list)
-    """What is to be said of each mark."""
+    """The note of each mark."""
     run: Callable[[str], str | None] = lambda _: None
-    """Text of a command -> what it prints, where that follows from the text alone."""
+    """Text of a command -> its output, if that follows from the text alone."""
 
     def mark(self, text: str) -> str:
-        """The mark of something that is not known."""
+        """The mark of an unknown value."""
         if text not in self.marks:
             self.marks.append(text)
         return f"{PLAIN}{self.marks.index(text)}{END}"
 
     def told(self, text: str) -> list[str]:
-        """What is to be said of the marks in a text."""
+        """The notes of the marks in a text."""
         return [self.marks[int(found[1])] for found in MARK.finditer(text)]
 
     # expansion
 
     def fields(self, raw: str) -> list[str]:
-        """The words that bash makes of one word. A word that is nothing but marks stays, for `told`."""
+        """The words that one word expands to. A word of marks only is kept, for `told`."""
         made = WordBuilder()
         for one in braces(raw):
             self._into(made, one, quoted=False)
@@ -71,13 +71,13 @@ class Values:
         return " ".join(made.whole())
 
     def pattern(self, raw: str) -> str:
-        """A word as a pattern, whose quoted parts mean themselves."""
+        """A word as a pattern, with its quoted parts literal."""
         made = WordBuilder(splits=False, pattern=True)
         self._into(made, raw, quoted=False)
         return "".join(made.whole())
 
     def here(self, raw: str) -> str:
-        """A here-document's text: expanded, not split, its quotes plain signs."""
+        """A here-document's text: expanded, not split, with literal quotes."""
         made = WordBuilder(splits=False)
         self._into(made, raw, quoted=True)
         return "".join(made.whole())
@@ -88,7 +88,7 @@ class Values:
             at = (self._escaped if raw[at] == "\\" else self._piece)(made, raw, at, quoted)
 
     def _piece(self, made: WordBuilder, raw: str, at: int, quoted: bool) -> int:
-        """Adds what starts at `at`: quotes, an expansion, or plain signs up to the next that means something. Returns the place after it."""
+        """Adds what starts at `at`: quotes, an expansion, or plain characters up to the next special one. Returns the position after it."""
         sign, ansi = raw[at], raw.startswith("$'", at)
         end = at + 1 if quoted and (ansi or sign in "'\"") else end_of(raw, at)
         end = len(raw) if end < 0 else end
@@ -105,7 +105,7 @@ class Values:
         return end
 
     def _quotes(self, made: WordBuilder, raw: str) -> None:
-        """`'...'`, `"..."` and `$'...'`; quotes that are never closed end with the text."""
+        """`'...'`, `"..."` and `$'...'`; unclosed quotes end with the text."""
         if raw.startswith("$"):
             made.add(_ansi(raw[2:-1]), quoted=True)
             return
@@ -139,14 +139,14 @@ class Values:
         return end
 
     def _output(self, command: str) -> str:
-        """What a substituted command prints, or a mark."""
+        """The output of a substituted command, or a mark."""
         found = self.run(command)
-        return self.mark(f"$({' '.join(command.split())}) is not run: taken as empty") if found is None else found
+        return self.mark(f"$({' '.join(command.split())}) is not run: assumed empty") if found is None else found
 
     def _parameter(self, made: WordBuilder, inside: str, quoted: bool) -> None:
         found = _PARAMETER.fullmatch(inside)
         if found is None:
-            made.add(self.mark(f"${{{inside}}} is not understood: taken as empty"), quoted=quoted)
+            made.add(self.mark(f"${{{inside}}} is not understood: assumed empty"), quoted=quoted)
             return
         kind, name, index, operation = found[1], found[2], found[3], found[4]
         if kind == "!" and index is None and not operation:
@@ -162,7 +162,7 @@ class Values:
             _put(made, value, joined="*" in (name, index), quoted=quoted)
 
     def get(self, name: str) -> ShellValue | None:
-        """A variable's value; None without one."""
+        """A variable's value; None if unset."""
         if name in ("@", "*"):
             return self.positional or None
         if name.isdigit():
@@ -191,10 +191,10 @@ class Values:
 
     def _missing(self, name: str) -> ShellValue:
         if name in ("@", "*"):
-            return [self.mark('"$@" has no values: taken as none (--env 1=... --env 2=...)')]
+            return [self.mark('"$@" has no values: assumed empty (--env 1=... --env 2=...)')]
         if name in "?$!-#":
-            return self.mark(f"${name} is known only while the script runs: taken as empty")
-        return self.mark(f"${name} has no value: taken as empty (--env {name}=...)")
+            return self.mark(f"${name} is known only at run time: assumed empty")
+        return self.mark(f"${name} has no value: assumed empty (--env {name}=...)")
 
     def _changed(self, name: str, value: ShellValue | None, operation: str) -> ShellValue | None:
         """`${A operation}`."""
@@ -212,7 +212,7 @@ class Values:
         return [self._cut(item, operation) for item in texts(value)]
 
     def _with_default(self, name: str, value: ShellValue | None, default: re.Match[str]) -> ShellValue | None:
-        """`${A:-text}` and its kin; default: the colon, the sign and the text."""
+        """`${A:-text}` and similar; default: the colon, the operator and the text."""
         empty = value is None or (bool(default[1]) and not bare(value if isinstance(value, str) else "".join(value)))
         if default[2] == "+":
             return "" if empty else self.text(default[3])
@@ -236,17 +236,17 @@ class Values:
             wanted, replacement = self.pattern(old), self.text(new)
             return replaced(value, wanted, replacement, every=every) if old else value
         found = in_other_case(value, operation) if operation[0] in "^," else part(value, operation)
-        return self.mark(f"${{...{operation}}} is not understood: taken as empty") if found is None else found
+        return self.mark(f"${{...{operation}}} is not understood: assumed empty") if found is None else found
 
     def arithmetic(self, text: str) -> str:
-        """`$(( text ))` of whole numbers; a mark where it is none."""
+        """`$(( text ))` on integers; a mark if it cannot be computed."""
         expanded = self.here(text)
         named = re.sub(r"[A-Za-z_]\w*", lambda found: str(self._number(found[0])), bare(expanded))
         marks = "".join(found[0] for found in MARK.finditer(expanded))
         try:
             return f"{computed(named)}{marks}"
         except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError):
-            return self.mark(f"$(({' '.join(text.split())})) is not computed: taken as empty")
+            return self.mark(f"$(({' '.join(text.split())})) is not computed: assumed empty")
 
     def _number(self, name: str) -> int:
         value = self.get(name)
@@ -295,7 +295,7 @@ class Values:
         items = [before] if isinstance(before, str) else list(before or [])
         at = int(bare(self.arithmetic(index)))
         if at > 1000:
-            raise BadValue(f"an array of {at} elements: no launch script has one")
+            raise BadValue(f"an array of {at} elements, too many for a launch script")
         items += [""] * (at + 1 - len(items))
         items[at] = items[at] + text if more else text
         return items
@@ -307,7 +307,7 @@ def _ansi(text: str) -> str:
 
 
 def _put(made: WordBuilder, value: ShellValue, *, joined: bool, quoted: bool) -> None:
-    """Adds a text, or an array's texts: each a word, or joined (`"${A[*]}"`) all of them one."""
+    """Adds a text, or an array's texts: each as a word, or all joined into one (`"${A[*]}"`)."""
     if isinstance(value, str):
         made.add(value, quoted=quoted)
     elif joined and quoted:
