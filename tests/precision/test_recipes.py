@@ -97,7 +97,7 @@ def test_a_recipes_name_says_what_it_does() -> None:
                 misnamed = entry.name == "nanov2_bf16_with_fp8_current_scaling_mixed"
                 assert policy.quant is not None
                 assert (policy.quant.scaling == scaling) is not misnamed
-                assert not misnamed or "in spite of its name" in entry.summary
+                assert not misnamed or "despite its name" in entry.summary
 
 
 def snapshot() -> dict[str, Any]:

@@ -314,7 +314,7 @@ def test_another_package_cannot_take_a_name(tmp_path: Path) -> None:
     _package(tmp_path, "BF16-mixed = somebodys:mine")
     done = _in_a_process("from mpbridge import recipes\nlist(recipes)\n", tmp_path)
     assert (
-        "DuplicateName: entry point 'somebodys:mine' offers a recipe named 'bf16_mixed', which exists already"
+        "DuplicateName: entry point 'somebodys:mine' provides a recipe named 'bf16_mixed', which already exists"
         in done.stderr.replace("mpbridge.errors.", "")
     )
 
