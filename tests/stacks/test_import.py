@@ -185,7 +185,7 @@ def test_a_payload_in_a_checkpoint_does_not_run(tmp_path: Path, monkeypatch: pyt
     torch.save({"args": argparse.Namespace(bf16=True, evil=_Payload()), "x": _Payload()}, tmp_path / "common.pt")
     assert read_file(tmp_path / "common.pt").fields["bf16"] is True
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(_Payload()))
-    with pytest.raises(DataError, match="holds no 'args'"):
+    with pytest.raises(DataError, match="has no 'args'"):
         read_file(tmp_path / "plain.pt")
     assert not (tmp_path / "PAYLOAD_RAN").exists()
 
