@@ -156,7 +156,7 @@ def test_a_manifest_that_points_outside_is_refused(tmp_path, name):
     manifest = json.loads((made / store.MANIFEST).read_text())
     manifest["files"][name] = {"bytes": 0, "sha256": "0"}
     (made / store.MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="outside of its folder"):
+    with pytest.raises(CheckpointError, match="outside its folder"):
         store.check(made)
 
 

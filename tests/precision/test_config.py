@@ -77,7 +77,7 @@ def test_an_unknown_attribute_is_refused_with_the_nearest_name() -> None:
 def test_twin_fields_are_one_fact(one: str, other: str) -> None:
     assert getattr(MixedPrecisionConfig(**{one: True}), other) is True
     assert getattr(MixedPrecisionConfig(**{other: False}), one) is False
-    with pytest.raises(Contradiction, match="are one fact"):
+    with pytest.raises(Contradiction, match="are the same setting"):
         MixedPrecisionConfig(**{one: True, other: False})
     config = MixedPrecisionConfig(**{one: True})
     setattr(config, other, False)  # a later assignment sets both

@@ -138,12 +138,12 @@ def test_each_gemm_may_have_a_rule_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("rule", "fault"),
     [
-        pytest.param({"fprop": "mxfp8"}, "names fprop and not dgrad, wgrad", id="one-of-three"),
+        pytest.param({"fprop": "mxfp8"}, "names fprop but not dgrad, wgrad", id="one-of-three"),
         pytest.param({"fprop": "mxfp8", "fp8": "e4m3"}, "conflict: keep one of them", id="both-ways"),
         pytest.param({"fprop": "fp16", "dgrad": "bf16", "wgrad": "bf16"}, "stays in bf16", id="another-dtype"),
         pytest.param({"fprop": "delayed", "dgrad": "bf16", "wgrad": "bf16"}, "delayed scaling cannot be chosen per module", id="history"),
         pytest.param(
-            {"fprop": {"fp8": "e4m3", "fp8_param": True}, "dgrad": "bf16", "wgrad": "bf16"}, "weights at rest", id="storage"
+            {"fprop": {"fp8": "e4m3", "fp8_param": True}, "dgrad": "bf16", "wgrad": "bf16"}, "stored weights", id="storage"
         ),
         pytest.param("mxfp9", "expected 'bf16', a scaling .tensorwise, blockwise", id="no-such-word"),
         pytest.param({"layers": "0", "fp8": "e4m3", "fp8_options": {"powers": True}}, "no option of tensorwise scaling named 'powers'", id="option"),

@@ -111,7 +111,7 @@ def test_register_bare_and_with_options() -> None:
 )
 def test_a_taken_name_or_alias_is_refused_and_nothing_is_stored(names: dict[str, object]) -> None:
     before = list(recipes)
-    with pytest.raises(DuplicateName, match="exists already"):
+    with pytest.raises(DuplicateName, match="already exists"):
         register(**names)(MixedPrecisionConfig)  # type: ignore[call-overload]
     assert list(recipes) == before
     assert "new_one" not in recipes
@@ -257,7 +257,7 @@ def test_yaml_extends_a_name_or_another_file(tmp_path: Path) -> None:
     ("bf16: [\n", "cannot be read"),
     ("extends: self.yaml\n", "extends itself"),
     ("recipe: bf16_mixed\nfp8: hybrid\n", "no field named 'recipe'; .* named by `extends: bf16_mixed`"),
-    ("fp8_param: true\nfp8_param_gather: false\n", "are one fact"),
+    ("fp8_param: true\nfp8_param_gather: false\n", "are the same setting"),
     ("params_dtype: b16\n", "params_dtype: 'b16' is not a dtype"),
     ("extends: gone.yaml\n", "gone.yaml cannot be read"),
 ])  # fmt: skip
