@@ -98,7 +98,7 @@ def test_a_file_that_is_no_configuration_costs_little_memory(
     [
         (["check", "--json", "--jsn"], "BadValue", "unrecognized arguments"),
         (["check", "--json", "--config", "nope"], "UnknownName", "nope"),
-        (["memory", "--json", "--world-size", "1.5"], "BadValue", "not a whole number"),
+        (["memory", "--json", "--world-size", "1.5"], "BadValue", "not an integer"),
     ],
 )
 def test_an_error_for_a_program_is_one_line_of_json(
