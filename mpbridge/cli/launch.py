@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         raise Contradiction(faults, subject="the job cannot be launched")
     words = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not words:
-        raise BadValue(f"what is to run is missing: {USAGE}")
+        raise BadValue(f"the command to run is missing: {USAGE}")
     if trains := words[0] == "train":
         words = ["-m", "mpbridge", "train", *_resumable(words[1:], args)]
     elif not words[0].endswith(".py"):

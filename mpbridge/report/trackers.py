@@ -168,7 +168,7 @@ class TensorBoard:
 
 
 def require_answer(url: str, *, seconds: float) -> None:
-    """Raises ConnectionError where nobody answers at `url`, whatever the answer; proxies are those of the environment."""
+    """Raises ConnectionError if no server answers at `url`; any answer will do. Proxies are taken from the environment."""
     import http.client
     import ssl
     import urllib.error
@@ -231,7 +231,7 @@ class Mlflow:
 
         from mlflow import MlflowClient
 
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table that it makes
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs every table that it creates
         self._client = MlflowClient(tracking_uri=uri)
         identity = place.identity("mlflow")
         if identity is None:
