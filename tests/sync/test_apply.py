@@ -100,7 +100,7 @@ def test_without_transformer_engine_megatron_cores_type_error_reaches_the_user_i
         model=None, optimizer=OptimizerConfig(lr=1e-3, use_distributed_optimizer=True), ddp=None
     )
     with pytest.raises(
-        UpstreamRefused, match=r"Transformer Engine is not installed|requires FusedAdam from TransformerEngine"
+        UpstreamRefused, match=r"Transformer Engine, which is not installed|requires FusedAdam from TransformerEngine"
     ):
         apply(planned(objects, POLICIES["bf16_mixed_bf16_moments"]))  # outside of the device layer
 
