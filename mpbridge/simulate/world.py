@@ -95,7 +95,7 @@ def _preload() -> None:
             "models.gpt",
             "simulate.meta",
             "simulate.quantized",
-            "simulate.record",
+            "simulate.recorder",
         ):
             importlib.import_module(f"mpbridge.{name}")
     finally:
