@@ -27,7 +27,7 @@ class Advice:
     relative: float | None = None
     """Of bf16_mixed's bytes."""
     fit: str = "fits"
-    """"fits", "tight" or "does not fit" (memory.budget.verdict)."""
+    """"fits", "tight" or "does not fit" (memory.by_role.verdict)."""
     peak: float | None = None
     """Dense peak of its GEMMs beside BF16's: a limit from the vendor's table, not a speed."""
     seconds: float | None = None
