@@ -4,6 +4,7 @@ the optimizer reads, apart from loss scale and clipping. Then it was reduced onc
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,8 @@ class Followed:
     """Parameter -> position -> sum of the GEMM outputs over this rank's micro-batches."""
     read: dict[str, dict[int, float]] = field(default_factory=dict)
     """Parameter -> position -> what this rank's optimizer read."""
+    owners: dict[str, int] = field(default_factory=dict)
+    """Parameter -> which of several optimizers reads it: each may clip by a norm of its own."""
     group: tuple[int, ...] = ()
     """Ranks whose dense gradients are averaged with this one's."""
     roots: float | None = None
@@ -45,23 +48,40 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
     tokens = watch.tokens[0] if len(watch.tokens) == 1 else None
     roots = sum(watch.roots) if watch.roots else None
     seen = Followed(group=data_parallel(engine), roots=roots, loss=loss, tokens=tokens)
-    alone = _is_alone(engine)
+    alone, shared = _is_alone(engine), _shared(engine)
+    optimizers: dict[int, int] = {}
     for held in holdings(engine):
+        if held.rests:
+            continue
         path, _, last = held.name.rpartition(".")
-        # a tied matrix gets gradients from two places, and experts have a factor of their own
-        linear = last == "weight" and ".experts." not in held.name and not _tied(held.parameter, path, engine)
+        # a matrix that several modules read gets gradients from all of them, and an expert's factor is its own
+        tied = id(held.parameter) in shared or _tied(held.parameter, path, engine)
+        linear = last == "weight" and ".experts." not in held.name and not tied
         produced = watch.products.gradients.get(path) if linear else None
         if produced is None and alone:
             produced = watch.arrivals.gradients.get(held.name)
         if produced is None:
             continue
         seen.produced[held.name] = produced
+        seen.owners[held.name] = optimizers.setdefault(id(held.inner), len(optimizers))
         grad = _gradient(held) if held.updated is not None else None
         if held.samples is not None:
             seen.read |= {held.name: held.samples} if held.samples else {}
         elif grad is not None:
             seen.read[held.name] = sample(grad, held.begin, held.whole)
     return seen
+
+
+def _shared(engine: Any) -> set[int]:
+    """Parameters, by identity, that more than one module holds."""
+    times = Counter(
+        id(parameter)
+        for chunk in engine.model
+        for module in chunk.modules()
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+    return {which for which, many in times.items() if many > 1}
 
 
 def _is_alone(engine: Any) -> bool:
@@ -147,11 +167,15 @@ def gradient_findings(
 def _wrong(ranks: Sequence[Followed], aim: Aim) -> tuple[list[list[str]], list[float]]:
     """(what is wrong on each rank, the factors that were found)."""
     told = [[*_told(rank, ranks, aim)] for rank in ranks]
-    wrong = [[text for _, text in own if text] + _lost(rank, ranks) for own, rank in zip(told, ranks, strict=True)]
-    ratios = [ratio for own in told for ratio, _ in own]
-    if aim.factor is None and ratios and max(ratios) - min(ratios) > 2 * aim.tolerance * abs(min(ratios)):
-        wrong[0].append("gradients of different parameters were scaled differently")
-    return wrong, ratios
+    wrong = [[text for *_, text in own if text] + _lost(rank, ranks) for own, rank in zip(told, ranks, strict=True)]
+    by_owner: dict[int, list[float]] = {}
+    for own, rank in zip(told, ranks, strict=True):
+        for name, ratio, _ in own:
+            by_owner.setdefault(rank.owners.get(name, 0), []).append(ratio)
+    for ratios in by_owner.values():
+        if aim.factor is None and max(ratios) - min(ratios) > 2 * aim.tolerance * abs(min(ratios)):
+            wrong[0].append("gradients of different parameters were scaled differently")
+    return wrong, [ratio for ratios in by_owner.values() for ratio in ratios]
 
 
 def share_of(ranks: Sequence[Followed]) -> float | None:
@@ -201,8 +225,8 @@ def _clipped(
     return (ratio, rest) if cut and fine else None
 
 
-def _told(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> Iterator[tuple[float, str]]:
-    """(factor found, what is wrong with it) of every gradient that this rank's optimizer read."""
+def _told(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> Iterator[tuple[str, float, str]]:
+    """(parameter, factor found, what is wrong with it) of every gradient that this rank's optimizer read."""
     group = [ranks[other] for other in rank.group]
     for name, values in rank.read.items():
         expected = _mean(name, values, group)
@@ -222,7 +246,9 @@ def _told(rank: Followed, ranks: Sequence[Followed], aim: Aim) -> Iterator[tuple
             text = _words(ratio / aim.factor, aim.scale, len(group))
         elif aim.most is not None and ratio > aim.most * (1 + aim.tolerance):
             text = _words(ratio / aim.most, aim.scale, len(group))
-        yield ratio, f"{name}: {text}" if text else ""
+        elif aim.factor is None and ratio < 0:
+            text = "has the opposite sign"
+        yield name, ratio, f"{name}: {text}" if text else ""
 
 
 def _lost(rank: Followed, ranks: Sequence[Followed]) -> list[str]:

@@ -34,6 +34,10 @@ class Held:
     """The torch optimizer."""
     group: dict[str, Any] | None = None
     """The group that `updated` is in; None: it is in no group."""
+    owners: int = 1
+    """Optimizers that update it."""
+    rests: bool = False
+    """Its optimizer, one of several, takes no step in this step of the loop."""
     state: dict[str, Any] = field(default_factory=dict)
     elements: int | None = None
     """Elements of the whole parameter; None: as many as `parameter` has."""

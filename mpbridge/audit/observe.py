@@ -76,9 +76,7 @@ def look(
         key = _rule(promises, path, module, ran=watch is not None)
         seen.rules.setdefault(key, []).append(path)
     lr = 0.0 if result is None else result.lr
-    seen.weights = (
-        standing(engine) if before is None else moved(engine, before, lr, None if watch is None else watch.read)
-    )
+    seen.weights = standing(engine) if before is None else moved(engine, before, lr, watch)
     seen.copies = copies(engine, None if watch is None else watch.read)
     if watch is not None:
         seen.computed = computed(engine, promises, watch)

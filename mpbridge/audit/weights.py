@@ -16,6 +16,7 @@ from mpbridge.audit.ranks import offenders
 from mpbridge.audit.stored import local
 from mpbridge.audit.updates import is_another
 from mpbridge.audit.values import digest, is_narrow, positions
+from mpbridge.audit.watch import Watch
 
 EXPERTS = "*.experts.*"
 _SAFETY = 1.25
@@ -53,11 +54,15 @@ class Weights:
     """Experts that received no tokens."""
     unreached: list[str] = field(default_factory=list)
     """Received no gradient."""
+    zero: list[str] = field(default_factory=list)
+    """Backward gave a gradient of zeros: a low-rank adapter beside a factor of zeros, a layer before one that begins at zero."""
     elsewhere: list[str] = field(default_factory=list)
     """Owned by another rank's optimizer."""
     flipped: list[str] = field(default_factory=list)
     outside: list[str] = field(default_factory=list)
     """Trainable, but in no group of the optimizer."""
+    twice: list[str] = field(default_factory=list)
+    """Updated by more than one optimizer."""
     frozen_rate: list[str] = field(default_factory=list)
     unused: list[str] = field(default_factory=list)
     """Parameters of a foreign model whose module did not run and that have no gradient."""
@@ -66,6 +71,8 @@ class Weights:
     """The parameter is not its main weight, rounded."""
     coarse: list[str] = field(default_factory=list)
     """FP32 main weights or moments whose values all have 10 or fewer mantissa bits."""
+    emptied: list[str] = field(default_factory=list)
+    """Moments that the loop zeroed or dropped after the update: the next one begins without them."""
     quantized: int = 0
     """Number of weights stored in a quantized format that were compared with their main weights."""
     misread: list[str] = field(default_factory=list)
@@ -89,6 +96,8 @@ def _membership(seen: Weights, held: Held) -> None:
         seen.flipped.append(held.name)
     if trainable and held.updated is not None and held.group is None:
         seen.outside.append(held.name)
+    if held.owners > 1:
+        seen.twice.append(held.name)
 
 
 def _proxied(held: Held) -> bool:
@@ -124,9 +133,11 @@ def _equality(seen: Weights, held: Held) -> None:
         seen.unequal.append(held.name)
 
 
-def moved(engine: Any, before: Before, lr: float, read: Collection[str] | None = None) -> Weights:
-    """`standing`, plus the effect of the update just applied on every parameter. read: parameters whose module ran; None: unknown."""
+def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) -> Weights:
+    """`standing`, plus the effect of the update just applied on every parameter. watch: what was observed of the step; None: unknown."""
     seen = Weights()
+    read = None if watch is None else watch.read
+    zeros = () if watch is None else _zeros(watch)
     whole = {held.name: held for held in holdings(engine)}
     for name, held in whole.items():
         _membership(seen, held)
@@ -138,19 +149,35 @@ def moved(engine: Any, before: Before, lr: float, read: Collection[str] | None =
             seen.elsewhere.append(name)
             continue
         foreign = bool(getattr(engine, "foreign", False))
-        if foreign and read is not None and name not in read and _gradient(held) is None and not held.state:
+        if foreign and read is not None and name not in read and _gradient(held) is None:
             seen.unused.append(name)  # a head that a foreign loop does not use
             continue
-        rests = foreign and (held.group or {}).get("lr", lr) == 0
-        due = _motion(seen, held, trained, before.digests.get(name), lr, rests=rests)
+        rests = held.rests or (foreign and (held.group or {}).get("lr", lr) == 0)
+        due = _motion(seen, held, trained, before.digests.get(name), lr, rests=rests, zeros=zeros)
         if name in seen.moved and is_another(held, trained, before.samples.get(name)):
             seen.otherwise.append(name)
         _width(seen, held, due and name in seen.moved)
     return seen
 
 
-def _motion(seen: Weights, held: Held, trained: torch.Tensor, earlier: int | None, lr: float, *, rests: bool) -> bool:
-    """Records whether the parameter moved, and whether an update larger than rounding was due. rests: a foreign loop gives its group a rate of 0 in this step."""
+def _zeros(watch: Watch) -> set[str]:
+    """Parameters that backward gave a gradient of nothing but zeros, as far as it was sampled."""
+    given = watch.arrivals.gradients | {f"{path}.weight": found for path, found in watch.products.gradients.items()}
+    return {name for name, found in given.items() if found and not any(found.values())}
+
+
+def _motion(
+    seen: Weights,
+    held: Held,
+    trained: torch.Tensor,
+    earlier: int | None,
+    lr: float,
+    *,
+    rests: bool,
+    zeros: Collection[str],
+) -> bool:
+    """Records whether the parameter moved, and whether an update larger than rounding was due. rests: a foreign loop gives its group a rate of 0 in this
+    step, or skips its optimizer. zeros: parameters whose gradient is zero."""
     name = held.name
     size, known = _update(held, trained, lr)
     without = known and not bool(size.any())
@@ -163,6 +190,8 @@ def _motion(seen: Weights, held: Held, trained: torch.Tensor, earlier: int | Non
         seen.small.append(name)
     elif held.group is not None and lr > 0 and not held.group.get("lr", lr) and held.group.get("lr_mult", 1.0):
         seen.frozen_rate.append(name)
+    elif without and name in zeros:
+        seen.zero.append(name)
     elif without:
         seen.unreached.append(name)
     elif due:
@@ -259,18 +288,22 @@ def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]
     """Membership and equality; with `stepped`, motion and width too."""
     owned = sum(len(rank.trainable) for rank in ranks)
     wrong = [
-        [f"{n}: requires_grad was switched off" for n in r.flipped] + [f"{n}: in no group" for n in r.outside]
+        [f"{n}: requires_grad was switched off" for n in r.flipped]
+        + [f"{n}: in no group" for n in r.outside]
+        + [f"{n}: in several optimizers" for n in r.twice]
         for r in ranks
     ]
     findings = [
         Finding(
             subject="optimizer holds",
             promised="every trainable parameter",
-            found="not all" if any(wrong) else "every trainable parameter",
+            found="not each once" if any(wrong) else "every trainable parameter",
             ok=not any(wrong),
             count=owned,
             offenders=offenders(wrong),
-            cure="add them to a parameter group; they would never be updated" if any(wrong) else "",
+            cure="put each into one group of one optimizer; it would never be updated, or twice a step"
+            if any(wrong)
+            else "",
         )
     ]
     compared, quantized = sum(rank.compared for rank in ranks), sum(rank.quantized for rank in ranks)
@@ -322,7 +355,7 @@ def _moved_finding(ranks: Sequence[Weights]) -> Finding:
     unreached = _unreached(ranks, moved_anywhere)
     # parameters that no optimizer claims to own
     orphans = names - _names(
-        [*r.moved, *r.stuck, *r.small, *r.idle, *r.unreached, *r.outside, *r.frozen_rate, *r.unused, *r.undone]
+        [*r.moved, *r.stuck, *r.small, *r.idle, *r.unreached, *r.outside, *r.frozen_rate, *r.unused, *r.undone, *r.zero]
         for r in ranks
     )
     wrong = [[*a, *b, *sorted(orphans)] for a, b in zip(stuck, unreached, strict=True)]
@@ -357,18 +390,33 @@ def _how_many(ranks: Sequence[Weights], names: set[str], moved_anywhere: set[str
     notes += [f"{len(idle)} in experts without tokens"] if idle else []
     unused = _names(rank.unused for rank in ranks) - moved_anywhere
     notes += [f"{len(unused)} in modules that did not run"] if unused else []
+    zero = _names(rank.zero for rank in ranks) - moved_anywhere
+    notes += [f"{len(zero)} with gradients of zero"] if zero else []
     notes += [f"{len(lost)} below rounding at this learning rate"] if lost else []
     return ", ".join(notes)
 
 
 def _bits_finding(ranks: Sequence[Weights]) -> Finding:
-    coarse = [rank.coarse for rank in ranks]
+    wrong = [rank.coarse + [f"{name}, emptied after the update" for name in rank.emptied] for rank in ranks]
+    narrow, emptied = any(rank.coarse for rank in ranks), any(rank.emptied for rank in ranks)
+    found = (
+        "values with 10 or fewer mantissa bits in FP32"
+        if narrow
+        else "nothing"
+        if emptied
+        else "as wide as their dtype"
+    )
+    cure = (
+        "find what rounds them between updates"
+        if narrow
+        else "find what resets them: every update starts from empty moments"
+    )
     return Finding(
         subject="bits of states",
         promised="as wide as their dtype",
-        found="values with 10 or fewer mantissa bits in FP32" if any(coarse) else "as wide as their dtype",
-        ok=not any(coarse),
+        found=found,
+        ok=not any(wrong),
         count=sum(len(rank.moved) for rank in ranks),
-        offenders=offenders(coarse),
-        cure="find what rounds them between updates" if any(coarse) else "",
+        offenders=offenders(wrong),
+        cure=cure if any(wrong) else "",
     )

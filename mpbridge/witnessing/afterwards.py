@@ -6,7 +6,7 @@ import torch
 
 from mpbridge.audit.holdings import Held, holdings
 from mpbridge.audit.stored import local
-from mpbridge.audit.values import digest, is_narrow
+from mpbridge.audit.values import digest, is_narrow, positions
 from mpbridge.audit.weights import Before, Weights
 from mpbridge.witnessing.loops import Loop
 
@@ -20,20 +20,35 @@ class Afterwards:
         self._digests = {
             (held.name, what): digest(tensor) for held in holdings(loop) for what, tensor in _states(held).items()
         }
+        self._samples = {held.name: _sampled(held.trained) for held in holdings(loop) if held.trained is not None}
 
     def into(self, seen: Weights, loop: Loop, before: Before) -> None:
         """Adds to `seen` the tensors restored to their state before the update, and FP32 states rounded since. Other changes (a loop that
         normalizes its weights) are allowed."""
         for held in holdings(loop):
-            for what, tensor in _states(held).items():
+            states = _states(held)
+            gone = [role for role in MOMENTS if (held.name, role) in self._digests and role not in states]
+            seen.emptied += [f"{held.name} ({role})" for role in gone]
+            for what, tensor in states.items():
                 now = digest(tensor)
                 if now == self._digests.get((held.name, what), now):
                     continue
-                if what == "weights" and now == before.digests.get(held.name) and held.name in seen.moved:
+                if what == "weights" and held.name in seen.moved and self._is_back(held.name, tensor, before):
                     seen.moved.remove(held.name)
                     seen.undone.append(held.name)
+                elif what in MOMENTS and not bool(tensor.any()):
+                    seen.emptied.append(f"{held.name} ({what})")
                 elif is_narrow(tensor):
                     seen.coarse.append(f"{held.name} ({what}, rounded after the update)")
+
+    def _is_back(self, name: str, now: torch.Tensor, before: Before) -> bool:
+        """Whether the sampled elements, which the update changed, are what they were before it."""
+        old = before.samples.get(name)
+        return old is not None and not torch.equal(self._samples[name], old) and torch.equal(_sampled(now), old)
+
+
+def _sampled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[positions(tensor.numel()).to(tensor.device)].clone()
 
 
 def _states(held: Held) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ class Following:
     """A witness created when the first step begins, which is when a trainer has its model and optimizer."""
 
     def __init__(self, policy: Policy | None, **how: Any) -> None:
+        self._scaler = how.pop("scaler", None)
         self._policy, self._how = policy, how
         self.witness: Witness | None = None
 
@@ -30,7 +31,7 @@ class Following:
     def begins(self, number: int, model: Any, optimizer: Any, scaler: Any = None) -> None:
         """Starts step `number` (from 1), or continues it with its next micro-batch."""
         if self.witness is None:
-            self.witness = Witness(model, optimizer, self._policy, scaler=scaler, **self._how)
+            self.witness = Witness(model, optimizer, self._policy, scaler=scaler or self._scaler, **self._how)
         if not self.witness.observing and self.witness.due(number):
             self.witness.taken = number
             self.witness.begin()

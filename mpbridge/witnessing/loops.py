@@ -104,6 +104,10 @@ class Loop(ABC):
         """Calls `begins` before each update if the loop's optimizer may compute gradients itself (a closure); returns a function that removes the hook."""
         return lambda: None
 
+    def pending(self) -> Update | None:
+        """The update of a step in which only some of several optimizers stepped, of which `on_update` has not told; None elsewhere."""
+        return None
+
     @property
     def loss_scale(self) -> float:
         """The current loss scale."""

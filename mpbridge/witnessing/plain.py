@@ -16,7 +16,7 @@ from mpbridge.audit.promise import Promises
 from mpbridge.audit.replicas import Copies
 from mpbridge.audit.stored import local
 from mpbridge.audit.traffic import Traffic, buffers_into, elements_into
-from mpbridge.audit.values import digest
+from mpbridge.audit.values import digest, sample
 from mpbridge.audit.watch import Watch
 from mpbridge.engines.contract import Live
 from mpbridge.facts import OptimizerFacts, Parallel
@@ -52,6 +52,8 @@ class Owned:
 
     inner: Any
     group: dict[str, Any]
+    owners: int = 1
+    """Optimizers that have updated it in the observed step."""
 
 
 def optimizers_in(optimizer: Any) -> list[Any]:
@@ -70,6 +72,10 @@ class TorchLoop(Loop):
 
     def __init__(self, model: Any, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
         self.inner = optimizers_in(optimizer)
+        self._stepped: set[int] = set()
+        """Which of several optimizers have stepped in the observed step, by identity."""
+        self._read: dict[int, dict[int, float]] = {}
+        """Parameter, by identity -> its gradient, sampled when its own one of several optimizers had read it."""
         super().__init__(model, optimizer, scaler=scaler, group=group)
         self.optimizer = SimpleNamespace(
             optimizer=None,
@@ -124,12 +130,16 @@ class TorchLoop(Loop):
 
     # --- who keeps what ------------------------------------------------------------------------------------------------------------------
     def _owned(self) -> dict[int, Owned]:
-        return {
-            id(parameter): Owned(inner, group)
-            for inner in self.inner
-            for group in inner.param_groups
-            for parameter in group["params"]
-        }
+        found: dict[int, Owned] = {}
+        for inner in self.inner:
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    first = found.get(id(parameter))
+                    # two optimizers may take turns with a parameter; in one step only one may update it
+                    both = first is not None and {id(first.inner), id(inner)} <= self._stepped
+                    mine = first is None or id(inner) in self._stepped
+                    found[id(parameter)] = Owned(inner, group, 1 + both) if mine or first is None else first
+        return found
 
     def audit_holdings(self) -> Iterator[Held]:
         """Every parameter with the optimizer that updates it."""
@@ -147,9 +157,11 @@ class TorchLoop(Loop):
                 begin=self._begin(name, parameter),
                 inner=None if mine is None else mine.inner,
                 group=None if mine is None else mine.group,
+                owners=1 if mine is None else mine.owners,
+                rests=bool(self._stepped) and mine is not None and id(mine.inner) not in self._stepped,
                 state={} if mine is None else dict(mine.inner.state.get(parameter, {})),
                 # a torch optimizer reads only `.grad`, regardless of where a wrapper accumulates gradients
-                samples={} if _past_the_optimizer(parameter) else None,
+                samples={} if _past_the_optimizer(parameter) else self._read.get(id(parameter)),
             )
 
     def unobserved(self) -> Mapping[str, str]:
@@ -224,14 +236,16 @@ class TorchLoop(Loop):
 
     # --- the update ----------------------------------------------------------------------------------------------------------------------
     def on_update(self, then: Callable[[Update], None]) -> Callable[[], None]:
-        """Hooks in after the last optimizer through torch's own hook, while gradients still exist."""
-        waiting = {id(inner) for inner in self.inner}
+        """Hooks in after the last optimizer through torch's own hook, while gradients still exist; with several optimizers, each one's are sampled after its own step."""
+        self._forget()
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-            waiting.discard(id(optimizer))
-            if not waiting:
-                waiting.update(id(inner) for inner in self.inner)
+            self._stepped.add(id(optimizer))
+            if len(self.inner) > 1:
+                self._sample(optimizer)
+            if len(self._stepped) == len(self.inner):
                 then(Update())
+                self._forget()
 
         handles = [inner.register_step_post_hook(stepped) for inner in self.inner]
 
@@ -240,6 +254,21 @@ class TorchLoop(Loop):
                 handle.remove()
 
         return undo
+
+    def _forget(self) -> None:
+        self._stepped.clear()
+        self._read.clear()
+
+    def _sample(self, optimizer: Any) -> None:
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in self.named_parameters():
+            if id(parameter) in own and parameter.grad is not None and not parameter.grad.is_sparse:
+                grad = local(parameter.grad).detach().reshape(-1)
+                self._read[id(parameter)] = sample(grad, self._begin(name, parameter), int(parameter.numel()))
+
+    def pending(self) -> Update | None:
+        """Some of several optimizers stepped: a critic's, and not the delayed actor's."""
+        return Update() if 0 < len(self._stepped) < len(self.inner) else None
 
     def on_step(self, begins: Callable[[], None]) -> Callable[[], None]:
         """Hooks in before the first optimizer through torch's own hook."""

@@ -36,6 +36,8 @@ def _followed(
         return []
     if why:
         return [Finding(subject="gradients", promised="reduced once", found="not observed", ok=False, unseen=why)]
+    # a loop that says that it never clips
+    never = loop.foreign and getattr(loop.configs.optimizer, "clip_grad", None) == 0
     seen = {found for rank in ranks for (role, _, found) in rank.tensors if role in ("grads", "main_grads")}
     seen |= {dtype for one in travelled for dtype in one.reduced}
     return gradient_findings(
@@ -44,7 +46,8 @@ def _followed(
         scale=result.loss_scale,
         norm=0.0,
         clip=0.0,
-        known=False,
+        known=never,
+        share=loop.of_the_mean,
         widths={dtype: dtype for dtype in seen},
         most=loop.of_the_mean / result.loss_scale if loop.foreign else None,
     )
@@ -62,11 +65,16 @@ def hidden(loop: Loop) -> list[Finding]:
 
 
 def noted(
-    findings: list[Finding], updates: Sequence[Update], scale: float, rate: float | None = None, asked: int = 0
+    findings: list[Finding],
+    updates: Sequence[Update],
+    scale: float,
+    rate: float | None = None,
+    asked: int = 0,
+    between: bool = False,
 ) -> list[Finding]:
     """The findings; those that need exactly one update at a rate above 0 become 'not observed' if there was none or more than one. rate: of the update; None:
-    unknown. asked: backward passes that the optimizer ran itself in one update. If losses are not scaled and no optimizer was called, the step is a
-    fault: only a step that was called can be skipped."""
+    unknown. asked: backward passes that the optimizer ran itself in one update. between: whether backward passes ran between the steps of several
+    optimizers. If losses are not scaled and no optimizer was called, the step is a fault: only a step that was called can be skipped."""
     applied = len([one for one in updates if one.applied])
     if not applied:
         why = "the optimizer did not step while it was observed"
@@ -78,6 +86,9 @@ def noted(
         return _unfollowed(findings, ("gradients",), why)
     if asked > 1:
         findings = _unfollowed(findings, ("gradients",), f"the optimizer ran its closure {asked} times in one step")
+    if between:
+        why = "backward passes ran between the steps of several optimizers (a GAN's): what each optimizer's share of them is"
+        findings = _unfollowed(findings, ("gradients",), why)
     if rate == 0.0:
         why = "the learning rate was 0 in this step (warm-up from zero?), so weights need not move"
         findings = _unfollowed(findings, ("weights moved",), why)

@@ -233,6 +233,8 @@ class _Observation:
         self.asked = 0
         """The maximum number of backward passes that the optimizer ran itself in one update."""
         self._begun: int | None = None
+        self._steps: set[int] = set()
+        """Backward passes that had begun when an optimizer stepped."""
         self._undo = (loop.on_update(self._updated), loop.on_step(self._begins))
         self.watch.start(loop.model)
 
@@ -245,6 +247,7 @@ class _Observation:
     def _begins(self) -> None:
         """Called right before an update."""
         self._begun = len(self.watch.roots)
+        self._steps.add(self._begun)
 
     def _updated(self, update: Update) -> None:
         """Called right after an update: records what is freed later."""
@@ -268,6 +271,9 @@ class _Observation:
 
     def concluded(self, step: int, promised: str, microbatches: int) -> Witnessed:
         """The report, the same on every rank."""
+        late = self.loop.pending()
+        if late is not None:
+            self._updated(late)
         self.stop()
         if self.seen is None:
             with torch.no_grad():
@@ -279,7 +285,10 @@ class _Observation:
         ranks = everywhere(self.seen)
         findings = sound(self.loop, ranks, self.result, self.under) if self.promises is None else self._judged(ranks)
         rate = None if self.result is None else self.result.lr
-        findings = [*noted(findings, self.updates, self.scale, rate, self.asked), *hidden(self.loop)]
+        findings = [
+            *noted(findings, self.updates, self.scale, rate, self.asked, len(self._steps) > 1),
+            *hidden(self.loop),
+        ]
         facts = {"engine": self.loop.words, "step": step, "world_size": len(ranks)}
         report = Report(stage="live", findings=tuple(findings), facts=facts)
         scaled = self.scale != 1.0

@@ -42,6 +42,38 @@ def rounded_moments(model: Any, optimizer: Any, step: int) -> None:
         state["exp_avg"].copy_(state["exp_avg"].bfloat16())
 
 
+def put_back_but_for_one_element(model: Any, optimizer: Any, step: int) -> None:
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    plain(model, optimizer, step)
+    with torch.no_grad():
+        for parameter, old in zip(model.parameters(), kept, strict=True):
+            # every tensor's first and last elements are among those that are sampled
+            last = parameter.view(-1)[1].clone()
+            parameter.copy_(old)
+            parameter.view(-1)[1] = last
+
+
+def zeroed_moments(model: Any, optimizer: Any, step: int) -> None:
+    plain(model, optimizer, step)
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+        state["exp_avg_sq"].zero_()
+
+
+def dropped_moments(model: Any, optimizer: Any, step: int) -> None:
+    """An optimizer that is made anew for every step."""
+    plain(model, optimizer, step)
+    optimizer.state.clear()
+
+
+def turned_round(model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, tokens(step), autocast=False).backward()
+    for parameter in model.parameters():
+        parameter.grad.neg_()
+    optimizer.step()
+
+
 def normalized_weights(model: Any, optimizer: Any, step: int) -> None:
     """What nGPT does, and is no fault."""
     plain(model, optimizer, step)
@@ -74,6 +106,10 @@ def wrong(report: Any) -> set[str]:
         (put_back, "weights moved"),
         (rounded_weights, "bits of states"),
         (rounded_moments, "bits of states"),
+        (put_back_but_for_one_element, "weights moved"),
+        (zeroed_moments, "bits of states"),
+        (dropped_moments, "bits of states"),
+        (turned_round, "gradients"),
         (without_an_update, "optimizer stepped"),
     ],
 )
@@ -132,3 +168,153 @@ def test_sparse_gradients_are_read() -> None:
     with torch.no_grad():
         model.embedding.weight.requires_grad_(False)
     assert "optimizer holds" in wrong(observed(step, model, optimizer, "fp32"))
+
+
+# --- several optimizers ------------------------------------------------------------------------------------------------------------------------
+def actor_and_critic(model: Any) -> list[Any]:
+    return [
+        torch.optim.AdamW(model.layers.parameters(), lr=1e-3),
+        torch.optim.AdamW([*model.emb.parameters(), *model.norm.parameters(), *model.head.parameters()], lr=1e-3),
+    ]
+
+
+def clipped_apart(model: Any, optimizers: Any, step: int) -> None:
+    for one in optimizers:
+        one.zero_grad()
+    loss_of(model, tokens(step), autocast=False).backward()
+    for one in optimizers:
+        torch.nn.utils.clip_grad_norm_(one.param_groups[0]["params"], 0.1)
+        one.step()
+
+
+def actor_in_every_other_step(model: Any, optimizers: Any, step: int) -> None:
+    for one in optimizers:
+        one.zero_grad()
+    loss_of(model, tokens(step), autocast=False).backward()
+    optimizers[0].step()
+    if step % 2 == 0:
+        optimizers[1].step()
+
+
+def in_turns(model: Any, optimizers: Any, step: int) -> None:
+    """The order of a GAN: the second part's gradients of the first backward pass are thrown away."""
+    for number, one in enumerate(optimizers):
+        one.zero_grad()
+        loss_of(model, tokens(2 * step + number), autocast=False).backward()
+        one.step()
+
+
+@pytest.mark.parametrize("step", [clipped_apart, actor_in_every_other_step, in_turns])
+@pytest.mark.parametrize("policy", [None, "fp32"])
+def test_several_optimizers_are_not_accused(step: Step, policy: str | None) -> None:
+    model = Tiny()
+    report = observed(step, model, actor_and_critic(model), policy)
+    assert wrong(report) == set()
+    unseen = {one.subject for one in report.report.findings if one.unseen}
+    assert ("gradients" in unseen) is (step is in_turns)
+
+
+def test_the_gradients_of_an_optimizer_that_steps_are_followed_while_another_waits() -> None:
+    def doubled(model: Any, optimizers: Any, step: int) -> None:
+        for one in optimizers:
+            one.zero_grad()
+        loss_of(model, tokens(step), autocast=False).backward()
+        for parameter in model.layers.parameters():
+            parameter.grad.mul_(2)
+        optimizers[0].step()
+
+    model = Tiny()
+    assert wrong(observed(doubled, model, actor_and_critic(model))) == {"gradients"}
+
+
+def test_an_update_inside_of_the_backward_pass_is_followed() -> None:
+    model = Tiny()
+    each = {parameter: torch.optim.AdamW([parameter], lr=1e-3) for parameter in model.parameters()}
+
+    def update(parameter: Any) -> None:
+        each[parameter].step()
+        each[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    report = observed(lambda m, o, i: loss_of(m, tokens(i), autocast=False).backward(), model, list(each.values()))
+    assert wrong(report) == set()
+    assert {one.subject: one.count for one in report.report.findings}["gradients"] > 5
+
+
+def test_a_parameter_that_two_optimizers_update_is_named() -> None:
+    def both(model: Any, optimizers: Any, step: int) -> None:
+        optimizers[0].zero_grad()
+        loss_of(model, tokens(step), autocast=False).backward()
+        for one in optimizers:
+            one.step()
+
+    model = Tiny()
+    twice = [adam(model), torch.optim.AdamW(model.head.parameters(), lr=1e-3)]
+    report = observed(both, model, twice)
+    (found,) = [one for one in report.report.findings if not one.ok]
+    assert (found.subject, list(found.offenders)) == ("optimizer holds", ["head.weight: in several optimizers"])
+
+
+# --- gradients of zero, and none -----------------------------------------------------------------------------------------------------------------
+def test_gradients_that_are_zero_by_construction_are_no_fault() -> None:
+    """A head that begins at zero, as residual branches and low-rank adapters do: nothing behind it gets a gradient in the first step."""
+    model = Tiny()
+    torch.nn.init.zeros_(model.head.weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    seen = mpbridge.witness(model, optimizer)
+    with seen.step():
+        plain(model, optimizer, 0)
+    assert wrong(seen.report) == set()
+    assert "with gradients of zero" in str({one.found for one in seen.report.report.findings})
+
+
+def test_a_layer_that_is_dropped_in_the_observed_step_is_no_fault() -> None:
+    class Dropping(Tiny):
+        steps = 0
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            self.steps += 1
+            hidden = self.emb(batch)
+            for layer in self.layers if self.steps != 2 else self.layers[:1]:
+                hidden = hidden + F.gelu(layer(hidden))
+            logits: torch.Tensor = self.head(self.norm(hidden))
+            return logits
+
+    model = Dropping()
+    assert wrong(observed(plain, model, adam(model))) == set()
+
+
+def test_two_linears_that_share_a_weight_are_followed() -> None:
+    model = Tiny()
+    model.layers[1].weight = model.layers[0].weight
+    report = observed(plain, model, adam(model))
+    assert wrong(report) == set()
+
+
+@pytest.mark.parametrize("policy", [None, "fp32"])
+def test_a_loop_that_says_that_it_never_clips_is_held_to_it(policy: str | None) -> None:
+    def shrunk(model: Any, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, tokens(step), autocast=False).backward()
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.5)
+        optimizer.step()
+
+    model = Tiny()
+    optimizer = adam(model)
+    seen = mpbridge.witness(model, optimizer, policy, at={1}, clip=0.0)
+    with seen.step():
+        shrunk(model, optimizer, 0)
+    assert wrong(seen.report) == {"gradients"}
+
+
+def test_a_callback_takes_a_scaler() -> None:
+    from mpbridge.witnessing.callbacks import Following
+
+    model, scaler = Tiny(), torch.amp.GradScaler("cpu")
+    following = Following(None, scaler=scaler)
+    following.begins(1, model, adam(model))
+    assert following.witness is not None
+    assert following.witness._loop.scaler is scaler
+    following.gives_up()
