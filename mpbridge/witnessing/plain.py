@@ -74,7 +74,7 @@ class TorchLoop(Loop):
         self.inner = optimizers_in(optimizer)
         self._stepped: set[int] = set()
         """Which of several optimizers have stepped in the observed step, by identity."""
-        self._read: dict[int, dict[int, float]] = {}
+        self._gradients_read: dict[int, dict[int, float]] = {}
         """Parameter, by identity -> its gradient, sampled when its own one of several optimizers had read it."""
         super().__init__(model, optimizer, scaler=scaler, group=group)
         self.optimizer = SimpleNamespace(
@@ -161,7 +161,7 @@ class TorchLoop(Loop):
                 rests=bool(self._stepped) and mine is not None and id(mine.inner) not in self._stepped,
                 state={} if mine is None else dict(mine.inner.state.get(parameter, {})),
                 # a torch optimizer reads only `.grad`, regardless of where a wrapper accumulates gradients
-                samples={} if _past_the_optimizer(parameter) else self._read.get(id(parameter)),
+                samples={} if _past_the_optimizer(parameter) else self._gradients_read.get(id(parameter)),
             )
 
     def unobserved(self) -> Mapping[str, str]:
@@ -257,14 +257,14 @@ class TorchLoop(Loop):
 
     def _forget(self) -> None:
         self._stepped.clear()
-        self._read.clear()
+        self._gradients_read.clear()
 
     def _sample(self, optimizer: Any) -> None:
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for name, parameter in self.named_parameters():
             if id(parameter) in own and parameter.grad is not None and not parameter.grad.is_sparse:
                 grad = local(parameter.grad).detach().reshape(-1)
-                self._read[id(parameter)] = sample(grad, self._begin(name, parameter), int(parameter.numel()))
+                self._gradients_read[id(parameter)] = sample(grad, self._begin(name, parameter), int(parameter.numel()))
 
     def pending(self) -> Update | None:
         """Some of several optimizers stepped: a critic's, and not the delayed actor's."""
