@@ -475,8 +475,8 @@ def test_half_written_files_say_what_can_still_be_told(run: Written, capsys: pyt
     out = capsys.readouterr().out
     assert "1. data-spike" in out
     for gap in (
-        "metrics.jsonl, line 60: cut off",
-        "statistics.jsonl, line 12: cut off",
+        "metrics.jsonl, line 60: truncated",
+        "statistics.jsonl, line 12: truncated",
         "no audits",
         "events.jsonl, line 1",
     ):
