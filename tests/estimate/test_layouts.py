@@ -308,7 +308,7 @@ def test_a_machine_of_unknown_memory_refuses_no_layout(tmp_path, capsys):
     path = tmp_path / "m.yaml"
     path.write_text(MACHINE)
     assert main(["layouts", "--machine-file", str(path), "--most", "1"]) == 0
-    assert "that of here is not known" in capsys.readouterr().out
+    assert "that of here is unknown" in capsys.readouterr().out
 
 
 def test_the_optimizer_is_looked_at_both_ways_unless_the_file_says_which(capsys):
