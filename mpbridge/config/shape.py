@@ -62,6 +62,11 @@ def shape_faults(model: Mapping[str, Any]) -> list[str]:
         faults.append(
             f"model.qk_pos_emb_head_dim={model['qk_pos_emb_head_dim']}: rotary embeddings turn pairs of channels, so an even number"
         )
+    skipped = model.get("window_attn_skip_freq")
+    if isinstance(skipped, list) and len(skipped) != model["num_layers"]:
+        faults.append(
+            f"model.window_attn_skip_freq has {len(skipped)} entries for {model['num_layers']} layers: give one for each, or one number"
+        )
     if model["window_size"] is not None and len(model["window_size"]) != 2:
         faults.append(
             f"model.window_size={model['window_size']}: expected two numbers, the tokens seen to the left and to the right"

@@ -153,6 +153,9 @@ def test_the_optimizer_section_settles_what_the_recipe_leaves_open():
         pytest.param(
             {"model": {"num_moe_experts": 2, "moe_layer_freq": [1]}}, 1, "1 entries for 4 layers", id="pattern"
         ),
+        pytest.param(
+            {"model": {"window_size": [7, 0], "window_attn_skip_freq": []}}, 1, "0 entries for 4 layers", id="windows"
+        ),
         pytest.param({"data": {"seq_length": 64}}, 1, "above model.max_sequence_length=32", id="length"),
         pytest.param({"data": {"tokenizer": "x:y"}}, 1, "model.vocab_size is missing", id="vocabulary"),
         pytest.param(

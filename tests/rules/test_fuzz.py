@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 
@@ -75,6 +76,11 @@ def places(tree, path=()):
             yield from places(value, (*path, key))
 
 
+def odd(rng):
+    # a container that later changes would reach inside ODD itself: other mutations would depend on this one, and a tree could hold itself
+    return copy.deepcopy(rng.choice(ODD))
+
+
 def mutate(rng, tree):
     """One to four random changes: a value replaced or multiplied, a key removed or renamed, any known setting given any value, another recipe."""
     for _ in range(rng.randint(1, 4)):
@@ -86,7 +92,7 @@ def mutate(rng, tree):
             continue
         kind = rng.randrange(9)
         if kind <= 2:
-            parent[path[-1]] = rng.choice(ODD)
+            parent[path[-1]] = odd(rng)
         elif kind == 3:
             del parent[path[-1]]
         elif kind == 4:
@@ -98,12 +104,12 @@ def mutate(rng, tree):
         elif kind >= 7:
             section = rng.choice(SECTIONS)
             if isinstance(tree.setdefault(section, {}), dict):
-                tree[section][rng.choice(sorted(settings(section, latent=True)))] = rng.choice(ODD)
+                tree[section][rng.choice(sorted(settings(section, latent=True)))] = odd(rng)
         else:
             tree["mixed_precision"] = rng.choice(
                 [
                     rng.choice(list(recipes)),
-                    {"recipe": rng.choice(list(recipes)), rng.choice(PRECISION): rng.choice(ODD)},
+                    {"recipe": rng.choice(list(recipes)), rng.choice(PRECISION): odd(rng)},
                 ]
             )
         if not tree:
