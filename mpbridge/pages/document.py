@@ -94,15 +94,18 @@ class Page:
         order: Sequence[int] | None = None,
         folded: bool = False,
     ) -> str:
-        """A table that sorts and filters. order: rows by importance, where not all can stay; a cell may be {"text":, "href":, "tone":}."""
+        """A table that sorts and filters. order: rows by importance, where not all can stay; a cell may be {"text":, "href":, "tone":}. A column in which
+        no row has a value is left out."""
+        filled = [i for i in range(len(columns)) if not rows or any(row[i] not in (None, "") for row in rows)]
         heads = [
-            {"name": c.name, "help": c.help, "unit": c.unit, "number": c.number, "layer": c.layer} for c in columns
+            {"name": c.name, "help": c.help, "unit": c.unit, "number": c.number, "layer": c.layer}
+            for c in (columns[i] for i in filled)
         ]
         return self.add(
             "table",
             title,
             columns=heads,
-            rows=[[plain(cell) for cell in row] for row in rows],
+            rows=[[plain(row[i]) for i in filled] for row in rows],
             order=list(order or range(len(rows))),
             folded=folded,
         )

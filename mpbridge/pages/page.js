@@ -99,17 +99,21 @@
         context.font = `${11 * devicePixelRatio}px system-ui`;
         context.textAlign = "left";
         context.setLineDash([4, 4]);
-        const words = [];
-        block.marks.forEach(([x, word], i) => {
-          const left = u.valToPos(x, "x", true);
-          if (left < u.bbox.left || left > u.bbox.left + u.bbox.width) return;
+        const words = [], edge = u.bbox.left + u.bbox.width, lefts = block.marks.map(([x]) => u.valToPos(x, "x", true));
+        block.marks.forEach(([, word], i) => {
+          const left = lefts[i];
+          if (left < u.bbox.left || left > edge) return;
           context.beginPath(); context.moveTo(left, u.bbox.top); context.lineTo(left, u.bbox.top + u.bbox.height); context.stroke();
-          const wide = context.measureText(word).width;
-          const from = Math.min(left + 4, u.bbox.left + u.bbox.width - wide), down = u.bbox.top + (12 + 13 * (i % 4)) * devicePixelRatio;
-          words.push([word, from, down, wide]);
+          // beside its line where there is room, best where no other mark's line passes, and below the words that are in the way
+          const wide = context.measureText(word).width, clear = (from) => !lefts.some((one) => one > from - 3 && one < from + wide + 3);
+          const places = [left + 4, left - 4 - wide].filter((from) => from >= u.bbox.left && from + wide <= edge);
+          const from = places.find(clear) ?? places[0] ?? Math.max(u.bbox.left, edge - wide);
+          let row = 0;
+          while (words.some((one) => one.row === row && from < one.from + one.wide + 6 && one.from < from + wide + 6)) row += 1;
+          words.push({ word, from, wide, row, down: u.bbox.top + (12 + 13 * row) * devicePixelRatio });
         });
         // above all lines, on the page's own colour: a mark nearby or a curve does not cross them out
-        words.forEach(([word, from, down, wide]) => {
+        words.forEach(({ word, from, down, wide }) => {
           context.fillStyle = css("--bg"); context.globalAlpha = 0.8;
           context.fillRect(from - 1, down - 10 * devicePixelRatio, wide + 2, 13 * devicePixelRatio);
           context.fillStyle = css("--bad"); context.globalAlpha = 1;
@@ -121,14 +125,13 @@
         width: Math.max(260, box.clientWidth - 14), height: narrow ? 220 : 280, scales: { x: { time: false }, y: { distr: block.log ? 3 : 1 } },
         axes: [{ ...axis, label: block.x, labelSize: 20, incrs: whole }, { ...axis, label: block.y, labelSize: 20, size: 66, values: (u, ticks) => ticked(ticks) }],
         cursor: { focus: { prox: 24 } }, focus: { alpha: 0.25 }, legend: { live: true, isolate: true },
-        series: [{ label: block.x, value: (u, x) => (x === null || x === undefined ? "–" : number(x)) }, ...lines.map((line, i) => ({ label: line.name, stroke: palette[i % palette.length], width: 1.5, spanGaps: false, fill: block.bars ? `${palette[i % palette.length]}66` : undefined, paths: block.bars ? uPlot.paths.bars({ size: [0.9, 60] }) : undefined, points: { show: xs.length < 40 && !block.bars, size: 5 }, value: (u, value) => (value === null || value === undefined ? "–" : number(value)) }))],
+        series: [{ label: block.x, value: (u, x) => (x === null || x === undefined ? "–" : number(x)) }, ...lines.map((line, i) => ({ label: line.name, stroke: palette[i % palette.length], width: 1.5, spanGaps: false, fill: block.bars ? `${palette[i % palette.length]}66` : undefined, paths: block.bars ? uPlot.paths.bars({ size: [0.9, 60] }) : undefined, points: { show: xs.length < 40 && !block.bars, size: xs.length < 3 ? 8 : 5, fill: palette[i % palette.length] }, value: (u, value) => (value === null || value === undefined ? "–" : number(value)) }))],
         plugins: block.marks.length ? [marks] : [],
       }, data, place);
     };
     box.append(...(tools ? [tools, place] : [place]));
     charts.push(draw);
     state.watchers.push(() => { if (layered) { first = 0; draw(); } });
-    requestAnimationFrame(draw);
     return box;
   };
 
@@ -223,6 +226,7 @@
   document.getElementById("glossary").hidden = !glossary.length;
   document.querySelector("#glossary dl").append(...glossary.flatMap(([name, value]) => [make("dt", { text: name }), make("dd", { text: value })]));
   const redraw = () => charts.forEach((draw) => draw());
+  redraw(); // a chart is as wide as its place on the page, which it has by now
   document.getElementById("theme").addEventListener("click", () => {
     const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     document.documentElement.dataset.theme = dark ? "light" : "dark";

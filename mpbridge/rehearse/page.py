@@ -119,7 +119,8 @@ def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
     made.table("all operands", COLUMNS, rows, order=order, folded=True)
     body, made.blocks[at:] = made.blocks[at:], []
     made.verdicts("", [{"text": reason, "href": _plot_of(reason, heat, ranges, amax)} for reason in reasons])
-    made.text(f"{recipe.quantized} linears quantized, {recipe.high} kept high", dim=True)
+    if recipe.quantized or recipe.high:  # not of single tensors
+        made.text(f"{recipe.quantized} linears quantized, {recipe.high} kept high", dim=True)
     made.blocks += body
     if recipe.notes:
         made.verdicts("What differs from the GPU", [{"text": note} for note in recipe.notes])

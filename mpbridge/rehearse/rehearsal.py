@@ -109,7 +109,8 @@ def rehearse(
         get_mixed_precision_config(name)
     load = dict(container.checkpoint).get("load")
     weights = store.locate(Path(load)) if load else None
-    result = Rehearsal(title=f"Rehearsal of {_counted(recipes)}, {steps} steps each", made=_made(container, steps))
+    title = f"Rehearsal of {_counted(recipes)}, {steps} step{'s' if steps != 1 else ''} each"
+    result = Rehearsal(title=title, made=_made(container, steps))
     if weights is not None:
         result.made["weights"] = str(weights)
     # one process group for all: a recipe's engine is closed before the next one's is built

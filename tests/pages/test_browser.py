@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 import shutil
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome o
 # what a reader does, in order; what the page then shows goes into the title's place in the dumped document
 ACTS = """
 <script>
-addEventListener("load", () => setTimeout(() => {
-  const seen = { errors: window.faults, width: document.documentElement.scrollWidth, inner: innerWidth };
+addEventListener("load", () => drawn(() => {
+  const seen = { errors: window.faults, marks: structuredClone(window.marks), width: document.documentElement.scrollWidth, inner: innerWidth };
   const rows = () => [...document.querySelectorAll(".scroll table tbody tr")].map((row) => [...row.cells].map((cell) => cell.textContent));
   const heads = [...document.querySelectorAll(".scroll table thead th")];
   const type = (text) => { const box = document.querySelector("input[type=search]"); box.value = text; box.dispatchEvent(new Event("input")); };
@@ -39,15 +40,26 @@ addEventListener("load", () => setTimeout(() => {
   const style = getComputedStyle(document.body); seen.background = style.backgroundColor; seen.text = style.color;
   seen.requests = performance.getEntriesByType("resource").map((one) => one.name);
   const out = document.createElement("pre"); out.id = "seen"; out.textContent = JSON.stringify(seen); document.body.append(out);
-}, 300));
+}));
 </script>
 """
-LISTEN = "<script>window.faults = []; addEventListener('error', (event) => window.faults.push(event.message));</script>"
+# faults of the page, the words and upright lines of marks as they are drawn, and acts that begin once every chart stands, however slow the machine
+LISTEN = """
+<script>
+window.faults = []; addEventListener("error", (event) => window.faults.push(event.message));
+window.marks = { words: [], lines: [] };
+const context = CanvasRenderingContext2D.prototype, { fillText, lineTo } = context;
+context.fillText = function (word, x, y) { if (word.includes(": step ")) marks.words.push([word, x, y, this.measureText(word).width]); return fillText.call(this, word, x, y); };
+context.lineTo = function (x, y) { if (this.getLineDash().length) marks.lines.push(x); return lineTo.call(this, x, y); };
+const drawn = (acts) => [...document.querySelectorAll(".chart")].every((one) => one.querySelector("canvas")) ? acts() : setTimeout(drawn, 50, acts);
+</script>
+"""
 
 
 def page() -> str:
     made = Page("a run", {"model": "2 layers", "command": "mpbridge diagnose run"}, {"SQNR": "signal to quantization noise"})  # fmt: skip
-    made.chart("amax", [(f"layer {i}", [(x, 1.0 + i * x) for x in range(30)], str(i)) for i in range(2)], y="amax")
+    marks = [(14, "loss: step 14"), (15, "gradient norm: step 15"), (28, "outlier-channel: step 28")]
+    made.chart("amax", [(f"layer {i}", [(x, 1.0 + i * x) for x in range(30)], str(i)) for i in range(2)], y="amax", marks=marks)  # fmt: skip
     columns = [Column(name="layer", layer=True), Column(name="linear", number=False), Column(name="error"), Column(name="flushed", unit="percent")]  # fmt: skip
     rows = [[str(i % 2), f"mlp.linear_fc{1 + i % 3}", (7 * i % 11) / 10, 0.01 * i] for i in range(11)]
     made.table("operands", columns, rows)
@@ -57,7 +69,7 @@ def page() -> str:
 # a hundred curves: the first ones, the next ones, one by its name, one layer's, and what each chart shows of a layer without curves
 DRILLING = """
 <script>
-addEventListener("load", () => setTimeout(() => {
+addEventListener("load", () => drawn(() => {
   const seen = { errors: window.faults };
   const look = () => [...document.querySelectorAll(".chart")].map((one) => ({ text: one.querySelector("p")?.textContent || "", count: one.querySelector(".tools span")?.textContent || "", curves: [...one.querySelectorAll(".u-legend .u-label")].slice(1).map((label) => label.textContent) }));
   const cell = (layer) => [...document.querySelectorAll("td.layer")].find((one) => one.textContent === layer);
@@ -78,7 +90,7 @@ addEventListener("load", () => setTimeout(() => {
   seen.tip = document.querySelector(".heat tbody td:nth-of-type(64)").dataset.tip;
   document.querySelector(".heat tbody td:nth-of-type(64)").click(); seen.clicked = look()[0].curves;
   const out = document.createElement("pre"); out.id = "seen"; out.textContent = JSON.stringify(seen); document.body.append(out);
-}, 300));
+}));
 </script>
 """
 
@@ -98,7 +110,7 @@ def shown(tmp_path: Path, width: int, *, dark: bool = False, made: str = "", act
     text = (made or page()).replace("<head>", f"<head>{LISTEN}", 1)
     path.write_text(text.replace("</body>", f"{acts}</body>", 1), encoding="utf-8")
     command = [
-        str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--virtual-time-budget=4000",
+        str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--virtual-time-budget=60000",
         f"--user-data-dir={tmp_path / 'profile'}", f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--dump-dom", path.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -160,5 +172,12 @@ def test_light_and_dark_wide_and_narrow(tmp_path: Path) -> None:
         for seen in (light, dark):
             assert seen["inner"] <= width
             assert seen["width"] <= seen["inner"], "nothing to scroll sideways"
+            words = {(word, x, y, x + wide) for word, x, y, wide in seen["marks"]["words"]}
+            lines = set(seen["marks"]["lines"])
+            assert (len(words), len(lines)) == (3, 3)
+            for word, left, _, right in words:
+                assert not [line for line in lines if left < line < right], f"'{word}' is crossed by a mark's line"
+            for (one, left, down, right), (two, left_, down_, right_) in itertools.combinations(words, 2):
+                assert abs(down - down_) > 10 or right < left_ or right_ < left, f"'{one}' lies on '{two}'"
         assert brightness(light["background"]) > 600 > 200 > brightness(light["text"])
         assert brightness(dark["text"]) > 500 > 200 > brightness(dark["background"])

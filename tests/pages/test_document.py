@@ -27,6 +27,17 @@ def test_nothing_is_loaded_and_nothing_ends_the_data_early() -> None:
     assert data_of(text)["title"] == "</script><b>x</b>"
 
 
+def test_a_column_without_a_value_is_left_out() -> None:
+    page = Page("t", {})
+    heads = [Column(name=name) for name in "abcd"]
+    page.table("rows", heads, [[0, None, "", {"text": "x"}], [None, "", None, False]])
+    page.table("none", heads, [])
+    rows, none = data_of(page.html())["blocks"]
+    assert [head["name"] for head in rows["columns"]] == ["a", "d"]
+    assert rows["rows"] == [[0, {"text": "x"}], [None, False]]
+    assert len(none["columns"]) == 4
+
+
 def test_a_hundred_layers_stay_within_the_size_and_the_page_says_so() -> None:
     page = Page("large", {})
     names = [f"decoder.layers.{i}.self_attention.linear_{j}" for i in range(100) for j in range(8)]
