@@ -108,12 +108,15 @@ class BaseEngine(ABC):
             self._give_back()
             self._give_back = None
         with self._layer():
-            release(self.model)
-            self.model, self.optimizer, self.configs = [], None, None
-            forget_amaxes()
-            if self._parallel is not None:
-                self._parallel.stop()
-                self._parallel = None
+            try:
+                release(self.model)
+                forget_amaxes()
+            finally:
+                # the process has one parallel state: what fails above must not keep every later engine from it
+                self.model, self.optimizer, self.configs = [], None, None
+                if self._parallel is not None:
+                    self._parallel.stop()
+                    self._parallel = None
 
 
 class ShardedEngine(BaseEngine):
@@ -138,8 +141,10 @@ class ShardedEngine(BaseEngine):
         """Frees tensors, what torch remembers of the mesh, and megatron-core's process-wide parallel state."""
         from mpbridge.engines.shard_state import forget_shardings
 
-        forget_shardings()  # first: the mesh's process groups end with the model, here, where no collective is under way
-        super().close()
+        try:
+            forget_shardings()  # first: the mesh's process groups end with the model, here, where no collective is under way
+        finally:
+            super().close()
 
     def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
         """Takes back what `state` described; optimizer=False: weights only, main weights rebuilt from them."""

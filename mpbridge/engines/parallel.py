@@ -24,6 +24,7 @@ _patience = 30.0
 def start_process_group(cuda: bool, *, timeout_minutes: float = 30.0) -> bool:
     """Joins the world that torchrun describes (RANK, WORLD_SIZE, MASTER_*), or makes a world of one; NCCL on CUDA, else gloo.
 
+    A described world of one is made, not joined: its port may be a parent's, whose environment this process has inherited.
     True when this call made it, False when there was one already.
     """
     if dist.is_initialized():
@@ -33,7 +34,8 @@ def start_process_group(cuda: bool, *, timeout_minutes: float = 30.0) -> bool:
     backend, timeout = ("nccl" if cuda else "gloo"), timedelta(minutes=timeout_minutes)
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+    alone = os.environ.get("RANK") == "0" and os.environ.get("WORLD_SIZE") == "1"
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ and not alone:
         dist.init_process_group(backend, timeout=timeout)
     else:
         # no rendezvous, so no port: many single-process runs share a machine

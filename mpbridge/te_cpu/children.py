@@ -48,7 +48,8 @@ def begin() -> dict[str, Any]:
 
     wanted = json.loads(os.environ[VARIABLE])
     _STAY.enter_context(transformer_engine_on_cpu(wanted["machine"], te=wanted["te"]))
-    _STAY.enter_context(foreign_code())
+    # the script decides whether its children are ranks of one world: they keep its port
+    _STAY.enter_context(foreign_code(own_port=False))
     name, path = wanted.get("init_main_from_name"), wanted.get("init_main_from_path")
     if path:
         return runpy.run_path(path, run_name="__mp_main__")

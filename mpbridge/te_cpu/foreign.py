@@ -12,6 +12,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
+import socket
 import sys
 import types
 import typing
@@ -148,28 +149,45 @@ class _UtilsFinder:
         return spec
 
 
+_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_MADE_UP = "MPBRIDGE_MASTER_PORT"
+"""PROCESS:PORT where MASTER_PORT is not a launcher's. A process that this one starts inherits both, and cannot listen where this one does."""
+
+
+def _world_of_one(own_port: bool) -> dict[str, str]:
+    """The variables of `_WORLD` that are to be set, so that a script begins without torchrun: those that nobody has set, and a port that is free now.
+
+    own_port: another one than the port which a parent process made up for itself.
+    """
+    maker, _, port = os.environ.get(_MADE_UP, "").partition(":")
+    inherited = port == os.environ.get("MASTER_PORT") and maker != str(os.getpid())
+    ours = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    made = {name: value for name, value in ours.items() if name not in os.environ}
+    # a rank of several that keeps the port has been told so by its parent
+    if "MASTER_PORT" not in os.environ or (own_port and inherited and os.environ.get("WORLD_SIZE", "1") == "1"):
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            made["MASTER_PORT"] = str(probe.getsockname()[1])
+        made[_MADE_UP] = f"{os.getpid()}:{made['MASTER_PORT']}"
+    return made
+
+
 @contextlib.contextmanager
-def foreign_code(*, connections: bool = True) -> Iterator[None]:
-    """The surroundings of somebody else's code, taken back afterwards. connections: CUDA_DEVICE_MAX_CONNECTIONS=1 too, which Megatron-LM's scripts ask for."""
+def foreign_code(*, connections: bool = True, own_port: bool = True) -> Iterator[None]:
+    """The surroundings of somebody else's code, taken back afterwards.
+
+    connections: CUDA_DEVICE_MAX_CONNECTIONS=1 too, which Megatron-LM's scripts ask for. own_port: this process is no part of its parent's world.
+    """
     made = _stand_in_for_triton()
     finders: list[Any] = [_HelperFinder(), _UtilsFinder()]
     sys.meta_path[:0] = finders
     added = not hasattr(typing, "override")
     if added:
         typing.override = lambda method: method  # type: ignore[attr-defined]
-    before = {
-        name: os.environ.get(name)
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS")
-    }
-    defaults = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(29000 + os.getpid() % 1000),
-    }
-    for name, value in (defaults | ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if connections else {})).items():
-        os.environ.setdefault(name, value)
+    before = {name: os.environ.get(name) for name in (*_WORLD, _MADE_UP, "CUDA_DEVICE_MAX_CONNECTIONS")}
+    os.environ.update(_world_of_one(own_port))
+    if connections:
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     played = now()
     try:
         with children_play(played.machine.name, ".".join(map(str, played.release))):
@@ -178,6 +196,8 @@ def foreign_code(*, connections: bool = True) -> Iterator[None]:
         for name, old in before.items():
             if old is None:
                 os.environ.pop(name, None)
+            else:
+                os.environ[name] = old
         for name in made:
             sys.modules.pop(name, None)
         for finder in finders:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from mpbridge.engines.base import ShardedEngine
 from mpbridge.engines.parallel import ModelParallel, mean_over_data, start_process_group
 from mpbridge.errors import BadValue
 from mpbridge.facts import Parallel
+from tests.forked import forked
 
 
 def state() -> dict[str, Any]:
@@ -28,6 +31,20 @@ def state() -> dict[str, Any]:
 def test_a_world_of_one_needs_no_port_and_is_joined_once(world: None) -> None:
     assert torch.distributed.get_world_size() == 1
     assert start_process_group(False) is False
+
+
+def join() -> None:
+    assert start_process_group(False)
+    assert torch.distributed.get_world_size() == 1
+
+
+def test_a_world_of_one_that_is_described_takes_no_port_either() -> None:
+    """A script that a rank starts inherits the variables of the rank, which listens on the port that they name."""
+    with socket.create_server(("", 0)) as held:
+        port = str(held.getsockname()[1])
+        job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        with forked(join, environment=job) as process:
+            assert process.wait() == 0, process.text
 
 
 def test_everything_that_megatron_core_keeps_is_put_back(layer: None) -> None:
@@ -67,6 +84,28 @@ def test_there_is_one_at_a_time(layer: None) -> None:
     with pytest.raises(BadValue, match="close the other engine first"):
         ModelParallel(Parallel(), seed=1)
     parallel.stop()
+    ModelParallel(Parallel(), seed=1).stop()
+
+
+class Sharded(ShardedEngine):
+    name = "sharded"
+
+    def _build(self, backend: Any) -> None:
+        self._parallel = ModelParallel(Parallel(), seed=1)
+
+
+@pytest.mark.parametrize("part", ["engines.base.forget_amaxes", "engines.shard_state.forget_shardings"])
+def test_an_engine_that_cannot_be_closed_whole_leaves_the_next_one_its_place(
+    layer: None, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    def broken() -> None:
+        raise RuntimeError("a library says no")
+
+    monkeypatch.setattr(f"mpbridge.{part}", broken)
+    engine: Any = Sharded(None, cuda=False)
+    engine._build(None)
+    with pytest.raises(RuntimeError, match="a library says no"):
+        engine.close()
     ModelParallel(Parallel(), seed=1).stop()
 
 

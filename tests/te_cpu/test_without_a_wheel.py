@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from mpbridge._incomplete import Guard
 from mpbridge.cli.main import with_way
 from mpbridge.errors import Contradiction, Refused, UnknownName
 from mpbridge.hardware import transformer_engine as packages
+from mpbridge.hardware.machines import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -171,3 +173,32 @@ def test_generators_stay_a_class_that_libraries_can_annotate_with() -> None:
     assert isinstance(made, played)
     assert isinstance(torch.Generator(), played | None)
     assert not isinstance(1, played)
+
+
+def test_a_process_has_another_port_than_the_one_that_its_parent_made_up(monkeypatch) -> None:
+    from mpbridge.te_cpu import played as stage
+    from mpbridge.te_cpu.foreign import foreign_code
+
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("mpbridge.te_cpu.foreign._stand_in_for_triton", list)  # an import of seconds
+    monkeypatch.setattr(stage, "_now", [stage.Played(machine=machine("h100"), release=(2, 11, 0))])
+    before, parent = dict(os.environ), os.getpid()
+    with foreign_code():
+        inherited = os.environ["MASTER_PORT"]
+        with foreign_code():
+            assert os.environ["MASTER_PORT"] == inherited, "one process, one port"
+        monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+        with foreign_code():
+            assert os.environ["MASTER_PORT"] != inherited
+        assert os.environ["MASTER_PORT"] == inherited
+        with foreign_code(own_port=False):
+            assert os.environ["MASTER_PORT"] == inherited, "a process that the script spawns may be a rank of its world"
+        os.environ["WORLD_SIZE"] = "2"
+        with foreign_code():
+            assert os.environ["MASTER_PORT"] == inherited, "a rank of the parent's world"
+        os.environ |= {"WORLD_SIZE": "1", "MASTER_PORT": "4321"}
+        with foreign_code():
+            assert os.environ["MASTER_PORT"] == "4321", "a launcher's"
+        assert os.environ["MASTER_PORT"] == "4321"
+    assert dict(os.environ) == before
