@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from mpbridge.diagnose.idle_causes import no_update
 from mpbridge.diagnose.moment_causes import moments
 from mpbridge.diagnose.run_causes import data, other_audits, recipe_changed, resumed_badly
 from mpbridge.diagnose.step_causes import not_finite, rate, scale_of_the_loss
@@ -19,6 +20,7 @@ CAUSES: Mapping[str, Callable[[Symptoms], Suspect | None]] = {
     "recipe-switch": recipe_changed,
     "nan-source": not_finite,
     "loss-scale": scale_of_the_loss,
+    "no-update": no_update,
     "wrong-scale or frozen-scale": scales,
     "lost-main-weights": main_weights,
     "moments-lost": moments,

@@ -151,7 +151,7 @@ def _verdict(page: Page, found: Diagnosis, charts: dict[str, str], odd: str) -> 
 
 _PLOTS = {
     "outlier-channel": "x_outlier", "weight-corrupted": "rms", "moments-lost": "rms", "rate-too-high": "rms", "nan-source": "x_amax",
-    "wrong-scale": "operands", "frozen-scale": "operands", "recipe-switch": "operands", "loss-scale": "loss_scale",
+    "wrong-scale": "operands", "frozen-scale": "operands", "recipe-switch": "operands", "loss-scale": "loss_scale", "no-update": "grad_norm",
 }  # fmt: skip
 """Cause -> the number whose chart shows it; the loss otherwise."""
 _MARKS = {"grad_norm": "gradient norm", "applied": "not finite"}

@@ -12,7 +12,7 @@ def resumed_badly(case: Symptoms) -> Suspect | None:
     """The first step after a resume is out of line with the last before it, or the optimizer's moments are not those that were saved."""
     for event in case.events("resumed"):
         at = int(event["iteration"])
-        hit = next((one for one in case.onsets if at < one.step <= at + 3), None)
+        hit = case.jump_after(at, within=3)
         fallen = _fallen_since(case, at)
         if at == 0 or (hit is None and not fallen):
             continue
@@ -41,7 +41,7 @@ def recipe_changed(case: Symptoms) -> Suspect | None:
     for event in case.events("recipe"):
         at = int(event["iteration"])
         flushed = flushed_operands(case, after=at)
-        hit = next((one for one in case.onsets if at < one.step <= at + 10), None)
+        hit = case.jump_after(at, within=10)
         if hit is None and not flushed:
             continue
         return Suspect(
@@ -58,9 +58,8 @@ def data(case: Symptoms) -> Suspect | None:
     """Tokens unlike those before at the step where the loss jumps; without a count of tokens, a loss that jumps and is back at once."""
     if not case.tokens_counted:
         return _short_spike(case)
-    for onset in (one for one in case.onsets if one.number == "loss"):
-        unlike = [event for event in case.events("tokens") if onset.step - 1 <= event["iteration"] <= onset.step]
-        if unlike:
+    for onset in (one for one in case.onsets if one.number == "loss" and not one.gradual):
+        if unlike := case.unlike(onset):
             first, last = onset.step, max(event["iteration"] for event in case.events("tokens") if event["iteration"] <= onset.step + 20)  # fmt: skip
             return _spike(
                 case, first, last, [f"step {first}: {onset.what}", *(str(event["text"]) for event in unlike[:2])], 0.97
@@ -71,7 +70,7 @@ def data(case: Symptoms) -> Suspect | None:
 def _short_spike(case: Symptoms) -> Suspect | None:
     """A loss that jumps and is back at once, while no tensor of the model had changed before it."""
     onset = case.onset("loss")
-    if onset is None or _audit_fails_at(case, onset.step):
+    if onset is None or onset.gradual or _audit_fails_at(case, onset.step):
         return None
     points = [(step, value) for step, value in finite(case.run.curves.series("loss")) if step >= onset.step]
     half = onset.usual + 0.4 * (onset.value - onset.usual)

@@ -14,6 +14,10 @@ WINDOW = 12
 """Steps that a step is compared with at most."""
 PASSING = 5
 """Steps within which a jump of the gradient norm that harms nothing is over."""
+LATELY = 100
+"""Steps over which the noise of a loss is measured at most."""
+MANYFOLD = 100
+"""Growth of the gradient norm that no healthy run ends with, however slowly it comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +30,8 @@ class Onset:
     """'loss', 'grad_norm', 'applied'."""
     value: float
     usual: float
+    gradual: bool = False
+    """Whether the number leaves slowly, so that no single step is to blame."""
 
 
 def onsets(run: Evidence) -> list[Onset]:
@@ -41,7 +47,17 @@ def jump(values: list[float], value: float) -> bool:
     """Whether a loss is out of line with those before it: by eight times their spread, and by an eighth of their size."""
     usual = median(values)
     spread = 1.48 * median([abs(one - usual) for one in values])
-    return value > usual + max(8 * spread, 0.125 * abs(usual), 0.15)
+    return value > usual + max(8 * spread, _least(usual))
+
+
+def _least(usual: float) -> float:
+    """The smallest change of a loss that is told: an eighth of its size."""
+    return max(0.125 * abs(usual), 0.15)
+
+
+def _noise(values: list[float]) -> float:
+    """Standard deviation of a loss around its course, from the median change between one step and the next: neither a slow course nor a spike adds to it."""
+    return 1.48 * median([abs(two - one) for one, two in itertools.pairwise(values)]) / math.sqrt(2)
 
 
 def _jumps(run: Evidence) -> list[Onset]:
@@ -51,24 +67,41 @@ def _jumps(run: Evidence) -> list[Onset]:
     calm: list[float] = []
     for step, value in points:
         before = calm[-WINDOW:]
-        if len(before) < FEWEST or not jump(before, value):
+        if not _leaves(calm, value):
             calm.append(value)
         elif not found or found[-1].usual != median(before):
             found.append(Onset(step=step, what=f"the loss jumps from {median(before):.3g} to {value:.3g}", number="loss", value=value, usual=median(before)))  # fmt: skip
     return found[:8]
 
 
+def _leaves(calm: list[float], value: float) -> bool:
+    """Whether a loss is out of line with all that were not; in the first steps, where little is known of them, at twice the highest."""
+    before = calm[-WINDOW:]
+    if len(before) < FEWEST:
+        return len(before) > 1 and value > 2 * max(before) > 0
+    # a dozen steps may lie close together by chance; a hundred do not
+    return jump(before, value) and value > median(before) + 5 * _noise(calm[-LATELY:])
+
+
 def _rise(run: Evidence) -> Onset | None:
-    """A loss that rises slowly never jumps: higher at the end than its lowest point by half of what was learned."""
+    """A loss that rises slowly never jumps: at the end it is above its lowest stretch by half of what was learned, and by four times its noise."""
     points = finite(run.curves.series("loss"))
     if len(points) < 3 * FEWEST:
         return None
-    lowest = min(points, key=lambda point: point[1])
+    at, low = _lowest(points)
     last = median([value for _, value in points[-FEWEST:]])
-    learned = max(points[0][1] - lowest[1], 0.2)
-    if last <= lowest[1] + 0.5 * learned or lowest[0] == points[-1][0]:
+    learned = points[0][1] - low
+    # in some stretch of a long run noise alone takes a median of six steps two deviations down
+    if last <= low + max(0.5 * learned, 4 * _noise([value for _, value in points]), _least(low)):
         return None
-    return Onset(step=lowest[0] + 1, what=f"the loss rises from {lowest[1]:.3g} to {last:.3g}", number="loss", value=last, usual=lowest[1])  # fmt: skip
+    return Onset(step=points[at][0] + 1, what=f"the loss rises from {low:.3g} to {last:.3g}", number="loss", value=last, usual=low, gradual=True)  # fmt: skip
+
+
+def _lowest(points: list[tuple[int, float]]) -> tuple[int, float]:
+    """Where the lowest stretch of a curve has its lowest point, and the stretch's median: a single point may be low by chance."""
+    values = [value for _, value in points]
+    low, start = min((median(values[i : i + FEWEST]), i) for i in range(len(values) - FEWEST + 1))
+    return min(range(start, start + FEWEST), key=values.__getitem__), low
 
 
 def gradient_jumps(run: Evidence) -> list[tuple[Onset, bool]]:
@@ -90,6 +123,24 @@ def gradient_jumps(run: Evidence) -> list[tuple[Onset, bool]]:
 
 
 def _gradient(run: Evidence, losses: list[Onset]) -> Onset | None:
+    """Where the gradient norm jumps, or leaves by a large factor in many small steps."""
+    return _gradient_jump(run, losses) or _gradient_growth(run)
+
+
+def _gradient_growth(run: Evidence) -> Onset | None:
+    """A norm that ends a hundred times above its lowest stretch without a jump; its step is the first at eight times that, as a jump's is."""
+    points = [(step, value) for step, value in finite(run.curves.series("grad_norm")) if value > 0]
+    if len(points) < 3 * FEWEST:
+        return None
+    at, low = _lowest(points)
+    last = median([value for _, value in points[-FEWEST:]])
+    if last <= MANYFOLD * low:
+        return None
+    step = next((step for step, value in points[at:] if value > 8 * low), points[at][0])
+    return Onset(step=step, what=f"the gradient norm grows from {low:.3g} to {last:.3g}", number="grad_norm", value=last, usual=low, gradual=True)  # fmt: skip
+
+
+def _gradient_jump(run: Evidence, losses: list[Onset]) -> Onset | None:
     """The first jump of the gradient norm; one that was over at once, long before the loss jumps, is no beginning of anything."""
     found = gradient_jumps(run)
     lasting = [one for one, passes in found if not passes or any(abs(one.step - loss.step) <= WINDOW for loss in losses)]  # fmt: skip

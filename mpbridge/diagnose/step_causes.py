@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,11 @@ from mpbridge.diagnose.evidence import median
 from mpbridge.diagnose.signals import Odd, Onset, rate_jumps, rates, rises
 from mpbridge.diagnose.suspects import Suspect, Symptoms
 from mpbridge.telemetry.reading import MeasuredStep
+
+MANY_SKIPPED = 8
+"""Skipped updates, one after another or in all, that no loss scale costs that follows its rule."""
+LOW = 2.0**8
+"""The search for the first loss scale ends well above this: gradients that overflow here are not finite, or far too large."""
 
 
 def not_finite(case: Symptoms) -> Suspect | None:
@@ -81,7 +87,7 @@ def scale_of_the_loss(case: Symptoms) -> Suspect | None:
     rows = [row for row in case.run.curves.rows if isinstance(row.get("loss_scale"), (int, float))]
     if not rows or all(row["loss_scale"] == 1.0 for row in rows):
         return None
-    found = [*_against_its_rule(rows), *_mostly_skipped(rows)]
+    found = [mark for stage in _stages(case, rows) for mark in (*_against_its_rule(stage), *_mostly_skipped(stage))]
     if not found:
         return None
     low = any(vanishes for _, _, vanishes in found)
@@ -97,6 +103,19 @@ _Mark = tuple[int, str, bool]
 """A step, what is wrong with the loss scale there, and whether it is too low."""
 
 
+def _stages(case: Symptoms, rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The steps of each loss scale: a new one begins with a change of recipe, and with a resume that drops its state, or has a scale where there was none, or none."""
+    events = [*case.events("recipe"), *case.events("resumed")]
+    stages = [rows[:1]]
+    for before, row in itertools.pairwise(rows):
+        between = [event for event in events if before["iteration"] <= event["iteration"] < row["iteration"]]
+        changed = (before["loss_scale"] == 1.0) != (row["loss_scale"] == 1.0)
+        if any(event["event"] == "recipe" or event.get("optimizer_reset") or changed for event in between):
+            stages.append([])
+        stages[-1].append(row)
+    return [stage for stage in stages if any(row["loss_scale"] != 1.0 for row in stage)]
+
+
 def _against_its_rule(rows: list[dict[str, Any]]) -> Iterator[_Mark]:
     """Changes of the scale that its rule does not make, and long rows of skipped updates once one was applied; in the order of the steps."""
     trained, streak = False, 0
@@ -105,9 +124,10 @@ def _against_its_rule(rows: list[dict[str, Any]]) -> Iterator[_Mark]:
             yield from _leap(before, row)
         trained = trained or bool(row.get("applied"))
         streak = 0 if row.get("applied") else streak + 1
-        if streak == 8 and trained:
+        if streak == MANY_SKIPPED and trained:
             now = row["iteration"]
-            yield now - 7, f"steps {now - 7} to {now}: every update skipped, loss scale {row['loss_scale']:g}", False
+            since = now - MANY_SKIPPED + 1
+            yield since, f"steps {since} to {now}: every update skipped, loss scale {row['loss_scale']:g}", False
 
 
 def _leap(before: dict[str, Any], row: dict[str, Any]) -> Iterator[_Mark]:
@@ -120,10 +140,24 @@ def _leap(before: dict[str, Any], row: dict[str, Any]) -> Iterator[_Mark]:
 
 
 def _mostly_skipped(rows: list[dict[str, Any]]) -> Iterator[_Mark]:
-    """More than half of all updates skipped."""
+    """More than half of the updates skipped, apart from those that the search for the first scale costs."""
+    rows = rows[_search(rows) :]
     skipped = sum(not row.get("applied") for row in rows)
-    if skipped > 0.5 * len(rows):
-        yield rows[0]["iteration"], f"{skipped} of {len(rows)} steps skipped", False
+    if skipped > 0.5 * len(rows) and skipped >= min(MANY_SKIPPED, len(rows)):
+        where = f"steps {rows[0]['iteration']} to {rows[-1]['iteration']}"
+        yield rows[0]["iteration"], f"{where}: {skipped} of {len(rows)} updates skipped", False
+
+
+def _search(rows: list[dict[str, Any]]) -> int:
+    """Steps at the beginning in which the loss scale falls from its initial value to one at which no gradient overflows: each skips its update (17 from 2**32 to 2**15)."""
+    count = still = 0
+    for before, row in zip([None, *rows], rows, strict=False):
+        still = still + 1 if before is not None and before["loss_scale"] == row["loss_scale"] else 0
+        # the first overflows only use up `hysteresis` (two by default); a scale that stands still longer is a constant one
+        if row.get("applied") or row["loss_scale"] < LOW or still > 4:
+            break
+        count += 1
+    return count - min(still, count)
 
 
 def rate(case: Symptoms) -> Suspect | None:

@@ -51,7 +51,15 @@ class Symptoms:
     @property
     def tokens_counted(self) -> bool:
         """Whether the run counted its tokens: a jump of the loss on ordinary ones is then not the data's."""
-        return any("nats_per_token" in one.facts for one in self.run.measured)
+        return bool(self.events("tokens")) or any("nats_per_token" in one.facts for one in self.run.measured)
+
+    def unlike(self, onset: Onset) -> list[dict[str, Any]]:
+        """What the run itself says of the tokens of that step and the one before: a jump there is the data's, whatever else happened shortly before."""
+        return [event for event in self.events("tokens") if onset.step - 1 <= event["iteration"] <= onset.step]
+
+    def jump_after(self, step: int, *, within: int) -> Onset | None:
+        """The first number out of line within so many steps after a step that its own tokens do not explain."""
+        return next((one for one in self.onsets if step < one.step <= step + within and not self.unlike(one)), None)
 
     @property
     def every(self) -> int:
