@@ -64,6 +64,8 @@ class AuditHook:
         self.step = 0
         self._watch: Watch | None = None
         self._before: Before | None = None
+        self._last: Before | None = None
+        """The same of the last observed update; None after anything that replaces weights."""
         self._rule: ScaleRule | None = None
         self._wiring: Shape | None = None
         self._updates = Updates()
@@ -78,6 +80,7 @@ class AuditHook:
         """Static audit. Raises AuditFailed unless mode is 'warn'."""
         engine = training.engine
         self._let_go()
+        self._last = None
         self.step, self._updates = _iteration(training, self.step), Updates()
         if self.history:
             self.cadence.ask(f"recipe {getattr(engine.run, 'recipe', '')}")
@@ -90,7 +93,7 @@ class AuditHook:
         if step and not self._proved:
             self.cadence.ask("resumed")
             self.history = [one for one in self._earlier if one.get("step", 0) <= step] + self.history
-        self.step, self._updates = step, Updates()
+        self.step, self._updates, self._last = step, Updates(), None
         self._follow_scale(engine)
         found = self._first_scale(engine) if not step else []
         found += replica_findings(from_all(copies(engine)))
@@ -102,13 +105,13 @@ class AuditHook:
         """Starts observation if the coming step is due."""
         before, self.step = self.step, _iteration(training, self.step)
         if self.step < before:
-            self._updates = Updates()
+            self._updates, self._last = Updates(), None
             self.cadence.ask("rolled back")
             self._follow_scale(training.engine)
         self.cadence.begin()
         if self.cadence.due(self.step + 1):
             engine = training.engine
-            self._before = Before(engine)
+            self._before = Before(engine, self._last)
             promises = promises_of(engine.run.policy, engine)
             self._watch = Watch(promises.gemms if promises.seen else lambda path: None)
             self._watch.start(engine.model)
@@ -149,6 +152,7 @@ class AuditHook:
             microbatches=_microbatches(training, engine),
             step=self.step,
         )
+        before.since, self._last = None, before
         if self._wiring is None:
             self._wiring = fingerprint(engine)
         self.seconds += extra

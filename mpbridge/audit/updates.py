@@ -16,13 +16,16 @@ _EXACT, _NARROW = 5e-4, 2e-2
 """Tolerated error relative to all sampled updates, for FP32 moments and for 16-bit moments: optimizers compute with values that they round afterwards.
 An update that was rounded to BF16 is off by 1.1e-3."""
 
+_WARMUP = 4.0
+"""How far a group's rate may be from the step's rate and from its own rate for the next step: warm-up doubles it at first, and a group may have its own."""
+
 
 @torch.no_grad()
-def is_another(held: Held, trained: torch.Tensor, earlier: torch.Tensor | None) -> bool:
+def is_another(held: Held, trained: torch.Tensor, earlier: torch.Tensor | None, rate: float | None = None) -> bool:
     """Whether the sampled elements changed by anything other than one factor times Adam's update and its weight decay; False if that cannot be determined.
 
     trained: the tensor that the update changed, flat, as it is now. earlier: its elements at `values.positions` before the update. The factor is the rate, which a
-    schedule may have changed since. Changes hidden by rounding to the stored dtype are ignored.
+    schedule may have changed since. Changes hidden by rounding to the stored dtype are ignored. rate: of the step; None: only the sign of the factor is checked.
     """
     update = None if earlier is None else _update(held, trained, earlier)
     if update is None or earlier is None:
@@ -38,6 +41,10 @@ def is_another(held: Held, trained: torch.Tensor, earlier: torch.Tensor | None) 
     factor = float(update @ changed) / float(update @ update)
     error = ((changed - factor * update).abs() - 2 * room).clamp_min(0.0)
     tolerance = _EXACT if exact else _NARROW
+    if rate is not None:
+        rates = (rate, float((held.group or {}).get("lr", rate)))
+        if not min(rates) / _WARMUP <= -factor <= max(rates) * _WARMUP:
+            return True
     return factor >= 0.0 or float(error.norm()) > tolerance * abs(factor) * float(update.norm())
 
 

@@ -119,6 +119,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._graph = Graph()
         self._undo: ExitStack | None = None
         self._blind = False
+        self.transformed = False
+        """Whether modules ran under torch.func's transforms (vmap, grad): they are not observed."""
         self._inputs: deque[Any] = deque()
         self._names: dict[Any, tuple[str, str]] = {}
 
@@ -161,7 +163,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- modules -------------------------------------------------------------------------------------------------------------------------
     def _enter(self, module: Any, args: Any) -> None:
         path = self._paths.get(module)
-        if path is None:
+        if path is None or self._is_transformed():
             return
         self._stack.append((module, path))
         self._inputs.append(list(tensors_in(args)))
@@ -173,9 +175,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.products.enters(path, source if high is None else high)
             self.library.enters(module, path)
 
+    def _is_transformed(self) -> bool:
+        """Whether a transform of torch.func is active, whose tensors have no values that could be read."""
+        active = torch._C._functorch.peek_interpreter_stack() is not None
+        self.transformed |= active
+        return active
+
     def _leave(self, module: Any, args: Any, output: Any) -> None:
         path = self._paths.get(module)
-        if path is None or not self._stack or self._stack[-1][0] is not module:
+        if path is None or not self._stack or self._stack[-1][0] is not module or self._is_transformed():
             return
         self._stack.pop()
         inputs = self._inputs.pop()

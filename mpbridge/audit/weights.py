@@ -24,16 +24,58 @@ _SAFETY = 1.25
 
 
 class Before:
-    """State before an update: a digest of everything that it changes, and a sample."""
+    """What an update is compared with: a digest of everything that it changes, and a sample of its values."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, since: Before | None = None) -> None:
+        """since: the same before the last observed update, if every update from then on still holds."""
         self.digests: dict[str, int] = {}
         self.samples: dict[str, torch.Tensor] = {}
+        self.moments: dict[str, torch.Tensor] = {}
+        """Parameter -> sample of its FP32 second moment."""
+        self.after: dict[str, torch.Tensor] = {}
+        """Parameter that the observed update moved -> the same sample after it."""
+        self.moments_after: dict[str, torch.Tensor] = {}
+        self.since = since
         for held in holdings(engine):
             trained = held.trained
             if trained is not None:
                 self.digests[held.name] = digest(trained)
-                self.samples[held.name] = trained[positions(trained.numel()).to(trained.device)].clone()
+                self.samples[held.name] = sampled(trained)
+                self.moments |= _second(held)
+
+    def note(self, held: Held, trained: torch.Tensor) -> None:
+        """Records what the observed update made of a parameter that it moved."""
+        self.after[held.name] = sampled(trained)
+        self.moments_after |= _second(held)
+
+    def is_put_back(self, name: str) -> bool:
+        """Whether the sampled values that the last observed update changed are what they were before it. Several must be: one may come back by itself."""
+        last = self.since
+        if last is None or name not in last.after or name not in last.samples:
+            return False
+        changed = last.after[name] != last.samples[name]
+        return int(changed.sum()) >= 4 and torch.equal(self.samples[name], last.samples[name])
+
+    def is_emptied(self, name: str) -> bool:
+        """Whether the second moment that the last observed update left has become zero."""
+        last = self.since
+        if last is None or name not in last.moments_after:
+            return False
+        now = self.moments.get(name)
+        return int((last.moments_after[name] != 0).sum()) >= 4 and (now is None or not bool(now.any()))
+
+
+def sampled(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a flat tensor at `values.positions`."""
+    return tensor[positions(tensor.numel()).to(tensor.device)].clone()
+
+
+def _second(held: Held) -> dict[str, torch.Tensor]:
+    stored = held.state.get("exp_avg_sq")
+    if stored is None or stored.dtype is not torch.float32:
+        return {}  # narrow moments may underflow
+    flat = local(stored).detach().reshape(-1)
+    return {held.name: sampled(flat)}
 
 
 @dataclass
@@ -154,8 +196,14 @@ def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) ->
             continue
         rests = held.rests or (foreign and (held.group or {}).get("lr", lr) == 0)
         due = _motion(seen, held, trained, before.digests.get(name), lr, rests=rests, zeros=zeros)
-        if name in seen.moved and is_another(held, trained, before.samples.get(name)):
-            seen.otherwise.append(name)
+        if name in seen.moved:
+            if is_another(held, trained, before.samples.get(name), None if foreign else lr):
+                seen.otherwise.append(name)
+            before.note(held, trained)
+        if before.is_put_back(name):
+            seen.undone.append(name)
+        if before.is_emptied(name):
+            seen.emptied.append(f"{name} (exp_avg_sq)")
         _width(seen, held, due and name in seen.moved)
     return seen
 

@@ -6,8 +6,8 @@ import torch
 
 from mpbridge.audit.holdings import Held, holdings
 from mpbridge.audit.stored import local
-from mpbridge.audit.values import digest, is_narrow, positions
-from mpbridge.audit.weights import Before, Weights
+from mpbridge.audit.values import digest, is_narrow
+from mpbridge.audit.weights import Before, Weights, sampled
 from mpbridge.witnessing.loops import Loop
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -20,7 +20,7 @@ class Afterwards:
         self._digests = {
             (held.name, what): digest(tensor) for held in holdings(loop) for what, tensor in _states(held).items()
         }
-        self._samples = {held.name: _sampled(held.trained) for held in holdings(loop) if held.trained is not None}
+        self._samples = {held.name: sampled(held.trained) for held in holdings(loop) if held.trained is not None}
 
     def into(self, seen: Weights, loop: Loop, before: Before) -> None:
         """Adds to `seen` the tensors restored to their state before the update, and FP32 states rounded since. Other changes (a loop that
@@ -44,11 +44,7 @@ class Afterwards:
     def _is_back(self, name: str, now: torch.Tensor, before: Before) -> bool:
         """Whether the sampled elements, which the update changed, are what they were before it."""
         old = before.samples.get(name)
-        return old is not None and not torch.equal(self._samples[name], old) and torch.equal(_sampled(now), old)
-
-
-def _sampled(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[positions(tensor.numel()).to(tensor.device)].clone()
+        return old is not None and not torch.equal(self._samples[name], old) and torch.equal(sampled(now), old)
 
 
 def _states(held: Held) -> dict[str, torch.Tensor]:

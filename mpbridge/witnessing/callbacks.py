@@ -17,11 +17,13 @@ class Following:
         self._scaler = how.pop("scaler", None)
         self._policy, self._how = policy, how
         self.witness: Witness | None = None
+        self._of: tuple[Any, Any] = (None, None)
+        self._earlier: list[Witnessed] = []
 
     @property
     def reports(self) -> list[Witnessed]:
         """The reports of all observed steps."""
-        return [] if self.witness is None else self.witness.reports
+        return self._earlier + ([] if self.witness is None else self.witness.reports)
 
     @property
     def report(self) -> Witnessed:
@@ -30,8 +32,16 @@ class Following:
 
     def begins(self, number: int, model: Any, optimizer: Any, scaler: Any = None) -> None:
         """Starts step `number` (from 1), or continues it with its next micro-batch."""
+        if self.witness is not None and (self._of[0] is not model or self._of[1] is not optimizer):
+            # another run of the same trainer, after an exception perhaps, of which it does not tell its callbacks
+            self._earlier = self.reports
+            self.gives_up()
+            self.witness = None
         if self.witness is None:
+            self._of = (model, optimizer)
             self.witness = Witness(model, optimizer, self._policy, scaler=scaler or self._scaler, **self._how)
+        if self.witness.observing and self.witness.taken != number:
+            self.gives_up()  # a step that ended in an exception
         if not self.witness.observing and self.witness.due(number):
             self.witness.taken = number
             self.witness.begin()

@@ -77,6 +77,8 @@ class TorchLoop(Loop):
         self._gradients_read: dict[int, dict[int, float]] = {}
         """Parameter, by identity -> its gradient, sampled when its own one of several optimizers had read it."""
         super().__init__(model, optimizer, scaler=scaler, group=group)
+        self._frozen = {id(one) for chunk in self.model for one in chunk.parameters() if not one.requires_grad}
+        """Parameters, by identity, that were frozen when the witness was made: an optimizer that holds them passes them over."""
         self.optimizer = SimpleNamespace(
             optimizer=None,
             chained_optimizers=self.inner,
@@ -146,7 +148,7 @@ class TorchLoop(Loop):
         owned = self._owned()
         for name, parameter in self.named_parameters():
             mine = owned.get(id(parameter))
-            if mine is None and not parameter.requires_grad:
+            if not parameter.requires_grad and (mine is None or id(parameter) in self._frozen):
                 yield Held(name=name, parameter=parameter)
                 continue
             yield Held(

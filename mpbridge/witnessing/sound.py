@@ -71,21 +71,28 @@ def noted(
     rate: float | None = None,
     asked: int = 0,
     between: bool = False,
+    transformed: bool = False,
+    finite: bool = True,
 ) -> list[Finding]:
     """The findings; those that need exactly one update at a rate above 0 become 'not observed' if there was none or more than one. rate: of the update; None:
     unknown. asked: backward passes that the optimizer ran itself in one update. between: whether backward passes ran between the steps of several
-    optimizers. If losses are not scaled and no optimizer was called, the step is a fault: only a step that was called can be skipped."""
+    optimizers. transformed: whether modules ran under torch.func. finite: whether the gradients are. If losses are not scaled and no optimizer was called, the step is a fault: only a step that was called can be skipped."""
     applied = len([one for one in updates if one.applied])
     if not applied:
         why = "the optimizer did not step while it was observed"
         why += f" (gradients that overflow at a loss scale of {scale:g}?)" if scale != 1.0 else ""
+        if not finite:
+            why = "the gradients are not finite, and the loop skipped the update"
         found = _unfollowed(findings, ("weights moved", "gradients"), why)
-        return found if updates or scale != 1.0 else [*found, _never()]
+        return found if updates or scale != 1.0 or not finite else [*found, _never()]
     if applied > 1:
         why = f"{applied} updates were observed as one step; gradients are followed through a single update"
         return _unfollowed(findings, ("gradients",), why)
     if asked > 1:
         findings = _unfollowed(findings, ("gradients",), f"the optimizer ran its closure {asked} times in one step")
+    if transformed:
+        why = "modules ran under a transform of torch.func (vmap, grad), whose tensors cannot be read"
+        findings = _unfollowed(findings, ("gradients",), why)
     if between:
         why = "backward passes ran between the steps of several optimizers (a GAN's): what each optimizer's share of them is"
         findings = _unfollowed(findings, ("gradients",), why)

@@ -17,6 +17,7 @@ from mpbridge.audit.observe import Observed, look
 from mpbridge.audit.promise import Promises
 from mpbridge.audit.watch import Watch
 from mpbridge.audit.weights import Before
+from mpbridge.devices.gather import from_all
 from mpbridge.engines.contract import StepResult
 from mpbridge.errors import BadValue
 from mpbridge.precision.config import MixedPrecisionConfig
@@ -111,6 +112,8 @@ class Witness:
         group: Any = None,
         name: str = "",
     ) -> None:
+        if not callable(at) and not (isinstance(at, Collection) and all(isinstance(step, int) for step in at)):
+            raise BadValue(f"at={at!r}: expected numbers of steps, such as {{1}}, or a function of a step's number")
         if on_fault not in ("raise", "show"):
             raise BadValue(f"on_fault={on_fault!r}: expected 'raise' or 'show'")
         self.policy: PrecisionPolicy | None = None
@@ -285,10 +288,17 @@ class _Observation:
         ranks = everywhere(self.seen)
         findings = sound(self.loop, ranks, self.result, self.under) if self.promises is None else self._judged(ranks)
         rate = None if self.result is None else self.result.lr
-        findings = [
-            *noted(findings, self.updates, self.scale, rate, self.asked, len(self._steps) > 1),
-            *hidden(self.loop),
-        ]
+        findings = noted(
+            findings,
+            self.updates,
+            self.scale,
+            rate,
+            self.asked,
+            between=len(self._steps) > 1,
+            transformed=self.watch.transformed,
+            finite=bool(self.updates) or _is_finite(self.loop),
+        )
+        findings += hidden(self.loop)
         facts = {"engine": self.loop.words, "step": step, "world_size": len(ranks)}
         report = Report(stage="live", findings=tuple(findings), facts=facts)
         scaled = self.scale != 1.0
@@ -309,6 +319,13 @@ class _Observation:
             result=self.result,
             microbatches=micro,
         )
+
+
+def _is_finite(loop: Loop) -> bool:
+    """Whether the gradients of a step without an update are finite on every rank."""
+    grads = (live.tensor for live in loop.tensors() if live.role in ("grads", "main_grads"))
+    here = all(bool(torch.isfinite(grad if not grad.is_sparse else grad.coalesce().values()).all()) for grad in grads)
+    return all(from_all(here))
 
 
 def _open(loop: Loop) -> Promises:

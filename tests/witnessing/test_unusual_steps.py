@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import mpbridge
+from mpbridge.errors import BadValue
 from tests.witnessing.loops import Tiny, adam, loss_of, tokens
 
 Step = Callable[[Any, Any, int], None]
@@ -318,3 +319,86 @@ def test_a_callback_takes_a_scaler() -> None:
     assert following.witness is not None
     assert following.witness._loop.scaler is scaler
     following.gives_up()
+
+
+@pytest.mark.parametrize("unfreezing", [False, True])
+def test_a_backbone_that_is_frozen_though_the_optimizer_holds_it_is_no_fault(unfreezing: bool) -> None:
+    model = Tiny()
+    model.emb.requires_grad_(False)
+    model.layers.requires_grad_(False)
+    optimizer = adam(model)
+    seen = mpbridge.witness(model, optimizer, at={1, 2})
+    for step in range(2):
+        if unfreezing and step:
+            model.layers.requires_grad_(True)
+        with seen.step():
+            plain(model, optimizer, step)
+        assert wrong(seen.report) == set()
+
+
+def test_a_parameter_that_is_frozen_after_the_witness_was_made_is_named() -> None:
+    model = Tiny()
+    optimizer = adam(model)
+    seen = mpbridge.witness(model, optimizer)
+    model.emb.requires_grad_(False)
+    with seen.step():
+        plain(model, optimizer, 0)
+    assert "optimizer holds" in wrong(seen.report)
+
+
+# --- steps that cannot be followed -----------------------------------------------------------------------------------------------------------------
+def test_an_update_that_the_loop_skips_by_hand_is_no_fault() -> None:
+    def skipping(model: Any, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        (loss_of(model, tokens(step), autocast=False) * float("inf")).backward()
+        if torch.isfinite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
+            optimizer.step()
+
+    model = Tiny()
+    report = observed(skipping, model, adam(model))
+    assert wrong(report) == set()
+    assert any("not finite" in one.unseen for one in report.report.findings)
+
+
+def test_a_transform_of_torch_func_is_not_observed_and_ends_nothing() -> None:
+    def per_sample(model: Any, optimizer: Any, step: int) -> None:
+        optimizer.zero_grad()
+        state = {name: one.detach() for name, one in model.named_parameters()}
+
+        def loss(state: Any, one: torch.Tensor) -> torch.Tensor:
+            logits = torch.func.functional_call(model, state, (one.unsqueeze(0),))
+            return F.cross_entropy(logits.view(-1, logits.shape[-1]), one)
+
+        grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(state, tokens(step))
+        for name, parameter in model.named_parameters():
+            parameter.grad = grads[name].mean(0)
+        optimizer.step()
+
+    model = Tiny()
+    report = observed(per_sample, model, adam(model))
+    assert wrong(report) == set()
+    assert any("torch.func" in one.unseen for one in report.report.findings)
+
+
+@pytest.mark.parametrize("at", [5, None, "1"])
+def test_steps_that_are_no_numbers_are_refused(at: Any) -> None:
+    model = Tiny()
+    with pytest.raises(BadValue, match="expected numbers of steps"):
+        mpbridge.witness(model, adam(model), at=at)
+
+
+def test_a_callback_whose_trainer_starts_again_after_an_exception_begins_anew() -> None:
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    from mpbridge.witnessing.callbacks import FabricWitness
+
+    following = FabricWitness()
+    first = Tiny()
+    following.on_train_batch_start(first, adam(first))  # and the step ends in an exception
+    second = Tiny()
+    optimizer = adam(second)
+    following.on_train_batch_start(second, optimizer)
+    plain(second, optimizer, 0)
+    following.on_train_batch_end()
+    assert wrong(following.report) == set()
+    assert _get_current_dispatch_mode() is None
