@@ -9,6 +9,8 @@ make_te_folders
 "$python" -m ruff format --check .
 "$python" -m mypy
 "$bin/lint-imports" --no-cache
+# several workers, each with a pool of threads as wide as the machine, would spend their time waiting for one another
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # a file stays on one worker: its worlds of processes are built once; in the order that tests/conftest.py gives; one more worker than two cores, since
 # some tests wait; a crash ends the run (xdist would wait for ever for what the crashed one held)
 exec "$python" -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "$@"

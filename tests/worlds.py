@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.forked import python
+from tests.forked import ROOT, python
 
 
-def start(size: int, script: str, *arguments: str, timeout: float = 280.0, expect: int = 0) -> str:
-    """What `size` processes running `script` printed; the test fails where the exit status is not the expected one."""
-    done = python([script, *arguments], size=size, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=timeout)
+def start(
+    size: int, script: str, *arguments: str, timeout: float = 280.0, expect: int = 0, imported: bool = True
+) -> str:
+    """What `size` processes running `script` printed; the test fails where the exit status is not the expected one. imported: False for a script that has to
+    come before megatron-core's import: torchrun starts it."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if imported:
+        done = python([script, *arguments], size=size, env=environment, timeout=timeout)
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", script]
+        environment |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+        done = subprocess.run(
+            [*command, *arguments], env=environment, capture_output=True, text=True, timeout=timeout, check=False
+        )
     assert done.returncode == expect, done.stdout[-6000:] + done.stderr[-8000:]
     return done.stdout
 

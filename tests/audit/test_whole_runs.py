@@ -112,7 +112,7 @@ def test_a_folder_without_audits_is_one_clear_line(tmp_path: Path, capsys: Any) 
     for text in ("[" * 200000, '{"audit": {"history": []}}', json.dumps({"audit": {"history": [strange]}})):
         (tmp_path / "precision.json").write_text(text)
         assert main(["audit", str(tmp_path)]) == 2
-        assert "holds no audits" in capsys.readouterr().err
+        assert "has no audits" in capsys.readouterr().err
 
 
 def test_a_run_that_skips_every_step_is_no_success(tmp_path: Path, capsys: Any) -> None:

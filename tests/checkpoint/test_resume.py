@@ -212,7 +212,7 @@ def test_going_on_from_an_older_checkpoint_sets_the_newer_ones_aside(tmp_path):
 def test_a_run_from_elsewhere_does_not_write_into_the_folder_of_another(tmp_path):
     for name in ("one", "two"):
         go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path / name)}))
-    with pytest.raises(Contradiction, match=r"two already holds a run"):
+    with pytest.raises(Contradiction, match=r"two already has a run"):
         go(run("bf16_mixed", iters=2, checkpoint={"load": str(tmp_path / "one"), "save": str(tmp_path / "two")}))
 
 
@@ -238,7 +238,7 @@ def test_another_schedule_is_an_error_that_names_the_cure(tmp_path):
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
     go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
-    with pytest.raises(Contradiction, match="already holds a run"):
+    with pytest.raises(Contradiction, match="already has a run"):
         go(run("bf16_mixed", iters=1, checkpoint={"save": str(tmp_path)}))
 
 

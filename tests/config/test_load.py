@@ -68,7 +68,7 @@ def test_a_later_layer_about_one_twin_field_overrules_the_other_one(file):
 
 
 def test_twin_fields_must_agree_within_one_command_line(file):
-    with pytest.raises(Contradiction, match="fp8_param=True and fp8_param_gather=False are one fact"):
+    with pytest.raises(Contradiction, match="fp8_param=True and fp8_param_gather=False are the same setting"):
         loaded(
             file("mixed_precision: fp8_cs\n"),
             "mixed_precision.fp8_param=true",

@@ -23,7 +23,9 @@ def where_the_wheels_are(monkeypatch) -> None:
 
 
 def losses(machine: str, te: str, names: tuple[str, ...]) -> dict[str, dict[str, float]]:
-    said = worlds.start(2, str(ROOT / "tests/te_cpu/two_ranks.py"), machine, release_or_skip(te), *names)
+    said = worlds.start(
+        2, str(ROOT / "tests/te_cpu/two_ranks.py"), machine, release_or_skip(te), *names, imported=False
+    )
     found = {row["name"]: row for line in said.splitlines() if line.startswith("{") for row in [json.loads(line)]}
     assert set(found) == set(names)
     for row in found.values():

@@ -428,5 +428,5 @@ def test_a_module_needs_no_megatron_core_and_a_configuration_says_that_it_does(t
         [sys.executable, "-W", "ignore", "-c", WITHOUT_CORE, str(config)], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 1, done.stderr
-    assert "this needs megatron-core, which is not installed" in done.stderr
+    assert "this requires megatron-core, which is not installed" in done.stderr
     assert "Traceback" not in done.stderr
