@@ -69,7 +69,7 @@ def nothing(engine: Any, step: int) -> None:
 def test_weights_that_are_put_back_between_steps_are_named(build: Any, kind: str) -> None:
     engine = build(kind)
     found = faults(engine, putting_back(engine))
-    assert any("put back after the update" in text for text in found), found
+    assert any("restored after the update" in text for text in found), found
     assert not any("embedding" in text and "bits of states" in text for text in found)
 
 
