@@ -6,10 +6,12 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpbridge.cli.text import print_json, print_table
+from mpbridge.cli.import_ import HEADINGS, variables
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.errors import BadValue
 from mpbridge.precision.registry import RECIPE_FILE, describe, get_mixed_precision_config, key, recipes
 from mpbridge.precision.resolve import resolve
+from mpbridge.stacks.base import Imported
 from mpbridge.stacks.costs import cost
 from mpbridge.stacks.handover import Setup, handover
 from mpbridge.stacks.importers import read_file
@@ -25,12 +27,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             name, metavar=name.upper(), help="a recipe's name or file, or a configuration of another stack"
         )
+    parser.add_argument(
+        "--from", dest="stack", metavar="STACK", help="the stack of a file of another stack (default: recognized)"
+    )
+    parser.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable of a launch script; may be repeated",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the differences first. Returns 0 with or without differences."""
-    a, b = _side(args.a), _side(args.b)
+    env = variables(args.env)
+    read = {name: _foreign(name, args.stack, env) for name in (args.a, args.b)}
+    a, b = (_of_file(found) if (found := read[name]) is not None else _side(name) for name in (args.a, args.b))
     first, second = a.meaning, b.meaning
     apart = differences(first, second)
     left, right = rows(first), rows(second)
@@ -45,6 +59,12 @@ def run(args: argparse.Namespace) -> int:
                 "costs": {name: text for name, text in costs.items() if text},
                 "same": [name for name in LABELS if name not in apart],
                 "verdict": verdict,
+                "notes": {
+                    side: {}
+                    if (found := read[name]) is None
+                    else {kind: list(getattr(found, kind)) for kind, _ in _NOTES}
+                    for side, name in (("a", args.a), ("b", args.b))
+                },
             }
         )
         return 0
@@ -60,12 +80,24 @@ def run(args: argparse.Namespace) -> int:
             if name not in apart and left[name] == right[name]
         ],
     )
-    print(f"\n{verdict}")
+    for name, found in read.items():
+        for kind, heading in _NOTES:
+            lines = () if found is None else getattr(found, kind)
+            if lines:
+                print(f"\n{name}, {heading}:")
+            for line in lines:
+                print_line(line, indent="  ")
+    print()
+    print_line(verdict)
     return 0
 
 
-def _side(name: str) -> Setup:
-    """The meaning of a name or file, and its stack. Foreign files are never executed: a Python file is read as text, as `import` does."""
+_NOTES = tuple((kind, heading) for kind, heading in HEADINGS if kind != "in_force")
+"""What is said of a stack's file below the tables."""
+
+
+def _foreign(name: str, stack: str | None, env: Mapping[str, str]) -> Imported | None:
+    """What another stack's file says; None for a recipe or a run of mpbridge. Foreign files are never executed: a Python file is read as text, as `import` does."""
     known = key(name) in recipes
     path = Path(name)
     python = name.endswith(".py") or ".py:" in name
@@ -74,11 +106,24 @@ def _side(name: str) -> Setup:
             f"{name}: a function of a Python module would have to be executed, which compare does not do: give a recipe's name,"
             " a YAML file, or a file of a stack"
         )
-    if not known and path.suffix in (".yaml", ".yml") and path.is_file() and _is_run(path):
+    yaml = path.suffix in (".yaml", ".yml")
+    if python or (
+        not known and path.exists() and not (yaml and ((path.is_file() and _is_run(path)) or _is_recipe(path)))
+    ):
+        return read_file(path, stack=stack, env=env)
+    return None
+
+
+def _of_file(found: Imported) -> Setup:
+    unsaid = (*found.contradicts, *found.cannot_express)
+    return Setup(meaning=found.meaning, stack=found.stack, engine=found.engine, unsaid=unsaid)
+
+
+def _side(name: str) -> Setup:
+    """The meaning of a recipe, by its name or file, or of a run of mpbridge."""
+    path = Path(name)
+    if key(name) not in recipes and path.suffix in (".yaml", ".yml") and path.is_file() and _is_run(path):
         return _of_run(path)
-    if python or (not known and path.exists() and (path.suffix not in (".yaml", ".yml") or not _is_recipe(path))):
-        found = read_file(path)
-        return Setup(meaning=found.meaning, stack=found.stack, engine=found.engine)
     engine = describe(name).engine or DEFAULT
     return Setup(meaning=of_policy(resolve(get_mixed_precision_config(name)), engine=engine), engine=engine)
 

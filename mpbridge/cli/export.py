@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from mpbridge.cli.text import print_json, print_line
-from mpbridge.errors import BadValue
-from mpbridge.precision.registry import key
+from mpbridge.errors import BadValue, cut
+from mpbridge.precision.config import MixedPrecisionConfig
+from mpbridge.precision.registry import key, recipes
 from mpbridge.stacks.base import Export
 from mpbridge.stacks.exporters import STACKS, export
 
@@ -18,8 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's arguments."""
     parser.add_argument(
         "recipe",
+        nargs="?",
         metavar="RECIPE",
-        help="a name (mpbridge list), a YAML file, package.module:function or file.py:function",
+        help="a name (mpbridge list), a YAML file, package.module:function or file.py:function; none with --config: the run's own",
     )
     parser.add_argument("--to", required=True, metavar="STACK", help=f"one of {', '.join(STACKS)}")
     parser.add_argument(
@@ -51,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
         "different": "different arithmetic",
         "impossible": "not all of it can be expressed there",
     }
-    print_line(f"{args.recipe} on {made.stack}{f' {made.version}' if made.assumed else ''}: {words[made.fidelity]}")
+    print_line(
+        f"{args.recipe or 'the run'} on {made.stack}{f' {made.version}' if made.assumed else ''}: {words[made.fidelity]}"
+    )
     for line in made.lines:
         print_line(str(line), indent="  ")
     if made.assumed:
@@ -63,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _made(args: argparse.Namespace) -> Export:
     if args.config is None:
+        if args.recipe is None:
+            raise BadValue("give a RECIPE, or a run (--config FILE), whose own recipe is exported then")
         return export(args.recipe, args.to, version=args.stack_version, engine=args.engine)
     from mpbridge.cli.options import find_config
     from mpbridge.config.container import ConfigContainer
@@ -73,13 +81,30 @@ def _made(args: argparse.Namespace) -> Export:
     stages = given if isinstance(given, list | tuple) else ()
     if len(stages) > 1:
         names = [str(stage["recipe"]) for stage in stages if isinstance(stage, Mapping) and "recipe" in stage]
-        if key(args.recipe) not in map(key, names):
-            raise BadValue(
-                f"{args.config} has stages ({', '.join(names)}) and none is {args.recipe}: name the one to export"
-            )
-    else:
+        if args.recipe is None or key(args.recipe) not in map(key, names):
+            none = "" if args.recipe is None else f" and none is {args.recipe}"
+            raise BadValue(f"{args.config} has stages ({', '.join(names)}){none}: name the one to export")
+    elif args.recipe is not None:
         container = ConfigContainer.load(
             path, [f"mixed_precision.recipe='{args.recipe}'", *engine], check=False, trusted=True
         )
     run = container.resolved(container.smallest_world())
-    return export(args.recipe, args.to, version=args.stack_version, engine=run.facts.engine, run=run)
+    made = export(args.recipe or _own(run), args.to, version=args.stack_version, engine=run.facts.engine, run=run)
+    stated = _stated(given) if args.recipe is not None else ""
+    if not stated:
+        return made
+    text = f"{args.recipe} replaces the mixed_precision of {args.config} ({stated}); without RECIPE the run's own is exported"
+    return dataclasses.replace(made, assumed=(*made.assumed, text))
+
+
+def _own(run: Any) -> Any:
+    """A run's recipe by name; its config if it has none that is registered."""
+    stage = run.stages[0]
+    return stage.recipe if key(stage.recipe) in recipes else stage.config
+
+
+def _stated(given: Any) -> str:
+    """The fields of a precision that a run states without the name of a recipe."""
+    said = given.given() if isinstance(given, MixedPrecisionConfig) else given
+    fields = said if isinstance(said, Mapping) and "recipe" not in said else {}
+    return ", ".join(f"{name}={cut(value)}" for name, value in fields.items())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 
-from mpbridge.cli.text import print_json, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.errors import BadValue
 from mpbridge.formats import plain
 from mpbridge.stacks.base import Imported
@@ -13,6 +14,7 @@ from mpbridge.stacks.exporters import STACKS
 from mpbridge.stacks.importers import read_args, read_file
 from mpbridge.stacks.meaning import label, rows
 from mpbridge.stacks.nearest import Answer, answer, apart
+from mpbridge.stacks.runs_here import refusals
 
 SUMMARY = "translate another stack's configuration to a recipe"
 QUOTED = frozenset({"--args"})
@@ -66,18 +68,24 @@ def run(args: argparse.Namespace) -> int:
 def _read(args: argparse.Namespace) -> Imported:
     if (args.file is None) == (args.args is None):
         raise BadValue("give a FILE, or --args TEXT")
+    env = variables(args.env)
+    if args.args is not None:
+        return read_args(args.args, stack=args.stack, version=args.stack_version, env=env)
+    return read_file(Path(args.file), stack=args.stack, version=args.stack_version, env=env)
+
+
+def variables(pairs: Iterable[str]) -> dict[str, str]:
+    """The variables of `--env NAME=VALUE`. Raises BadValue."""
     env = {}
-    for pair in args.env:
+    for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals:
             raise BadValue(f"--env {pair}: expected NAME=VALUE")
         env[name] = value
-    if args.args is not None:
-        return read_args(args.args, stack=args.stack or "megatron-lm", version=args.stack_version, env=env)
-    return read_file(Path(args.file), stack=args.stack, version=args.stack_version, env=env)
+    return env
 
 
-_HEADINGS = (
+HEADINGS = (
     ("contradicts", "contradicts itself"),
     ("inert", "has no effect there"),
     ("cannot_express", "mpbridge cannot express"),
@@ -85,6 +93,7 @@ _HEADINGS = (
     ("in_force", "not said, decided by its defaults"),
     ("assumed", "assumed"),
 )
+"""Kind of note -> its heading."""
 
 
 def _print(found: Imported, told: Answer) -> None:
@@ -97,7 +106,12 @@ def _print(found: Imported, told: Answer) -> None:
         print("\nwhere the recipe differs here:")
         for name, (there, here) in differs.items():
             print(f"  {label(name, found.meaning)}: {there} there, {here} here")
-    for attribute, heading in _HEADINGS:
+    forbidden = refusals(told)
+    if forbidden:
+        print("\nmpbridge does not train this as it is:")
+        for line in forbidden:
+            print_line(line, indent="  ")
+    for attribute, heading in HEADINGS:
         lines = getattr(found, attribute)
         if lines:
             print(f"\n{heading}:")
@@ -109,7 +123,7 @@ def _print(found: Imported, told: Answer) -> None:
 
 
 def _data(found: Imported, told: Answer) -> dict[str, object]:
-    lists = {attribute: list(getattr(found, attribute)) for attribute, _ in _HEADINGS}
+    lists = {attribute: list(getattr(found, attribute)) for attribute, _ in HEADINGS}
     return {
         "stack": found.stack,
         "version": found.version,
@@ -119,6 +133,7 @@ def _data(found: Imported, told: Answer) -> dict[str, object]:
         "optimizer": found.meaning.optimizer.name,
         "meaning": rows(found.meaning),
         "differs_here": {name: list(pair) for name, pair in apart(told, found.meaning, engine=found.engine).items()},
+        "refused_here": list(refusals(told)),
         **lists,
         "other": list(found.other),
     }

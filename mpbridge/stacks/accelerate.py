@@ -29,6 +29,8 @@ NAME = "accelerate"
 VERSIONS = {"1.15": "1.15.0"}
 DEFAULT_VERSION = "1.15"
 SCALINGS = {"delayed": "TERecipeKwargs", "mxfp8": "TERecipeKwargs", "tensorwise": "AORecipeKwargs"}
+EXPERTS = "only torch.nn.Linear is converted, which can include the router; experts in 3-D parameters stay as they are"
+"""What happens to the experts of a mixture."""
 COSTS = {
     "quantization": "TERecipeKwargs(use_mxfp8_block_scaling=True)",
     "modules": "AORecipeKwargs(module_filter_func=...) takes the model's own names",

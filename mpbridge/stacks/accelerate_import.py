@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mpbridge.errors import DataError, brief, cut, nearest
@@ -11,11 +11,12 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks import deepspeed_import, megatron_lm_import
 from mpbridge.stacks.accelerate import NAME
+from mpbridge.stacks.accelerate_launch import as_file
 from mpbridge.stacks.base import Imported, engine_with, updated_by
 from mpbridge.stacks.known_keys import with_rest
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.megatron_lm import DEFAULT_VERSION as LM_VERSION
-from mpbridge.stacks.reading import Reader, raise_faults
+from mpbridge.stacks.reading import Reader, raise_faults, stray
 from mpbridge.stacks.sharded_torch import TORCH_SCALER
 from mpbridge.stacks.torch_import import fields_of, quant_fields
 from mpbridge.traits import DEFAULT
@@ -34,8 +35,18 @@ _MACHINE = {
 """Value of mixed_precision -> the machine that it requires."""
 _DIVIDES = ("fsdp_sharding_strategy", "fsdp_reshard_after_forward")
 """FSDP1's keys for what is sharded; NO_SHARD is its third strategy."""
+_QUESTIONNAIRE = {"amax_history_length": "amax_history_len", "amax_compute_algorithm": "amax_compute_algo"}
+"""Keys of fp8_config that commands/config/cluster.py writes -> those that the environment of TERecipeKwargs has."""
 _READS_USE_CPU = ("NO", "MULTI_CPU")
 """Types whose launcher passes use_cpu on: utils/launch.py sets ACCELERATE_USE_CPU only for them."""
+
+
+def read(words: Iterable[str], *, version: str) -> Imported:
+    """The meaning of `accelerate launch`'s options: `--mixed_precision fp8 --use_fsdp ...`."""
+    data, strays, assumed = as_file(words, NAME)
+    found = read_data(data, version=version)
+    unknown = (*(stray(word, ()) for word in strays), *found.unknown)
+    return dataclasses.replace(found, unknown=unknown, assumed=(*assumed, *found.assumed))
 
 
 def read_data(data: Any, *, version: str, storage: DType = DType.FP32) -> Imported:
@@ -54,6 +65,11 @@ def read_data(data: Any, *, version: str, storage: DType = DType.FP32) -> Import
         f"accelerate {version}: what FSDP upcasts differs between versions",
     ]
     word, inert = _on_a_cpu(read, word, kind)
+    inert += tuple(
+        f"fp8_config.{key}: `accelerate config` writes this key, but nothing reads it; the one that is read is {read_key}"
+        for key, read_key in _QUESTIONNAIRE.items()
+        if read.at(f"fp8_config.{key}") is not None
+    )
     assumed += [_MACHINE[word]] if word in _MACHINE and not _cpu(read, kind) else []
     if kind in ("DEEPSPEED", "MEGATRON_LM"):
         found = (_deepspeed if kind == "DEEPSPEED" else _megatron)(read, word, version, assumed)
@@ -159,10 +175,10 @@ def quantized(read: Reader, cannot: list[str]) -> Quant | None:
     if form not in ("hybrid", "e4m3"):
         cannot.append(f"fp8_config.fp8_format={form}: Transformer Engine trains in HYBRID or E4M3; described as E4M3")
     # values equal to accelerate's own defaults are dropped before Transformer Engine sees them, and its default algorithm is max
-    spelled = "length" if read.at("fp8_config.amax_history_length") is not None else "len"
-    history = int(read.number(f"fp8_config.amax_history_{spelled}", 1024))
+    history = int(read.number("fp8_config.amax_history_len", 1024))
+    margin = int(read.number("fp8_config.margin", 0))
     return Quant(
-        format="hybrid" if form == "hybrid" else "e4m3", scaling="delayed", amax_history=history, amax_algo="max",
+        format="hybrid" if form == "hybrid" else "e4m3", scaling="delayed", amax_history=history, amax_algo="max", margin=margin,
         wgrad=not _overridden(read),
     )  # fmt: skip
 

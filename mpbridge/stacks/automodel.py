@@ -31,6 +31,8 @@ TORCHAO = {
 }
 """Value of fp8.recipe_name -> torchao's quantization; fp8.filter_fqns excludes modules."""
 FUSED_ADAM = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+EXPERTS = "neither te_fp8 with model.backend.linear nor fp8 covers them; model.backend.experts decides their GEMMs"
+"""What happens to the experts of a mixture."""
 COSTS = {
     "quantization": "te_fp8.recipe: mxfp8, or BF16",
     "modules": "fp8.filter_fqns excludes modules by substrings of the model's own names",

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mpbridge.errors import DataError, brief
+from mpbridge.errors import DataError, brief, cut
 from mpbridge.formats import DType
 from mpbridge.precision.policy import Quant, Region
 from mpbridge.stacks.automodel import NAME, TE_FP8
@@ -32,8 +32,10 @@ def read_data(data: Any, *, version: str) -> Imported:
         contradicts.append(f"distributed.strategy={strategy}: AutoModel has {', '.join(_MEANINGS)}; described as ddp")
     storage = _storage(read, assumed)
     quant = _quant(read, inert, cannot)
+    _backend(read, cannot, contradicts)
+    gate = read.dtype("model.backend.gate_precision")
     meaning = _MEANINGS.get(strategy, _ddp)(read, storage, contradicts)
-    meaning, ends = _with_optimizer(read, meaning), None
+    meaning, ends = dataclasses.replace(_with_optimizer(read, meaning), router=gate), None
     if quant is not None:
         ends = _ends(read, cannot, assumed)
         first = (Region(first=ends[0], last=ends[1]),) if ends is not None else ()
@@ -44,12 +46,34 @@ def read_data(data: Any, *, version: str) -> Imported:
         cannot.append("peft: only adapters are trained")
     raise_faults(read.faults, "this AutoModel configuration")
     engine = DEFAULT if strategy == "ddp" else engine_with("wrapper" if "megatron" in strategy else "optimizer")
+    fields = fields_of(meaning, cannot, quant, ends)
+    if fields and gate is not None:
+        fields["moe_router_dtype"] = gate.short
     found = Imported(
-        stack=NAME, version=version, fields=fields_of(meaning, cannot, quant, ends), engine=engine, meaning=meaning, inert=tuple(inert),
+        stack=NAME, version=version, fields=fields, engine=engine, meaning=meaning, inert=tuple(inert),
         contradicts=tuple(contradicts), cannot_express=tuple(cannot), assumed=tuple(assumed),
     )  # fmt: skip
     found = updated_by(found, _optimizer(read), "optimizer", momentum=read.at("optimizer.momentum"))
     return with_rest(found, read)
+
+
+def _backend(read: Reader, cannot: list[str], contradicts: list[str]) -> None:
+    """What model.backend says of the linears and of the experts, apart from each other."""
+    linear, experts = (str(read.at(f"model.backend.{name}") or "") for name in ("linear", "experts"))
+    if experts == "torch_mm_mxfp8":
+        cannot.append(
+            "model.backend.experts=torch_mm_mxfp8: the experts' grouped GEMMs run in MXFP8, the linears do not"
+        )
+    if read.at("model.backend.te_fp8") is None:
+        return
+    if linear not in ("", "te") and experts != "te":
+        contradicts.append(
+            f"model.backend.te_fp8 with linear={cut(linear)}: AutoModel raises ValueError without linear=te or experts=te; described as linear=te"
+        )
+    elif linear not in ("", "te"):
+        cannot.append(f"model.backend.te_fp8 with linear={cut(linear)}: only the experts are quantized there")
+    elif experts not in ("", "te"):
+        cannot.append(f"model.backend.te_fp8 with experts={cut(experts)}: experts of a mixture are not quantized there")
 
 
 def _storage(read: Reader, assumed: list[str]) -> DType:

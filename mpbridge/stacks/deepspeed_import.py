@@ -27,7 +27,7 @@ def read_data(data: Any, *, version: str) -> Imported:
     if not isinstance(data, Mapping):
         raise DataError(f"a DeepSpeed configuration is a mapping, found {type(data).__name__}")
     said = _said(Reader(data))
-    said.read.asked.add("data_types.param_dtype")  # held to the model's dtype there
+    said.read.whole |= _REMOVED & data.keys()
     raise_faults(said.read.faults, "this DeepSpeed configuration")
     found = Imported(
         stack=NAME, version=version, fields=_fields(said), engine=DEFAULT, meaning=_meaning(said),
@@ -38,6 +38,13 @@ def read_data(data: Any, *, version: str) -> Imported:
     kind, momentum = (said.read.at(f"optimizer.{name}") for name in ("type", "params.momentum"))
     found = updated_by(found, kind, "optimizer.type", momentum=momentum)
     return with_rest(found, said.read)
+
+
+_REMOVED = frozenset({
+    "amp", "compression_training", "quantize_training", "eigenvalue", "sparse_gradients", "sparse_attention", "elasticity", "graph_harvesting",
+    "curriculum_learning", "progressive_layer_drop", "nebula",
+})  # fmt: skip
+"""Sections of earlier versions that its configuration refuses by name (runtime/config.py)."""
 
 
 def _assumed(said: _DeepSpeedSettings) -> Iterator[str]:
@@ -135,6 +142,12 @@ def _contradictions(said: _DeepSpeedSettings) -> Iterator[str]:
         for key in said.read.section(section):
             if key not in known(NAME)[section]:
                 yield f"{section}.{key}: DeepSpeed refuses unknown keys there"
+    for key in sorted(_REMOVED & said.read.data.keys()):
+        more = "; in earlier versions Apex AMP, which trains in FP16" if key == "amp" else ""
+        yield f"{key}: removed from DeepSpeed, which refuses it{more}"
+    asked = said.read.dtype("data_types.param_dtype")
+    if asked not in (None, said.base):
+        yield f"data_types.param_dtype={asked.short} with a model in {said.base.short}: DeepSpeed refuses it; described as {said.base.short}"
     sent = said.read.at("communication_data_type")
     if sent is not None and str(sent).lower() not in _SENT:
         yield f"communication_data_type={cut(sent)}: DeepSpeed refuses it (it takes {', '.join(_SENT)}); described as {said.wire.short}"
@@ -187,7 +200,7 @@ def scale_of(read: Reader, under: str = "") -> LossScale:
     """The loss scale of an fp16 section with its keys `under` a path; Lightning's DeepSpeedStrategy has the same keys and defaults."""
     static = read.number(f"{under}loss_scale", 0)
     return LossScale(
-        static=static or None,
+        static=float(static) or None,
         initial=2.0 ** read.number(f"{under}initial_scale_power", 16),
         minimum=read.number(f"{under}min_loss_scale", 1),
         window=read.number(f"{under}loss_scale_window", 1000),

@@ -80,7 +80,22 @@ def export(
     )
     made: Export = module.export(request)
     others = _other_stages(run, stage)
-    return dataclasses.replace(made, lines=(*others, *made.lines), assumed=assumed)
+    return dataclasses.replace(made, lines=(*others, *_experts(module, request, made), *made.lines), assumed=assumed)
+
+
+def _experts(module: ModuleType, request: Request, made: Export) -> tuple[Line, ...]:
+    """A line if the run's model is a mixture of experts and the stack quantizes its linears but not its experts, as its EXPERTS has it."""
+    text = getattr(module, "EXPERTS", "")
+    mixture = request.run is not None and request.run.facts.shape.experts
+    if not text or not mixture or made.meaning.regions[-1].quant is None:
+        return ()
+    return (
+        Line(
+            fidelity="different",
+            fact="experts",
+            text=f"quantized here, in {made.meaning.compute.short.upper()} there: {text}",
+        ),
+    )
 
 
 def request_of(run: Any) -> Request:

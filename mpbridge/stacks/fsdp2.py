@@ -28,6 +28,10 @@ TORCHAO = {
     "mxfp8": Quant(format="e4m3", scaling="mxfp8"),
 }
 """Scaling -> what torchao 0.18 runs under its name for it (float8/config.py, prototype/moe_training)."""
+EXPERTS = (
+    "torchao converts only torch.nn.Linear, which can include the router; experts in 3-D parameters stay as they are"
+)
+"""What happens to the experts of a mixture."""
 COSTS = {
     "quantization": "torchao's rowwise or mxfp8",
     "modules": "torchao's filter function takes the model's own names",

@@ -54,6 +54,8 @@ class Setup:
     stack: str = OURS
     engine: str
     """mpbridge's engine: that of a recipe, or the one that corresponds to a stack's settings."""
+    unsaid: tuple[str, ...] = ()
+    """What its file says beyond `meaning`: settings that mpbridge cannot express, and contradictions."""
 
 
 def handover(a: Setup, b: Setup) -> str:
@@ -61,17 +63,29 @@ def handover(a: Setup, b: Setup) -> str:
 
     Formats come first: equal dtypes do not help if B cannot read the format. Formats: docs/stacks/index.md.
     """
-    return f"{_arithmetic(a.meaning, b.meaning)}. {_way(a, b)}{_rounded(a, b)}"
+    return f"{_arithmetic(a, b)}. {_way(a, b)}{_rounded(a, b)}"
 
 
-def _arithmetic(a: Meaning, b: Meaning) -> str:
-    if not differences(a, b):
-        return "They mean the same"
+def _arithmetic(a: Setup, b: Setup) -> str:
+    if not differences(a.meaning, b.meaning):
+        beyond = _beyond(a, b)
+        return (
+            f"What mpbridge can express of both is the same, but not all of it: {beyond}"
+            if beyond
+            else "They mean the same"
+        )
     return (
         "They compute differently"
-        if arithmetic_differs(a, b)
+        if arithmetic_differs(a.meaning, b.meaning)
         else "The same arithmetic, with a different layout of tensors"
     )
+
+
+def _beyond(a: Setup, b: Setup) -> str:
+    """What only one of the two files says beyond its meaning; what two files of one stack both say is the same."""
+    both = set(a.unsaid) & set(b.unsaid) if a.stack == b.stack else set()
+    sides = (("A", a), ("B", b))
+    return "; ".join(f"{name} has {line}" for name, one in sides for line in one.unsaid if line not in both)
 
 
 def _way(a: Setup, b: Setup) -> str:

@@ -10,10 +10,12 @@ from typing import Any
 
 from mpbridge.errors import MOST_SHOWN, BadValue, DataError, cut
 from mpbridge.precision.yaml_loader import of_bounded_size
+from mpbridge.stacks.accelerate_launch import launch_options
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.checkpoint_args import METADATA, arguments_file, read_arguments
 from mpbridge.stacks.exporters import stack_module
-from mpbridge.stacks.shell import read_script, read_words
+from mpbridge.stacks.recognized import TITLES, Recognized, recognize_words
+from mpbridge.stacks.shell import LaunchScript, read_script, read_words
 from mpbridge.stacks.versions import version_for
 
 MOST = 4_000_000
@@ -121,15 +123,31 @@ def _no_python(stack: str | None) -> str:
 
 
 def read_args(
-    text: str, *, stack: str = "megatron-lm", version: str | None = None, env: Mapping[str, str] = {}
+    text: str, *, stack: str | None = None, version: str | None = None, env: Mapping[str, str] = {}
 ) -> Imported:
-    """The meaning of command-line arguments. env: values of variables in them. Raises BadValue for text that is not a command line."""
-    script = read_words(text, env)
-    module = _importer(stack)
+    """The meaning of command-line arguments, with the command before them or without. env: values of variables in them.
+
+    stack: None: recognized by the program and by the options' names; Megatron-LM is assumed, which `assumed` reports, where they leave it open.
+    Raises BadValue for text that is not a command line.
+    """
+    return _read_words(read_words(text, env), stack, version, "--args")
+
+
+def _read_words(script: LaunchScript, stack: str | None, version: str | None, name: str) -> Imported:
+    """The meaning of a command's words, by the reader of its stack. name: the file's, for messages."""
+    told = recognize_words(script.words, script.program) if stack is None else Recognized(stack)
+    module = _importer(told.stack)
     if not hasattr(module, "read"):
-        raise BadValue(f"{stack} is configured by files, not by arguments: pass the file")
-    found: Imported = module.read(script.words, version=_version(stack, version))
-    return _never_read(dataclasses.replace(found, assumed=(*script.notes, *found.assumed)), version)
+        raise BadValue(f"{told.stack} is configured by files, not by arguments: pass the file")
+    words, notes = script.words, (*told.assumed, *script.notes)
+    if told.stack == "accelerate" and script.program:
+        words, more = launch_options(script.program, script.words)
+        notes = (*notes, *more)
+    if not words and name != "--args":
+        why = f": {script.notes[0]}" if script.notes else ""
+        raise DataError(f"{name or 'the text'}: it has no {TITLES.get(told.stack, told.stack)} option{why}")
+    found: Imported = module.read(words, version=_version(told.stack, version))
+    return _never_read(dataclasses.replace(found, assumed=(*notes, *found.assumed)), version)
 
 
 def read_text(
@@ -144,14 +162,9 @@ def read_text(
     """The meaning of a file's text. name: the file's, which helps to recognize the stack. path: the file's, to find files that a script sources."""
     if name.endswith(".py"):
         return read_python(text, None, stack=stack, version=version)
+    if not name.endswith(_DATA) and (stack == "megatron-lm" or _is_script(text, name)):
+        return _read_words(read_script(text, env, path), stack, version, name)
     stack = stack or recognize(text, name)
-    if stack == "megatron-lm" and not name.endswith((".yaml", ".yml", ".json")):
-        script = read_script(text, env, path)
-        if not script.words:
-            why = f": {script.notes[0]}" if script.notes else ""
-            raise DataError(f"{name or 'the text'}: it has no Megatron-LM option{why}")
-        made = _lm().read(script.words, version=_version(stack, version), assumed=tuple(script.notes))
-        return _never_read(made, version)
     return read_data_of(stack, load(text, name), version=version)
 
 
@@ -180,7 +193,7 @@ def load(text: str, name: str) -> Any:
 
 def recognize(text: str, name: str) -> str:
     """The stack that a text belongs to. Raises DataError if none is recognized."""
-    if name.endswith(".sh") or text.startswith("#!") or "--micro-batch-size" in text:
+    if _is_script(text, name):  # in a data file: options under MODEL_ARGS
         return "megatron-lm"
     if name.endswith(".toml"):
         return "torchtitan"
@@ -201,12 +214,18 @@ def recognize(text: str, name: str) -> str:
     )
 
 
+def _is_script(text: str, name: str) -> bool:
+    """Whether a text is a launch script, or arguments alone."""
+    return name.endswith(".sh") or text.startswith("#!") or "--micro-batch-size" in text
+
+
 def ours(data: Mapping[str, Any]) -> bool:
     """Whether a mapping is a run configuration of mpbridge: only its sections, including one that Megatron Bridge lacks."""
     sections = {"mixed_precision", "model", "optimizer", "scheduler", "ddp", "train", "checkpoint", "logger"}
     return "mixed_precision" in data and bool(_OURS & data.keys()) and data.keys() <= sections | _OURS
 
 
+_DATA = (".yaml", ".yml", ".json", ".toml")
 _OURS = frozenset({"data", "parallel", "audit", "engine", "emulate", "target", "te"})
 _MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     # keys that only this stack uses, the most specific stacks first: several share 'optimizer' or 'model'

@@ -26,6 +26,8 @@ NAME = "lightning"
 VERSIONS = {"2.6": "2.6.6"}
 DEFAULT_VERSION = "2.6"
 SCALINGS = {"delayed": "TransformerEnginePrecision"}
+EXPERTS = "only torch.nn.Linear is replaced, which can include the router; experts in 3-D parameters stay as they are"
+"""What happens to the experts of a mixture."""
 COSTS = {
     "quantization": "TransformerEnginePrecision with DelayedScaling",
     "modules": "TransformerEnginePrecision(replace_layers=False) on a model whose linears are Transformer Engine's where you want them",

@@ -47,10 +47,17 @@ _STRATEGIES = (
 """Its strategy names (StrategyRegistry.available_strategies), and its classes without 'Strategy'."""
 
 
+_SUBCOMMANDS = ("fit", "validate", "test", "predict")
+_OTHERS = ("model", "data", "optimizer", "lr_scheduler", "config", "seed_everything", "ckpt_path")
+"""Sections of its CLI beside the trainer."""
+
+
 def read(words: Iterable[str], *, version: str) -> Imported:
     """The meaning of `precision=bf16-mixed strategy=fsdp`, or of `--trainer.precision bf16-mixed` as its CLI takes it. Raises BadValue."""
     data: dict[str, Any] = {}
+    rest: dict[str, Any] = {}
     items = list(words)
+    items = items[1:] if items[:1] and items[0] in _SUBCOMMANDS else items
     while items:
         word = items.pop(0)
         name, equals, value = word.lstrip("-").removeprefix("trainer.").partition("=")
@@ -58,8 +65,13 @@ def read(words: Iterable[str], *, version: str) -> Imported:
             if not word.startswith("--") or not items or items[0].startswith("--"):
                 raise BadValue(f"{brief(word)} is not an argument: expected name=value or --name value")
             value = items.pop(0)
-        data[name] = value.strip("\"'")
-    return read_data({"trainer": data}, version=version)
+        section = name.partition(".")[0]
+        (rest if section in _OTHERS else data)[name] = value.strip("\"'")
+    optimizer = {"optimizer": rest.pop("optimizer")} if "optimizer" in rest else {}
+    found = read_data({"trainer": data, **optimizer}, version=version)
+    file = rest.pop("config", None)
+    decides = (f"--config {cut(file)} decides what is not said here, but is not read: pass that file",) if file else ()
+    return dataclasses.replace(found, assumed=(*decides, *found.assumed), other=(*found.other, *map(cut, rest)))
 
 
 @dataclass

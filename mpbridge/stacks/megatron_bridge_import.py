@@ -39,11 +39,12 @@ _MODEL = (
 
 
 def read(words: Iterable[str], *, version: str) -> Imported:
-    """The meaning of `section.key=value` overrides on their own. Raises BadValue for a word that is not an override."""
+    """The meaning of `section.key=value` overrides; options of the script beside them are named. Raises BadValue for any other word."""
     import yaml
 
     tree: dict[str, Any] = {}
-    for word in words:
+    overrides, options = _apart(words)
+    for word in overrides:
         path, equals, value = word.lstrip("+-").partition("=")
         if not equals:
             raise BadValue(f"{brief(word)} is not an override: expected section.key=value")
@@ -57,7 +58,25 @@ def read(words: Iterable[str], *, version: str) -> Imported:
                 )
             at = inner
         at[last] = yaml.safe_load(value)
-    return read_data(tree, version=version)
+    found = read_data(tree, version=version)
+    said = f"{', '.join(options)}: options of the script, which are not read; a recipe that they name decides the rest"
+    return dataclasses.replace(found, assumed=(said, *found.assumed)) if options else found
+
+
+def _apart(words: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Overrides, and options of the script that takes them, with their values."""
+    overrides: list[str] = []
+    options: list[str] = []
+    open_ = False
+    for word in words:
+        if word.startswith("--") and "=" not in word:
+            options.append(cut(word))
+        elif open_ and "=" not in word:
+            options[-1] += f" {cut(word)}"
+        else:
+            overrides.append(word)
+        open_ = word.startswith("--") and "=" not in word
+    return overrides, options
 
 
 def read_data(data: Any, *, version: str) -> Imported:
@@ -293,6 +312,9 @@ def _megatron_fsdp(read_: Reader, fields: dict[str, Any], notes: _Notes) -> None
         fields["main_params_dtype"] = main.short
 
 
+_SCALING = ("fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+
+
 def _overridden(read_: Reader, fields: Mapping[str, Any], notes: _Notes) -> None:
     """Settings of other sections that mixed_precision overrides."""
     if read_.at("mixed_precision") is None:
@@ -304,7 +326,9 @@ def _overridden(read_: Reader, fields: Mapping[str, Any], notes: _Notes) -> None
         and not read_.flag("ddp.use_megatron_fsdp")
     ):
         notes.inert.append(f"ddp.grad_reduce_in_fp32={asked}: mixed_precision takes precedence")
-    for name in ("fp8", "fp8_param", "fp4", "first_last_layers_bf16"):
+    ours = MixedPrecisionConfig().stored()
+    for name in ("fp8", "fp8_param", "fp4", "first_last_layers_bf16", *(_SCALING if fields.get("fp8") else ())):
         asked = read_.at(f"model.{name}")
-        if asked and not fields.get(name) and not fields.get(f"{name}_gather"):
+        kept = fields.get(name, fields.get(f"{name}_gather", ours[name]))
+        if asked is not None and (asked or kept) and asked != kept:
             notes.inert.append(f"model.{name}={asked}: mixed_precision takes precedence")

@@ -80,6 +80,7 @@ _SWITCHES: Mapping[str, str] = MappingProxyType(
         "--use-custom-fsdp": "megatron_fsdp",
         "--fp32-residual-connection": "residual",
         "--attention-softmax-in-fp32": "softmax",
+        "--apply-query-key-layer-scaling": "scaled_by_layer",
         "--reuse-grad-buf-for-mxfp8-param-ag": "reuse",
         "--fp8-output-proj": "fp8_output_proj",
         "--fp16-lm-cross-entropy": "fp16_loss",
@@ -257,8 +258,9 @@ def _fields(read: Parsed, values: Mapping[str, Any]) -> dict[str, Any]:
     fields |= _states(read, values, base)
     if read.on("residual"):
         fields["fp32_residual_connection"] = True
+    wide = read.on("softmax") or read.on("scaled_by_layer")  # validate_args switches it on with the latter
     # Transformer Engine's attention does not read it; the local implementation's does, and no flag means off, where megatron-core's class has it on
-    if values["transformer_impl"] == "local" and base != "fp32" and not read.on("softmax"):
+    if values["transformer_impl"] == "local" and base != "fp32" and not wide:
         fields["attention_softmax_in_fp32"] = False
     if values["router"] is not None:
         fields["moe_router_dtype"] = values["router"]

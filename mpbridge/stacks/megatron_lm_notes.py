@@ -93,6 +93,15 @@ def contradictions(read: Parsed, values: Mapping[str, Any]) -> list[str]:
 
 def _contradicting_dtypes(read: Parsed, values: Mapping[str, Any]) -> Iterator[ConditionalNote]:
     yield read.on("bf16") and read.on("fp16"), "--bf16 and --fp16: the parser refuses both together"
+    divided = read.on("distributed") or read.on("megatron_fsdp") or read.on("fsdp2")
+    yield (
+        read.on("aware") and not divided,
+        "--use-precision-aware-optimizer without --use-distributed-optimizer: megatron-core refuses it",
+    )
+    yield (
+        read.on("aware") and values["optimizer"] != "adam",
+        f"--use-precision-aware-optimizer with --optimizer {cut(values['optimizer'])}: megatron-core takes only adam",
+    )
     low = any(values[name] != "fp32" for name in ("main_params", "exp_avg", "exp_avg_sq", "main_grads"))
     yield (
         low and not read.on("aware"),

@@ -93,6 +93,7 @@ def quant_fields(quant: Quant | None, ends: tuple[int, int] | None = None) -> di
     fields: dict[str, Any] = {low: quant.format, f"{low}_recipe": quant.scaling}
     if quant.scaling == "delayed":
         fields |= {"fp8_amax_history_len": quant.amax_history, "fp8_amax_compute_algo": quant.amax_algo}
+        fields |= {"fp8_margin": quant.margin} if quant.margin else {}
         fields |= {} if quant.wgrad else {"fp8_wgrad": False}
     if ends is not None:
         fields |= {"first_last_layers_bf16": True}

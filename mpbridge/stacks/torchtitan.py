@@ -44,6 +44,8 @@ COSTS = {
     "pipeline": "stages send what they computed",
     "loss_scale": "it has no loss scaler",
 }
+EXPERTS = "this converter covers only Linear, the router's gate among them; the experts need a GroupedExpertsConverter beside it, and the gate (router.gate) a place outside of its names"
+"""What happens to the experts of a mixture."""
 _IMPORTS = "from torchtitan.components.quantization import {converter}"
 
 

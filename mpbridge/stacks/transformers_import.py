@@ -18,6 +18,8 @@ from mpbridge.stacks.torch_import import fields_of
 from mpbridge.stacks.transformers import NAME
 from mpbridge.traits import DEFAULT
 
+_FSDP1 = ("no_shard", "hybrid_shard", "hybrid_shard_zero2")
+"""Strategies that FSDP2 does not have."""
 _EVALUATION = ("bf16_full_eval", "fp16_full_eval")
 
 
@@ -59,8 +61,11 @@ def read_data(data: Any, *, version: str) -> Imported:
     if sharded and cpu:
         contradicts.append("fsdp with use_cpu: accelerate shards only over devices; described as DDP")
         sharded = None
+    sharded, whole = _by_strategy(read_, sharded, contradicts)
+    cannot += [] if cpu else _tf32(read_)
     raise_faults(read_.faults, "these TrainingArguments")
     meaning = _meaning(storage, base, sharded)
+    meaning = dataclasses.replace(meaning, sharded="nothing") if whole else meaning
     if fp16:
         meaning = dataclasses.replace(meaning, loss_scale=TORCH_SCALER)
     inert += [f"{name}: evaluation only" for name in _EVALUATION if read_.at(name) and read_.flag(name)]
@@ -98,6 +103,35 @@ def _sharded(read: Reader, assumed: list[str]) -> int | None:
     if said == [None, None]:
         read.default("fsdp_config.version", 2)
     return 1 if "1" in map(str, said) else 2
+
+
+def _by_strategy(read: Reader, sharded: int | None, contradicts: list[str]) -> tuple[int | None, bool]:
+    """(the FSDP version, whether nothing is divided) under the strategies in `fsdp`; FSDP2 refuses those of FSDP1."""
+    given = read.at("fsdp")
+    words = given if isinstance(given, (list, tuple)) else str(given or "").split()
+    first = [word for word in (str(one).lower() for one in words) if word in _FSDP1]
+    if sharded == 2 and first:
+        contradicts.append(
+            f"fsdp={first[0]} under FSDP2: Transformers refuses it; described as FSDP1 (fsdp_config.version=1)"
+        )
+        sharded = 1
+    return sharded, sharded is not None and "no_shard" in first
+
+
+def _tf32(read: Reader) -> list[str]:
+    """A line if TF32 is switched on, by its own argument or by torch_compile."""
+    asked = read.at("tf32") is not None
+    on = asked and read.flag("tf32")
+    compiled = any([read.at("torch_compile_backend"), read.at("torch_compile_mode")])
+    compiled = compiled or (read.at("torch_compile") is not None and read.flag("torch_compile"))
+    effect = "FP32 matrix multiplications run in TF32 on CUDA (10-bit mantissas)"
+    if on:
+        return [f"tf32: {effect}"]
+    return (
+        [f"torch_compile switches TF32 on: {effect}; tf32=false keeps it off"]
+        if compiled and not asked and not read.flag("fp16")
+        else []
+    )
 
 
 def _meaning(storage: DType, base: DType | None, sharded: int | None) -> Meaning:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from mpbridge.stacks.importers import read_args, read_text
 from mpbridge.stacks.meaning import of_policy
 from mpbridge.stacks.megatron_lm_options import options
 
+ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden" / "exports"
 
 
@@ -440,3 +442,34 @@ def test_fp16_for_torchtitan_is_written_in_words_that_its_parser_takes() -> None
         assert made.fidelity == "impossible"
         assert "float16" not in made.pieces[0].text.replace("bfloat16", "")
         assert made.meaning.compute.short == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "stack"),
+    [
+        ("bf16_with_mxfp8_mixed", "torchtitan"), ("bf16_with_fp8_rowwise", "torchtitan"), ("bf16_with_fp8_rowwise", "fsdp2"),
+    ],
+)  # fmt: skip
+def test_experts_that_a_stack_leaves_as_they_are_make_no_exact_export(recipe: str, stack: str) -> None:
+    mixture = container(recipe, layers=2)
+    mixture.model["num_moe_experts"] = 4
+    made = export(recipe, stack, run=mixture.resolved(1, training=False))
+    assert made.fidelity in ("different", "impossible")
+    assert any(line.fact == "experts" and "in BF16 there" in line.text for line in made.lines)
+    dense = export(recipe, stack, run=container(recipe, layers=2).resolved(1, training=False))
+    assert not any(line.fact == "experts" for line in dense.lines)
+
+
+def test_a_runs_own_precision_is_exported_and_one_that_a_recipe_replaces_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run.yaml"
+    stated = "mixed_precision: {bf16: true, grad_reduce_in_fp32: false}"
+    text = (ROOT / "configs" / "gpt_tiny.yaml").read_text()
+    run.write_text(re.sub(r"(?m)^mixed_precision:.*$", stated, text))
+    assert stated in run.read_text()
+    assert main(["export", "--to", "megatron-lm", "--config", str(run)]) == 0
+    assert "--grad-reduce-in-bf16" in capsys.readouterr().out
+    assert main(["export", "bf16_mixed", "--to", "megatron-lm", "--config", str(run)]) == 0
+    assert "bf16_mixed replaces the mixed_precision of" in " ".join(capsys.readouterr().out.split())
+    assert main(["export", "--to", "megatron-lm"]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,28 @@ def test_compare_reads_every_file_that_is_a_recipe_and_names_what_reads_the_othe
     tuned.write_text("color: red\n")
     assert main(["compare", str(tuned), "bf16_mixed"]) == 2
     assert "mpbridge import FILE --from STACK" in capsys.readouterr().err
+
+
+def test_compare_says_what_only_one_file_has_beyond_its_meaning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, other = tmp_path / "a.json", tmp_path / "b.json"
+    base = '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 3%s}}'
+    plain.write_text(base % "")
+    other.write_text(base % ', "zero_quantized_gradients": true')
+    assert main(["compare", str(plain), str(other)]) == 0
+    shown = capsys.readouterr().out
+    assert "They mean the same" not in shown
+    assert "not all of it: B has" in " ".join(shown.split())
+    assert f"{other}, mpbridge cannot express:" in shown
+    assert main(["compare", str(plain), str(plain)]) == 0
+    assert "They mean the same" in capsys.readouterr().out
+    assert main(["compare", str(plain), str(other), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"]["b"]["cannot_express"]
+
+
+def test_compare_takes_a_scripts_variables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("torchrun pretrain_gpt.py --bf16 --num-layers 2 --fp8-format $F")
+    assert main(["compare", "bf16_mixed", str(script), "--env", "F=hybrid"]) == 0
+    assert "hybrid" in capsys.readouterr().out

@@ -109,6 +109,17 @@ def test_importing_an_exact_export_gives_the_recipe_back(stack: str) -> None:
         assert not found.contradicts
 
 
+@pytest.mark.parametrize("stack", ["megatron-lm", "megatron-bridge", "accelerate", "lightning"])
+def test_the_margin_of_delayed_scaling_comes_back(stack: str) -> None:
+    config = get_mixed_precision_config("bf16_with_fp8_delayed_scaling_mixed").derive(
+        fp8_margin=2, fp8_amax_history_len=16, fp8_amax_compute_algo="max"
+    )
+    one = export(config, stack)
+    found = back(one)
+    assert (found.fields["fp8_margin"], found.fields["fp8_amax_history_len"]) == (2, 16)
+    assert found.meaning.regions[-1].quant == one.meaning.regions[-1].quant
+
+
 @pytest.mark.parametrize("stack", ["accelerate", "transformers"])
 def test_autocast_around_bf16_parameters_is_exported_where_a_stack_has_it(stack: str) -> None:
     config = MixedPrecisionConfig(**BASES["autocast around bf16"])

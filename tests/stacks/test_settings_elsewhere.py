@@ -11,6 +11,7 @@ from mpbridge.errors import BadValue
 from mpbridge.formats import DType
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.importers import read_args, read_text
+from mpbridge.stacks.nearest import answer, apart
 
 FP32, BF16, FP16 = DType.FP32, DType.BF16, DType.FP16
 
@@ -200,3 +201,92 @@ def test_main_weights_beside_narrow_moments_keep_both() -> None:
     found = read("automodel", model=model, optimizer=adam)
     assert (found.meaning.main, found.meaning.exp_avg, found.meaning.exp_avg_sq) == (FP32, BF16, FP32)
     assert (found.fields["exp_avg_dtype"], found.fields["main_params_dtype"]) == ("bf16", "fp32")
+
+
+def test_accelerates_file_has_a_margin_and_two_keys_that_nothing_reads() -> None:
+    head = "compute_environment: X\ndistributed_type: MULTI_GPU\nmixed_precision: fp8\n"
+    found = read_text(
+        f"{head}fp8_config: {{backend: TE, margin: 2, amax_history_length: 16, amax_compute_algorithm: max}}",
+        stack="accelerate",
+    )
+    assert (found.fields["fp8_margin"], found.fields["fp8_amax_history_len"]) == (2, 1024)
+    assert [line.partition(":")[0] for line in found.inert] == [
+        "fp8_config.amax_history_length", "fp8_config.amax_compute_algorithm",
+    ]  # fmt: skip
+    assert not any("margin" in line for line in found.assumed)
+    assert not found.unknown
+
+
+@pytest.mark.parametrize(
+    ("text", "on"),
+    [
+        ("--tf32 True", True), ("--torch_compile True", True), ("--torch_compile_backend inductor --bf16", True),
+        ("--tf32 False --torch_compile True", False), ("--torch_compile True --fp16", False), ("--bf16", False),
+        ("--tf32 True --use_cpu", False),
+    ],
+)  # fmt: skip
+def test_transformers_tf32_is_said(text: str, on: bool) -> None:
+    found = read_args(text, stack="transformers")
+    assert any("TF32 on CUDA" in line for line in found.cannot_express) is on
+
+
+def test_a_strategy_of_fsdp1_divides_nothing_or_is_refused_under_fsdp2() -> None:
+    second = read_args("--bf16 --fsdp no_shard", stack="transformers")
+    assert any("Transformers refuses it" in line for line in second.contradicts)
+    first = read_text(
+        '{"bf16": true, "fsdp": "no_shard auto_wrap", "fsdp_config": {"version": 1}}', stack="transformers"
+    )
+    assert (first.meaning.sharded, second.meaning.sharded, first.contradicts) == ("nothing", "nothing", ())
+    hybrid = read_text('{"bf16": true, "fsdp": ["hybrid_shard"], "fsdp_config": {"version": 1}}', stack="transformers")
+    assert hybrid.meaning.sharded == "everything"
+
+
+def test_scaling_queries_and_keys_by_layer_switches_the_fp32_softmax_on() -> None:
+    text = "--bf16 --apply-query-key-layer-scaling --transformer-impl local"
+    assert "attention_softmax_in_fp32" not in read_args(text, stack="megatron-lm").fields
+
+
+def test_a_precision_aware_optimizer_needs_the_distributed_optimizer_and_adam() -> None:
+    alone = read_args("--bf16 --use-precision-aware-optimizer --optimizer sgd", stack="megatron-lm").contradicts
+    assert any("without --use-distributed-optimizer" in line for line in alone)
+    assert any("takes only adam" in line for line in alone)
+    whole = read_args("--bf16 --use-precision-aware-optimizer --use-distributed-optimizer", stack="megatron-lm")
+    assert not whole.contradicts
+
+
+def test_what_deepspeed_refuses_at_its_start_contradicts() -> None:
+    base = '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}, %s}'
+    other = read_text(base % '"data_types": {"param_dtype": "fp32"}', stack="deepspeed")
+    assert any("data_types.param_dtype=fp32" in line for line in other.contradicts)
+    same = read_text(base % '"data_types": {"param_dtype": "bf16"}', stack="deepspeed")
+    assert not same.contradicts
+    removed = read_text('{"amp": {"enabled": true, "opt_level": "O2"}, "train_batch_size": 1}', stack="deepspeed")
+    assert any(line.startswith("amp: removed") and "FP16" in line for line in removed.contradicts)
+    assert not removed.unknown
+
+
+def test_a_static_loss_scale_of_deepspeed_is_the_same_number_here() -> None:
+    found = read_text('{"fp16": {"enabled": true, "loss_scale": 128}}', stack="deepspeed")
+    told = answer(found.fields, engine=found.engine, meaning=found.meaning)
+    assert "loss scale" not in " ".join(apart(told, found.meaning, engine=found.engine))
+    assert not any("128" in text for pair in apart(told, found.meaning, engine=found.engine).values() for text in pair)
+
+
+def test_settings_of_bridges_model_that_mixed_precision_overrides_are_named_by_their_values() -> None:
+    text = "mixed_precision: {bf16: true, fp8: e4m3, fp8_recipe: mxfp8}\nmodel: {fp8: hybrid, fp8_recipe: delayed, fp8_margin: 0}"
+    found = read_text(text, stack="megatron-bridge", name="run_config.yaml")
+    assert [line.partition(":")[0] for line in found.inert] == ["model.fp8=hybrid", "model.fp8_recipe=delayed"]
+
+
+def test_automodels_backend_tells_the_experts_from_the_linears() -> None:
+    def backend(**said: Any) -> Imported:
+        return read("automodel", model={"torch_dtype": "bfloat16", "backend": said}, step_scheduler={})
+
+    mixture = backend(experts="torch_mm_mxfp8", gate_precision="float32")
+    assert any("grouped GEMMs run in MXFP8" in line for line in mixture.cannot_express)
+    assert (mixture.meaning.router, mixture.fields["moe_router_dtype"]) == (FP32, "fp32")
+    refused = backend(linear="torch", te_fp8={"recipe": "current"})
+    assert any("AutoModel raises ValueError" in line for line in refused.contradicts)
+    experts = backend(linear="torch", experts="te", te_fp8={"recipe": "mxfp8"})
+    assert not experts.contradicts
+    assert any("only the experts are quantized" in line for line in experts.cannot_express)

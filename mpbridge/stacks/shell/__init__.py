@@ -27,6 +27,8 @@ class LaunchScript:
 
     words: list[str] = field(default_factory=list)
     """The expanded words after the program's name in the command that starts it."""
+    program: list[str] = field(default_factory=list)
+    """The words before them, up to the program's name: the launcher, its options and the program."""
     notes: list[str] = field(default_factory=list)
     """What was skipped, and what was assumed."""
 
@@ -41,14 +43,22 @@ def read_script(text: str, env: Mapping[str, str], path: Path | None = None) -> 
     follower = _follower(env, path)
     follower.follow(parse(clean(text).replace("\r\n", "\n"), follower.notes))
     follower.said_of_functions()
-    words, said = _chosen(follower)
+    program, words, said = _chosen(follower)
     notes = grouped(list(dict.fromkeys([*follower.notes, *said])))
+    if _continued(text):
+        notes.append("the last line ends in a line continuation: read as whole, but the arguments after it are missing")
     unread = [f"--env {name}: the script does not use it" for name in env if not name.isdigit() and name not in text]
-    return LaunchScript(words=words, notes=[*notes, *unread])
+    return LaunchScript(words=words, program=program, notes=[*notes, *unread])
+
+
+def _continued(text: str) -> bool:
+    """Whether a text breaks off after a line continuation."""
+    last = text.rstrip().rpartition("\n")[2].strip()
+    return (len(last) - len(last.rstrip("\\"))) % 2 == 1 and not last.startswith("#")
 
 
 def read_words(text: str, env: Mapping[str, str]) -> LaunchScript:
-    """The words of one command line without its command. Raises BadValue for unclosed quotes."""
+    """The words of one command line, with its command or without. Raises BadValue for unclosed quotes."""
     follower = _follower(env, None)
     made = parse(f": {clean(text)}", follower.notes)
     if follower.notes:
@@ -58,7 +68,8 @@ def read_words(text: str, env: Mapping[str, str]) -> LaunchScript:
             "--args cannot be split into words: expected the arguments of one command, without ; | & and parentheses"
         )
     words = [word for raw in made[0].words[1:] for word in follower.values.fields(raw)]
-    return LaunchScript(words=[bare(word) for word in words if not unknown_word(word)], notes=_said(follower, words))
+    program, rest = (None if words[:1] and words[0].startswith("-") else _split(words)) or ([], words)
+    return LaunchScript(words=_known(rest), program=_known(program), notes=_said(follower, words))
 
 
 def _follower(env: Mapping[str, str], path: Path | None) -> Follower:
@@ -74,21 +85,30 @@ def _follower(env: Mapping[str, str], path: Path | None) -> Follower:
     return Follower(values, given=frozenset(env), folder=None if path is None else path.parent)
 
 
-def _chosen(follower: Follower) -> tuple[list[str], list[str]]:
-    """The words after the program's name in the command with the most options, and notes on them."""
-    started = [rest for command in follower.commands if (rest := _behind_program(command)) is not None]
-    words, said = _of_programs(started) if started else _of_text(follower)
+def _chosen(follower: Follower) -> tuple[list[str], list[str], list[str]]:
+    """The words up to the program's name and those after it in the command with the most options, and notes on them."""
+    started = [both for command in follower.commands if (both := _split(command)) is not None]
+    if started:
+        program, words, said = _of_programs(started)
+    else:
+        program, (words, said) = [], _of_text(follower)
     told = [text for word in words for text in follower.values.told(word)]
-    return [bare(word) for word in words if not unknown_word(word)], [*said, *told]
+    return _known(program), _known(words), [*said, *told]
 
 
-def _of_programs(started: list[list[str]]) -> tuple[list[str], list[str]]:
+def _known(words: list[str]) -> list[str]:
+    """Words without their marks; those that only running would tell are dropped."""
+    return [bare(word) for word in words if not unknown_word(word)]
+
+
+def _of_programs(started: list[tuple[list[str], list[str]]]) -> tuple[list[str], list[str], list[str]]:
     """The words of the program with the most options (the last of several), and notes on the others."""
-    words = max(reversed(started), key=_options)
-    others = {tuple(map(bare, rest)) for rest in started if _options(rest)} - {tuple(map(bare, words))}
+    program, words = max(reversed(started), key=lambda both: _options(both[1]))
+    others = {tuple(map(bare, rest)) for _, rest in started if _options(rest)} - {tuple(map(bare, words))}
     if not others:
-        return words, []
-    return words, [f"{len(others) + 1} commands start a program with options: the one with the most options is read"]
+        return program, words, []
+    note = f"{len(others) + 1} commands start a program with options: the one with the most options is read"
+    return program, words, [note]
 
 
 def _of_text(follower: Follower) -> tuple[list[str], list[str]]:
@@ -118,14 +138,14 @@ def grouped(said: list[str]) -> list[str]:
     return [*rest, f"{', '.join(unset)} have no value: assumed empty (--env NAME=...)"]
 
 
-def _behind_program(command: list[str]) -> list[str] | None:
-    """The words after `x.py` or `-m module`; None if neither is present."""
+def _split(command: list[str]) -> tuple[list[str], list[str]] | None:
+    """The words up to `x.py` or `-m module`, and those after it; None if neither is present."""
     plain = [bare(word) for word in command]
     at = next((at for at, word in enumerate(plain) if word.endswith(".py")), None)
     if at is None:
         found = (at + 1 for at, word in enumerate(plain[:-1]) if word == "-m" and at and _is_python(plain[:at]))
         at = next(found, None)
-    return None if at is None else command[at + 1 :]
+    return None if at is None else (command[: at + 1], command[at + 1 :])
 
 
 def _is_python(words: list[str]) -> bool:
