@@ -14,6 +14,7 @@ import argparse
 import ast
 import dataclasses
 import functools
+import html
 import importlib.util
 import inspect
 import itertools
@@ -44,9 +45,17 @@ def table(name: str) -> Callable[[Callable[[], str]], Callable[[], str]]:
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(
-        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
+    return "\n".join("| " + " | ".join(_cell(str(cell)) for cell in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    # a bar inside of backticks ends a cell for some readers of Markdown, and an escaped one shows its backslash to others
+    coded = re.sub(
+        r"`([^`]*\|[^`]*)`",
+        lambda found: f"<code>{html.escape(found[1], quote=False).replace('|', '&#124;')}</code>",
+        text,
     )
+    return coded.replace("|", "\\|").replace("\n", " ")
 
 
 @table("recipes")
