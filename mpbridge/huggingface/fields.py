@@ -41,10 +41,9 @@ class ConfigFields:
         return self.data.get(name) is not None
 
     def raw(self, name: str) -> Any:
-        """The value as it is, the family's default where it is left out, else None."""
+        """The value as it is, the family's default if the field is left out; None for null, which replaces that default in transformers too."""
         self._taken.add(name)
-        value = self.data.get(name)
-        return self.defaults.get(name) if value is None else value
+        return self.data[name] if name in self.data else self.defaults.get(name)
 
     def size(self, name: str, *, least: int = 1) -> int:
         """A whole number from `least`; it must be there."""
@@ -61,7 +60,7 @@ class ConfigFields:
         """A finite number from `least`."""
         value = self.raw(name)
         if value is None:
-            return default
+            return float(self.defaults.get(name, default))
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < least:
             self._odd(name, value, f"a number from {least:g}")
             return default

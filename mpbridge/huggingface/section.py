@@ -108,7 +108,7 @@ def _attention(fields: ConfigFields, family: Family) -> dict[str, Any]:
     if family.qkv_bias:
         fields.must("qkv_bias", (True,), f"{family.name} has it")
     heads = fields.size("num_attention_heads")
-    groups = fields.size("num_key_value_heads") if fields.has("num_key_value_heads") else heads
+    groups = heads if fields.raw("num_key_value_heads") is None else fields.size("num_key_value_heads")
     if heads % groups:
         fields.fault(f"num_attention_heads={heads} cannot be shared by num_key_value_heads={groups}")
     out: dict[str, Any] = {"num_query_groups": groups}

@@ -63,6 +63,27 @@ def _without(data: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in data.items() if key != name}
 
 
+@pytest.mark.parametrize(
+    ("config", "key", "wanted", "of_null"),
+    [
+        # what transformers 5.23's configuration classes take for a field that is left out, and for null
+        (published.LLAMA_3_8B, "num_key_value_heads", {"num_query_groups": 32}, {"num_query_groups": 32}),
+        (published.MISTRAL_7B, "num_key_value_heads", {"num_query_groups": 8}, {"num_query_groups": 32}),
+        (published.MIXTRAL_8X7B, "num_key_value_heads", {"num_query_groups": 8}, {"num_query_groups": 32}),
+        (published.QWEN3_30B_A3B, "num_key_value_heads", {"num_query_groups": 4}, {"num_query_groups": 32}),
+        (published.MISTRAL_7B, "sliding_window", {"window_size": [4095, 0]}, {"window_size": None}),
+        (published.MIXTRAL_8X7B, "sliding_window", {"window_size": None}, {"window_size": None}),
+        (published.DEEPSEEK_V3, "routed_scaling_factor", {"moe_router_topk_scaling_factor": 2.5}, {}),
+    ],
+)
+def test_a_field_that_is_left_out_has_the_familys_default_and_null_has_none(
+    config: dict[str, Any], key: str, wanted: dict[str, Any], of_null: dict[str, Any]
+) -> None:
+    left_out, null = section(_without(config, key)), section(config | {key: None})
+    assert {name: left_out.get(name) for name in wanted} == wanted
+    assert {name: null.get(name) for name in of_null} == of_null
+
+
 def test_scaled_rotary_embeddings_keep_their_factors() -> None:
     made = section(published.LLAMA_3_1_8B)
     assert (made["rope_scaling"], made["rope_scaling_factor"], made["rotary_base"]) == (True, 8.0, 500000.0)
