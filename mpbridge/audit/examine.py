@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from mpbridge.audit.before import Before
 from mpbridge.audit.bounded import bounded
 from mpbridge.audit.compute import compute_findings
 from mpbridge.audit.findings import AuditStage, Finding, Report
@@ -22,7 +23,7 @@ from mpbridge.audit.replicas import replica_findings
 from mpbridge.audit.traffic import traffic_findings
 from mpbridge.audit.unseen import FACTOR, why_unseen
 from mpbridge.audit.watch import Watch
-from mpbridge.audit.weights import Before, weight_findings
+from mpbridge.audit.weight_findings import weight_findings
 from mpbridge.devices.gather import from_all
 from mpbridge.memory.keeps import wires
 from mpbridge.precision.policy import PrecisionPolicy

@@ -16,7 +16,6 @@ from mpbridge.audit.ranks import offenders
 from mpbridge.audit.subject import answer
 from mpbridge.audit.values import sample
 from mpbridge.audit.watch import Watch
-from mpbridge.audit.weights import _gradient
 
 _EXACT = 3e-5
 """Tolerated error relative to the sampled gradient's norm when its whole path is FP32: a few sums in another order."""
@@ -33,7 +32,7 @@ class Followed:
     read: dict[str, dict[int, float]] = field(default_factory=dict)
     """Parameter -> position -> what this rank's optimizer read."""
     owners: dict[str, int] = field(default_factory=dict)
-    """Parameter -> which of several optimizers reads it: each may clip by a norm of its own."""
+    """Parameter of a foreign loop -> which of several optimizers reads it: each may clip by a norm of its own."""
     group: tuple[int, ...] = ()
     """Ranks whose dense gradients are averaged with this one's."""
     roots: float | None = None
@@ -49,6 +48,7 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
     roots = sum(watch.roots) if watch.roots else None
     seen = Followed(group=data_parallel(engine), roots=roots, loss=loss, tokens=tokens)
     alone, shared = _is_alone(engine), _shared(engine)
+    foreign = bool(getattr(engine, "foreign", False))
     optimizers: dict[int, int] = {}
     for held in holdings(engine):
         if held.rests:
@@ -63,8 +63,9 @@ def followed(engine: Any, watch: Watch, loss: float) -> Followed:
         if produced is None:
             continue
         seen.produced[held.name] = produced
-        seen.owners[held.name] = optimizers.setdefault(id(held.inner), len(optimizers))
-        grad = _gradient(held) if held.updated is not None else None
+        if foreign:
+            seen.owners[held.name] = optimizers.setdefault(id(held.inner), len(optimizers))
+        grad = held.gradient if held.updated is not None else None
         if held.samples is not None:
             seen.read |= {held.name: held.samples} if held.samples else {}
         elif grad is not None:

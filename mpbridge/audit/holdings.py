@@ -76,6 +76,33 @@ class Held:
         main = self.main
         return local(self.updated).detach().reshape(-1) if main is None else main
 
+    @property
+    def kept(self) -> torch.dtype:
+        """The dtype that updates are rounded to: that of the main weights, or of the parameter itself; BF16 if that is no floating-point dtype."""
+        stored = self.state.get("master_param")
+        if stored is not None and stored.dtype is torch.int16:
+            return torch.float32  # the lower half of FP32 numbers
+        own = stored is None or stored.dtype is torch.uint8
+        dtype: torch.dtype = local(self.updated).dtype if own else stored.dtype  # type: ignore[union-attr]
+        return dtype if dtype.is_floating_point else torch.bfloat16
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """What the optimizer reads for it, flat; None if there is none."""
+        if self.grad is not None:
+            return self.grad.detach().reshape(-1)
+        for attribute in ("decoupled_grad", "grad"):
+            grad = getattr(self.updated, attribute, None)
+            if grad is not None:
+                own = local(grad).detach()
+                return (own.to_dense() if own.is_sparse else own).reshape(-1)  # type: ignore[no-any-return]
+        whole = getattr(self.parameter, "main_grad", None)
+        if whole is None or self.part is None:
+            return None
+        flat = local(whole).detach().reshape(-1)
+        mine: torch.Tensor = flat[self.begin : self.begin + self.part.numel()]
+        return mine if mine.numel() == self.part.numel() else None
+
     def moment(self, name: str) -> torch.Tensor | None:
         """A moment in FP32, flat; None before it exists."""
         stored = self.state.get(name)

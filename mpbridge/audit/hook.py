@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from mpbridge.audit.before import Before
 from mpbridge.audit.cadence import Cadence
 from mpbridge.audit.counted import Updates
 from mpbridge.audit.examine import audit, promises_of
@@ -19,7 +20,6 @@ from mpbridge.audit.replicas import copies, replica_findings
 from mpbridge.audit.scaler import ScaleRule, scaler_of
 from mpbridge.audit.table import audit_table, fault_lines
 from mpbridge.audit.watch import Watch
-from mpbridge.audit.weights import Before
 from mpbridge.devices.gather import from_all
 from mpbridge.devices.together import agreed
 from mpbridge.errors import AuditFailed

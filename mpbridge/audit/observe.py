@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpbridge.audit.before import Before
 from mpbridge.audit.compute import Computed, computed
 from mpbridge.audit.flags import different, optimizer_faults
 from mpbridge.audit.gradients import Followed, followed
@@ -21,7 +22,7 @@ from mpbridge.audit.stored import elements, size, storage
 from mpbridge.audit.subject import answer
 from mpbridge.audit.traffic import Traffic, traffic
 from mpbridge.audit.watch import Watch
-from mpbridge.audit.weights import Before, Weights, moved, standing
+from mpbridge.audit.weights import Weights, moved, standing
 from mpbridge.precision.regions import GEMMS, Gemms
 from mpbridge.precision.wording import HIGH, quant_text, rule_words
 

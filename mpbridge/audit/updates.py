@@ -32,7 +32,7 @@ def is_another(held: Held, trained: torch.Tensor, earlier: torch.Tensor | None, 
         return False
     now = trained[positions(trained.numel()).to(trained.device)]
     changed = now.double() - earlier.double()
-    room = _half_ulp(earlier, trained.dtype if _stored(held) is None else _stored(held))
+    room = half_ulp(earlier.double(), held.kept)
     exact = _is_wide(held) and trained.dtype is torch.float32
     told = update.abs() * float((held.group or {}).get("lr", 0.0)) > (2048 if exact else 64) * room
     if int(told.sum()) < _FEW:
@@ -59,12 +59,18 @@ def _update(held: Held, trained: torch.Tensor, earlier: torch.Tensor) -> torch.T
     if any(hasattr(held.state.get(name), "_data") for name in ("exp_avg", "exp_avg_sq")):
         return None  # FP8 moments are too coarse
     where = positions(trained.numel()).to(trained.device)
+    update = adam(held, first[where].double(), second[where].double())
+    decay = float(group.get("weight_decay") or 0.0)
+    return update + decay * earlier.double() if _is_decoupled(held, group) else update
+
+
+def adam(held: Held, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Adam's update divided by the rate, without weight decay, in the dtype of its moments."""
+    group = held.group or held.inner.param_groups[0]
     beta1, beta2 = group["betas"]
     step = float(held.state.get("step", group.get("step", 1)) or 1)
     low, high = (1 - beta1**step, 1 - beta2**step) if group.get("bias_correction", True) else (1.0, 1.0)
-    update: torch.Tensor = first[where].double() / low / ((second[where].double() / high).sqrt() + group["eps"])
-    decay = float(group.get("weight_decay") or 0.0)
-    return update + decay * earlier.double() if _is_decoupled(held, group) else update
+    return first / low / ((second / high).sqrt() + group["eps"])  # type: ignore[no-any-return]
 
 
 def _is_decoupled(held: Held, group: dict[str, Any]) -> bool:
@@ -74,19 +80,12 @@ def _is_decoupled(held: Held, group: dict[str, Any]) -> bool:
     return bool(getattr(held.inner, "adam_w_mode", type(held.inner).__name__ == "AdamW"))
 
 
-def _stored(held: Held) -> torch.dtype | None:
-    """The dtype of main weights kept inside an optimizer; None: it keeps none."""
-    stored = held.state.get("master_param")
-    if stored is None:
-        return None
-    return torch.float32 if stored.dtype is torch.int16 else stored.dtype
-
-
 def _is_wide(held: Held) -> bool:
     return all(local(held.state[name]).dtype is torch.float32 for name in ("exp_avg", "exp_avg_sq"))
 
 
-def _half_ulp(values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    info = torch.finfo(dtype if dtype is not None and dtype.is_floating_point else torch.bfloat16)
-    _, exponent = torch.frexp(values.float())
-    return torch.ldexp(torch.full_like(values, info.eps / 4, dtype=torch.float64), exponent)
+def half_ulp(values: torch.Tensor, kept: torch.dtype) -> torch.Tensor:
+    """Half a unit in the last place of each element where numbers are kept in that dtype, in the dtype of `values`."""
+    info = torch.finfo(kept)
+    _, exponent = torch.frexp(values)
+    return torch.ldexp(torch.full_like(values, info.eps / 4), exponent).clamp_min(info.tiny * info.eps / 2)

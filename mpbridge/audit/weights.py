@@ -3,79 +3,23 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from mpbridge.audit.at_rest import is_quantized, is_rounded
-from mpbridge.audit.findings import Finding
+from mpbridge.audit.before import Before
 from mpbridge.audit.holdings import ADAMS, Held, holdings
-from mpbridge.audit.ranks import offenders
 from mpbridge.audit.stored import local
-from mpbridge.audit.updates import is_another
-from mpbridge.audit.values import digest, is_narrow, positions
+from mpbridge.audit.updates import adam, half_ulp, is_another
+from mpbridge.audit.values import digest, is_narrow
 from mpbridge.audit.watch import Watch
 
 EXPERTS = "*.experts.*"
 _SAFETY = 1.25
 """An element must move if its update exceeds half a unit in the last place by this factor."""
-
-
-class Before:
-    """What an update is compared with: a digest of everything that it changes, and a sample of its values."""
-
-    def __init__(self, engine: Any, since: Before | None = None) -> None:
-        """since: the same before the last observed update, if every update from then on still holds."""
-        self.digests: dict[str, int] = {}
-        self.samples: dict[str, torch.Tensor] = {}
-        self.moments: dict[str, torch.Tensor] = {}
-        """Parameter -> sample of its FP32 second moment."""
-        self.after: dict[str, torch.Tensor] = {}
-        """Parameter that the observed update moved -> the same sample after it."""
-        self.moments_after: dict[str, torch.Tensor] = {}
-        self.since = since
-        for held in holdings(engine):
-            trained = held.trained
-            if trained is not None:
-                self.digests[held.name] = digest(trained)
-                self.samples[held.name] = sampled(trained)
-                self.moments |= _second(held)
-
-    def note(self, held: Held, trained: torch.Tensor) -> None:
-        """Records what the observed update made of a parameter that it moved."""
-        self.after[held.name] = sampled(trained)
-        self.moments_after |= _second(held)
-
-    def is_put_back(self, name: str) -> bool:
-        """Whether the sampled values that the last observed update changed are what they were before it. Several must be: one may come back by itself."""
-        last = self.since
-        if last is None or name not in last.after or name not in last.samples:
-            return False
-        changed = last.after[name] != last.samples[name]
-        return int(changed.sum()) >= 4 and torch.equal(self.samples[name], last.samples[name])
-
-    def is_emptied(self, name: str) -> bool:
-        """Whether the second moment that the last observed update left has become zero."""
-        last = self.since
-        if last is None or name not in last.moments_after:
-            return False
-        now = self.moments.get(name)
-        return int((last.moments_after[name] != 0).sum()) >= 4 and (now is None or not bool(now.any()))
-
-
-def sampled(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a flat tensor at `values.positions`."""
-    return tensor[positions(tensor.numel()).to(tensor.device)].clone()
-
-
-def _second(held: Held) -> dict[str, torch.Tensor]:
-    stored = held.state.get("exp_avg_sq")
-    if stored is None or stored.dtype is not torch.float32:
-        return {}  # narrow moments may underflow
-    flat = local(stored).detach().reshape(-1)
-    return {held.name: sampled(flat)}
 
 
 @dataclass
@@ -179,7 +123,8 @@ def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) ->
     """`standing`, plus the effect of the update just applied on every parameter. watch: what was observed of the step; None: unknown."""
     seen = Weights()
     read = None if watch is None else watch.read
-    zeros = () if watch is None else _zeros(watch)
+    before.zeros = set() if watch is None else _zeros(watch)
+    zeros = {name for name in before.zeros if not before.was_zero(name)}
     whole = {held.name: held for held in holdings(engine)}
     for name, held in whole.items():
         _membership(seen, held)
@@ -191,7 +136,7 @@ def moved(engine: Any, before: Before, lr: float, watch: Watch | None = None) ->
             seen.elsewhere.append(name)
             continue
         foreign = bool(getattr(engine, "foreign", False))
-        if foreign and read is not None and name not in read and _gradient(held) is None:
+        if foreign and read is not None and name not in read and held.gradient is None:
             seen.unused.append(name)  # a head that a foreign loop does not use
             continue
         rests = held.rests or (foreign and (held.group or {}).get("lr", lr) == 0)
@@ -229,7 +174,7 @@ def _motion(
     name = held.name
     size, known = _update(held, trained, lr)
     without = known and not bool(size.any())
-    due = bool((size > _SAFETY * _half_ulp(trained, held)).any())
+    due = bool((size > _SAFETY * half_ulp(trained.float(), held.kept)).any())
     if without and fnmatch.fnmatchcase(name, EXPERTS):
         seen.idle.append(name)  # weight decay may have moved it
     elif earlier is None or digest(trained) != earlier:
@@ -249,28 +194,14 @@ def _motion(
     return due
 
 
-def _half_ulp(values: torch.Tensor, held: Held) -> torch.Tensor:
-    """Half a unit in the last place of each element, in the dtype of the trained weights."""
-    stored = held.state.get("master_param")
-    kept = local(held.updated).dtype if stored is None or stored.dtype in (torch.int16, torch.uint8) else stored.dtype
-    if stored is not None and stored.dtype is torch.int16:
-        kept = torch.float32
-    wide = values.float()
-    if not kept.is_floating_point:
-        kept = torch.bfloat16
-    info = torch.finfo(kept)
-    _, exponent = torch.frexp(wide)
-    return torch.ldexp(torch.full_like(wide, info.eps / 4), exponent).clamp_min(info.tiny * info.eps / 2)
-
-
 def _update(held: Held, trained: torch.Tensor, lr: float) -> tuple[torch.Tensor, bool]:
     """(magnitude of each element's update, whether a zero there means that no gradient arrived)."""
     rate = float((held.group or {}).get("lr", lr) or lr)
-    gradient = _gradient(held)
+    gradient = held.gradient
     if type(held.inner).__name__ in ADAMS:
         first, second = held.moment("exp_avg"), held.moment("exp_avg_sq")
         if first is not None and second is not None and first.numel() == trained.numel():
-            return _adam(held, first, second, rate), True
+            return adam(held, first, second).abs() * rate, True
         if gradient is not None:
             # the first update depends only on the gradient's sign
             return torch.where(gradient != 0, rate, 0.0).to(torch.float32), True
@@ -278,31 +209,6 @@ def _update(held: Held, trained: torch.Tensor, lr: float) -> tuple[torch.Tensor,
     if gradient is None:
         return torch.zeros_like(trained, dtype=torch.float32), False
     return gradient.float().abs() * rate, type(held.inner).__name__ == "SGD"
-
-
-def _gradient(held: Held) -> torch.Tensor | None:
-    if held.grad is not None:
-        return held.grad.detach().reshape(-1)
-    for attribute in ("decoupled_grad", "grad"):
-        grad = getattr(held.updated, attribute, None)
-        if grad is not None:
-            own = local(grad).detach()
-            return (own.to_dense() if own.is_sparse else own).reshape(-1)  # type: ignore[no-any-return]
-    whole = getattr(held.parameter, "main_grad", None)
-    if whole is None or held.part is None:
-        return None
-    flat = local(whole).detach().reshape(-1)
-    mine: torch.Tensor = flat[held.begin : held.begin + held.part.numel()]
-    return mine if mine.numel() == held.part.numel() else None
-
-
-def _adam(held: Held, first: torch.Tensor, second: torch.Tensor, rate: float) -> torch.Tensor:
-    group = held.group or held.inner.param_groups[0]
-    beta1, beta2 = group["betas"]
-    step = float(held.state.get("step", group.get("step", 1)) or 1)
-    low, high = (1 - beta1**step, 1 - beta2**step) if group.get("bias_correction", True) else (1.0, 1.0)
-    size: torch.Tensor = (first / low).abs() / ((second / high).sqrt() + group["eps"]) * rate
-    return size
 
 
 def _width(seen: Weights, held: Held, has_moved: bool) -> None:
@@ -330,141 +236,3 @@ def _width(seen: Weights, held: Held, has_moved: bool) -> None:
 def _uneven(number: float) -> bool:
     """Whether FP32 `number` has bits that BF16 lacks."""
     return bool(int(torch.tensor([number], dtype=torch.float32).view(torch.int32)) & 0xFFFF)
-
-
-def weight_findings(ranks: Sequence[Weights], *, stepped: bool) -> list[Finding]:
-    """Membership and equality; with `stepped`, motion and width too."""
-    owned = sum(len(rank.trainable) for rank in ranks)
-    wrong = [
-        [f"{n}: requires_grad was switched off" for n in r.flipped]
-        + [f"{n}: in no group" for n in r.outside]
-        + [f"{n}: in several optimizers" for n in r.twice]
-        for r in ranks
-    ]
-    findings = [
-        Finding(
-            subject="optimizer holds",
-            promised="every trainable parameter",
-            found="not each once" if any(wrong) else "every trainable parameter",
-            ok=not any(wrong),
-            count=owned,
-            offenders=offenders(wrong),
-            cure="put each into one group of one optimizer; it would never be updated, or twice a step"
-            if any(wrong)
-            else "",
-        )
-    ]
-    compared, quantized = sum(rank.compared for rank in ranks), sum(rank.quantized for rank in ranks)
-    if compared:
-        bad = [rank.unequal for rank in ranks]
-        findings.append(
-            Finding(
-                subject="weights as read",
-                promised="main weights, rounded",
-                found="different" if any(bad) else "main weights, rounded",
-                ok=not any(bad),
-                count=compared,
-                offenders=offenders(bad),
-                cure="main weights do not reach what the forward pass reads" if any(bad) else "",
-            )
-        )
-    if quantized:
-        bad = [rank.misread for rank in ranks]
-        findings.append(
-            Finding(
-                subject="quantized weights as read",
-                promised="main weights, quantized",
-                found="different" if any(bad) else "main weights, quantized",
-                ok=not any(bad),
-                count=quantized,
-                offenders=offenders(bad),
-                cure="main weights do not reach what the forward pass reads" if any(bad) else "",
-            )
-        )
-    return findings + (_motion_findings(ranks) if stepped else [])
-
-
-def _motion_findings(ranks: Sequence[Weights]) -> list[Finding]:
-    return [_moved_finding(ranks), _bits_finding(ranks)]
-
-
-def _moved_finding(ranks: Sequence[Weights]) -> Finding:
-    names = {name for rank in ranks for name in rank.trainable}
-    moved_anywhere = {name for rank in ranks for name in rank.moved}
-    stuck = [
-        [
-            *rank.stuck,
-            *rank.frozen_rate,
-            *(f"{name}: update does not follow from its moments" for name in rank.otherwise),
-            *(f"{name}: restored after the update" for name in rank.undone),
-        ]
-        for rank in ranks
-    ]
-    unreached = _unreached(ranks, moved_anywhere)
-    # parameters that no optimizer claims to own
-    orphans = names - _names(
-        [*r.moved, *r.stuck, *r.small, *r.idle, *r.unreached, *r.outside, *r.frozen_rate, *r.unused, *r.undone, *r.zero]
-        for r in ranks
-    )
-    wrong = [[*a, *b, *sorted(orphans)] for a, b in zip(stuck, unreached, strict=True)]
-    cure = "no gradient arrived" if any(unreached) else ""
-    if any(stuck) or orphans:
-        cure = "the optimizer's gradients or parameters are not the model's"
-    return Finding(
-        subject="weights moved",
-        promised="all that have gradients",
-        found=_how_many(ranks, names, moved_anywhere),
-        ok=not any(wrong),
-        count=len(names),
-        offenders=offenders(wrong),
-        cure=cure,
-    )
-
-
-def _names(rows: Iterable[Iterable[str]]) -> set[str]:
-    return {name for row in rows for name in row}
-
-
-def _unreached(ranks: Sequence[Weights], moved_anywhere: set[str]) -> list[list[str]]:
-    # a shard whose rows no token touched proves nothing: its parameter was reached on another rank
-    reached = moved_anywhere | _names(rank.small for rank in ranks)
-    return [[name for name in rank.unreached if name not in reached] for rank in ranks]
-
-
-def _how_many(ranks: Sequence[Weights], names: set[str], moved_anywhere: set[str]) -> str:
-    lost = _names(rank.small for rank in ranks) - moved_anywhere
-    idle = _names(rank.idle for rank in ranks) - moved_anywhere
-    notes = [f"{len(moved_anywhere & names)} of {len(names)}"]
-    notes += [f"{len(idle)} in experts without tokens"] if idle else []
-    unused = _names(rank.unused for rank in ranks) - moved_anywhere
-    notes += [f"{len(unused)} in modules that did not run"] if unused else []
-    zero = _names(rank.zero for rank in ranks) - moved_anywhere
-    notes += [f"{len(zero)} with gradients of zero"] if zero else []
-    notes += [f"{len(lost)} below rounding at this learning rate"] if lost else []
-    return ", ".join(notes)
-
-
-def _bits_finding(ranks: Sequence[Weights]) -> Finding:
-    wrong = [rank.coarse + [f"{name}, emptied after the update" for name in rank.emptied] for rank in ranks]
-    narrow, emptied = any(rank.coarse for rank in ranks), any(rank.emptied for rank in ranks)
-    found = (
-        "values with 10 or fewer mantissa bits in FP32"
-        if narrow
-        else "nothing"
-        if emptied
-        else "as wide as their dtype"
-    )
-    cure = (
-        "find what rounds them between updates"
-        if narrow
-        else "find what resets them: every update starts from empty moments"
-    )
-    return Finding(
-        subject="bits of states",
-        promised="as wide as their dtype",
-        found=found,
-        ok=not any(wrong),
-        count=sum(len(rank.moved) for rank in ranks),
-        offenders=offenders(wrong),
-        cure=cure if any(wrong) else "",
-    )

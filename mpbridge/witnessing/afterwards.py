@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from mpbridge.audit.before import Before, sampled
 from mpbridge.audit.holdings import Held, holdings
 from mpbridge.audit.stored import local
 from mpbridge.audit.values import digest, is_narrow
-from mpbridge.audit.weights import Before, Weights, sampled
+from mpbridge.audit.weights import Weights
 from mpbridge.witnessing.loops import Loop
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -132,15 +132,14 @@ class TorchLoop(Loop):
 
     # --- who keeps what ------------------------------------------------------------------------------------------------------------------
     def _owned(self) -> dict[int, Owned]:
+        """By identity of the tensor. Two optimizers may take turns with one: it belongs to the one that stepped, or to both if both did."""
         found: dict[int, Owned] = {}
-        for inner in self.inner:
+        for inner in sorted(self.inner, key=lambda one: id(one) in self._stepped):
             for group in inner.param_groups:
                 for parameter in group["params"]:
                     first = found.get(id(parameter))
-                    # two optimizers may take turns with a parameter; in one step only one may update it
-                    both = first is not None and {id(first.inner), id(inner)} <= self._stepped
-                    mine = first is None or id(inner) in self._stepped
-                    found[id(parameter)] = Owned(inner, group, 1 + both) if mine or first is None else first
+                    twice = first is not None and {id(first.inner), id(inner)} <= self._stepped
+                    found[id(parameter)] = Owned(inner, group, 1 + twice)
         return found
 
     def audit_holdings(self) -> Iterator[Held]:

@@ -11,7 +11,7 @@ from mpbridge.audit.promise import Promises
 from mpbridge.audit.replicas import replica_findings
 from mpbridge.audit.traffic import Traffic, traffic_findings
 from mpbridge.audit.unseen import why_unseen
-from mpbridge.audit.weights import weight_findings
+from mpbridge.audit.weight_findings import weight_findings
 from mpbridge.engines.contract import StepResult
 from mpbridge.witnessing.loops import Loop, Update
 

@@ -11,12 +11,12 @@ from typing import Any, Literal, Self
 
 import torch
 
+from mpbridge.audit.before import Before
 from mpbridge.audit.examine import everywhere, judge, promises_of
 from mpbridge.audit.findings import Finding, Report
 from mpbridge.audit.observe import Observed, look
 from mpbridge.audit.promise import Promises
 from mpbridge.audit.watch import Watch
-from mpbridge.audit.weights import Before
 from mpbridge.devices.gather import from_all
 from mpbridge.engines.contract import StepResult
 from mpbridge.errors import BadValue
@@ -296,7 +296,7 @@ class _Observation:
             self.asked,
             between=len(self._steps) > 1,
             transformed=self.watch.transformed,
-            finite=bool(self.updates) or _is_finite(self.loop),
+            finite=all(from_all(bool(self.updates) or _is_finite(self.loop))),
         )
         findings += hidden(self.loop)
         facts = {"engine": self.loop.words, "step": step, "world_size": len(ranks)}
@@ -322,10 +322,9 @@ class _Observation:
 
 
 def _is_finite(loop: Loop) -> bool:
-    """Whether the gradients of a step without an update are finite on every rank."""
+    """Whether this rank's gradients are finite."""
     grads = (live.tensor for live in loop.tensors() if live.role in ("grads", "main_grads"))
-    here = all(bool(torch.isfinite(grad if not grad.is_sparse else grad.coalesce().values()).all()) for grad in grads)
-    return all(from_all(here))
+    return all(bool(torch.isfinite(grad.coalesce().values() if grad.is_sparse else grad).all()) for grad in grads)
 
 
 def _open(loop: Loop) -> Promises:

@@ -107,3 +107,13 @@ def test_a_block_that_begins_at_zero_is_healthy(build: Any, kind: str) -> None:
                 held.updated.data.zero_()
                 held.part.zero_()
     assert faults(engine, nothing, steps=2) == []
+
+
+def test_a_block_whose_gradient_stays_zero_is_named(build: Any) -> None:
+    """What begins at zero has a gradient in the next step; what is multiplied by zero never has one."""
+    engine = build("bf16")
+    (block,) = [module for name, module in engine.model[0].named_modules() if name.endswith("layers.1.mlp")]
+    block.register_forward_hook(lambda module, args, out: tuple(None if one is None else one * 0 for one in out))
+    found = faults(engine, nothing, steps=2)
+    # weight decay moves the rest
+    assert any("layers.1.pre_mlp_layernorm.bias" in text and "no gradient" in text for text in found), found
