@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from mpbridge.audit.findings import Finding
 from mpbridge.audit.gradients import gradient_findings
@@ -64,39 +65,46 @@ def hidden(loop: Loop) -> list[Finding]:
     ]
 
 
-def noted(
-    findings: list[Finding],
-    updates: Sequence[Update],
-    scale: float,
-    rate: float | None = None,
-    asked: int = 0,
-    between: bool = False,
-    transformed: bool = False,
-    finite: bool = True,
-) -> list[Finding]:
-    """The findings; those that need exactly one update at a rate above 0 become 'not observed' if there was none or more than one. rate: of the update; None:
-    unknown. asked: backward passes that the optimizer ran itself in one update. between: whether backward passes ran between the steps of several
-    optimizers. transformed: whether modules ran under torch.func. finite: whether the gradients are. If losses are not scaled and no optimizer was called, the step is a fault: only a step that was called can be skipped."""
-    applied = len([one for one in updates if one.applied])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Happened:
+    """What took place in the observed step besides its numbers."""
+
+    updates: Sequence[Update]
+    scale: float
+    """What losses were multiplied by."""
+    rate: float | None
+    """Learning rate of the update; None: unknown."""
+    asked: int
+    """Backward passes that the optimizer ran itself in one update."""
+    between: bool
+    """Backward passes ran between the steps of several optimizers."""
+    transformed: bool
+    """Modules ran under torch.func."""
+    finite: bool
+    """The gradients of a step without an update are finite."""
+
+
+def noted(findings: list[Finding], step: Happened) -> list[Finding]:
+    """The findings; those that need exactly one update at a rate above 0 become 'not observed' if there was none or more than one. If losses are not
+    scaled, gradients are finite and no optimizer was called, the step is a fault: only a step that was called can be skipped."""
+    applied = len([one for one in step.updates if one.applied])
     if not applied:
         why = "the optimizer did not step while it was observed"
-        why += f" (gradients that overflow at a loss scale of {scale:g}?)" if scale != 1.0 else ""
-        if not finite:
+        why += f" (gradients that overflow at a loss scale of {step.scale:g}?)" if step.scale != 1.0 else ""
+        if not step.finite:
             why = "the gradients are not finite, and the loop skipped the update"
         found = _unfollowed(findings, ("weights moved", "gradients"), why)
-        return found if updates or scale != 1.0 or not finite else [*found, _never()]
-    if applied > 1:
-        why = f"{applied} updates were observed as one step; gradients are followed through a single update"
-        return _unfollowed(findings, ("gradients",), why)
-    if asked > 1:
-        findings = _unfollowed(findings, ("gradients",), f"the optimizer ran its closure {asked} times in one step")
-    if transformed:
-        why = "modules ran under a transform of torch.func (vmap, grad), whose tensors cannot be read"
+        return found if step.updates or step.scale != 1.0 or not step.finite else [*found, _never()]
+    reasons = (
+        (applied > 1, f"{applied} updates were observed as one step; gradients are followed through a single update"),
+        (step.asked > 1, f"the optimizer ran its closure {step.asked} times in one step"),
+        (step.transformed, "modules ran under a transform of torch.func (vmap, grad), whose tensors cannot be read"),
+        (step.between, "backward passes ran between the steps of several optimizers (a GAN's)"),
+    )
+    why = next((why for holds, why in reasons if holds), "")
+    if why:
         findings = _unfollowed(findings, ("gradients",), why)
-    if between:
-        why = "backward passes ran between the steps of several optimizers (a GAN's): what each optimizer's share of them is"
-        findings = _unfollowed(findings, ("gradients",), why)
-    if rate == 0.0:
+    if step.rate == 0.0:
         why = "the learning rate was 0 in this step (warm-up from zero?), so weights need not move"
         findings = _unfollowed(findings, ("weights moved",), why)
     return findings

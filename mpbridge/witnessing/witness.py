@@ -31,7 +31,7 @@ from mpbridge.witnessing.kinds import loop_of
 from mpbridge.witnessing.loops import Loop, Update
 from mpbridge.witnessing.nearest import nearest
 from mpbridge.witnessing.report import Witnessed
-from mpbridge.witnessing.sound import hidden, noted, sound
+from mpbridge.witnessing.sound import Happened, hidden, noted, sound
 
 Policy = str | MixedPrecisionConfig | PrecisionPolicy | Imported
 """A recipe's name, a config, a policy, or a stack's imported configuration (mpbridge.stacks.importers)."""
@@ -287,17 +287,16 @@ class _Observation:
         applied = len([one for one in self.updates if one.applied])
         ranks = everywhere(self.seen)
         findings = sound(self.loop, ranks, self.result, self.under) if self.promises is None else self._judged(ranks)
-        rate = None if self.result is None else self.result.lr
-        findings = noted(
-            findings,
-            self.updates,
-            self.scale,
-            rate,
-            self.asked,
+        happened = Happened(
+            updates=self.updates,
+            scale=self.scale,
+            rate=None if self.result is None else self.result.lr,
+            asked=self.asked,
             between=len(self._steps) > 1,
             transformed=self.watch.transformed,
             finite=all(from_all(bool(self.updates) or _is_finite(self.loop))),
         )
+        findings = noted(findings, happened)
         findings += hidden(self.loop)
         facts = {"engine": self.loop.words, "step": step, "world_size": len(ranks)}
         report = Report(stage="live", findings=tuple(findings), facts=facts)
