@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
         "different": "different arithmetic",
         "impossible": "not all of it can be expressed there",
     }
-    print_line(
-        f"{args.recipe or 'the run'} on {made.stack}{f' {made.version}' if made.assumed else ''}: {words[made.fidelity]}"
-    )
+    on = f"{made.stack}{f' {made.version}' if made.assumed else ''}"
+    given = ", given what is assumed below" if made.assumed else ""
+    print_line(f"{args.recipe or 'the run'} on {on}: {words[made.fidelity]}{given}")
     for line in made.lines:
         print_line(str(line), indent="  ")
     if made.assumed:

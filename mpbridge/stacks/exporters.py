@@ -80,22 +80,26 @@ def export(
     )
     made: Export = module.export(request)
     others = _other_stages(run, stage)
-    return dataclasses.replace(made, lines=(*others, *_experts(module, request, made), *made.lines), assumed=assumed)
+    experts, dense = _experts(module, request, made)
+    return dataclasses.replace(made, lines=(*others, *experts, *made.lines), assumed=(*assumed, *dense))
 
 
-def _experts(module: ModuleType, request: Request, made: Export) -> tuple[Line, ...]:
-    """A line if the run's model is a mixture of experts and the stack quantizes its linears but not its experts, as its EXPERTS has it."""
+def _experts(module: ModuleType, request: Request, made: Export) -> tuple[tuple[Line, ...], tuple[str, ...]]:
+    """(a line for a run whose model is a mixture of experts, an assumption where no run is known) if the stack quantizes linears but not experts.
+
+    What it does with the experts is its module's EXPERTS.
+    """
     text = getattr(module, "EXPERTS", "")
-    mixture = request.run is not None and request.run.facts.shape.experts
-    if not text or not mixture or made.meaning.regions[-1].quant is None:
-        return ()
-    return (
-        Line(
-            fidelity="different",
-            fact="experts",
-            text=f"quantized here, in {made.meaning.compute.short.upper()} there: {text}",
-        ),
-    )
+    if not text or made.meaning.regions[-1].quant is None:
+        return (), ()
+    there = f"in {made.meaning.compute.short.upper()} there: {text}"
+    if request.run is None:
+        return (), (
+            f"a dense model; the experts of a mixture are quantized here, {there} (--config FILE: judged for that model)",
+        )
+    if not request.run.facts.shape.experts:
+        return (), ()
+    return (Line(fidelity="different", fact="experts", text=f"quantized here, {there}"),), ()
 
 
 def request_of(run: Any) -> Request:

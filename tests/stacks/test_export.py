@@ -458,6 +458,18 @@ def test_experts_that_a_stack_leaves_as_they_are_make_no_exact_export(recipe: st
     assert any(line.fact == "experts" and "in BF16 there" in line.text for line in made.lines)
     dense = export(recipe, stack, run=container(recipe, layers=2).resolved(1, training=False))
     assert not any(line.fact == "experts" for line in dense.lines)
+    assert dense.assumed == ()
+
+
+@pytest.mark.parametrize("stack", ["torchtitan", "fsdp2"])
+def test_an_export_without_a_run_says_that_it_is_for_dense_models(
+    stack: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "bf16_with_fp8_rowwise", "--to", stack]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert ": exact, given what is assumed below" in shown
+    assert "a dense model; the experts of a mixture are quantized here, in BF16 there: " in shown
+    assert export("bf16_mixed", stack).assumed == ()
 
 
 def test_a_runs_own_precision_is_exported_and_one_that_a_recipe_replaces_is_named(
