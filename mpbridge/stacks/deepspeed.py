@@ -34,7 +34,7 @@ COSTS = {
     "router": "its TopKGate computes in FP32 where the model uses deepspeed.moe, else the model's code decides",
     "softmax_fp32": "the attention kernel decides",
     "sharded": "written for ZeRO 1, whose accumulator can be FP32; imported, it becomes a recipe of the megatron-core engine",
-    "loss_scale": "only fp16 has a loss scale, and its initial value is a power of two",
+    "loss_scale": "only fp16 has a loss scale; its initial value is a power of two, its window and minimum are whole numbers above 0",
 }
 """Row -> the nearest equivalent there."""
 
@@ -89,13 +89,18 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
 
 
 def _scale(policy: PrecisionPolicy) -> LossScale | None:
-    """The loss scale as its JSON can express it: only under FP16, with an initial scale that is a power of two."""
+    """The loss scale as its JSON can express it: only under FP16, an initial scale that is a power of two, a window and a minimum that are whole and above 0."""
     scale = policy.loss_scale
     if scale is None or policy.compute is not DType.FP16:
         return None
     if scale.static is not None:
         return scale
-    return dataclasses.replace(scale, initial=2.0 ** round(math.log2(scale.initial)))
+    return dataclasses.replace(
+        scale,
+        initial=2.0 ** round(math.log2(scale.initial)),
+        window=max(1, round(scale.window)),
+        minimum=max(1, round(scale.minimum)),
+    )
 
 
 def _config(policy: PrecisionPolicy, theirs: Meaning) -> dict[str, Any]:
@@ -110,7 +115,7 @@ def _config(policy: PrecisionPolicy, theirs: Meaning) -> dict[str, Any]:
         if theirs.main is None:
             config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     elif policy.compute is DType.FP16:
-        config["fp16"] = _fp16(policy.loss_scale)
+        config["fp16"] = _fp16(theirs.loss_scale)
     config["zero_optimization"] = {"stage": 1}
     if policy.mixed:
         config["communication_data_type"] = theirs.wire.short
@@ -127,7 +132,7 @@ def _fp16(scale: LossScale | None) -> dict[str, Any]:
     return found | {
         "loss_scale": 0,
         "initial_scale_power": round(math.log2(scale.initial)),
-        "loss_scale_window": int(scale.window),
+        "loss_scale_window": scale.window,
         "hysteresis": scale.hysteresis,
         "min_loss_scale": scale.minimum,
     }

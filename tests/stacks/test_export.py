@@ -156,6 +156,20 @@ def test_deepspeed_says_wire_and_accumulator_apart_and_the_first_loss_scale() ->
     assert json.loads(export("bf16_mixed", "deepspeed").pieces[0].text)["communication_data_type"] == "fp32"
 
 
+@pytest.mark.parametrize(
+    ("said", "written"),
+    [({"loss_scale_window": 1000.6}, (1001, 1)), ({"min_loss_scale": 0.25}, (1000, 1)), ({}, (1000, 1))],
+)
+def test_deepspeed_takes_whole_windows_and_minima_of_a_loss_scale(
+    said: dict[str, float], written: tuple[int, int]
+) -> None:
+    made = export(MixedPrecisionConfig(fp16=True, initial_loss_scale=65536, **said), "deepspeed")
+    scale = json.loads(made.pieces[0].text)["fp16"]
+    assert (scale["loss_scale_window"], scale["min_loss_scale"]) == written
+    assert all(type(scale[name]) is int for name in ("loss_scale_window", "min_loss_scale"))
+    assert any(line.fact == "loss_scale" for line in made.lines) is bool(said)
+
+
 def test_delayed_scaling_under_accelerate_runs_with_the_maximum() -> None:
     config = MixedPrecisionConfig(
         bf16=True, fp8="e4m3", fp8_recipe="delayed", fp8_amax_history_len=16, fp8_amax_compute_algo="most_recent"
