@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from mpbridge.errors import UnknownName
 from mpbridge.formats import DType
 from mpbridge.precision.regions import Quant, Region
-from mpbridge.stacks.meaning import Meaning, Sharded
+from mpbridge.precision.registry import describe, get_mixed_precision_config
+from mpbridge.precision.resolve import resolve
+from mpbridge.stacks.meaning import Meaning, Sharded, of_policy
+from mpbridge.traits import DEFAULT
 
 _OWN = Quant(format="hybrid", scaling="delayed", amax_history=1024, amax_algo="max")
 """Transformer Engine's DelayedScaling with its defaults."""
@@ -40,9 +43,15 @@ def _row(
     return StackWord(words=tuple(words.split(" | ")), stack=stack, where=where, meaning=meaning, source=source)
 
 
+def _ours(words: str, where: str, recipe: str, source: str = "precision/recipes.py", **said: str) -> StackWord:
+    """A row of mpbridge's own: a recipe, with fields that are said beside it, on its engine."""
+    policy = resolve(get_mixed_precision_config(recipe).derive(**said))
+    meaning = of_policy(policy, engine=describe(recipe).engine or DEFAULT)
+    return StackWord(words=tuple(words.split(" | ")), stack="mpbridge", where=where, meaning=meaning, source=source)
+
+
 TABLE: tuple[StackWord, ...] = (
-    _row("bf16_mixed | bf16-mixed | bf16", "mpbridge", "megatron-core, distributed optimizer", "precision/recipes.py",
-         storage=_B, compute=_B, main=_F, wire=_F, accumulator=_F, sharded="optimizer"),
+    _ours("bf16_mixed | bf16-mixed | bf16", "megatron-core, distributed optimizer", "bf16_mixed"),
     _row("--bf16 | bf16", "megatron-lm", "DDP", "training/arguments.py, validate_args",
          storage=_B, compute=_B, main=_F, wire=_F, accumulator=_F),
     _row("--bf16 | --bf16 --use-distributed-optimizer | bf16", "megatron-lm", "--use-distributed-optimizer", "training/arguments.py, validate_args",
@@ -87,14 +96,13 @@ TABLE: tuple[StackWord, ...] = (
          storage=_F, compute=_B, autocast=_B, wire=_F, accumulator=_F),
     _row("bf16-mixed | bf16 | bf16_mixed", "lightning", "FSDP", "plugins/precision/fsdp.py",
          storage=_F, compute=_B, autocast=_B, wire=_B, accumulator=_F, sharded="everything"),
-    _row("bf16-mixed | bf16 | bf16-true | bf16_mixed | bf16_true", "lightning", "DeepSpeed: both words alike", "strategies/deepspeed.py",
-         storage=_B, compute=_B, main=_F, wire=_B, accumulator=_B, reads=_F, sharded="optimizer"),
+    _row("bf16-mixed | bf16 | bf16-true | bf16_mixed | bf16_true", "lightning", "DeepSpeed, ZeRO 2 by its default: both words alike", "strategies/deepspeed.py",
+         storage=_B, compute=_B, main=_F, wire=_B, accumulator=_B, reads=_F, sharded="gradients"),
     _row("bf16-true | bf16_true", "lightning", "one GPU or DDP", "plugins/precision/half.py",
          storage=_B, compute=_B, wire=_B, accumulator=_B, moments=_B),
     _row("bf16-true | bf16_true", "lightning", "FSDP", "plugins/precision/fsdp.py",
          storage=_B, compute=_B, wire=_B, accumulator=_B, moments=_B, sharded="everything"),
-    _row("bf16_true | full_bf16 | bf16-true", "mpbridge", "megatron-core, distributed optimizer", "precision/recipes.py",
-         storage=_B, compute=_B, wire=_B, accumulator=_B, moments=_B, sharded="optimizer"),
+    _ours("bf16_true | full_bf16 | bf16-true", "megatron-core, without the distributed optimizer", "full_bf16"),
     _row("bf16.enabled | bf16", "deepspeed", "ZeRO 1", "runtime/engine.py",
          storage=_B, compute=_B, main=_F, wire=_B, accumulator=_B, reads=_F, sharded="optimizer"),
     _row("bf16.enabled | bf16", "deepspeed", "ZeRO 2", "runtime/engine.py",
@@ -105,8 +113,7 @@ TABLE: tuple[StackWord, ...] = (
          storage=_B, compute=_B, main=_F, wire=_B, accumulator=_F, sharded="optimizer"),
     _row("torch_autocast.enabled | torch_autocast | autocast", "deepspeed", "torch_autocast.enabled", "runtime/torch_autocast.py",
          storage=_F, compute=_B, autocast=_B, main=_F, wire=_B, accumulator=_F, sharded="everything"),
-    _row("fp16_mixed | fp16 | 16-mixed", "mpbridge", "megatron-core, distributed optimizer", "precision/recipes.py",
-         storage=_H, compute=_H, main=_F, wire=_H, accumulator=_H, reads=_F, sharded="optimizer"),
+    _ours("fp16_mixed | fp16 | 16-mixed", "megatron-core, distributed optimizer", "fp16_mixed"),
     _row("--fp16 | fp16", "megatron-lm", "DDP", "training/arguments.py, validate_args",
          storage=_H, compute=_H, main=_F, wire=_H, accumulator=_H, reads=_F),
     _row("16-mixed | 16 | fp16", "lightning", "one GPU or DDP", "plugins/precision/amp.py",
@@ -115,8 +122,7 @@ TABLE: tuple[StackWord, ...] = (
          storage=_H, compute=_H, main=_F, wire=_H, accumulator=_H, reads=_F, sharded="optimizer"),
     _row("32-true | 32 | fp32", "lightning", "everywhere", "plugins/precision/precision.py",
          storage=_F, compute=_F, wire=_F, accumulator=_F),
-    _row("fp32 | 32-true", "mpbridge", "megatron-core, distributed optimizer", "precision/recipes.py",
-         storage=_F, compute=_F, wire=_F, accumulator=_F, sharded="optimizer"),
+    _ours("fp32 | 32-true", "megatron-core, distributed optimizer", "fp32"),
     _row("no | fp32", "accelerate", "module in FP32", "accelerator.py",
          storage=_F, compute=_F, wire=_F, accumulator=_F),
     _row("no", "accelerate", "module loaded in BF16", "accelerator.py",
@@ -125,8 +131,8 @@ TABLE: tuple[StackWord, ...] = (
          storage=_F, compute=_H, autocast=_H, wire=_F, accumulator=_F),
     _row("16-true", "lightning", "one GPU or DDP: no loss scale", "plugins/precision/half.py",
          storage=_H, compute=_H, wire=_H, accumulator=_H, moments=_H),
-    _row("16-true | 16-mixed | 16", "lightning", "DeepSpeed: both words alike", "strategies/deepspeed.py",
-         storage=_H, compute=_H, main=_F, wire=_H, accumulator=_H, reads=_F, sharded="optimizer"),
+    _row("16-true | 16-mixed | 16", "lightning", "DeepSpeed, ZeRO 2 by its default: both words alike", "strategies/deepspeed.py",
+         storage=_H, compute=_H, main=_F, wire=_H, accumulator=_H, reads=_F, sharded="gradients"),
     _row("16-mixed | 16", "lightning", "FSDP", "plugins/precision/fsdp.py",
          storage=_F, compute=_H, autocast=_H, wire=_H, accumulator=_F, sharded="everything"),
     _row("--fp8-format hybrid | hybrid | fp8", "megatron-lm", "--bf16, nothing else said: delayed scaling", "transformer_config.py, fp8_recipe",
@@ -153,10 +159,8 @@ TABLE: tuple[StackWord, ...] = (
          storage=_B, compute=_B, wire=_F, accumulator=_B, moments=_B, sharded="everything", quant=Quant(format="hybrid", scaling="tensorwise")),
     _row("fp8.recipe_name=rowwise | rowwise", "automodel", "model in BF16", "components/quantization/fp8.py",
          storage=_B, compute=_B, wire=_F, accumulator=_B, moments=_B, sharded="everything", quant=Quant(format="e4m3", scaling="rowwise")),
-    _row("bf16_with_fp8_rowwise | rowwise | float8", "mpbridge", "torch FSDP2 with torchao", "precision/recipes.py",
-         storage=_F, compute=_B, wire=_F, accumulator=_F, sharded="everything", quant=Quant(format="e4m3", scaling="rowwise")),
-    _row("fp8=hybrid | hybrid | fp8", "mpbridge", "bf16_mixed with nothing else said: tensorwise", "precision/quants.py",
-         storage=_B, compute=_B, main=_F, wire=_F, accumulator=_F, sharded="optimizer", quant=Quant(format="hybrid", scaling="tensorwise")),
+    _ours("bf16_with_fp8_rowwise | rowwise | float8", "torch FSDP2 with torchao", "bf16_with_fp8_rowwise"),
+    _ours("fp8=hybrid | hybrid | fp8", "bf16_mixed with nothing else said: tensorwise", "bf16_mixed", "precision/quants.py", fp8="hybrid"),
     _row("strategy: ddp | ddp", "automodel", "model in BF16: no policy is read", "components/distributed/config.py",
          storage=_B, compute=_B, wire=_B, accumulator=_B, moments=_B),
     _row("delayed", "megatron-lm", "--fp8-format hybrid --fp8-recipe delayed, history 1 (most_recent)", "transformer_config.py",

@@ -11,6 +11,7 @@ from mpbridge.stacks.base import Imported
 from mpbridge.stacks.exporters import export
 from mpbridge.stacks.importers import read_args, read_python, read_text
 from mpbridge.stacks.known_keys import known
+from mpbridge.stacks.meaning import differences
 from mpbridge.stacks.megatron_lm_import import options
 
 FP32, BF16, FP16 = DType.FP32, DType.BF16, DType.FP16
@@ -386,3 +387,25 @@ def test_every_word_answers(word: str) -> None:
     from mpbridge.stacks.words import meanings
 
     assert meanings(word)
+
+
+@pytest.mark.parametrize(
+    ("word", "stack", "where", "args"),
+    [
+        ("bf16-mixed", "lightning", "DeepSpeed", "precision=bf16-mixed strategy=deepspeed"),
+        ("16-true", "lightning", "DeepSpeed", "precision=16-true strategy=deepspeed"),
+        ("--bf16 --use-distributed-optimizer", "megatron-lm", "--use-distributed-optimizer", "--bf16 --use-distributed-optimizer"),
+    ],
+)  # fmt: skip
+def test_a_words_row_is_what_import_reads(word: str, stack: str, where: str, args: str) -> None:
+    from mpbridge.stacks.words import meanings
+
+    row = next(one for one in meanings(word) if one.stack == stack and one.where.startswith(where))
+    assert not differences(row.meaning, read_args(args, stack=stack).meaning).keys() - {"loss_scale"}
+
+
+def test_a_words_row_of_mpbridge_is_its_recipe() -> None:
+    from mpbridge.stacks.words import meanings
+
+    row = next(one for one in meanings("full_bf16") if one.stack == "mpbridge")
+    assert (row.meaning.sharded, row.meaning.bytes_text) == ("nothing", "8")
