@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the differences first. Returns 0 with or without differences."""
     env = variables(args.env)
     read = {name: _foreign(name, args.stack, env) for name in (args.a, args.b)}
+    if (args.stack is not None or env) and not any(read.values()):
+        raise BadValue("--from and --env are for files of other stacks: neither A nor B is one")
     a, b = (_of_file(found) if (found := read[name]) is not None else _side(name) for name in (args.a, args.b))
     first, second = a.meaning, b.meaning
     apart = differences(first, second)

@@ -199,7 +199,7 @@ class _Made:
 
     def __call__(self) -> OurConfig:
         made = self.func()
-        return made.ours() if isinstance(made, MixedPrecisionConfig) else made
+        return made.ours() if isinstance(made, MixedPrecisionConfig) else made  # the registry refuses anything but ours
 
 
 def get_mixed_precision_config(name: str | MixedPrecisionConfig) -> MixedPrecisionConfig:
@@ -210,10 +210,9 @@ def get_mixed_precision_config(name: str | MixedPrecisionConfig) -> MixedPrecisi
         entry = registry.recipe(name)
     except UnknownName as error:
         raise UnknownRecipe("recipe", name, error.known) from None
-    made = getattr(entry.make, "func", None) if isinstance(entry.make, _Made) else None
-    if made is not None:
-        found: MixedPrecisionConfig = made()
-        return found
+    made = entry.make.func() if isinstance(entry.make, _Made) else None
+    if isinstance(made, MixedPrecisionConfig):
+        return made
     return _theirs(registry.get_mixed_precision_config(name), entry.name)
 
 

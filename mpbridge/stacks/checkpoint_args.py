@@ -62,8 +62,8 @@ def read_arguments(path: Path) -> Mapping[str, Any]:
 def arguments_file(folder: Path) -> Path:
     """The file in a checkpoint's folder that records how it was trained: in its root, in one iteration, or next to the shards. Raises DataError.
 
-    Bridge's run_config.yaml where there is one; Megatron-LM's common.pt, mp_rank_*/model_optim_rng.pt or .metadata. Of a root the iteration that its
-    latest_checkpointed_iteration.txt.
+    Bridge's run_config.yaml where there is one; Megatron-LM's common.pt, mp_rank_*/model_optim_rng.pt or .metadata. In a root, of the iteration that
+    latest_checkpointed_iteration.txt names.
     """
     latest = folder / "latest_checkpointed_iteration.txt"
     inside = folder

@@ -41,10 +41,11 @@ def read_file(
         raise DataError(f"{path}: no such file")
     if path.suffix in (".pt", ".ckpt", ".pth") or path.name == METADATA:
         made = _lm().read_values(read_arguments(path), version=_version("megatron-lm", version))
-        return _never_read(made, version)
+        return _never_read(_without_variables(made, env), version)
     text = text_of(path)
     if path.suffix == ".py":
-        return read_python(text, path, function if colon else "", stack=stack, version=version)
+        read = read_python(text, path, function if colon else "", stack=stack, version=version)
+        return _without_variables(read, env)
     return read_text(text, stack=stack, version=version, name=path.name, env=env, path=path)
 
 
@@ -161,11 +162,17 @@ def read_text(
 ) -> Imported:
     """The meaning of a file's text. name: the file's, which helps to recognize the stack. path: the file's, to find files that a script sources."""
     if name.endswith(".py"):
-        return read_python(text, None, stack=stack, version=version)
+        return _without_variables(read_python(text, None, stack=stack, version=version), env)
     if not name.endswith(_DATA) and (stack == "megatron-lm" or _is_script(text, name)):
         return _read_words(read_script(text, env, path), stack, version, name)
     stack = stack or recognize(text, name)
-    return read_data_of(stack, load(text, name), version=version)
+    return _without_variables(read_data_of(stack, load(text, name), version=version), env)
+
+
+def _without_variables(found: Imported, env: Mapping[str, str]) -> Imported:
+    """`found`, with a note on the variables that were given for a file that has none."""
+    notes = tuple(f"--env {name}: has no effect: only launch scripts and --args have variables" for name in env)
+    return dataclasses.replace(found, assumed=(*notes, *found.assumed))
 
 
 def read_data_of(stack: str, data: Any, *, version: str | None = None) -> Imported:

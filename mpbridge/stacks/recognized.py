@@ -41,7 +41,8 @@ def recognize_words(words: Sequence[str], program: Sequence[str] = ()) -> Recogn
         names = [name for name in names if name.replace("-", "_") not in _ANYONES]
     counts = {stack: sum(_has(stack, name) for name in names) for stack in TITLES}
     best = max(counts, key=lambda stack: counts[stack])
-    clear = 2 * counts[best] >= len(names) and list(counts.values()).count(counts[best]) == 1
+    several = list(counts.values()).count(counts[best]) > 1
+    clear = 2 * counts[best] >= len(names) and not several
     if started == "accelerate" and clear and best != "accelerate":
         text = f"read as {TITLES[best]}'s arguments: the options of accelerate launch before them are not read (--from accelerate reads only those)"
         return Recognized(best, (text,))
@@ -51,7 +52,6 @@ def recognize_words(words: Sequence[str], program: Sequence[str] = ()) -> Recogn
         return Recognized(started)
     if clear:
         return Recognized(best)
-    several = list(counts.values()).count(counts[best]) > 1
     why = "its options do not tell the stack" if several else f"it has {counts[best]} of the {len(names)} options"
     return Recognized(best, (f"read as {TITLES[best]}'s arguments: assumed, since {why} (--from STACK names another)",))
 

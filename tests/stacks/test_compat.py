@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mpbridge import recipes
+from mpbridge import MixedPrecisionConfig, recipes
 from mpbridge.compat import megatron_bridge as bridge
-from mpbridge.errors import Contradiction, UnknownName
+from mpbridge.errors import Contradiction, RecipeError, UnknownName
 from mpbridge.precision.registry import unregister
 from mpbridge.stacks.megatron_bridge import FIELDS
 
@@ -104,6 +105,24 @@ def test_a_registered_recipe_is_in_both_registries_and_keeps_bridges_fields() ->
         assert bridge.get_mixed_precision_config("mine-over-there").fp8_recipe == "blockwise"
     finally:
         unregister("mine_over_there")
+
+
+@pytest.mark.parametrize("kind", ["a config of mpbridge", "a number"])
+def test_a_registered_function_is_asked_for_a_config(kind: str) -> None:
+    @bridge.register
+    def mine_of_another_kind() -> Any:
+        return 5 if kind == "a number" else MixedPrecisionConfig(bf16=True, fp8="hybrid")
+
+    try:
+        if kind == "a number":
+            with pytest.raises(RecipeError, match="returned int, expected a MixedPrecisionConfig"):
+                bridge.get_mixed_precision_config("mine_of_another_kind")
+        else:
+            made = bridge.get_mixed_precision_config("mine_of_another_kind")
+            assert isinstance(made, bridge.MixedPrecisionConfig)
+            assert made.fp8 == "hybrid"
+    finally:
+        unregister("mine_of_another_kind")
 
 
 def test_twins_follow_the_last_assignment_and_contradict_within_one_constructor() -> None:

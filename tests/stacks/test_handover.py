@@ -160,3 +160,20 @@ def test_compare_takes_a_scripts_variables(tmp_path: Path, capsys: pytest.Captur
     script.write_text("torchrun pretrain_gpt.py --bf16 --num-layers 2 --fp8-format $F")
     assert main(["compare", "bf16_mixed", str(script), "--env", "F=hybrid"]) == 0
     assert "hybrid" in capsys.readouterr().out
+    assert main(["compare", "bf16_mixed", "fp16_mixed", "--env", "F=hybrid"]) == 2
+    assert "neither A nor B is one" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "stack"),
+    [
+        ("d.json", '{"bf16": {"enabled": true}, "zero_optimization": {"stage": 1}}', None),
+        ("c.py", "def c(config):\n    config.training.dtype = 'bfloat16'\n    return config\n", "torchtitan"),
+    ],
+)
+def test_variables_for_a_file_that_has_none_are_named(name: str, text: str, stack: str | None, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    note = "--env X: has no effect: only launch scripts and --args have variables"
+    assert note in read_file(file, stack=stack, env={"X": "1"}).assumed
+    assert note not in read_file(file, stack=stack).assumed

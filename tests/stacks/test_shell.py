@@ -121,6 +121,16 @@ def test_an_outer_variable_is_the_environment_and_what_the_script_sets_wins() ->
     assert found.words == ["--n", "1"]
     assert any("--env N=3 has no effect" in line for line in found.notes)
     assert any("--env M: the script does not use it" in line for line in found.notes)
+    assert any("--env N: the script" in line for line in read_script("torchrun x.py --n $NN", {"N": "3"}).notes)
+
+
+def test_a_variable_that_a_sourced_file_uses_is_used(tmp_path: Path) -> None:
+    (tmp_path / "common.sh").write_text('A="--fp8-format $F"')
+    script = tmp_path / "run.sh"
+    script.write_text("source ./common.sh\ntorchrun pretrain_gpt.py --bf16 $A")
+    found = read_script(script.read_text(), {"F": "hybrid"}, script)
+    assert found.words == ["--bf16", "--fp8-format", "hybrid"]
+    assert not any("--env" in line for line in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +161,8 @@ def test_arguments_take_variables_too() -> None:
         read_args("--bf16 $MORE --lr 1", env={"MORE": "--grad-reduce-in-bf16"}).fields["grad_reduce_in_fp32"] is False
     )
     assert any("$MORE has no value" in line for line in read_args("--bf16 $MORE").assumed)
-    with pytest.raises(BadValue, match="never closed"):
+    assert "--env MOER: the text of --args does not use it" in read_args("--bf16 $MORE", env={"MOER": "--fp16"}).assumed
+    with pytest.raises(BadValue, match=r"never closed$"):  # not that it is read as if it were
         read_args("--bf16 'x")
     with pytest.raises(BadValue, match="one command"):
         read_args("--bf16; rm x")

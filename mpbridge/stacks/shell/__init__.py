@@ -7,6 +7,7 @@ exists, a command's exit code) counts as empty or false, with a note for each su
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,8 +48,13 @@ def read_script(text: str, env: Mapping[str, str], path: Path | None = None) -> 
     notes = grouped(list(dict.fromkeys([*follower.notes, *said])))
     if _continued(text):
         notes.append("the last line ends in a line continuation: read as whole, but the arguments after it are missing")
-    unread = [f"--env {name}: the script does not use it" for name in env if not name.isdigit() and name not in text]
-    return LaunchScript(words=words, program=program, notes=[*notes, *unread])
+    return LaunchScript(words=words, program=program, notes=[*notes, *_unused(follower, text, "the script")])
+
+
+def _unused(follower: Follower, text: str, what: str) -> list[str]:
+    """A note for each given variable that a text nowhere names, nor a file that it sources asks for."""
+    names = [name for name in sorted(follower.given) if not name.isdigit() and name not in follower.values.asked]
+    return [f"--env {name}: {what} does not use it" for name in names if not re.search(rf"\b{re.escape(name)}\b", text)]
 
 
 def _continued(text: str) -> bool:
@@ -62,14 +68,18 @@ def read_words(text: str, env: Mapping[str, str]) -> LaunchScript:
     follower = _follower(env, None)
     made = parse(f": {clean(text)}", follower.notes)
     if follower.notes:
-        raise BadValue(f"--args cannot be split into words: {follower.notes[0]}")
+        fault = follower.notes[0].partition(": assumed to end")[
+            0
+        ]  # a script is read all the same, one command line is not
+        raise BadValue(f"--args cannot be split into words: {fault}")
     if len(made) != 1 or not isinstance(made[0], Command):
         raise BadValue(
             "--args cannot be split into words: expected the arguments of one command, without ; | & and parentheses"
         )
     words = [word for raw in made[0].words[1:] for word in follower.values.fields(raw)]
     program, rest = (None if words[:1] and words[0].startswith("-") else _split(words)) or ([], words)
-    return LaunchScript(words=_known(rest), program=_known(program), notes=_said(follower, words))
+    notes = [*_said(follower, words), *_unused(follower, text, "the text of --args")]
+    return LaunchScript(words=_known(rest), program=_known(program), notes=notes)
 
 
 def _follower(env: Mapping[str, str], path: Path | None) -> Follower:

@@ -39,6 +39,8 @@ class Values:
     """Name -> the variable that it refers to (declare -n)."""
     script: str = ""
     """$0."""
+    asked: set[str] = field(default_factory=set)
+    """Names of variables whose value was asked for."""
     marks: list[str] = field(default_factory=list)
     """The note of each mark."""
     run: Callable[[str], str | None] = lambda _: None
@@ -170,7 +172,9 @@ class Values:
             return self.script if not at else self.positional[at - 1] if at <= len(self.positional) else None
         if name == "#":
             return str(len(self.positional))
-        return self.variables.get(self.references.get(name, name))
+        name = self.references.get(name, name)
+        self.asked.add(name)
+        return self.variables.get(name)
 
     def _indexed(self, name: str, index: str | None) -> ShellValue | None:
         value = self.get(name)
