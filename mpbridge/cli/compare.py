@@ -47,55 +47,56 @@ def run(args: argparse.Namespace) -> int:
     if (args.stack is not None or env) and not any(read.values()):
         raise BadValue("--from and --env are for files of other stacks: neither A nor B is one")
     a, b = (_of_file(found) if (found := read[name]) is not None else _side(name) for name in (args.a, args.b))
-    first, second = a.meaning, b.meaning
-    apart = differences(first, second)
-    left, right = rows(first), rows(second)
-    costs = {name: cost(name, first, second) for name in apart}
     verdict = handover(a, b)
     if args.json:
-        print_json(
-            {
-                "a": args.a,
-                "b": args.b,
-                "differences": {name: list(pair) for name, pair in apart.items()},
-                "costs": {name: text for name, text in costs.items() if text},
-                "same": [name for name in LABELS if name not in apart],
-                "verdict": verdict,
-                "notes": {
-                    side: {}
-                    if (found := read[name]) is None
-                    else {kind: list(getattr(found, kind)) for kind, _ in _NOTES}
-                    for side, name in (("a", args.a), ("b", args.b))
-                },
-            }
-        )
-        return 0
-    if apart:
-        rows_apart = [(label(name, first, second), *pair, costs[name]) for name, pair in apart.items()]
-        print_table(("differs", args.a, args.b, "what the second costs"), rows_apart)
+        print_json(_data((args.a, args.b), (a, b), read, verdict))
+    else:
+        _print((args.a, args.b), (a, b), read)
         print()
-    print_table(
-        ("alike", "both"),
-        [
-            (label(name, first, second), left[name])
-            for name in LABELS
-            if name not in apart and left[name] == right[name]
-        ],
-    )
-    for name, found in read.items():
-        for kind, heading in _NOTES:
-            lines = () if found is None else getattr(found, kind)
-            if lines:
-                print(f"\n{name}, {heading}:")
-            for line in lines:
-                print_line(line, indent="  ")
-    print()
-    print_line(verdict)
+        print_line(verdict)
     return 0
 
 
-_NOTES = tuple((kind, heading) for kind, heading in HEADINGS if kind != "in_force")
-"""What is said of a stack's file below the tables."""
+def _data(
+    names: tuple[str, str], sides: tuple[Setup, Setup], read: Mapping[str, Imported | None], verdict: str
+) -> dict[str, object]:
+    first, second = (side.meaning for side in sides)
+    apart = differences(first, second)
+    return {
+        "a": names[0],
+        "b": names[1],
+        "differences": {row: list(pair) for row, pair in apart.items()},
+        "costs": {row: text for row in apart if (text := cost(row, first, second))},
+        "same": [row for row in LABELS if row not in apart],
+        "verdict": verdict,
+        "notes": {side: _notes(read[name]) for side, name in zip(("a", "b"), names, strict=True)},
+    }
+
+
+def _notes(found: Imported | None) -> dict[str, list[str]]:
+    return {} if found is None else {kind: list(getattr(found, kind)) for kind in _NOTES}
+
+
+def _print(names: tuple[str, str], sides: tuple[Setup, Setup], read: Mapping[str, Imported | None]) -> None:
+    """The table of differences, that of what is alike, and the notes on each file."""
+    first, second = (side.meaning for side in sides)
+    apart, left, right = differences(first, second), rows(first), rows(second)
+    if apart:
+        rows_apart = [(label(row, first, second), *pair, cost(row, first, second)) for row, pair in apart.items()]
+        print_table(("differs", *names, "what the second costs"), rows_apart)
+        print()
+    alike = [row for row in LABELS if row not in apart and left[row] == right[row]]
+    print_table(("alike", "both"), [(label(row, first, second), left[row]) for row in alike])
+    for name, found in read.items():
+        for kind, lines in _notes(found).items():
+            if lines:
+                print(f"\n{name}, {_NOTES[kind]}:")
+            for line in lines:
+                print_line(line, indent="  ")
+
+
+_NOTES = {kind: heading for kind, heading in HEADINGS if kind != "in_force"}
+"""Kind of note -> its heading: what is said of a stack's file below the tables."""
 
 
 def _foreign(name: str, stack: str | None, env: Mapping[str, str]) -> Imported | None:

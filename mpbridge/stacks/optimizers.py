@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,8 +59,8 @@ CLASSES = (
     "Adam", "AdamW", "FusedAdam", "NAdam", "RAdam", "Adamax", "SGD", "RMSprop", "Adagrad", "Adafactor", "Lion", "Muon",
 )  # fmt: skip
 """Classes that a script in Python makes."""
-_WITH_MOMENTUM = {"SGD": False, "RMSprop": True}
-"""Optimizers that keep a momentum where it is not 0 -> whether they keep squares besides."""
+_WITH_MOMENTUM = ("SGD", "RMSprop")
+"""Optimizers that keep a momentum where it is not 0."""
 _HOW = re.compile(r"^paged|(fused|xla|npu|layerwise)(?=$|fused$)|(4|8|32)bit$")
 
 
@@ -75,6 +76,5 @@ def optimizer_named(name: str, *, momentum: bool = False) -> Optimizer:
     if found is None:
         return Optimizer(name=cut(name), note=_UNKNOWN)
     if found.name in _WITH_MOMENTUM:
-        squares = _WITH_MOMENTUM[found.name]
-        return Optimizer(name=found.name, exp_avg=momentum, exp_avg_sq=squares)
+        return dataclasses.replace(found, exp_avg=momentum)
     return found
