@@ -13,6 +13,8 @@ from mpbridge.traits import DEFAULT, EngineTraits, traits
 Realization = Literal["native", "emulated"]
 
 
+ADAMS = ("adam", "torch_adamw")
+"""Values of optimizer.optimizer with Adam's two moments for every parameter."""
 MOST = 10_000
 """Of layers or experts: more is a typo, and would take minutes to answer."""
 

@@ -38,6 +38,13 @@ def values(tensor: Any) -> Any:
     return tensor if widen is None else widen().to(tensor.dtype)  # (exact: its scales are powers of two)
 
 
+def plain_moment(tensor: Any) -> torch.Tensor | None:
+    """This rank's part of an optimizer state; None for FP16 and 8-bit ones, which are codes whose scale is elsewhere (fused_adam.py)."""
+    inner = local(tensor)
+    plain = type(inner) in (torch.Tensor, torch.nn.Parameter)
+    return inner.detach() if plain and inner.dtype in (torch.float32, torch.bfloat16, torch.float64) else None
+
+
 def storage(tensor: Any) -> str:
     """Short dtype name ('bf16', 'int16'), or the class name of a quantized tensor ('Float8Tensor')."""
     inner = local(tensor)

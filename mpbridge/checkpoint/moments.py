@@ -9,41 +9,44 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from mpbridge.audit.stored import local
-
 LOST = 0.5
 """Share of what must be left at least below which states are called lost. Parameters that several ranks hold count once on each: on another layout the
 mean is another by a few percent."""
-_PLAIN = (torch.float32, torch.bfloat16, torch.float64)
-"""What a second moment is stored in as it is: FP16 and 8-bit ones are codes with a scale beside them."""
+
+
+def least_left(beta2: float, steps: int = 1) -> float:
+    """The share of a second moment that so many steps leave at least."""
+    return beta2**steps
 
 
 def mean_second(engine: Any) -> float | None:
     """Mean of all second moments on all ranks; None where there are none, or none that can be read as they are. Every rank calls it."""
-    device = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
+    import torch
+
+    from mpbridge.audit.invariants import resting
+    from mpbridge.audit.stored import plain_moment
+    from mpbridge.devices.gather import from_all
+
     total, count, coded = 0.0, 0, 0
-    for one in engine.tensors():
+    for one in resting(engine):
         if one.role == "exp_avg_sq":
-            tensor = local(one.tensor)
-            plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dtype in _PLAIN
-            coded += not plain
-            total += float(tensor.detach().sum(dtype=torch.float64)) if plain else 0.0
-            count += tensor.numel()
-    box = torch.tensor([total, count, coded], dtype=torch.float64, device=device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(box)
-    total, count, coded = box.tolist()
-    return total / count if count and not coded and math.isfinite(total) else None
+            values = plain_moment(one.tensor)
+            if values is None:
+                coded += 1
+            else:
+                total += float(values.sum(dtype=torch.float64))
+                count += values.numel()
+    totals, counts, codes = zip(*from_all((total, count, coded)), strict=True)
+    mean = sum(totals) / sum(counts) if sum(counts) else math.nan
+    return mean if math.isfinite(mean) and not any(codes) else None
 
 
 def lost(saved: float | None, found: float | None, beta2: float) -> str:
     """A sentence where less is found after one step than a step leaves of what was saved; '' where not, or where either is unknown."""
-    if saved is None or found is None or not 0 < saved < math.inf or found >= LOST * beta2 * saved:
+    left = least_left(beta2)
+    if saved is None or found is None or not 0 < saved < math.inf or found >= LOST * left * saved:
         return ""
     return (
         f"the optimizer's second moments are {found / saved:.2g} times those of the checkpoint (mean {found:.3g}, saved {saved:.3g}), and a step leaves "
-        f"{beta2:g} of them at least: states were lost between the file and the first step"
+        f"{left:g} of them at least: states were lost between the file and the first step"
     )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from mpbridge.config.sections import YARN
 from mpbridge.errors import CheckpointError, MpbridgeError
-from mpbridge.facts import OptimizerFacts, RunFacts
+from mpbridge.facts import ADAMS, OptimizerFacts, RunFacts
 from mpbridge.files import read_json
 from mpbridge.formats import DType, plain
 from mpbridge.memory.keeps import Holding, keeps, updater
@@ -44,7 +44,7 @@ _FUNCTION = (
     "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor", "position_embedding_type", *YARN, "softmax_scale", "window_size", "apply_residual_connection_post_layernorm", "moe_router_score_function",
 )  # fmt: skip
 """Settings of the model that change what it computes from the same tensors."""
-_FAMILY: Mapping[str, str] = {"torch_adamw": "adam"}
+_FAMILY: Mapping[str, str] = dict.fromkeys(ADAMS, "adam")
 """Optimizers with the same states."""
 
 

@@ -7,9 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mpbridge.checkpoint.moments import least_left
 from mpbridge.config.schema import defaults
 from mpbridge.diagnose.evidence import median
 from mpbridge.diagnose.suspects import Suspect, Symptoms
+from mpbridge.facts import ADAMS
 
 FALLEN = 0.7
 """Second moments below this share of what must be left of them were written by something else than the optimizer."""
@@ -24,7 +26,7 @@ class Fall:
     factor: float
     """After over before, of the median parameter."""
     least: float
-    """What is left of a second moment at least: beta2 for each step."""
+    """What is left of a second moment at least."""
     fallen: int
     """Parameters below that."""
     of: int
@@ -37,8 +39,7 @@ class Fall:
 
 
 def falls(case: Symptoms) -> list[Fall]:
-    """v' = beta2 v + (1 - beta2) g^2: no gradient makes a second moment fall faster. Where states were dropped on purpose, or went to another layout, nothing
-    is compared."""
+    """Where states were dropped on purpose, or went to another layout, nothing is compared."""
     beta2 = _beta2(case)
     if beta2 is None:
         return []
@@ -49,7 +50,7 @@ def falls(case: Symptoms) -> list[Fall]:
                 found.setdefault((before, step), []).append(two / one)
     made = []
     for (before, step), factors in sorted(found.items()):
-        least, factor = beta2 ** (step - before), median(factors)
+        least, factor = least_left(beta2, step - before), median(factors)
         if len(factors) >= 3 and factor < FALLEN * least and not _moved_on_purpose(case, before, step):
             fallen = sum(one < FALLEN * least for one in factors)
             made.append(Fall(before=before, step=step, factor=factor, least=least, fallen=fallen, of=len(factors)))
@@ -59,7 +60,7 @@ def falls(case: Symptoms) -> list[Fall]:
 def _beta2(case: Symptoms) -> float | None:
     """The optimizer's beta2; None where the run's settings are not known, or it has none."""
     settings = dict(case.run.settings())
-    if not settings or str(settings.get("optimizer.optimizer", "adam")) not in ("adam", "torch_adamw"):
+    if not settings or str(settings.get("optimizer.optimizer", "adam")) not in ADAMS:
         return None
     value = settings.get("optimizer.adam_beta2", defaults("optimizer").get("adam_beta2"))
     return value if isinstance(value, float) and 0 < value < 1 else None

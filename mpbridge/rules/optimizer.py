@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpbridge.facts import ADAMS
 from mpbridge.formats import DType, say
 from mpbridge.hardware.versions import Window
 from mpbridge.rules.base import ARGUMENTS, PLAIN_WEIGHTS, Case, Rule
@@ -102,7 +103,7 @@ RULES: tuple[Rule, ...] = (
         about="aware",
         found=lambda c: (
             c.aware
-            and c.run.optimizer.name not in ("adam", "torch_adamw")
+            and c.run.optimizer.name not in ADAMS
             and f"optimizer={c.run.optimizer.name} with use_precision_aware_optimizer"
         ),
         expected="adam: FusedAdam alone keeps states in chosen dtypes",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpbridge.audit.stored import local
+from mpbridge.audit.stored import local, plain_moment
 
 
 def weight_rows(tensors: Iterable[Any]) -> list[list[Any]]:
@@ -52,9 +52,7 @@ def _numbers(tensor: Any) -> torch.Tensor | None:
 
 
 def _moment(tensor: Any) -> torch.Tensor | None:
-    """A moment's values; None for FP16 and 8-bit ones, which are codes whose scale is not here."""
-    values = _numbers(tensor)
-    return None if values is None or values.dtype is torch.float16 else values
+    return None if tensor is None or not tensor.numel() else plain_moment(tensor)
 
 
 def _rms(x: torch.Tensor) -> float:

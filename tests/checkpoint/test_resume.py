@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ import torch
 
 from mpbridge.checkpoint import io as checkpoint
 from mpbridge.checkpoint import store
+from mpbridge.checkpoint.plain import decoded
 from mpbridge.checkpoint.verdict import read_fingerprint, verdict
 from mpbridge.diagnose.diagnosis import diagnose
 from mpbridge.errors import CheckpointError, Contradiction, Refused
 from mpbridge.precision.registry import get_mixed_precision_config, recipes
-from tests.train.survival import Hook, go, job, run
+from tests.train.survival import Hook, Loses, go, job, run
 
 DIST = {"use_distributed_optimizer": True}
 FP16 = {"recipe": "fp16_mixed", "initial_loss_scale": 4096.0}
@@ -155,21 +157,11 @@ def test_verdicts_are_true_of_the_run(tmp_path, before, after, kind, exact):
         assert abs(loss - reference[step]) < 0.03, (watch.losses, reference)
 
 
-class _Loses(Hook):
-    """The optimizer's states are zeros when the run goes on."""
-
-    def stepping(self, training):
-        if training.counters.iteration == 3:
-            for one in training.engine.tensors():
-                if one.role in ("exp_avg", "exp_avg_sq"):
-                    one.tensor.zero_()
-
-
 def test_moments_that_are_lost_behind_a_resume_are_said_by_the_run_and_named_by_its_diagnosis(tmp_path):
     kept = {"save": str(tmp_path / "saved"), "load": str(tmp_path / "saved")}
     log = {"log_dir": str(tmp_path / "run"), "precision_every": 0}
     go(run("bf16_mixed", checkpoint=kept, train={"exit_interval": 3}, logger=log))
-    second = go(run("bf16_mixed", checkpoint=kept, logger=log), _Loses())
+    second = go(run("bf16_mixed", checkpoint=kept, logger=log), Loses())
     assert second.summary.notes["optimizer states"] == "lost at the resume"
     found = diagnose(tmp_path / "run")
     assert [one.cause for one in found.suspects] == ["bad-resume"]
@@ -278,6 +270,8 @@ def two(tmp_path_factory):
             (name, "first"): base | kept | {"train": {"exit_interval": 3}},
             (name, "second"): base | kept,
         }
+    third = {"checkpoint": {"load": str(folder / "fp32" / "step_00000003")}}
+    specs["fp32", "lost"] = {"recipe": "fp32", "ddp": DIST, "hooks": [Loses()]} | third
     base, load = {"recipe": "fp32"} | RESHARD, {"checkpoint": {"load": str(folder / "tensor")}}
     tensor, pipeline = (
         {"parallel": {"tensor_model_parallel_size": 2}},
@@ -301,6 +295,15 @@ def test_two_ranks_with_the_distributed_optimizer_resume_to_the_bit(two, name):
     assert sorted(second["losses"]) == ["4", "5", "6"]
     assert whole["digests"] == second["digests"]
     assert len(set(whole["digests"])) == 2  # each rank has its own shard
+    assert "optimizer states" not in second["notes"], "no moment was lost"
+
+
+def test_two_ranks_say_that_their_moments_are_lost_by_the_mean_of_both_shards(two):
+    folder, seen = two
+    notes = seen["fp32", "lost"]["notes"]
+    assert notes["optimizer states"] == "lost at the resume"
+    state = decoded(json.loads((folder / "fp32" / "step_00000003" / "state.json").read_text()))
+    assert state["run"]["second_moment"] == pytest.approx(notes["mean second moment"], rel=1e-12)
 
 
 def test_a_tensor_parallel_checkpoint_goes_on_in_any_layout(two):

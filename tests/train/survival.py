@@ -90,6 +90,24 @@ class Watch(Hook):
         self.digest = digest(training)
 
 
+class Loses(Hook):
+    """The optimizer's states are zeros when the run goes on from step 3; the mean of its second moments until then, over all ranks, is among the notes."""
+
+    def stepping(self, training: Any) -> None:
+        if training.counters.iteration != 3:
+            return
+        states = [one for one in training.engine.tensors() if one.role in ("exp_avg", "exp_avg_sq")]
+        second = torch.cat([one.tensor.detach().double().flatten() for one in states if one.role == "exp_avg_sq"])
+        every = [(float(second.sum()), len(second))]
+        if torch.distributed.is_initialized():
+            every *= torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(every, every[0])
+        sums, counts = zip(*every, strict=True)
+        training.notes["mean second moment"] = sum(sums) / sum(counts)
+        for one in states:
+            one.tensor.zero_()
+
+
 def go(made: Run, *hooks: Hook) -> Watch:
     """Trains, and what was seen."""
     from mpbridge.train.loop import pretrain
@@ -100,7 +118,10 @@ def go(made: Run, *hooks: Hook) -> Watch:
 
 
 def job(size: int, folder: Path, *specs: Mapping[str, Any], timeout: float = 200.0) -> list[dict[str, Any]]:
-    """What `size` processes make of `run(**spec)`, one after the other: losses, and the digest of each rank. All ranks' output is shown on failure."""
+    """What `size` processes make of `run(**spec)`, one after the other, with the hooks under 'hooks': losses, the digest of each rank, and notes.
+
+    All ranks' output is shown on failure.
+    """
     from tests.forked import ranks
 
     out = folder / "job.json"
@@ -119,7 +140,10 @@ def _rank(out: Path, specs: tuple[Mapping[str, Any], ...]) -> None:
     start_process_group(False)
     seen = []
     for spec in specs:
-        watch = go(run(world=dist.get_world_size(), **spec))
+        hooks = spec.get("hooks", ())
+        watch = go(
+            run(world=dist.get_world_size(), **{key: value for key, value in spec.items() if key != "hooks"}), *hooks
+        )
         digests: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(digests, watch.digest)
         seen.append(
@@ -127,6 +151,9 @@ def _rank(out: Path, specs: tuple[Mapping[str, Any], ...]) -> None:
                 "losses": {str(step): loss for step, loss in watch.losses.items()},
                 "digests": digests,
                 "recipes": watch.recipes,
+                "notes": {
+                    name: value for name, value in watch.summary.notes.items() if isinstance(value, (str, float))
+                },
             }
         )
     if dist.get_rank() == 0:
