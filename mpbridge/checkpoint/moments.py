@@ -47,6 +47,6 @@ def lost(saved: float | None, found: float | None, beta2: float) -> str:
     if saved is None or found is None or not 0 < saved < math.inf or found >= LOST * left * saved:
         return ""
     return (
-        f"the optimizer's second moments are {found / saved:.2g} times those of the checkpoint (mean {found:.3g}, saved {saved:.3g}), and a step leaves "
-        f"{left:g} of them at least: states were lost between the file and the first step"
+        f"the optimizer's second moments are {found / saved:.2g} times those of the checkpoint (mean {found:.3g}, saved {saved:.3g}), and one step reduces "
+        f"them to no less than {left:g} times: states were lost between the file and the first step"
     )

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from mpbridge.devices.together import collective_device
+
 T = TypeVar("T")
 
 _MARK, _LENGTH = 8, 4
@@ -28,7 +30,7 @@ def from_all(mine: T, *, deeper: Mapping[str, type] = MappingProxyType({}), grou
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [mine]
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    device = collective_device(group)
     parts = [_packed(value) for value in _apart(mine, deeper)]
     marks = _all_marks(b"".join(_mark(part) for part in parts), device, group)
     places, total = _places(marks)
@@ -56,7 +58,7 @@ def _mark(part: bytes) -> bytes:
     return hashlib.blake2b(part, digest_size=_MARK).digest() + len(part).to_bytes(_LENGTH, "little")
 
 
-def _all_marks(own: bytes, device: torch.device, group: Any) -> list[list[bytes]]:
+def _all_marks(own: bytes, device: str, group: Any) -> list[list[bytes]]:
     """[rank][part] -> its mark."""
     mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(device)
     found = torch.empty((dist.get_world_size(group), len(own)), dtype=torch.uint8, device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,14 +13,27 @@ from mpbridge.errors import CheckpointError, MpbridgeError
 T = TypeVar("T")
 
 
+def collective_device(group: Any = None) -> str:
+    """Where a tensor has to be to be sent among the ranks of `group` (None: the world)."""
+    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+
 def agreed(value: int) -> int:
     """The largest `value` of all ranks, on every rank."""
+    return int(_largest([value], torch.int64)[0])
+
+
+def largest(values: Sequence[float]) -> list[float]:
+    """The largest of all ranks in each place, on every rank."""
+    return _largest(values, torch.float64)
+
+
+def _largest(values: Sequence[float], dtype: torch.dtype) -> list[float]:
     if dist.get_world_size() == 1:
-        return value
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    box = torch.tensor([value], dtype=torch.int64, device=device)
+        return list(values)
+    box = torch.tensor(values, dtype=dtype, device=collective_device())
     dist.all_reduce(box, op=dist.ReduceOp.MAX)
-    return int(box)
+    return list(box.tolist())
 
 
 def on_first_rank(act: Callable[[], T]) -> T:

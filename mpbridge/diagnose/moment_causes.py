@@ -26,7 +26,7 @@ class Fall:
     factor: float
     """After over before, of the median parameter."""
     least: float
-    """What is left of a second moment at least."""
+    """The share of a second moment that the steps between leave at least."""
     fallen: int
     """Parameters below that."""
     of: int
@@ -34,7 +34,7 @@ class Fall:
     def __str__(self) -> str:
         return (
             f"step {self.step}: second moments of {self.fallen} of {self.of} parameters fell to {self.factor:.2g} times those of step {self.before} "
-            f"(median), and {self.step - self.before} steps leave {self.least:.2g} of them at least"
+            f"(median), and {self.step - self.before} steps reduce them to no less than {self.least:.3g} times"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from mpbridge.diagnose.diagnosis import Diagnosis
 from mpbridge.diagnose.evidence import Evidence
 from mpbridge.diagnose.signals import LABELS
-from mpbridge.pages.about import data_text, glossary, made_now, model_text
+from mpbridge.pages.about import OPERAND_COLUMNS, data_text, glossary, made_now, model_text
 from mpbridge.pages.document import Column, Page
 from mpbridge.report.curves import CURVES
 
@@ -24,20 +24,19 @@ CHARTS = (
 """Table, key, number, title, axis, logarithmic."""
 MANY = 8
 """Layers from which on a heat map stands above a chart of tensors: where to look among more curves than are drawn at once."""
-STALENESS = "staleness, log2"
-OPERAND_COLUMNS = [
-    Column(name="layer", number=False, layer=True, help="layer of the model"),
+COLUMNS = [
+    OPERAND_COLUMNS["layer"],
     Column(name="linear", number=False),
     Column(name="operand", number=False, help="x: activations, w: weights, dy: gradients, and which copy"),
-    Column(name="GEMMs", number=False, help="matrix products that read it"),
-    Column(name="format", number=False),
-    Column(name="flushed", unit="percent", help="share of the nonzero elements that became zero"),
-    Column(name="saturated", unit="percent", help="share of the elements beyond the format's largest number"),
-    Column(name="row error", unit="percent", help="median relative error of a row"),
-    Column(name="SQNR, dB", help="signal to quantization noise"),
+    OPERAND_COLUMNS["GEMMs"],
+    OPERAND_COLUMNS["format"],
+    OPERAND_COLUMNS["flushed"],
+    OPERAND_COLUMNS["saturated"],
+    OPERAND_COLUMNS["row error"],
+    OPERAND_COLUMNS["SQNR, dB"],
     Column(name="amax", help="largest absolute value"),
     Column(name="scale", help="what elements are multiplied by before the cast; with blocks the median one"),
-    Column(name=STALENESS, help="scale that the amax asks for over the one used; delayed scaling only"),
+    OPERAND_COLUMNS["staleness, log2"],
     Column(name="not finite", help="infinities and NaN"),
 ]
 TERMS = (
@@ -166,7 +165,7 @@ def _gaps(page: Page, run: Evidence) -> None:
     if run.gaps:
         page.verdicts("What cannot be told", [{"text": line} for line in run.gaps])
     if run.remaining:
-        page.verdicts("What can still be told", [{"text": line} for line in run.remaining])
+        page.verdicts("What can still be determined", [{"text": line} for line in run.remaining])
 
 
 def _curves(page: Page, run: Evidence, *, marks: list[tuple[float, str]]) -> dict[str, str]:
@@ -281,6 +280,4 @@ def _operand_tables(page: Page, run: Evidence) -> None:
     layers = sorted({layer for layer, _ in values}, key=lambda text: int(text or -1))
     if values:
         page.heat(f"Median row error by layer, step {last.step}", layers, _in_order(kind for _, kind in values), values, low=0.01, high=1.0)  # fmt: skip
-    # a column that only delayed scaling fills
-    filled = [i for i, column in enumerate(OPERAND_COLUMNS) if column.name != STALENESS or any(row[i] is not None for row in shown)]  # fmt: skip
-    page.table(f"Operands of step {last.step}", [OPERAND_COLUMNS[i] for i in filled], [[row[i] for i in filled] for row in shown], order=order)  # fmt: skip
+    page.table(f"Operands of step {last.step}", COLUMNS, shown, order=order)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpbridge import __version__
+from mpbridge.pages.document import Column
 
 GLOSSARY: Mapping[str, str] = {
     "amax": "The largest absolute value of a tensor.",
@@ -26,6 +27,18 @@ GLOSSARY: Mapping[str, str] = {
     "staleness": "Delayed scaling: log2 of the scale that this amax asks for over the one that was used. Below 0 elements saturate, far above 0 range is wasted.",
 }
 """Term -> one sentence."""
+_COLUMNS = (
+    Column(name="layer", number=False, layer=True, help="layer of the model"),
+    Column(name="GEMMs", number=False, help="matrix products that read it"),
+    Column(name="format", number=False),
+    Column(name="row error", unit="percent", help="median relative error of a row"),
+    Column(name="flushed", unit="percent", help="share of the nonzero elements that became zero"),
+    Column(name="saturated", unit="percent", help="share of the elements beyond the format's largest number"),
+    Column(name="SQNR, dB", help="signal to quantization noise"),
+    Column(name="staleness, log2", help="scale that the amax asks for over the one used; delayed scaling only"),
+)
+OPERAND_COLUMNS: Mapping[str, Column] = {column.name: column for column in _COLUMNS}
+"""Columns of tables of quantized operands, by name."""
 
 
 def glossary(*terms: str) -> dict[str, str]:

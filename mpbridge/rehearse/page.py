@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpbridge.formats import FORMATS
-from mpbridge.pages.about import glossary, made_now
+from mpbridge.pages.about import OPERAND_COLUMNS, glossary, made_now
 from mpbridge.pages.document import Column, Page
 from mpbridge.rehearse.measure import RecipeMeasurement
 from mpbridge.rehearse.plots import LOW, SIDES
@@ -19,17 +19,17 @@ TONES: dict[RehearsalVerdict, str] = {
     "failed": "bad",
 }
 COLUMNS = [
-    Column(name="layer", number=False, layer=True, help="layer of the model"),
+    OPERAND_COLUMNS["layer"],
     Column(name="tensor", number=False, help="linear and operand: x activations, w weights, dy gradients"),
     Column(name="copy", number=False, help="row or column copy"),
-    Column(name="GEMMs", number=False, help="matrix products that read it"),
-    Column(name="format", number=False),
-    Column(name="row error", unit="percent", help="median relative error of a row"),
+    OPERAND_COLUMNS["GEMMs"],
+    OPERAND_COLUMNS["format"],
+    OPERAND_COLUMNS["row error"],
     Column(name="relative error", unit="percent", help="error over norm of the whole tensor"),
-    Column(name="flushed", unit="percent", help="share of the nonzero elements that became zero"),
-    Column(name="saturated", unit="percent", help="share of the elements beyond the format's largest number"),
-    Column(name="SQNR, dB", help="signal to quantization noise"),
-    Column(name="staleness, log2", help="scale that the amax asks for over the one used; delayed scaling only"),
+    OPERAND_COLUMNS["flushed"],
+    OPERAND_COLUMNS["saturated"],
+    OPERAND_COLUMNS["SQNR, dB"],
+    OPERAND_COLUMNS["staleness, log2"],
 ]
 OVERVIEW = [
     Column(name="recipe", number=False),

@@ -18,8 +18,8 @@ from mpbridge.report.trackers import TrackedRun, names_of, numbers, opened
 class MetricsLog:
     """Writes `folder`/metrics.jsonl, and to the trackers that `logger` requests; writes nothing on ranks where folder is None.
 
-    logger: the run's logger section. recipe: the run's, for the trackers' names. Raises UnknownName for an unknown tracker. after: the last finished step of the run being continued. Later lines belong to steps that will be repeated and are
-    dropped; 0 starts a new file.
+    logger: the run's logger section. recipe: the run's, for the trackers' names. after: the last finished step of the run being continued; later lines
+    belong to steps that will be repeated and are dropped; 0 starts a new file. Raises UnknownName for an unknown tracker.
     """
 
     def __init__(

@@ -338,7 +338,7 @@ class TrackerThread:
 
 
 def opened(names: Iterable[str], place: TrackedRun, *, say: Callable[[str], None] = warn) -> list[TrackerThread]:
-    """The trackers of a run, each in its own thread, as one."""
+    """The trackers of a run, each in its own thread."""
     return [TrackerThread(name, place, say=say) for name in names]
 
 

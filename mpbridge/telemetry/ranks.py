@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from mpbridge.devices.gather import from_all
+from mpbridge.devices.together import largest
 from mpbridge.telemetry.records import OPERANDS, SMALLEST, TABLES, WORDS, merged
 
 Tables = dict[str, list[list[Any]]]
@@ -46,11 +46,11 @@ def _words(table: str) -> int:
 
 def _worst(values: Sequence[Any], columns: Sequence[str]) -> list[Any]:
     """Cell by cell the worst over ranks."""
-    held = _largest([_NONE if value is None else _NAN if value != value else _NUMBER for value in values])
+    held = largest([_NONE if value is None else _NAN if value != value else _NUMBER for value in values])
     # both directions in one reduction
     numbers = [-math.inf if value is None or value != value else float(value) for value in values]
     turned = [-math.inf if value is None or value != value else -float(value) for value in values]
-    both = _largest(numbers + turned)
+    both = largest(numbers + turned)
     high, low = both[: len(values)], [-value for value in both[len(values) :]]
     found: list[Any] = []
     for i, column in enumerate(columns):
@@ -66,13 +66,6 @@ def _channels(found: list[Any], values: Sequence[Any], columns: Sequence[str]) -
     at = [i for i, column in enumerate(columns) if column == "x_channel"]
     outlier = {i: i - 1 for i in at if columns[i - 1] == "x_outlier"}
     own = [values[i] if values[i] is not None and values[outlier[i]] == found[outlier[i]] else -1 for i in outlier]
-    for i, channel in zip(outlier, _largest([float(value) for value in own]), strict=True):
+    for i, channel in zip(outlier, largest([float(value) for value in own]), strict=True):
         found[i] = int(channel) if channel >= 0 else found[i]
     return found
-
-
-def _largest(values: list[float]) -> list[float]:
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    sent = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(sent, op=dist.ReduceOp.MAX)
-    return list(sent.tolist())

@@ -365,7 +365,7 @@ def test_second_moments_that_fell_faster_than_any_gradient_lets_them(run: Writte
     found = run.diagnosed()
     assert [(one.cause, one.step) for one in found.suspects] == [("moments-lost", 35)]
     assert found.suspects[0].evidence == [
-        "step 35: second moments of 5 of 5 parameters fell to 0.3 times those of step 30 (median), and 5 steps leave 1 of them at least"
+        "step 35: second moments of 5 of 5 parameters fell to 0.3 times those of step 30 (median), and 5 steps reduce them to no less than 0.995 times"
     ]
     run.events = [{"iteration": 30, "event": "resumed", "text": "resumed from step_30: same", "verdict": "same"}]
     found = run.diagnosed()
