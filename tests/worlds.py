@@ -46,10 +46,12 @@ def one_process() -> Iterator[None]:
     from mpbridge.engines.parallel import start_process_group, stop_process_group
 
     mine = start_process_group(False)
-    yield
-    parallel_state.destroy_model_parallel()
-    if mine:
-        stop_process_group()
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        if mine:
+            stop_process_group()
 
 
 COUNTED = """

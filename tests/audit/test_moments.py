@@ -14,7 +14,7 @@ from mpbridge.train.base import Hook
 from mpbridge.train.loop import pretrain
 from tests.audit import faults
 from tests.audit.test_whole_runs import Plant
-from tests.forked import ranks
+from tests.forked import codes, ranks, said
 from tests.train.test_faults import Poison
 from tests.train.tiny import tiny_run
 
@@ -142,8 +142,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("two")
     (folder / "text.txt").write_text("".join(f"line {n} says {n * n}\n" for n in range(4000)))
     with ranks(2, _rank, folder) as started:
-        codes = [one.wait(400) for one in started]
-        assert not any(codes), "\n".join(one.text[-4000:] for one in started)
+        assert not any(codes(started, 400)), said(started)
     found: dict[str, Any] = json.loads((folder / "seen.json").read_text())
     return found
 

@@ -170,7 +170,8 @@ HEAVY: list[tuple[list[str], list[str]]] = [
 @pytest.fixture
 def belongings(tmp_path: Path) -> Path:
     """What a user brings along: texts, a model, a launch script."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     pytest.importorskip("safetensors", reason="needs the extra hf")
     from tests.weights.folders import LLAMA, llama_tensors, write
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {".ci", "configs", "docs", "mpbridge", "scripts", "tests"}
 FILES = {
@@ -21,6 +23,10 @@ FILES = {
     "pyproject.toml",
     "setup.py",
 }
+
+
+def test_files_that_a_suite_begins_with_are_there() -> None:
+    assert [name for name in LONGEST if not (ROOT / "tests" / name).is_file()] == []
 
 
 def test_nothing_else_is_committed_at_the_top() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_a_world_of_one_that_is_described_takes_no_port_either() -> None:
     with socket.create_server(("", 0)) as held:
         port = str(held.getsockname()[1])
         job = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        with forked(join, environment=job) as process:
+        with forked(join, environment=os.environ | job) as process:
             assert process.wait() == 0, process.text
 
 
@@ -134,8 +135,6 @@ def test_the_mean_over_a_group_of_one_is_the_value(layer: None) -> None:
 def test_variables_that_megatron_core_sets_for_attention_are_given_back(
     layer: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import os
-
     monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
     monkeypatch.delenv("NVTE_FLASH_ATTN", raising=False)
     parallel = ModelParallel(Parallel(), seed=1)

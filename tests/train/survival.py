@@ -122,12 +122,11 @@ def job(size: int, folder: Path, *specs: Mapping[str, Any], timeout: float = 200
 
     All ranks' output is shown on failure.
     """
-    from tests.forked import ranks
+    from tests.forked import codes, ranks, said
 
     out = folder / "job.json"
     with ranks(size, _rank, out, specs) as started:
-        codes = [one.wait(timeout) for one in started]
-        assert not any(codes), "\n".join(one.text[-4000:] for one in started)
+        assert not any(codes(started, timeout)), said(started)
     seen: list[dict[str, Any]] = json.loads(out.read_text())
     return seen
 
