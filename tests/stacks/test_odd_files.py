@@ -293,5 +293,5 @@ def test_a_flag_is_a_word_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows("--bf16") == rows("bf16")
     assert [row.split()[:2] for row in rows("--bf16", "--use-torch-fsdp2")] == [["megatron-lm", "--use-torch-fsdp2"]]
     assert rows("--fp8-format", "hybrid")
-    for word, strategies in (("bf16", {"one", "FSDP", "DeepSpeed:"}), ("16", {"one", "FSDP", "DeepSpeed:"})):
+    for word, strategies in (("bf16", {"one", "FSDP", "DeepSpeed,"}), ("16", {"one", "FSDP", "DeepSpeed,"})):
         assert {row.split()[1] for row in rows(word) if row.startswith("lightning")} == strategies
