@@ -25,9 +25,9 @@ def mean_second(engine: Any) -> float | None:
 
     from mpbridge.audit.invariants import resting
     from mpbridge.audit.stored import plain_moment
-    from mpbridge.devices.gather import from_all
+    from mpbridge.devices.together import summed
 
-    total, count, coded = 0.0, 0, 0
+    total, count, coded = 0.0, 0.0, 0.0
     for one in resting(engine):
         if one.role == "exp_avg_sq":
             values = plain_moment(one.tensor)
@@ -36,9 +36,8 @@ def mean_second(engine: Any) -> float | None:
             else:
                 total += float(values.sum(dtype=torch.float64))
                 count += values.numel()
-    totals, counts, codes = zip(*from_all((total, count, coded)), strict=True)
-    mean = sum(totals) / sum(counts) if sum(counts) else math.nan
-    return mean if math.isfinite(mean) and not any(codes) else None
+    total, count, coded = summed((total, count, coded))
+    return total / count if count and not coded and math.isfinite(total) else None
 
 
 def lost(saved: float | None, found: float | None, beta2: float) -> str:

@@ -20,19 +20,24 @@ def collective_device(group: Any = None) -> str:
 
 def agreed(value: int) -> int:
     """The largest `value` of all ranks, on every rank."""
-    return int(_largest([value], torch.int64)[0])
+    return int(_reduced([value], torch.int64, dist.ReduceOp.MAX)[0])
 
 
 def largest(values: Sequence[float]) -> list[float]:
     """The largest of all ranks in each place, on every rank."""
-    return _largest(values, torch.float64)
+    return _reduced(values, torch.float64, dist.ReduceOp.MAX)
 
 
-def _largest(values: Sequence[float], dtype: torch.dtype) -> list[float]:
-    if dist.get_world_size() == 1:
+def summed(values: Sequence[float]) -> list[float]:
+    """The sum over all ranks in each place, on every rank; without a process group this is the only rank."""
+    return _reduced(values, torch.float64, dist.ReduceOp.SUM)
+
+
+def _reduced(values: Sequence[float], dtype: torch.dtype, how: Any) -> list[float]:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return list(values)
     box = torch.tensor(values, dtype=dtype, device=collective_device())
-    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    dist.all_reduce(box, op=how)
     return list(box.tolist())
 
 
