@@ -158,7 +158,7 @@ class AuditHook:
         self.seconds += extra
         reason = self.cadence.reason
         # timings differ between ranks; the step of the next audit must not
-        self.cadence.done(_largest(self.cadence.next_by_time(self.step, extra + report.seconds)))
+        self.cadence.done(agreed(self.cadence.next_by_time(self.step, extra + report.seconds)))
         self._conclude(training, report, reason)
 
     def evaluated(self, training: Any, loss: float) -> None:
@@ -220,7 +220,7 @@ class AuditHook:
     def _invariants(self, training: Any) -> None:
         engine = training.engine
         faults = broken(engine, promises_of(engine.run.policy, engine), self._wiring) + self._updates.faults(engine)
-        if not _largest(len(faults)):
+        if not agreed(len(faults)):
             return
         everyone = offenders(from_all(faults))
         found = Finding(
@@ -345,7 +345,3 @@ def _rank() -> int:
 
 def _size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _largest(value: int) -> int:
-    return int(agreed(value)) if dist.is_initialized() else value
