@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from mpbridge.cli.text import print_line, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.report.history import changes, read_history
 
 SUMMARY = "show what a run's audits found, when, and what changed between them"
@@ -30,11 +29,11 @@ def run(args: argparse.Namespace) -> int:
         steps = [
             {**one, "changes": changes(before, one)} for before, one in zip([None, *history], history, strict=False)
         ]
-        print(json.dumps({"ok": good, "audits": steps}, indent=1))
+        print_json({"ok": good, "audits": steps})
     else:
         _print(history)
         if not proved:
-            print("no update was ever audited, so main weights and moments are unverified")
+            print_line("no update was ever audited, so main weights and moments are unverified")
     return 0 if good else 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mpbridge.cli.text import print_line, print_whole
 from mpbridge.errors import BadValue
 
 SUMMARY = "measure this machine's GEMMs, copies and collectives, for --machine-file"
@@ -34,6 +35,6 @@ def run(args: argparse.Namespace) -> int:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise BadValue(f"--out {path}: {error.strerror or error}") from None
-    print(text, end="")
-    print(f"written: {path}; use it as --machine-file {path}")
+    print_whole(text.removesuffix("\n"))
+    print_line(f"written: {path}; use it as --machine-file {path}")
     return 0

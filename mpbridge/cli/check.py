@@ -103,24 +103,24 @@ def _print(
     warmup = scale_warmup(made.policy.loss_scale, made.train["train_iters"])
     if warmup:
         print_line(f"scale  {warmup}")
-    print()
+    print_line()
     _print_violations(violations)
     _print_sizes(findings)
     for note in notes:
         print_line(f"note   {note}")
     errors = sum(v.severity == "error" for v in violations)
-    print(
+    print_line(
         f"{errors} error{'s' if errors != 1 else ''}, {len(violations) - errors} warning{'s' if len(violations) - errors != 1 else ''}"
     )
 
 
 def _print_violations(violations: Sequence[Violation]) -> None:
     for v in violations:
-        print(f"{v.severity}: {v.rule}")
+        print_line(f"{v.severity}: {v.rule}")
         source = f"{v.source}{f' ({v.versions})' if v.versions else ''}"
         for name, text in (("found", v.found), ("expected", v.expected), ("cure", v.cure), ("source", source)):
             print_line(f"{name:8}  {text}", indent="  ")
-        print()
+        print_line()
 
 
 def _print_sizes(findings: Sequence[Misfit]) -> None:
@@ -143,7 +143,7 @@ def _print_sizes(findings: Sequence[Misfit]) -> None:
             rows,
             title="sizes",
         )
-        print()
+        print_line()
 
 
 def _list(as_json: bool) -> int:

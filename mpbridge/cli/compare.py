@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         print_json(_data((args.a, args.b), (a, b), read, verdict))
     else:
         _print((args.a, args.b), (a, b), read)
-        print()
+        print_line()
         print_line(verdict)
     return 0
 
@@ -84,13 +84,13 @@ def _print(names: tuple[str, str], sides: tuple[Setup, Setup], read: Mapping[str
     if apart:
         rows_apart = [(label(row, first, second), *pair, cost(row, first, second)) for row, pair in apart.items()]
         print_table(("differs", *names, "what the second costs"), rows_apart)
-        print()
+        print_line()
     alike = [row for row in LABELS if row not in apart and left[row] == right[row]]
     print_table(("alike", "both"), [(label(row, first, second), left[row]) for row in alike])
     for name, found in read.items():
         for kind, lines in _notes(found).items():
             if lines:
-                print(f"\n{name}, {_NOTES[kind]}:")
+                print_line(f"\n{name}, {_NOTES[kind]}:")
             for line in lines:
                 print_line(line, indent="  ")
 

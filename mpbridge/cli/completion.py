@@ -6,6 +6,7 @@ import argparse
 import importlib
 from typing import Any
 
+from mpbridge.cli.text import print_whole
 from mpbridge.errors import MpbridgeError
 from mpbridge.hardware.machines import machines
 from mpbridge.precision.registry import aliases, recipes
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         raise MpbridgeError(
             "completion requires shtab, which is not installed (pip install 'mpbridge[completion]')"
         ) from None
-    print(shtab.complete(everything(shtab), shell=args.shell))
+    print_whole(shtab.complete(everything(shtab), shell=args.shell))
     return 0
 
 

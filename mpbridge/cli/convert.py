@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpbridge.cli.text import print_json
+from mpbridge.cli.text import print_json, print_line
 from mpbridge.errors import BadValue
 from mpbridge.formats import DType
 from mpbridge.huggingface.folder import PREFIX, folder_of, is_reference
@@ -86,7 +86,7 @@ def _configuration(args: argparse.Namespace, file: Path) -> None:
     if args.json:
         print_json({"written": str(file)})
     else:
-        print(
+        print_line(
             f"{args.source}: wrote model, tokenizer and sample length to {file}; set recipe, optimizer and train yourself"
         )
 
@@ -103,10 +103,10 @@ def _take(args: argparse.Namespace, folder: Path) -> None:
         facts = {"tensors": taken.tensors, "elements": taken.elements, "dtypes": taken.dtypes}
         print_json({"path": str(taken.path), **facts, "widened": taken.widened, "rounded": taken.rounded})
         return
-    print(f"{taken.path}: {taken.tensors:,} tensors, {taken.elements:,} parameters in {_words(taken.dtypes)}")
+    print_line(f"{taken.path}: {taken.tensors:,} tensors, {taken.elements:,} parameters in {_words(taken.dtypes)}")
     for line in _told(taken):
-        print(f"  {line}")
-    print(
+        print_line(f"  {line}")
+    print_line(
         f"  to train on: mpbridge train --config {args.source} checkpoint.load={folder} --reset-optimizer train.train_iters=N optimizer.lr=X data.corpus=..."
     )
 
@@ -150,11 +150,11 @@ def _give(args: argparse.Namespace, target: Path) -> None:
             }
         )
         return
-    print(
+    print_line(
         f"{path} -> {given.path}: {given.family}, {given.tensors:,} tensors, {given.elements:,} elements in {_words(given.dtypes)}"
     )
     for line in _left(given):
-        print(f"  {line}")
+        print_line(f"  {line}")
 
 
 def _left(given: Given) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli.options import whole
-from mpbridge.cli.text import print_json, print_table
+from mpbridge.cli.text import print_json, print_line, print_table, print_whole
 from mpbridge.errors import BadValue, Contradiction
 from mpbridge.huggingface.tokenizers import BYTE, is_factory, tokenizer_files
 from mpbridge.train.admission import place_fault
@@ -93,9 +93,9 @@ def _prepare(args: argparse.Namespace) -> int:
         )
         return 0
     if name != BYTE and not is_factory(name):
-        print(tokenizer_files(name, args.end_of_text).end_line())
-    print(done.line() + (" (prepared before)" if done.cached else ""))
-    print("\n".join(prefixes))
+        print_line(tokenizer_files(name, args.end_of_text).end_line())
+    print_line(done.line() + (" (prepared before)" if done.cached else ""))
+    print_whole("\n".join(prefixes))
     return 0
 
 

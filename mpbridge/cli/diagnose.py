@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpbridge.cli.text import print_json, print_line
+
 if TYPE_CHECKING:
     from mpbridge.diagnose.diagnosis import Diagnosis
 
@@ -31,9 +33,7 @@ def run(args: argparse.Namespace) -> int:
         writable(args.out)
     found = diagnose(args.run_folder, args.against)
     if args.json:
-        import json
-
-        print(json.dumps(found.as_data(), indent=2, default=str))
+        print_json(found.as_data())
     else:
         _print(found)
     if args.out is not None:
@@ -42,13 +42,11 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.flush()  # print the answer first, in case the page cannot be written
         write(args.out, diagnosis_page(found).html())
         if not args.json:
-            print(f"\npage: {args.out}")
+            print_line(f"\npage: {args.out}")
     return 0 if found.healthy else 1
 
 
 def _print(found: Diagnosis) -> None:
-    from mpbridge.cli.text import print_line
-
     run = found.run
     print_line(
         f"{run.folder}: {run.recipe}, {len(run.curves.rows)} step{'s' * (len(run.curves.rows) != 1)}, {len(run.measured)} measured"
@@ -59,7 +57,7 @@ def _print(found: Diagnosis) -> None:
     _section("First anomalous tensors:", [str(one) for one in found.odd[:6]])
     _section("What changed:" if found.healthy else "What changed before:", found.changes)
     for number, suspect in enumerate(found.suspects, start=1):
-        print()
+        print_line()
         print_line(f"{number}. {suspect.cause} (step {suspect.step}, evidence {suspect.score:.2f}): {suspect.sentence}")
         for word, lines in (("seen: ", suspect.evidence), ("try:  ", suspect.advice)):
             for line in lines:
@@ -73,8 +71,6 @@ def _section(title: str, lines: Sequence[str]) -> None:
     """Prints lines indented under a title, if there are any."""
     if not lines:
         return
-    from mpbridge.cli.text import print_line
-
-    print(f"\n{title}")
+    print_line(f"\n{title}")
     for line in lines:
         print_line(line, indent="  ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mpbridge.cli.show import facts
-from mpbridge.cli.text import print_json, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.formats import plain, say
 from mpbridge.precision.registry import get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
@@ -38,9 +38,9 @@ def run(args: argparse.Namespace) -> int:
         print_json({"a": args.a, "b": args.b, "fields": said, "meaning": {name: [a, b] for name, a, b in meaning}})
         return 0
     if not fields:
-        print(f"{args.a} and {args.b} have the same fields")
+        print_line(f"{args.a} and {args.b} have the same fields")
         return 0
     print_table(("field", args.a, args.b), [(name, say(a), say(b)) for name, a, b in fields], title="fields")
-    print()
-    print_table(("fact", args.a, args.b), meaning, title="meaning") if meaning else print("they mean the same")
+    print_line()
+    print_table(("fact", args.a, args.b), meaning, title="meaning") if meaning else print_line("they mean the same")
     return 0

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 
 from mpbridge.cli._target import TargetMachine, add_target_arguments, target
-from mpbridge.cli.text import print_json, print_table
+from mpbridge.cli.text import print_json, print_line, print_table, print_whole
 from mpbridge.hardware.capability import Capability, can_run
 from mpbridge.hardware.probe import environment, gpus
 from mpbridge.megatron_spec.versions import missing
@@ -50,28 +50,28 @@ def as_data(where: TargetMachine, answers: dict[str, Capability]) -> dict[str, o
 
 def _print(where: TargetMachine, answers: dict[str, Capability]) -> None:
     machine = where.machine
-    print(
+    print_line(
         f"machine   {machine.label}, {machine.memory_bytes / 2**30:.1f} GiB{f', {machine.note}' if machine.note else ''}"
     )
     if machine.peak:
         rates = ", ".join(f"{name} {rate:g}" for name, rate in machine.peak)
-        print(f"peak      {rates} dense TFLOP/s, {machine.bandwidth / 1e9:g} GB/s ({machine.source})")
+        print_line(f"peak      {rates} dense TFLOP/s, {machine.bandwidth / 1e9:g} GB/s ({machine.source})")
     for name, value in dataclasses.asdict(where.versions).items():
-        print(
+        print_line(
             f"{name.replace('_', ' '):19}{value or ('not installed' if where.here else 'unknown')}{' (assumed)' if any(a.startswith(name.replace('_', ' ')) for a in where.assumed) else ''}"
         )
     if where.here:
         unused = [gpu.name for gpu in gpus()] if not machine.gpu else []
-        print(
+        print_line(
             f"gpus               {', '.join(gpu.name for gpu in gpus()) or 'none'}{' (torch is a build without CUDA)' if unused else ''}"
         )
         for name, value in environment().items():
-            print(f"{name}={value}")
+            print_whole(f"{name}={value}")
         for package in missing(where.versions.megatron_core):
-            print(
+            print_line(
                 f"missing             {package}, which megatron-core {where.versions.megatron_core} imports: pip install {package}"
             )
-    print()
+    print_line()
     rows = [
         (name, answer.how + ("" if answer.proven else ", unproven"), answer.nearest or "", answer.reason)
         for name, answer in answers.items()

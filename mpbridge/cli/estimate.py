@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(made, where, mine, other, args.price)
     if measured is not None and not args.json:
-        print(
+        print_line(
             f"\nmeasured: {measured.seconds:.3g} s (median of {measured.steps} steps), {measured.tokens_per_second:,.0f} tokens/s per process; predicted over measured {mine.seconds / measured.seconds:.2f}"
         )
     if drawn:
@@ -132,12 +132,12 @@ def _data(made: Run, one: Estimate, price: float | None) -> dict[str, Any]:
 def _print(made: Run, where: TargetMachine, mine: Estimate, other: Estimate | None, price: float | None) -> None:
     sizes = made.facts.parallel
     print_line(f"recipe {made.recipe}, engine {made.engine}, {sizes.world_size} x {where.machine.label}: a prediction")
-    print(
+    print_line(
         f"tensor {sizes.tensor}, pipeline {sizes.pipeline}{f' x {sizes.virtual_pipeline}' if sizes.virtual_pipeline else ''}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}\n"
     )
     low, high = mine.span
     print_line(f"step          {mine.seconds:.3g} s ({low:.3g} to {high:.3g}; {mine.because})")
-    print(f"tokens/s/GPU  {mine.tokens_per_second:,.0f}")
+    print_line(f"tokens/s/GPU  {mine.tokens_per_second:,.0f}")
     print_line(
         f"model TFLOP/s {_few(mine.flops_per_second / 1e12)} per GPU, {mine.share_of_peak:.0%} of the dense peak of its narrowest products"
     )
@@ -148,7 +148,7 @@ def _print(made: Run, where: TargetMachine, mine: Estimate, other: Estimate | No
         print_line(
             f"compared with {REFERENCE} in the same layout: {other.seconds / mine.seconds:.2f} times as fast ({other.seconds:.3g} s)"
         )
-    print()
+    print_line()
     names = dict.fromkeys([*mine.parts, *(other.parts if other is not None else ())])
     rows = [
         (

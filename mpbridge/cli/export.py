@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mpbridge.cli.text import print_json, print_line
+from mpbridge.cli.text import print_json, print_line, print_whole
 from mpbridge.errors import BadValue, cut
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import key, recipes
@@ -46,9 +46,9 @@ def run(args: argparse.Namespace) -> int:
         print_json({**said, "pieces": pieces, "lines": lines})
         return 1 if made.fidelity == "impossible" else 0
     for piece in made.pieces:
-        print(f"# {made.stack} {made.version}: {piece.name}")
-        print(piece.text)
-        print()
+        print_whole(f"# {made.stack} {made.version}: {piece.name}")
+        print_whole(piece.text)
+        print_line()
     words = {
         "exact": "exact",
         "layout": "same arithmetic, different layout",
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     for line in made.lines:
         print_line(str(line), indent="  ")
     if made.assumed:
-        print("\nassumed:")
+        print_line("\nassumed:")
         for text in made.assumed:
             print_line(text, indent="  ")
     return 1 if made.fidelity == "impossible" else 0

@@ -97,29 +97,29 @@ HEADINGS = (
 
 
 def _print(found: Imported, told: Answer) -> None:
-    print(f"{found.stack} {found.version}: {told}")
-    print()
+    print_line(f"{found.stack} {found.version}: {told}")
+    print_line()
     shown = rows(found.meaning)
     print_table(("fact", "meaning"), [(label(name, found.meaning), text) for name, text in shown.items()])
     differs = apart(told, found.meaning, engine=found.engine)
     if differs:
-        print("\nwhere the recipe differs here:")
+        print_line("\nwhere the recipe differs here:")
         for name, (there, here) in differs.items():
-            print(f"  {label(name, found.meaning)}: {there} there, {here} here")
+            print_line(f"  {label(name, found.meaning)}: {there} there, {here} here")
     forbidden = refusals(told)
     if forbidden:
-        print("\nmpbridge does not train this as it is:")
+        print_line("\nmpbridge does not train this as it is:")
         for line in forbidden:
             print_line(line, indent="  ")
     for attribute, heading in HEADINGS:
         lines = getattr(found, attribute)
         if lines:
-            print(f"\n{heading}:")
+            print_line(f"\n{heading}:")
             for line in lines:
-                print(f"  {line}")
+                print_line(f"  {line}")
     if found.other:
         many = "settings are" if len(found.other) > 1 else "setting is"
-        print(f"\n{len(found.other)} other {many} not about precision")
+        print_line(f"\n{len(found.other)} other {many} not about precision")
 
 
 def _data(found: Imported, told: Answer) -> dict[str, object]:

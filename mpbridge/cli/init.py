@@ -10,6 +10,7 @@ from typing import Any
 
 from mpbridge.cli import _starter
 from mpbridge.cli.options import DEFAULT_CONFIG, find_config
+from mpbridge.cli.text import print_line, print_whole
 from mpbridge.config.container import ConfigContainer
 from mpbridge.config.corpus import entries_of
 from mpbridge.config.load import dump_yaml
@@ -62,11 +63,13 @@ def run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-        print(f"{folder / name}  {_starter.WHAT[name]}")
+        print_line(f"{folder / name}  {_starter.WHAT[name]}")
     go = "" if folder == Path(".") else f"cd {folder} && "
-    print(f"\nnext: {go}mpbridge check --config config.yaml{settings} && mpbridge train --config config.yaml{settings}")
+    print_whole(
+        f"\nnext: {go}mpbridge check --config config.yaml{settings} && mpbridge train --config config.yaml{settings}"
+    )
     if settings:
-        print(f"set these on the command line or in config.yaml:{settings}")
+        print_line(f"set these on the command line or in config.yaml:{settings}")
     return 0
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mpbridge.cli._job import job_faults
 from mpbridge.cli._slurm import Job, script
 from mpbridge.cli.options import resolved, whole
+from mpbridge.cli.text import complain, print_line, print_whole
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError, Refused
 from mpbridge.hardware.capability import ASSUMED
 from mpbridge.hardware.machines import machine
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         mounts=args.mount,
         options=args.slurm,
     )
-    _submit(script(job)) if args.submit else print(script(job), end="")
+    _submit(script(job)) if args.submit else print_whole(script(job).removesuffix("\n"))
     return 0
 
 
@@ -124,7 +125,7 @@ def _resumable(words: list[str], args: argparse.Namespace) -> list[str]:
     )
     _refuse_broken(made, gpus=not args.cpu)
     for note in (*admission.notes, *admission.trackers):
-        print(f"note: {note}", file=sys.stderr)
+        complain(f"note: {note}")
     return words if made.checkpoint["load"] else [*words, f"checkpoint.load={made.checkpoint['save']}"]
 
 
@@ -167,4 +168,4 @@ def _submit(text: str) -> None:
     done = subprocess.run(["sbatch"], input=text, capture_output=True, text=True, check=False)
     if done.returncode:
         raise MpbridgeError(f"sbatch refused the script: {' '.join(done.stderr.split())}")
-    print(done.stdout, end="")
+    print_line(done.stdout.removesuffix("\n"))

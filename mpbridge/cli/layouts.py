@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._target import add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, container, wanted_world, whole
-from mpbridge.cli.text import print_json, print_line, print_table
+from mpbridge.cli.text import print_json, print_line, print_table, print_whole
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError
 from mpbridge.estimate.layouts import Layout, search
 from mpbridge.estimate.predict import longer
@@ -163,7 +163,7 @@ def _print(found: list[tuple[str, Layout]]) -> None:
         rows,
     )
     for place, (_, one) in enumerate(found, start=1):
-        print(f"{place}: {one.line}")
+        print_whole(f"{place}: {one.line}")
 
 
 def _divisible(smallest: int, world: int) -> int:

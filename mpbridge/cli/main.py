@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mpbridge import __version__
+from mpbridge.cli.text import columns_here, complain, print_line
 from mpbridge.errors import BadValue, Contradiction, MpbridgeError, Refused, UnknownName
+from mpbridge.report.records import hanging, prose
 
 NOT_VERBS = frozenset({"main", "options", "text"})
 FOREIGN = frozenset({"on-cpu", "launch"})
@@ -132,10 +134,10 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] == ["help"] and len(arguments) > 1:
         arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_help(known))
+        print_line(_help(known))
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
-        print(f"mpbridge {__version__}")
+        print_line(f"mpbridge {__version__}")
         return 0
     if arguments[0] == "--json" and len(arguments) > 1:  # before the verb too
         arguments = [arguments[1], "--json", *arguments[2:]]
@@ -151,6 +153,20 @@ class Interrupted(MpbridgeError):
     """The user's Ctrl-C."""
 
     exit_code = 130
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """argparse's, at most as wide as the terminal; description and epilog keep their lines, and longer ones are wrapped."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return prose(text, width, indent=indent)
+
+    def _format_usage(self, *args: Any) -> str:
+        lines = super()._format_usage(*args).split("\n")
+        if max(map(len, lines)) <= self._width:
+            return "\n".join(lines)
+        # argparse indents the options as far as the command is long
+        return "\n".join([lines[0], *(f"    {line.lstrip()}" if line else "" for line in lines[1:])])
 
 
 class Parser(argparse.ArgumentParser):
@@ -177,9 +193,7 @@ class Parser(argparse.ArgumentParser):
 def parser_of(verb: str, module: str) -> argparse.ArgumentParser:
     """The verb's parser, with its arguments."""
     found: Any = importlib.import_module(module)
-    parser = Parser(
-        prog=f"mpbridge {verb}", description=found.SUMMARY, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog=f"mpbridge {verb}", description=found.SUMMARY, formatter_class=_Formatter)
     found.add_arguments(parser)
     parser.quoted = getattr(found, "QUOTED", frozenset())
     if verb in FOREIGN:
@@ -205,11 +219,11 @@ def _help(known: dict[str, str]) -> str:
         "usage: mpbridge COMMAND ...",
         "",
     ]
-    width = max(map(len, known))
-    lines += [f"  {verb:{width}}  {importlib.import_module(module).SUMMARY}" for verb, module in known.items()]
+    rows = [(f"  {verb}", str(importlib.import_module(module).SUMMARY)) for verb, module in known.items()]
     return "\n".join(
         [
             *lines,
+            *hanging(rows, columns_here()),
             "",
             "For details: mpbridge help COMMAND. Exit codes: 0 done, 1 the answer is no, 2 misuse, 3 training stopped early.",
         ]
@@ -228,4 +242,4 @@ def _complain(error: MpbridgeError, as_json: bool) -> None:
     ):  # all processes of a job fail in the same way: rank 0 prints the full error, the others one line each
         text = f"rank {rank}: {text.splitlines()[0] if text else ''}"
     with contextlib.suppress(BrokenPipeError):  # `2>&1 | head`: the exit code still matters
-        print(text, file=sys.stderr, flush=True)
+        complain(text)

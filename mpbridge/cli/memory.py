@@ -102,17 +102,17 @@ def _print(
     print_line(
         f"tensor {sizes.tensor}, pipeline {sizes.pipeline}, context {sizes.context}, expert {sizes.expert}, data {sizes.data}; {_which(made, facts, mine)}"
     )
-    print()
+    print_line()
     columns = ("role", unit.name, f"{REFERENCE} {unit.name}", "bytes/parameter", "basis")
     print_table(columns, _rows(facts, compared, unit))
     if stages:
-        print()
+        print_line()
         print_table(
             ("stage", f"states {unit.name}", f"activations {unit.name} (estimate)", f"total {unit.name}"),
             [(str(s.stage), unit.of(s.states), unit.of(s.activations), unit.of(s.total)) for s in stages],
         )
     if compared.reasons:
-        print(f"\nwhy it differs from {REFERENCE}")
+        print_line(f"\nwhy it differs from {REFERENCE}")
         for reason in compared.reasons:
             print_line(reason, indent="  ")
     for words in left_out_of_memory(facts):
@@ -160,7 +160,7 @@ def _say_nearest(made: Run, facts: RunFacts, where: TargetMachine) -> None:
             print_line(f"no layout was searched: {violation.found}")
             return
     found = nearest(made.policy, facts, where.machine, stated=says_optimizer(made.container))
-    print(
+    print_line(
         f"nearest layout that fits, on {found.parallel.world_size} GPUs: {line(found)}"
         if found is not None
         else f"no layout fits on up to {64 * facts.parallel.world_size} GPUs"
@@ -199,7 +199,7 @@ def _fullest_words(made: Run, facts: RunFacts, mine: Memory) -> str:
 
 def _say_fit(fits: Fit, where: TargetMachine, unit: ByteUnit, whose: str) -> None:
     need, off, have = (unit.of(size) for size in (fits.needed, fits.band, fits.available))
-    print()
+    print_line()
     print_line(
         f"{fits.answer} on {where.machine.name}: {whose}{need} +- {off} {unit.name} of {have} ({where.machine.memory_source})"
     )

@@ -6,7 +6,7 @@ import argparse
 
 from mpbridge.cli.options import add_run_arguments, resolved
 from mpbridge.cli.show import facts
-from mpbridge.cli.text import on_terminal, print_json, print_table
+from mpbridge.cli.text import on_terminal, print_json, print_line, print_table
 from mpbridge.config.container import Run
 from mpbridge.memory.names import refuse_idle_rules
 from mpbridge.sync.plan import plain, show
@@ -60,7 +60,7 @@ def as_data(made: Run) -> dict[str, object]:
 
 def _print(made: Run, *, explain: bool) -> None:
     how = "emulated" if made.facts.realization == "emulated" else "native"
-    print(
+    print_line(
         f"recipe {made.recipe} ({how}), engine {made.engine}, {made.world_size} process{'es' if made.world_size > 1 else ''}\n"
     )
     if on_terminal():
@@ -72,20 +72,20 @@ def _print(made: Run, *, explain: bool) -> None:
     else:
         _plain_table(made)
     for setting in made.brought:
-        print(f"the recipe also sets {setting}")
-    print()
+        print_line(f"the recipe also sets {setting}")
+    print_line()
     print_table(
         ("fact", "value"), facts(made.policy, made.facts.shape, engine=made.facts.engine), title="what it means"
     )
     if len(made.stages) > 1:
-        print()
+        print_line()
         print_table(
             ("stage", "until"),
             [(stage.recipe, str(stage.until or "the end")) for stage in made.stages],
             title="stages (the plan is the first one's)",
         )
     if explain:
-        print()
+        print_line()
         print_table(("setting", "value", "from"), _explained(made), title="where the configuration's values came from")
 
 
@@ -111,7 +111,7 @@ def _plain_table(made: Run) -> None:
             ("field", "before", "after", "why", "had been set by", "to keep it"), rows, title="what the recipe decides"
         )
     else:
-        print("the recipe changes nothing")
+        print_line("the recipe changes nothing")
 
 
 def _explained(made: Run) -> list[tuple[str, str, str]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import whole
-from mpbridge.cli.text import columns_here
+from mpbridge.cli.text import columns_here, complain, print_line, print_whole
 
 if TYPE_CHECKING:
     from mpbridge.report.curves import Curves
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     if drawn:
         sys.stdout.flush()
         picture(found, target)
-        print(f"picture: {target}")
+        print_line(f"picture: {target}")
     return 0
 
 
@@ -66,7 +66,7 @@ def _read(runs: list[Path]) -> list[Curves]:
             curves.name = str(path)
     for curves in found:
         for fault in curves.faults:
-            print(f"{curves.name}: {fault}", file=sys.stderr)
+            complain(f"{curves.name}: {fault}")
     return found
 
 
@@ -79,5 +79,5 @@ def _print(curves: Curves, number: str, width: int) -> None:
     if not points or (number == "loss_scale" and {value for _, value in points} == {1.0}):
         return
     odd = sum(not math.isfinite(value) for _, value in points)
-    print(f"{curves.name}: {label}" + (f" ({odd} of {len(points)} steps not finite)" if odd else ""))
-    print("\n".join(terminal(points, width=width, log=log)))
+    print_line(f"{curves.name}: {label}" + (f" ({odd} of {len(points)} steps not finite)" if odd else ""))
+    print_whole("\n".join(terminal(points, width=width, log=log)))

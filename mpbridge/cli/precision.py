@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from mpbridge.diagnose.evidence import gather
     from mpbridge.diagnose.page import precision_page
     from mpbridge.pages.document import writable, write
-    from mpbridge.report.console import console
+    from mpbridge.report.console import console, tell
 
     target = args.out or args.run_folder / "precision.html"
     if args.top < 1:
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     elif found.measured:
         print_line("no GEMM of this run is quantized: its linears and weights are on the page")
     write(target, precision_page(found).html())
-    out.print(f"page: {target}", markup=False, soft_wrap=True)
+    tell(out, f"page: {target}")
     return 0 if found.measured else 1
 
 

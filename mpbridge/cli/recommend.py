@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         print_line(f"target {where.line()}")
-        print()
+        print_line()
         _print(ranked, args.price)
         for words in left_out:
             print_line(f"left out: {words}")
@@ -144,13 +144,13 @@ def _print(order: list[Advice], price: float | None) -> None:
     print_table(
         ("", "recipe", "status", "memory", "step", "GPU hours per 1e9 tokens", "why"), rows, title="valid, in order"
     )
-    print()
+    print_line()
     print_line(
         "memory: states and estimated activations of the fullest GPU, compared with bf16_mixed on the megatron-core engine"
     )
     others = [(advice.recipe, advice.reason) for advice in order if not advice.legal]
     if others:
-        print()
+        print_line()
         print_table(("recipe", "why not"), others, title="not valid here")
 
 

@@ -66,14 +66,14 @@ def run(args: argparse.Namespace) -> int:
     without_chatter()
     from mpbridge.pages.document import writable
     from mpbridge.rehearse.report import caveats, tables
-    from mpbridge.report.console import console, rank
+    from mpbridge.report.console import console, rank, tell
     from mpbridge.report.pictures import MISSING, drawable
 
     writable(args.out, folder=True)
     out = console(speaks=rank() == 0)
     pictures = drawable()
     if not pictures:
-        out.print(f"no pictures: {MISSING}; the page has its own charts", markup=False)
+        tell(out, f"no pictures: {MISSING}; the page has its own charts")
     result = _rehearsed(args)
     if args.suggest:
         _suggest(args, result)
@@ -81,11 +81,11 @@ def run(args: argparse.Namespace) -> int:
         page = _write(result, args.out, pictures=pictures)
     for table in tables(result):
         out.print(table)
-    out.print(caveats(result), markup=False, soft_wrap=True)
+    tell(out, caveats(result))
     for line in result.suggestion:
-        out.print(line, markup=False, soft_wrap=True)
+        tell(out, line)
     if rank() == 0:
-        out.print(f"report: {page}", markup=False, soft_wrap=True)
+        tell(out, f"report: {page}")
     return 1 if all(recipe.failure is not None for recipe in result.recipes) else 0
 
 

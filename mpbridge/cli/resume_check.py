@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from pathlib import Path
 
 from mpbridge.checkpoint.store import locate, step_of, whole
 from mpbridge.checkpoint.verdict import Fingerprint, Verdict, read_fingerprint, verdict
+from mpbridge.cli.text import print_json, print_line
 from mpbridge.precision.papers import engine_for
 from mpbridge.precision.registry import describe, get_mixed_precision_config
 from mpbridge.precision.resolve import resolve
@@ -39,16 +39,11 @@ def run(args: argparse.Namespace) -> int:
     if args.reset_optimizer and found.goes_on:
         found = found.without_states("it was requested (--reset-optimizer)")
     if args.json:
-        print(
-            json.dumps(
-                {"checkpoint": str(folder), "from": saved.recipe, "to": wanted.recipe} | dataclasses.asdict(found),
-                indent=1,
-            )
-        )
+        print_json({"checkpoint": str(folder), "from": saved.recipe, "to": wanted.recipe} | dataclasses.asdict(found))
     else:
         # the run must set it, since the default is mcore
         engine = "" if wanted.engine == DEFAULT else f" with engine={wanted.engine}"
-        print(f"{folder}: {saved.recipe} -> {wanted.recipe}{engine}: " + "\n".join(found.lines()))
+        print_line(f"{folder}: {saved.recipe} -> {wanted.recipe}{engine}: " + "\n".join(found.lines()))
     return exit_code(found, reset=args.reset_optimizer)
 
 

@@ -54,20 +54,20 @@ def run(args: argparse.Namespace) -> int:
         print_json(as_data(entry) | meaning | papers_of)
         return 0
     print_line(f"{entry.name}: {entry.summary}")
-    print()
+    print_line()
     _lines(_papers(entry))
-    print()
+    print_line()
     print_table(
         ("field", "value"),
         [(name, say(value)) for name, value in config.given().items()],
         title="fields set by its author",
     )
-    print()
+    print_line()
     print_table(("fact", "value"), facts(policy, *_shapes(args.layers), engine=entry.engine), title="what it means")
-    print()
+    print_line()
     print_table(("", ""), _costs(card(args.recipe)), title="where it runs and what it costs")
     if known:
-        print()
+        print_line()
         print_table(("", ""), evidence_rows(known), title="evidence")
     return 0
 

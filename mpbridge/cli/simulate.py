@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpbridge.cli.options import add_run_arguments, container
-from mpbridge.cli.text import print_json, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.errors import BadValue
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(made: Run, changed: Sequence[str], found: Sequence[Simulated], *, step: bool) -> None:
-    print(
+    print_line(
         f"{made.world_size} ranks, recipe {made.recipe}; built here without memory{': ' + ', '.join(changed) if changed else ''}"
     )
     rows = [
@@ -75,7 +75,7 @@ def _print(made: Run, changed: Sequence[str], found: Sequence[Simulated], *, ste
     print_table(_COLUMNS, rows)
     for one in found:
         for line in (*one.differences[:10], *one.audit, *one.step):
-            print(f"rank {one.rank}: {line}")
+            print_line(f"rank {one.rank}: {line}")
 
 
 def _ranks(text: str) -> list[int]:

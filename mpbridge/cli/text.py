@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mpbridge.report.records import record, wrapped
+from mpbridge.report.records import prose, record, wrapped
 
 ROOM = 28
 """Width in characters below which a text column is unreadable."""
@@ -30,16 +30,20 @@ def columns_here() -> int | None:
     return shutil.get_terminal_size().columns if on_terminal() or "COLUMNS" in os.environ else None
 
 
-def print_line(text: str, *, indent: str = "") -> None:
-    """Prints a line, wrapped to the width if it is known."""
-    width = columns_here()
-    print(
-        "\n".join(
-            [f"{indent}{text}"]
-            if width is None or len(indent) + len(text) <= width
-            else wrapped(text, width, indent=indent)
-        )
-    )
+def print_line(text: str = "", *, indent: str = "") -> None:
+    """Prints prose, each line wrapped to the width if it is known; a command, settings or a path in it stay in one piece."""
+    print(prose(text, columns_here(), indent=indent))
+
+
+def print_whole(text: str) -> None:
+    """Prints lines that are copied or read by a program, such as commands, settings, YAML or a plot: never wrapped."""
+    print(text)
+
+
+def complain(text: str) -> None:
+    """Prints a line on stderr, never wrapped: one line per fault, as searches and programs expect."""
+    if sys.stderr is not None:  # closed: print would write to stdout
+        print(text, file=sys.stderr, flush=True)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
@@ -50,7 +54,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title:
         _rich(columns, rows, title)
         return
     if title:
-        print(title)
+        print_line(title)
     for line in aligned(columns, rows) if width is None else narrow(columns, rows, width):
         print(line)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli.options import add_run_arguments, resolved
+from mpbridge.cli.text import complain
 from mpbridge.errors import BadValue, Conflict
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _train(args: argparse.Namespace, made: Run) -> int:
     if done.stopped is not None and done.iterations < train_iters(made.train):
         return STOPPED
     if done.iterations and not done.applied:
-        print(f"0 of {done.iterations} steps were applied: nothing was trained", file=sys.stderr)
+        complain(f"0 of {done.iterations} steps were applied: nothing was trained")
         return 1
     return 0
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpbridge.cli._target import add_target_arguments, target
 from mpbridge.cli.options import add_run_arguments, container, whole
-from mpbridge.cli.text import print_json, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.errors import BadValue
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
     levels = None if args.levels is None else tuple(word.strip() for word in args.levels.split(",") if word.strip())
     first = rank() == 0
-    speak = print if first and not args.json else _silent
+    speak = print_line if first and not args.json else _silent
     if args.hf is not None:
         result, content, recipe = _of_folder(args, levels, budget, speak)
     else:
@@ -152,14 +152,14 @@ def _print(result: Tuned, recipe: str, out: Path, *, of_folder: bool) -> None:
     from mpbridge.tune.report import lines, sections
 
     for title, columns, rows in sections(result, recipe):
-        print()
+        print_line()
         print_table(columns, rows, title=title)
-    print()
+    print_line()
     for line in lines(result, recipe):
-        print(line)
+        print_line(line)
     # its module names are the folder's, which megatron-core's model does not have
     use = f'mpbridge.emulate(model, "{out}")' if of_folder else f"mpbridge train --recipe {out} --emulate"
-    print(f"recipe: {out} (mpbridge show {out}; {use})")
+    print_line(f"recipe: {out} (mpbridge show {out}; {use})")
 
 
 def _silent(text: str) -> None:

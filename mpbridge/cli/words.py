@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mpbridge.cli.text import print_json, print_table
+from mpbridge.cli.text import print_json, print_line, print_table
 from mpbridge.stacks.meaning import rows
 from mpbridge.stacks.words import TABLE, meanings
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints a row for each stack and context."""
     asked = [*(args.flags or ()), *([args.word] if args.word is not None else ())]
     if not asked:
-        print("\n".join(sorted({word for row in TABLE for word in row.words})))
+        print_line("\n".join(sorted({word for row in TABLE for word in row.words})))
         return 0
     found = meanings(" ".join(asked))
     table = [(row, rows(row.meaning)) for row in found]

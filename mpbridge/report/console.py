@@ -7,9 +7,11 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from rich.console import Console
+
+from mpbridge.report.records import prose
 
 WIDTH = 150
 """Width in columns without a terminal: log files are not limited to 80 columns."""
@@ -75,6 +77,15 @@ def console(*, speaks: bool = True) -> Console:
     file = cast("IO[str]", _Steady())
     found = Console(file=file, highlight=False)
     return found if found.is_terminal or "COLUMNS" in os.environ else Console(file=file, highlight=False, width=WIDTH)
+
+
+def tell(out: Console, said: Any, *, style: str | None = None) -> None:
+    """Prints prose on `out`, wrapped to a width that is known (a terminal, COLUMNS), its commands, settings and paths in one piece; or a table."""
+    if not isinstance(said, str):
+        out.print(said, style=style)
+        return
+    known = out.is_terminal or "COLUMNS" in os.environ
+    out.print(prose(said, out.width if known else None), style=style, markup=False, soft_wrap=True)
 
 
 def rank() -> int:

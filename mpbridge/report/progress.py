@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from mpbridge.cells import Bar, in_notebook
+from mpbridge.report.console import tell
 
 REDRAW = 0.25
 """Minimum seconds between redraws: rich's own refresh thread would compete with training for CPU cores."""
@@ -50,7 +51,7 @@ class ProgressLine:
                 self._drawn = now
                 self._bar.refresh()
         elif self.due(iteration):
-            self.console.print(f"step {iteration:>{len(str(self.total))}}/{self.total}  {text}")
+            tell(self.console, f"step {iteration:>{len(str(self.total))}}/{self.total}  {text}")
 
     def due(self, iteration: int) -> bool:
         """Whether this step's text will be shown soon, since producing it has a cost."""
@@ -63,7 +64,7 @@ class ProgressLine:
 
     def say(self, text: str) -> None:
         """Prints a permanent line."""
-        self.console.print(text, soft_wrap=True, markup=False)  # soft_wrap: commands stay copyable
+        tell(self.console, text)
 
     def __enter__(self) -> Self:
         if self._bar is not None:

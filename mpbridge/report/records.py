@@ -1,12 +1,20 @@
-"""Tables for narrow output: detects columns too narrow to read, and formats rows as lines instead. Plain text, no library."""
+"""Narrow output: wraps prose, detects columns too narrow to read, and formats rows as lines instead. Plain text, no library."""
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 
 READABLE = 16
 """Width in characters below which a text column breaks words."""
+_WELD = "\ue000"
+"""Stands for a blank that must not become a line break: a private-use character, which no text contains."""
+_LEAST = {"mpbridge": 2, "pip": 3, "torchrun": 1}
+"""First word of a command -> words that always belong to it."""
+_ARGUMENT = re.compile(r"-\S+|.*[^\w'-].*|[A-Z][A-Z_]*")
+"""A command's argument: an option, a word with punctuation in it (a path, key=value), a placeholder in capitals."""
+_SETTING = re.compile(r"[a-z_]+(\.\w+)+=\S*[^\s,;.]")
 
 
 def crowded(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, whole: Sequence[bool] = ()) -> bool:
@@ -24,13 +32,72 @@ def record(columns: Sequence[str], row: Sequence[str], width: int) -> list[str]:
     return wrapped(row[0], width) + (wrapped(rest, width, indent="    ") if rest else [])
 
 
+def prose(text: str, width: int | None, *, indent: str = "") -> str:
+    """Each line of `text`, indented, in lines of at most `width` characters with its own leading blanks; None: not wrapped."""
+    out: list[str] = []
+    for line in text.split("\n"):
+        whole = f"{indent}{line}"
+        words = whole.lstrip(" ")
+        fits = width is None or len(whole) <= width
+        out += [whole] if fits else wrapped(words, width or 0, indent=" " * (len(whole) - len(words)))
+    return "\n".join(out)
+
+
+def hanging(rows: Sequence[tuple[str, str]], width: int | None) -> list[str]:
+    """Names and their texts side by side, a text's further lines below its first; None: texts are not wrapped."""
+    column = max(len(name) for name, _ in rows) + 2
+    out = []
+    for name, text in rows:
+        lines = [text] if width is None else wrapped(text, max(width - column, READABLE))
+        out += [f"{name:{column}}{lines[0]}", *(" " * column + line for line in lines[1:])]
+    return out
+
+
 def wrapped(text: str, width: int, *, indent: str = "") -> list[str]:
-    """`text` in lines of at most `width` characters; a longer word, such as a path, stays in one piece for copying."""
-    return textwrap.wrap(
-        text,
+    """`text` in lines of at most `width` characters; what is copied stays in one piece, longer or not: a path, a command, settings."""
+    lines = textwrap.wrap(
+        welded(text),
         max(width, len(indent) + READABLE),
         initial_indent=indent,
         subsequent_indent=indent and f"{indent}  ",
         break_long_words=False,
         break_on_hyphens=False,
-    ) or [""]
+    )
+    return [line.replace(_WELD, " ") for line in lines] or [""]
+
+
+def welded(text: str) -> str:
+    """`text` with the blanks inside of a command, and between settings, replaced by a character that is no line break."""
+    words = text.split(" ")
+    out, start = "", 0
+    while start < len(words):
+        end = start + max(_command(words[start:]), _settings(words[start:]), 1)
+        out += (" " if start else "") + _WELD.join(words[start:end])
+        start = end
+    return out
+
+
+def _settings(words: Sequence[str]) -> int:
+    """How many settings, key=value, the words begin with; the last one may end the clause."""
+    many = next((n for n, word in enumerate(words) if not _SETTING.fullmatch(word)), len(words))
+    return many + (0 < many < len(words) and bool(_SETTING.fullmatch(words[many].rstrip(",;.:)"))))
+
+
+def _command(words: Sequence[str]) -> int:
+    """How many words belong to the command that the first one begins; 0 if it begins none. It ends at punctuation, or where prose goes on."""
+    length = least = _LEAST.get(words[0].lstrip("(`'\""), 0)
+    plain = 0
+    for i in range(1, len(words) if least else 0):
+        if words[i].startswith("(") or _closes(words[i - 1]):
+            return min(length, i)
+        value = words[i - 1].startswith("--") and "=" not in words[i - 1]
+        if value or _ARGUMENT.fullmatch(words[i].rstrip(",;:.)`")) or words[i] == "...":
+            length, plain = max(length, i + 1), 0
+        elif i >= least and (plain := plain + 1) > 1:
+            break
+    return min(length, len(words))
+
+
+def _closes(word: str) -> bool:
+    """Whether a word ends a clause."""
+    return word.endswith((",", ";", ")", ":", "`")) or (word.endswith(".") and not word.endswith(".."))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from mpbridge.devices.together import on_first_rank
 from mpbridge.engines.optimizers import CpuFusedAdam
 from mpbridge.engines.registry import build_engine
 from mpbridge.estimate.flops import whole_square_flops_per_token
-from mpbridge.report.console import console, rank
+from mpbridge.report.console import console, rank, tell
 from mpbridge.report.metrics import MetricsLog
 from mpbridge.report.progress import ProgressLine
 from mpbridge.report.tables import summary_table
@@ -66,8 +67,8 @@ def _pretrain(
     run = at_stage(run)
     preflight(run, out)
     for said in check_stages(run):
-        out.print(said, markup=False, soft_wrap=True)
-    parts = Hooks.of([*default_hooks(run, out.print), *hooks])
+        tell(out, said)
+    parts = Hooks.of([*default_hooks(run, partial(tell, out)), *hooks])
     cuda = torch.cuda.is_available()
     with ExitStack() as stack:
         stack.callback(parts.closed)
@@ -76,14 +77,14 @@ def _pretrain(
         stack.enter_context(process_group(cuda, minutes=float(run.train.get("timeout_minutes") or 60.0)))
         stack.enter_context(explained())
         for said in on_first_rank(lambda: require_admission(run, own_data=dataset is not None)):
-            out.print(said, markup=False, soft_wrap=True)
+            tell(out, said)
         for stage in run.stages or (run,):
             agree(stage.policy)
         feed = Feed(run, dataset)
         for done in feed.corpus.prepared if feed.corpus is not None else ():
-            out.print(f"corpus: {done.line()}", markup=False, soft_wrap=True)
+            tell(out, f"corpus: {done.line()}")
         if feed.corpus is not None and (ends := getattr(feed.corpus.tokenizer, "end_line", "")):
-            out.print(f"corpus: {ends}", markup=False, soft_wrap=True)
+            tell(out, f"corpus: {ends}")
         training = Training(run=run, engine=build_engine(run), scheduler=None, feed=feed, counters=Counters())
         # the engine at the end: a schedule may have replaced the first
         stack.callback(lambda: training.engine.close())

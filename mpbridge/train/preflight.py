@@ -12,6 +12,7 @@ from rich.console import Console
 from mpbridge.errors import BadValue, MpbridgeError
 from mpbridge.hardware.probe import installed
 from mpbridge.precision.wording import scale_warmup
+from mpbridge.report.console import tell
 from mpbridge.report.tables import plan_table
 from mpbridge.rules.admit import require_here
 from mpbridge.rules.base import Violation
@@ -27,17 +28,18 @@ def preflight(run: Run, out: Console) -> tuple[Violation, ...]:
     how = "natively" if facts.realization == "native" else "emulated"
     if run.played is not None:
         how = f"by Transformer Engine {facts.versions.transformer_engine}'s own Python on the CPU"
-    out.print(
+    tell(
+        out,
         f"recipe {run.recipe}, {how}, engine {facts.engine}, {facts.parallel.world_size} process(es) on {machine.name}"
-        + (" (played)" if run.played is not None else "")
+        + (" (played)" if run.played is not None else ""),
     )
     out.print(plan_table(run.plan))
     for setting in run.brought:
-        out.print(f"the recipe also sets {setting}", markup=False)
+        tell(out, f"the recipe also sets {setting}")
     if warmup := scale_warmup(run.policy.loss_scale, run.train["train_iters"]):
-        out.print(warmup, markup=False, soft_wrap=True)
+        tell(out, warmup)
     for warning in warnings:
-        out.print(str(warning), style="yellow", markup=False)
+        tell(out, str(warning), style="yellow")
     return warnings
 
 

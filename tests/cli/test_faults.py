@@ -147,51 +147,6 @@ def test_a_rehearsal_finds_no_room_before_it_trains(tmp_path: Path, capsys: pyte
     assert f"--out {tmp_path / 'file'}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", [["plan"], ["list"], ["diff", "bf16_mixed", "fp8_ds"], ["memory", "--config", "llama3_8b", "--stages"], ["words"]], ids=lambda verb: verb[0])  # fmt: skip
-def test_tables_keep_to_sixty_columns(
-    verb: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    main(verb)
-    lines = capsys.readouterr().out.splitlines()
-    # sentences around tables are the terminal's to wrap; a word that is longer stays whole
-    long = [line for line in lines if len(line) > 60 and line.startswith("  ") and len(max(line.split(), key=len)) < 50]
-    assert not long
-    assert len(lines) > 5
-
-
-@pytest.mark.parametrize("verb", ["memory", "check", "estimate"])
-def test_sentences_keep_to_sixty_columns(
-    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    main([verb, "--config", "llama3_8b", "--target", "h100"])
-    lines = capsys.readouterr().out.splitlines()
-    # settings to paste stay whole
-    assert not [line for line in lines if len(line) > 60 and not line.startswith("nearest layout")]
-    assert len(lines) > 4
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["show", "nvfp4"], ["show", "fp8_mlp_only"], ["recommend", "--config", "gpt_tiny", "--target", "h100"], ["plot", "run", "--no-picture"]],
-    ids=["show", "show a file", "recommend", "plot"],
-)  # fmt: skip
-def test_cards_advice_and_curves_keep_to_sixty_columns(
-    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text(
-        "".join(f'{{"iteration": {n}, "loss": {12345.678 / n}, "grad_norm": 1.5}}\n' for n in range(1, 9))
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "60")
-    assert main(words) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) > 8
-    assert not [line for line in lines if len(line) > 60 and len(line.split()) > 1]  # (a setting to paste stays whole)
-
-
 def test_the_table_and_the_verdict_speak_one_unit(capsys: pytest.CaptureFixture[str]) -> None:
     main(["memory", "--config", "llama3_8b", "--target", "h100"])
     out = capsys.readouterr().out
@@ -289,22 +244,6 @@ def test_a_page_without_room_is_named_and_costs_the_page_only(
     out, err = capsys.readouterr()
     assert {"diagnose": "nothing is out of line", "precision": "no precision.json"}[verb] in out
     assert err == "--out /dev/full cannot be written: No space left on device\n"
-
-
-def test_audits_keep_to_sixty_columns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fact = [
-        "main weights, rounded, in the dtype of the recipe",
-        "others than those (decoder.layers.1.mlp.linear_fc1)",
-        "NO",
-    ]
-    one = {"recipe": "bf16_mixed", "step": 3, "stage": "live", "ok": False, "reason": "every 3 steps", "facts": {"weights moved": ["yes", "yes", "ok"], "weights as read": fact}, "faults": ["weights as read: " + " ".join(fact)]}  # fmt: skip
-    (tmp_path / "precision.json").write_text(json.dumps({"audit": {"history": [one]}}))
-    monkeypatch.setenv("COLUMNS", "60")
-    assert main(["audit", str(tmp_path)]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 60, lines
 
 
 def test_a_configuration_without_a_name_is_not_the_default(capsys: pytest.CaptureFixture[str]) -> None:
