@@ -1,1 +1,1 @@
-"""What must not be combined, and why: one table of rules, the sizes of quantized GEMMs, and advice on recipes. Checking edits nothing and loads no framework."""
+"""Which settings must not be combined, and why: one table of rules, the size checks of quantized GEMMs, and advice on recipes. Checking is read-only and loads no framework."""

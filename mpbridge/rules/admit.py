@@ -1,4 +1,4 @@
-"""The last check before anything is built: does this run fit this machine and every rule? Asked by the training script and by each engine."""
+"""The last check before anything is built: does this run fit this machine and satisfy every rule? Called by the training script and by each engine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mpbridge.rules.table import require
 
 
 def require_here(policy: PrecisionPolicy, facts: RunFacts) -> tuple[Machine, tuple[Violation, ...]]:
-    """This machine, and the warnings. Raises Refused where the machine cannot run the recipe, or else with every broken rule; loads no framework.
+    """This machine, and the warnings. Raises Refused if the machine cannot run the recipe, otherwise with every rule broken as an error. Loads no framework.
 
-    `facts` may have been resolved for another machine; what counts is this one, its versions and its environment variables.
+    `facts` may have been resolved for another machine; they are judged with this machine, its versions and its environment variables.
     """
     machine, versions = this_machine(), installed()
     lacking = missing(versions.megatron_core)

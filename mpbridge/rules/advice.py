@@ -1,4 +1,4 @@
-"""Advice about recipes for a run on a machine: whether legal, the peak speed of its GEMMs, memory, evidence."""
+"""Advice on recipes for a run on a machine: legality, peak speed of the GEMMs, memory, evidence."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ class Advice:
     legal: bool
     reason: str
     bytes: int | None = None
-    """Of the fullest GPU, activations (an estimate) included."""
+    """Memory of the fullest GPU, with activations (an estimate)."""
     relative: float | None = None
-    """Of bf16_mixed's bytes."""
+    """Ratio of `bytes` to bf16_mixed's."""
     fit: str = "fits"
     """"fits", "tight" or "does not fit" (memory.by_role.verdict)."""
     peak: float | None = None
-    """Dense peak of its GEMMs beside BF16's: a limit from the vendor's table, not a speed."""
+    """Ratio of its GEMMs' dense peak to BF16's: a limit from the vendor's table, not a measured speed."""
     seconds: float | None = None
-    """Of a step: predicted, or measured where `speed_known` says so; None: it cannot be priced."""
+    """Time per step: predicted, or measured if `speed_known` says so; None: no prediction is possible."""
     band: float = 0.0
     """Relative error of a prediction."""
     one_sided: bool = False
-    """Whether the real step is only longer than predicted."""
+    """Whether the prediction is a lower bound: the real step can only take longer."""
     speed_known: str = ""
-    """"predicted", or the folder of the run that it was measured on."""
+    """"predicted", or the folder of the run in which it was measured."""
     hours: float | None = None
     """GPU hours per billion tokens."""
     taste: int = 0
 
     @property
     def fits(self) -> bool:
-        """False only where even the band's near end is above the memory."""
+        """False only if even the low end of the error band exceeds the memory."""
         return self.fit != "does not fit"
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """Sort key: legal, fitting, less than 32 bits, validated, faster than 16 bits by the table, then the finer scale and the smaller memory."""
+        """Sort key: legal, fitting, below 32 bits, validated, faster than 16 bits by the vendor's table, then finer scales and less memory."""
         faster = (self.peak or 0.0) > 1.0
         return (
             not self.legal,
@@ -68,7 +68,7 @@ ORDERS = ("status", "time", "memory")
 
 
 def order(advice: Advice, by: str) -> tuple[object, ...]:
-    """Sort key: legal and fitting first, then what was asked, then `rank`."""
+    """Sort key: legal and fitting first, then the requested criterion, then `rank`."""
     asked: float = 0.0
     if by == "time":
         asked = advice.seconds if advice.seconds is not None else float("inf")
@@ -78,7 +78,7 @@ def order(advice: Advice, by: str) -> tuple[object, ...]:
 
 
 def advise(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, *, reference: int | None = None) -> Advice:
-    """The advice about `entry` for this run on its machine; reference: bytes of bf16_mixed's fullest GPU."""
+    """Advice on `entry` for this run on its machine; reference: bytes on bf16_mixed's fullest GPU."""
     machine = run.machine
     errors = [violation for violation in broken(policy, run) if violation.severity == "error"]
     if errors:
@@ -112,7 +112,9 @@ def _peak(policy: PrecisionPolicy, run: RunFacts) -> float | None:
         return None
     low = "fp4" if policy.fp4 else "fp8" if policy.fp8 else policy.compute.short
     mine, base = machine.flops(low), machine.flops("bf16") or machine.flops("fp16")
-    if mine is None and low == "fp4":  # a GPU without FP4 was refused already; one without a table entry is unknown
+    if (
+        mine is None and low == "fp4"
+    ):  # a GPU without FP4 has already been refused; one without a table entry is unknown
         return None
     return mine / base if mine and base else None
 
@@ -121,7 +123,9 @@ def _reason(entry: Recipe, policy: PrecisionPolicy, run: RunFacts, native: str) 
     parts = [entry.summary]
     peak = _peak(policy, run)
     if peak is not None and policy.quantized:
-        parts.append(f"its GEMMs' dense peak is {peak:.1f} times BF16's by the vendor's table, end to end it is less")
+        parts.append(
+            f"its GEMMs' dense peak is {peak:.1f} times BF16's by the vendor's table, the end-to-end gain is smaller"
+        )
     if policy.quantized:
         depth = run.shape.num_layers
         kept = policy.bf16_layers(depth)

@@ -1,4 +1,4 @@
-"""What a rule is: a row with its words, its source and the versions in which it holds; the case that it judges; the violation that it finds."""
+"""The types of the rule table: Rule (a row with its texts, its source and the versions in which it is true), Case (what it judges) and Violation (what it reports)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.traits import EngineTraits
 
 ARGUMENTS = "Megatron-LM training/arguments.py validate_args (d98e8a64)"
-"""A source that rules of several subjects cite."""
+"""A source that rules on several subjects cite."""
 
 PLAIN_WEIGHTS = "mixed_precision.fp8_param_gather=false mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false"
-"""The cure of rules about weights at rest in a low format: a reused buffer without them is a contradiction."""
+"""The cure of rules about weights stored in a low-precision format; it clears both fields, since a reused buffer without stored weights is a contradiction."""
 
 Severity = Literal["error", "warning"]
 Emulated = Literal["same", "warning", "silent"]
@@ -25,7 +25,7 @@ Emulated = Literal["same", "warning", "silent"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One policy in one run, with the questions that many rules ask."""
+    """One policy in one run, with the queries that many rules share."""
 
     policy: PrecisionPolicy
     run: RunFacts
@@ -44,38 +44,38 @@ class Case:
 
     @property
     def native(self) -> bool:
-        """Whether Transformer Engine does the quantization."""
+        """Whether Transformer Engine performs the quantization."""
         return self.run.realization == "native"
 
     @property
     def core(self) -> bool:
-        """Whether megatron-core's own wrapper and optimizer run it."""
+        """Whether the engine uses megatron-core's own wrapper and optimizer."""
         return self.traits.main_weights == "megatron_core"
 
     @property
     def traits(self) -> EngineTraits:
-        """The engine's."""
+        """Traits of the run's engine."""
         return self.run.traits
 
     @property
     def kept(self) -> Mapping[str, Holding]:
-        """What is kept of a parameter, by role (`memory.keeps`)."""
+        """What is stored for a parameter, by role (`memory.keeps`)."""
         return keeps(self.policy, self.traits, self.run.optimizer, ddp=self.run.ddp)
 
     @property
     def own_copy(self) -> bool:
-        """As `PrecisionPolicy.narrow_alone`."""
+        """Whether 16-bit parameters are their own main weights (`PrecisionPolicy.narrow_alone`)."""
         return self.policy.narrow_alone
 
     @property
     def plain_ddp(self) -> str:
-        """The settings that come to plain DDP: a cure."""
+        """Settings that select plain DDP, as a cure."""
         also = " ddp.overlap_param_gather=false" if self.ddp("overlap_param_gather") else ""
         return f"ddp.use_distributed_optimizer=false{also}"
 
     @property
     def plain_states(self) -> str:
-        """The settings that come to an optimizer whose states are megatron-core's own: a cure."""
+        """Settings that select an optimizer with megatron-core's own states, as a cure."""
         low = [
             f" mixed_precision.{name}_dtype=null"
             for name in ("main_grads", "main_params", "exp_avg", "exp_avg_sq")
@@ -95,7 +95,7 @@ class Case:
 
     @property
     def stored(self) -> tuple[Quant, ...]:
-        """The quantizations whose weights rest in the low format."""
+        """The quantizations whose weights are stored in the low-precision format."""
         return tuple(quant for quant in self.policy.quants if quant.stored)
 
     @property
@@ -104,40 +104,40 @@ class Case:
         return bool(self.policy.precision_aware)
 
     def te_before(self, version: str) -> bool:
-        """Whether a Transformer Engine older than `version` is there (an absent one is another rule's subject)."""
+        """Whether the installed Transformer Engine is older than `version`; False without one, which another rule reports."""
         have = self.run.versions.transformer_engine
         return have is not None and not at_least(have, version)
 
     def set_variable(self, name: str) -> bool:
-        """Whether an environment variable is set to something that means yes."""
+        """Whether an environment variable is set to a true value."""
         return self.run.environment.get(name, "").strip().lower() not in ("", "0", "false", "off", "no")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One row. `found` gives the words for what is wrong, or a false value when the rule holds."""
+    """One row. `found` returns a description of what is wrong, or a false value when the rule holds."""
 
     id: str
     found: Callable[[Case], object]
     expected: str
     cure: str
-    """Settings as a command line takes them, or words; several cures stand with ', or ' between them, and each of them cures."""
+    """Command-line settings, or a sentence. Alternatives are separated by ', or '; each of them is sufficient."""
     source: str
     """Where the rule comes from: file and function of a version, or the upstream issue."""
     cure_here: Callable[[Case], str] | None = None
-    """The cure of one case, where not every case has the same; None: `cure`."""
+    """The cure for a particular case, where it differs between cases; None: `cure`."""
     about: str = ""
-    """Traits of a recipe (rules.cards.traits) that bring it up, all of them needed; empty: the rule is about runs, not recipes."""
+    """Traits of a recipe (rules.cards.traits) for which the rule is shown, all required; empty: the rule is about runs, not recipes."""
     severity: Severity = "error"
     holds: tuple[Window, ...] = ()
-    """The versions in which it is true; outside of any of them the row is silent."""
+    """The versions in which the rule is true; outside any of these windows it is silent."""
     engine: str = ""
-    """The engine whose runs it is asked of; '': all."""
+    """The engine that the rule applies to; '': all."""
     emulated: Emulated = "same"
-    """What becomes of an error when the quantization is emulated, where it may not apply."""
+    """What an error turns into when the quantization is emulated and the rule may not apply."""
 
     def applies(self, run: RunFacts) -> bool:
-        """Whether it speaks of the run's engine, and the run's versions lie in its windows."""
+        """Whether the rule is about the run's engine and its windows contain the run's versions."""
         return self.engine in ("", run.engine) and all(
             window.holds(getattr(run.versions, window.package)) for window in self.holds
         )
@@ -145,7 +145,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """One broken rule in words."""
+    """One broken rule, as text."""
 
     rule: str
     severity: Severity
@@ -154,7 +154,7 @@ class Violation:
     cure: str
     source: str
     versions: str = ""
-    """In which versions the rule is true; empty: in all."""
+    """The versions in which the rule is true; empty: all."""
 
     def __str__(self) -> str:
         return (

@@ -1,4 +1,4 @@
-"""A recipe's card: what it needs, what it keeps, what it costs, which rules apply to it. Data for `mpbridge show`; nothing is printed here."""
+"""A recipe's card: what it needs, what it stores, what it costs, which rules apply to it. Data for `mpbridge show`; prints nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SHAPE = ModelShape(
     num_layers=80, hidden_size=8192, num_attention_heads=64, ffn_hidden_size=28672, num_query_groups=8, kv_channels=128, vocab_size=128256, seq_length=8192,
     gated=True, tied=False, linear_bias=False, norm_bias=False,
 )  # fmt: skip
-"""Of Llama 3 70B: on it the embeddings and the buckets' padding weigh little, so the numbers are near the formula's."""
+"""The shape of Llama 3 70B: its embeddings and bucket padding are a small share, so the numbers are close to the formula's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,15 +34,15 @@ class Card:
     """Machines of the table that run it natively, with the assumed versions."""
     unproven_on: tuple[str, ...]
     compute: str
-    """What GEMMs see."""
+    """Formats of the GEMMs' operands."""
     stored: str
-    """What weights are at rest."""
+    """Formats in which weights are stored."""
     exported: str
-    """What a checkpoint's weights are."""
+    """Formats of a checkpoint's weights."""
     bytes_alone: float
-    """States, bytes per parameter, on one GPU (a 70B model's shape on the first machine that runs it)."""
+    """Bytes of state per parameter on one GPU (a 70B model's shape on the first machine that runs it)."""
     bytes_shared: float
-    """The same with optimizer states, or everything, shared by eight."""
+    """The same with optimizer states, or everything, sharded over eight GPUs."""
     rules: tuple[str, ...]
     """Ids of the rules that apply to a recipe of this kind."""
 
@@ -60,7 +60,7 @@ def card(name: str) -> Card:
         unproven_on=tuple(name for name in native if not answers[name].proven),
         compute=_compute(policy),
         stored=_stored(policy, entry),
-        exported=f"{policy.params.short} (low-precision weights are widened again)"
+        exported=f"{policy.params.short} (low-precision weights are dequantized)"
         if policy.stored
         else policy.params.short,
         bytes_alone=_bytes(policy, entry, 1, native),
@@ -70,7 +70,7 @@ def card(name: str) -> Card:
 
 
 def traits(policy: PrecisionPolicy, entry: Recipe) -> set[str]:
-    """The words by which rules name the recipes that they are about."""
+    """The traits by which rules name the recipes that they are about."""
     found: set[str] = {quant.scaling for quant in policy.quants}
     switches = {
         "quantized": policy.quantized,
@@ -108,7 +108,7 @@ def _stored(policy: PrecisionPolicy, entry: Recipe) -> str:
 
 
 def main_weights(policy: PrecisionPolicy, engine: EngineTraits) -> str:
-    """What is kept as main weights, and by whom, in words."""
+    """What the main weights are and who keeps them, as text."""
     settled = policy.settled()
     optimizer = OptimizerFacts(
         name=updater("adam", settled, engine),
@@ -117,7 +117,7 @@ def main_weights(policy: PrecisionPolicy, engine: EngineTraits) -> str:
     kept = keeps(settled, engine, optimizer)
     held = kept.get("main_params")
     if held is None:
-        return f"{kept['params'].dtype.short} by the parameters themselves"
+        return f"{kept['params'].dtype.short} in the parameters themselves"
     halves = held.dtype is DType.INT16
     keeper = (
         "FusedAdam"
@@ -126,7 +126,11 @@ def main_weights(policy: PrecisionPolicy, engine: EngineTraits) -> str:
         if engine.main_weights == "megatron_core"
         else engine.full_name
     )
-    return f"fp32 by {keeper}, as 16 more bits of BF16 parameters" if halves else f"{held.dtype.short} by {keeper}"
+    return (
+        f"fp32 kept by {keeper}, as 16 more bits of BF16 parameters"
+        if halves
+        else f"{held.dtype.short} kept by {keeper}"
+    )
 
 
 def _bytes(policy: PrecisionPolicy, entry: Recipe, ranks: int, native: list[str]) -> float:

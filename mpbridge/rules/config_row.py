@@ -1,4 +1,4 @@
-"""What the rules about megatron-core's config classes share: where they were read, and how a row and its settings are written."""
+"""Shared by the rules about megatron-core's config classes: their sources, how a row is written and how its settings are read."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def row(
 
 
 def listed(case: Case, name: str) -> tuple[str, ...]:
-    """A model setting that is one word or a list of them; () where it is not given."""
+    """A model setting that is one word or a list of words, as a tuple; () if it is not set."""
     value = case.model(name, ())
     return tuple(str(item) for item in value) if isinstance(value, (list, tuple)) else (str(value),)
 
 
 def latent(case: Case) -> bool:
-    """Whether attention is latent."""
+    """Whether the model uses multi-latent attention."""
     return bool(case.model("multi_latent_attention"))

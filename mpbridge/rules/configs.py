@@ -1,4 +1,4 @@
-"""What megatron-core's config classes refuse when they are made, precision or not, besides experts and recomputation."""
+"""What megatron-core's config classes reject at construction, related to precision or not. Experts and recomputation have files of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FUSIBLE = ("gelu", "silu", "quick_gelu")
 
 
 def _is(case: Case, **wanted: Any) -> bool:
-    """Whether every named model setting has that value; None and an absent one are alike."""
+    """Whether every named model setting has that value; None and absent are equivalent."""
     return all(case.run.model.get(name) == value for name, value in wanted.items())
 
 
@@ -55,7 +55,7 @@ def _pipeline_split(case: Case) -> str | None:
     given = [name for name in stages if case.model(name) is not None]
     also = [name for name in counted if case.model(name)]
     if given and also:
-        return f"{', '.join(given)} beside {', '.join(also)}"
+        return f"{', '.join(given)} together with {', '.join(also)}"
     if len(given) > case.run.parallel.pipeline:
         return f"{' and '.join(given)} with one pipeline stage"
     below = [f"{name}={case.model(name)}" for name in given if case.model(name) < 1]
@@ -64,9 +64,11 @@ def _pipeline_split(case: Case) -> str | None:
     layers = case.run.shape.num_layers - sum(case.model(name) for name in given)
     stages_left = case.run.parallel.pipeline - len(given)
     if given and bool(layers) != bool(stages_left):
-        return f"{', '.join(given)} that leave {layers} layers to {stages_left} stages"
+        return f"{', '.join(given)} that leave {layers} layers for {stages_left} stages"
     layout = case.model("pipeline_model_parallel_layout")
-    return f"pipeline_model_parallel_layout beside {', '.join(given + also)}" if layout and given + also else None
+    return (
+        f"pipeline_model_parallel_layout together with {', '.join(given + also)}" if layout and given + also else None
+    )
 
 
 def _interleaving(case: Case) -> str | None:
@@ -110,7 +112,7 @@ def _fused_activation(case: Case) -> str | None:
 
 
 def _unfusible_layers(case: Case, kind: str, gated: bool) -> list[str]:
-    """Layers whose kernel megatron-core lacks; its configs accept them and the first forward pass fails (mlp.py, moe/experts.py)."""
+    """Layers for which megatron-core has no fused kernel; its configs accept them and the first forward pass fails (mlp.py, moe/experts.py)."""
     shape = case.run.shape
     plain = not shape.experts or not all(shape.expert_layers) or bool(shape.shared_expert_size)
     found = (
@@ -138,7 +140,7 @@ def _rotation(case: Case) -> str | None:
 
 
 def _library(case: Case) -> str | None:
-    """Switches whose kernels are Transformer Engine's, on a GPU without it; on a CPU another rule refuses them."""
+    """Switches that need Transformer Engine's kernels, on a GPU without it; on a CPU another rule rejects them."""
     names = [name for name in ("apply_rope_fusion", "moe_permute_fusion") if case.model(name)]
     names += ["symmetric_ar_type"] if case.model("symmetric_ar_type") else []
     missing = case.run.versions.transformer_engine is None
@@ -177,7 +179,7 @@ def _batch_invariance(case: Case) -> str | None:
 
 
 def _newer(case: Case) -> str | None:
-    """Settings, and words of settings, that the oldest described version does not have, beside those that the plan writes."""
+    """Settings, and values of settings, that the oldest described version does not have, apart from those that the plan writes."""
     from mpbridge.megatron_spec.fields import TABLE
 
     handled = {(row.target, row.field) for row in TABLE} | _TRIED
@@ -203,25 +205,25 @@ def _newer(case: Case) -> str | None:
 _TRIED: frozenset[tuple[str, str]] = frozenset(
     {("model", "cuda_graph_modules"), ("model", "moe_flex_dispatcher_num_sms")}
 )
-"""Newer settings that change nothing that rules, memory and audit ask about."""
+"""Newer settings that do not affect what rules, memory and audit look at."""
 
 
 RULES: tuple[Rule, ...] = (
-    row("sequence-parallel-alone", _sequence, "tensor parallel ranks, which share the sequence", "parallel.sequence_parallel=false", _PARALLEL),
+    row("sequence-parallel-alone", _sequence, "tensor-parallel ranks to split the sequence over", "parallel.sequence_parallel=false", _PARALLEL),
     row("deferred-embedding-gradient", _deferral, "pipeline stages, fused accumulation and a limit of 0 or more", "model.defer_embedding_wgrad_compute=false", _PARALLEL),
     row("overlapped-warmup", _warmup_flush, "overlap_p2p_comm=true and batch_p2p_comm=false", "model.overlap_p2p_comm_warmup_flush=false", _PARALLEL),
-    row("pipeline-split", _pipeline_split, "one way to say how layers are shared, with at least one layer a stage", "drop all but one of them"),
-    row("interleaving-alone", _interleaving, "pipeline stages to interleave", "parallel.virtual_pipeline_model_parallel_size=null",
+    row("pipeline-split", _pipeline_split, "a single way of splitting the layers, with at least one layer per stage", "drop all but one of them"),
+    row("interleaving-alone", _interleaving, "more than one pipeline stage to interleave", "parallel.virtual_pipeline_model_parallel_size=null",
          "megatron-core 0.16.1 parallel_state.py initialize_model_parallel"),
     row("clamped-swiglu", _clamped, "a positive limit, in experts, without an offset", "model.activation_func_clamp_value=null",
          NEWER_MODEL_CONFIG, holds=(SINCE_017,)),
     row("fused-activation", _fused_activation, "gated or biased GELU or SwiGLU in dense layers and shared experts, SwiGLU or quick GeGLU in experts", "model.bias_activation_fusion=false"),
-    row("rotary-embedding", _rotation, "what these kernels and layers were written for", "drop the switch"),
-    row("switch-without-transformer-engine", _library, "Transformer Engine, whose kernels these are", "install mpbridge[te], or drop them"),
-    row("layers-without-rotation", _no_rope, "a divisor of the layers, or one entry a layer, and no flash_decode", "correct model.no_rope_freq"),
-    row("context-communication", _context, "one entry a layer, or one for all", "correct model.cp_comm_type"),
-    row("inference-layers", _inference, "layers that train", "model.transformer_impl=transformer_engine model.inference_fuse_tp_communication=false"),
+    row("rotary-embedding", _rotation, "a combination that these kernels and layers support", "drop the switch"),
+    row("switch-without-transformer-engine", _library, "Transformer Engine, which has these kernels", "install mpbridge[te], or drop them"),
+    row("layers-without-rotation", _no_rope, "a divisor of the number of layers, or one entry per layer, and no flash_decode", "correct model.no_rope_freq"),
+    row("context-communication", _context, "one entry per layer, or one for all", "correct model.cp_comm_type"),
+    row("inference-layers", _inference, "layers that can be trained", "model.transformer_impl=transformer_engine model.inference_fuse_tp_communication=false"),
     row("batch-invariance-backend", _batch_invariance, "flash", "model.attention_backend=flash, or model.batch_invariant_mode=false"),
-    row("settings-not-known-here", _newer, "settings that megatron-core 0.16.1 has as well: rules, memory and audit know nothing of these", "drop them",
+    row("settings-not-known-here", _newer, "settings that megatron-core 0.16.1 also has: rules, memory and audit do not know these", "drop them",
          "mpbridge/megatron_spec/schema", holds=(SINCE_017,)),
 )  # fmt: skip

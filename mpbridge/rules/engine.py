@@ -1,4 +1,4 @@
-"""Rules about engines and devices: what a wrapper, or a CPU, does not do. Checked anywhere; an engine checks them again before it builds (rules/admit.py)."""
+"""Rules about engines and devices: what a wrapper or a CPU cannot do. They can be checked anywhere; an engine checks them again before it builds (rules/admit.py)."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="megatron-fsdp-settings-elsewhere",
         found=_fsdp_settings,
-        expected="engine=megatron_fsdp, which alone reads them (use_custom_fsdp: nothing reads it)",
+        expected="engine=megatron_fsdp, the only engine that reads them (nothing reads use_custom_fsdp)",
         cure="drop them, or engine=megatron_fsdp",
         source="megatron-core 0.16.1 distributed_data_parallel_config.py",
         severity="warning",
@@ -139,7 +139,7 @@ RULES: tuple[Rule, ...] = (
             and (_on_cpu(c) or not c.native or c.model("transformer_impl") == "local")
             and "experts with add_bias_linear=true on megatron-core's local layers"
         ),
-        expected="experts without biases there: theirs are added in place to a view that autograd forbids to change",
+        expected="experts without biases: there the bias is added in place to a view that autograd does not allow to be modified",
         cure="model.add_bias_linear=false",
         source="megatron-core 0.16.1 transformer/mlp.py MLP.forward",
     ),
@@ -175,14 +175,14 @@ RULES: tuple[Rule, ...] = (
             and c.model("attention_softmax_in_fp32") is False
             and "attention_softmax_in_fp32=false with latent attention on a CPU"
         ),
-        expected="the softmax in FP32: megatron-core's local attention cannot do latent attention, and ours keeps its softmax in FP32",
+        expected="the softmax in FP32: megatron-core's local attention does not support latent attention, and mpbridge's computes the softmax in FP32",
         cure="model.attention_softmax_in_fp32=true",
         source="mpbridge/models/attention.py",
     ),
     Rule(
         id="needs-cuda",
         found=_cuda_only,
-        expected="a GPU: these are CUDA kernels, streams or Transformer Engine's attention",
+        expected="a GPU: these need CUDA kernels, streams or Transformer Engine's attention",
         cure="drop them for a CPU run",
         source="mpbridge/megatron/configs.py",
     ),

@@ -32,17 +32,17 @@ def _nvfp4(case: Case) -> str | None:
     if arch is not None and arch >= (
         12,
         0,
-    ):  # there the rounding's instruction does not exist: switching it off is right
+    ):  # the instruction for stochastic rounding does not exist there: switching it off is right
         seen = [name for name in seen if not name.endswith("ROUNDING")]
     return f"{', '.join(seen)} set" if seen and "nvfp4" in case.scalings else None
 
 
 _OWN_RULE = ("power_of_two", "hadamard", "stochastic_rounding", "square_weights")
-"""Options whose variables have a rule of their own."""
+"""Options whose variables have their own rules."""
 
 
 def _options(case: Case) -> Iterator[tuple[Quant, Option, Any]]:
-    """Every option of every quantization with what the environment makes of it; a text that Transformer Engine refuses counts as its default."""
+    """Every option of every quantization with its value from the environment; a text that Transformer Engine rejects counts as the default."""
     for quant in case.policy.quants:
         for option in quant.row.options:
             try:
@@ -93,8 +93,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="library-versions-untested",
         found=_untested,
-        expected="torch 2.6 to 2.13 and megatron-core 0.16 (or 0.20, as of Megatron-LM d98e8a64), from which these rules and the configs' fields were read",
-        cure="install versions of that range",
+        expected="torch 2.6 to 2.13 and megatron-core 0.16 (or 0.20, as of Megatron-LM d98e8a64), the versions that these rules and the config fields were read from",
+        cure="install versions in that range",
         source="mpbridge pyproject.toml",
         severity="warning",
     ),
@@ -122,7 +122,7 @@ RULES: tuple[Rule, ...] = (
             and "NVTE_FP8_BLOCK_SCALING_FP32_SCALES set"
         ),
         expected="unset: it changes blockwise scales from powers of two to FP32, and conflicts with MXFP8",
-        cure="unset it, unless this is what you train with",
+        cure="unset it, unless you train with it deliberately",
         source=f"{_RECIPES}; miles#1340",
         severity="warning",
     ),
@@ -130,7 +130,7 @@ RULES: tuple[Rule, ...] = (
         id="nvfp4-switched-off-from-outside",
         about="nvfp4",
         found=_nvfp4,
-        expected="unset: the recipe means Hadamard transform, stochastic rounding and 2D weight scales",
+        expected="unset: the recipe includes the Hadamard transform, stochastic rounding and 2D weight scales",
         cure="unset them, or record them with the run",
         source=_RECIPES,
         severity="warning",
@@ -143,7 +143,7 @@ RULES: tuple[Rule, ...] = (
             and "tensorwise" in c.scalings
             and "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES set"
         ),
-        expected="unset: current scaling means FP32 scales",
+        expected="unset: current scaling uses FP32 scales",
         cure="unset it, or record it with the run",
         source=_RECIPES,
         severity="warning",
@@ -152,7 +152,7 @@ RULES: tuple[Rule, ...] = (
         id="scaling-switched-from-outside",
         about="quantized",
         found=_outside,
-        expected="unset, or the recipe's own word (mixed_precision.fp8_options, fp4_options)",
+        expected="unset, or stated in the recipe (mixed_precision.fp8_options, fp4_options)",
         cure="unset it, or write it into the recipe",
         source=_RECIPES,
         severity="warning",
@@ -170,7 +170,7 @@ RULES: tuple[Rule, ...] = (
         id="options-exclude-each-other",
         about="quantized",
         found=_clashes,
-        expected="options that Transformer Engine takes together",
+        expected="options that Transformer Engine accepts together",
         cure="change one of them (mixed_precision.fp8_options, fp4_options, or the variable)",
         source="Transformer Engine main d0067d0d pytorch/quantization.py NVFP4BlockScalingRecipeState, pytorch/csrc/quantizer.cpp",
     ),
@@ -178,7 +178,7 @@ RULES: tuple[Rule, ...] = (
         id="unfused-scale-update",
         about="delayed",
         found=lambda c: c.set_variable("NVTE_UNFUSED_FP8_UPDATE") and c.history and "NVTE_UNFUSED_FP8_UPDATE set",
-        expected="unset: its amax history rolls on zeros, other scales result",
+        expected="unset: with it the amax history rolls in zeros, which gives different scales",
         cure="unset NVTE_UNFUSED_FP8_UPDATE",
         source="Transformer Engine 2.11 pytorch/quantization.py reduce_and_update_fp8_tensors",
         severity="warning",

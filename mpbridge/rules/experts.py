@@ -1,4 +1,4 @@
-"""What megatron-core refuses about mixtures of experts when their config is made or a layer is built."""
+"""What megatron-core rejects about mixtures of experts when the config is constructed or a layer is built."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def _groups(case: Case) -> str | None:
     )
     experts, ranks = case.run.shape.experts or 0, case.run.parallel.expert
     if top and limited:
-        return "moe_router_group_topk beside moe_router_topk_limited_devices"
+        return "moe_router_group_topk together with moe_router_topk_limited_devices"
     if limited and experts:
-        # the old name: groups are then the expert-parallel ranks
+        # the older setting, whose groups are the expert-parallel ranks
         return (
             f"moe_router_topk_limited_devices={limited} of {ranks} expert-parallel ranks" if limited > ranks else None
         )
@@ -50,7 +50,7 @@ def _groups(case: Case) -> str | None:
 
 
 def _group_share(case: Case) -> str | None:
-    """What a router's top-k over groups cannot do: it takes topk / group_topk experts of each group."""
+    """Sizes that group-limited top-k cannot handle: it takes topk / group_topk experts from each group."""
     limited, top = case.model("moe_router_topk_limited_devices"), case.model("moe_router_group_topk")
     experts, topk = case.run.shape.experts or 0, case.model("moe_router_topk", 2)
     chosen = top or limited
@@ -79,7 +79,7 @@ def _flex(case: Case) -> str | None:
     sizes = case.run.parallel
     alone = (sizes.expert_tensor or sizes.tensor) * sizes.expert <= 1
     wrong = case.run.shape.experts and case.model("moe_token_dispatcher_type") == "flex" and alone
-    return "dispatcher flex without tensor or expert parallel ranks" if wrong else None
+    return "dispatcher flex without tensor- or expert-parallel ranks" if wrong else None
 
 
 def _shared_overlap(case: Case, kinds: tuple[str, ...]) -> str | None:
@@ -112,7 +112,7 @@ def _capacity(case: Case) -> str | None:
 def _expert_bias(case: Case) -> str | None:
     tensor = case.run.parallel.expert_tensor or case.run.parallel.tensor
     wrong = case.run.shape.experts and case.model("add_bias_linear", True) and tensor != 1
-    return f"experts with biases shared by {tensor} tensor-parallel ranks" if wrong else None
+    return f"experts with biases split over {tensor} tensor-parallel ranks" if wrong else None
 
 
 def _load_bias(case: Case, scores: tuple[str, ...]) -> str | None:
@@ -145,24 +145,24 @@ def _expert_overlap(case: Case) -> str | None:
 RULES: tuple[Rule, ...] = (
     row("expert-settings-without-experts", _experts_without, "model.num_moe_experts", "drop them, or give model.num_moe_experts"),
     row("top-one-before-softmax", _top_one, "the softmax before the selection: over one expert it is 1, and its gradient 0", "model.moe_router_pre_softmax=true"),
-    row("router-groups", _groups, "groups that divide the experts, and no more of them than there are",
+    row("router-groups", _groups, "a number of groups that divides the experts, and no more selected groups than there are",
          "model.moe_router_num_groups, a divisor of num_moe_experts and at least moe_router_group_topk"),
-    row("router-group-share", _group_share, "moe_router_topk a multiple of the chosen groups, and no more experts of a group than it has",
+    row("router-group-share", _group_share, "moe_router_topk to be a multiple of the selected groups, and no more experts per group than a group has",
          "another model.moe_router_topk or moe_router_group_topk", "megatron-core 0.16.1 transformer/moe/moe_utils.py group_limited_topk"),
-    row("token-dispatcher", _dispatcher, "DeepEP on dispatcher flex alone and without padding to capacity; fixed lengths with allgather",
+    row("token-dispatcher", _dispatcher, "DeepEP only with dispatcher flex and without padding to capacity; fixed lengths with allgather",
          "model.moe_token_dispatcher_type=alltoall model.moe_enable_deepep=false"),
-    row("flex-dispatcher-alone", _flex, "tensor x expert parallel ranks above 1", "model.moe_token_dispatcher_type=alltoall",
+    row("flex-dispatcher-alone", _flex, "more than one tensor x expert parallel rank", "model.moe_token_dispatcher_type=alltoall",
          "megatron-core 0.16.1 transformer/moe/token_dispatcher.py MoEFlexTokenDispatcher.__init__"),
     row("shared-expert-overlap", lambda c: _shared_overlap(c, ("alltoall",)), "dispatcher alltoall", "model.moe_shared_expert_overlap=false", holds=(BEFORE_017,)),
     row("shared-expert-overlap-by-dispatcher", lambda c: _shared_overlap(c, ("alltoall", "flex")), "dispatcher alltoall or flex", "model.moe_shared_expert_overlap=false",
          NEWER_MODEL_CONFIG, holds=(SINCE_017,)),
-    row("load-balancing-weights", _balancing, "one coefficient for each kind, and none with sinkhorn", "model.moe_aux_loss_coeff of the same form as moe_router_load_balancing_type",
+    row("load-balancing-weights", _balancing, "one coefficient per kind, and none with sinkhorn", "model.moe_aux_loss_coeff in the same form as moe_router_load_balancing_type",
          f"{MODEL_CONFIG}; transformer/moe/router.py sinkhorn_load_balancing"),
-    row("expert-capacity", _capacity, "a capacity factor of 0 or more where input is padded to it, and load balancing by auxiliary losses or none", "model.moe_expert_capacity_factor=1.0, or drop both"),
-    row("biased-experts-under-tensor-parallelism", _expert_bias, "experts without biases, or whole on each rank", "model.add_bias_linear=false, or parallel.expert_tensor_parallel_size=1"),
+    row("expert-capacity", _capacity, "a capacity factor of 0 or more if input is padded to it, and load balancing by auxiliary losses or none", "model.moe_expert_capacity_factor=1.0, or drop both"),
+    row("biased-experts-under-tensor-parallelism", _expert_bias, "experts without biases, or experts that are not split over ranks", "model.add_bias_linear=false, or parallel.expert_tensor_parallel_size=1"),
     row("expert-bias-scores", lambda c: _load_bias(c, ("sigmoid",)), "sigmoid scores", "model.moe_router_score_function=sigmoid", holds=(BEFORE_017,)),
     row("expert-bias-by-score", lambda c: _load_bias(c, ("sigmoid", "sqrtsoftplus")), "sigmoid or sqrtsoftplus scores", "model.moe_router_score_function=sigmoid",
          NEWER_MODEL_CONFIG, holds=(SINCE_017,)),
-    row("expert-overlap", _expert_overlap, "expert parallel ranks with alltoall or flex, nothing recomputed in full, interleaved stages, at most one further token",
+    row("expert-overlap", _expert_overlap, "expert-parallel ranks with alltoall or flex, no full recomputation, interleaved stages, at most one MTP layer",
          "model.overlap_moe_expert_parallel_comm=false model.delay_wgrad_compute=false model.ep_overlap_early_attn_memory_release=false"),
 )  # fmt: skip

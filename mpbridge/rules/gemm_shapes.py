@@ -1,4 +1,4 @@
-"""Every GEMM that a recipe quantizes: its local sizes against what the recipe needs. Kept apart: required, gatherable, experts' tokens, fast."""
+"""Checks the local sizes of every GEMM that a recipe quantizes against what the recipe needs. Findings have four levels: required, gatherable, experts (their tokens), fast."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _EXPERT_SOURCE = (
     "megatron-core 0.16.1 fp8_utils.py get_fp8_align_size, fp4_utils.py get_fp4_align_size; transformer/moe/experts.py"
 )
 FAST = 128
-"""Rows and columns of the tensor cores' tiles: a remainder runs as a whole tile."""
+"""Rows and columns of the tensor cores' tiles: a remainder costs a whole tile."""
 _FAST_SOURCE = "NVIDIA Deep Learning Performance guide, matrix multiplication: tile quantization"
 _SMALL_SOURCE = "torchao 0.18 float8/float8_linear_utils.py, measured on H100; torchtitan#1319"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misfit:
-    """One dimension of one module that is not what it should be."""
+    """One dimension of one module that is not a multiple of what it should be."""
 
     level: Level
     module: str
@@ -43,7 +43,7 @@ class Misfit:
 
     @property
     def pad(self) -> int:
-        """How much is missing to the next multiple."""
+        """The padding needed to reach the next multiple."""
         return -self.value % self.multiple
 
     def __str__(self) -> str:
@@ -57,13 +57,13 @@ class Misfit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearShape:
-    """One quantized linear of some layers, with the sizes that a rank sees."""
+    """One quantized linear that several layers share, with its sizes on one rank."""
 
     module: str
     layers: tuple[int, ...]
     quant: Quant
     tokens: int | None
-    """None: an expert's, known at run time only."""
+    """None for an expert, whose tokens are known only at run time."""
     shard: int
     """Tokens of a sequence-parallel shard; equal to `tokens` without sequence parallelism."""
     inner: int
@@ -81,7 +81,7 @@ def lint(policy: PrecisionPolicy, run: RunFacts) -> tuple[Misfit, ...]:
 
 
 def gemms(policy: PrecisionPolicy, run: RunFacts) -> tuple[LinearShape, ...]:
-    """The quantized linears, layers of equal sizes and rules together; one expert represents all."""
+    """The quantized linears, with layers of equal sizes and rules grouped; one expert represents all."""
     shape, parallel = run.shape, run.parallel
     grouped: dict[tuple[str, Quant, tuple[int, ...], str | None, bool], list[int]] = {}
     for layer in range(shape.num_layers):
@@ -89,7 +89,7 @@ def gemms(policy: PrecisionPolicy, run: RunFacts) -> tuple[LinearShape, ...]:
             for quant in policy.gemms_at(weight.module, layer, shape.num_layers).distinct:
                 grouped.setdefault((weight.module, quant, weight.shape, weight.split, weight.expert), []).append(layer)
     for weight in _linears(run, shape.num_layers - 1) if shape.mtp_layers else ():
-        # every depth of multi-token prediction is a layer of the last one's kind; it has no number of its own
+        # every multi-token prediction depth is a layer like the last one, but has no layer number
         for quant in policy.gemms_at(
             weight.module, None, shape.num_layers, f"{MTP[0].format(0)}{weight.module}"
         ).distinct:
@@ -106,7 +106,7 @@ def gemms(policy: PrecisionPolicy, run: RunFacts) -> tuple[LinearShape, ...]:
 
 
 def token_multiple(policy: PrecisionPolicy, run: RunFacts) -> int:
-    """What the tokens of a micro-batch on one context-parallel rank (a packed batch too) should be padded to a multiple of."""
+    """The multiple to which the tokens of a micro-batch on one context-parallel rank (also of a packed batch) should be padded."""
     steps = [1]
     for gemm in gemms(policy, run):
         need = gemm.quant.row.sizes
@@ -115,7 +115,7 @@ def token_multiple(policy: PrecisionPolicy, run: RunFacts) -> int:
 
 
 def vocabulary_multiple(run: RunFacts) -> int:
-    """What the embedding's rows are best padded to: 128 on every tensor-parallel rank (Megatron-LM's make-vocab-size-divisible-by)."""
+    """The multiple to which the embedding's rows are best padded: 128 per tensor-parallel rank (Megatron-LM's make-vocab-size-divisible-by)."""
     return FAST * run.parallel.tensor
 
 
@@ -146,7 +146,7 @@ def _linears(run: RunFacts, layer: int) -> tuple[Weight, ...]:
 
 
 def _whole(module: str) -> bool:
-    """Latent attention's down projections are whole on every rank and see the sequence shard itself."""
+    """Whether the linear is replicated: latent attention's down projections are whole on every rank, and their input is the sequence shard."""
     return module.endswith("_down_proj")
 
 
@@ -158,7 +158,7 @@ def _judge(gemm: LinearShape, run: RunFacts) -> Iterator[Misfit]:
         tokens = need.tokens_untransposed
 
     finding = functools.partial(_unless_multiple, gemm)
-    if gemm.tokens is None and gemm.module.endswith("linear_fc1"):  # once for the pair
+    if gemm.tokens is None and gemm.module.endswith("linear_fc1"):  # one finding for both of an expert's linears
         yield Misfit(
             level="experts", module=gemm.module, layers=gemm.layers, dimension="tokens of an expert", value=0, multiple=need.expert,
             cure=f"megatron-core pads each expert's tokens to {need.expert}: about {need.expert // 2} rows of each expert are wasted"
@@ -206,7 +206,7 @@ def _shards(gemm: LinearShape, need: Sizes, run: RunFacts) -> Iterator[Misfit]:
         whole = step * run.parallel.tensor
         yield Misfit(
             level=level, module=gemm.module, layers=gemm.layers, dimension="tokens of a sequence shard", value=gemm.shard, multiple=step,
-            cure=f"pad sequences to a multiple of {whole}" + ("" if level == "required" else ": the gradient is gathered in 16 bits instead"), source=need.shard_source,
+            cure=f"pad sequences to a multiple of {whole}" + ("" if level == "required" else "; otherwise the gradient is gathered in 16 bits"), source=need.shard_source,
         )  # fmt: skip
     if gemm.split == "column" and gemm.inner % need.shard and gemm.inner % need.inner == 0:
         yield Misfit(
@@ -216,7 +216,7 @@ def _shards(gemm: LinearShape, need: Sizes, run: RunFacts) -> Iterator[Misfit]:
 
 
 def _shard_step(gemm: LinearShape, run: RunFacts) -> int:
-    """What a sequence shard's tokens must be a multiple of; Userbuffers take MXFP8 in whole tiles only (Transformer Engine 2.11 pytorch/module/base.py)."""
+    """The multiple required of a sequence shard's tokens; Userbuffers accept MXFP8 in whole tiles only (Transformer Engine 2.11 pytorch/module/base.py)."""
     sizes = gemm.quant.row.sizes
     return max(sizes.shard, sizes.tile) if run.model.get("tp_comm_overlap") else sizes.shard
 
@@ -253,7 +253,7 @@ def _size_cure(gemm: LinearShape, side: str, multiple: int, run: RunFacts) -> st
 
 
 def _field(module: str, side: str) -> str:
-    """The setting that decides a side of a linear."""
+    """The setting that determines one dimension of a linear."""
     last = module.rpartition(".")[2]
     if (last, side) in (("linear_fc1", "out"), ("linear_fc2", "in")):
         return (

@@ -23,7 +23,7 @@ def _padding(case: Case) -> str | None:
 
 
 def _padding_without(case: Case) -> str | None:
-    """The switch is set although megatron-core sees no quantization: none is asked for, or it is emulated."""
+    """The switch is set although megatron-core sees no quantization: none is requested, or it is emulated."""
     name = _padding(case)
     if name is None or (case.policy.quantized and case.native):
         return None
@@ -38,7 +38,7 @@ def _router(case: Case) -> str | None:
 
 
 def _router_of_none(case: Case) -> str | None:
-    """A legal dtype for the router of a model that has none."""
+    """A legal router dtype on a model without a router."""
     value = case.model("moe_router_dtype") or (case.policy.router and case.policy.router.short)
     if case.run.shape.experts or value is None or _router(case):
         return None
@@ -106,7 +106,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="sizes-do-not-divide",
         found=_undivided,
-        expected="every size to be a multiple of the ranks that share it",
+        expected="every size to be a multiple of the number of ranks that it is split over",
         cure="another parallel size, or another model size",
         source=f"{_CONFIG}; transformer/moe/moe_layer.py BaseMoELayer.__init__ for experts",
     ),
@@ -120,14 +120,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="other-models-are-not-built",
         found=lambda c: ", ".join(f"model.{name}={say(c.model(name))}" for name in _OTHER_MODELS if c.model(name)),
-        expected="none of them: mpbridge builds one kind of GPT layer, for training; others would be left out silently",
+        expected="none of them: mpbridge builds one kind of GPT layer, for training; these would be ignored silently",
         cure="drop them",
         source="mpbridge/models/gpt.py; megatron-core 0.16.1 gpt_layer_specs.py takes them as arguments",
     ),
     Rule(
         id="router-dtype-is-ignored",
         found=_router,
-        expected="'fp32', 'fp64' or null: megatron-core compares with these strings, anything else leaves the router in 16 bits",
+        expected="'fp32', 'fp64' or null: megatron-core compares with these strings; anything else leaves the router in 16 bits",
         cure="mixed_precision.moe_router_dtype=fp32",
         source="megatron-core 0.16.1 transformer/moe/router.py",
     ),
@@ -150,7 +150,7 @@ RULES: tuple[Rule, ...] = (
             and c.model("moe_router_dtype") is None
             and f"{c.run.shape.experts} experts, router in {c.policy.compute.short}"
         ),
-        expected="an FP32 router from 32 experts on",
+        expected="an FP32 router with 32 or more experts",
         cure="mixed_precision.moe_router_dtype=fp32",
         source=_CONFIG,
         severity="warning",
@@ -183,7 +183,7 @@ RULES: tuple[Rule, ...] = (
             and "moe_router_padding_for_fp8 with a captured moe_preprocess"
         ),
         expected="no synchronising copies in a captured step",
-        cure="take moe_preprocess out of model.cuda_graph_scope",
+        cure="remove moe_preprocess from model.cuda_graph_scope",
         source=_CONFIG,
     ),
     Rule(
@@ -219,7 +219,7 @@ RULES: tuple[Rule, ...] = (
             and not c.run.parallel.sequence
             and f"{c.run.shape.experts} experts with tensor_model_parallel_size={c.run.parallel.tensor} and sequence_parallel=false"
         ),
-        expected="sequence parallelism beside it: megatron-core raises in the first forward pass",
+        expected="sequence parallelism too: without it megatron-core raises in the first forward pass",
         cure="parallel.sequence_parallel=true",
         source="megatron-core 0.16.1 transformer/moe/moe_layer.py MoELayer.forward",
     ),
@@ -239,10 +239,10 @@ RULES: tuple[Rule, ...] = (
         found=lambda c: (
             c.run.parallel.pipeline > 1
             and c.policy.pipeline is not _sent(c)
-            and f"pipeline_dtype={c.policy.pipeline.short}, while {_sent(c).short} travels between stages"
+            and f"pipeline_dtype={c.policy.pipeline.short}, while stages send {_sent(c).short}"
         ),
-        expected="the dtype of the residual stream: fp32 under fp32_residual_connection, else that of the computation. Receivers allocate by this field "
-        "only; a mismatch silently fills their buffers with garbage",
+        expected="the dtype of the residual stream: fp32 under fp32_residual_connection, else the compute dtype. Receivers allocate their buffers by this field "
+        "only; a mismatch silently fills them with garbage",
         cure="set mixed_precision.pipeline_dtype to the dtype that is sent",
         source="megatron-core 0.16.1 pipeline_parallel/p2p_communication.py, measured on gloo; Megatron-LM transformer_config.py (d98e8a64) forces fp32 residuals",
     ),
@@ -272,7 +272,7 @@ RULES: tuple[Rule, ...] = (
             and c.model("cross_entropy_fusion_impl", "native") == "te"
             and "cross_entropy_fusion_impl='te'"
         ),
-        expected="'native': the other has known stability issues",
+        expected="'native': 'te' has known stability issues",
         cure="model.cross_entropy_fusion_impl=native",
         source=ARGUMENTS,
     ),
@@ -283,7 +283,7 @@ RULES: tuple[Rule, ...] = (
             and c.policy.softmax_fp32 is False
             and "attention_softmax_in_fp32=false with apply_query_key_layer_scaling"
         ),
-        expected="true: megatron-core sets it, silently",
+        expected="true: megatron-core sets it silently",
         cure="mixed_precision.attention_softmax_in_fp32=null",
         source=_CONFIG,
         severity="warning",
@@ -325,7 +325,7 @@ RULES: tuple[Rule, ...] = (
             and c.model("disable_bf16_reduced_precision_matmul")
             and "disable_bf16_reduced_precision_matmul=true"
         ),
-        expected="to know that megatron-core sets torch's process-wide switch and never restores it",
+        expected="no other run in this process: megatron-core sets torch's process-wide switch and never restores it",
         cure="restart the process before another run (mpbridge's device layer restores it)",
         source=_CONFIG,
         severity="warning",
@@ -333,7 +333,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="interleaved-pipeline-on-gloo",
         found=_interleaved,
-        expected="overlap_p2p_comm=true batch_p2p_comm=false: batched, it diverges silently",
+        expected="overlap_p2p_comm=true batch_p2p_comm=false: with batched communication the run diverges silently",
         cure="model.overlap_p2p_comm=true model.batch_p2p_comm=false",
         source="measured on megatron-core 0.16.1 with gloo: gradient norms of 6e4",
     ),

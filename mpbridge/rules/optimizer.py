@@ -1,4 +1,4 @@
-"""Rules about what the optimizer keeps, and who keeps it."""
+"""Rules about which states are kept, in which dtype, and who keeps them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def _low_moments(case: Case) -> bool:
 
 
 def _unread_states(case: Case) -> str | None:
-    """States that are stated, and that the engine's optimizer keeps in another dtype."""
+    """States whose configured dtype differs from the one that the engine's optimizer keeps."""
     if case.core and case.own_copy and case.run.optimizer.distributed:
-        return None  # full-16-bit-with-distributed-optimizer: no switch of the optimizer mends that
+        return None  # reported by full-16-bit-with-distributed-optimizer: no optimizer setting fixes it
     kept, found = case.kept, []
-    # megatron-core refuses narrow main gradients without a precision-aware optimizer; with one it just reads its own (a warning below)
+    # megatron-core rejects 16-bit main gradients without a precision-aware optimizer; with one it reads its own buffers regardless (a warning below)
     names = _KEPT if case.aware or not case.core or case.own_copy else (*_KEPT, "main_grads")
     for name in names:
         stated, held = getattr(case.policy, name), kept.get(name)
         if name == "main_params" and _bf16_beside(case):
-            continue  # a precision-aware optimizer keeps no such weights either: fused-adam-keeps-no-bf16-main-weights
+            continue  # a precision-aware optimizer cannot keep such weights either, see fused-adam-keeps-no-bf16-main-weights
         if stated is None or (held is None and name != "main_params"):
             continue
         is_ = case.policy.params if held is None else DType.FP32 if held.dtype is DType.INT16 else held.dtype
@@ -41,12 +41,12 @@ def _bf16_main(case: Case) -> str | None:
 
 
 def _bf16_beside(case: Case) -> bool:
-    """Whether megatron-core is asked for BF16 main weights beside weights of another form, which only FusedAdam could keep, and does not."""
+    """Whether BF16 main weights are requested from megatron-core next to parameters of another format. Only FusedAdam could keep them, and it does not."""
     return case.core and case.policy.main_params is DType.BF16 and not case.own_copy
 
 
 def _section_states(case: Case) -> str | None:
-    """Fields of the optimizer's section that megatron-core insists on being FP32 when the optimizer is not precision-aware."""
+    """Fields of the optimizer section that megatron-core requires to be FP32 when the optimizer is not precision-aware."""
     if case.opt("use_precision_aware_optimizer", False) or not case.core:
         return None
     names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
@@ -67,7 +67,7 @@ def _aware_fp8(case: Case) -> str | None:
         return None
     if fp8.row.history:
         return (
-            "a precision-aware optimizer with 16-bit moments over delayed scaling's stored weights"
+            "a precision-aware optimizer with 16-bit moments and weights stored under delayed scaling"
             if fp8.stored and _low_moments(case)
             else None
         )
@@ -106,7 +106,7 @@ RULES: tuple[Rule, ...] = (
             and c.run.optimizer.name not in ADAMS
             and f"optimizer={c.run.optimizer.name} with use_precision_aware_optimizer"
         ),
-        expected="adam: FusedAdam alone keeps states in chosen dtypes",
+        expected="adam: only FusedAdam keeps states in configurable dtypes",
         cure="optimizer.optimizer=adam, or mixed_precision.use_precision_aware_optimizer=false",
         cure_here=lambda c: f"optimizer.optimizer=adam, or {c.plain_states}",
         source=_CONFIG,
@@ -130,7 +130,7 @@ RULES: tuple[Rule, ...] = (
             and not c.run.optimizer.cpu_offload
             and "use_precision_aware_optimizer on a GPU without Transformer Engine"
         ),
-        expected="Transformer Engine's FusedAdam (on a CPU mpbridge brings a stand-in)",
+        expected="Transformer Engine's FusedAdam (on a CPU mpbridge provides a replacement)",
         cure="install mpbridge[te]",
         source=_CONFIG,
     ),
@@ -159,8 +159,8 @@ RULES: tuple[Rule, ...] = (
         id="precision-aware-with-fp8",
         about="fp8",
         found=_aware_fp8,
-        expected="plain 16-bit or delayed scaling with FP32 moments: the others failed (illegal memory access, asserts) on several releases",
-        cure="mixed_precision.use_precision_aware_optimizer=false, and no states in 16 bits",
+        expected="plain 16-bit or delayed scaling with FP32 moments: other combinations failed (illegal memory access, asserts) on several releases",
+        cure="mixed_precision.use_precision_aware_optimizer=false, and no 16-bit states",
         cure_here=lambda c: c.plain_states,
         source="Megatron-Bridge#1707, ms-swift#8001, NVIDIA/cloudai#593",
         severity="warning",
@@ -172,7 +172,7 @@ RULES: tuple[Rule, ...] = (
             _pointless(c)
             and f"use_precision_aware_optimizer with {c.policy.fp8.scaling if c.policy.fp8 else ''} scaling and FP32 states"
         ),
-        expected="lower states: with this scaling megatron-core keeps FP32 main weights itself, so nothing is saved",
+        expected="states below FP32: with this scaling megatron-core keeps FP32 main weights itself, so nothing is saved",
         cure="mixed_precision.use_precision_aware_optimizer=false, or bf16 moments",
         source=f"{_CONFIG}: use_precision_aware_optimizer_no_fp8_or_ds_fp8",
         severity="warning",
@@ -196,9 +196,9 @@ RULES: tuple[Rule, ...] = (
             c.policy.main_grads not in (None, DType.FP32)
             and "main_grads" in c.kept
             and c.policy.main_grads is not c.kept["main_grads"].dtype
-            and f"main_grads_dtype={c.policy.main_grads.short}, and the optimizer reads {c.kept['main_grads'].dtype.short}"
+            and f"main_grads_dtype={c.policy.main_grads.short}, but the optimizer reads {c.kept['main_grads'].dtype.short}"
         ),
-        expected="the dtype that the optimizer reads: megatron-core only validates the field, then hands over its buffers, widened to FP32 beside FP32 main weights of its own",
+        expected="the dtype that the optimizer reads: megatron-core only validates the field, then passes its own buffers, cast to FP32 if it keeps FP32 main weights itself",
         cure="mixed_precision.grad_reduce_in_fp32=false, or drop main_grads_dtype",
         source="megatron-core 0.16.1: main_grads_dtype is read in optimizer_config.py only",
         severity="warning",
@@ -212,7 +212,7 @@ RULES: tuple[Rule, ...] = (
             and (c.policy.main_params not in (None, DType.FP32) or c.policy.params is not DType.BF16)
             and f"store_param_remainders=true with {(c.policy.main_params or DType.FP32).short} main weights of {c.policy.params.short} parameters"
         ),
-        expected="a precision-aware optimizer with FP32 main weights of BF16 parameters: remainders are the other half of their bits",
+        expected="a precision-aware optimizer with FP32 main weights of BF16 parameters: remainders are the other half of the FP32 bits",
         cure="mixed_precision.store_param_remainders=false",
         source="Transformer Engine 2.11 pytorch/optimizers/fused_adam.py initialize_state",
         severity="warning",
@@ -221,7 +221,7 @@ RULES: tuple[Rule, ...] = (
         id="remainders-of-fp8-weights",
         about="aware fp8",
         found=_remainders_of_codes,
-        expected="whole FP32 main weights: FusedAdam's kernel for FP8 weights checks for them, and 8-bit codes are no upper half of an FP32 number",
+        expected="full FP32 main weights: FusedAdam's kernel for FP8 weights checks for them, and an 8-bit code is not the upper half of an FP32 number",
         cure=f"mixed_precision.store_param_remainders=false, or {PLAIN_WEIGHTS}",
         source="Transformer Engine 2.11 to 2.20: pytorch/optimizers/fused_adam.py step, common/multi_tensor/adam.cu multi_tensor_adam_fp8_cuda",
         emulated="silent",
@@ -235,7 +235,7 @@ RULES: tuple[Rule, ...] = (
             and c.te_before("2.1")
             and f"store_param_remainders with Transformer Engine {c.run.versions.transformer_engine}"
         ),
-        expected="2.1 or later: with earlier versions megatron-core turns remainders off, at two more bytes per parameter",
+        expected="2.1 or later: with earlier versions megatron-core turns remainders off, which costs two more bytes per parameter",
         cure="upgrade Transformer Engine, or mixed_precision.store_param_remainders=false",
         source=_CONFIG,
         severity="warning",
@@ -244,11 +244,11 @@ RULES: tuple[Rule, ...] = (
         id="duplicate-main-weights",
         about="fp32_storage",
         found=lambda c: (
-            c.core  # the sharded engines leave the copy out
+            c.core  # the sharded engines do not keep the copy
             and c.aware
             and c.policy.params is DType.FP32
             and c.policy.main_params is DType.FP32
-            and "FP32 parameters under a FusedAdam with FP32 main weights"
+            and "FP32 parameters with a FusedAdam that keeps FP32 main weights"
         ),
         expected="one of them: the FP32 branch never reads the copy, which wastes four bytes per parameter",
         cure="mixed_precision.use_precision_aware_optimizer=false",
@@ -273,9 +273,9 @@ RULES: tuple[Rule, ...] = (
         found=lambda c: (
             c.run.optimizer.cpu_offload
             and any(not q.row.history for q in c.stored)
-            and f"optimizer_cpu_offload with {c.stored[0].scaling} weights at rest"
+            and f"optimizer_cpu_offload with stored {c.stored[0].scaling} weights"
         ),
-        expected="delayed scaling, or 16-bit weights at rest",
+        expected="delayed scaling, or weights stored in 16 bits",
         cure=PLAIN_WEIGHTS,
         source=f"{ARGUMENTS}; Megatron-LM#2788",
     ),

@@ -21,7 +21,7 @@ def _beyond_stage(case: Case) -> str | None:
     share = case.run.shape.num_layers // case.run.parallel.pipeline
     over = [count for count in case.policy.ends if count > share]
     return (
-        f"{case.policy.ends[0]} first and {case.policy.ends[1]} last layers in {case.policy.compute.short}, {share} layers in a pipeline stage"
+        f"{case.policy.ends[0]} first and {case.policy.ends[1]} last layers in {case.policy.compute.short}, with {share} layers per pipeline stage"
         if over
         else None
     )
@@ -55,11 +55,9 @@ def _mixed_gemms(case: Case) -> str:
 
 
 def _dead_modules(case: Case) -> str | None:
-    # a rule whose layers are not there is another row's subject
+    # rules on layers beyond the model are reported by module-rule-beyond-the-model
     dead = () if _beyond_the_model(case) else idle(case.policy, case.run.shape)[0]
-    return (
-        f"no linear of this model is named by {'; '.join(dead)} (linears: {listed(case.run.shape)})" if dead else None
-    )
+    return f"no linear of this model matches {'; '.join(dead)} (linears: {listed(case.run.shape)})" if dead else None
 
 
 def _shadowed_modules(case: Case) -> str:
@@ -101,7 +99,7 @@ def _attention_of(quants: Sequence[Quant]) -> str | None:
 
 
 def _attention_since_017(case: Case) -> str | None:
-    """MXFP8 takes the switch for dot product attention since then."""
+    """Since 0.17 MXFP8 accepts the switch for dot product attention."""
     quants = [quant for quant in case.policy.quants if (quant.scaling, quant.attention) != ("mxfp8", "dot_product")]
     return _attention_of(quants)
 
@@ -117,7 +115,7 @@ RULES: tuple[Rule, ...] = (
         id="edge-layers-with-delayed-scaling",
         about="delayed",
         found=lambda c: c.policy.ends is not None and c.history and "first_last_layers_bf16 with delayed scaling",
-        expected="no BF16 edge layers: delayed scaling updates its scales once around the whole block",
+        expected="no BF16 edge layers: delayed scaling updates its scales once for the whole block of layers",
         cure="mixed_precision.first_last_layers_bf16=false, or mixed_precision.fp8_recipe=tensorwise",
         source=f"{_CONFIG}; fp8_utils.py get_fp8_context",
     ),
@@ -150,8 +148,8 @@ RULES: tuple[Rule, ...] = (
         id="gemms-of-one-linear-in-several-formats",
         about="quantized",
         found=_mixed_gemms,
-        expected="one rule for all three GEMMs of a linear: Transformer Engine mixes formats in one linear from 2.19 on only, and megatron-core's "
-        "quant_recipe has no word for it",
+        expected="one rule for all three GEMMs of a linear: Transformer Engine can mix formats in one linear only since 2.19, and megatron-core's "
+        "quant_recipe cannot express it",
         cure="one rule for the linear, or emulate=true",
         source="Transformer Engine main d0067d0d pytorch/custom_recipes (hybrid quantizers); megatron-core extensions/transformer_engine.py "
         "TEQuantizationRecipe",
@@ -160,14 +158,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="module-rule-matches-nothing",
         found=_dead_modules,
-        expected="each glob under `modules`, with its layers, names a linear of the model",
+        expected="each glob under `modules`, with its layers, to match a linear of the model",
         cure="correct the glob or the layers",
         source="Megatron-LM#6745: matchers that were never applied",
     ),
     Rule(
         id="module-rule-never-decides",
         found=_shadowed_modules,
-        expected="each rule under `modules` decides for some linear",
+        expected="each rule under `modules` to decide for at least one linear",
         cure=SHADOWED_CURE,
         source="mpbridge/precision/coverage.py; megatron-core 0.16.1 quantization/quant_config.py RecipeConfig: the first match wins",
     ),
@@ -183,7 +181,7 @@ RULES: tuple[Rule, ...] = (
         about="quantized",
         found=_sizes,
         expected="multiples that Transformer Engine asserts for this recipe",
-        cure="see each size (mpbridge check lists them all, with those that only cost speed)",
+        cure="see each size (mpbridge check lists them all, including those that only cost speed)",
         source="Transformer Engine 2.11 pytorch/utils.py, csrc/quantizer.cpp, common/gemm/cublaslt_gemm.cu",
         emulated="warning",
     ),
@@ -255,7 +253,7 @@ RULES: tuple[Rule, ...] = (
             and c.policy.compute is not DType.BF16
             and f"NVFP4 with {c.policy.compute.short} compute"
         ),
-        expected="BF16: the Hadamard transform and stochastic rounding take BF16 only, and the GEMM has no FP16 output",
+        expected="BF16: the Hadamard transform and stochastic rounding accept BF16 only, and the GEMM has no FP16 output",
         cure="a bf16_with_nvfp4 recipe",
         source="Transformer Engine 2.11 csrc/quantizer.cpp, common/gemm/cublaslt_gemm.cu",
     ),
@@ -285,7 +283,7 @@ RULES: tuple[Rule, ...] = (
         about="delayed",
         found=lambda c: c.history and _recompute(c) and f"recompute_modules has {', '.join(_recompute(c))}",
         expected="neither moe_act nor layernorm under delayed scaling",
-        cure="take them out of model.recompute_modules, or mixed_precision.fp8_recipe=tensorwise",
+        cure="remove them from model.recompute_modules, or mixed_precision.fp8_recipe=tensorwise",
         source=_CONFIG,
     ),
     Rule(
@@ -297,7 +295,7 @@ RULES: tuple[Rule, ...] = (
             and f"recompute of {', '.join(_recompute(c))} with Transformer Engine {c.run.versions.transformer_engine}"
         ),
         expected="Transformer Engine 2.6 or later",
-        cure="upgrade it, or take them out of model.recompute_modules",
+        cure="upgrade it, or remove them from model.recompute_modules",
         source=_CONFIG,
         emulated="silent",
     ),
@@ -310,7 +308,7 @@ RULES: tuple[Rule, ...] = (
             and c.model("recompute_granularity") == "full"
             and f"full recomputation with Transformer Engine {c.run.versions.transformer_engine}"
         ),
-        expected="Transformer Engine 2.12 or later: before, the weight quantized without gradients is taken up again in the repeated forward pass and has no column copy",
+        expected="Transformer Engine 2.12 or later: earlier versions reuse the weight that was quantized without gradients, which has no columnwise copy, in the recomputed forward pass",
         cure="upgrade it, or model.recompute_granularity=null",
         source="Transformer Engine 2.11 and 2.12 pytorch/module/base.py get_weight_workspace; seen in a run over 2.11",
         emulated="silent",
@@ -332,7 +330,7 @@ RULES: tuple[Rule, ...] = (
         found=lambda c: (
             c.policy.quantized and not c.history and c.model("tp_only_amax_red") and "tp_only_amax_red=true"
         ),
-        expected="delayed scaling: the others do not reduce over that group",
+        expected="delayed scaling: the other scalings do not reduce over that group",
         cure="drop it",
         source="megatron-core 0.16.1 fp8_utils.py; Transformer Engine 2.11 pytorch/quantization.py",
         severity="warning",

@@ -1,4 +1,4 @@
-"""Rules about what carries out a quantization: the library, its version, the layers and the machine."""
+"""Rules about what performs a quantization: the library, its version, the layers and the machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _library(case: Case) -> str | bool:
 
 
 def _by_engine(case: Case) -> list[Quant]:
-    """The quantizations that are Transformer Engine's."""
+    """The quantizations that Transformer Engine performs."""
     return [quant for quant in case.policy.quants if quant.row.hardware.library == "transformer_engine"]
 
 
@@ -37,7 +37,7 @@ def _capability(case: Case) -> str | None:
         case.policy, machine, case.run.versions, quantized_by="transformer_engine" if case.native else "emulation"
     )
     refused = answer.how == "no" or (case.native and not answer.native)
-    # a missing library has a row of its own, with or without a machine
+    # a missing library is reported by its own rule, with or without a machine
     only_library = (
         case.run.versions.transformer_engine is None
         and machine.gpu
@@ -65,7 +65,7 @@ def _engine_version(case: Case) -> str | None:
 
 
 _READ = "2.9"
-"""The oldest release whose sources the rules were read from; those of the table have run."""
+"""The oldest release whose sources these rules were checked against; the releases in the table have also been run."""
 _RANGE = f"{_READ} to {'.'.join(map(str, max(RELEASES)))}"
 
 
@@ -89,7 +89,7 @@ RULES: tuple[Rule, ...] = (
         id="quantization-with-local-layers",
         about="quantized",
         found=lambda c: _by_engine(c) and c.model("transformer_impl") == "local" and "transformer_impl='local'",
-        expected="Transformer Engine's layers: the local ones ignore the FP8 context, silently",
+        expected="Transformer Engine's layers: the local ones silently ignore the FP8 context",
         cure="model.transformer_impl=transformer_engine, or emulate=true",
         source="megatron-core 0.16.1 models/gpt/gpt_layer_specs.py",
         emulated="silent",
@@ -98,8 +98,8 @@ RULES: tuple[Rule, ...] = (
         id="scaling-of-a-library-that-the-engine-does-not-use",
         about="quantized",
         found=_libraries,
-        expected="scalings of one library that the engine puts into its linears: Transformer Engine's on every engine, torchao's on torch FSDP2",
-        cure="engine=fsdp2 for torchao's, or a recipe of Transformer Engine's (mpbridge list)",
+        expected="scalings of one library that the engine supports in its linears: Transformer Engine's on every engine, torchao's on torch FSDP2",
+        cure="engine=fsdp2 for torchao's scalings, or a recipe with Transformer Engine's (mpbridge list)",
         source="EngineTraits.quantizers; mpbridge/models/torchao_linears.py",
     ),
     Rule(
@@ -107,7 +107,7 @@ RULES: tuple[Rule, ...] = (
         about="quantized",
         found=_capability,
         expected="a machine, CUDA and Transformer Engine that run it natively",
-        cure="take the recipe named here, another machine (mpbridge doctor), or emulate=true",
+        cure="use the recipe named here, another machine (mpbridge doctor), or emulate=true",
         source="Transformer Engine 2.11 pytorch/quantization.py check_*_support",
     ),
     Rule(
@@ -123,9 +123,9 @@ RULES: tuple[Rule, ...] = (
         id="transformer-engine-untested",
         about="quantized",
         found=_untested,
-        expected=f"{_RANGE}: older ones were not read, newer ones did not run under mpbridge",
-        cure="install a version of that range (megatron-core 0.16 itself declares those below 2.12)",
-        source="tests/te_cpu, which run Transformer Engine's own Python of each of those releases from 2.11 on; megatron-core 0.16.1 package metadata, extra dev",
+        expected=f"{_RANGE}: older releases were not reviewed, newer ones have not been run under mpbridge",
+        cure="install a version in that range (megatron-core 0.16 itself declares versions below 2.12)",
+        source="tests/te_cpu, which run Transformer Engine's own Python code of each of those releases from 2.11 on; megatron-core 0.16.1 package metadata, extra dev",
         severity="warning",
         emulated="silent",
     ),

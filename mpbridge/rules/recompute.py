@@ -1,4 +1,4 @@
-"""What megatron-core refuses about recomputed, offloaded and captured layers when their config is made."""
+"""What megatron-core rejects about recomputed, offloaded and graph-captured layers when the config is constructed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from mpbridge.rules.base import Case, Rule
 from mpbridge.rules.config_row import latent, listed, row
 
 RECOMPUTED = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
-"""What model.recompute_modules may name."""
+"""Valid entries of model.recompute_modules."""
 OFFLOADED = ("core_attn", "attn_proj", "expert_fc1", "moe_act", "attn_norm", "mlp_norm", "qkv_linear")
-"""What model.offload_modules may name."""
+"""Valid entries of model.offload_modules."""
 
 
 def _cpu_offloading(case: Case) -> str | None:
@@ -68,7 +68,7 @@ def _offloaded(case: Case) -> str | None:
 
 
 def _graphs(case: Case) -> str:
-    """The implementation of CUDA graphs that the settings come to."""
+    """The CUDA graph implementation that the settings select."""
     if case.model("enable_cuda_graph"):
         return "local"
     return "transformer_engine" if case.model("external_cuda_graph") else str(case.model("cuda_graph_impl", "none"))
@@ -79,12 +79,12 @@ def _graph_switches(case: Case) -> str | None:
     if len(old) == 2:
         return " and ".join(old)
     implementation = case.model("cuda_graph_impl", "none")
-    return f"{old[0]} beside cuda_graph_impl={implementation}" if old and implementation != "none" else None
+    return f"{old[0]} together with cuda_graph_impl={implementation}" if old and implementation != "none" else None
 
 
 def scopes(case: Case) -> tuple[str, ...]:
-    """The parts of a layer that CUDA graphs capture, as megatron-core reads the setting: 'full' alone means the whole layer, ()."""
-    # since 0.17 the setting is called cuda_graph_modules, and the old name wins where it is given
+    """The parts of a layer that CUDA graphs capture, as megatron-core reads the setting; () is the whole layer, also spelled 'full'."""
+    # since 0.17 the setting is called cuda_graph_modules; the old name wins if it is set
     given = case.run.model.get("cuda_graph_scope") or case.run.model.get("cuda_graph_modules") or ()
     names = given.split(",") if isinstance(given, str) else [getattr(item, "name", item) for item in given]
     plain = tuple(str(name) for name in names)
@@ -95,7 +95,7 @@ def _graph_words(case: Case) -> str | None:
     known = records("model", version=case.run.versions.megatron_core)
     old, new = case.run.model.get("cuda_graph_scope"), case.run.model.get("cuda_graph_modules")
     if "cuda_graph_modules" in known and old is not None and new not in ("full", None, []):
-        return "cuda_graph_scope beside cuda_graph_modules, its new name"
+        return "cuda_graph_scope together with cuda_graph_modules, its new name"
     legal = (known.get("cuda_graph_modules") or known["cuda_graph_scope"])["choices"]
     odd = [name for name in scopes(case) if name not in legal]
     return f"cuda_graph_scope has {', '.join(map(repr, odd))} (known: {', '.join(legal)})" if odd else None
@@ -112,7 +112,7 @@ def _graph_scope(case: Case) -> str | None:
     padded = case.model("moe_expert_capacity_factor") is not None and case.model("moe_pad_expert_input_to_capacity")
     broken = (
         ("full_iteration with transformer_engine", implementation != "local" and "full_iteration" in parts),
-        ("moe beside moe_router", {"moe", "moe_router"} <= parts),
+        ("moe together with moe_router", {"moe", "moe_router"} <= parts),
         ("moe_preprocess without moe_router", "moe_preprocess" in parts and "moe_router" not in parts),
         ("moe parts without experts", not experts and parts & {"moe", "moe_router"}),
         ("mlp where every layer has experts", all_experts and "mlp" in parts),
@@ -145,7 +145,7 @@ def _graph_recompute(case: Case) -> str | None:
     if implementation == "none" or not how:
         return None
     if how == "full":
-        return None if parts == ("full_iteration",) else "full recomputation with less than a captured iteration"
+        return None if parts == ("full_iteration",) else "full recomputation without capturing the full iteration"
     whole = not parts or "full_iteration" in parts
     random = (
         ("attention_dropout", "attn", "core_attn", case.model("attention_dropout", 0.0) != 0.0),
@@ -175,13 +175,13 @@ def _graph_overlap(case: Case) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    row("cpu-offloading", _cpu_offloading, "fewer layers than the model has, one stage, nothing recomputed or captured", "model.cpu_offloading=false"),
-    row("recomputation", _recomputation, "full: a method and a number of layers; selective: no number", "model.recompute_method=uniform model.recompute_num_layers=1, or model.recompute_granularity=selective"),
-    row("recomputed-modules", _recomputed, "modules that the model has and that can run twice", "correct model.recompute_modules"),
+    row("cpu-offloading", _cpu_offloading, "fewer layers than the model has, one pipeline stage, no recomputation and no CUDA graphs", "model.cpu_offloading=false"),
+    row("recomputation", _recomputation, "full: a method and a number of layers; selective: no number of layers", "model.recompute_method=uniform model.recompute_num_layers=1, or model.recompute_granularity=selective"),
+    row("recomputed-modules", _recomputed, "modules that the model has and that can be recomputed", "correct model.recompute_modules"),
     row("offloaded-modules", _offloaded, "a list of known modules", "correct model.offload_modules"),
     row("graph-switches", _graph_switches, "one of them", "model.cuda_graph_impl alone"),
     row("graph-scope-words", _graph_words, "parts of a layer that can be captured", "correct model.cuda_graph_scope"),
     row("graph-scope", _graph_scope, "parts that the model has and that neither overlap nor synchronise", "correct model.cuda_graph_scope"),
     row("graph-with-recomputation", _graph_recompute, "no random numbers in a captured part that is recomputed", "model.cuda_graph_impl=none, or model.recompute_granularity=null"),
-    row("graph-with-expert-overlap", _graph_overlap, "transformer_engine's graphs of other parts", "model.cuda_graph_impl=none"),
+    row("graph-with-expert-overlap", _graph_overlap, "graphs by transformer_engine, of other parts", "model.cuda_graph_impl=none"),
 )  # fmt: skip

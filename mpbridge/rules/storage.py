@@ -1,4 +1,4 @@
-"""Rules about weights at rest in a low format, gradient buffers and what travels between data-parallel ranks."""
+"""Rules about weights stored in low precision, gradient buffers and communication between data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def _overlaps(case: Case) -> bool:
 def _gathers_wide(case: Case) -> str | None:
     base = case.policy.quant
     if base is None or not base.row.stored.through_grads or base.stored or case.policy.module_regions:
-        return None  # with rules for single modules weights cannot rest in MXFP8 at all
+        return None  # with rules for individual modules, weights cannot be stored in MXFP8 at all
     able = case.core and case.run.optimizer.distributed
-    return "MXFP8 with 16-bit parameters at rest" if able else None
+    return "MXFP8 with parameters stored in 16 bits" if able else None
 
 
 def _dead_names(case: Case) -> str | None:
@@ -43,7 +43,7 @@ RULES: tuple[Rule, ...] = (
             and f"grad_accumulation_dtype={c.policy.accumulate.short} with gradients reduced in {c.policy.reduce.short}"
             f" on {c.traits.full_name}"
         ),
-        expected="one dtype for both: its buckets are what micro-batches add up in and what is reduced",
+        expected="one dtype for both: micro-batches accumulate in the same buckets that are reduced",
         cure="mixed_precision.grad_accumulation_dtype=null, or engine=megatron_fsdp",
         cure_here=lambda c: (
             "mixed_precision.grad_accumulation_dtype=null"
@@ -58,7 +58,7 @@ RULES: tuple[Rule, ...] = (
             and c.traits.main_weights == "wrapper"
             and f"grad_accumulation_dtype={c.policy.accumulate.short} with gradients reduced in {c.policy.reduce.short}"
         ),
-        expected="megatron-core 0.17 or later: ddp.megatron_fsdp_grad_comm_dtype does not exist before",
+        expected="megatron-core 0.17 or later: ddp.megatron_fsdp_grad_comm_dtype does not exist in earlier versions",
         cure="mixed_precision.grad_accumulation_dtype=null, or a newer megatron-core",
         source="megatron-core 0.16.1 and 0.20.0 distributed/distributed_data_parallel_config.py",
         holds=(BEFORE_017,),
@@ -99,7 +99,7 @@ RULES: tuple[Rule, ...] = (
             and not _overlaps(c)
             and f"overlap_grad_reduce={str(bool(c.ddp('overlap_grad_reduce'))).lower()}, overlap_param_gather={str(bool(c.ddp('overlap_param_gather'))).lower()}"
         ),
-        expected="both overlaps: without them the loss was NaN from the second step",
+        expected="both overlaps: without them the loss was NaN from the second step on",
         cure=f"ddp.overlap_grad_reduce=true ddp.overlap_param_gather=true, or {PLAIN_WEIGHTS}",
         source="Megatron-LM#2272, fixed by #4769",
         holds=(BEFORE_017,),
@@ -115,7 +115,7 @@ RULES: tuple[Rule, ...] = (
             and _overlaps(c)
             and "evaluation between steps with an overlapped MXFP8 parameter gather"
         ),
-        expected="to evaluate on saved checkpoints: inside the run the gathered weights can be wrong",
+        expected="evaluation on saved checkpoints: during the run the gathered weights can be wrong",
         cure=f"train.eval_interval=null, or {PLAIN_WEIGHTS}",
         source="Megatron-Bridge#3727, Megatron-LM#4562",
         severity="warning",
@@ -125,7 +125,7 @@ RULES: tuple[Rule, ...] = (
         id="mxfp8-without-gather-costs-memory",
         about="mxfp8",
         found=_gathers_wide,
-        expected="fp8_param_gather with reuse_grad_buf_for_mxfp8_param_ag: otherwise both copies are kept, two bytes per parameter more",
+        expected="fp8_param_gather with reuse_grad_buf_for_mxfp8_param_ag: otherwise both copies are kept, at two more bytes per parameter",
         cure="mixed_precision.fp8_param_gather=true mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=true ddp.overlap_grad_reduce=true "
         "ddp.overlap_param_gather=true, or accept the memory (mpbridge memory)",
         source="megatron-core 0.16.1 optimizer_config.py __post_init__",
@@ -140,7 +140,7 @@ RULES: tuple[Rule, ...] = (
             and c.run.optimizer.overlap_param_gather_with_step
             and "reuse_grad_buf_for_mxfp8_param_ag with overlap_param_gather_with_optimizer_step"
         ),
-        expected="one of them: the step would overwrite gradients that are still read",
+        expected="one of them: the step would overwrite gradients that are still being read",
         cure="optimizer.overlap_param_gather_with_optimizer_step=false",
         source="Megatron-LM core/optimizer/optimizer_config.py (d98e8a64)",
         emulated="warning",
@@ -159,7 +159,7 @@ RULES: tuple[Rule, ...] = (
             and kept_fp32(c.policy, "embedding.word_embeddings.weight")
             and "keep_fp32 names the word embeddings, which the output layer shares"
         ),
-        expected="an embedding of its own: the output layer would multiply 16-bit activations by FP32 weights",
+        expected="an untied embedding: a tied output layer would multiply 16-bit activations by FP32 weights",
         cure="model.share_embeddings_and_output_weights=false, or a narrower glob; for FP32 logits mixed_precision.logit_dtype=fp32",
         source="mpbridge/models/gpt.py",
     ),
@@ -184,7 +184,7 @@ RULES: tuple[Rule, ...] = (
             and c.policy.params is DType.FP16
             and "main_params_dtype=fp16 without a precision-aware optimizer: FP16 parameters as their own main copy"
         ),
-        expected="FP32 main weights, or FP16 ones kept by FusedAdam: updates below 2**-11 of a weight are lost, small weights underflow",
+        expected="FP32 main weights, or FP16 ones kept by FusedAdam: otherwise updates below 2**-11 of a weight are lost, and small weights underflow",
         cure="mixed_precision.main_params_dtype=fp32",
         source="arXiv 1710.03740, section 3.1",
     ),
@@ -197,7 +197,7 @@ RULES: tuple[Rule, ...] = (
             and c.run.optimizer.distributed
             and f"{c.policy.params.short} parameters as their own main copy, sharded"
         ),
-        expected="plain DDP or FSDP2: the distributed optimizer makes FP32 main weights and moments regardless, silently",
+        expected="plain DDP or FSDP2: the distributed optimizer silently creates FP32 main weights and moments regardless",
         cure="ddp.use_distributed_optimizer=false ddp.overlap_param_gather=false, or engine=fsdp2",
         cure_here=lambda c: f"{c.plain_ddp}, or engine=fsdp2",
         source="megatron-core 0.16.1 distrib_optimizer.py _build_model_and_main_param_groups; torchtitan#1646",
@@ -211,7 +211,7 @@ RULES: tuple[Rule, ...] = (
             and c.policy.reduce is DType.FP32
             and f"{c.policy.params.short} parameters as their own main copy with FP32 gradients"
         ),
-        expected="gradients in the parameters' dtype: torch refuses any other in .grad",
+        expected="gradients in the parameters' dtype: torch rejects any other dtype in .grad",
         cure="mixed_precision.grad_reduce_in_fp32=false",
         source="torch 2.13: assigning .grad of another dtype raises",
     ),
@@ -250,7 +250,7 @@ RULES: tuple[Rule, ...] = (
             and (c.ddp("check_for_nan_in_grad") or c.ddp("check_for_large_grads"))
             and f"{'check_for_nan_in_grad' if c.ddp('check_for_nan_in_grad') else 'check_for_large_grads'}=true with a dynamic loss scale"
         ),
-        expected="no fatal check: the scale finds its height by overflowing",
+        expected="no fatal check: a dynamic scale finds its value by overflowing",
         cure="ddp.check_for_nan_in_grad=false ddp.check_for_large_grads=false (the recipe's plan does it)",
         source=f"megatron-core 0.16.1 param_and_grad_buffer.py check_grads; {ARGUMENTS}",
     ),

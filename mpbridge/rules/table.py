@@ -1,4 +1,4 @@
-"""Every rule is a row of a table; broken() names all rows that a policy and a run break, errors first. Checking edits nothing."""
+"""The table of all rules. broken() returns every rule that a policy and a run break, errors first. Checking is read-only."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def broken(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
 
 
 def require(policy: PrecisionPolicy, run: RunFacts) -> tuple[Violation, ...]:
-    """The warnings. Raises Refused with every error when there are any: for callers about to build."""
+    """The warnings. Raises Refused with every error, if there are any. For callers that are about to build."""
     found = broken(policy, run)
     errors = [violation for violation in found if violation.severity == "error"]
     if errors:

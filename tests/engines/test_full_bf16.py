@@ -91,7 +91,7 @@ def test_t2_upstreams_own_clipping_still_refuses(build: Any) -> None:
         (
             "full_bf16",
             {"ddp": {"use_distributed_optimizer": True}},
-            "makes FP32 main weights and moments regardless, silently",
+            "silently creates FP32 main weights and moments regardless",
         ),
         (
             {"recipe": "full_bf16", "grad_reduce_in_fp32": True},
