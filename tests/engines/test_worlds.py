@@ -63,7 +63,10 @@ def test_experts_train_under_expert_parallelism_sharded_or_not(reports: dict[str
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("vpp2_batched", "with batched communication the run diverges silently"), ("cp2", "context_parallel_size=2; expected a GPU")],
+    [
+        ("vpp2_batched", "with batched communication the run diverges silently"),
+        ("cp2", "context_parallel_size=2; expected a GPU"),
+    ],
 )
 def test_what_cannot_work_is_refused_on_every_rank(reports: dict[str, Any], name: str, reason: str) -> None:
     assert reason in reports[f"{name}/fp32"]["refused"]
