@@ -85,14 +85,20 @@ def export(
 
 
 def _experts(module: ModuleType, request: Request, made: Export) -> tuple[tuple[Line, ...], tuple[str, ...]]:
-    """(a line for a run whose model is a mixture of experts, an assumption where no run is known) if the stack quantizes linears but not experts.
+    """(a line for a run whose model is a mixture of experts, an assumption where no run is known) if the stack quantizes experts otherwise than here.
 
-    What it does with the experts is its module's EXPERTS.
+    What it does with the experts is its module's EXPERTS, or is told by its `experts` of a policy.
     """
-    text = getattr(module, "EXPERTS", "")
-    if not text or made.meaning.regions[-1].quant is None:
+    if made.meaning.regions[-1].quant is None:
         return (), ()
-    there = f"in {made.meaning.compute.short.upper()} there: {text}"
+    text = getattr(module, "EXPERTS", "")
+    there = (
+        module.experts(request.policy)
+        if hasattr(module, "experts")
+        else text and f"in {made.meaning.compute.short.upper()} there: {text}"
+    )
+    if not there:
+        return (), ()
     if request.run is None:
         return (), (
             f"a dense model; the experts of a mixture are quantized here, {there} (--config FILE: judged for that model)",

@@ -44,9 +44,31 @@ COSTS = {
     "pipeline": "stages send what they computed",
     "loss_scale": "it has no loss scaler",
 }
-EXPERTS = "this converter covers only Linear, the router's gate among them; the experts need a GroupedExpertsConverter beside it, and the gate (router.gate) a place outside of its names"
-"""What happens to the experts of a mixture."""
-_IMPORTS = "from torchtitan.components.quantization import {converter}"
+EXPERT_CONVERTERS = {"mxfp8": "MXFP8GroupedExpertsConverter", "rowwise": "Float8GroupedExpertsConverter"}
+"""Scaling -> what quantizes the grouped GEMMs of experts likewise. It finds nothing in a dense model."""
+GATE = "router.gate"
+"""The experts' router in its models: a Linear, which no recipe quantizes."""
+PARTS = ("attention", "feed_forward", "moe.shared_experts.w")
+"""Substrings of its names for every Linear of a layer but the router and the gate of shared experts."""
+
+
+def experts(policy: PrecisionPolicy) -> str:
+    """What happens there to the experts of a mixture, if it is not what happens here; '' if it is."""
+    quant = policy.quant
+    assert quant is not None  # called only for quantized recipes
+    if quant.scaling not in EXPERT_CONVERTERS:
+        return f"in {policy.compute.short.upper()} there: {_NO_CONVERTER[quant.scaling]}"
+    if policy.ends is None:
+        return ""
+    first, last = policy.ends
+    return f"except in the first {first} and the last {last} layers, in every layer there: {EXPERT_CONVERTERS[quant.scaling]} selects no layers"
+
+
+_NO_CONVERTER = {
+    "nvfp4": "it has no converter of experts to NVFP4",
+    "rowwise_gw_hp": "its Float8GroupedExpertsConverter quantizes the weight gradients' GEMM too",
+}
+"""Scaling without a converter of experts -> why."""
 
 
 def export(request: Request) -> Export:
@@ -82,27 +104,48 @@ def _meaning(policy: PrecisionPolicy) -> Meaning:
 
 
 def _python(policy: PrecisionPolicy) -> str:
-    """A function for a model's config_registry; layers are substrings there, so each name ends with a dot."""
+    """A function for a model's config_registry: a converter of linears, which are chosen by substrings of their names, and one of experts."""
     quant = policy.quant
     assert quant is not None  # called only for quantized recipes
-    converter = SCALINGS[quant.scaling]
-    first, last = policy.ends or (0, 0)
-    depth = "len(config.model_spec.model.layers)"
-    inner = f'[f"layers.{{i}}." for i in range({first}, {depth} - {last})]'
-    chosen = f"fqns={inner}" if policy.ends else 'fqns=["layers"]'
-    if converter == "Float8LinearConverter":
-        name = "rowwise" if quant.scaling == "rowwise" else "rowwise_with_gw_hp"
-        outer = f'*(f"layers.{{i}}." for i in (*range({first}), *range({depth} - {last}, {depth})))'
-        left = f'["lm_head", {outer}]' if policy.ends else '["lm_head"]'
-        chosen = f'recipe_name="{name}", filter_fqns={left}'
+    given = {SCALINGS[quant.scaling]: _chosen(quant, policy.ends)}
+    if quant.scaling in EXPERT_CONVERTERS:
+        # 128 rows per expert: what its kernel needs on SM100
+        given[EXPERT_CONVERTERS[quant.scaling]] = ["pad_multiple=128"] if quant.scaling == "mxfp8" else []
+    lines = [
+        line
+        for converter, arguments in given.items()
+        for line in (
+            f"        {converter}.Config(",
+            *(f"            {argument}," for argument in (*arguments, "model_compile_enabled=config.compile.enable")),
+            "        ),",
+        )
+    ]
     return "\n".join(
         [
-            _IMPORTS.format(converter=converter),
+            f"from torchtitan.components.quantization import {', '.join(sorted(given))}",
             "",
             "",
             "def quantized(config, registry, flavor):",
-            f"    converters = [{converter}.Config({chosen}, model_compile_enabled=config.compile.enable)]",
+            "    converters = [",
+            *lines,
+            "    ]",
             "    config.model_spec = registry(flavor, converters=converters)",
             "    return config",
         ]
     )
+
+
+def _chosen(quant: Quant, ends: tuple[int, int] | None) -> list[str]:
+    """The arguments of a converter that choose its recipe and its linears. ends: layers at the start and end that it leaves out."""
+    first, last = ends or (0, 0)
+    depth = "len(config.model_spec.model.layers)"
+    if quant.scaling in ("rowwise", "rowwise_gw_hp"):
+        name = "rowwise" if quant.scaling == "rowwise" else "rowwise_with_gw_hp"
+        outer = f', *(f"layers.{{i}}." for i in (*range({first}), *range({depth} - {last}, {depth})))' if ends else ""
+        return [f'recipe_name="{name}"', f'filter_fqns=["lm_head", "{GATE}"{outer}]']
+    parts = ", ".join(f'"{part}"' for part in PARTS)
+    if not ends:
+        return [f"fqns=[{parts}]"]
+    # the dot behind a number keeps layers.1 from covering layers 10 to 19
+    covered = f'f"layers.{{i}}.{{part}}" for i in range({first}, {depth} - {last}) for part in ({parts})'
+    return [f"fqns=[{covered}]"]

@@ -20,7 +20,7 @@ from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.python_values import SourceObject, Unknown, plain, without_unknown
 from mpbridge.stacks.reading import Reader, options_of, raise_faults
 from mpbridge.stacks.torch_import import fields_of, left_out, quant_fields
-from mpbridge.stacks.torchtitan import NAME
+from mpbridge.stacks.torchtitan import EXPERT_CONVERTERS, GATE, NAME
 
 _OLD = ("float8", "mx", "quantize", "model.converters")
 """Sections of TOML files before converters moved into Python."""
@@ -98,6 +98,8 @@ _CONVERTERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     }
 )
 """Converter -> format and scaling."""
+_OF_EXPERTS: Mapping[str, str] = MappingProxyType({word: scaling for scaling, word in EXPERT_CONVERTERS.items()})
+"""Converter of experts -> the scaling of their grouped GEMMs."""
 
 
 def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Imported:
@@ -122,7 +124,8 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
         for name, one in (("model_spec", spec), ("converters", inner))
         if isinstance(one, Unknown)
     ]
-    quant, ends, cannot = _converted(spec)
+    converted = _converted(spec)
+    quant, ends = converted.quant, converted.ends
     fields, meaning = dict(found.fields), found.meaning
     if quant is not None:
         fields |= quant_fields(quant, ends) if fields else {}
@@ -134,9 +137,9 @@ def read_made(made: Any, notes: Iterable[str], *, name: str, version: str) -> Im
         found,
         fields=fields,
         meaning=dataclasses.replace(meaning, optimizer=found.meaning.optimizer),
-        cannot_express=(*found.cannot_express, *cannot),
+        cannot_express=(*found.cannot_express, *converted.cannot),
         unknown=(*found.unknown, *unknown),
-        assumed=(*found.assumed, *assumed, *dict.fromkeys(notes)),
+        assumed=(*found.assumed, *converted.assumed, *assumed, *dict.fromkeys(notes)),
     )
 
 
@@ -152,25 +155,79 @@ def _updater(optimizer: Any) -> str | None:
 _TRAINING = ("dtype", "mixed_precision_param", "mixed_precision_reduce")
 
 
-def _converted(spec: Any) -> tuple[Quant | None, tuple[int, int] | None, list[str]]:
-    """The quantization of model_registry's converters, the layers at the ends that it excludes, and what has no setting here."""
+@dataclasses.dataclass(kw_only=True)
+class _Converted:
+    """What model_registry's converters do."""
+
+    quant: Quant | None = None
+    """Of the linears."""
+    ends: tuple[int, int] | None = None
+    """The layers at the ends that they exclude."""
+    gate: str = ""
+    """The converter whose linears include the router of experts."""
+    experts: str = ""
+    """The scaling of the experts' grouped GEMMs; '' if none covers them."""
+    cannot: list[str] = dataclasses.field(default_factory=list)
+    """What has no setting here."""
+
+    @property
+    def assumed(self) -> list[str]:
+        """That the model is dense, if a mixture's experts would not be quantized."""
+        alone = self.quant is not None and not self.experts
+        return ["a dense model: no converter covers the experts of a mixture"] if alone else []
+
+
+def _converted(spec: Any) -> _Converted:
+    """What the converters of a model_registry do."""
     given = spec.attributes.get("converters") if isinstance(spec, SourceObject) else None
-    quant, ends, cannot = None, None, []
+    found = _Converted()
     for converter in given if isinstance(given, list) else []:
         if not isinstance(converter, SourceObject):
-            cannot.append(f"a converter that its text does not determine: {getattr(converter, 'text', converter)}")
+            found.cannot.append(
+                f"a converter that its text does not determine: {getattr(converter, 'text', converter)}"
+            )
             continue
         word = converter.callee.removesuffix(".Config").rpartition(".")[2]
-        if word not in _CONVERTERS:
-            cannot.append(f"{word}: no setting of a recipe")
-            continue
-        format, scaling = _CONVERTERS[word]
-        said = converter.attributes
-        if said.get("recipe_name") == "rowwise_with_gw_hp":
-            scaling = "rowwise_gw_hp"
-        quant, ends = Quant(format=format, scaling=scaling), _ends(said)
-        cannot += _filters(word, said)
-    return quant, ends, cannot
+        if word in _OF_EXPERTS:
+            found.experts = _OF_EXPERTS[word]
+        elif word not in _CONVERTERS:
+            found.cannot.append(f"{word}: no setting of a recipe")
+        else:
+            format, scaling = _CONVERTERS[word]
+            said = converter.attributes
+            if said.get("recipe_name") == "rowwise_with_gw_hp":
+                scaling = "rowwise_gw_hp"
+            found.quant, found.ends = Quant(format=format, scaling=scaling), _ends(said)
+            found.gate = word if _covers_gate(said) else ""
+            found.cannot += _filters(word, said)
+    _experts_apart(found)
+    return found
+
+
+def _covers_gate(said: Mapping[str, Any]) -> bool:
+    """Whether a converter's substrings choose the router's gate."""
+    covered, left = (
+        [one for one in given if isinstance(one, str)] if isinstance(given, list) else given
+        for given in map(said.get, ("fqns", "filter_fqns"))
+    )
+    name = f"layers.0.moe.{GATE}"
+    if covered:
+        return isinstance(covered, list) and any(one in name for one in covered)
+    return not (isinstance(left, list) and any(one in name for one in left))
+
+
+def _experts_apart(found: _Converted) -> None:
+    """Notes what a mixture's experts and router have that a recipe cannot say: another scaling than the linears', or other layers."""
+    linears = found.quant.scaling if found.quant is not None else "none"
+    if found.experts and found.experts != linears:
+        text = "the linears are not quantized" if found.quant is None else f"the linears have {linears}"
+        found.cannot.append(
+            f"{EXPERT_CONVERTERS[found.experts]}: the experts' grouped GEMMs run in {found.experts}; {text}"
+        )
+    if found.experts and found.gate:
+        found.cannot.append(f"{found.gate}: the experts' router ({GATE}) is quantized too; here it never is")
+    if found.experts == linears and found.ends is not None and any(found.ends):
+        found.cannot.append(f"{EXPERT_CONVERTERS[found.experts]}: experts of the layers at the ends are quantized too")
 
 
 _SPAN = re.compile(
@@ -185,10 +242,17 @@ def _ends(said: Mapping[str, Any]) -> tuple[int, int] | None:
     covered, left = said.get("fqns"), said.get("filter_fqns")
     texts = [covered] if not isinstance(left, list) else left if "lm_head" in left else []
     found = [_SPAN.search(one.text) for one in texts if isinstance(one, Unknown)]
-    if len(found) != 1 or found[0] is None or len(texts) > 2:
+    others = [one for one in texts if not isinstance(one, Unknown) and one not in ("lm_head", GATE)]
+    if len(found) != 1 or found[0] is None or others:
         return None
     first, last, start, end = found[0].groups()
     return int(first or start or 0), int(last or end or 0)
+
+
+def _every_linear(covered: Any) -> bool:
+    """Whether substrings choose every linear of a layer: 'layers', or torchtitan.PARTS, also in the wording of its own configurations."""
+    own = [str(one).removesuffix(".w").removeprefix("moe.") for one in covered] if isinstance(covered, list) else []
+    return covered == ["layers"] or sorted(own) == ["attention", "feed_forward", "shared_experts"]
 
 
 def _filters(word: str, said: Mapping[str, Any]) -> list[str]:
@@ -203,11 +267,12 @@ def _filters(word: str, said: Mapping[str, Any]) -> list[str]:
         found.append(
             f"{word}: a fraction of the last layers stays in BF16; set the model's depth and num_layers_at_end_in_bf16"
         )
-    elif covered and covered != ["layers"]:
-        found.append(f"{word}: only linears whose names contain {', '.join(map(str, covered))}")
+    elif covered and not _every_linear(covered):
+        names = covered if isinstance(covered, list) else [covered]
+        found.append(f"{word}: only linears whose names contain {', '.join(map(str, names))}")
     elif not covered and (not isinstance(left, list) or "lm_head" not in left):
         found.append(f"{word}: the output layer (lm_head) is quantized too; here it never is")
-    others = [str(one) for one in left or [] if one != "lm_head"] if isinstance(left, list) else []
+    others = [str(one) for one in left or [] if one not in ("lm_head", GATE)] if isinstance(left, list) else []
     if others:
         found.append(f"{word}: left out by substring: {', '.join(others)}")
     return found

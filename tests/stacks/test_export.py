@@ -7,6 +7,8 @@ import os
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -135,7 +137,7 @@ def test_automodel_gets_all_four_keys_of_a_policy() -> None:
 def test_a_torchtitan_quantization_is_python_and_leaves_the_output_layer() -> None:
     arguments, python = export("bf16_with_nvfp4_mixed", "torchtitan").pieces
     assert "nvfp4" not in arguments.text.lower()
-    assert 'fqns=["layers"]' in python.text
+    assert 'fqns=["attention", "feed_forward", "moe.shared_experts.w"]' in python.text
     compile(python.text, "config_registry.py", "exec")
 
 
@@ -461,7 +463,7 @@ def test_fp16_for_torchtitan_is_written_in_words_that_its_parser_takes() -> None
 @pytest.mark.parametrize(
     ("recipe", "stack"),
     [
-        ("bf16_with_mxfp8_mixed", "torchtitan"), ("bf16_with_fp8_rowwise", "torchtitan"), ("bf16_with_fp8_rowwise", "fsdp2"),
+        ("bf16_with_nvfp4_mixed", "torchtitan"), ("bf16_with_fp8_rowwise_gw_hp", "torchtitan"), ("bf16_with_fp8_rowwise", "fsdp2"),
     ],
 )  # fmt: skip
 def test_experts_that_a_stack_leaves_as_they_are_make_no_exact_export(recipe: str, stack: str) -> None:
@@ -475,11 +477,68 @@ def test_experts_that_a_stack_leaves_as_they_are_make_no_exact_export(recipe: st
     assert dense.assumed == ()
 
 
+GIVEN_LAYER = ("attention.qkv_linear.wq", "feed_forward.w1", "moe.shared_experts.w2")
+LEFT = ("layers.1.moe.router.gate", "layers.1.moe.shared_experts.gate", "lm_head")
+"""Names of torchtitan's linears: those of a layer that recipes quantize, and those that none does."""
+
+
+@pytest.mark.parametrize("recipe", ["bf16_with_mxfp8_mixed", "bf16_with_nvfp4_mixed", "bf16_with_fp8_rowwise"])
+@pytest.mark.parametrize("ends", [None, (1, 2)])
+def test_torchtitans_converters_choose_the_linears_and_experts_that_a_recipe_quantizes(
+    recipe: str, ends: tuple[int, int] | None
+) -> None:
+    config = get_mixed_precision_config(recipe)
+    if ends is not None:
+        edges = {"num_layers_at_start_in_bf16": ends[0], "num_layers_at_end_in_bf16": ends[1]}
+        config = config.derive(first_last_layers_bf16=True, **edges)
+    text = next(piece.text for piece in export(config, "torchtitan").pieces if piece.name == "config_registry.py")
+    calls: dict[str, dict[str, Any]] = {}
+
+    class Converter:
+        def __init__(self, name: str) -> None:
+            self.Config = lambda **said: calls.setdefault(name, said)
+
+    layers, names = [None] * 12, re.findall(r"\w+Converter", text.splitlines()[0])
+    scope: dict[str, Any] = {name: Converter(name) for name in names}
+    exec(text.partition("\n")[2], scope)  # our own text, with stand-ins for the classes that it imports
+    run = SimpleNamespace(
+        model_spec=SimpleNamespace(model=SimpleNamespace(layers=layers)), compile=SimpleNamespace(enable=True)
+    )
+    scope["quantized"](run, lambda flavor, converters: None, "8B")
+    linear = next(said for name, said in calls.items() if "Linear" in name)
+    kept = linear.get("filter_fqns", [])
+
+    def converted(name: str) -> bool:  # as its converters choose, by substring
+        covered = "fqns" not in linear or any(part in name for part in linear["fqns"])
+        small = name == LEFT[1] and "fqns" not in linear  # its float8 converter leaves what 16 does not divide
+        return covered and not small and not any(part in name for part in kept)
+
+    first, last = ends or (0, 0)
+    for layer in range(12):
+        inside = first <= layer < 12 - last
+        assert all(converted(f"layers.{layer}.{name}") is inside for name in GIVEN_LAYER), layer
+    assert not any(map(converted, LEFT))
+    assert ("GroupedExpertsConverter" in "".join(calls)) is (recipe != "bf16_with_nvfp4_mixed")
+
+
+def test_experts_that_torchtitan_quantizes_as_the_recipe_does_need_no_line() -> None:
+    for recipe in ("bf16_with_mxfp8_mixed", "bf16_with_fp8_rowwise"):
+        mixture = container(recipe, layers=2)
+        mixture.model["num_moe_experts"] = 4
+        made = export(recipe, "torchtitan", run=mixture.resolved(1, training=False))
+        assert not any(line.fact == "experts" for line in made.lines)
+        assert made.assumed == export(recipe, "torchtitan").assumed == ()
+    config = get_mixed_precision_config("bf16_with_fp8_rowwise").derive(first_last_layers_bf16=True)
+    assert any(
+        "in every layer there: Float8GroupedExpertsConverter" in line for line in export(config, "torchtitan").assumed
+    )
+
+
 @pytest.mark.parametrize("stack", ["torchtitan", "fsdp2"])
 def test_an_export_without_a_run_says_that_it_is_for_dense_models(
     stack: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", "bf16_with_fp8_rowwise", "--to", stack]) == 0
+    assert main(["export", "bf16_with_fp8_rowwise_gw_hp", "--to", stack]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert ": exact, given what is assumed below" in shown
     assert "a dense model; the experts of a mixture are quantized here, in BF16 there: " in shown

@@ -10,7 +10,7 @@ import pytest
 from mpbridge.errors import BadValue
 from mpbridge.formats import DType
 from mpbridge.stacks.base import Imported
-from mpbridge.stacks.importers import read_args, read_text
+from mpbridge.stacks.importers import read_args, read_python, read_text
 from mpbridge.stacks.nearest import answer, apart
 
 FP32, BF16, FP16 = DType.FP32, DType.BF16, DType.FP16
@@ -166,6 +166,41 @@ def test_a_class_that_is_not_bridges_contradicts_itself() -> None:
     for target, odd in (("os.system", True), ("megatron.bridge.training.mixed_precision.MixedPrecisionConfig", False)):
         found = read("megatron-bridge", mixed_precision={"_target_": target, "bf16": True}, ddp={})
         assert any(line.startswith("mixed_precision._target_=") for line in found.contradicts) is odd
+
+
+def titan(*converters: str) -> Imported:
+    text = (
+        "from torchtitan.components.quantization import Float8LinearConverter\ndef one():\n"
+        f"    return Trainer.Config(training=TrainingConfig(), model_spec=model_registry('8B', converters=[{', '.join(converters)}]))\n"
+    )
+    return read_python(text, None, "one", stack="torchtitan")
+
+
+FLOAT8 = "Float8LinearConverter.Config(filter_fqns=['lm_head', 'router.gate'])"
+
+
+def test_torchtitans_experts_and_their_router_are_told_from_the_linears() -> None:
+    whole = titan(FLOAT8, "Float8GroupedExpertsConverter.Config()")
+    assert answer(whole.fields, engine=whole.engine, meaning=whole.meaning).recipe == "bf16_with_fp8_rowwise"
+    assert not whole.cannot_express
+    assert not any("dense" in line for line in whole.assumed)
+    names = "fqns=['attention', 'shared_experts', 'feed_forward']"
+    assert not titan(f"MXFP8LinearConverter.Config({names})", "MXFP8GroupedExpertsConverter.Config()").cannot_express
+    assert any("a dense model" in line for line in titan(FLOAT8).assumed)
+    for converters, line in {
+        (FLOAT8, "MXFP8GroupedExpertsConverter.Config()"): "grouped GEMMs run in mxfp8; the linears have rowwise",
+        ("Float8GroupedExpertsConverter.Config()",): "the linears are not quantized",
+        (
+            FLOAT8.replace(", 'router.gate'", ""),
+            "Float8GroupedExpertsConverter.Config()",
+        ): "router (router.gate) is quantized too",
+        (
+            "MXFP8LinearConverter.Config(fqns=['layers'])",
+            "MXFP8GroupedExpertsConverter.Config()",
+        ): "router (router.gate) is quantized too",
+        ("MXFP8LinearConverter.Config(fqns=['attention'])",): "only linears whose names contain attention",
+    }.items():
+        assert any(line in one for one in titan(*converters).cannot_express), line
 
 
 def test_converters_of_torchtitan_on_a_command_line_are_read() -> None:
