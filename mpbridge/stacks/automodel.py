@@ -11,7 +11,7 @@ from typing import Any
 from mpbridge.formats import DType
 from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
-from mpbridge.stacks.base import Export, Fragment, Request, compared
+from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning
 from mpbridge.stacks.sharded_torch import SPELL, environment, output_layer, regions_there, torch_meaning
 
@@ -40,7 +40,6 @@ COSTS = {
     "loss_scale": "it has no loss scaler: small FP16 gradients vanish",
     "keep_fp32": "a module keeps the dtype of its checkpoint: store them in FP32 there",
     "logits": "its loss upcasts them afterwards",
-    "router": "the model's code decides",
     "residual_fp32": "the blocks' inputs are cast to param_dtype",
     "softmax_fp32": "the attention backend decides",
     "pipeline": "distributed.pipeline derives it",
@@ -61,6 +60,7 @@ def export(request: Request) -> Export:
     if request.main_weights == "wrapper":
         theirs = _megatron_fsdp_meaning(policy, theirs)
     quant = theirs.regions[-1].quant
+    theirs = dataclasses.replace(theirs, router=policy.router)
     left: list[str] = []
     costs = dict(COSTS)
     if quant is not None and quant.scaling in by_torchao:
@@ -71,6 +71,9 @@ def export(request: Request) -> Export:
         quant = dataclasses.replace(quant, options=policy.quant.options if policy.quant else ())
         theirs = dataclasses.replace(theirs, regions=(Region(quant=quant),))
     lines = [*output_layer(quant if quant is not None and quant.scaling in by_te else None, "te_fp8")]
+    if theirs.router is not None:
+        text = "model.backend.gate_precision is read by AutoModel's own implementations of models, not by those of transformers"
+        lines.append(Line(fidelity="exact", fact="router", text=text))
     lines += compared(request.ours, theirs, costs)
     text = yaml.safe_dump(_sections(request, theirs, left), sort_keys=False).rstrip()
     pieces = (Fragment(name="recipe.yaml", text=text), *environment([quant] if quant else ()))
@@ -112,6 +115,8 @@ def _sections(request: Request, theirs: Meaning, left: list[str]) -> dict[str, A
     elif quant is not None:
         word = next(word for word, one in TE_FP8.items() if one.scaling == quant.scaling)
         sections["model"]["backend"] = {"linear": "te", "te_fp8": {"recipe": word}}
+    if theirs.router is not None:
+        sections["model"].setdefault("backend", {})["gate_precision"] = theirs.router.value
     return sections
 
 

@@ -145,6 +145,8 @@ def _with_the_models_own(run: Any, policy: PrecisionPolicy) -> PrecisionPolicy:
         for fact, (_, name) in STATED.items()
         if said.get(name) not in (None, defaults.get(name, {}).get("default")) and _open(policy, fact)
     }
+    # megatron-core switches it on, whatever else is said
+    own |= {"softmax_fp32": True} if said.get("apply_query_key_layer_scaling") else {}
     return dataclasses.replace(policy, **own)
 
 

@@ -534,6 +534,26 @@ def test_experts_that_torchtitan_quantizes_as_the_recipe_does_need_no_line() -> 
     )
 
 
+@pytest.mark.parametrize("stack", ["megatron-lm", "megatron-bridge"])
+def test_the_softmax_that_query_key_layer_scaling_switches_on_is_exported(stack: str) -> None:
+    scaled = container("bf16_mixed", layers=2)
+    scaled.model |= {"attention_softmax_in_fp32": False, "apply_query_key_layer_scaling": True}  # type: ignore[operator]
+    made = export("bf16_mixed", stack, run=scaled.resolved(1, training=False))
+    assert made.meaning.softmax_fp32 is True
+    assert "attention_softmax_in_fp32: false" not in made.pieces[0].text
+    assert stack != "megatron-lm" or "--attention-softmax-in-fp32" in made.pieces[0].text
+
+
+@pytest.mark.parametrize("recipe", ["bf16_mixed", "bf16_with_mxfp8_mixed"])
+def test_automodel_says_the_routers_dtype(recipe: str) -> None:
+    made = export(get_mixed_precision_config(recipe).derive(moe_router_dtype="fp32"), "automodel")
+    assert "moe_router_dtype" not in {line.fact for line in made.lines}
+    backend = yaml.safe_load(made.pieces[0].text)["model"]["backend"]
+    assert backend["gate_precision"] == "float32"
+    assert ("te_fp8" in backend) is (recipe != "bf16_mixed")
+    assert read_text(made.pieces[0].text, stack="automodel", name="r.yaml").fields["moe_router_dtype"] == "fp32"
+
+
 @pytest.mark.parametrize("stack", ["torchtitan", "fsdp2"])
 def test_an_export_without_a_run_says_that_it_is_for_dense_models(
     stack: str, capsys: pytest.CaptureFixture[str]
