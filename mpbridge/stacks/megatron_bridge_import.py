@@ -12,6 +12,7 @@ from typing import Any
 
 from mpbridge.errors import BadValue, DataError, UnknownName, brief, cut, nearest
 from mpbridge.formats import DType
+from mpbridge.megatron_spec.precision_field import Target
 from mpbridge.megatron_spec.schema import records
 from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.precision.registry import get_mixed_precision_config, key, recipes
@@ -189,7 +190,7 @@ def _precision(read_: Reader, notes: _Notes) -> dict[str, Any]:
     read_.whole.add("mixed_precision")
     if section is None:
         notes.assumed.append("no mixed_precision section: model, optimizer and ddp are read directly")
-        return _without_section(read_)
+        return _without_section(read_, notes)
     if isinstance(section, str):
         name = key(section)
         if name not in recipes:
@@ -264,11 +265,48 @@ def _settled(values: dict[str, Any], notes: _Notes) -> dict[str, Any]:
     }
 
 
-def _without_section(read_: Reader) -> dict[str, Any]:
+_OF_MODEL = (
+    "fp8", "fp8_recipe", "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_wgrad", "fp8_dot_product_attention",
+    "fp8_multi_head_attention", "fp8_param", "fp4", "fp4_recipe", "fp4_param", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+)  # fmt: skip
+_OF_OPTIMIZER = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_OF_DDP = ("grad_reduce_in_fp32", "fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
+_WITHOUT: Mapping[str, Target] = MappingProxyType(
+    dict.fromkeys(_OF_MODEL, "model") | dict.fromkeys(_OF_OPTIMIZER, "optimizer") | dict.fromkeys(_OF_DDP, "ddp")
+)
+"""Field -> the section whose value acts without a mixed_precision, with megatron-core's default instead of Bridge's."""
+
+
+def _without_section(read_: Reader, notes: _Notes) -> dict[str, Any]:
+    """What megatron-core's own configurations say."""
     base = "bf16" if read_.flag("model.bf16") else "fp16" if read_.flag("model.fp16") else "fp32"
-    fields: dict[str, Any] = {base: True, "grad_reduce_in_fp32": read_.flag("ddp.grad_reduce_in_fp32")}
-    if read_.at("model.fp8"):
-        fields |= {"fp8": read_.at("model.fp8"), "fp8_recipe": read_.text("model.fp8_recipe", "delayed")}
+    values: dict[str, Any] = {base: True}
+    for name, section in _WITHOUT.items():
+        path, default = f"{section}.{name}", records(section, version=CORE)[name]["default"]
+        # the gather spelling stands in ddp and says nothing of what is stored
+        if name.endswith("_param_gather"):
+            read_.at(path)
+        elif name in ("grad_reduce_in_fp32", "fp8_param", "fp4_param", "first_last_layers_bf16"):
+            said = name == "grad_reduce_in_fp32" or read_.at(path) is not None
+            values[name] = read_.flag(path, bool(default)) if said else bool(default)
+        else:
+            values[name] = read_.at(path)
+    for name in _read_beside(values):
+        section = _WITHOUT[name]
+        if values[name] is None:
+            values[name] = records(section, version=CORE)[name]["default"]
+            read_.default(f"{section}.{name}", values[name])
+    if base != "fp16":
+        values = {name: value for name, value in values.items() if name not in _OF_OPTIMIZER}
+    pipeline, stored = read_.dtype("model.pipeline_dtype"), read_.dtype("model.params_dtype")
+    values["pipeline_dtype"] = None if pipeline is None else pipeline.short
+    # under bf16 and fp16 its Float16Module casts every parameter
+    values["params_dtype"] = None if stored is None or base != "fp32" else stored.short
+    fields = _settled(values, notes)
+    if read_.flag("model.enable_autocast"):
+        cast = read_.dtype("model.autocast_dtype")
+        fields |= {"autocast_enabled": True} | ({} if cast is None else {"autocast_dtype": cast.short})
     return fields
 
 

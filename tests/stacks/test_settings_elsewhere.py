@@ -313,6 +313,32 @@ def test_settings_of_bridges_model_that_mixed_precision_overrides_are_named_by_t
     assert [line.partition(":")[0] for line in found.inert] == ["model.fp8=hybrid", "model.fp8_recipe=delayed"]
 
 
+def test_a_run_of_bridge_without_mixed_precision_is_what_its_other_sections_say() -> None:
+    def without(**said: Any) -> tuple[Imported, str]:
+        found = read("megatron-bridge", mixed_precision=None, ddp={"grad_reduce_in_fp32": True}, **said)
+        assert not any("decides nothing" in line for line in found.assumed)
+        return found, str(answer(found.fields, engine=found.engine, meaning=found.meaning))
+
+    assert without(model={"bf16": True, "fp4": "e2m1", "fp4_recipe": "nvfp4"})[1] == "bf16_with_nvfp4_mixed"
+    fp8 = {"fp8": "hybrid", "fp8_param": True, "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"}
+    found, told = without(model={"bf16": True, "params_dtype": "torch.bfloat16", **fp8})
+    assert told == "bf16_with_fp8_delayed_scaling_mixed"
+    assert "model.fp8_recipe=delayed" in found.in_force
+    assert (
+        "history 16 (max), margin 2"
+        in without(model={"bf16": True} | fp8 | {"fp8_margin": 2, "fp8_amax_history_len": 16})[0].meaning.quantization
+    )
+    edges = {
+        "fp8": "hybrid",
+        "fp8_recipe": "tensorwise",
+        "first_last_layers_bf16": True,
+        "num_layers_at_end_in_bf16": 3,
+    }
+    found, _ = without(model={"fp16": True, **edges}, optimizer={"initial_loss_scale": 1024, "hysteresis": 1})
+    assert (found.meaning.regions[0].first, found.meaning.regions[0].last) == (1, 3)
+    assert (found.meaning.loss_scale.initial, found.meaning.loss_scale.hysteresis) == (1024, 1)  # type: ignore[union-attr]
+
+
 def test_automodels_backend_tells_the_experts_from_the_linears() -> None:
     def backend(**said: Any) -> Imported:
         return read("automodel", model={"torch_dtype": "bfloat16", "backend": said}, step_scheduler={})
