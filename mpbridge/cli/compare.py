@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mpbridge.cli.import_ import HEADINGS, variables
@@ -31,6 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="stack", metavar="STACK", help="the stack of a file of another stack (default: recognized)"
     )
     parser.add_argument(
+        "--stack-version",
+        action="append",
+        default=[],
+        metavar="V",
+        help="of the stack, for files of other stacks (default: the latest supported); given twice: of A, then of B",
+    )
+    parser.add_argument(
         "--env",
         action="append",
         default=[],
@@ -42,24 +49,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the differences first. Returns 0 with or without differences."""
-    env = variables(args.env)
-    read = {name: _foreign(name, args.stack, env) for name in (args.a, args.b)}
-    if (args.stack is not None or env) and not any(read.values()):
-        raise BadValue("--from and --env are for files of other stacks: neither A nor B is one")
-    a, b = (_of_file(found) if (found := read[name]) is not None else _side(name) for name in (args.a, args.b))
+    env, given, versions = variables(args.env), (args.a, args.b), _versions(args.stack_version)
+    read = tuple(_foreign(name, args.stack, version, env) for name, version in zip(given, versions, strict=True))
+    if (args.stack is not None or env or args.stack_version) and not any(read):
+        raise BadValue("--from, --stack-version and --env are for files of other stacks: neither A nor B is one")
+    a, b = (_side(name) if found is None else _of_file(found) for name, found in zip(given, read, strict=True))
+    names = _told_apart(given, read)
     verdict = handover(a, b)
     if args.json:
-        print_json(_data((args.a, args.b), (a, b), read, verdict))
+        print_json(_data(names, (a, b), read, verdict))
     else:
-        _print((args.a, args.b), (a, b), read)
+        _print(names, (a, b), read)
         print_line()
         print_line(verdict)
     return 0
 
 
-def _data(
-    names: tuple[str, str], sides: tuple[Setup, Setup], read: Mapping[str, Imported | None], verdict: str
-) -> dict[str, object]:
+_Read = tuple[Imported | None, ...]
+"""What the files of other stacks say; None for a recipe or a run of mpbridge."""
+
+
+def _versions(asked: Sequence[str]) -> tuple[str | None, str | None]:
+    """The versions to read A and B for."""
+    if len(asked) > 2:
+        raise BadValue(f"--stack-version is given {len(asked)} times: at most once for A and once for B")
+    return (asked[0], asked[-1]) if asked else (None, None)
+
+
+def _told_apart(given: tuple[str, str], read: _Read) -> tuple[str, str]:
+    """The names of both sides; with the version that they are read for, if one file is held against itself."""
+    first, second = read
+    if given[0] != given[1] or first is None or second is None or first.version == second.version:
+        return given
+    return f"{given[0]} ({first.version})", f"{given[1]} ({second.version})"
+
+
+def _data(names: tuple[str, str], sides: tuple[Setup, Setup], read: _Read, verdict: str) -> dict[str, object]:
     first, second = (side.meaning for side in sides)
     apart = differences(first, second)
     return {
@@ -69,7 +94,7 @@ def _data(
         "costs": {row: text for row in apart if (text := cost(row, first, second))},
         "same": [row for row in LABELS if row not in apart],
         "verdict": verdict,
-        "notes": {side: _notes(read[name]) for side, name in zip(("a", "b"), names, strict=True)},
+        "notes": {side: _notes(found) for side, found in zip(("a", "b"), read, strict=True)},
     }
 
 
@@ -77,7 +102,7 @@ def _notes(found: Imported | None) -> dict[str, list[str]]:
     return {} if found is None else {kind: list(getattr(found, kind)) for kind in _NOTES}
 
 
-def _print(names: tuple[str, str], sides: tuple[Setup, Setup], read: Mapping[str, Imported | None]) -> None:
+def _print(names: tuple[str, str], sides: tuple[Setup, Setup], read: _Read) -> None:
     """The table of differences, that of what is alike, and the notes on each file."""
     first, second = (side.meaning for side in sides)
     apart, left, right = differences(first, second), rows(first), rows(second)
@@ -87,7 +112,7 @@ def _print(names: tuple[str, str], sides: tuple[Setup, Setup], read: Mapping[str
         print_line()
     alike = [row for row in LABELS if row not in apart and left[row] == right[row]]
     print_table(("alike", "both"), [(label(row, first, second), left[row]) for row in alike])
-    for name, found in read.items():
+    for name, found in dict(zip(names, read, strict=True)).items():
         for kind, lines in _notes(found).items():
             if lines:
                 print_line(f"\n{name}, {_NOTES[kind]}:")
@@ -99,7 +124,7 @@ _NOTES = {kind: heading for kind, heading in HEADINGS if kind != "in_force"}
 """Kind of note -> its heading: what is said of a stack's file below the tables."""
 
 
-def _foreign(name: str, stack: str | None, env: Mapping[str, str]) -> Imported | None:
+def _foreign(name: str, stack: str | None, version: str | None, env: Mapping[str, str]) -> Imported | None:
     """What another stack's file says; None for a recipe or a run of mpbridge. Foreign files are never executed: a Python file is read as text, as `import` does."""
     known = key(name) in recipes
     path = Path(name)
@@ -113,7 +138,7 @@ def _foreign(name: str, stack: str | None, env: Mapping[str, str]) -> Imported |
     if python or (
         not known and path.exists() and not (yaml and ((path.is_file() and _is_run(path)) or _is_recipe(path)))
     ):
-        return read_file(path, stack=stack, env=env)
+        return read_file(path, stack=stack, version=version, env=env)
     return None
 
 

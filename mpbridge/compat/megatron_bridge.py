@@ -106,6 +106,11 @@ class MixedPrecisionConfig:
             object.__setattr__(self, f"{low}_param_gather", stored)
         self.__dict__["_made"] = True
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # by this module's name: a process of its own finds it there, whether `install` was called or not
+        own = None if type(self) is MixedPrecisionConfig else type(self)
+        return _unpickled, (own, {name: getattr(self, name) for name in FIELDS})
+
     def finalize(self) -> None:
         """Raises Contradiction, which is a ValueError, naming everything in these fields that does not fit together."""
         resolve(self.ours())
@@ -125,6 +130,11 @@ class MixedPrecisionConfig:
         """Writes the recipe's fields onto the given configs and logs each change; returns what was planned for each of them."""
         given = {"model": model_config, "optimizer": optimizer_config, "ddp": ddp_config}
         return tuple(_write(self, config, (target,)) for target, config in given.items() if config is not None)  # type: ignore[arg-type]
+
+
+def _unpickled(own: type[MixedPrecisionConfig] | None, values: dict[str, Any]) -> MixedPrecisionConfig:
+    """A pickled config; of a class derived from ours where `own` says so."""
+    return (own or MixedPrecisionConfig)(**values)
 
 
 MixedPrecisionConfig.__module__ = BRIDGE  # Bridge writes `_target_` from it, and its loader accepts no other
@@ -232,8 +242,10 @@ def _theirs(ours: OurConfig, name: str) -> MixedPrecisionConfig:
 
 @functools.cache
 def _factory(name: str) -> Callable[[], MixedPrecisionConfig]:
-    """What both spellings of a name stand for: one object."""
-    return functools.partial(get_mixed_precision_config, name)
+    """What every spelling of a name stands for: one object, with a function's name and docstring."""
+    made = functools.partial(get_mixed_precision_config, name)
+    made.__name__, made.__doc__ = name, registry.recipe(name).summary  # type: ignore[attr-defined]
+    return made
 
 
 class _Recipes(Mapping[str, Callable[[], MixedPrecisionConfig]]):
@@ -279,5 +291,5 @@ def install() -> None:
 def __getattr__(name: str) -> Any:
     # the recipe functions: bf16_mixed(), bf16_with_mxfp8_mixed() ...
     if not name.startswith("_") and name in registry.recipes and name == registry.recipe(name).name:
-        return functools.partial(get_mixed_precision_config, name)
+        return _factory(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

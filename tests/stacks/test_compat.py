@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
+import pickle
 import subprocess
 import sys
 import types
@@ -146,6 +148,22 @@ def test_a_recipe_beyond_bridges_fields_is_not_offered() -> None:
     assert "full_bf16" not in bridge.MIXED_PRECISION_RECIPES
     with pytest.raises(ValueError, match="full_bf16"):
         bridge.get_mixed_precision_config("full_bf16")
+
+
+def test_configs_recipes_and_errors_travel_to_another_process_without_install() -> None:
+    code = (
+        "import pickle, sys; made = pickle.load(sys.stdin.buffer); "
+        "print(made[0].fp8, made[0].fp8_param_gather, made[0].params_dtype, made[1]().bf16, type(made[2]).__name__, 'megatron.bridge' in sys.modules)"
+    )
+    config = bridge.bf16_with_fp8_delayed_scaling_mixed()
+    with pytest.raises(ValueError, match="bf17_mixed") as unknown:
+        bridge.get_mixed_precision_config("bf17_mixed")
+    sent = pickle.dumps((config, bridge.bf16_mixed, unknown.value))
+    ran = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, check=True)
+    assert ran.stdout.decode().split() == ["hybrid", "True", "torch.bfloat16", "True", "UnknownRecipe", "False"]
+    assert copy.deepcopy(config) == config
+    assert bridge.bf16_mixed is bridge.bf16_mixed is bridge.MIXED_PRECISION_RECIPES["bf16-mixed"]
+    assert bridge.bf16_mixed.__name__ == "bf16_mixed"
 
 
 def test_install_puts_it_under_bridges_name_once() -> None:
