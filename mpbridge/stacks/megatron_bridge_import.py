@@ -272,9 +272,12 @@ _OF_MODEL = (
 )  # fmt: skip
 _OF_OPTIMIZER = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _OF_DDP = ("grad_reduce_in_fp32", "fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag")
-_WITHOUT: Mapping[str, Target] = MappingProxyType(
-    dict.fromkeys(_OF_MODEL, "model") | dict.fromkeys(_OF_OPTIMIZER, "optimizer") | dict.fromkeys(_OF_DDP, "ddp")
+_SECTIONED: tuple[tuple[Target, tuple[str, ...]], ...] = (
+    ("model", _OF_MODEL),
+    ("optimizer", _OF_OPTIMIZER),
+    ("ddp", _OF_DDP),
 )
+_WITHOUT: Mapping[str, Target] = MappingProxyType({name: section for section, names in _SECTIONED for name in names})
 """Field -> the section whose value acts without a mixed_precision, with megatron-core's default instead of Bridge's."""
 
 
