@@ -1,4 +1,4 @@
-"""ConfigContainer: everything about a run in one object, from Python, from a file, from the command line."""
+"""ConfigContainer: everything about a run in one object, set from Python, a file or the command line."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ConfigContainer:
     """
 
     mixed_precision: Precision = None
-    """A recipe's name, a MixedPrecisionConfig, {recipe: name, field: value ...}, or a list of such mappings with `until`."""
+    """A recipe name, a MixedPrecisionConfig, {recipe: name, field: value ...}, or a list of such mappings with `until`."""
     model: ModelField = _section("model")
     optimizer: OptimizerField = _section("optimizer")
     scheduler: SchedulerField = _section("scheduler")
@@ -69,16 +69,16 @@ class ConfigContainer:
     logger: LoggerField = _section("logger")
     audit: AuditField = _section("audit")
     engine: str | None = None
-    """A name of `mpbridge.traits.engine_names`; None: the one that the recipe is meant for, else megatron-core's own."""
+    """One of `mpbridge.traits.engine_names`; None: the engine that the recipe is meant for, otherwise megatron-core's own."""
     emulate: bool | str = False
-    """True or 'fast': quantized GEMMs computed by mpbridge.emulation on megatron-core's local modules. 'te': Transformer Engine's own Python over
-    mpbridge's kernels, exactly what `target` would build."""
+    """True or 'fast': mpbridge.emulation computes the quantized GEMMs on megatron-core's local modules. 'te': Transformer Engine's own Python code on
+    mpbridge's CPU kernels, with exactly the modules that `target` would build."""
     target: str | None = None
-    """The machine that emulate='te' plays; None: h100."""
+    """The machine that emulate='te' simulates; None: h100."""
     te: str | None = None
     """The Transformer Engine release of an emulated run, as '2.11'; None: the installed one."""
     origin: dict[str, str] = field(default_factory=dict, repr=False)
-    """'optimizer.lr' -> the file or command line that set it; what is not in it was set in Python."""
+    """'optimizer.lr' -> the file or command line that set it; settings without an entry were set in Python."""
     trusted: bool = field(default=True, repr=False)
     """False: a recipe that is code (module:function) is refused."""
 
@@ -114,10 +114,10 @@ class ConfigContainer:
         check: bool = True,
         trusted: bool = True,
     ) -> Self:
-        """The container that a YAML file and 'section.key=value' overrides describe: defaults < file < overrides.
+        """The container described by a YAML file and 'section.key=value' overrides; precedence: defaults < file < overrides.
 
-        check: raise Contradiction with every unknown key, wrong type and contradiction now; False leaves that to `resolved`, for one message.
-        trusted: False for a configuration from a stranger; no code that it names is run.
+        check: raise Contradiction with every unknown key, wrong type and contradiction now; False leaves that to `resolved`, which then reports everything in one message.
+        trusted: False for a configuration from an untrusted source; code that it names is not run.
         Raises BadValue for a file that cannot be read.
         """
         layers = read(path, overrides)
@@ -129,7 +129,7 @@ class ConfigContainer:
         return made
 
     def faults(self) -> list[str]:
-        """Everything that is wrong whatever the number of processes; empty when nothing is."""
+        """Every fault that does not depend on the number of processes; empty if there is none."""
         return self._draft().faults
 
     def resolved(
@@ -141,11 +141,11 @@ class ConfigContainer:
         training: bool = True,
         also: FaultFinder | None = None,
     ) -> Run:
-        """The frozen Run on that many processes. Raises Contradiction with every fault.
+        """The frozen Run on `world_size` processes. Raises Contradiction with every fault.
 
-        machine: hardware.machines.Machine that will run it; None: not known. versions: None: those installed here.
-        training: False does not ask for what only training needs (train_iters, a learning rate). also: finds further faults in the sections,
-        their defaults filled in; they are raised with all others.
+        machine: the hardware.machines.Machine that will run it; None: unknown. versions: None: those installed here.
+        training: False does not require what only training needs (train_iters, a learning rate). also: finds further faults in the sections,
+        with their defaults filled in; they are raised together with the others.
         """
         draft = self._draft()
         run = draft.run(world_size, machine, versions, training, also)
@@ -154,7 +154,7 @@ class ConfigContainer:
         return run
 
     def smallest_world(self) -> int:
-        """The fewest processes that the parallel sizes allow; 1 when they are not numbers (`resolved` then says so)."""
+        """The fewest processes that the parallel sizes allow; 1 if they are not numbers (`resolved` then reports it)."""
         draft = self._draft()
         return smallest_world(joined(draft.given, draft.engine, [])[1])
 
@@ -186,7 +186,7 @@ class ConfigContainer:
         wanted = {stage.engine for stage in stages} - {None}
         if len(wanted) > 1:
             faults.append(
-                f"mixed_precision: the stages are meant for different engines ({', '.join(map(str, wanted))}): give engine="
+                f"mixed_precision: the stages are meant for different engines ({', '.join(map(str, wanted))}): set engine="
             )
         if wanted:
             return str(wanted.pop())
@@ -207,7 +207,7 @@ class ConfigContainer:
         return out | {name: source for name, source in self.origin.items() if name.partition(".")[0] not in SECTIONS}
 
     def _repr_html_(self) -> str:
-        """For notebooks: what was given, by section."""
+        """HTML for notebooks: what was set, by section."""
         from mpbridge.cells import table
 
         rows = [
@@ -218,7 +218,7 @@ class ConfigContainer:
         return table("ConfigContainer", ("section", "setting", "value"), rows)
 
     def as_data(self) -> dict[str, Any]:
-        """What was given, in canonical plain form: `ConfigContainer(**data)` is equal to this one. Raises Contradiction for what cannot be said so."""
+        """What was set, in canonical plain form: `ConfigContainer(**data)` equals this one. Raises Contradiction for values without such a form."""
         faults: list[str] = []
         out: dict[str, Any] = {}
         if self.mixed_precision is not None:
@@ -228,17 +228,17 @@ class ConfigContainer:
         for name in SECTIONS:
             values = checked(name, as_mapping(name, getattr(self, name), faults), faults)
             faults += [
-                f"{name}.{key}={value!r} is a Python object, which no file can hold"
+                f"{name}.{key}={value!r} is a Python object, which cannot be written to a file"
                 for key, value in values.items()
                 if not _is_plain(value)
             ]
             out |= {name: values} if values else {}
         if faults:
-            raise Contradiction(faults, subject="the configuration cannot be written down")
+            raise Contradiction(faults, subject="the configuration cannot be written to a file")
         return out
 
     def to_yaml(self) -> str:
-        """The configuration as YAML that `load` reads back to an equal container."""
+        """The configuration as YAML, which `load` reads back as an equal container."""
         return dump_yaml(self.as_data())
 
     def dump(self, path: str | os.PathLike[str]) -> None:
@@ -249,7 +249,7 @@ class ConfigContainer:
             raise BadValue(f"configuration {path} cannot be written: {error}") from None
 
     def copy(self) -> Self:
-        """A container of its own; megatron-core's config objects are shared."""
+        """An independent container; megatron-core's config objects are shared."""
         sections: dict[str, Any] = {name: getattr(self, name) for name in SECTIONS}
         own = {name: copy.copy(value) for name, value in sections.items() if isinstance(value, OWN.get(name, Section))}
         return dataclasses.replace(self, origin=dict(self.origin), **sections | own)

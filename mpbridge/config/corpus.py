@@ -1,4 +1,4 @@
-"""What the data section says by itself: the shares of a split, the weights of a blend. Reads no file."""
+"""The parts of the data section that need no files: the shares of a split, the weights of a blend."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SPLITS = ("train", "valid", "test")
 
 
 def split_shares(given: str | Sequence[float]) -> tuple[tuple[float, float] | None, ...]:
-    """Start and end of each part of `SPLITS` as shares of the sequences; None: nothing. Raises BadValue.
+    """Start and end of each part of `SPLITS` as fractions of the sequences; None: an empty part. Raises BadValue.
 
-    As megatron-core cuts a corpus (datasets/blended_megatron_dataset_config.py): weights are normalised and laid end to end.
+    The way megatron-core splits a corpus (datasets/blended_megatron_dataset_config.py): weights are normalised and laid end to end.
     """
     parts = given.split(",") if isinstance(given, str) else given
     try:
@@ -40,7 +40,7 @@ def entries_of(corpus: str | Sequence[str]) -> list[str]:
 
 
 def data_faults(data: Mapping[str, Any]) -> list[str]:
-    """Everything that is wrong with a data section, its defaults filled in, whatever the files hold."""
+    """Every fault in a data section with its defaults filled in that does not depend on the files."""
     faults = []
     try:
         shares = split_shares(data["split"])

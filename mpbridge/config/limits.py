@@ -1,4 +1,4 @@
-"""Ranges and words of settings whose type alone is too permissive: outside of them nothing downstream is meaningful, or it fails too late."""
+"""Ranges and choices of settings whose type alone is too permissive: other values are meaningless, or fail too late."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpbridge.config.sections import Parallelism
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """What a number may be; None: no bound on that side."""
+    """Bounds on a number; None: no bound on that side."""
 
     least: float | None = None
     above: float | None = None
@@ -111,7 +111,7 @@ LIMITS: dict[str, Range] = {
     "optimizer.decoupled_min_lr": RATE,
     "optimizer.adam_beta1": FRACTION,
     "optimizer.adam_beta2": FRACTION,
-    "optimizer.adam_eps": POSITIVE,  # a gradient of zero is divided by it
+    "optimizer.adam_eps": POSITIVE,  # with a gradient of zero it is the divisor
     "optimizer.weight_decay": COUNT,
     "optimizer.clip_grad": COUNT,
     "optimizer.sgd_momentum": FRACTION,
@@ -129,4 +129,4 @@ WORDS: dict[str, tuple[str, ...]] = {
     "model.normalization": ("LayerNorm", "RMSNorm"),
     "model.rope_type": ("yarn", "rope"),
 }
-"""megatron-core declares these as any text and asks for these words later, in a constructor or not at all."""
+"""megatron-core declares these as plain strings and checks the values later, in a constructor, or never."""

@@ -1,4 +1,4 @@
-"""Layers of plain data (a file, the command line) merged into one tree that knows where each value came from."""
+"""Layers of plain data (a file, the command line) merged into one tree that records where each value came from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tree = dict[str, Any]
 COMMAND_LINE = "the command line"
 SINGLE = ("mixed_precision", "engine", "emulate", "target", "te")
 TOP = (*SINGLE, *SECTIONS)
-"""What a configuration file may hold at its top."""
+"""The top-level keys of a configuration file."""
 _TWIN = dict(TWINS) | {b: a for a, b in TWINS}
 _MODULES = "mixed_precision.modules."
 MOST_VALUES, DEEPEST = 20_000, 12
@@ -30,14 +30,14 @@ MOST_VALUES, DEEPEST = 20_000, 12
 
 @dataclass(slots=True, kw_only=True)
 class ConfigLayers:
-    """The merged tree, with the source of every leaf ("optimizer.lr" -> "gpt_tiny.yaml") and what could not be read."""
+    """The merged tree, with the source of every leaf ("optimizer.lr" -> "gpt_tiny.yaml") and the faults found while reading."""
 
     tree: Tree = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
     def add(self, layer: Mapping[str, Any], source: str) -> None:
-        """Merges `layer` over the tree: a mapping into a mapping, everything else replaced."""
+        """Merges `layer` over the tree: mappings are merged, everything else is replaced."""
         layer = self._known(layer, source)
         precision = layer.get("mixed_precision")
         if precision is not None:
@@ -45,13 +45,13 @@ class ConfigLayers:
         self._merge(self.tree, layer, source, "")
 
     def _known(self, layer: Mapping[str, Any], source: str) -> Tree:
-        """`layer` with recipe names as {recipe: name}, without what no configuration has."""
+        """`layer` with recipe names as {recipe: name}, without unknown sections."""
         out: Tree = {}
         strange = [name for name in layer if name not in TOP]
         for name in strange[:MOST_NAMED]:
             self.faults.append(f"{cut(name)} (from {source}): {UnknownName('section', str(name), TOP)}")
         if len(strange) > MOST_NAMED:
-            self.faults.append(f"{len(strange) - MOST_NAMED:,} further sections (from {source}) that there are not")
+            self.faults.append(f"{len(strange) - MOST_NAMED:,} further unknown sections (from {source})")
         for name, value in layer.items():
             if name not in TOP:
                 continue
@@ -63,12 +63,12 @@ class ConfigLayers:
                 )
             else:
                 named = name == "mixed_precision" and isinstance(value, (str, int)) and not isinstance(value, bool)
-                # 32 and 16 are recipes' names, and numbers to YAML
+                # the recipe names 32 and 16 are numbers in YAML
                 out[name] = {"recipe": str(value)} if named else value
         return out
 
     def _make_room(self, precision: Any, source: str) -> None:
-        """Removes what a weaker layer set and this one overrides: another recipe's additions, the other one of two twin fields."""
+        """Removes what an earlier layer set and this one overrides: additions to another recipe, the other one of a pair of equivalent fields."""
         below = self.tree.get("mixed_precision")
         if isinstance(precision, (list, tuple)) or (isinstance(precision, Mapping) and _renames(precision, below)):
             self._forget("mixed_precision")
@@ -88,7 +88,7 @@ class ConfigLayers:
         for step in way:
             node = node.get(step, {})
         if not isinstance(node, dict) or last not in node:
-            return  # nothing has said where it came from either
+            return  # it has no recorded source either
         del node[last]
         for name in [name for name in self.origin if name == path or name.startswith(f"{path}.")]:
             del self.origin[name]
@@ -107,10 +107,10 @@ class ConfigLayers:
 
 
 def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> ConfigLayers:
-    """The layers of a YAML file, of a configuration that comes along by its name, or of 'hf:DIR' (None: nothing), and of 'section.key=value' overrides,
-    the stronger last.
+    """The layers of a YAML file, a shipped configuration given by name, or 'hf:DIR' (None: nothing), and of 'section.key=value' overrides;
+    later layers override earlier ones.
 
-    Faults are collected in the result; BadValue only where there is nothing to go on with: invalid YAML, or not a mapping; UnknownName for a
+    Faults are collected in the result. Raises BadValue only if nothing can be read at all (invalid YAML, or not a mapping), and UnknownName for a
     missing file.
     """
     layers = ConfigLayers()
@@ -125,7 +125,7 @@ def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> 
 
 
 def read_file(path: Path) -> Tree:
-    """The mapping in a YAML file; a recipe's file named in it is found beside it too. Raises BadValue."""
+    """The mapping in a YAML file; recipe files that it names are also looked for next to it. Raises BadValue."""
     import yaml
 
     try:
@@ -148,7 +148,7 @@ def read_file(path: Path) -> Tree:
 
 
 def dump_yaml(data: Mapping[str, Any]) -> str:
-    """`data` as YAML with a line for each setting; lists stay on one line."""
+    """`data` as YAML with one line per setting; lists stay on one line."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -161,7 +161,7 @@ def dump_yaml(data: Mapping[str, Any]) -> str:
 
 
 def dotted(overrides: Iterable[str], faults: list[str]) -> Tree:
-    """The tree that 'a.b=value' texts describe, values read as YAML; what cannot be read goes to `faults`."""
+    """The tree described by 'a.b=value' texts, with values read as YAML; what cannot be read is added to `faults`."""
     out: Tree = {}
     for text in overrides:
         name, equals, value = text.partition("=")
@@ -180,7 +180,7 @@ def _value(text: str) -> Any:
     import yaml
 
     if not text.strip():
-        raise BadValue("no value; to unset it write null, for an empty text ''")
+        raise BadValue("no value; write null to unset it, or '' for an empty string")
     try:
         value = load_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -191,7 +191,7 @@ def _value(text: str) -> Any:
 
 
 def _is_tree(data: Any) -> bool:
-    """Whether `data` is finite: YAML's aliases can make it refer to itself, or to a part a million times."""
+    """Whether `data` is of limited size: YAML's aliases can make it refer to itself, or repeat a part a million times."""
     left, level = MOST_VALUES, [data]
     for _ in range(DEEPEST):
         level = [
@@ -207,7 +207,7 @@ def _is_tree(data: Any) -> bool:
 
 
 def _put(tree: Tree, name: str, value: Any) -> None:
-    # a module's glob has dots of its own
+    # a module's glob itself contains dots
     way = ["mixed_precision", "modules", name.removeprefix(_MODULES)] if name.startswith(_MODULES) else name.split(".")
     if name == "mixed_precision" and isinstance(value, (str, int)) and not isinstance(value, bool):
         way, value = ["mixed_precision", "recipe"], str(value)
@@ -215,18 +215,18 @@ def _put(tree: Tree, name: str, value: Any) -> None:
     for step in way[:-1]:
         node = node.setdefault(step, {})
         if not isinstance(node, dict):
-            raise BadValue(f"{step} has a single value already")
+            raise BadValue(f"{step} already has a single value")
     old = node.get(way[-1])
     if isinstance(old, dict) and isinstance(value, dict):
         old.update(value)
     elif isinstance(old, dict):
-        raise BadValue(f"{way[-1]} has settings of its own already")
+        raise BadValue(f"{way[-1]} already has settings below it")
     else:
         node[way[-1]] = value
 
 
 def _renames(precision: Mapping[str, Any], below: Any) -> bool:
-    """Whether `precision` names another recipe than the layers below did."""
+    """Whether `precision` names a different recipe from the earlier layers'."""
     if precision.get("recipe") is None:
         return False
     old = below.get("recipe") if isinstance(below, Mapping) else None
@@ -234,7 +234,7 @@ def _renames(precision: Mapping[str, Any], below: Any) -> bool:
 
 
 def _beside(precision: Any, folder: Path) -> Any:
-    """`precision` with recipe files that are not found from here, but beside the configuration, named so that they are."""
+    """`precision` with the paths of recipe files resolved: those that exist only next to the configuration get its folder."""
     if isinstance(precision, list):
         return [_beside(stage, folder) for stage in precision]
     if isinstance(precision, dict):

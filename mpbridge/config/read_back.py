@@ -1,4 +1,4 @@
-"""Sections given as megatron-core's config objects (or our dataclasses), read back as the mapping that their author could have written."""
+"""Sections given as megatron-core's config objects (or our dataclasses), read back as a mapping that their author could have written."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mpbridge.megatron_spec.schema import CLASSES, LATENT, REPLACED
 
 
 def _expected(section: str) -> tuple[str, ...]:
-    """Names of the classes whose objects a section may be given as."""
+    """Names of the classes whose objects are accepted for a section."""
     if section in CLASSES:
         return (CLASSES[section], LATENT) if section == "model" else (CLASSES[section],)
     return (OWN[section].__name__,) if section in OWN else ()
 
 
 def as_mapping(section: str, value: Any, faults: list[str]) -> Mapping[str, Any]:
-    """What `value` (None, a mapping, a config object) says about `section`.
+    """The settings of `section` in `value` (None, a mapping, a config object).
 
-    An object says what differs from its class's defaults. That is not the same as what its author wrote: a value written out that equals
-    the default is not seen, and is not missed either, as the object built from the rest has it again.
+    From an object, the fields that differ from its class's defaults. That is not exactly what its author wrote: a value that was set explicitly to
+    the default is not seen. It is not missed either, because the object built from the rest has it again.
     """
     if value is None:
         return {}
@@ -85,7 +85,7 @@ def _equal(setting: Setting, value: Any) -> bool:
 
 
 def _made_by_core(value: Any) -> bool:
-    """Whether a function is one of the initialisers that megatron-core makes from init_method_std."""
+    """Whether a function is one of the initialisers that megatron-core creates from init_method_std."""
     if not isinstance(value, functools.partial):
         return False
     return str(getattr(value.func, "__module__", "")) == "torch.nn.init" and set(value.keywords) == {"mean", "std"}

@@ -1,4 +1,4 @@
-"""How a run is realized where its recipe's hardware is not: by the fast emulation, or by Transformer Engine's own Python on a CPU."""
+"""How a run is realized without its recipe's hardware: by the fast emulation, or by Transformer Engine's own Python code on a CPU."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ DEFAULT_TARGET = "h100"
 
 
 def is_fast(emulate: Any) -> bool:
-    """Whether mpbridge.emulation rounds."""
+    """Whether mpbridge.emulation does the rounding."""
     return emulate in (True, "fast")
 
 
 def is_played(emulate: Any) -> bool:
-    """Whether Transformer Engine plays a machine on the CPU."""
+    """Whether Transformer Engine simulates a machine on the CPU."""
     return bool(emulate == "te")
 
 
 def emulation_faults(emulate: Any, target: Any, te: Any) -> list[str]:
-    """What is wrong with the three top-level settings."""
+    """Faults of the three top-level settings."""
     faults = []
     if not any(emulate is way or (isinstance(way, str) and emulate == way) for way in WAYS):
         faults.append(f"emulate={emulate!r}: expected true, false, fast or te")
@@ -42,7 +42,7 @@ def emulation_faults(emulate: Any, target: Any, te: Any) -> list[str]:
     try:
         if te is not None and not isinstance(te, str):
             raise BadValue(
-                f"te={te}: expected text, because 2.20 and 2.2 are the same number: write it in quotes, as in te=\"'2.20'\""
+                f"te={te}: expected a string, because 2.20 and 2.2 are the same number: write it in quotes, as in te=\"'2.20'\""
             )
         if te is not None:
             release(te)
@@ -55,10 +55,10 @@ def emulation_faults(emulate: Any, target: Any, te: Any) -> list[str]:
 
 @functools.cache
 def package(te: str | None) -> Package:
-    """The Transformer Engine that a run plays with. Raises Refused, UnknownName."""
+    """The Transformer Engine package of a simulated run. Raises Refused, UnknownName."""
     return choose(te)
 
 
 def played(target: str | None, te: str | None) -> tuple[Machine, Versions]:
-    """The machine and the versions that such a run is resolved for."""
+    """The machine and the versions for which such a run is resolved."""
     return machine(target or DEFAULT_TARGET), played_versions(installed(), package(te))

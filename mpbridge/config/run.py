@@ -1,4 +1,4 @@
-"""Run: a configuration with everything decided, for one world size. And how it is made from checked sections."""
+"""Run: a fully resolved configuration for one world size, and how it is made from checked sections."""
 
 from __future__ import annotations
 
@@ -30,43 +30,43 @@ if TYPE_CHECKING:
 FaultFinder = Callable[[Mapping[str, dict[str, Any]]], list[str]]
 """Finds faults in the sections of a run."""
 _ONE_FACT = ("use_distributed_optimizer", "overlap_param_gather")
-"""Fields that megatron-core has in two configs, ddp and optimizer."""
+"""Fields that megatron-core has in two config classes, for ddp and optimizer."""
 
 
 BROUGHT = "required by the recipe"
-"""Origin of a setting outside the plan that the recipe fills in where it was not set."""
+"""Origin of a setting outside the plan that the recipe fills in if it was not set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What is run. The mappings are copies of this Run's own: read them."""
+    """What is run. The mappings are this Run's own copies, to be read only."""
 
     container: ConfigContainer
     recipe: str
-    """Canonical name of the (first) recipe, 'custom' for a config without a name."""
+    """Canonical name of the (first) recipe; 'custom' for a config without a name."""
     policy: PrecisionPolicy
-    """Settled: every optimizer fact decided."""
+    """Settled: every optimizer fact is decided."""
     plan: Plan
     facts: RunFacts
     inputs: Mapping[str, dict[str, Any]]
-    """model, optimizer, ddp: what the author wrote, the recipe not applied; GPTModel's arguments and parallel sizes filled in."""
+    """model, optimizer, ddp: what the author wrote, without the recipe, with GPTModel's arguments and the parallel sizes filled in."""
     train: dict[str, Any]
     data: dict[str, Any]
     scheduler: dict[str, Any]
     checkpoint: dict[str, Any]
     logger: dict[str, Any]
     audit: dict[str, Any]
-    """These five with their defaults filled in."""
+    """These five sections with their defaults filled in."""
     origin: Mapping[str, str]
     """'optimizer.lr' -> where its value came from, for every value that is not a default."""
     emulate: bool = False
     """Whether mpbridge.emulation rounds."""
     played: str | None = None
-    """The machine that Transformer Engine plays on the CPU (emulate='te'); None: nobody plays."""
+    """The machine that Transformer Engine simulates on the CPU (emulate='te'); None: no simulation."""
     te: str | None = None
-    """The Transformer Engine release that was asked for."""
+    """The Transformer Engine release that was requested."""
     stages: tuple[Stage, ...] = field(default=(), repr=False)
-    """One for each recipe of the run; policy is the first one's."""
+    """One per recipe of the run; `policy` is the first one's."""
 
     @property
     def brought(self) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def engine(self) -> str:
-        """A name of `traits.engine_names`."""
+        """One of `traits.engine_names`."""
         return self.facts.engine
 
     @property
@@ -93,16 +93,16 @@ def filled(section: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def joined(
     sections: Mapping[str, dict[str, Any]], engine: str | None, faults: list[str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """(model, optimizer and ddp as megatron-core is to be told, the parallel sizes): facts with two homes said in both.
+    """(model, optimizer and ddp as megatron-core needs them, the parallel sizes): settings with two homes are written to both.
 
-    Two homes that disagree go to `faults`.
+    Disagreements between the two are added to `faults`.
     """
     model, optimizer, ddp = dict(sections["model"]), dict(sections["optimizer"]), dict(sections["ddp"])
     for name in _ONE_FACT:
         said = {section[name] for section in (ddp, optimizer) if name in section}
         if len(said) == 2:
             faults.append(
-                f"ddp.{name}={ddp[name]} and optimizer.{name}={optimizer[name]} are one fact: drop one of them"
+                f"ddp.{name}={ddp[name]} and optimizer.{name}={optimizer[name]} are the same setting: drop one of them"
             )
         elif said:
             ddp[name] = optimizer[name] = said.pop()
@@ -111,7 +111,7 @@ def joined(
     for name in defaults("parallel"):
         if name in model and name in parallel and model[name] != parallel[name]:
             faults.append(
-                f"parallel.{name}={parallel[name]} and model.{name}={model[name]} are one fact: drop one of them"
+                f"parallel.{name}={parallel[name]} and model.{name}={model[name]} are the same setting: drop one of them"
             )
         elif name in model:
             parallel[name] = model[name]
@@ -121,7 +121,7 @@ def joined(
 
 
 def _join_engine(ddp: dict[str, Any], engine: str | None, faults: list[str]) -> None:
-    """Says in the ddp section too which engine runs, where megatron-core has a switch for it."""
+    """Also sets the engine's switch in the ddp section, where megatron-core has one."""
     own = known(engine or DEFAULT)
     for other in (traits(name) for name in engine_names()):
         switch = other.ddp_switch
@@ -142,10 +142,10 @@ def _join_engine(ddp: dict[str, Any], engine: str | None, faults: list[str]) -> 
 
 
 def lengths(model: Mapping[str, Any], data: Mapping[str, Any], tensor: int, faults: list[str]) -> tuple[int, int, int]:
-    """(vocab_size, seq_length, max_sequence_length), each from the other or from the tokenizer where it is not given."""
+    """(vocab_size, seq_length, max_sequence_length); what is not given is derived from the others or from the tokenizer."""
     seq, most = data["seq_length"], model["max_sequence_length"]
     if seq is None and most is None:
-        faults.append("data.seq_length is missing (model.max_sequence_length would do)")
+        faults.append("data.seq_length is missing (model.max_sequence_length can be set instead)")
     elif seq is not None and most is not None and seq > most:
         faults.append(
             f"data.seq_length={seq} is above model.max_sequence_length={most}: the model has no positions for it"
@@ -154,7 +154,7 @@ def lengths(model: Mapping[str, Any], data: Mapping[str, Any], tensor: int, faul
 
 
 def _rows(given: int | None, data: Mapping[str, Any], tensor: int, faults: list[str]) -> int:
-    """Rows of the embedding: as given, else what the tokenizer's files ask for."""
+    """Rows of the embedding: as given, otherwise as many as the tokenizer's files require."""
     step = int(data["vocab_divisible_by"]) * tensor
     if given is not None:
         if given % tensor:
@@ -185,7 +185,7 @@ class Draft:
     def run(
         self, world_size: int, machine: Any, versions: Versions | None, training: bool, also: FaultFinder | None = None
     ) -> Run | None:
-        """The Run, or None when there are faults. also: finds further ones in the sections, defaults filled in."""
+        """The Run, or None if there are faults. also: finds further faults in the sections with their defaults filled in."""
         machine, versions = self._machine(machine, versions)
         inputs, sizes = joined(self.given, self.engine, self.faults)
         brought = self._bring_along(inputs)
@@ -229,7 +229,7 @@ class Draft:
         )
 
     def _machine(self, machine: Any, versions: Versions | None) -> tuple[Any, Versions | None]:
-        """The machine and the versions that count: those that are played, where the run plays any."""
+        """The machine and the versions that apply: the simulated ones if the run simulates a machine."""
         if is_played(self.container.emulate) and not self.faults:
             try:
                 return played(self.container.target, self.container.te)
@@ -266,7 +266,7 @@ class Draft:
         )
 
     def _bring_along(self, inputs: dict[str, dict[str, Any]]) -> dict[str, str]:
-        """Fills in what the recipe requires and the author did not set; setting -> where it came from. An explicit false is rejected by a rule."""
+        """Fills in what the recipe requires and the author did not set. Returns setting -> where it came from. An explicit false is rejected by a rule."""
         aware = (
             bool(self.stages)
             and bool(self.stages[0].policy.precision_aware)
@@ -275,7 +275,7 @@ class Draft:
         optional = traits(self.engine).distributed_optimizer == "optional"
         if not aware or not optional or "use_distributed_optimizer" in inputs["ddp"]:
             return {}
-        # megatron-core 0.16.1 has FusedAdam's own main weights in its distributed optimizer only
+        # megatron-core 0.16.1 supports FusedAdam's own main weights in its distributed optimizer only
         for section in ("optimizer", "ddp"):
             inputs[section]["use_distributed_optimizer"] = True
         return {"ddp.use_distributed_optimizer": BROUGHT}
@@ -293,7 +293,7 @@ class Draft:
         )
 
     def _add(self, found: list[str]) -> None:
-        """Takes up faults that are new, but for "x is missing" where x was given and is at fault already."""
+        """Adds faults that are new, except "x is missing" if x was given and already has a fault."""
         for new in found:
             if new not in self.faults and not any(
                 old.startswith(f"{new.partition(' is missing')[0]}=") for old in self.faults
@@ -315,7 +315,7 @@ class Draft:
 
 
 GPT_FILLED = ("position_embedding_type", "rotary_base", "rotary_percent", "share_embeddings_and_output_weights")
-"""GPTModel's arguments that a Run's inputs always name."""
+"""GPTModel's arguments that are always present in a Run's inputs."""
 
 
 def _optimizer_facts(optimizer: dict[str, Any], policy: PrecisionPolicy, engine: str) -> OptimizerFacts:
@@ -329,15 +329,15 @@ def _optimizer_facts(optimizer: dict[str, Any], policy: PrecisionPolicy, engine:
 
 
 def _inert(stages: tuple[Stage, ...]) -> tuple[str, ...]:
-    """What the author added to each recipe without any effect."""
+    """What the author added to a recipe without effect."""
     known = [(stage, recipes.get(stage.recipe)) for stage in stages]
     found = [words for stage, entry in known for words in inert(stage.config, entry.make() if entry else None)]
-    # the optimizer's section may be what makes it precision-aware
+    # the optimizer section may be what makes the optimizer precision-aware
     if any(stage.config.store_param_remainders and not stage.policy.precision_aware for stage in stages):
         found.append("store_param_remainders=true (read with use_precision_aware_optimizer=true only)")
     return tuple(dict.fromkeys(found))
 
 
 def _after(target: str, inputs: Mapping[str, dict[str, Any]], planned: Plan) -> dict[str, Any]:
-    """The section with its defaults and the plan's writes, in plain types."""
+    """The section with its defaults and the plan's writes applied, in plain types."""
     return filled(target, inputs[target]) | {name: plain(value) for name, value in planned.of(target).items()}

@@ -1,4 +1,4 @@
-"""What each setting may be: megatron-core's fields from the generated schema, ours from their dataclasses. Imports no framework."""
+"""The legal values of each setting: megatron-core's fields from the generated schema, ours from their dataclasses. Imports no framework."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ ACTIVATIONS: Mapping[str, str] = types.MappingProxyType(
         "quick_gelu": "megatron.core.fusions.fused_bias_geglu:quick_gelu",
     }
 )
-"""Names for `activation_func` -> where the function is; SwiGLU is silu with gated_linear_unit."""
+"""Names for `activation_func` -> import path of the function; SwiGLU is silu with gated_linear_unit."""
 
 
 NULL: Mapping[str, tuple[str, ...]] = types.MappingProxyType({"model.q_lora_rank": ("null",)})
-"""Settings that may be null, which megatron-core's annotation does not say: queries without a narrow projection (multi_latent_attention.py)."""
+"""Settings that may be null although megatron-core's annotation does not allow it: queries without a low-rank projection (multi_latent_attention.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One field: the names of its legal types ("int", "list[str]", "choice", "dtype", "null" ...), its words, its default in plain data."""
+    """One field: the names of its legal types ("int", "list[str]", "choice", "dtype", "null" ...), its choices, its default as plain data."""
 
     types: tuple[str, ...]
     default: Any = None
     choices: tuple[str | int, ...] = ()
 
     def expected(self) -> str:
-        """The legal values, in words."""
+        """The legal values, as text."""
         words = {
             "choice": "one of " + ", ".join(map(str, self.choices)),
             "dtype": "a dtype",
@@ -63,7 +63,7 @@ class Setting:
 
 
 def upstream_class(section: str, *, latent: bool = False, version: str | None = None) -> Mapping[str, Setting]:
-    """field -> Setting of the megatron-core class behind a section; version: of megatron-core, None: the one that is here."""
+    """field -> Setting of the megatron-core class behind a section; version: megatron-core's, None: the installed one."""
     return _upstream_class(section, latent, nearest(version or current()))
 
 
@@ -74,13 +74,13 @@ def _upstream_class(section: str, latent: bool, version: str) -> Mapping[str, Se
 
 
 def _setting(where: str, record: Mapping[str, Any]) -> Setting:
-    """One of the generated file's records; free text that has a list of words becomes a choice among them."""
+    """The Setting of a record in the generated file; a plain string with a known list of values becomes a choice."""
     kinds, words = tuple(record["types"]) + NULL.get(where, ()), WORDS.get(where)
     if words is not None:
         kinds = tuple({"str": "choice", "list[str]": "list[choice]"}.get(kind, kind) for kind in kinds)
     default = record["default"]
     if "float" in kinds and isinstance(default, str):
-        default = float(default)  # 'inf', which JSON cannot say
+        default = float(default)  # 'inf', which JSON cannot represent
     return Setting(types=kinds, default=default, choices=words or tuple(record.get("choices", ())))
 
 
@@ -96,9 +96,9 @@ def own_class(cls: type) -> Mapping[str, Setting]:
 
 
 def settings(section: str, *, latent: bool = False, version: str | None = None) -> Mapping[str, Setting]:
-    """field -> Setting of a section; latent: the model section of multi-latent attention; version: of megatron-core. Raises UnknownName."""
+    """field -> Setting of a section; latent: the model section with multi-latent attention; version: megatron-core's. Raises UnknownName."""
     if section == "model":
-        # MLA has rotary_base and rotary_percent of its own, with the same meaning: the config class's record holds
+        # MLA's config class has its own rotary_base and rotary_percent with the same meaning: its record takes precedence
         return {**own_class(GPT), **upstream_class(section, latent=latent, version=version)}
     if section in CLASSES:
         return upstream_class(section, version=version)
@@ -113,7 +113,7 @@ def defaults(section: str, *, latent: bool = False) -> dict[str, Any]:
 
 
 def checked(section: str, values: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """`values` in canonical plain form; every unknown key and every value that cannot be is added to `faults`."""
+    """`values` in canonical plain form; every unknown key and every illegal value is added to `faults`."""
     known = settings(section, latent=bool(values.get("multi_latent_attention")))
     out: dict[str, Any] = {}
     strange = 0
@@ -136,12 +136,12 @@ def checked(section: str, values: Mapping[str, Any], faults: list[str]) -> dict[
             continue
         out[name] = plain
     if strange > MOST_NAMED:
-        faults.append(f"{section}: {strange - MOST_NAMED:,} further settings that there are not")
+        faults.append(f"{section}: {strange - MOST_NAMED:,} further unknown settings")
     return out
 
 
 def fit(setting: Setting, value: Any) -> Any:
-    """`value` in canonical plain form (dtypes and enumeration members by name, numbers of the right kind). Raises BadValue: found, expected."""
+    """`value` in canonical plain form (dtypes and enumeration members by name, numbers of the right type). Raises BadValue with found and expected."""
     if isinstance(value, float) and math.isinf(value) and value == setting.default:
         return value  # no limit, by megatron-core's own default
     for name in setting.types:
@@ -153,7 +153,7 @@ def fit(setting: Setting, value: Any) -> Any:
 
 
 def _whole(value: Any) -> tuple[bool, Any]:
-    # YAML reads 1e6 as a fraction, and 2.0 is two
+    # 1e6 and 2.0 are floats in YAML, and whole numbers to the author
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
     return whole or (isinstance(value, int) and not isinstance(value, bool)), int(value) if whole else value
 
@@ -178,11 +178,11 @@ _PLAIN: Mapping[str, Callable[[Any], tuple[bool, Any]]] = {
         value,
     ),
 }
-"""Kinds that need nothing but the value: whether it is one, and what it is then."""
+"""Types that can be checked from the value alone: (whether it is one, the value in canonical form)."""
 
 
 def _as(name: str, setting: Setting, value: Any) -> tuple[bool, Any]:
-    """Whether `value` is a `name`, and what it is then."""
+    """(Whether `value` is a `name`, the value in canonical form)."""
     if name in _PLAIN:
         return _PLAIN[name](value)
     if name == "activation":
@@ -207,7 +207,7 @@ def _dtype(value: Any) -> tuple[bool, Any]:
 
 
 def _choice(setting: Setting, value: Any) -> tuple[bool, Any]:
-    # an enumeration member of megatron-core's goes by its name, and "float32" where the words are fp32 and fp64
+    # a megatron-core enumeration member is written by its name, and "float32" is accepted where the choices are fp32 and fp64
     name = value if isinstance(value, str) else getattr(value, "name", value)
     if name in setting.choices:
         return True, name
@@ -219,7 +219,7 @@ def _activation(value: Any) -> tuple[bool, Any]:
     name = getattr(value, "__name__", None) if callable(value) else value
     if not isinstance(name, str) or name not in ACTIVATIONS:
         return callable(value), value
-    # torch.nn.functional.gelu is a builtin without a module of its own
+    # torch.nn.functional.gelu is a builtin that does not name its module
     librarys = (
         str(getattr(value, "__module__", "")).startswith(("torch", "megatron"))
         or type(value).__name__ == "builtin_function_or_method"
@@ -234,7 +234,7 @@ def _unknown(section: str, name: str, known: Mapping[str, Setting]) -> str:
     if section == "model" and name in upstream_class("model", latent=True):
         return "needs model.multi_latent_attention=true"
     error = UnknownName(f"setting in {section}", name, known)
-    # a hundred names do not help
+    # listing a hundred names does not help
     return (
         str(error) if error.near or len(known) < 20 else f"no setting in {section} named {name!r}, and no similar name"
     )

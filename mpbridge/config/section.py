@@ -1,4 +1,4 @@
-"""A section of ConfigContainer: a mapping whose settings are attributes too. Its types for editors and mypy stand in typed.pyi."""
+"""A section of ConfigContainer: a mapping whose settings are also attributes. Its types for editors and mypy are in typed.pyi."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mpbridge.errors import UnknownName
 
 
 class Section(dict[str, Any]):
-    """What was given for one section: `section["lr"]` and `section.lr` are the same setting.
+    """The settings given for one section: `section["lr"]` and `section.lr` are the same setting.
 
-    Reading a setting that was not given answers its default and stores nothing. An attribute that is not a setting raises UnknownName with the
+    Reading a setting that was not given returns its default and stores nothing. An attribute that is not a setting raises UnknownName with the
     nearest name; keys are checked by `ConfigContainer.faults`, all at once.
     """
 
@@ -27,11 +27,11 @@ class Section(dict[str, Any]):
     if not TYPE_CHECKING:  # seen by mypy, these would accept any name
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__"):  # copy and pickle ask for methods that no mapping has
+            if name.startswith("__"):  # copy and pickle look up methods that a mapping does not have
                 raise AttributeError(name)
             if name in self:
                 return self[name]
-            # a mutable default is the caller's own
+            # a mutable default is copied, so the caller may change it
             return copy.copy(self._known(name).default)
 
         def __setattr__(self, name: str, value: Any) -> None:
@@ -46,11 +46,11 @@ class Section(dict[str, Any]):
         return sorted({*super().__dir__(), *settings(self._section, latent=True)})
 
     def _ipython_key_completions_(self) -> list[str]:
-        """What a notebook offers after `section["`."""
+        """The completions that a notebook offers after `section["`."""
         return sorted(settings(self._section, latent=True))
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """HTML for notebooks."""
         from mpbridge.cells import facts
 
         return facts(self._section, self)

@@ -1,4 +1,4 @@
-"""The model section as a ModelShape, megatron-core's own derivations made in advance."""
+"""The model section as a ModelShape, with the values that megatron-core itself would derive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", 
 
 
 def vocabulary(data: Mapping[str, Any]) -> int:
-    """Tokens of the data section's tokenizer, by its files. Raises BadValue with the cure where they are not known here."""
+    """Number of tokens of the data section's tokenizer, from its files. Raises BadValue with the cure if it is not known here."""
     name = data["tokenizer"]
     if name == BYTE:
         return BYTE_VOCABULARY
@@ -30,12 +30,12 @@ def vocabulary(data: Mapping[str, Any]) -> int:
 
 
 def padded_vocabulary(size: int, step: int) -> int:
-    """Rows of the embedding for that many tokens: the next multiple of `step`."""
+    """Rows of the embedding for `size` tokens: the next multiple of `step`."""
     return -(-size // step) * step
 
 
 def shape_faults(model: Mapping[str, Any]) -> list[str]:
-    """What is missing or does not divide, in a model section with its defaults filled in."""
+    """Missing or indivisible sizes in a model section with its defaults filled in."""
     faults = [f"model.{name} is missing" for name in _REQUIRED if not model.get(name)]
     if faults:
         return faults
@@ -46,7 +46,7 @@ def shape_faults(model: Mapping[str, Any]) -> list[str]:
         )
     if groups is not None and heads % groups:
         faults.append(
-            f"model.num_attention_heads={heads} cannot be shared by model.num_query_groups={groups}: use a divisor of {heads}"
+            f"model.num_attention_heads={heads} is not a multiple of model.num_query_groups={groups}: use a divisor of {heads}"
         )
     width = model["kv_channels"] or hidden // heads
     if (
@@ -56,11 +56,11 @@ def shape_faults(model: Mapping[str, Any]) -> list[str]:
         and model["rotary_percent"] == 1
     ):
         faults.append(
-            f"model.position_embedding_type={model['position_embedding_type']} turns pairs of channels, and a head has {width}: change model.kv_channels or the number of heads"
+            f"model.position_embedding_type={model['position_embedding_type']} rotates pairs of channels, and a head has {width}: change model.kv_channels or the number of heads"
         )
     if model["multi_latent_attention"] and model["qk_pos_emb_head_dim"] % 2:
         faults.append(
-            f"model.qk_pos_emb_head_dim={model['qk_pos_emb_head_dim']}: rotary embeddings turn pairs of channels, so an even number"
+            f"model.qk_pos_emb_head_dim={model['qk_pos_emb_head_dim']}: rotary embeddings rotate pairs of channels: expected an even number"
         )
     skipped = model.get("window_attn_skip_freq")
     if isinstance(skipped, list) and len(skipped) != model["num_layers"]:
@@ -80,7 +80,7 @@ _NOT_UNDER_YARN = {
     "rope_scaling": False, "seq_len_interpolation_factor": None, "rotary_percent": 1.0, "rotary_interleaved": False, "flash_decode": False,
     "fused_single_qkv_rope": False,
 }  # fmt: skip
-"""What megatron-core's YarnRotaryEmbedding ignores or refuses, and the fused kernel that ignores its factor of sines and cosines."""
+"""Settings that megatron-core's YarnRotaryEmbedding ignores or rejects, and the fused kernel that ignores its factor on sines and cosines."""
 
 
 def _yarn_faults(model: Mapping[str, Any]) -> list[str]:
@@ -90,13 +90,13 @@ def _yarn_faults(model: Mapping[str, Any]) -> list[str]:
         return [f"{', '.join(given)}: only read with model.position_embedding_type=yarn"] if given else []
     if model["multi_latent_attention"]:
         return [
-            "model.position_embedding_type=yarn is for other attention: latent attention takes model.rope_type=yarn with rotary_scaling_factor,"
-            " original_max_position_embeddings and their neighbours"
+            "model.position_embedding_type=yarn does not apply to latent attention, which takes model.rope_type=yarn with rotary_scaling_factor,"
+            " original_max_position_embeddings and the related settings"
         ]
     needed = ("yarn_rotary_scaling_factor", "yarn_original_max_position_embeddings")
     faults = [f"model.{name} is missing" for name in needed if model[name] is None]
     faults += [
-        f"model.{name}={model[name]}: megatron-core's YaRN does not know it: leave it {plain}"
+        f"model.{name}={model[name]}: megatron-core's YaRN does not support it: leave it at {plain}"
         for name, plain in _NOT_UNDER_YARN.items()
         if model[name] != plain
     ]
@@ -126,16 +126,16 @@ def _expert_faults(model: Mapping[str, Any]) -> list[str]:
             f"model.moe_layer_freq has {len(pattern)} entries for {layers} layers: give one for each, or one number"
         )
     if isinstance(pattern, int) and pattern < 1:
-        faults.append(f"model.moe_layer_freq={pattern}: at least 1 (every layer a mixture of experts)")
+        faults.append(f"model.moe_layer_freq={pattern}: expected at least 1 (every layer is a mixture of experts)")
     return faults
 
 
 def model_shape(model: Mapping[str, Any], *, vocab_size: int, seq_length: int) -> ModelShape:
-    """The shape of a model section that `shape_faults` found nothing in, defaults filled in."""
+    """The shape of a model section with its defaults filled in, in which `shape_faults` found nothing."""
     layers, hidden, heads = model["num_layers"], model["hidden_size"], model["num_attention_heads"]
     ffn = model["ffn_hidden_size"] or 4 * hidden
     experts, pattern = model["num_moe_experts"], model["moe_layer_freq"]
-    # megatron-core: layer i is a mixture of experts when i % frequency == 0, or as the list says (gpt_layer_specs.py)
+    # megatron-core: layer i is a mixture of experts if i % frequency == 0, or according to the list (gpt_layer_specs.py)
     mixture = (
         tuple(bool(pattern[i]) if isinstance(pattern, list) else i % pattern == 0 for i in range(layers))
         if experts
@@ -182,7 +182,7 @@ def smallest_world(sizes: Mapping[str, Any]) -> int:
 
 
 def parallel_of(sizes: Mapping[str, Any], world_size: int) -> Parallel:
-    """The parallel section (defaults filled in) in a world of that size. Raises BadValue when they do not fit."""
+    """The parallel section (defaults filled in) in a world of that size. Raises BadValue if it does not fit."""
     return Parallel(
         world_size=world_size,
         tensor=sizes["tensor_model_parallel_size"],

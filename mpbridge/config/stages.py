@@ -1,4 +1,4 @@
-"""The mixed_precision setting: a name, a config object, a mapping with additions, or a list of stages; what each of them means."""
+"""Reads the mixed_precision setting: a name, a config object, a mapping with additions, or a list of stages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from mpbridge.precision.resolve import resolve
 from mpbridge.precision.schedule import Mark
 
 UNNAMED = "custom"
-"""Name of a policy without a recipe's name."""
+"""Name of a policy without a recipe name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A recipe's part of a run."""
+    """The part of a run that one recipe covers."""
 
     recipe: str
     """Canonical name, or 'custom'."""
@@ -30,7 +30,7 @@ class Stage:
     """The recipe with its additions."""
     policy: PrecisionPolicy
     until: Any = None
-    """Where it ends, as its author wrote it (`precision.schedule.Mark`); None: with the run."""
+    """Where it ends, as its author wrote it (`precision.schedule.Mark`); None: at the end of the run."""
     engine: str | None = None
     """The engine that the recipe is meant for."""
 
@@ -44,10 +44,10 @@ def read_stages(
     trusted: bool = True,
     engine: str | None = None,
 ) -> tuple[Stage, ...]:
-    """The stages that a mixed_precision setting means, one when it is not a list; what is not valid goes to `faults`.
+    """The stages of a mixed_precision setting, one if it is not a list; what is not valid is added to `faults`.
 
-    optimizer: the optimizer section, which settles what the recipe leaves open. engine: the author's choice; None: the recipe's. trusted: False refuses recipes that are code of the
-    configuration's own (a function in a module or file), for configurations that came with a checkpoint.
+    optimizer: the optimizer section, which settles what the recipe leaves open. engine: the author's choice; None: the recipe's. trusted: False refuses recipes that are the
+    configuration's own code (a function in a module or file), for configurations that came with a checkpoint.
     """
     if value is None or value == [] or value == {}:
         faults.append(
@@ -87,7 +87,7 @@ def _split_until(part: Any, place: str, *, needed: bool, allowed: bool, faults: 
     rest = {name: item for name, item in part.items() if name != "until"}
     until = part["until"]
     if not allowed:
-        faults.append(f"{place}.until={until!r}: only the stages of a list end")
+        faults.append(f"{place}.until={until!r}: only the stages of a list have an end")
     elif not needed:
         faults.append(f"{place}.until={until!r}: the last stage runs to the end")
     else:
@@ -111,7 +111,7 @@ def _stage(
     before = len(faults)
     try:
         name, engine, config = _authored(part, place, faults, trusted)
-        # what an author adds may ask for an engine of its own
+        # what an author adds may call for another engine
         engine = engine or engine_for(resolve(config))
         config = with_storage(config, engine=chosen or engine, optimizer=str(optimizer.get("optimizer", "adam")))
         policy = resolve(config, optimizer=optimizer, layers=layers)
@@ -125,7 +125,7 @@ def _stage(
 
 
 def _authored(part: Any, place: str, faults: list[str], trusted: bool) -> tuple[str, str | None, MixedPrecisionConfig]:
-    """(recipe's name, the engine that it prefers, config) of what an author wrote for one stage. Raises MpbridgeError."""
+    """(recipe name, the engine that it prefers, config) of what an author wrote for one stage. Raises MpbridgeError."""
     if isinstance(part, MixedPrecisionConfig):
         return UNNAMED, None, part.derive()
     if not isinstance(part, (str, Mapping)):
@@ -143,7 +143,7 @@ def _authored(part: Any, place: str, faults: list[str], trusted: bool) -> tuple[
 def _added(
     config: MixedPrecisionConfig, additions: dict[Any, Any], place: str, faults: list[str]
 ) -> MixedPrecisionConfig:
-    """`config` with each addition that can be made; the others are named."""
+    """`config` with every addition that is valid; the others are added to `faults`."""
     good: dict[str, Any] = {}
     for name, value in additions.items():
         try:

@@ -1,4 +1,4 @@
-"""Where a recipe leaves the storage of parameters open, the optimizer decides it."""
+"""If a recipe leaves the storage dtype of parameters open, the optimizer decides it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from mpbridge.precision.config import MixedPrecisionConfig
 from mpbridge.traits import DEFAULT, known
 
 TORCHS = ("torch_adamw", "sgd")
-"""optimizer.optimizer of the FSDP2 engine that are torch's own; "adam" is FusedAdam where the recipe's states need it."""
+"""Values of optimizer.optimizer that are torch's own on the FSDP2 engine; "adam" is FusedAdam if the recipe's states need it."""
 
 
 def with_storage(config: MixedPrecisionConfig, *, engine: str | None, optimizer: str) -> MixedPrecisionConfig:
-    """`config` with FP32 storage where FSDP2 would train unset 16-bit storage with an optimizer of torch's.
+    """`config` with FP32 storage if FSDP2 would otherwise train 16-bit storage, not set by the author, with one of torch's optimizers.
 
-    torch's optimizers keep their states in the parameters' dtype; FusedAdam keeps its own states. What the author says always wins.
+    torch's optimizers keep their states in the parameters' dtype; FusedAdam keeps its own states. An explicit setting always wins.
     Rule: NeMo AutoModel PR 2248, precision_warnings.py.
     """
     stored = config.stored()

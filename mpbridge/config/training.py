@@ -1,4 +1,4 @@
-"""What a training run needs of its settings: how many steps, a batch that the ranks can share, a learning rate."""
+"""The settings that a training run needs: a number of steps, a batch that the ranks can divide, a learning rate."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from mpbridge.errors import BadValue
 from mpbridge.facts import Parallel
 
 ANNOUNCED = "MPBRIDGE_NOTICE"
-"""In the environment: the scheduler's notice, as USR1. A launcher ignores it for itself, its ranks inherit that, and listen to it all the same."""
+"""Environment variable that announces the scheduler's notice, as USR1. A launcher ignores the signal, its ranks inherit that, and handle it nevertheless."""
 
 
 def train_iters(train: Mapping[str, Any]) -> int:
-    """Steps of the run; raises BadValue that names the field when it is missing or not a number of steps."""
+    """Number of training steps. Raises BadValue naming the field if it is missing or not a number of steps."""
     value = train.get("train_iters")
     if value is None:
         raise BadValue(
-            "train.train_iters is missing: it says how long to train, whatever the length of the data (train.train_iters=200)"
+            "train.train_iters is missing: it sets how long to train, regardless of the length of the data (train.train_iters=200)"
         )
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise BadValue(f"train.train_iters={value!r}: expected a number of steps, 0 or more")
@@ -26,7 +26,7 @@ def train_iters(train: Mapping[str, Any]) -> int:
 
 
 def microbatches(train: Mapping[str, Any], ranks: int) -> int:
-    """Micro-batches of one data-parallel rank in a step; raises BadValue when the ranks cannot share the batch evenly."""
+    """Micro-batches per step on one data-parallel rank. Raises BadValue if the batch cannot be divided evenly among the ranks."""
     micro, whole = train["micro_batch_size"] or 1, train["global_batch_size"]
     if whole % (micro * ranks):
         raise BadValue(
@@ -37,7 +37,7 @@ def microbatches(train: Mapping[str, Any], ranks: int) -> int:
 
 
 def rate_faults(optimizer: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the learning rate and its minimum."""
+    """Faults of the learning rate and its minimum."""
     peak, least = optimizer.get("lr") or 0.0, optimizer.get("min_lr") or 0.0
     if not peak:
         return ["optimizer.lr is missing (optimizer.lr=1e-3)"]
@@ -47,7 +47,7 @@ def rate_faults(optimizer: Mapping[str, Any]) -> list[str]:
 
 
 def batch_faults(train: Mapping[str, Any], parallel: Parallel | None) -> list[str]:
-    """A global batch that the ranks cannot share; nothing where the ranks are not known."""
+    """A global batch that cannot be divided among the ranks; empty if the ranks are not known."""
     if parallel is None:
         return []
     try:
@@ -58,19 +58,19 @@ def batch_faults(train: Mapping[str, Any], parallel: Parallel | None) -> list[st
 
 
 def parse_nonfinite(setting: Any) -> tuple[Literal["skip", "stop", "rollback"], int]:
-    """('skip', 0), ('stop', 0) or ('rollback', how many) from train.nonfinite; raises BadValue."""
+    """('skip', 0), ('stop', 0) or ('rollback', N) from train.nonfinite. Raises BadValue."""
     if setting in ("skip", "stop"):
         return setting, 0
     found = re.fullmatch(r"rollback (\d+)", str(setting))
     if found is None or not int(found[1]):
         raise BadValue(
-            f"train.nonfinite={setting!r}: expected 'skip', 'stop' or 'rollback N' with N of at least 1 (how often a run may go back)"
+            f"train.nonfinite={setting!r}: expected 'skip', 'stop' or 'rollback N' with N of at least 1 (how often a run may roll back)"
         )
     return "rollback", int(found[1])
 
 
 def nonfinite_faults(train: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> list[str]:
-    """What is wrong with train.nonfinite, beside where the run is saved."""
+    """Faults of train.nonfinite, given where the run is saved."""
     setting = train["nonfinite"] or "skip"
     try:
         act, _ = parse_nonfinite(setting)
@@ -84,7 +84,7 @@ def nonfinite_faults(train: Mapping[str, Any], checkpoint: Mapping[str, Any]) ->
 
 
 def training_faults(sections: Mapping[str, Mapping[str, Any]], parallel: Parallel | None) -> list[str]:
-    """What a training run lacks or cannot divide."""
+    """Settings that a training run lacks or cannot divide."""
     faults = []
     try:
         train_iters(sections["train"])
