@@ -1,1 +1,1 @@
-"""Which tensors a rank keeps, in which dtype and how many: parameters, buffers, roles, activations, and the bytes they add up to. Loads no framework."""
+"""Which tensors a rank stores, how many and in which dtype: parameters, buffers, roles, activations, and their total in bytes. Loads no framework."""

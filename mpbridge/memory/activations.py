@@ -1,7 +1,7 @@
-"""What a rank keeps of its forward passes until their backward passes: an estimate, and labelled as one wherever it is shown.
+"""What a rank keeps from its forward passes for their backward passes: an estimate, and labelled as one wherever it is shown.
 
-Counted as in arXiv 2205.05198 (Reducing Activation Recomputation), with quantized inputs of linears kept in their low format; scores are kept where
-attention is not fused. Fragmentation and unbalanced experts are not in it.
+Counted as in arXiv 2205.05198 (Reducing Activation Recomputation), with quantized inputs of linears kept in low precision, and attention scores kept if
+attention is not fused. Fragmentation and load imbalance between experts are not included.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from mpbridge.precision.policy import PrecisionPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerBytes:
-    """Bytes that one layer keeps for one micro-batch, by the part that selective recomputation can drop."""
+    """Bytes that one layer keeps for one micro-batch, split into the parts that selective recomputation can drop."""
 
     entry: float
     """The layer's own input: kept in every mode."""
     norms: float
     attention: float
     scores: float
-    """Probabilities, and dropout's mask and result, of attention that is not fused."""
+    """Unfused attention: probabilities, and the mask and result of dropout."""
     up_projections: float
-    """Latent attention's: dropped by recompute_modules mla_up_proj."""
+    """Outputs of latent attention's up projections: dropped by recompute_modules mla_up_proj."""
     mlp: float = 0.0
-    """Of a layer without experts; what stands below is of one with."""
+    """The MLP of a layer without experts; the fields below belong to a layer with experts."""
     activation: float = 0.0
     """Output of the activation function in experts: dropped by moe_act."""
     shared: float = 0.0
     permuted: float = 0.0
-    """Tokens in front of experts' first product: offload_modules expert_fc1."""
+    """Permuted tokens, the input of the experts' first linear: offload_modules expert_fc1."""
     gate: float = 0.0
     """Input of the activation function in experts."""
     experts: float = 0.0
-    """What else experts and their router keep."""
+    """Everything else that experts and their router keep."""
 
     @property
     def whole(self) -> float:
-        """Without any recomputation."""
+        """Total without recomputation."""
         return self.without(frozenset())
 
     def without(self, parts: frozenset[str]) -> float:
-        """All but those parts."""
+        """Total without `parts`."""
         return sum(float(getattr(self, one.name)) for one in fields(self) if one.name not in parts)
 
 
 _RECOMPUTED: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    # core_attn, megatron-core's default, computes the scores again
+    # core_attn, megatron-core's default, recomputes the scores
     "core_attn": ("scores",), "layernorm": ("norms",), "mla_up_proj": ("up_projections",), "mlp": ("mlp",), "moe_act": ("activation",),
     "shared_experts": ("shared",), "moe": ("permuted", "gate", "activation", "shared", "experts"),
 })  # fmt: skip
@@ -63,11 +63,11 @@ _ON_HOST: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "attn_norm": ("entry",), "mlp_norm": ("norms",), "core_attn": ("attention", "scores", "up_projections"), "expert_fc1": ("permuted",),
     "moe_act": ("gate", "activation"),
 })  # fmt: skip
-"""offload_modules of fine_grained_activation_offloading -> what a layer keeps on the host. qkv_linear's and attn_proj's inputs are outputs of the others."""
+"""offload_modules of fine_grained_activation_offloading -> what a layer keeps on the host. The inputs of qkv_linear and attn_proj are outputs of other modules."""
 
 
 def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
-    """Estimated bytes at the fullest moment on that rank."""
+    """Estimated peak bytes on that rank."""
     chunks = at.chunks(run)
     last = run.shape.num_layers - 1
     layers = [
@@ -81,11 +81,11 @@ def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
     away = _away(run, len(kept))
     stage = _recomputed(run, kept) if full else sum(each[away:])
     flying = in_flight(run, at.stage)
-    # with full recomputation one more layer lives while it is being recomputed
+    # with full recomputation, the layer being recomputed is also in memory
     extra = max((layer.whole for layer in kept), default=0.0) if full else 0.0
-    # the scores' gradient beside them, in the layer that computes
+    # the gradient of the scores too, in the layer being computed
     extra += max((layer.scores for layer in kept), default=0.0)
-    # offloaded layers pass through two buffers, and so does what single modules offload
+    # offloaded layers pass through two buffers, and so do modules offloaded individually
     extra += 2 * max(each[:away], default=0.0)
     extra += (
         2
@@ -96,14 +96,14 @@ def activations(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
 
 
 def uncertainty(run: RunFacts) -> float:
-    """Relative error that nine of ten measured cases keep: `scripts/check_memory_rows.py` prints it."""
+    """Relative error not exceeded in nine of ten measured cases; `scripts/check_memory_rows.py` prints it."""
     if run.shape.experts:
         return 0.15
     return 0.1 if attention_kernel(run) == "fused" else 0.15
 
 
 def attention_kernel(run: RunFacts) -> str:
-    """'fused' (flash too), 'unfused' or 'local': what core attention runs as, 'auto' as Transformer Engine resolves it on a GPU."""
+    """The kernel of core attention: 'fused' (includes flash), 'unfused' or 'local'; 'auto' is resolved as Transformer Engine does on a GPU."""
     if run.model.get("transformer_impl") == "local":
         return "local"
     asked = str(run.model.get("attention_backend") or "auto").rpartition(".")[2]
@@ -111,28 +111,28 @@ def attention_kernel(run: RunFacts) -> str:
 
 
 def recomputed_modules(run: RunFacts) -> frozenset[str]:
-    """What selective recomputation runs once more in each layer, empty without it; core attention where nothing is named (transformer_config.py)."""
+    """The modules that selective recomputation recomputes in each layer; empty without it, core attention if none is named (transformer_config.py)."""
     how, named = run.model.get("recompute_granularity"), run.model.get("recompute_modules")
     asked = frozenset(("core_attn",) if named is None else named)
-    if run.model.get("moe_layer_recompute") and how != "full":  # an older name for selective recomputation of "moe"
+    if run.model.get("moe_layer_recompute") and how != "full":  # older name for selective recomputation of "moe"
         return asked | {"moe"}
     return asked if how == "selective" else frozenset()
 
 
 def _away(run: RunFacts, layers: int) -> int:
-    """How many of a stage's layers keep their activations on the host (cpu_offloading)."""
+    """Number of a stage's layers whose activations are kept on the host (cpu_offloading)."""
     if not run.model.get("cpu_offloading") or run.model.get("cpu_offloading_activations") is False:
         return 0
     return min(layers, int(run.model.get("cpu_offloading_num_layers") or 0))
 
 
 def tokens(run: RunFacts) -> float:
-    """Tokens of one micro-batch on one context-parallel rank."""
+    """Tokens per micro-batch on one context-parallel rank."""
     return run.shape.seq_length * run.micro_batch_size / run.parallel.context
 
 
 def offloaded(policy: PrecisionPolicy, run: RunFacts, layers: int) -> float:
-    """Bytes of one micro-batch's activations that cpu_offloading keeps on the host, of that many layers."""
+    """Bytes of one micro-batch's activations in `layers` layers that cpu_offloading keeps on the host."""
     kinds = layer_kinds(policy, run)[:layers]
     return sum(_selected(run, _layer(policy, run, kind)) * count for kind, count in Counter(kinds).items())
 
@@ -160,8 +160,8 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
     shape, parallel = run.shape, run.parallel
     wide = policy.compute.bytes
     quant = policy.at("mlp.linear_fc1", layer, shape.num_layers)
-    # inputs of quantized linears are kept as the backward pass wants them: one low-precision copy
-    # (torchao keeps them as they came)
+    # inputs of quantized linears are kept in the form the backward pass needs: one low-precision copy
+    # (torchao keeps the original)
     narrow = quant is not None and quant.row.hardware.library == "transformer_engine" and te_layers(run)
     low = quant.bits / 8 if quant is not None and narrow else wide
     count, tensor = tokens(run), parallel.tensor
@@ -183,12 +183,12 @@ def _layer(policy: PrecisionPolicy, run: RunFacts, layer: int) -> LayerBytes:
 
 
 def _mlp(run: RunFacts, count: float, width: int, low: float, wide: int) -> float:
-    """Inputs of the activation and of the second linear of an MLP that every token meets."""
+    """Inputs of the activation function and of the second linear, for an MLP that processes every token."""
     return count * width / run.parallel.tensor * ((2 if run.shape.gated else 1) * wide + low)
 
 
 def _with_experts(layer: LayerBytes, run: RunFacts, count: float, low: float, wide: int) -> LayerBytes:
-    """What a mixture's MLP keeps: each token goes to top-k experts; a balanced router gives every rank its share of them."""
+    """What the MLP of a mixture keeps: each token goes to top-k experts; a balanced router gives every rank an equal share."""
     shape, tensor = run.shape, run.parallel.tensor
     width = run.parallel.expert_tensor or tensor
     routed = count * shape.expert_topk * width / tensor
@@ -218,7 +218,7 @@ def _attention(run: RunFacts, count: float, low: float, wide: int) -> tuple[floa
 
 
 def _scores(policy: PrecisionPolicy, run: RunFacts, count: float) -> float:
-    """Kept by attention that is not fused: probabilities, and under dropout its mask (a byte) and its result."""
+    """What unfused attention keeps: probabilities, and with dropout also the mask (one byte) and the result."""
     if attention_kernel(run) == "fused":
         return 0.0
     each = policy.compute.bytes + (1 + policy.compute.bytes if run.model.get("attention_dropout", 0.1) else 0)
@@ -226,7 +226,7 @@ def _scores(policy: PrecisionPolicy, run: RunFacts, count: float) -> float:
 
 
 def _head(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
-    """Logits with their FP32 softmax on the last stage, one micro-batch; more of them where the loss is fused or the embedding's gradient deferred."""
+    """Logits with their FP32 softmax on the last stage for one micro-batch; more copies if the loss is fused or the embedding's gradient deferred."""
     if not any(chunk.last for chunk in at.chunks(run)):
         return 0.0
     model = run.model
@@ -234,7 +234,7 @@ def _head(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> float:
     narrow = (policy.logits or policy.compute).bytes
     each = narrow + 4
     if model.get("cross_entropy_loss_fusion"):
-        # native: torch.compile keeps one more FP32 copy; Transformer Engine's writes gradients over the logits
+        # native: torch.compile keeps one more FP32 copy; Transformer Engine's kernel overwrites the logits with gradients
         each = 2 * narrow if model.get("cross_entropy_fusion_impl") == "te" else narrow + 8
     if model.get("defer_embedding_wgrad_compute"):
         count = batches(run)

@@ -1,4 +1,4 @@
-"""Which layers hold and do the same, and which pipeline stages: what is asked of one of them is true of all."""
+"""Groups of identical layers and of identical pipeline stages: what is computed for one member holds for all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 
 
 def layer_kinds(policy: PrecisionPolicy, run: RunFacts) -> tuple[int, ...]:
-    """For each layer of the decoder the first layer that is like it: the same parameters and attention, under the same rules."""
+    """For each decoder layer the first layer identical to it: the same parameters and attention, under the same rules."""
     shape, seen = run.shape, dict[object, int]()
     rules = _rules(policy, ShapeKey(shape))
     return tuple(
@@ -24,7 +24,7 @@ def layer_kinds(policy: PrecisionPolicy, run: RunFacts) -> tuple[int, ...]:
 
 
 def distinct_stages(policy: PrecisionPolicy, run: RunFacts) -> dict[int, tuple[int, ...]]:
-    """First stage of each kind -> all stages of that kind: the same layers, in kind and precision. Raises BadValue when layers do not divide."""
+    """First stage of each kind -> all stages of that kind: the same layers in structure and precision. Raises BadValue if layers do not divide."""
     kinds = layer_kinds(policy, run)
     found: dict[int, tuple[int, ...]] = {}
     seen: dict[object, int] = {}
@@ -39,7 +39,7 @@ def distinct_stages(policy: PrecisionPolicy, run: RunFacts) -> dict[int, tuple[i
 
 
 def windowed(model: Mapping[str, Any], layer: int) -> bool:
-    """Whether attention of that 0-based layer sees a window only (megatron-core's is_layer_window_attention)."""
+    """Whether that 0-based layer uses sliding-window attention (megatron-core's is_layer_window_attention)."""
     if not model.get("window_size"):
         return False
     skip = model.get("window_attn_skip_freq")
@@ -50,7 +50,7 @@ def windowed(model: Mapping[str, Any], layer: int) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _rules(policy: PrecisionPolicy, key: ShapeKey) -> tuple[object, ...]:
-    """What a policy says of each layer: equal for layers that it treats alike."""
+    """A policy's rules per layer: equal for layers that it treats the same."""
     shape, experts = key.shape, _names_experts(policy)
     modules = {mixture: _modules(shape, mixture, experts) for mixture in (False, True)}
     known: dict[object, object] = {}
@@ -64,18 +64,18 @@ def _rules(policy: PrecisionPolicy, key: ShapeKey) -> tuple[object, ...]:
             else ()
         )
         wide = tuple(kept_fp32(policy, prefix + name) for name in names) if policy.keep_fp32 else ()
-        # one object for each kind, so that callers compare without looking inside
+        # one object per kind, so that callers can compare by identity
         found.append(known.setdefault((mixture, rules, wide), len(known)))
     return tuple(found)
 
 
 def _names_experts(policy: PrecisionPolicy) -> bool:
-    """Whether a rule may tell one expert of a layer from another."""
+    """Whether a rule may distinguish between experts of a layer."""
     return bool(policy.keep_fp32) or any("local_experts" in region.modules for region in policy.regions)
 
 
 def _modules(shape: ModelShape, mixture: bool, experts: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(linears below a layer, parameters below it) by both names that experts go by; experts: all of them, else the first."""
+    """(linears of a layer, its parameters), with experts under both of their names; experts: all of them, otherwise only the first."""
     if mixture and not shape.expert_layers:
         return (), ()
     found = [

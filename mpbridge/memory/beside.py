@@ -1,6 +1,6 @@
-"""What a GPU holds beside states and activations: workspaces, communication and pipeline buffers, dispatch, CUDA graphs; and what torch does not count.
+"""GPU memory other than states and activations: workspaces, communication and pipeline buffers, dispatch, CUDA graphs; and what torch does not count.
 
-Held against Megatron-LM's published test cases (live bytes minus states, H100, A100 and GB200; `scripts/check_memory_rows.py` prints the figures).
+Checked against Megatron-LM's published test cases (live bytes minus states, H100, A100 and GB200; `scripts/check_memory_rows.py` prints the figures).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from mpbridge.precision.policy import PrecisionPolicy
 Known = Literal["exact", "measured", "estimated"]
 
 CONTEXT = 2**30
-"""CUDA context, kernels' code and NCCL's own buffers: what the driver takes before torch allocates anything. An estimate, +-50 %."""
+"""CUDA context, kernel code and NCCL's own buffers: what the driver allocates before torch does. An estimate, +-50 %."""
 STAGE_TENSORS = 2
-"""Of a model chunk behind a stage boundary: its input, which the block keeps until the next one, and that input's gradient."""
+"""Tensors of a model chunk that follows a stage boundary: its input, which the block keeps until the next one, and that input's gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,17 +34,17 @@ class Beside:
     bytes: int
     known: Known
     band: float
-    """Relative error that nine of ten comparisons keep; of an estimate, a judgement."""
+    """Relative error not exceeded in nine of ten comparisons; for an estimate, a judgement."""
     because: str
 
 
 def beside(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> tuple[Beside, ...]:
-    """Everything of that kind on a rank, as torch counts it; without a GPU only buffers of communication."""
+    """Everything of that kind on a rank that torch counts; without a GPU only communication buffers."""
     return tuple(part for part in _parts(policy, run, at) if part.bytes)
 
 
 def outside(policy: PrecisionPolicy, run: RunFacts, activations: int) -> tuple[Beside, ...]:
-    """What torch does not count: the CUDA context, room that its allocator cannot use, buffers that a dispatcher allocates itself."""
+    """What torch does not count: the CUDA context, space that its allocator cannot use, buffers that a dispatcher allocates itself."""
     if run.machine is None or not run.machine.gpu:
         return ()
     found = (
@@ -54,14 +54,14 @@ def outside(policy: PrecisionPolicy, run: RunFacts, activations: int) -> tuple[B
             bytes=int(0.02 * activations),
             known="estimated",
             band=1.0,
-            because="2 % of activations: blocks that the allocator holds and cannot use",
+            because="2 % of activations: blocks that the allocator holds but cannot use",
         ),
         Beside(
             name="dispatch",
             bytes=_dispatch(policy, run),
             known="estimated",
             band=1.0,
-            because="DeepEP's and HybridEP's own buffers: room for every rank's tokens, there and back",
+            because="DeepEP's and HybridEP's own buffers: space for every rank's tokens, in both directions",
         ),
     )
     return tuple(part for part in found if part.bytes)
@@ -87,7 +87,7 @@ def _parts(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[
         bytes=_communication(policy, run, at),
         known="estimated",
         band=0.2,
-        because="gathered layers and gradients on their way",
+        because="gathered layers and gradients in transit",
     )
     if run.model.get("tp_comm_overlap") and parallel.tensor > 1:
         yield Beside(
@@ -110,19 +110,19 @@ def _parts(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> Iterator[
             bytes=STAGE_TENSORS * share * sum(not chunk.first for chunk in at.chunks(run)),
             known="measured",
             band=0.1,
-            because="input of each model chunk and its gradient, on Megatron-LM's test cases",
+            because="the input of each model chunk and its gradient, on Megatron-LM's test cases",
         )
     yield Beside(
         name="CUDA graphs",
         bytes=graph_inputs(policy, run, at),
         known="estimated",
         band=0.5,
-        because="static inputs of the graphed layers",
+        because="static inputs of the captured layers",
     )
 
 
 def _on_a_gpu(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, machine: Machine) -> Iterator[Beside]:
-    """What its libraries keep, whatever is sent."""
+    """What the GPU's libraries keep, independent of communication."""
     yield Beside(
         name="workspaces",
         bytes=workspaces(run, machine),
@@ -135,7 +135,7 @@ def _on_a_gpu(policy: PrecisionPolicy, run: RunFacts, at: Coordinates, machine: 
         bytes=placeholders(policy, run, at),
         known="measured",
         band=0.1,
-        because="one tensor for each shape of weight under gradient_accumulation_fusion, on Megatron-LM's test cases",
+        because="one tensor per weight shape under gradient_accumulation_fusion, on Megatron-LM's test cases",
     )
 
 
@@ -149,7 +149,7 @@ def _communication(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> i
         for parameter in chunk:
             sizes[parameter.layer] += parameter.weight.elements
     if full:
-        # the unit that computes and the one that is gathered next, and the gradients of one on their way
+        # the unit being computed, the one being gathered next, and the gradients of one in transit
         largest = max(sizes.values(), default=0)
         return 2 * largest * (policy.gather or policy.params).bytes + largest * policy.reduce.bytes
     if run.optimizer.distributed:

@@ -1,6 +1,6 @@
 """megatron-core's parameter-and-gradient buffers: layout, padding, and which shard a rank owns.
 
-Read in 0.16.1, distributed/distributed_data_parallel.py and param_and_grad_buffer.py: parameters go in backwards; under the distributed optimizer each
+Source: 0.16.1, distributed/distributed_data_parallel.py and param_and_grad_buffer.py: parameters are placed in reverse order; under the distributed optimizer each
 starts at a multiple of 64 elements and each bucket ends at a multiple of lcm(group, 128), so that it divides into equal shards.
 """
 
@@ -18,13 +18,13 @@ from mpbridge.memory.layers import Parameter
 ALIGN = 64
 """Elements between the starts of parameters: 128 bytes of 16-bit values."""
 BUCKET = 128
-"""Buckets end on a multiple of this (and of the group's size): 256 bytes of 16-bit values, for cuBLAS."""
+"""Buckets end at a multiple of this (and of the group size): 256 bytes of 16-bit values, for cuBLAS."""
 BUS = 2**16
 """The same with pad_buckets_for_high_nccl_busbw."""
 
 
 class Slot(NamedTuple):
-    """Where one parameter lies in its buffer."""
+    """The position of one parameter in its buffer."""
 
     parameter: Parameter
     start: int
@@ -33,22 +33,22 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """One contiguous buffer; there is one for each dtype of parameters, separately for experts that are sharded over ranks."""
+    """One contiguous buffer; there is one per dtype of parameters, and separate ones for experts that are sharded over ranks."""
 
     params: DType
-    """UINT8: weights at rest in FP8."""
+    """UINT8: weights stored in FP8."""
     grads: DType
     group: int
-    """Ranks that share it."""
+    """Number of ranks that share it."""
     distributed: bool
     slots: tuple[Slot, ...]
-    """In the order of the buffer."""
+    """In buffer order."""
     buckets: tuple[tuple[int, int], ...]
-    """(start, end) of each, padding included."""
+    """(start, end) of each, including padding."""
 
     @property
     def elements(self) -> int:
-        """Of the whole buffer."""
+        """Number of elements of the whole buffer."""
         return self.buckets[-1][1] if self.buckets else 0
 
     @property
@@ -57,7 +57,7 @@ class Buffer:
         return self.elements - sum(slot.end - slot.start for slot in self.slots)
 
     def shard(self, index: int) -> Iterator[tuple[Parameter, int]]:
-        """(parameter, elements) of what the group's `index`-th rank owns: an equal piece of each bucket, without regard to parameters."""
+        """(parameter, elements) that the group's `index`-th rank owns: an equal piece of each bucket, regardless of parameter boundaries."""
         slots = iter(self.slots)
         slot = next(slots, None)
         for start, end in self.buckets:
@@ -75,7 +75,7 @@ class Buffer:
 def buffers(run: RunFacts, chunk: Sequence[tuple[Parameter, DType, DType]], *, stage: int, index: int) -> list[Buffer]:
     """The buffers of one model chunk.
 
-    chunk: (parameter, dtype at rest, gradient's dtype) in the model's order. stage, index: of pipeline stage and chunk, which decide about bucketing.
+    chunk: (parameter, stored dtype, gradient dtype) in model order. stage, index: of the pipeline stage and the chunk, which determine the bucketing.
     """
     distributed = run.optimizer.distributed
     instances = int(run.ddp.get("num_distributed_optimizer_instances") or 1)
@@ -97,7 +97,7 @@ def buffers(run: RunFacts, chunk: Sequence[tuple[Parameter, DType, DType]], *, s
 
 
 def bucket_size(run: RunFacts) -> int | None:
-    """Elements after which a bucket is closed; None: one bucket, as without overlap."""
+    """Number of elements at which a bucket is closed; None: one bucket, as without overlap."""
     if not run.ddp.get("overlap_grad_reduce"):
         return None
     given = run.ddp.get("bucket_size")
@@ -126,7 +126,7 @@ def _place(
     for parameter in reversed(members):
         if distributed:
             at = _up(at, ALIGN)
-        # both copies of a tied embedding must be cut into the same shards on their two stages
+        # both copies of a tied embedding must be split into the same shards on their two stages
         alone = parameter.weight.twin and distributed
         if alone and held:
             at = close(at)

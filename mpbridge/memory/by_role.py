@@ -1,4 +1,4 @@
-"""Bytes on a GPU, by role: exact where megatron-core's layout is followed, an estimate where that is said. And what would make it fit."""
+"""Bytes on a GPU, by role: exact where megatron-core's layout is followed, marked as an estimate elsewhere. Also finds changes that would make a run fit."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ STATES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class States:
-    """What one rank holds whatever its micro-batch and recomputation, in bytes."""
+    """What one rank holds regardless of micro-batch size and recomputation, in bytes."""
 
     rank: int
     roles: Mapping[str, int]
-    """Bytes by role, roles that are absent left out."""
+    """Bytes by role, without roles that are absent."""
     elements: int
     """Parameters on this rank before sharding."""
 
@@ -46,19 +46,19 @@ class Memory:
     rank: int
     stage: int
     roles: Mapping[str, int]
-    """Bytes by role, roles that are absent left out."""
+    """Bytes by role, without roles that are absent."""
     activations: int
     """Estimate."""
     beside: tuple[Beside, ...]
-    """Workspaces and buffers that torch counts."""
+    """Workspaces and buffers that torch accounts for."""
     outside: tuple[Beside, ...]
-    """What the device holds and torch does not count."""
+    """Device memory that torch does not account for."""
     uncertainty: float
-    """Relative error of `activations` that nine of ten measured cases keep."""
+    """Relative error of `activations` not exceeded in nine of ten measured cases."""
     elements: int
     """Parameters on this rank before sharding."""
     exact: bool
-    """Whether `roles` holds every state to the byte."""
+    """Whether `roles` has every state to the byte."""
 
     @property
     def states(self) -> int:
@@ -67,17 +67,17 @@ class Memory:
 
     @property
     def communication(self) -> int:
-        """Everything of `beside`."""
+        """The sum of `beside`."""
         return sum(part.bytes for part in self.beside)
 
     @property
     def total(self) -> int:
-        """The peak as torch counts it: states, what is beside them, activations."""
+        """The peak as torch counts it: states, activations and `beside`."""
         return self.states + self.communication + self.activations
 
     @property
     def needed(self) -> int:
-        """Of the device: `total` and what torch does not count."""
+        """Device memory needed: `total` plus what torch does not count."""
         return self.total + sum(part.bytes for part in self.outside)
 
     @property
@@ -100,14 +100,14 @@ class Fit:
     """Whether it fits, and what would help."""
 
     answer: Literal["fits", "tight", "does not fit"]
-    """"fits" and "does not fit": also at the far end of the band."""
+    """"fits" and "does not fit" hold over the whole error band."""
     needed: int
-    """Bytes of the device."""
+    """Bytes of device memory needed."""
     band: int
-    """Bytes that `needed` may be off."""
+    """Error of `needed`, in bytes."""
     available: int
     ways: tuple[str, ...] = ()
-    """Changes, each of which alone makes it fit, or else the ones that save most."""
+    """Changes each of which makes it fit on its own; if there are none, those that save the most."""
 
     @property
     def ok(self) -> bool:
@@ -116,21 +116,21 @@ class Fit:
 
 
 def memory(policy: PrecisionPolicy, run: RunFacts, *, rank: int | None = None) -> Memory:
-    """The bytes of one rank; rank None: of the pipeline stage that holds most. Raises BadValue when layers cannot be divided as asked."""
+    """The bytes of one rank; rank None: of the fullest pipeline stage. Raises BadValue if layers cannot be divided as requested."""
     if rank is not None:
         return with_states(policy, run, states(policy, run, rank))
     return max((with_states(policy, run, held) for held in stage_states(policy, run)), key=lambda one: one.total)
 
 
 def fullest(policy: PrecisionPolicy, run: RunFacts, mine: Memory) -> int:
-    """A rank that holds most: `mine`'s own where none holds more, else the first of the fullest pipeline stage. Raises BadValue when layers cannot be
-    divided as asked."""
+    """The fullest rank: that of `mine` if no other holds more, otherwise the first of the fullest pipeline stage. Raises BadValue if layers cannot be
+    divided as requested."""
     most = memory(policy, run)
     return mine.rank if mine.total >= most.total else most.rank
 
 
 def fit(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> Fit:
-    """Whether the fullest rank fits into that machine, with what would make it fit when not."""
+    """Whether the fullest rank fits on that machine and, if not, what would make it fit."""
     mine, available = memory(policy, run), machine.memory_bytes
     said = verdict(mine, available)
     if said == "fits":
@@ -149,7 +149,7 @@ def fit(policy: PrecisionPolicy, run: RunFacts, machine: Machine) -> Fit:
 
 
 def verdict(one: Memory, available: int) -> Literal["fits", "tight", "does not fit"]:
-    """Whether a rank fits into that many bytes (0: not known, so "fits"). States alone above them are refused whatever the band."""
+    """Whether a rank fits into `available` bytes (0: unknown, so "fits"). If the states alone exceed them, it does not fit, whatever the band."""
     if not available or one.needed + one.band <= available:
         return "fits"
     if one.states > available or one.needed - one.band > available:
@@ -164,7 +164,7 @@ def total_parameters(run: RunFacts) -> int:
 
 
 def duplicate_main(run: RunFacts, *, rank: int = 0) -> int:
-    """Bytes of one more FP32 copy of a rank's share of the weights: what a FusedAdam that keeps main weights wastes where the engine has its own."""
+    """Bytes of one more FP32 copy of a rank's share of the weights: what a FusedAdam with main weights wastes if the engine has its own."""
     at = Coordinates.of(rank, run.parallel)
     ranks = run.parallel.data * run.parallel.context
     return 4 * sum(
@@ -175,7 +175,7 @@ def duplicate_main(run: RunFacts, *, rank: int = 0) -> int:
 
 
 def states(policy: PrecisionPolicy, run: RunFacts, rank: int) -> States:
-    """What a rank holds between two updates."""
+    """What a rank holds between updates."""
     found: Counter[str] = Counter()
     for role in roles(policy, run, rank=rank):
         found[role.name] += role.bytes
@@ -187,13 +187,13 @@ def states(policy: PrecisionPolicy, run: RunFacts, rank: int) -> States:
 
 
 def stage_states(policy: PrecisionPolicy, run: RunFacts) -> list[States]:
-    """Of the first rank of each kind of pipeline stage: of those alike the first has most micro-batches in flight."""
+    """States of the first rank of each kind of pipeline stage: among identical stages the first has the most micro-batches in flight."""
     every = run.parallel.world_size // run.parallel.pipeline
     return [states(policy, run, stage * every) for stage in distinct_stages(policy, run)]
 
 
 def with_states(policy: PrecisionPolicy, run: RunFacts, held: States) -> Memory:
-    """The memory of the rank that holds those states. held: of a run with the same sizes, whatever its micro-batch and recomputation."""
+    """The memory of the rank that holds those states. held: from a run with the same sizes, regardless of micro-batch size and recomputation."""
     at = Coordinates.of(held.rank, run.parallel)
     return Memory(
         rank=held.rank,
@@ -209,7 +209,7 @@ def with_states(policy: PrecisionPolicy, run: RunFacts, held: States) -> Memory:
 
 
 def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> list[tuple[str, PrecisionPolicy, RunFacts]]:
-    """(what to write, the policy, the run) of the usual ways to save memory that this run does not use yet and that its world allows."""
+    """(settings, policy, run) for each usual way of saving memory that this run does not use yet and that its world size allows."""
     from mpbridge.formats import DType
 
     found: list[tuple[str, PrecisionPolicy, RunFacts]] = []
@@ -222,7 +222,7 @@ def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> list[tuple[str, Pre
                 dataclasses.replace(run, optimizer=dataclasses.replace(optimizer, distributed=True)),
             )
         )
-    # beside quantized GEMMs the precision-aware optimizer failed on several releases (rule precision-aware-with-fp8)
+    # with quantized GEMMs the precision-aware optimizer failed on several releases (rule precision-aware-with-fp8)
     if not policy.precision_aware and optimizer.distributed and policy.compute is DType.BF16 and not policy.quantized:
         lower = dataclasses.replace(
             policy, precision_aware=True, main_params=DType.FP32, exp_avg=DType.BF16, exp_avg_sq=DType.BF16
@@ -240,7 +240,7 @@ def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> list[tuple[str, Pre
     if run.micro_batch_size > 1:
         found.append(("train.micro_batch_size=1", policy, dataclasses.replace(run, micro_batch_size=1)))
     for words, sizes in _layouts(run):
-        # a placement of layers on stages holds for that many stages only
+        # a placement of layers on stages is valid only for that number of stages
         changed = (
             dataclasses.replace(run, parallel=sizes) if sizes.pipeline == parallel.pipeline else unsplit(run, sizes)
         )
@@ -249,7 +249,7 @@ def _alternatives(policy: PrecisionPolicy, run: RunFacts) -> list[tuple[str, Pre
 
 
 def _layouts(run: RunFacts) -> list[tuple[str, Parallel]]:
-    """Larger tensor, pipeline or expert parallelism in the same world."""
+    """Larger tensor, pipeline or expert parallelism in a world of the same size."""
     sizes, shape = run.parallel, run.shape
     found: list[tuple[str, Parallel]] = []
     tensor = sizes.tensor * 2

@@ -1,4 +1,4 @@
-"""A recipe's memory beside bf16_mixed's on the same run, with the reasons where it costs more."""
+"""Compares a recipe's memory with bf16_mixed's on the same run, with the reasons for differences."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Comparison:
     mine: Memory
     reference: Memory
     reasons: tuple[str, ...]
-    """Why states differ, most expensive first; empty when nothing is to be explained."""
+    """Why states differ, most expensive first; empty if there is nothing to explain."""
 
     @property
     def difference(self) -> int:
-        """Bytes more than the reference (negative: less), activations included."""
+        """Bytes more than the reference (negative: fewer), including activations."""
         return self.mine.total - self.reference.total
 
 
@@ -39,9 +39,9 @@ def against_bf16(
     mine: Memory | None = None,
     reference: tuple[PrecisionPolicy, RunFacts] | None = None,
 ) -> Comparison:
-    """`policy` beside bf16_mixed on the rank that holds most under `policy`.
+    """`policy` against bf16_mixed on the rank that holds most under `policy`.
 
-    reference: bf16_mixed's own policy and run, where they are known; else its policy on this run, without what the recipe wrote for the optimizer.
+    reference: bf16_mixed's own policy and run, if known; otherwise its policy on this run, without the optimizer settings that the recipe wrote.
     """
     own = mine or memory(policy, run)
     base, base_run = reference or (
@@ -78,24 +78,27 @@ def _reasons(policy: PrecisionPolicy, run: RunFacts, mine: Memory, other: Memory
     for role, name in (("exp_avg", "first moment"), ("exp_avg_sq", "second moment"), ("grads", "gradient buffers")):
         if role in kept:
             say(role, f"{name} in {kept[role].dtype.short}")
-    say("main_grads", "16-bit gradients are widened to FP32 for the update")
+    say("main_grads", "16-bit gradients are cast to FP32 for the update")
     return tuple(text for _, text in sorted(found, key=lambda item: -abs(item[0])))
 
 
 def _about_quantized_weights(policy: PrecisionPolicy, run: RunFacts) -> Iterator[tuple[str, str]]:
-    """(role, why it takes what it takes), where linears are quantized."""
+    """(role, why it needs the bytes that it does) if linears are quantized."""
     quant = policy.quant
     if quant is None:
         return
     if quant.stored:
-        yield "params", f"weights of the quantized linears rest in {quant.bits} bits"
-        yield "weight_copies", "MXFP8 weights lie beside the buffer, which the gather borrows from the gradients"
+        yield "params", f"weights of the quantized linears are stored in {quant.bits} bits"
+        yield (
+            "weight_copies",
+            "MXFP8 weights are stored outside the buffer, which the gather borrows from the gradients",
+        )
     else:
-        why = "BF16 weights stay, and a low-precision copy is kept over the micro-batches of a step (fp8_param_gather would keep one only)"
+        why = "BF16 weights remain, and a low-precision copy is kept over the micro-batches of a step (fp8_param_gather would keep only one of them)"
         yield "weight_copies", why
     if quant.row.stored.both_copies:
-        why = f"{quant.scaling} scales run along the contraction, so rows and columns are two different copies"
+        why = f"{quant.scaling} scales run along the contraction dimension, so the rowwise and columnwise copies differ"
     else:
         name = run.machine.name if run.machine is not None else "Hopper"
-        why = f"on {name} FP8 GEMMs take one layout only, so each weight is kept transposed too"
+        why = f"on {name} FP8 GEMMs support one layout only, so each weight is also kept transposed"
     yield "weight_transposes", why

@@ -1,5 +1,5 @@
-"""Who keeps which copy of a parameter, in which dtype, and how it is shared out: the one answer that memory, rules, engines, audit, fingerprints and
-tables read."""
+"""Who keeps which copy of a parameter, in which dtype, and how it is sharded: the single source for memory, rules, engines, audit, fingerprints and
+tables."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding:
-    """One role of one parameter as it is between two updates, once optimizer states exist."""
+    """One role of one parameter between updates, once optimizer states exist."""
 
     dtype: DType
-    """As stored: FP8 and FP4 are UINT8, the lower halves of main weights INT16."""
+    """Storage dtype: FP8 and FP4 are UINT8, the lower halves of main weights INT16."""
     owner: Owner
     sharding: Sharding
     view_of: str | None = None
-    """The role whose memory it is; None: memory of its own."""
+    """The role whose memory it shares; None: it has its own memory."""
 
 
 def keeps(
@@ -39,9 +39,9 @@ def keeps(
     at_rest: DType | None = None,
     ddp: Mapping[str, Any] = _EMPTY,
 ) -> Mapping[str, Holding]:
-    """Role -> what is kept of a parameter; a role that is not there has no tensor of its own.
+    """Role -> what is stored for a parameter; a role that is absent has no tensor.
 
-    policy: settled. at_rest: dtype of the stored parameter, UINT8 in a low format; None: the policy's. ddp: the ddp section, for how far sharding goes.
+    policy: settled. at_rest: dtype of the stored parameter, UINT8 in low precision; None: the policy's. ddp: the ddp section, which determines what is sharded.
     """
     rests = at_rest or policy.params
     found: dict[str, tuple[DType, Owner, str | None]] = {}
@@ -74,18 +74,18 @@ def keeps(
 
 
 def keeps_of(policy: PrecisionPolicy, run: RunFacts, at_rest: DType | None = None) -> Mapping[str, Holding]:
-    """`keeps` in a run. The policy may leave optimizer facts open."""
+    """`keeps` for a run. The policy may leave optimizer facts open."""
     settled = policy.settled(dict(run.optimizer.settings))
     return keeps(settled, run.traits, run.optimizer, at_rest=at_rest, ddp=run.ddp)
 
 
 def kept_fp32(policy: PrecisionPolicy, parameter: str) -> bool:
-    """Whether `keep_fp32` names the parameter of that global name."""
+    """Whether `keep_fp32` covers the parameter with that global name."""
     return any(fnmatchcase(parameter, pattern) for pattern in policy.keep_fp32)
 
 
 def wires(policy: PrecisionPolicy, *, at_rest: DType | None = None, kept: bool = False) -> Mapping[str, DType]:
-    """{'gradients', 'parameters'} -> dtype of a parameter's elements on the data-parallel wire. kept: `keep_fp32` names it."""
+    """{'gradients', 'parameters'} -> dtype of a parameter's elements in data-parallel communication. kept: `keep_fp32` covers it."""
     rests = at_rest or policy.params
     if kept:
         return {"gradients": DType.FP32, "parameters": DType.FP32}
@@ -93,14 +93,14 @@ def wires(policy: PrecisionPolicy, *, at_rest: DType | None = None, kept: bool =
 
 
 def updater(asked: str, policy: PrecisionPolicy, engine: EngineTraits) -> str:
-    """OptimizerFacts.name of a settled policy: where FusedAdam alone could hold main weights, "adam" is torch's own if that keeps the policy's states."""
+    """OptimizerFacts.name of a settled policy: on engines where only FusedAdam could hold main weights, "adam" is torch's own if that can keep the policy's states."""
     return (
         "torch_adamw" if asked == "adam" and engine.main_weights == "optimizer" and not fused(policy, engine) else asked
     )
 
 
 def fused(policy: PrecisionPolicy, engine: EngineTraits) -> bool:
-    """Whether Adam has to be Transformer Engine's FusedAdam: torch's holds no main weights, and moments in the dtype of what it updates only."""
+    """Whether Adam has to be Transformer Engine's FusedAdam: torch's holds no main weights, and its moments have the dtype of the tensor it updates."""
     if engine.main_weights == "megatron_core" or policy.precision_aware:
         return True
     main = policy.main_params or DType.FP32
@@ -109,12 +109,12 @@ def fused(policy: PrecisionPolicy, engine: EngineTraits) -> bool:
 
 
 def _face(policy: PrecisionPolicy, dtype: DType) -> DType:
-    """The dtype that torch sees: a weight in FP8 shows its 16-bit face."""
+    """The dtype that torch reports: an FP8 weight reports its 16-bit dtype."""
     return policy.params if dtype is DType.UINT8 else dtype
 
 
 def _grads(policy: PrecisionPolicy, engine: EngineTraits, rests: DType) -> DType:
-    """FSDP2 casts a reduced gradient to its parameter's dtype; megatron-core's wrappers have buffers of FP32 or of the parameter's dtype."""
+    """FSDP2 casts a reduced gradient to its parameter's dtype; megatron-core's wrappers have buffers in FP32 or in the parameter's dtype."""
     if engine.main_weights == "wrapper" and policy.accumulate is not None:
         return policy.accumulate
     if policy.reduce is DType.FP32 and engine.main_weights != "optimizer":
@@ -125,9 +125,9 @@ def _grads(policy: PrecisionPolicy, engine: EngineTraits, rests: DType) -> DType
 def _main_params(
     policy: PrecisionPolicy, engine: EngineTraits, optimizer: OptimizerFacts, rests: DType
 ) -> tuple[DType, Owner] | None:
-    """(dtype, owner) of the copy that the optimizer updates beside the parameter; None: it updates the parameter."""
+    """(dtype, owner) of the separate copy that the optimizer updates; None: it updates the parameter itself."""
     wanted = policy.main_params or DType.FP32
-    # the lower half of an FP32 main weight beside the BF16 parameter, which is the upper one (fused_adam.py)
+    # the lower half of an FP32 main weight; the BF16 parameter is the upper half (fused_adam.py)
     halves = bool(policy.precision_aware and policy.remainders) and rests is DType.BF16 and wanted is DType.FP32
     by_fused: tuple[DType, Owner] = (DType.INT16 if halves else wanted, "optimizer")
     if engine.main_weights == "wrapper":
@@ -136,7 +136,7 @@ def _main_params(
         adam = optimizer.name == "adam" and fused(policy, engine)
         return by_fused if adam and rests is not DType.FP32 and not own_main(policy) else None
     if _core_hands_over(policy, optimizer):
-        # of FP32 parameters too, where nobody reads it (rule duplicate-main-weights)
+        # for FP32 parameters too, where nothing reads it (rule duplicate-main-weights)
         return by_fused
     if rests is DType.FP32 or (own_main(policy) and not optimizer.distributed):
         return None
@@ -153,12 +153,12 @@ def _core_hands_over(policy: PrecisionPolicy, optimizer: OptimizerFacts) -> bool
 def _moments(
     policy: PrecisionPolicy, engine: EngineTraits, optimizer: OptimizerFacts, updated: DType
 ) -> tuple[tuple[str, DType], ...]:
-    """(role, dtype) of the optimizer's states for a parameter of which it updates a tensor of dtype `updated`."""
+    """(role, dtype) of the optimizer's states for a parameter; updated: dtype of the tensor that it updates."""
     if optimizer.name == "sgd":
         return (("exp_avg", updated),) if optimizer.settings.get("sgd_momentum", 0.9) else ()
     stated = tuple((role, getattr(policy, role) or DType.FP32) for role in ("exp_avg", "exp_avg_sq"))
     if engine.main_weights == "megatron_core":
-        # its FusedAdam gets state dtypes with the precision-aware optimizer, and from engines/full_bf16.py
+        # its FusedAdam gets its state dtypes from the precision-aware optimizer, and from engines/full_bf16.py
         if policy.precision_aware or (policy.narrow_alone and not optimizer.distributed):
             return stated
         return tuple((role, DType.FP32) for role, _ in stated)

@@ -1,6 +1,6 @@
-"""What kernels and libraries allocate once and never give back: workspaces of matrix products, buffers that are reused, placeholders.
+"""What kernels and libraries allocate once and never free: GEMM workspaces, reused buffers, placeholders.
 
-Each size is read from the sources named beside it; `scripts/check_memory_rows.py` holds their sum against live bytes that GPUs measured.
+Each size comes from the source named with it; `scripts/check_memory_rows.py` checks their sum against live bytes measured on GPUs.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from mpbridge.precision.policy import PrecisionPolicy
 
 MIB = 2**20
 TORCH_THREADS = 2
-"""Threads whose cuBLAS handle torch gives a workspace: the one that runs forward passes and autograd's."""
+"""Threads for which torch allocates a cuBLAS workspace: the one that runs forward passes, and autograd's."""
 TORCH_WORKSPACE = 2 * 4 * MIB + 8 * 16 * 2**10
 """torch's cuBLAS workspace before compute capability 9.0 (ATen/cuda/CublasHandlePool.cpp: ':4096:2:16:8')."""
 TORCH_WORKSPACE_LARGE = 32 * MIB
-"""From 9.0 on; and what CUBLAS_WORKSPACE_CONFIG=:4096:8 asks for, which deterministic kernels need. Older torch has the small one on 10.0."""
+"""From 9.0 on; also the size that CUBLAS_WORKSPACE_CONFIG=:4096:8 requests, which deterministic kernels need. Older torch uses the small one on 10.0."""
 TE_WORKSPACE, TE_WORKSPACE_LARGE = 4 * MIB, 32 * MIB + 2**10
 """Transformer Engine's: before 9.0, and from 9.0 on (pytorch/cpp_extensions/gemm.py get_cublas_workspace_size_bytes)."""
 TE_STREAMS, TE_OVERLAP_STREAMS = 4, 3
-"""Streams with a workspace each: of grouped products, of products that overlap tensor-parallel communication (same file)."""
+"""Streams with one workspace each: for grouped GEMMs, and for GEMMs that overlap tensor-parallel communication (same file)."""
 
 
 def workspaces(run: RunFacts, machine: Machine) -> int:
@@ -38,9 +38,9 @@ def workspaces(run: RunFacts, machine: Machine) -> int:
 
 
 def placeholders(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
-    """Bytes that fused gradient accumulation leaves: for each shape of a linear's weight, the output layer's too, one tensor that autograd gets for a gradient.
+    """Bytes left behind by fused gradient accumulation: per shape of a linear's weight, including the output layer's, one tensor that autograd gets as the gradient.
 
-    Transformer Engine's pytorch/module/base.py get_dummy_wgrad keeps them by shape; megatron-core's tensor_parallel/layers.py asks it as well.
+    Transformer Engine's pytorch/module/base.py get_dummy_wgrad caches them by shape; megatron-core's tensor_parallel/layers.py calls it too.
     """
     if not run.model.get("gradient_accumulation_fusion") or run.model.get("transformer_impl") == "local":
         return 0
@@ -52,7 +52,7 @@ def placeholders(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int
 
 
 def gather_buffer(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
-    """Bytes of megatron-core's GlobalMemoryBuffer: the largest of what is gathered or multiplied into it.
+    """Bytes of megatron-core's GlobalMemoryBuffer: the largest tensor that is gathered or computed into it.
 
     The output layer's input under sequence parallelism (tensor_parallel/layers.py), the tokens of all ranks with the all-gather dispatcher
     (transformer/moe/token_dispatcher.py), the scores of local attention (transformer/dot_product_attention.py).
@@ -72,9 +72,9 @@ def gather_buffer(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> in
 
 
 def graph_inputs(policy: PrecisionPolicy, run: RunFacts, at: Coordinates) -> int:
-    """Bytes of CUDA graphs' static inputs: the hidden states, and with attention the mask, of each layer and micro-batch in flight.
+    """Bytes of CUDA graphs' static inputs: the hidden states and, with attention, the mask, for each layer and micro-batch in flight.
 
-    megatron-core's transformer/transformer_layer.py get_layer_static_inputs; buffers of micro-batches whose backward pass is over serve again.
+    megatron-core's transformer/transformer_layer.py get_layer_static_inputs; buffers are reused once a micro-batch's backward pass is done.
     """
     model, shape, parallel = run.model, run.shape, run.parallel
     if model.get("cuda_graph_impl") in (None, "none") and not model.get("enable_cuda_graph"):

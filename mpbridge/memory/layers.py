@@ -1,4 +1,4 @@
-"""The parameters of a GPT in megatron-core's own shapes and order, for any rank of any parallel layout. Read against 0.16.1's local layer spec."""
+"""The parameters of a GPT in megatron-core's own shapes and order, for any rank of any parallel layout. Source: 0.16.1's local layer spec."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ Split = Literal["column", "row"]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter of one layer as a rank holds it: a template that `parameters` puts into place."""
+    """One parameter of one layer as a rank holds it: a template that `parameters` instantiates."""
 
     path: str
-    """Below its layer: 'mlp.linear_fc1.weight'; outside of layers the whole name."""
+    """Path below its layer: 'mlp.linear_fc1.weight'; outside layers the full name."""
     shape: tuple[int, ...]
     linear: bool = False
-    """The weight of a GEMM that a recipe can quantize."""
+    """Whether it is the weight of a GEMM that a recipe can quantize."""
     expert: bool = False
-    """Replicated over the expert-data-parallel group instead of the data-parallel one."""
+    """Whether it is replicated over the expert-data-parallel group instead of the data-parallel one."""
     split: Split | None = None
     twin: bool = False
-    """One of the two copies of a tied embedding on different pipeline stages: gets a bucket of its own under the distributed optimizer."""
+    """Whether it is one of the two copies of a tied embedding on different pipeline stages, which get separate buckets under the distributed optimizer."""
 
     @property
     def elements(self) -> int:
-        """Product of the shape."""
+        """Number of elements."""
         count = 1
         for size in self.shape:
             count *= size
@@ -43,13 +43,13 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A Weight in its place."""
+    """A Weight of a particular layer and rank."""
 
     name: str
-    """Global: layers counted over all stages, experts over all ranks."""
+    """Global name: layers are counted over all stages, experts over all ranks."""
     weight: Weight
     layer: int | None
-    """0-based over the whole model; None: outside of the layers."""
+    """0-based over the whole model; None: outside the layers."""
 
 
 def parameters(run: RunFacts, at: Coordinates) -> tuple[tuple[Parameter, ...], ...]:
@@ -73,7 +73,7 @@ _SPLITS = (
 
 
 def unsplit(run: RunFacts, parallel: Parallel | None = None) -> RunFacts:
-    """The run in another layout (default: one process) with the settings that place layers on stages dropped."""
+    """The run in another layout (default: one process), without the settings that place layers on stages."""
     return replace(
         run,
         parallel=parallel or Parallel(),
@@ -82,7 +82,7 @@ def unsplit(run: RunFacts, parallel: Parallel | None = None) -> RunFacts:
 
 
 def te_layers(run: RunFacts) -> bool:
-    """Whether the engine builds Transformer Engine's modules (on a GPU, natively) or megatron-core's local ones."""
+    """Whether the engine builds Transformer Engine's modules (native runs on a GPU) rather than megatron-core's local ones."""
     return (
         run.realization == "native"
         and (run.machine is None or run.machine.gpu)
@@ -99,7 +99,7 @@ def _chunk(run: RunFacts, at: Coordinates, chunk: Chunk) -> list[Parameter]:
     def outside(name: str, *size: int, linear: bool = False, split: Split | None = None, twin: bool = False) -> None:
         found.append(Parameter(name, Weight(name, size, linear=linear, split=split, twin=twin), None))
 
-    # multi-token prediction embeds the next tokens on its own stage, a second copy there
+    # multi-token prediction embeds the next tokens on its own stage, with a second copy of the embedding
     if chunk.first or (chunk.mtp and not chunk.first):
         outside(
             "embedding.word_embeddings.weight",
@@ -143,7 +143,7 @@ def _layer(run: RunFacts, at: Coordinates, layer: int, prefix: str) -> list[Para
 
 
 def _mtp(run: RunFacts, at: Coordinates) -> list[Parameter]:
-    """Multi-token prediction depths, each with two norms, a projection and a whole layer of the last layer's kind."""
+    """Multi-token prediction depths, each with two norms, a projection and a full layer like the last one."""
     shape = run.shape
     hidden = shape.hidden_size
     found: list[Parameter] = []
@@ -190,7 +190,7 @@ def _layer_weights(
 
 
 class ShapeKey:
-    """A shape as a cache's key, by identity: it holds a mapping, so it has no hash."""
+    """A shape as a cache key, compared by identity: it contains a mapping, so it is not hashable."""
 
     __slots__ = ("shape",)
 
@@ -216,10 +216,10 @@ def layer_weights(
     first_expert: int = 0,
     grouped: bool = False,
 ) -> tuple[Weight, ...]:
-    """The parameters of one layer in a rank's share.
+    """A rank's share of the parameters of one layer.
 
-    mixture: the layer's MLP is experts. whole_down: latent attention's down projections are whole on every rank (Transformer Engine's modules) and not split.
-    grouped: experts are one module with a weight for each of them (Transformer Engine's GroupedLinear).
+    mixture: the layer's MLP consists of experts. whole_down: latent attention's down projections are replicated on every rank (Transformer Engine's modules), not split.
+    grouped: experts are one module with one weight per expert (Transformer Engine's GroupedLinear).
     """
     return _layer_weights(
         ShapeKey(shape), tensor, expert_tensor, local_experts, mixture, shared_gate, whole_down, first_expert, grouped
@@ -254,7 +254,7 @@ def _attention(shape: ModelShape, tensor: int) -> list[Weight]:
 
 
 def _latent(shape: ModelShape, tensor: int, whole_down: bool) -> list[Weight]:
-    """Multi-latent attention: queries, and keys with values, through narrow projections (transformer/multi_latent_attention.py)."""
+    """Multi-latent attention: queries, and keys with values, through low-rank projections (transformer/multi_latent_attention.py)."""
     latent = shape.latent_attention or {}
     heads, hidden = shape.num_attention_heads, shape.hidden_size
     q_rank, kv_rank, rope = latent["q_lora_rank"], latent["kv_lora_rank"], latent["qk_pos_emb_head_dim"]

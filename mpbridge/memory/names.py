@@ -1,4 +1,4 @@
-"""Names of a model's linears as a recipe's `modules` can use them, and the patterns that name none of them."""
+"""Names of a model's linears for use in a recipe's `modules`, and the patterns that match none of them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mpbridge.precision.wording import NOT_QUANTIZED, region_rule, region_text
 
 
 def module_paths(shape: ModelShape) -> tuple[str, ...]:
-    """Every linear below a layer. Experts by both of their names: one by one, and grouped on a GPU."""
+    """Every linear of a layer. Experts appear under both of their names: individually, and grouped as on a GPU."""
     kinds = sorted({shape.is_expert_layer(layer) for layer in range(shape.num_layers)})
     found = [name for kind in kinds for name in _of_layer(shape, kind)]
     return tuple(dict.fromkeys([*found, *((MTP_PROJECTION,) if shape.mtp_layers else ())]))
 
 
 def listed(*shapes: ModelShape) -> str:
-    """The linears of a model in words, experts once: for messages. Of several shapes: every linear that one of them has, once."""
+    """The linears of a model as text for messages, experts once. For several shapes: every linear that any of them has, once."""
     shown = dict.fromkeys(names(path)[-1] for shape in shapes for path in module_paths(shape))
     if len(shapes) > 1:
         return f"{', '.join(shown)}; whole paths: decoder.layers.N and mtp.layers.N"
@@ -33,9 +33,9 @@ def listed(*shapes: ModelShape) -> str:
 
 
 def any_gpt(layers: int | None = None) -> tuple[ModelShape, ...]:
-    """Shapes that between them have every linear of any GPT: dense and with experts, plain and latent attention, multi-token prediction.
+    """Shapes that together have every linear of any GPT: dense and with experts, plain and latent attention, multi-token prediction.
 
-    layers: the depth, where it is known; None: as deep as any, so that a layer's number alone names nothing wrong.
+    layers: the depth, if known; None: deeper than any model, so that no layer number is out of range.
     """
     common: dict[str, Any] = {
         "num_layers": layers or 1000, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 64, "num_query_groups": 4, "kv_channels": 16,
@@ -54,10 +54,10 @@ def any_gpt(layers: int | None = None) -> tuple[ModelShape, ...]:
 
 
 def refuse_idle_rules(policy: PrecisionPolicy, *shapes: ModelShape, depth: int | None) -> None:
-    """Raises Refused for rules under `modules` that do nothing in any of the shapes: they name no linear, name layers that are not there, or never
-    come first.
+    """Raises Refused for rules under `modules` that have no effect in any of the shapes: they match no linear, name layers that do not exist, or are always
+    preceded by another rule.
 
-    depth: the model's number of layers; None: not known, so that a number of a layer alone is not wrong.
+    depth: the model's number of layers; None: unknown, so that no layer number is out of range.
     """
     far = () if depth is None else beyond_the_model(policy, depth)
     dead, shadowed = idle(policy, *shapes)
@@ -71,11 +71,11 @@ def refuse_idle_rules(policy: PrecisionPolicy, *shapes: ModelShape, depth: int |
         raise Refused("\n".join(lines))
 
 
-SHADOWED_CURE = "The first rule that names a linear decides: move the narrower rule above the broader one, or drop it"
+SHADOWED_CURE = "The first rule that matches a linear decides: move the narrower rule above the broader one, or drop it"
 
 
 def idle(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The rules under `modules`, in words, that name no linear of any shape, and those that never decide because earlier ones do."""
+    """The rules under `modules`, as text, that match no linear of any shape, and those that never decide because earlier ones do."""
     regions = policy.regions
     own = _own(policy)
     if not own:
@@ -91,7 +91,7 @@ def idle(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[tuple[str, ...],
 
 
 def unnamed(policy: PrecisionPolicy, *shapes: ModelShape) -> tuple[Region, ...]:
-    """The rules under `modules` that name no linear of any shape."""
+    """The rules under `modules` that match no linear of any shape."""
     own = _own(policy)
     found = _covered(policy, shapes) if own else None
     return () if found is None else tuple(policy.regions[index] for index in own if found.dead(index))
@@ -111,7 +111,7 @@ def _early(region: Region) -> str:
 
 
 def beyond_the_model(policy: PrecisionPolicy, layers: int) -> tuple[str, ...]:
-    """The rules under `modules`, in words, that name layers outside of a model of so many."""
+    """The rules under `modules`, as text, that name layers beyond a model of `layers` layers."""
     have = f"the model has {layers} layers, 0 to {layers - 1}, or -{layers} to -1 from the end"
     return tuple(
         f"{region_text(region)}: {layers_text(wrong)} ({have})"
@@ -121,7 +121,7 @@ def beyond_the_model(policy: PrecisionPolicy, layers: int) -> tuple[str, ...]:
 
 
 def stacks(shape: ModelShape) -> Iterator[Stack]:
-    """The linears of every layer, those of multi-token prediction last, under every name that they have."""
+    """The linears of every layer under all of their names, multi-token prediction last."""
     kinds = {kind: _of_layer(shape, kind) for kind in {shape.is_expert_layer(n) for n in range(shape.num_layers)}}
     for layer in range(shape.num_layers):
         yield Stack(layer, DECODER.format(layer), kinds[shape.is_expert_layer(layer)])
@@ -132,8 +132,8 @@ def stacks(shape: ModelShape) -> Iterator[Stack]:
 
 
 def linear_rules(policy: PrecisionPolicy, *shapes: ModelShape) -> list[tuple[str, str]]:
-    """(linears, rule): what each linear really gets, the first match having decided. Linears with the same fate share their rows; those that no rule
-    under `modules` touches come last. Multi-token prediction is listed for a single shape, and where a rule names it.
+    """(linears, rule): the rule that applies to each linear, decided by the first match. Linears with the same result share a row; those that no rule
+    under `modules` matches come last. Multi-token prediction is listed for a single shape, and if a rule names it.
     """
     fates, own = _fates(policy, shapes)
     named = _rows({label: fate for label, fate in fates.items() if label in own})
@@ -145,7 +145,7 @@ def linear_rules(policy: PrecisionPolicy, *shapes: ModelShape) -> list[tuple[str
 
 
 def _fates(policy: PrecisionPolicy, shapes: tuple[ModelShape, ...]) -> tuple[dict[str, dict[str, set[int]]], set[str]]:
-    """(linear -> what it gets -> layers, -1 in multi-token prediction; the linears that a rule under `modules` decides)."""
+    """(linear -> rule that applies -> layers, -1 in multi-token prediction; the linears decided by a rule under `modules`)."""
     ahead = len(shapes) == 1 or any("mtp" in region.modules for region in policy.module_regions)
     fates: dict[str, dict[str, set[int]]] = {}
     own: set[str] = set()
@@ -165,7 +165,7 @@ def _fates(policy: PrecisionPolicy, shapes: tuple[ModelShape, ...]) -> tuple[dic
 
 
 def _rows(fates: Mapping[str, Mapping[str, set[int]]]) -> list[tuple[str, str, str]]:
-    """(linears, ' of layers ...' where not all of theirs, rule), those that go the same way together."""
+    """(linears, ' of layers ...' unless all of theirs, rule), with linears grouped if they have the same rules."""
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for label, fate in fates.items():
         order = sorted(fate, key=lambda rule: min(fate[rule]))

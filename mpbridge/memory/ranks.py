@@ -1,4 +1,4 @@
-"""Which rank is where: its coordinates in megatron-core's groups, and the layers of its pipeline stage."""
+"""A rank's coordinates in megatron-core's groups, and the layers of its pipeline stage."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _KINDS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What one model chunk of a stage holds."""
+    """What one model chunk of a stage contains."""
 
     layers: tuple[int, ...]
     """0-based, over the whole model."""
     first: bool
-    """Has the embedding."""
+    """Whether it has the embedding."""
     last: bool
-    """Has output layer and loss."""
+    """Whether it has the output layer and the loss."""
     mtp: bool = False
-    """Has the multi-token prediction layers."""
+    """Whether it has the multi-token prediction layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coordinates:
-    """A rank's place in each group; ranks are laid out as megatron-core's parallel_state does ("tp-cp-ep-dp-pp")."""
+    """A rank's index in each group; ranks are ordered as in megatron-core's parallel_state ("tp-cp-ep-dp-pp")."""
 
     tensor: int
     stage: int
@@ -41,7 +41,7 @@ class Coordinates:
 
     @classmethod
     def of(cls, rank: int, parallel: Parallel) -> Coordinates:
-        """The coordinates of a global rank. Raises BadValue for a rank outside of the world."""
+        """The coordinates of a global rank. Raises BadValue for a rank outside the world."""
         if not 0 <= rank < parallel.world_size:
             raise BadValue(f"rank {rank} is not in a world of {parallel.world_size}")
         within = rank % (parallel.world_size // parallel.pipeline)
@@ -60,7 +60,7 @@ class Coordinates:
 
 
 class _Split(NamedTuple):
-    """Everything that places layers on stages."""
+    """Everything that determines the placement of layers on stages."""
 
     layers: int
     stages: int
@@ -75,7 +75,7 @@ class _Split(NamedTuple):
 
 
 def stage_chunks(run: RunFacts) -> tuple[tuple[Chunk, ...], ...]:
-    """For each pipeline stage its chunks. Raises BadValue when the layers cannot be divided as asked."""
+    """The chunks of each pipeline stage. Raises BadValue if the layers cannot be divided as requested."""
     model, parallel = run.model, run.parallel
     layout = model.get("pipeline_model_parallel_layout")
     if layout and not isinstance(layout, str):
@@ -110,7 +110,7 @@ def _placed(split: _Split) -> tuple[tuple[Chunk, ...], ...]:
                 )
             count = counts[stage] // virtual
             last = stage == stages - 1 and chunk == virtual - 1
-            # an embedding or a loss that counts as a layer takes the place of one
+            # an embedding or a loss that counts as a layer replaces one
             count -= split.embedding if stage == 0 and chunk == 0 else 0
             count -= split.loss if last else 0
             found[stage].append(
@@ -126,13 +126,13 @@ def _placed(split: _Split) -> tuple[tuple[Chunk, ...], ...]:
 
 
 def _counts(split: _Split) -> list[int]:
-    """Layers of each stage, a counted embedding or loss included (transformer_block.py get_num_layers_to_build)."""
+    """Number of layers per stage, including an embedding or loss that counts as one (transformer_block.py get_num_layers_to_build)."""
     first, last, stages = split.first, split.last, split.stages
     if first is None and last is None:
         total = split.layers + split.embedding + split.loss
         if total % stages:
             raise BadValue(
-                f"{total} layers cannot be divided among {stages} pipeline stages: give num_layers_in_first_pipeline_stage or another size"
+                f"{total} layers cannot be divided among {stages} pipeline stages: set num_layers_in_first_pipeline_stage or another pipeline size"
             )
         return [total // stages] * stages
     if (first or 0) < 0 or (last or 0) < 0:
@@ -143,7 +143,7 @@ def _counts(split: _Split) -> list[int]:
     left = stages - (first is not None) - (last is not None)
     if rest < 0 or (left > 0 and rest % left) or (left <= 0 and rest):
         raise BadValue(
-            f"{rest} layers that remain beside the first and last stage cannot be divided among {max(left, 0)} stages"
+            f"{rest} layers that remain besides the first and last stage cannot be divided among {max(left, 0)} stages"
         )
     middle = rest // left if left > 0 else 0
     counts = [middle] * stages
@@ -155,7 +155,7 @@ def _counts(split: _Split) -> list[int]:
 
 
 def parse_layout(text: str) -> list[list[str]]:
-    """Kinds of layers of each (virtual) stage: "Et*2|(tt|)*3tmL" as megatron-core's pipeline_model_parallel_layout writes it. Raises BadValue."""
+    """Kinds of layers per (virtual) stage, from megatron-core's pipeline_model_parallel_layout notation, as in "Et*2|(tt|)*3tmL". Raises BadValue."""
     flat = text.replace(",", "")
     flat = re.sub(r"\(([^)]+)\)\*(\d+)", lambda m: m.group(1) * int(m.group(2)), flat)
     flat = re.sub(r"(.)\*(\d+)", lambda m: m.group(1) * int(m.group(2)), flat)
@@ -191,21 +191,21 @@ def _by_layout(split: _Split) -> tuple[tuple[Chunk, ...], ...]:
 
 
 def batches(run: RunFacts) -> int:
-    """Micro-batches of a data-parallel rank in one step."""
+    """Micro-batches per step on one data-parallel rank."""
     return max(1, run.global_batch_size // max(1, run.micro_batch_size * run.parallel.data))
 
 
 def has_final_norm(run: RunFacts, chunk: Chunk) -> bool:
-    """Whether the decoder's final norm is in that chunk: with multi-token prediction beside the last layer (transformer_block.py), else beside the loss."""
+    """Whether the decoder's final norm is in that chunk: with multi-token prediction next to the last layer (transformer_block.py), otherwise next to the loss."""
     return run.shape.num_layers - 1 in chunk.layers if run.shape.mtp_layers else chunk.last
 
 
 def in_flight(run: RunFacts, stage: int) -> float:
-    """How many micro-batches' activations a stage holds at most: 1F1B's depth, more when interleaved (Megatron-LM, arXiv 2104.04473)."""
+    """The maximum number of micro-batches whose activations a stage holds: the depth of 1F1B, more if interleaved (Megatron-LM, arXiv 2104.04473)."""
     stages, virtual = run.parallel.pipeline, run.parallel.virtual_pipeline or 1
     total = batches(run)
     depth = stages - stage
     if virtual > 1 and stages > 1:
-        # warm-up of the interleaved schedule, in chunks, each a virtual-th of the stage
+        # warm-up of the interleaved schedule, in chunks, each 1/virtual of the stage
         return min(total * 1.0, ((depth - 1) * 2 + (virtual - 1) * stages + 1) / virtual)
     return float(min(depth, total))

@@ -1,4 +1,4 @@
-"""How many elements of every role a rank holds: what `memory.keeps` says is kept, counted in the engine's own layout."""
+"""Number of elements of every role on a rank: what `memory.keeps` lists, counted in the engine's own layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpbridge.precision.policy import PrecisionPolicy, Quant
 from mpbridge.traits import Sharding
 
 STATES = ("main_params", "main_grads", "exp_avg", "exp_avg_sq")
-"""Roles that the rank that updates a parameter holds."""
+"""Roles held by the rank that updates a parameter."""
 
 
 class Role(NamedTuple):
@@ -27,26 +27,26 @@ class Role(NamedTuple):
     name: str
     """'params', 'grads', 'main_params', 'main_grads', 'exp_avg', 'exp_avg_sq', 'buffers', 'padding', 'weight_copies', 'weight_transposes', 'weight_scales'."""
     parameter: str
-    """Global name; '' where many parameters share it."""
+    """Global name; '' if several parameters share it."""
     dtype: DType
-    """As stored: FP8 and FP4 are UINT8."""
+    """Storage dtype: FP8 and FP4 are UINT8."""
     elements: int
-    """On this rank, in units of `dtype`, padding not counted."""
+    """On this rank, in units of `dtype`, without padding."""
     padding: int
-    """Elements that hold nothing."""
+    """Unused elements."""
     owner: str
     """'model', 'wrapper', 'engine', 'optimizer' or 'transformer_engine': who allocates it."""
 
     @property
     def bytes(self) -> int:
-        """What it occupies."""
+        """Bytes that it occupies, with padding."""
         return (self.elements + self.padding) * self.dtype.bytes
 
 
 def roles(policy: PrecisionPolicy, run: RunFacts, *, rank: int = 0) -> tuple[Role, ...]:
-    """Every role on `rank`, as it is between two optimizer steps once states exist. Views of other roles' memory are not listed.
+    """Every role on `rank` between optimizer steps, once states exist. Views of other roles' memory are not listed.
 
-    What is kept says `memory.keeps`; here it is counted, as the engine lays it out (`EngineTraits.exact_memory`: to the byte or not).
+    `memory.keeps` determines what is stored; this function counts it in the engine's layout (`EngineTraits.exact_memory`: to the byte or not).
     """
     settled = policy.settled(dict(run.optimizer.settings))
     at = Coordinates.of(rank, run.parallel)
@@ -58,7 +58,7 @@ def roles(policy: PrecisionPolicy, run: RunFacts, *, rank: int = 0) -> tuple[Rol
 
 
 def dtype_at_rest(policy: PrecisionPolicy, run: RunFacts, parameter: Parameter) -> tuple[DType, Quant | None]:
-    """(dtype of the stored parameter, the quantization of its GEMM): UINT8 when its weight rests in FP8."""
+    """(dtype of the stored parameter, the quantization of its GEMM); UINT8 if its weight is stored in FP8."""
     if kept_fp32(policy, parameter.name):
         return DType.FP32, None
     weight = parameter.weight
@@ -69,16 +69,16 @@ def dtype_at_rest(policy: PrecisionPolicy, run: RunFacts, parameter: Parameter) 
 
 
 def _module(parameter: Parameter) -> str:
-    """The whole path of the module that owns the parameter."""
+    """The full path of the module that owns the parameter."""
     return parameter.name.removesuffix(parameter.weight.path) + parameter.weight.module
 
 
 def resting(policy: PrecisionPolicy, run: RunFacts) -> Callable[[Parameter], tuple[DType, Quant | None]]:
-    """`dtype_at_rest` in a run: asked once for each linear, not for each weight of its experts."""
+    """`dtype_at_rest` for a run: evaluated once per linear, not once per expert weight."""
     known: dict[str, tuple[DType, Quant | None]] = {}
 
     def of(parameter: Parameter) -> tuple[DType, Quant | None]:
-        if policy.keep_fp32:  # names single parameters
+        if policy.keep_fp32:  # may name individual parameters
             return dtype_at_rest(policy, run, parameter)
         if parameter.layer is None or not parameter.weight.linear:
             return policy.params, None
@@ -91,7 +91,7 @@ def resting(policy: PrecisionPolicy, run: RunFacts) -> Callable[[Parameter], tup
 
 
 def holdings(policy: PrecisionPolicy, run: RunFacts) -> Callable[[DType], Mapping[str, Holding]]:
-    """`keeps` of a settled policy in a run, by how a parameter rests; each answer is made once."""
+    """`keeps` of a settled policy in a run, by the dtype in which a parameter is stored; results are cached."""
     engine = run.traits
 
     @functools.cache
@@ -132,7 +132,7 @@ def _apart(run: RunFacts, buffer: Buffer) -> bool:
 
 
 def _buffer(buffer: Buffer, kept: Mapping[str, Holding], *, shared: bool) -> Iterator[Role]:
-    """Parameters and gradients. shared: MXFP8 weights, whose gather borrows the gradient buffer: their bytes are Transformer Engine's own copies."""
+    """Parameters and gradients. shared: MXFP8 weights, whose gather borrows the gradient buffer; their own bytes are Transformer Engine's copies."""
     for slot in buffer.slots:
         size, name = slot.end - slot.start, slot.parameter.name
         if not shared:
@@ -146,9 +146,9 @@ def _buffer(buffer: Buffer, kept: Mapping[str, Holding], *, shared: bool) -> Ite
 def _by_rows(
     policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...], index: int
 ) -> Iterator[Role]:
-    """Every parameter cut along its first dimension; ranks that get fewer rows hold padding. Gradients and moments follow the parameters' shards.
+    """Every parameter split along its first dimension; ranks that get fewer rows hold padding. Gradients and moments follow the parameters' shards.
 
-    torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param.py: chunks as torch.chunk cuts them, gradients cast to the parameter's dtype after the reduction.
+    torch 2.13 distributed/fsdp/_fully_shard/_fsdp_param.py: chunks as torch.chunk splits them, gradients cast to the parameter's dtype after the reduction.
     """
     ranks, of = run.parallel.data * run.parallel.context, holdings(policy, run)
     for parameter in chunk:
@@ -165,7 +165,7 @@ def _by_rows(
 def _evenly(
     policy: PrecisionPolicy, run: RunFacts, at: Coordinates, chunk: tuple[Parameter, ...], index: int
 ) -> Iterator[Role]:
-    """Equal shares, as far as the sharding strategy goes; the alignment of the wrapper's buffers is left out."""
+    """Equal shares of what the sharding strategy shards; the alignment of the wrapper's buffers is ignored."""
     ranks, of = run.parallel.data * run.parallel.context, holdings(policy, run)
     for parameter in chunk:
         group = run.parallel.expert_data if parameter.weight.expert and run.parallel.expert > 1 else ranks
@@ -182,8 +182,8 @@ _LAYOUTS: Mapping[Sharding, Callable[..., Iterator[Role]]] = MappingProxyType(
 
 
 def _module_buffers(policy: PrecisionPolicy, run: RunFacts, chunk: tuple[Parameter, ...]) -> Iterator[Role]:
-    """Buffers of the router (how many tokens each expert got and, FP32 again from the first forward pass on, the bias that balances them), and of YaRN:
-    cosines and sines of the positions that the model was first trained on, in each layer of latent attention, else once for all layers of a chunk
+    """Buffers of the router (tokens per expert and the bias that balances them, which is FP32 again from the first forward pass on), and of YaRN:
+    cosines and sines over the original context length, in each layer with latent attention, otherwise once for all layers of a chunk
     (yarn_rotary_pos_embedding.py)."""
     latent = run.shape.latent_attention
     yarn = latent is not None and run.model.get("rope_type", "yarn") == "yarn"

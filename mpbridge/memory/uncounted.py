@@ -1,4 +1,4 @@
-"""What bytes and times of a run leave out: one table, with the sign of each error. `memory` and `estimate` print it; `Memory.exact` asks it."""
+"""What the predicted bytes and times of a run leave out: one table, with the sign of each error. `memory` and `estimate` print it; `Memory.exact` uses it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mpbridge.facts import RunFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uncounted:
-    """One thing that a run has and that is counted as something else, or not at all."""
+    """One feature of a run that is counted as something else, or not at all."""
 
     asked: Callable[[RunFacts], bool]
     what: str
     instead: str
     """How it is counted."""
     time: str = ""
-    """The real step beside the predicted one; empty: no error."""
+    """The real step compared with the predicted one; empty: no error."""
     memory: str = ""
-    """The real bytes beside the predicted ones; empty: no error."""
+    """The real bytes compared with the predicted ones; empty: no error."""
     states: bool = False
-    """Whether parameters or optimizer states are among them."""
+    """Whether parameters or optimizer states are affected."""
 
 
 def _hybrid(run: RunFacts) -> bool:
@@ -58,7 +58,7 @@ UNCOUNTED = (
     Uncounted(
         asked=lambda run: bool(run.model.get("heterogeneous_block_specs")),
         what="layers of several shapes",
-        instead="counted as layers of the configured shape, which none has to exceed",
+        instead="counted as layers of the configured shape, which no layer needs to exceed",
         time="faster",
         memory="smaller",
         states=True,
@@ -99,23 +99,23 @@ UNCOUNTED = (
 
 
 def left_out_of_time(run: RunFacts) -> tuple[str, ...]:
-    """What a predicted step leaves out, in words, each with the sign of its error."""
+    """What a predicted step leaves out, as text, each with the sign of its error."""
     return tuple(f"{_words(one, run)}; the real step is {one.time}" for one in UNCOUNTED if one.time and one.asked(run))
 
 
 def left_out_of_memory(run: RunFacts) -> tuple[str, ...]:
-    """What predicted bytes leave out, in words, each with the sign of its error."""
+    """What predicted bytes leave out, as text, each with the sign of its error."""
     return tuple(
         f"{_words(one, run)}; the real bytes are {one.memory}" for one in UNCOUNTED if one.memory and one.asked(run)
     )
 
 
 def states_counted(run: RunFacts) -> bool:
-    """Whether parameters and optimizer states are all counted as what they are."""
+    """Whether all parameters and optimizer states are counted as they are."""
     return not any(one.states and one.asked(run) for one in UNCOUNTED)
 
 
 def _words(one: Uncounted, run: RunFacts) -> str:
     if one.asked is _no_network:
-        return f"{one.what}: {run.machine.name} has no network in the table (a --machine-file can name it)"
+        return f"{one.what}: {run.machine.name} has no network in the table (a --machine-file can specify it)"
     return f"{one.what}: {one.instead}"

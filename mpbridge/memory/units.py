@@ -1,4 +1,4 @@
-"""One unit for everything that an answer says about bytes."""
+"""One unit for all byte figures in an output."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class ByteUnit:
     name: str
     size: int
     digits: int
-    """Decimals that are shown."""
+    """Number of decimals shown."""
 
     def of(self, amount: float) -> str:
-        """Bytes in this unit, without its name."""
+        """An amount of bytes in this unit, without the unit's name."""
         return f"{amount / self.size:,.{self.digits}f}"
 
 
@@ -23,12 +23,12 @@ MIB, GIB = ByteUnit("MiB", 2**20, 1), ByteUnit("GiB", 2**30, 2)
 
 
 def unit_for(largest: int) -> ByteUnit:
-    """The unit in which an answer is given whose largest figure is that many bytes."""
+    """The unit for an output whose largest figure is `largest` bytes."""
     return GIB if largest >= GIB.size else MIB
 
 
 def count(number: int) -> str:
-    """Parameters in short: '8.03e9', '4.36e6', '82,112'."""
+    """A number of parameters in short form: '8.03e9', '4.36e6', '82,112'."""
     for power in (9, 6):
         if number >= 10**power:
             return f"{number / 10**power:.2f}e{power}"

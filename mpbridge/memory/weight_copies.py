@@ -1,4 +1,4 @@
-"""Bytes of Transformer Engine's low-precision weights: data, the transposed copy where the hardware wants one, and scales."""
+"""Bytes of Transformer Engine's low-precision weights: data, the transposed copy if the hardware needs one, and scales."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ WeightCopy = tuple[str, str, DType, int]
 
 
 def weight_copies(parameter: Parameter, quant: Quant, run: RunFacts) -> Iterator[WeightCopy]:
-    """(role, parameter, dtype, elements) of a weight in the low format beside its entry in the parameter buffer.
+    """(role, parameter, dtype, elements) of a weight in low precision, in addition to its entry in the parameter buffer.
 
-    Weights that do not rest in the low format are quantized once a step and kept over its micro-batches, unless disable_parameter_transpose_cache says
-    otherwise. Sources: Transformer Engine 2.11 tensor/storage/*.py and tensor/{mxfp8,nvfp4,float8_blockwise}_tensor.py.
+    Weights that are not stored in low precision are quantized once per step and kept over its micro-batches, unless disable_parameter_transpose_cache is
+    set. Sources: Transformer Engine 2.11 tensor/storage/*.py and tensor/{mxfp8,nvfp4,float8_blockwise}_tensor.py.
     """
     if not quant.stored and run.model.get("disable_parameter_transpose_cache"):
         return
@@ -24,7 +24,7 @@ def weight_copies(parameter: Parameter, quant: Quant, run: RunFacts) -> Iterator
     rows, columns = parameter.weight.shape
     data = size if quant.bits == 8 else -(-size // 2)
     reused = bool(run.ddp.get("reuse_grad_buf_for_mxfp8_param_ag"))
-    # stored weights lie in the parameter buffer themselves, unless that is the gradient buffer
+    # stored weights are in the parameter buffer itself, unless that is the gradient buffer
     if not quant.stored or (quant.row.stored.through_grads and reused):
         yield "weight_copies", name, DType.UINT8, data
     if quant.row.keeps_transposed(run.machine.arch if run.machine is not None else None):
