@@ -64,7 +64,7 @@ def refuse_idle_rules(policy: PrecisionPolicy, *shapes: ModelShape, depth: int |
     lines = [f"layers that the model does not have: {'; '.join(far)}"] if far else []
     if dead and not far:
         model = "any GPT" if len(shapes) > 1 else "the model"
-        lines.append(f"no linear of {model} is named by {'; '.join(dead)} in `modules` (linears: {listed(*shapes)})")
+        lines.append(f"no linear of {model} matches {'; '.join(dead)} in `modules` (linears: {listed(*shapes)})")
     if shadowed:
         lines.append(f"{'; '.join(shadowed)}. {SHADOWED_CURE}")
     if lines:
