@@ -230,7 +230,7 @@ def test_what_each_linear_gets_is_listed_as_the_first_match_has_it() -> None:
 
 def test_a_dead_pattern_is_refused_with_the_names_that_there_are() -> None:
     with pytest.raises(
-        Refused, match=r"named by mlp\.linear_fc3 in `modules` \(linears: .*mlp\.linear_fc1.*mtp\.layers\.0"
+        Refused, match=r"matches mlp\.linear_fc3 in `modules` \(linears: .*mlp\.linear_fc1.*mtp\.layers\.0"
     ):
         refuse_idle_rules(policy({"mlp.linear_fc3": "mxfp8"}), SHAPE, depth=4)
     # for no model in particular: experts, latent attention and any layer are alive, a misspelled name is not
