@@ -14,6 +14,11 @@ from mpbridge.shipped import configurations, recipe_files
 
 SUMMARY = "print a script for shell completion of commands, options, recipes and configurations"
 SHELLS = ("bash", "zsh", "fish")
+NOTHING = {
+    "zsh": "_mpbridge_nothing",
+    "preamble": {"zsh": "_mpbridge_nothing() { return 1 }"},
+}
+"""For key=value and other free text. zsh prints the help of an argument without an action, and then inserts no option either."""
 _USE = """examples:
   bash   eval "$(mpbridge completion bash)"            in ~/.bashrc
   zsh    mpbridge completion zsh > DIR/_mpbridge       in a folder of $fpath, before compinit
@@ -61,12 +66,14 @@ def _annotate(action: Any, shtab: Any) -> None:
         action.complete = _names_or_files("recipe", [*recipes, *aliases, *recipe_files()])
     elif action.dest == "config":
         action.complete = _names_or_files("config", list(configurations()))
-    elif action.dest == "target":
+    elif action.dest == "target" and action.option_strings:
         action.choices = sorted(machines)
     elif action.metavar == "FILE" or action.metavar in ("RUN", "RUN_B", "SOURCE"):
         action.complete = shtab.FILE
-    elif action.metavar in ("DIR", "RUN_DIR"):
+    elif action.metavar in ("DIR", "RUN_DIR") or action.dest == "checkpoint":
         action.complete = shtab.DIRECTORY
+    elif not action.option_strings and not action.choices:
+        action.complete = NOTHING
 
 
 def _names_or_files(kind: str, names: list[str]) -> dict[str, Any]:
