@@ -93,7 +93,10 @@ OUT, SECONDS, TESTS = json.loads(os.environ["TE_TESTS_OUT"]), float(os.environ["
 LEAST, EACH = int(os.environ["TE_TESTS_LEAST"]), float(os.environ["TE_TESTS_EACH"])
 LEFT = {}
 DONE = {file: set(names) for file, names in json.load(open(os.environ["TE_TESTS_DONE"])).items()}
-USED, FILE_OF = collections.Counter(), {}
+USED, FILE_OF, BEGAN = collections.Counter(), {}, {}
+def _used(nodeid):
+    now = time.process_time()
+    return now - BEGAN.get(nodeid, now)  # a mark skipped it before it began
 def _name(nodeid):
     return nodeid.split("::", 1)[-1]
 def _write(file, **row):
@@ -121,12 +124,12 @@ def pytest_collection_modifyitems(session, config, items):
         LEFT[file] = len([item for item in ordered[:LEAST] if _name(item.nodeid) not in DONE[file]])
         items += [item for item in ordered if _name(item.nodeid) not in DONE[file]]
 def pytest_runtest_setup(item):
-    item.began = time.process_time()
+    BEGAN[item.nodeid] = time.process_time()
     signal.setitimer(signal.ITIMER_PROF, EACH)
 def pytest_runtest_teardown(item, nextitem):
     signal.setitimer(signal.ITIMER_PROF, 0)
     file = FILE_OF[item.nodeid]
-    USED[file] += time.process_time() - getattr(item, "began", time.process_time())  # a mark skipped it before it began
+    USED[file] += _used(item.nodeid)
     LEFT[file] -= 1
     if USED[file] > SECONDS and LEFT[file] <= 1:  # the next test is announced already, those behind it go
         items = item.session.items
@@ -138,7 +141,7 @@ def pytest_collectreport(report):
         _write(file, node="the whole file", outcome=report.outcome, text=str(report.longrepr)[-3000:])
 def pytest_runtest_logreport(report):
     if report.when == "call" or report.outcome != "passed":
-        _write(FILE_OF[report.nodeid], node=_name(report.nodeid), outcome=report.outcome, text="" if report.passed else str(report.longrepr)[-4000:], seconds=round(report.duration, 2))
+        _write(FILE_OF[report.nodeid], node=_name(report.nodeid), outcome=report.outcome, text="" if report.passed else str(report.longrepr)[-4000:], cpu=round(_used(report.nodeid), 3))
 """
 
 
@@ -151,7 +154,7 @@ class Found:
     file: str
     collected: list[str]
     results: dict[str, tuple[str, str, float]]
-    """Test -> outcome, text of a failure, seconds."""
+    """Test -> outcome, text of a failure, seconds of CPU time."""
 
     def count(self) -> collections.Counter[str]:
         """Drawn tests by outcome; 'slow' ran out of their time."""
@@ -172,6 +175,14 @@ class Found:
         """Share of the file's tests that pass, of those that count, by `weighted`."""
         passed, countable = self.weighted()
         return passed / countable if countable else None
+
+    def hours(self) -> float:
+        """CPU hours that all tests of the file take, by `weighted`'s weights; one that is out of time counts with its limit."""
+        sizes = collections.Counter(function_of(node) for node in self.collected)
+        spent: dict[str, list[float]] = collections.defaultdict(list)
+        for node, (_, _, seconds) in self.results.items():
+            spent[function_of(node)].append(seconds)
+        return sum(sizes[name] * sum(seconds) / len(seconds) for name, seconds in spent.items()) / 3600
 
     def unseen(self) -> int:
         """Tests of functions of which none was drawn."""
@@ -199,7 +210,7 @@ def read(store: Path, te: str, target: str, name: str) -> Found:
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
     collected = next((row["collected"] for row in reversed(rows) if "collected" in row), [])
     results = {
-        row["node"]: (outcome_of(row["outcome"], row["text"]), row["text"], row.get("seconds", 0.0))
+        row["node"]: (outcome_of(row["outcome"], row["text"]), row["text"], row.get("cpu", row.get("seconds", 0.0)))
         for row in rows
         if "node" in row
     }
@@ -301,7 +312,7 @@ def table(everything: list[Found]) -> list[str]:
                 row(found.file.removesuffix(".py"), machine, found.count(), len(found.collected), found.estimate())
             )
         whole = passed / countable if countable else None
-        lines += [row("all", "", total, collected, whole), "", *short(found_of), *reasons(found_of), ""]
+        lines += [row("all", "", total, collected, whole), "", *short(found_of), cost(found_of), *reasons(found_of), ""]
     return lines
 
 
@@ -323,6 +334,18 @@ def short(found_of: list[Found]) -> list[str]:
     lines = [f"- below {100 * WANTED:.0f} % by function: {', '.join(below) or 'none'}"]
     told = ", ".join(f"{name} ({count} tests)" for name, count in unseen.items())
     return lines + ([f"- functions of which no test was drawn: {told}"] if told else [])
+
+
+def cost(found_of: list[Found]) -> str:
+    """How long all tests would take: the files that cost most, and the sum."""
+    hours = sorted(((found.hours(), found.file.removesuffix(".py")) for found in found_of), reverse=True)
+    most = ", ".join(f"{name} {time:.1f}" for time, name in hours if time >= LONG)
+    rest = sum(time for time, _ in hours if time < LONG)
+    return f"- CPU hours of all tests, by the drawn ones: {most or 'none'}, the others {rest:.1f}; {sum(time for time, _ in hours):.0f} in all"
+
+
+LONG = 0.5
+"""CPU hours from which a file is named."""
 
 
 def reasons(found_of: list[Found]) -> list[str]:

@@ -24,7 +24,8 @@ def start(
         done = python([script, *arguments], size=size, env=environment, timeout=timeout)
     else:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", script]
-        environment |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment |= {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
         done = subprocess.run(
             [*command, *arguments], env=environment, capture_output=True, text=True, timeout=timeout, check=False
         )

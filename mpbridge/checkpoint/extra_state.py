@@ -11,12 +11,17 @@ import os
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpbridge.checkpoint.archive import Tensor, plain_call
 from mpbridge.checkpoint.opcodes import Name, UnpickledCall, read
 from mpbridge.checkpoint.spelling import spelled
 from mpbridge.errors import CheckpointError
+from mpbridge.formats import FORMATS
+from mpbridge.scalings import ELEMENTS
+
+if TYPE_CHECKING:
+    from mpbridge.precision.policy import PrecisionPolicy
 
 SUFFIX = "_extra_state"
 LONGEST = 1 << 20
@@ -39,7 +44,11 @@ _GEMMS = 1 << 14
 _DERIVED = {"megatron.core.extensions.transformer_engine.TEDelayedScaling": "DelayedScaling"}
 """megatron-core's own recipe class -> Transformer Engine's."""
 _FIELDS = ("margin", "amax_history_len")
-"""Whole numbers of a recipe that shape a module's state; the run's own recipe decides everything else at the next step."""
+"""Whole numbers of a recipe that shape a module's state; the format follows from the run, and its own recipe decides everything else at the next step."""
+_FORMAT_BY_MAXIMA: dict[Any, str] = {
+    tuple(FORMATS[element].largest for element in elements): format for format, elements in ELEMENTS.items()
+}
+"""(fp8_max_fwd, fp8_max_bwd) of a saved state -> the format of its run."""
 
 
 def is_extra(key: str) -> bool:
@@ -61,8 +70,19 @@ def as_data(live: Any) -> Any:
     return state | {"recipe": {"class": kinds[0] if kinds else type(recipe).__name__, "fields": fields}}
 
 
-def as_module(data: Any, live: Any) -> Any:
-    """What `set_extra_state` takes, from `as_data`'s data; `live` (the module's own) where there is none. Raises CheckpointError."""
+def format_of(policy: PrecisionPolicy) -> str | None:
+    """What a run's linears with delayed scaling quantize to, a key of scalings.ELEMENTS; None where there are none, or several."""
+    found = {quant.format for quant in policy.quants if quant.row.history}
+    return found.pop() if len(found) == 1 else None
+
+
+def as_module(data: Any, live: Any, *, format: str | None = None) -> Any:
+    """What `set_extra_state` takes, from `as_data`'s data; `live` (the module's own) where there is none, or nothing that this run continues.
+
+    format: `format_of` the run that loads it. A module keeps the quantizers that it makes here (base.py, 2.11 to 2.20: `set_meta_tensor`), so only
+    delayed scaling's states, and only under the run's own format, are handed over; all others are made at the first forward pass.
+    Raises CheckpointError.
+    """
     if data is None:
         return live
     import torch
@@ -86,8 +106,13 @@ def as_module(data: Any, live: Any) -> Any:
     }
     if any(not 0 <= value <= LONGEST for value in known.values()):
         raise CheckpointError(f"an extra state whose recipe has {known}")
-    extra = {"recipe": getattr(recipes, name)(**known), "extra_fp8_variables": _variables(data)}
-    state = tensors | extra
+    variables = _variables(data)
+    had = _FORMAT_BY_MAXIMA.get((variables.get("fp8_max_fwd"), variables.get("fp8_max_bwd")))
+    if name != "DelayedScaling" or (format and had and format != had):
+        return live
+    elements = recipes.Format[(format or had or "hybrid").upper()]
+    recipe = recipes.DelayedScaling(**known, fp8_format=elements)
+    state = tensors | {"recipe": recipe, "extra_fp8_variables": variables}
     return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
 
 

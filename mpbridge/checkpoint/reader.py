@@ -30,6 +30,8 @@ class Contents:
         manifest = store.read_manifest(folder)
         self.step = store.step_in(manifest, folder)
         self.index: Index = read_index(folder, manifest["files"])
+        self.delayed_format: str | None = None
+        """`extra_state.format_of` the run that takes the states up."""
         self._open: dict[str, IO[bytes]] = {}
 
     def __enter__(self) -> Self:
@@ -80,7 +82,7 @@ class Contents:
         what = f"{self.folder / name}: {leaf.unique_key}"
         try:
             value = decoded(parsed(stream.read(size), what))
-            return extra_state.as_module(value, leaf.data) if extra else value
+            return extra_state.as_module(value, leaf.data, format=self.delayed_format) if extra else value
         except CheckpointError as error:
             raise CheckpointError(f"{what} is refused: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -35,7 +36,7 @@ def train(folder, *settings):
     done = subprocess.run(
         command,
         cwd=ROOT,
-        env=environment() | {"PYTHONPATH": str(ROOT)},
+        env=environment() | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
         capture_output=True,
         text=True,
         timeout=280,

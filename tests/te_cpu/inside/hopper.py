@@ -70,3 +70,34 @@ def test_a_state_from_a_file_sets_no_more_of_a_module_than_its_scales(monkeypatc
     assert {key for key in had.keys() | other.fp8_meta.keys() if key not in had or key not in other.fp8_meta} == set()
     assert other.fp8_meta["fp8_group"] is had["fp8_group"]
     assert other.fp8_meta["num_gemms"] == had["num_gemms"]
+
+
+def _trained(layer: te.Linear, scaling: recipe.Recipe) -> te.Linear:
+    with te.autocast(enabled=True, recipe=scaling):
+        layer(torch.full((128, 128), 3.0, dtype=torch.bfloat16)).sum().backward()
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("scaling", "before", "after", "gradients", "goes_on"),
+    [
+        (recipe.Float8BlockScaling, "E4M3", "HYBRID", tex.DType.kFloat8E5M2, False),
+        (recipe.Float8BlockScaling, "HYBRID", "HYBRID", tex.DType.kFloat8E5M2, False),
+        (recipe.Float8CurrentScaling, "E4M3", "E4M3", tex.DType.kFloat8E4M3, False),
+        (recipe.DelayedScaling, "E4M3", "E4M3", tex.DType.kFloat8E4M3, True),
+        (recipe.DelayedScaling, "HYBRID", "HYBRID", tex.DType.kFloat8E5M2, True),
+        (recipe.DelayedScaling, "HYBRID", "E4M3", tex.DType.kFloat8E4M3, False),
+    ],
+)
+def test_a_loaded_module_quantizes_as_the_run_that_loads_it(
+    monkeypatch: pytest.MonkeyPatch, scaling, before, after, gradients, goes_on
+) -> None:
+    """A module that loads a state keeps the quantizers that it makes then: the recipe object of a state decides their format."""
+    monkeypatch.setenv(extra_state.PICKLES_ALLOWED, "1")
+    old, new = scaling(fp8_format=recipe.Format[before]), scaling(fp8_format=recipe.Format[after])
+    saved, fresh = (te.Linear(128, 128, params_dtype=torch.bfloat16) for _ in range(2))
+    data = extra_state.as_data(_trained(saved, old).get_extra_state())
+    fresh.set_extra_state(extra_state.as_module(data, fresh.get_extra_state(), format=after.lower()))
+    loaded = fresh.fp8_meta.get("scaling_fwd")
+    assert (loaded is not None and loaded.amax_history.any()) == goes_on
+    assert {quantizer.dtype for quantizer in _trained(fresh, new).quantizers["scaling_bwd"]} == {gradients}
