@@ -23,6 +23,7 @@ from mpbridge.stacks.sharded_torch import (
     scaler_arguments,
     torch_meaning,
     torch_scaler,
+    with_main,
 )
 
 NAME = "accelerate"
@@ -56,7 +57,7 @@ def export(request: Request) -> Export:
     by_te = quant is not None and SCALINGS[quant.scaling] == "TERecipeKwargs"
     lines = [*output_layer(quant if by_te else None, "accelerate's convert_model")]
     costs = COSTS | ({"quantization": DELAYED} if quant is not None and quant.row.history else {})
-    lines += compared(request.ours, theirs, costs)
+    lines += compared(request.ours, theirs, with_main(costs, theirs))
     pieces = (Fragment(name="python", text=_python(policy, theirs)), *environment([quant] if quant else ()))
     return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
 

@@ -13,7 +13,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant, Region
 from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning
-from mpbridge.stacks.sharded_torch import SPELL, environment, output_layer, regions_there, torch_meaning
+from mpbridge.stacks.sharded_torch import SPELL, environment, output_layer, regions_there, torch_meaning, with_main
 
 NAME = "automodel"
 VERSIONS = {"main": "36044ad3"}
@@ -74,7 +74,7 @@ def export(request: Request) -> Export:
     if theirs.router is not None:
         text = "model.backend.gate_precision is read by AutoModel's own implementations of models, not by those of transformers"
         lines.append(Line(fidelity="exact", fact="router", text=text))
-    lines += compared(request.ours, theirs, costs)
+    lines += compared(request.ours, theirs, with_main(costs, theirs))
     text = yaml.safe_dump(_sections(request, theirs, left), sort_keys=False).rstrip()
     pieces = (Fragment(name="recipe.yaml", text=text), *environment([quant] if quant else ()))
     return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))

@@ -15,6 +15,7 @@ from mpbridge.stacks.sharded_torch import (
     scaler_arguments,
     torch_meaning,
     torch_scaler,
+    with_main,
 )
 
 NAME = "fsdp2"
@@ -62,7 +63,7 @@ def export(request: Request) -> Export:
         lines.append(
             Line(fidelity="exact", fact="main weights", text="Transformer Engine's FusedAdam holds them, on CUDA only")
         )
-    lines += compared(request.ours, theirs, COSTS)
+    lines += compared(request.ours, theirs, with_main(COSTS, theirs))
     piece = Fragment(name="python", text=_python(policy, theirs))
     return Export(stack=NAME, version=request.version, pieces=(piece,), meaning=theirs, lines=tuple(lines))
 

@@ -20,6 +20,7 @@ from mpbridge.stacks.sharded_torch import (
     output_layer,
     regions_there,
     torch_meaning,
+    with_main,
 )
 
 NAME = "lightning"
@@ -53,7 +54,7 @@ def export(request: Request) -> Export:
     theirs = _meaning(policy)
     quant = theirs.regions[-1].quant
     lines = [*output_layer(quant, "the plugin")]
-    lines += compared(request.ours, theirs, COSTS)
+    lines += compared(request.ours, theirs, with_main(COSTS, theirs))
     pieces = (Fragment(name="python", text=_python(theirs)), *environment([quant] if quant else ()))
     return Export(stack=NAME, version=request.version, pieces=pieces, meaning=theirs, lines=tuple(lines))
 

@@ -17,8 +17,10 @@ from mpbridge.precision.resolve import resolve
 from mpbridge.stacks.meaning import OPEN, Meaning, differences, of_policy
 from mpbridge.traits import DEFAULT
 
-_KIND: Mapping[str, int] = MappingProxyType({"fp8": 4, "fp8_recipe": 4, "fp4": 4, "bf16": 4, "fp16": 4, "fp32": 4})
-"""Settings that define a recipe's kind: 'the delayed recipe with three changes' is a better answer than 'blockwise, but delayed'."""
+_KIND: Mapping[str, int] = MappingProxyType(
+    {"fp8": 4, "fp8_recipe": 8, "fp4": 4, "bf16": 4, "fp16": 4, "fp32": 4, "params_dtype": 2}
+)
+"""Settings that define a recipe's kind, a scaling's name most of all: 'the delayed recipe with five changes' is a better answer than 'blockwise, but delayed'."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class Answer:
 
 
 def answer(fields: Mapping[str, Any], *, engine: str = DEFAULT, meaning: Meaning | None = None) -> Answer:
-    """The recipe nearest to a config with these fields: fewest changed settings, then fewest differing policy facts, then the registry's order.
+    """The recipe nearest to a config with these fields: fewest changed settings, then its own engine, then fewest differing policy facts, then the registry's order.
 
     meaning: the source's meaning; a recipe for the same engine with exactly that meaning is the answer, regardless of its settings.
     """
@@ -63,7 +65,8 @@ def answer(fields: Mapping[str, Any], *, engine: str = DEFAULT, meaning: Meaning
                 return Answer(recipe=name, overrides={})
     found = [_from(name, config, wanted, engine) for name in recipes]
     candidates = [one for one in found if one is not None]
-    return min(candidates, key=lambda one: (one.weight, one.distance))
+    # of two that are equally near, the one whose name speaks of the engine at hand
+    return min(candidates, key=lambda one: (one.weight, one.engine is not None, one.distance))
 
 
 def apart(told: Answer, meaning: Meaning, *, engine: str = DEFAULT) -> Mapping[str, tuple[str, str]]:
@@ -118,6 +121,8 @@ def _from(name: str, config: MixedPrecisionConfig, wanted: PrecisionPolicy, engi
 
 def _same(base: MixedPrecisionConfig, changes: Mapping[str, Any], wanted: PrecisionPolicy) -> bool:
     try:
-        return resolve(base.derive(**changes)) == wanted
+        found = resolve(base.derive(**changes))
     except MpbridgeError:
         return False
+    # a fact that is left open is FP32 or off, as it is where it is stated so
+    return found.settled() == wanted.settled() and own_main(found) == own_main(wanted)

@@ -12,7 +12,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.precision.regions import Quant
 from mpbridge.stacks.base import Export, Fragment, Line, Request, compared
 from mpbridge.stacks.meaning import Meaning
-from mpbridge.stacks.sharded_torch import SPELL, regions_there, torch_meaning
+from mpbridge.stacks.sharded_torch import SPELL, regions_there, torch_meaning, with_main
 
 NAME = "torchtitan"
 VERSIONS = {"main": "b5bcd76c"}
@@ -93,7 +93,7 @@ def export(request: Request) -> Export:
     pieces = [Fragment(name="arguments", text=" \\\n".join(words))]
     if theirs.regions[-1].quant is not None:
         pieces.append(Fragment(name="config_registry.py", text=_python(policy)))
-    lines += compared(request.ours, theirs, COSTS)
+    lines += compared(request.ours, theirs, with_main(COSTS, theirs))
     return Export(stack=NAME, version=request.version, pieces=tuple(pieces), meaning=theirs, lines=tuple(lines))
 
 

@@ -69,3 +69,13 @@ def test_compare_shows_what_the_second_costs(capsys: pytest.CaptureFixture[str])
     assert "half the bytes of gradients on the wire" in capsys.readouterr().out
     assert main(["compare", "bf16_mixed", "fp16_mixed", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["costs"]["wire"].startswith("half")
+
+
+@pytest.mark.parametrize("stack", ["torchtitan", "fsdp2", "automodel", "accelerate", "lightning"])
+def test_the_same_arithmetic_from_other_weights_is_said_where_no_copy_is_kept(stack: str) -> None:
+    def about(name: str) -> list[str]:
+        return [line.text for line in export(name, stack).lines if line.fact == "main"]
+
+    assert all("start from FP32 values, not from values rounded" in text for text in about("bf16_mixed"))
+    assert about("bf16_mixed")
+    assert not about("fp32_params_bf16_compute")

@@ -18,7 +18,7 @@ from mpbridge.formats import DType
 from mpbridge.precision.policy import LossScale
 from mpbridge.stacks.base import Imported
 from mpbridge.stacks.importers import read_args, read_file, read_text
-from mpbridge.stacks.nearest import answer
+from mpbridge.stacks.nearest import answer, apart
 
 FP32, BF16, FP16 = DType.FP32, DType.BF16, DType.FP16
 
@@ -541,3 +541,19 @@ def test_random_plain_data_ends_in_an_answer_or_in_our_own_error(stack: str) -> 
         except MpbridgeError:
             continue
         str(answer(found.fields, engine=found.engine, meaning=found.meaning))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--bf16 --use-distributed-optimizer --use-precision-aware-optimizer", "bf16_mixed, use_precision_aware_optimizer=true"),
+        ("--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype fp8", "bf16_mixed, exp_avg_dtype=uint8"),
+        ("--bf16 --use-distributed-optimizer --use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", "bf16_mixed_bf16_moments"),
+        ("--bf16 --fp8-format e4m3 --fp8-recipe blockwise", "bf16_with_fp8_subchannel_scaling_mixed, fp8=e4m3"),
+    ],
+)  # fmt: skip
+def test_a_command_line_is_named_after_its_own_engine_and_scaling(arguments: str, told: str) -> None:
+    found = read_args(arguments, stack="megatron-lm")
+    near = answer(found.fields, engine=found.engine, meaning=found.meaning)
+    assert str(near) == told
+    assert not apart(near, found.meaning, engine=found.engine)
