@@ -99,7 +99,7 @@ def source_table() -> str:
     from mpbridge.precision.recipes import BUILT_IN
 
     return markdown(
-        ("recipe", "values and evidence", "what it wants"),
+        ("recipe", "values and evidence", "advice"),
         [(f"`{r.name}`", r.source, "; ".join(r.hints)) for r in BUILT_IN],
     )
 
@@ -183,7 +183,7 @@ def scaling_table() -> str:
         (
             "scaling",
             "formats",
-            "elements of a scale (across x along the contraction; activations, weights)",
+            "elements per scale (across x along the contraction; activations, weights)",
             "scale",
             "compute capability",
             "needs",
@@ -216,9 +216,9 @@ def option_table() -> str:
         (
             "scaling",
             "option",
-            "values, the default first",
+            "values (default first)",
             "meaning",
-            "variable that tells Transformer Engine",
+            "Transformer Engine's environment variable",
             "since",
         ),
         rows,
@@ -304,12 +304,10 @@ def engine_release_table() -> str:
     from mpbridge.hardware.transformer_engine import RELEASES
 
     oldest, newest = min(RELEASES), max(RELEASES)
-    rows = [["2.9, 2.10", "", "no: read, not run"]]
+    rows = [["2.9, 2.10", "", "no: source read, not run"]]
     for number, what in RELEASES.items():
         ends = number in (oldest, newest)
-        rows.append(
-            [".".join(map(str, number)), what, "in the default suite" if ends else "its tests stand in the slow suite"]
-        )
+        rows.append([".".join(map(str, number)), what, "in the default suite" if ends else "tested in the slow suite"])
     rows.append([f"{newest[0]}.{newest[1] + 1} and later", "", "no: refused on a CPU, a warning on a GPU"])
     return markdown(("release", "what it changed below Transformer Engine's Python", "runs in"), rows)
 
