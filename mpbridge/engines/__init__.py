@@ -1,1 +1,1 @@
-"""Engines: what builds, shards, reduces and updates. `contract` says what each offers, `registry` finds one by name."""
+"""Engines: build a model, shard it, reduce its gradients and update its weights. `contract` defines the interface, `registry` finds an engine by name."""

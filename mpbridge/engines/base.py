@@ -1,4 +1,4 @@
-"""What all engines do alike: building under the device layer, one pass of megatron-core's schedule, evaluating, closing."""
+"""What all engines share: building under the device layer, one pass of megatron-core's schedule, evaluating, closing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class BaseEngine(ABC):
-    """One rank's model, wrapper and optimizer on megatron-core's schedules; a subclass says how they are built and stepped."""
+    """One rank's model, wrapper and optimizer on megatron-core's schedules; subclasses define how they are built and stepped."""
 
     name: ClassVar[str]
 
@@ -38,19 +38,19 @@ class BaseEngine(ABC):
         self._give_back: Callable[[], None] | None = None
 
     def _layer(self) -> AbstractContextManager[None]:
-        # entered by every method, so that an engine also works for a caller whose layer knows no optimizer; nested entering costs nothing
+        # entered by every method, so that an engine also works for a caller whose device layer has no optimizer; nested entering costs nothing
         return device_layer(self.cuda, fused_adam=None if self.cuda else CpuFusedAdam)
 
     def _stepping(self) -> AbstractContextManager[None]:
-        """What forward, backward and update run under."""
+        """The context that forward, backward and update run under."""
         return self._layer()
 
     @classmethod
     def build(cls, run: Run, *, backend: Any = None) -> Self:
-        """The engine of `run`, inside an active device layer and an initialised process group.
+        """Builds the engine of `run`; needs an active device layer and an initialised process group.
 
-        backend: from a TransformerConfig to a BackendSpecProvider, where other linears are wanted (emulation); None: the device's own.
-        Raises Refused with every reason where machine or rules forbid the run, and BadValue for `keep_fp32` globs that cannot be isolated.
+        backend: function from a TransformerConfig to a BackendSpecProvider, to build other linears (emulation); None: the device's default.
+        Raises Refused with every reason why the machine or the rules do not allow the run, and BadValue for `keep_fp32` globs that cannot be isolated.
         """
         require_here(run.policy, run.facts)
         engine = cls(run, cuda=torch.cuda.is_available())
@@ -68,7 +68,7 @@ class BaseEngine(ABC):
         """Sets model, optimizer and configs."""
 
     def evaluate(self, batches: Iterator[Batch], *, microbatches: int) -> float:
-        """Mean loss in nats per token over the micro-batches and the data-parallel group; nothing is updated."""
+        """Mean loss in nats per token over the micro-batches and the data-parallel group; no weight is updated."""
         with self._stepping(), torch.no_grad():
             for chunk in self.model:
                 chunk.eval()
@@ -84,7 +84,7 @@ class BaseEngine(ABC):
 
         if self.run.policy.quantized:
             first_microbatch(self.model)
-        several = len(self.model) > 1  # interleaved chunks each read every micro-batch
+        several = len(self.model) > 1  # every interleaved chunk reads each micro-batch
         losses = get_forward_backward_func()(
             forward_step_func=partial(
                 forward_step, self._device, per_token=self.configs.model.calculate_per_token_loss
@@ -101,7 +101,7 @@ class BaseEngine(ABC):
         return float(from_last_stage(mean_over_data(mean)))
 
     def close(self) -> None:
-        """Frees tensors and megatron-core's process-wide parallel state and gives torch's settings back, so that another engine can be built."""
+        """Frees tensors and megatron-core's process-wide parallel state and restores torch's settings, so that another engine can be built."""
         from mpbridge.megatron.inside_model import release
 
         if self._give_back is not None:
@@ -112,7 +112,7 @@ class BaseEngine(ABC):
                 release(self.model)
                 forget_amaxes()
             finally:
-                # the process has one parallel state: what fails above must not keep every later engine from it
+                # the process has only one parallel state: a failure above must not block every later engine
                 self.model, self.optimizer, self.configs = [], None, None
                 if self._parallel is not None:
                     self._parallel.stop()
@@ -120,15 +120,15 @@ class BaseEngine(ABC):
 
 
 class ShardedEngine(BaseEngine):
-    """The fully sharded engines: parameters and states are DTensors, one `ShardOptimizer` updates them."""
+    """The fully sharded engines: parameters and states are DTensors, updated by one `ShardOptimizer`."""
 
     def named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Sharded parameters (DTensors) of this rank by their global name: those that the optimizer updates."""
+        """This rank's shards (DTensors) of the parameters that the optimizer updates, by global name."""
         return list(self.optimizer.names.items()) if self.optimizer is not None else []
 
     def state(self, *, loading: bool = False) -> dict[str, Any]:
-        """Sharded state dict: 'model' as the optimizer holds it, 'optimizer' with main weights and moments in FP32 whatever the recipe stores, and the
-        loss scaler."""
+        """Sharded state dict: 'model' as the optimizer holds it; 'optimizer' with main weights and moments in FP32, regardless of how the recipe stores them,
+        and the loss scaler."""
         from mpbridge.engines.shard_state import optimizer_state, parameter_state
 
         with self._layer():
@@ -138,16 +138,16 @@ class ShardedEngine(BaseEngine):
             }
 
     def close(self) -> None:
-        """Frees tensors, what torch remembers of the mesh, and megatron-core's process-wide parallel state."""
+        """Frees tensors, torch's cached references to the mesh, and megatron-core's process-wide parallel state."""
         from mpbridge.engines.shard_state import forget_shardings
 
         try:
-            forget_shardings()  # first: the mesh's process groups end with the model, here, where no collective is under way
+            forget_shardings()  # first: the mesh's process groups are destroyed with the model, at a point where no collective is in flight
         finally:
             super().close()
 
     def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
-        """Takes back what `state` described; optimizer=False: weights only, main weights rebuilt from them."""
+        """Loads what `state` returned; optimizer=False: weights only, main weights rebuilt from them."""
         from mpbridge.engines.shard_state import load_optimizer, load_parameters
 
         with self._stepping():

@@ -1,4 +1,4 @@
-"""Any engine with linears of ours (emulated ones, or torchao's): the engine as it is, with them told of its steps and kept in its checkpoints."""
+"""Wraps any engine whose linears are ours (emulated, or torchao's): informs them of each step and saves their state in its checkpoints."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from mpbridge.config.container import Run
 
 LIBRARY = "torchao"
-"""Of the scalings whose products are that library's, native or emulated."""
+"""The library whose scalings are computed by its own code, native or emulated."""
 PART = "emulation"
-"""The engine state's entry for scales, amax histories and the step counter of the random bits."""
+"""Key in the engine state of scales, amax histories and the step counter of the random bits."""
 
 
 def build_emulated(kind: type[Engine], run: Run) -> Engine:
-    """An engine of `kind` for `run`, its linears emulated when the run says so and its recipe quantizes anything, or torchao's where they do it."""
+    """An engine of `kind` for `run`, with emulated linears if the run asks for emulation and its recipe quantizes anything, or with torchao's linears if a
+    scaling needs them."""
     emulation = _linears_for(run)
     if emulation is None:
         return kind.build(run)
@@ -34,17 +35,17 @@ def _linears_for(run: Run) -> Any:
 
 
 class EmulatedEngine:
-    """An engine whose linears are emulated; everything that is not here is the engine's own."""
+    """An engine whose linears are emulated; everything not defined here is the wrapped engine's."""
 
     def __init__(self, engine: Any, emulation: Any) -> None:
         self.engine, self.emulation = engine, emulation
 
     @classmethod
     def build_around(cls, kind: Any, run: Run, emulation: Any) -> Self:
-        """Builds an engine of class `kind` with linears of `emulation`, and attaches it."""
+        """Builds an engine of class `kind` with the linears of `emulation`, and attaches the emulation."""
         from mpbridge.models.local_spec import CpuSpecProvider
 
-        # megatron-core's local modules on CUDA too: there is no Transformer Engine module to put other GEMMs into
+        # megatron-core's local modules on CUDA too: Transformer Engine's modules cannot take other GEMMs
         engine = kind.build(run, backend=lambda config: emulation.backend(CpuSpecProvider(config)))
         try:
             emulation.attach(engine.model)
@@ -57,7 +58,7 @@ class EmulatedEngine:
         return getattr(self.engine, name)
 
     def train_step(self, batches: Iterator[Batch], *, microbatches: int) -> StepResult:
-        """The engine's step, with weights quantized again."""
+        """The engine's step; weights are quantized anew."""
         self.emulation.step_begin()
         return cast("StepResult", self.engine.train_step(batches, microbatches=microbatches))
 
@@ -67,11 +68,11 @@ class EmulatedEngine:
         return float(self.engine.evaluate(batches, microbatches=microbatches))
 
     def state(self, *, loading: bool = False) -> dict[str, Any]:
-        """The engine's state, and 'emulation'."""
+        """The engine's state, plus 'emulation'."""
         return {**self.engine.state(loading=loading), PART: self.emulation.sharded_state(f"{PART}.")}
 
     def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
-        """Takes both back; a checkpoint without an emulation's state, or one taken up for its weights only, leaves this one fresh."""
+        """Loads both; with a checkpoint that has no emulation state, or with weights only, the emulation state stays fresh."""
         self.engine.load_state({name: part for name, part in state.items() if name != PART}, optimizer=optimizer)
         if optimizer and state.get(PART):
             self.emulation.load_state(state[PART], f"{PART}.")

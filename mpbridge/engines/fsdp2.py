@@ -1,4 +1,4 @@
-"""The FSDP2 engine: torch's fully_shard with a real MixedPrecisionPolicy around megatron-core's GPTModel, on CUDA or on a CPU."""
+"""The FSDP2 engine: torch's fully_shard with a real MixedPrecisionPolicy around megatron-core's GPTModel, on CUDA or CPU."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Fsdp2Engine(ShardedEngine):
-    """GPTModel in fully_shard units, stepped by megatron-core's schedule, updated by torch's AdamW or FusedAdam on the local shards."""
+    """GPTModel in units of fully_shard, stepped by megatron-core's schedule, updated by torch's AdamW or FusedAdam on the local shards."""
 
     name = TRAITS.name
 
     def __init__(self, run: Run, *, cuda: bool) -> None:
         super().__init__(run, cuda=cuda)
         self.reduced: Counter[torch.dtype] = Counter()
-        """dtype -> gradient elements that went into reduce-scatters so far: what was on the wire, counted on FSDP2's own interface."""
+        """dtype -> gradient elements that went into reduce-scatters so far: the wire traffic, counted at FSDP2's own interface."""
 
     def _build(self, backend: Any) -> None:
         from megatron.core import parallel_state
@@ -38,7 +38,7 @@ class Fsdp2Engine(ShardedEngine):
         from mpbridge.models.gpt import fp32_modules, global_names, gpt_model
 
         self.configs = _targets(self.run, cuda=self.cuda)
-        # nobody hands gradients over on `decoupled_grad` here
+        # gradients are never on `decoupled_grad` here
         never_decoupled(self.configs.optimizer)
         self._parallel = ModelParallel(self.run.facts.parallel, seed=int(self.run.train.get("seed", 1234)))
         config, policy = self.configs.model, self.run.policy
@@ -58,7 +58,7 @@ class Fsdp2Engine(ShardedEngine):
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = _finalize
         if policy.reduce.bytes > policy.params.bytes:
-            # what earlier micro-batches leave behind then accumulates unsharded in the reduction's dtype; a shard would be in the storage's
+            # gradients of earlier micro-batches then accumulate unsharded in the reduction's dtype; in a shard they would have the storage's
             config.no_sync_func = partial(_unsynced, model)
 
     def train_step(self, batches: Iterator[Batch], *, microbatches: int) -> StepResult:
@@ -76,11 +76,11 @@ class Fsdp2Engine(ShardedEngine):
     def _schedule(self, batches: Iterator[Batch], microbatches: int, *, forward_only: bool) -> float:
         loss = super()._schedule(batches, microbatches, forward_only=forward_only)
         if forward_only:
-            self.model[0].reshard()  # the root unit stays gathered for a backward pass that does not come
+            self.model[0].reshard()  # the root unit otherwise stays gathered for a backward pass that never comes
         return loss
 
     def tensors(self) -> Iterable[Live]:
-        """Every tensor that plays a role, as it exists now: local shards."""
+        """Every tensor that plays a role, as it exists at this moment: local shards."""
         from mpbridge.engines.shard_state import live_shards
 
         return live_shards(self.model[0], self.optimizer)
@@ -90,7 +90,7 @@ def _targets(run: Run, *, cuda: bool) -> Any:
     from mpbridge.megatron.configs import build_targets, sections
 
     inputs = sections(run, cuda=cuda)
-    # megatron-core 0.16.1 accepts state dtypes only beside its distributed optimizer; nothing else reads the flag here
+    # megatron-core 0.16.1 accepts state dtypes only together with its distributed optimizer; nothing else reads the flag here
     inputs["optimizer"]["use_distributed_optimizer"] = bool(run.policy.precision_aware)
     return build_targets(run, cuda=cuda, inputs=inputs)
 
@@ -105,7 +105,7 @@ def _unsynced(model: Any) -> Iterator[None]:
 
 
 def _finalize(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
-    """What is left of megatron-core's finalize_model_grads where nothing but data is parallel: the routers' load-balancing biases."""
+    """What remains of megatron-core's finalize_model_grads when only data is parallel: the routers' load-balancing biases."""
     config = chunks[0].config
     if getattr(config, "moe_router_enable_expert_bias", False):
         update_router_biases(chunks, config)

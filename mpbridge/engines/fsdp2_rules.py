@@ -1,4 +1,4 @@
-"""Rules of the FSDP2 engine, asked of its runs only."""
+"""Rules of the FSDP2 engine, checked for its runs only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RULES: tuple[Rule, ...] = (
             c.policy.params.bytes < c.policy.compute.bytes
             and f"{c.policy.params.short} storage under {c.policy.compute.short} compute"
         ),
-        expected="storage at least as wide: gradients and states would be narrow while compute costs its full price",
+        expected="storage at least as wide as compute: otherwise gradients and states are narrow while compute costs its full price",
         cure="mixed_precision.params_dtype=null, or a recipe that computes in 16 bits",
         source="torchtitan refuses the same; mpbridge/engines/fsdp2_units.py",
     ),
@@ -38,7 +38,7 @@ RULES: tuple[Rule, ...] = (
             and c.policy.params is not DType.FP32
             and f"torch AdamW over {c.policy.params.short} parameters"
         ),
-        expected="FP32 storage, or FusedAdam: torch keeps moments in the parameters' dtype and small updates round away",
+        expected="FP32 storage, or FusedAdam: torch keeps moments in the parameters' dtype, where small updates are rounded away",
         cure="recipe fp32_params_bf16_compute or bf16_params_fp32_states",
         source="NeMo AutoModel PR 2248; AReaL#1292",
         severity="warning",
@@ -48,9 +48,9 @@ RULES: tuple[Rule, ...] = (
         found=lambda c: (
             c.opt("optimizer") == "torch_adamw"
             and fused(c.policy, c.traits)
-            and f"torch's AdamW under a recipe whose states are not {c.policy.params.short}, as its parameters"
+            and f"torch's AdamW under a recipe whose states are not {c.policy.params.short}, unlike its parameters"
         ),
-        expected="states in the parameters' dtype: that is all torch's AdamW can hold",
+        expected="states in the parameters' dtype: torch's AdamW can hold no others",
         cure="optimizer.optimizer=adam (FusedAdam where states need it), or recipe fp32_params_bf16_compute",
         source="torch.optim.AdamW; NeMo AutoModel PR 2248",
     ),
@@ -59,9 +59,9 @@ RULES: tuple[Rule, ...] = (
         found=lambda c: (
             c.run.optimizer.name == "sgd"
             and {c.policy.main_params or DType.FP32, c.policy.exp_avg or DType.FP32} != {c.policy.params}
-            and f"optimizer=sgd on {c.policy.params.short} parameters under a recipe whose main weights or momentum are not"
+            and f"optimizer=sgd on {c.policy.params.short} parameters, under a recipe whose main weights or momentum have another dtype"
         ),
-        expected="storage in the dtype of both: torch's SGD updates the parameters themselves, its momentum has their dtype",
+        expected="storage in the dtype of both: torch's SGD updates the parameters themselves, and its momentum has their dtype",
         cure="mixed_precision.params_dtype=fp32 (recipe fp32_params_bf16_compute), optimizer.optimizer=adam, or engine=mcore",
         source="torch.optim.SGD; mpbridge/engines/shard_optimizer.py",
     ),

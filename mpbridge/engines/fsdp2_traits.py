@@ -1,4 +1,4 @@
-"""What the FSDP2 engine is: `Fsdp2Engine`'s traits."""
+"""The traits of `Fsdp2Engine`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch FSDP2 around a GPTModel: which modules form a unit, each unit's MixedPrecisionPolicy, and a reduce-scatter that says what it carries."""
+"""torch FSDP2 around a GPTModel: which modules form a unit, each unit's MixedPrecisionPolicy, and a reduce-scatter that counts what it sends."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mpbridge.precision.policy import PrecisionPolicy
 
 
 def unit_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
-    """How a layer computes and reduces.
+    """How a layer computes and reduces gradients.
 
-    Inputs are not cast at the unit's door: they come in the compute dtype already, and rotary angles must stay FP32 until their cosine is taken
+    Inputs are not cast on entry: they are already in the compute dtype, and rotary angles must stay FP32 until their cosine is taken
     (a position of 1000 rounds to a multiple of 4 in BF16).
     """
     compute = policy.compute.torch()
@@ -35,7 +35,7 @@ def unit_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
 
 
 def root_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
-    """As `unit_policy`, but the model hands on FP32 (megatron-core's Float16Module does the same): a loss in BF16 has three digits."""
+    """As `unit_policy`, but the model's output is FP32 (as in megatron-core's Float16Module): a loss in BF16 has three digits."""
     return MixedPrecisionPolicy(
         param_dtype=policy.compute.torch(),
         reduce_dtype=policy.reduce.torch(),
@@ -45,7 +45,7 @@ def root_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
 
 
 def fp32_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
-    """A module that `keep_fp32` names: parameters, arithmetic and reduction in FP32; its output is cast for the BF16 modules that follow."""
+    """A module named by `keep_fp32`: parameters, arithmetic and reduction in FP32; its output is cast for the BF16 modules that follow."""
     return MixedPrecisionPolicy(
         param_dtype=torch.float32,
         reduce_dtype=torch.float32,
@@ -55,7 +55,7 @@ def fp32_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
 
 
 def refuse_mixed(kept: Mapping[torch.nn.Module, list[str]], names: Mapping[int, str]) -> None:
-    """Raises BadValue for modules of which `keep_fp32` names some parameters and leaves others: one unit has one compute dtype."""
+    """Raises BadValue for modules of which `keep_fp32` names some parameters but not others: a unit has one compute dtype."""
     faults = []
     for module, own in kept.items():
         rest = [name for name, _ in module.named_parameters(recurse=False) if name not in own]
@@ -68,14 +68,14 @@ def refuse_mixed(kept: Mapping[torch.nn.Module, list[str]], names: Mapping[int, 
 
 
 class Reduced(ReduceScatter):
-    """torch's own reduce-scatter through FSDP2's interface for custom ones, counting what it carries."""
+    """torch's own reduce-scatter, installed through FSDP2's interface for custom ones, which counts what it sends."""
 
     def __init__(self, seen: Counter[torch.dtype]) -> None:
         self.seen = seen
-        """dtype -> elements of this rank's unsharded gradients. At one process nothing is sent, and nothing counted."""
+        """dtype -> elements of this rank's unsharded gradients. With one process nothing is sent and nothing is counted."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for the input, then one for the output."""
+        """Allocates a buffer: first for the input, then for the output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -86,16 +86,16 @@ class Reduced(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Counts, and reduces."""
+        """Counts the elements and reduces."""
         self.seen[input_tensor.dtype] += input_tensor.numel()
-        # by its name at the time of the call: the audit counts there. torch 2.13 warns about the old one
+        # looked up at each call, because the audit patches it to count; torch 2.13 warns about the old name
         reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         work: dist.Work | None = reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         return work
 
 
 def store(model: torch.nn.Module, policy: PrecisionPolicy, kept: Mapping[torch.nn.Module, list[str]]) -> None:
-    """Gives every parameter its resident dtype: the policy's, FP32 for those kept. Buffers stay as megatron-core made them."""
+    """Gives every parameter its resident dtype: the policy's, FP32 for those in `kept`. Buffers stay as megatron-core made them."""
     wide = {id(getattr(module, name)) for module, own in kept.items() for name in own}
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.float32 if id(parameter) in wide else policy.params.torch())
@@ -104,8 +104,8 @@ def store(model: torch.nn.Module, policy: PrecisionPolicy, kept: Mapping[torch.n
 def _allow(kind: type[Any]) -> None:
     """Lets fully_shard accept modules of a class with an abstract base (megatron-core's routers).
 
-    It gives a module a class with FSDPModule in front of its own. CPython then refuses the assignment, since the two keep their attributes in other
-    places; behind its own class it fits, and torch looks into its table before it makes one.
+    fully_shard gives a module a class with FSDPModule in front of its own. CPython then refuses the assignment, since the two classes have different
+    object layouts. With FSDPModule behind the module's own class it is accepted, and torch looks into this table before it makes a class.
     """
     if issubclass(kind, ABC):
         cls_to_fsdp_cls.setdefault(kind, type(f"FSDP{kind.__name__}", (kind, FSDPModule), {}))
@@ -114,7 +114,7 @@ def _allow(kind: type[Any]) -> None:
 def shard(
     model: Any, policy: PrecisionPolicy, mesh: DeviceMesh, kept: Mapping[torch.nn.Module, list[str]]
 ) -> Counter[torch.dtype]:
-    """Shards in place: modules kept in FP32, then each layer, then the rest. Returns the counter that its reductions fill."""
+    """Shards in place: modules kept in FP32, then each layer, then the rest. Returns the counter that the reductions fill."""
     seen: Counter[torch.dtype] = Counter()
     units: list[Any] = []
     if policy.compute is not DType.FP32:
@@ -129,5 +129,5 @@ def shard(
 
 
 def data_mesh(group: dist.ProcessGroup, *, cuda: bool) -> DeviceMesh:
-    """The one-dimensional mesh of a process group, on the device that trains."""
+    """The one-dimensional mesh of a process group, on the training device."""
     return DeviceMesh.from_group(group, "cuda" if cuda else "cpu", mesh_dim_names=("shard",))

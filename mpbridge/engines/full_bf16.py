@@ -1,4 +1,4 @@
-"""Full BF16 on megatron-core: no FP32 anywhere but in the arithmetic. Covers what its own optimizer refuses, forgets, or would silently do differently."""
+"""Full BF16 on megatron-core: FP32 only inside the arithmetic. Covers what megatron-core's optimizer refuses, omits or silently does differently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 
 
 def prepare(optimizer: Any, policy: PrecisionPolicy) -> None:
-    """Makes FusedAdam keep its moments in the policy's dtypes: megatron-core passes these on only together with its precision-aware optimizer."""
+    """Makes FusedAdam keep its moments in the policy's dtypes: megatron-core passes them on only with its precision-aware optimizer."""
     if not policy.narrow_alone:
         return
     for part in parts(optimizer):
@@ -23,9 +23,9 @@ def prepare(optimizer: Any, policy: PrecisionPolicy) -> None:
 
 
 def grad_norm(optimizer: Any) -> float:
-    """Global L2 norm of the gradients that megatron-core's optimizers are about to read, accumulated in FP32 whatever their dtype.
+    """Global L2 norm of the gradients that megatron-core's optimizers are about to read, accumulated in FP32 regardless of their dtype.
 
-    megatron-core's own takes each tensor's norm in the tensor's dtype where neither Transformer Engine nor Apex is installed: three digits in BF16.
+    Without Transformer Engine and Apex, megatron-core computes each tensor's norm in the tensor's dtype: three digits in BF16.
     """
     from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 
@@ -34,16 +34,16 @@ def grad_norm(optimizer: Any) -> float:
         return float(optimizer.get_grad_norm())
     total = 0.0
     for part in parts(optimizer):
-        # norms of norms are the norm: one FP32 number per tensor, no FP32 copy of the gradients
+        # the norm of the norms is the global norm: one FP32 number per tensor, no FP32 copy of the gradients
         grads = [torch.linalg.vector_norm(grad, dtype=torch.float32).view(1) for grad in found.get(id(part), [])]
         total += get_grad_norm_fp32(grads, grad_stats_parallel_group=part.get_grad_stats_parallel_group()) ** 2
     return math.sqrt(total)
 
 
 def clip(part: Any, norm: float) -> None:
-    """Scales the gradients of one of megatron-core's optimizers in place, so that a global norm of `norm` becomes `clip_grad`, in any dtype.
+    """Scales the gradients of one of megatron-core's optimizers in place by clip_grad / `norm`, in any dtype, if `norm` exceeds `clip_grad`.
 
-    megatron-core's own asserts FP32 gradients (clip_grads.py:167 of 0.16.1).
+    megatron-core's own function asserts FP32 gradients (clip_grads.py:167 of 0.16.1).
     """
     factor = part.config.clip_grad / (norm + 1.0e-6)
     if factor < 1.0:

@@ -27,7 +27,7 @@ def parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def live(chunks: list[Any], optimizer: Any) -> list[Live]:
-    """Every tensor that exists now: parameters, buffers, gradients with their buffers' padding, main weights, main gradients, moments."""
+    """Every tensor that exists at this moment: parameters, buffers, gradients with their buffers' padding, main weights, main gradients, moments."""
     names: dict[torch.Tensor, str] = {}
     found = []
     for chunk in chunks:
@@ -47,7 +47,7 @@ def live(chunks: list[Any], optimizer: Any) -> list[Live]:
 
 
 def _padding(chunk: Any) -> Iterator[Live]:
-    """What the distributed optimizer's buffers hold besides parameters: alignment within and at the end of each."""
+    """The elements of the distributed optimizer's buffers that belong to no parameter: alignment between parameters and at the end."""
     for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
         ranges = sorted(index[:2] for index in buffer.param_index_map.values())
         for data in (buffer.grad_data, buffer.param_data):
@@ -77,19 +77,19 @@ def _optimizer_tensors(part: Any, names: dict[torch.Tensor, str]) -> Iterable[Li
             ("momentum_buffer", "exp_avg"),
         ):
             if isinstance(state.get(key), torch.Tensor):
-                # Transformer Engine's FP8 moments: the codes are what is stored, the class calls itself FP32
+                # Transformer Engine's FP8 moments report FP32 as their dtype; their codes are what is stored
                 yield Live(role=role, parameter=name, tensor=getattr(state[key], "_data", state[key]))
 
 
 def _one_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether one is a view of the other, or two quantized weights (wrappers without storage of their own) have their codes in one place."""
+    """Whether one is a view of the other, or two quantized weights (wrappers without storage) share the storage of their codes."""
     codes = [getattr(tensor, "_data", None) if hasattr(tensor, "_scale_inv") else tensor for tensor in (first, second)]
     plain = all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in codes)
     return plain and codes[0].untyped_storage().data_ptr() == codes[1].untyped_storage().data_ptr()  # type: ignore[union-attr]
 
 
 def forget_main_weights(optimizer: Any) -> None:
-    """Makes FusedAdam's own main weights follow the parameters again; megatron-core's `reload_model_params` leaves them as they were."""
+    """Makes FusedAdam's own main weights follow the parameters again; megatron-core's `reload_model_params` does not update them."""
     for part in parts(optimizer):
         inner = part.optimizer
         if not getattr(inner, "master_weights", False):
@@ -98,14 +98,14 @@ def forget_main_weights(optimizer: Any) -> None:
             if "master_param" not in state:
                 continue
             if state["master_param"].dtype is torch.int16:
-                # a parameter that was just loaded is its main weight exactly: nothing remains
+                # a parameter that was just loaded equals its main weight: the remainder is zero
                 state["master_param"].zero_()
             else:
                 inner.set_scaled_state(parameter, "master_param", parameter.detach().float())
 
 
 def allocate_moments(optimizer: Any) -> None:
-    """Gives parameters that were never updated their zero moments: a checkpoint without them could not be loaded (say, all steps so far overflowed)."""
+    """Gives parameters that were never updated zero moments: a checkpoint without them could not be loaded (for example, if all steps so far overflowed)."""
     for part in parts(optimizer):
         if part.init_state_fn is not None:
             part.init_state_fn(part.optimizer, part.config)

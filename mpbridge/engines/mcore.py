@@ -1,4 +1,4 @@
-"""The megatron-core engine: DistributedDataParallel with or without the distributed optimizer, on CUDA or on the CPU device layer."""
+"""The megatron-core engine: DistributedDataParallel with or without the distributed optimizer, on CUDA or the CPU device layer."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class McoreEngine(BaseEngine):
         self._hook_up()
 
     def _hook_up(self) -> None:
-        """Gives the schedules what they call: loss scaling, gradient finalisation, and the communication that overlaps with compute."""
+        """Sets the functions that the schedules call: loss scaling, gradient finalisation, and the communication that overlaps with compute."""
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
         from mpbridge.engines.parallel import on_every_chunk
@@ -79,7 +79,7 @@ class McoreEngine(BaseEngine):
             return self._schedule(batches, microbatches, forward_only=False)
 
     def counted_gradients(self) -> list[tuple[str, torch.Tensor]]:
-        """(parameter, its reduced gradient) as they are now, each element on one rank of the job only: of a sharded one this rank's part, flat."""
+        """(parameter, its current reduced gradient), each element on one rank of the job only: for a sharded gradient this rank's part, flat."""
         from mpbridge.megatron.inside_optimizer import counted_gradients
 
         return list(counted_gradients(self.optimizer, self.named_parameters()))
@@ -101,7 +101,7 @@ class McoreEngine(BaseEngine):
             yield from parameters(bare(chunk))
 
     def tensors(self) -> Iterable[Live]:
-        """Every tensor that plays a role, as it exists now; views of one buffer share storage (gradients, distributed parameters)."""
+        """Every tensor that plays a role, as it exists at this moment; views of one buffer share storage (gradients, distributed parameters)."""
         from mpbridge.engines.live import live
 
         with self._layer():
@@ -109,7 +109,7 @@ class McoreEngine(BaseEngine):
             return live(self.model, self.optimizer)
 
     def tensors_at_rest(self) -> Iterable[Live]:
-        """As `tensors`, without a gather: with overlap_param_gather parameters may be one update behind."""
+        """As `tensors`, without a gather: with overlap_param_gather parameters may be one update old."""
         from mpbridge.engines.live import live
 
         return live(self.model, self.optimizer)
@@ -124,7 +124,7 @@ class McoreEngine(BaseEngine):
         gather_now(self.model)
 
     def state(self, *, loading: bool = False) -> dict[str, Any]:
-        """Sharded state dict of model ('model', or 'model0', ... where stages interleave) and 'optimizer', loss scaler included."""
+        """Sharded state dict of model ('model', or 'model0', ... if stages interleave) and 'optimizer', loss scaler included."""
         from mpbridge.engines.live import allocate_moments, bare
 
         with self._layer():
@@ -151,7 +151,7 @@ class McoreEngine(BaseEngine):
         return {**kind, "dp_cp_group": group, "singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
     def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
-        """Takes back what `state` described; optimizer=False: weights only, main weights rebuilt from them."""
+        """Loads what `state` returned; optimizer=False: weights only, main weights rebuilt from them."""
         from mpbridge.engines.live import bare, forget_main_weights
 
         with self._layer():

@@ -1,4 +1,4 @@
-"""What the megatron-core engine is: `McoreEngine`'s traits."""
+"""The traits of `McoreEngine`."""
 
 from __future__ import annotations
 

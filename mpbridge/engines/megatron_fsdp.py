@@ -1,4 +1,4 @@
-"""The Megatron-FSDP engine: megatron-core's own fully sharded wrapper, with one main copy and one gradient."""
+"""The Megatron-FSDP engine: megatron-core's own fully sharded wrapper, with one copy of main weights and one of gradients."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ log = logging.getLogger("mpbridge")
 class MegatronFsdpEngine(ShardedEngine):
     """GPTModel in Float16Module in FullyShardedDataParallel, updated by torch's AdamW or FusedAdam on the wrapper's own shards.
 
-    megatron-core 0.16.1's optimizer factory is not used here: with a precision-aware optimizer it gives FusedAdam `use_decoupled_grad`, while the wrapper
-    puts gradients on `.grad`, so no weight ever moves; and it lets FusedAdam keep a second main copy. (Megatron-LM PRs 4024, 3746, 4133 and 4427.)
+    megatron-core 0.16.1's optimizer factory is not used here: with a precision-aware optimizer it passes `use_decoupled_grad` to FusedAdam while the wrapper
+    puts gradients on `.grad`, so no weight is ever updated; and FusedAdam keeps a second copy of main weights. (Megatron-LM PRs 4024, 3746, 4133 and 4427.)
     """
 
     name = TRAITS.name
@@ -54,7 +54,7 @@ class MegatronFsdpEngine(ShardedEngine):
         with inside.indexed_device(self.cuda):
             wrapped = inside.wrap(config, self.configs.ddp, chunk, self._device)
         self.model = [wrapped]
-        # nothing puts gradients on `decoupled_grad` here, so nothing may read them there
+        # nothing puts gradients on `decoupled_grad` here, so no optimizer may read them there
         never_decoupled(self.configs.optimizer)
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if group.size() == 1:
@@ -71,8 +71,8 @@ class MegatronFsdpEngine(ShardedEngine):
         config.grad_scale_func = self.optimizer.scale_loss
         config.finalize_model_grads_func = finalize_model_grads
         if self.configs.ddp.data_parallel_sharding_strategy != "optim":
-            # under no_sync 0.16.1 reduces ZeRO-1's gradients after backward and again in finish_grad_sync: 2/N of the mean comes out, which is right
-            # at two processes only (seen at four); without it they are reduced once
+            # under no_sync, 0.16.1 reduces ZeRO-1's gradients after backward and again in finish_grad_sync: the result is 2/N of the mean, which is right
+            # for two processes only (observed with four); without it they are reduced once
             config.no_sync_func = wrapped.no_sync
 
     def train_step(self, batches: Iterator[Batch], *, microbatches: int) -> StepResult:
@@ -90,18 +90,18 @@ class MegatronFsdpEngine(ShardedEngine):
             return StepResult(loss=loss, applied=applied, grad_norm=norm, loss_scale=scale, lr=lr)
 
     def _install(self) -> None:
-        """Main weights into the model's own, and the first of them on their way to all ranks."""
+        """Copies main weights into the model's weights and starts the first gather."""
         inside.install_main_weights(self.model[0])
         self.model[0].start_param_sync()
         if not self.cuda:
             self._settle()
 
     def _settle(self) -> None:
-        """Waits for the gathers under way: gloo's threads would otherwise write into memory that has been freed."""
+        """Waits for gathers in flight: gloo's threads would otherwise write into freed memory."""
         inside.settle(self.model[0])
 
     def close(self) -> None:
-        """Frees tensors and megatron-core's process-wide parallel state, once no gather is under way any more."""
+        """Frees tensors and megatron-core's process-wide parallel state, after waiting for gathers in flight."""
         if self.model and not self.cuda:
             with self._stepping():
                 self._settle()
@@ -110,7 +110,7 @@ class MegatronFsdpEngine(ShardedEngine):
         super().close()
 
     def tensors(self) -> Iterable[Live]:
-        """Every tensor that plays a role, as it exists now: the wrapper's buffers and the optimizer's states, local shards."""
+        """Every tensor that plays a role, as it exists at this moment: the wrapper's buffers and the optimizer's states, local shards."""
         from mpbridge.engines.shard_state import live_states
 
         buffers = [Live(role=role, parameter=name, tensor=tensor) for role, name, tensor in inside.held(self.model[0])]
@@ -121,14 +121,14 @@ class MegatronFsdpEngine(ShardedEngine):
             yield Live(role="buffers", parameter=inside.bare_name(name), tensor=buffer)
 
     def load_state(self, state: Mapping[str, Any], *, optimizer: bool = True) -> None:
-        """Takes back what `state` described; optimizer=False: weights only."""
+        """Loads what `state` returned; optimizer=False: weights only."""
         super().load_state(state, optimizer=optimizer)
         with self._stepping():
             self._install()
 
 
 def _sections(run: Run, *, cuda: bool) -> dict[str, Any]:
-    """The run's inputs with what the wrapper needs: the distributed optimizer's flag, and no NCCL-only reduction on gloo."""
+    """The run's inputs with the wrapper's requirements: the distributed optimizer's flag, and no NCCL-only reduction on gloo."""
     inputs: dict[str, Any] = sections(run, cuda=cuda)
     if not run.inputs["ddp"].get("use_distributed_optimizer"):
         log.info("Megatron-FSDP shards optimizer states: ddp.use_distributed_optimizer is on")
@@ -141,7 +141,7 @@ def _sections(run: Run, *, cuda: bool) -> dict[str, Any]:
 
 
 def _copied_gradients(shards: Mapping[str, torch.Tensor], buffers: Iterable[Live]) -> Iterator[Live]:
-    """FP32 copies of 16-bit gradients: FP32 main weights want gradients of their own dtype. Where the buffer is FP32, the optimizer reads it itself."""
+    """FP32 copies of 16-bit gradients: FP32 main weights need FP32 gradients. If the buffer is FP32, the optimizer reads it directly and there is no copy."""
     held = {live.tensor.untyped_storage().data_ptr() for live in buffers if live.role == "grads"}
     for name, shard in shards.items():
         if shard.grad is not None and shard.grad.untyped_storage().data_ptr() not in held:

@@ -1,4 +1,4 @@
-"""Rules of the Megatron-FSDP engine, asked of its runs only."""
+"""Rules of the Megatron-FSDP engine, checked for its runs only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RULES: tuple[Rule, ...] = (
         id="reused-buffer-under-megatron-fsdp",
         about="mxfp8 stored",
         found=lambda c: c.policy.reuse_grad_buffer and "reuse_grad_buf_for_mxfp8_param_ag=true on Megatron-FSDP",
-        expected="false: its buffers are its own",
+        expected="false: Megatron-FSDP has its own buffers",
         cure="mixed_precision.reuse_grad_buf_for_mxfp8_param_ag=false",
         source=ARGUMENTS,
         emulated="warning",
@@ -31,7 +31,7 @@ RULES: tuple[Rule, ...] = (
             c.policy.main_params not in (None, DType.FP32, c.policy.params)
             and f"main_params_dtype={say(c.policy.main_params)} on Megatron-FSDP"
         ),
-        expected="fp32, or the parameters' own dtype: the engine hands over one of these two",
+        expected="fp32, or the parameters' own dtype: the wrapper supports these two only",
         cure="mixed_precision.main_params_dtype=fp32",
         source="megatron-core 0.16.1 distributed_data_parallel_config.py (preserve_fp32_weights, a switch); mpbridge/engines/megatron_fsdp.py",
     ),
@@ -40,10 +40,10 @@ RULES: tuple[Rule, ...] = (
         found=lambda c: (
             c.ddp("data_parallel_sharding_strategy") == "no_shard" and "ddp.data_parallel_sharding_strategy=no_shard"
         ),
-        expected="a mode that shards: in this one all_reduce_gradients of 0.16 skips every buffer that exists (an inverted test), so ranks train apart; and where "
-        "gradients are reduced, the norm counts each replica once more",
-        cure="ddp.data_parallel_sharding_strategy=optim_grads_params (what it is without the setting), optim_grads or optim, or engine=mcore",
-        source="megatron-core 0.16.1 megatron_fsdp/param_and_grad_buffer.py; measured on gloo, on 0.20 a norm sqrt(2) too large on two ranks",
+        expected="a mode that shards: with no_shard, all_reduce_gradients of 0.16 skips every existing buffer (an inverted test), so the ranks diverge; and where "
+        "gradients are reduced, the norm counts every replica",
+        cure="ddp.data_parallel_sharding_strategy=optim_grads_params (the default), optim_grads or optim, or engine=mcore",
+        source="megatron-core 0.16.1 megatron_fsdp/param_and_grad_buffer.py; measured on gloo: on 0.20 the norm of two ranks is sqrt(2) times too large",
     ),
     Rule(
         id="megatron-fsdp-instances",
@@ -58,7 +58,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="megatron-fsdp-keeps-one-dtype",
         found=lambda c: c.policy.keep_fp32 and "keep_fp32 on Megatron-FSDP",
-        expected="one dtype in a parameter group",
+        expected="one dtype per parameter group",
         cure="engine=fsdp2, or drop keep_fp32",
         source="mpbridge/engines/megatron_fsdp.py",
     ),
@@ -75,7 +75,7 @@ RULES: tuple[Rule, ...] = (
             c.run.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip() == "1"
             and "CUDA_DEVICE_MAX_CONNECTIONS=1 on Megatron-FSDP"
         ),
-        expected="more than one: gathers and GEMMs would queue behind each other",
+        expected="more than one: with one, gathers and GEMMs wait for each other",
         cure="unset CUDA_DEVICE_MAX_CONNECTIONS",
         source=ARGUMENTS,
     ),

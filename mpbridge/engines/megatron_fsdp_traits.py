@@ -1,4 +1,4 @@
-"""What the Megatron-FSDP engine is: `MegatronFsdpEngine`'s traits."""
+"""The traits of `MegatronFsdpEngine`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TRAITS = EngineTraits(
     exact_memory=False,
     checkpoints="shards",
     ddp_switch="use_megatron_fsdp",
-    # megatron-core's own default, no_shard, is the one mode that a rule forbids
+    # megatron-core's own default, no_shard, is the one mode that a rule rejects
     ddp_defaults={"data_parallel_sharding_strategy": "optim_grads_params"},
     refuses={"gradient_accumulation_fusion": "its kernel writes past the wrapper's buckets"},
     rules="mpbridge.engines.megatron_fsdp_rules:RULES",

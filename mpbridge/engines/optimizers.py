@@ -1,4 +1,4 @@
-"""CpuFusedAdam: Adam in plain torch with the interface and the state layout that megatron-core expects of Transformer Engine's FusedAdam."""
+"""CpuFusedAdam: Adam in plain torch with the interface and the state layout of Transformer Engine's FusedAdam, which megatron-core expects."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from mpbridge.errors import BadValue
 
 BLOCK = 131072
-"""Elements updated at a time where states are converted, so that the ten passes over them run in cache; measured best of 16384 to 131072."""
+"""Elements updated at a time when states need conversion, so that the ten passes over them stay in cache; the fastest measured from 16384 to 131072."""
 
 LARGEST: Mapping[torch.dtype, float] = {torch.float16: torch.finfo(torch.float16).max / 2.0, torch.uint8: 448.0}
-"""What a scaled state's absolute maximum is mapped to: half of FP16's largest, all of E4M3's (fused_adam.py, dtype_to_range_map)."""
+"""What a scaled state's absolute maximum is mapped to: half of FP16's largest value, the largest value of E4M3 (fused_adam.py, dtype_to_range_map)."""
 
 STATES = ("exp_avg", "exp_avg_sq", "master_param")
 
 
 def _f32(value: float) -> float:
-    """`value` rounded to FP32, as a kernel argument of type float is."""
+    """`value` rounded to FP32, like a kernel argument of type float."""
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scalars:
-    """The arguments of one update, rounded where the CUDA kernel rounds them."""
+    """The arguments of one update, rounded as the CUDA kernel rounds them."""
 
     lr: float
     beta1: float
@@ -69,7 +69,7 @@ def _update(
     s: _Scalars,
     scratch: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """One Adam update in place on flat FP32 `p`, `m`, `v`; the order of operations is adam.cu's (Transformer Engine 2.11)."""
+    """One Adam update in place on flat FP32 `p`, `m`, `v`; in the order of operations of adam.cu (Transformer Engine 2.11)."""
     for start in range(0, p.numel(), BLOCK):
         end = min(start + BLOCK, p.numel())
         pb, gb, mb, vb = (t[start:end] for t in (p, g, m, v))
@@ -88,9 +88,9 @@ def _update(
 
 
 class _Plain:
-    """Parameters whose weights and states rest in FP32: updated by one call of torch's fused kernel, five times faster than step by step.
+    """Parameters whose weights and states are stored in FP32: updated by one call of torch's fused kernel, five times faster than `_update`.
 
-    It folds bias corrections and weight decay into other operations than adam.cu does: equal but for rounding, 2**-22 of a weight's or an update's size.
+    The kernel folds bias corrections and weight decay into other operations than adam.cu: equal up to rounding, 2**-22 of a weight's or an update's size.
     """
 
     def __init__(self) -> None:
@@ -119,14 +119,14 @@ class _Plain:
 def join(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """FP32 weights from BF16 parameters (rounded to nearest) and the int16 lower halves of their bits.
 
-    A negative remainder means that its upper bit was set, so the parameter had been rounded up: one is taken back from its bits.
+    A negative remainder means that the parameter was rounded up: its bits are decremented by one.
     """
     upper = high.view(torch.int16).to(torch.int32) - (remainder < 0).to(torch.int32)
     return ((upper << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
 
 
 def split(weights: torch.Tensor, high: torch.Tensor, remainder: torch.Tensor) -> None:
-    """Writes FP32 `weights` into BF16 `high` (rounded, ties away from zero) and int16 `remainder`; `join` gives back every bit."""
+    """Writes FP32 `weights` into BF16 `high` (rounded, ties away from zero) and int16 `remainder`; `join` restores every bit."""
     bits = weights.view(torch.int32)
     remainder.copy_(bits.to(torch.int16))
     high.view(torch.int16).copy_(((bits >> 16) + (remainder < 0).to(torch.int32)).to(torch.int16))
@@ -135,9 +135,9 @@ def split(weights: torch.Tensor, high: torch.Tensor, remainder: torch.Tensor) ->
 class CpuFusedAdam(torch.optim.Optimizer):
     """Adam or AdamW with optional low-precision moments, main weights kept by the optimizer, and gradients in `decoupled_grad`.
 
-    State of a parameter: 'exp_avg', 'exp_avg_sq' and, with master_weights, 'master_param'. FP32 and BF16 are stored as they are; FP16 and uint8 (the bits
+    State of a parameter: 'exp_avg', 'exp_avg_sq' and, with master_weights, 'master_param'. FP32 and BF16 are stored as they are; FP16 and uint8 (the bit patterns
     of E4M3) with one FP32 scale per tensor; with store_param_remainders the main weights of BF16 parameters are the int16 lower halves of their bits.
-    The step count is a group's 'step'. Updates are computed in FP32. Raises BadValue for a dtype that FusedAdam has no state for.
+    The step count is the group's 'step'. Updates are computed in FP32. Raises BadValue for a dtype that FusedAdam has no state for.
     Source of interface and arithmetic: Transformer Engine 2.11, pytorch/optimizers/fused_adam.py and common/multi_tensor/adam.cu.
     """
 
@@ -189,7 +189,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool | None = None) -> None:
         """Zero moments and, with master_weights, main weights equal to `param`.
 
-        store_param_remainders is accepted as Transformer Engine's callers pass it (megatron-core 0.16.1 passes none) and follows from the constructor's.
+        store_param_remainders is accepted because Transformer Engine's callers pass it (megatron-core 0.16.1 does not); the constructor's value is used.
         """
         for name in ("exp_avg", "exp_avg_sq"):
             self._allocate(param, name).zero_()
@@ -209,10 +209,10 @@ class CpuFusedAdam(torch.optim.Optimizer):
         return stored
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
-        """The state in FP32; the stored tensor itself where it is FP32.
+        """The state in FP32; the stored tensor itself if it is FP32.
 
-        Remainders come joined with their parameter, as the main weights that they are. Transformer Engine hands out the int16 halves, which megatron-core's
-        fully reshardable checkpoints then store as if they were weights, and cannot load (by reading fused_adam.py 2.11 and distrib_optimizer.py 0.16.1).
+        Remainders are returned joined with their parameter, as full main weights. Transformer Engine returns the int16 halves, which megatron-core's
+        fully reshardable checkpoints then store as if they were weights, and cannot load (from reading fused_adam.py 2.11 and distrib_optimizer.py 0.16.1).
         """
         stored: torch.Tensor = self.state[param][state_name]
         if stored.dtype is torch.int16:
@@ -225,14 +225,14 @@ class CpuFusedAdam(torch.optim.Optimizer):
         return values.float().mul_(self._scales[param][state_name])
 
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
-        """Stores an FP32 state in its own dtype, with a new scale where it has one.
+        """Stores an FP32 state in its own dtype, with a new scale if it has one.
 
-        FP32 main weights of a BF16 parameter with remainders set the parameter too; int16 is taken as the remainder itself. Raises BadValue otherwise.
+        FP32 main weights of a BF16 parameter with remainders set the parameter too; an int16 tensor is the remainder itself. Raises BadValue for any other dtype.
         """
         remainder = self._is_remainder(param, state_name)
         if unscaled_state.dtype is not torch.float32 and not (remainder and unscaled_state.dtype is torch.int16):
             raise BadValue(
-                f"{state_name} comes as {unscaled_state.dtype}, expected torch.float32{' or torch.int16' if remainder else ''}"
+                f"{state_name} is {unscaled_state.dtype}, expected torch.float32{' or torch.int16' if remainder else ''}"
             )
         stored = self.state[param].get(state_name)
         if stored is None:
@@ -244,7 +244,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
             stored.copy_(unscaled_state)
             return
         scale = self._scales[param][state_name]
-        # (a shard of a parameter can be empty, and amax of nothing raises)
+        # (a shard can be empty, and amax of an empty tensor raises)
         largest = unscaled_state.abs().amax() if unscaled_state.numel() else 0.0
         scale.fill_(largest / LARGEST[stored.dtype])
         scaled = unscaled_state.to(stored.device) * torch.where(scale > 0, scale.reciprocal(), 0.0)
@@ -268,7 +268,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient; returns the closure's loss, if there is one."""
+        """One update of every parameter that has a gradient; returns the closure's loss, if one is given."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -276,7 +276,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             if not group["params"]:
                 continue
-            # one count a group, and none for an empty one, as FusedAdam keeps it
+            # one count per group, and none for an empty group, as in FusedAdam
             group["step"] = group.get("step", 0) + 1
             scalars = _Scalars.of(group, decoupled=bool(self.adam_w_mode))
             plain = _Plain()
@@ -300,9 +300,9 @@ class CpuFusedAdam(torch.optim.Optimizer):
         return loss
 
     def _weights(self, param: torch.Tensor) -> torch.Tensor | None:
-        """What is updated, where it is kept in FP32; None where it has to be converted first."""
+        """The tensor to update if it is stored in FP32; None if it must be converted first."""
         if param.dtype is torch.float32:
-            # their master_param, if there is one, is left alone: so does Transformer Engine
+            # their master_param, if any, is not used, as in Transformer Engine
             return param.detach()
         stored = self.state[param].get("master_param")
         return stored if stored is not None and stored.dtype is torch.float32 else None
@@ -336,7 +336,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
         return self._scratch[device]
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's layout with every state in FP32: a checkpoint does not depend on how states are stored."""
+        """torch's layout with every state in FP32: checkpoints do not depend on the dtypes of stored states."""
         saved = super().state_dict()
         params = self._by_index(saved)
         states = {
@@ -346,8 +346,8 @@ class CpuFusedAdam(torch.optim.Optimizer):
         return {**saved, "state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes back `state_dict`; states may come in any float dtype and are stored in this optimizer's own."""
-        # torch's own loading would cast states to the parameter's dtype first, so it gets the groups only
+        """Loads `state_dict`; states of any float dtype are accepted and stored in this optimizer's own."""
+        # torch's own loading would cast states to the parameter's dtype first, so it is given the groups only
         super().load_state_dict({**state_dict, "state": {}})
         self.state.clear()
         self._scales.clear()
@@ -374,5 +374,5 @@ def _check(amsgrad: bool, capturable: bool, master: torch.dtype, exp_avg: torch.
     found += [f"master_weight_dtype={master}"] if master not in (torch.float32, torch.float16) else []
     if found:
         raise BadValue(
-            f"FusedAdam has no {', '.join(found)} on a CPU (expected moments in fp32, bf16, fp16 or uint8, main weights in fp32 or fp16, neither option)"
+            f"FusedAdam has no {', '.join(found)} on a CPU (expected moments in fp32, bf16, fp16 or uint8, main weights in fp32 or fp16, amsgrad and capturable off)"
         )

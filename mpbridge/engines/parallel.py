@@ -18,14 +18,14 @@ from mpbridge.facts import Parallel
 from mpbridge.megatron import process_state
 
 _patience = 30.0
-"""Minutes that megatron-core's groups wait, as the world does; its own default where the world existed already."""
+"""Minutes until megatron-core's groups time out, the same as the world's; megatron-core's default if the world already existed."""
 
 
 def start_process_group(cuda: bool, *, timeout_minutes: float = 30.0) -> bool:
-    """Joins the world that torchrun describes (RANK, WORLD_SIZE, MASTER_*), or makes a world of one; NCCL on CUDA, else gloo.
+    """Joins the world that torchrun describes (RANK, WORLD_SIZE, MASTER_*), or creates a world of one; NCCL on CUDA, else gloo.
 
-    A described world of one is made, not joined: its port may be a parent's, whose environment this process has inherited.
-    True when this call made it, False when there was one already.
+    A world of one is always created, not joined: the port in the environment may belong to a parent process.
+    Returns True if this call created it, False if a process group already existed.
     """
     if dist.is_initialized():
         return False
@@ -46,27 +46,27 @@ def start_process_group(cuda: bool, *, timeout_minutes: float = 30.0) -> bool:
 
 
 def stop_process_group() -> None:
-    """Leaves the world, if there is one, with every group in it."""
+    """Leaves the world, if any, and destroys all of its groups."""
     _LAYOUTS.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 _LAYOUTS: dict[tuple[Any, Parallel, int], process_state.State] = {}
-"""megatron-core's groups of every layout that this world has had. They are used again and never destroyed one by one: a gloo group that goes while
-its last work is being released ends the process ("terminate called without an active exception"; seen after expert and interleaved pipeline runs)."""
+"""megatron-core's groups of every layout that this world has had. They are reused and never destroyed one by one: destroying a gloo group while
+its last work is being released terminates the process ("terminate called without an active exception"; seen after expert and interleaved pipeline runs)."""
 
 
 class ModelParallel:
-    """megatron-core's parallel state, seeded, for as long as one engine lives."""
+    """megatron-core's parallel state, seeded, for the lifetime of one engine."""
 
     def __init__(self, sizes: Parallel, *, seed: int, optimizer_instances: int = 1) -> None:
-        """Raises BadValue while another engine, or foreign code, has initialised megatron-core's parallel state: there is one in a process."""
+        """Raises BadValue if another engine, or other code, has initialised megatron-core's parallel state: a process has only one."""
         from megatron.core import parallel_state
 
         if parallel_state.model_parallel_is_initialized():
             raise BadValue(
-                "megatron-core's parallel state is in use, expected none: close the other engine first (one at a time in a process)"
+                "megatron-core's parallel state is in use, expected none: close the other engine first (one engine at a time per process)"
             )
         self._before = process_state.process_wide()
         self._variables = {name: os.environ.get(name) for name in process_state.ATTENTION_VARIABLES}
@@ -85,7 +85,7 @@ class ModelParallel:
             raise
 
     def stop(self) -> None:
-        """Puts megatron-core's globals back; its process groups wait for the next engine of the same layout."""
+        """Restores megatron-core's globals; the process groups are kept for the next engine with the same layout."""
         process_state.restore(self._before)
         process_state.forget_angles()
         process_state.forget_router_losses()
@@ -116,7 +116,7 @@ def seed_everything(seed: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    # 100 apart, as megatron-core's own training script spaces its stages
+    # 100 apart, the offset between stages in Megatron-LM's training script
     staged = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(staged)
     np.random.seed(staged % 2**32)
@@ -146,5 +146,5 @@ def from_last_stage(values: torch.Tensor) -> torch.Tensor:
 
 
 def on_every_chunk(functions: list[Callable[..., Any]]) -> Any:
-    """What the schedules want: the one function, or the list of them where stages interleave."""
+    """The form that the schedules expect: the function itself, or a list of them if stages interleave."""
     return functions[0] if len(functions) == 1 else functions

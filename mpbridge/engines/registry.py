@@ -1,4 +1,4 @@
-"""From an engine's name to its class, imported on demand."""
+"""Finds an engine's class by name; imported on demand."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def build_engine(run: Run) -> Engine:
-    """The engine that `run` names, built; raises UnknownName, Refused where engine or machine cannot run it, and UpstreamRefused for what
-    megatron-core itself refuses: its own words, which are sometimes a bare assertion.
+    """Builds the engine that `run` names. Raises UnknownName, Refused if engine or machine cannot run it, and UpstreamRefused with megatron-core's own
+    message (sometimes a bare assertion) if megatron-core refuses it.
 
-    Wanted: an active device layer (`mpbridge.devices.device_layer`) and an initialised process group (`parallel.start_process_group`).
+    Requires an active device layer (`mpbridge.devices.device_layer`) and an initialised process group (`parallel.start_process_group`).
     """
     from mpbridge.engines.emulated import build_emulated
 
@@ -38,7 +38,7 @@ def build_engine(run: Run) -> Engine:
 
 
 def _in_megatron(fault: Exception) -> str | None:
-    """'megatron.core.optimizer, get_megatron_optimizer': the function that raised, where it is megatron-core's; None where it is not."""
+    """'megatron.core.optimizer, get_megatron_optimizer': the function that raised, if it is megatron-core's; otherwise None."""
     *_, (frame, _) = traceback.walk_tb(fault.__traceback__)
     module = str(frame.f_globals.get("__name__", ""))
     return f"{module}, {frame.f_code.co_name}" if is_core(module) else None

@@ -1,4 +1,4 @@
-"""Any torch optimizer on the local shards of DTensor parameters, with global norms, clipping, loss scaling and megatron-core's parameter groups."""
+"""Any torch optimizer on the local shards of DTensor parameters, with the global norm, clipping, loss scaling and megatron-core's parameter groups."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from mpbridge.precision.policy import PrecisionPolicy
 
 
 def fused_adam(cuda: bool) -> Any:
-    """Transformer Engine's FusedAdam on CUDA, ours on a CPU. Raises Refused where Transformer Engine is missing."""
+    """Transformer Engine's FusedAdam on CUDA, ours on a CPU. Raises Refused if Transformer Engine is missing."""
     if not cuda:
         return CpuFusedAdam
     try:
         from transformer_engine.pytorch.optimizers import FusedAdam
     except ImportError as error:
         raise Refused(
-            f"this recipe keeps optimizer states in dtypes of their own, which needs Transformer Engine's FusedAdam ({error}): "
+            f"this recipe keeps optimizer states in other dtypes than the parameters', which needs Transformer Engine's FusedAdam ({error}): "
             "pip install 'mpbridge[te]', or use fp32_params_bf16_compute with torch's AdamW"
         ) from None
     return FusedAdam
 
 
 def fused_arguments(kept: Mapping[str, Holding]) -> dict[str, Any]:
-    """FusedAdam's arguments about state dtypes, for parameters of which `kept` is kept (pattern A: masters, remainders, FP32 moments)."""
+    """FusedAdam's arguments for state dtypes, given `kept`: what is kept for the parameters (main weights, remainders, FP32 moments)."""
     main = kept.get("main_params")
     masters = main is not None and main.owner == "optimizer"
     remainders = masters and main is not None and main.dtype is DType.INT16
@@ -51,7 +51,7 @@ def fused_arguments(kept: Mapping[str, Holding]) -> dict[str, Any]:
 def _inner(
     groups: list[dict[str, Any]], policy: PrecisionPolicy, facts: RunFacts, config: Any, *, cuda: bool
 ) -> torch.optim.Optimizer:
-    """The optimizer of parameter groups whose parameters share a dtype."""
+    """The optimizer for parameter groups that share a dtype."""
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, weight_decay=config.weight_decay, momentum=config.sgd_momentum)
     adam = {
@@ -74,7 +74,7 @@ def _inner(
 
 
 def scaler(config: Any) -> Any:
-    """megatron-core's loss scaler for an optimizer config; None where nothing is scaled."""
+    """megatron-core's loss scaler for an optimizer config; None if the loss is not scaled."""
     from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
 
     if config.loss_scale:
@@ -103,9 +103,9 @@ def placed(name: str, parameter: Any) -> tuple[int, ...]:
 
 
 class ShardOptimizer:
-    """Optimizers over views of local shards: no DTensor dispatch, no empty shard, states as plain tensors.
+    """Optimizers over views of local shards: no DTensor dispatch, no empty shards, plain tensors as states.
 
-    Elementwise optimizers see every element once wherever it lives, so the result is that of the whole parameter.
+    An elementwise optimizer treats every element alike, whichever rank has it, so the result equals that on the whole parameter.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class ShardOptimizer:
         cuda: bool,
         offset: Offset | None = None,
     ) -> None:
-        """parameters: DTensors by global name, those that the optimizer is to update. policy: settled. group: those that share the shards.
+        """parameters: DTensors by global name, those to update. policy: resolved. group: the ranks that share the shards.
 
-        offset: where a local shard begins in its parameter; None: as DTensor's placements say.
+        offset: where a local shard begins in its parameter; None: according to DTensor's placements.
         """
         self.config = config
         self.group = group
@@ -134,22 +134,22 @@ class ShardOptimizer:
             for name, p in self.names.items()
             if p.requires_grad and p._local_tensor.numel()
         }
-        """Name -> view of this rank's part, for those that have one."""
+        """Name -> view of this rank's part, for parameters that have one."""
         name_of = {id(p): name for name, p in self.names.items()}
-        # megatron-core's own rules: no weight decay for biases and norms, multipliers, minimum rates
+        # megatron-core's rules: no weight decay for biases and norms, multipliers, minimum rates
         groups = parameter_groups(self.names, config)
         local = [
             {**g, "params": [self.shards[name_of[id(p)]] for p in g["params"] if name_of[id(p)] in self.shards]}
             for g in groups
         ]
-        # from the whole model, so that ranks without a shard of some dtype have the same groups
+        # from the whole model, so that ranks without a shard of some dtype have the same optimizers
         dtypes = list(dict.fromkeys(p.dtype for p in self.names.values() if p.requires_grad))
         self.parts = [_inner(_of_dtype(local, kind), policy, facts, config, cuda=cuda) for kind in dtypes]
         warn_bf16_adam(self.parts, [p for p in self.names.values() if p.requires_grad])
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all parts: what megatron-core's OptimizerParamScheduler reads and sets."""
+        """The groups of all parts: megatron-core's OptimizerParamScheduler reads and sets them."""
         return [group for part in self.parts for group in part.param_groups]
 
     @property
@@ -174,7 +174,7 @@ class ShardOptimizer:
         )
 
     def get_loss_scale(self) -> float:
-        """What the loss is multiplied by."""
+        """The factor that the loss is multiplied by."""
         return 1.0 if self.grad_scaler is None else float(self.grad_scaler.scale)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,7 @@ class ShardOptimizer:
                 self.shards[name].grad = None
 
     def _gradients(self) -> Iterator[torch.Tensor]:
-        """Each shard's gradient, made the shard's own; storage checked, for FSDP2 may move a parameter when states are loaded."""
+        """Each shard's gradient, set on the shard itself; checks storage first, because FSDP2 may move a parameter when states are loaded."""
         for name, shard in self.shards.items():
             parameter = self.names[name]
             if shard.data_ptr() != parameter._local_tensor.data_ptr():
@@ -200,7 +200,7 @@ class ShardOptimizer:
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float | None]:
-        """(applied, global gradient norm before clipping, unscaled; None when the step was skipped). Non-finite gradients never reach the weights."""
+        """(applied, global gradient norm before clipping, unscaled; None when the step was skipped). Weights are never updated with non-finite gradients."""
         grads = list(self._gradients())
         inverse = 1.0 / self.get_loss_scale()
         if inverse != 1.0:
@@ -222,7 +222,7 @@ class ShardOptimizer:
         return True, norm
 
     def _norm(self, grads: list[torch.Tensor]) -> float:
-        """L2 norm over all shards, accumulated in FP32 whatever the gradients' dtype."""
+        """L2 norm over all shards, accumulated in FP32 regardless of the gradients' dtype."""
         device = grads[0].device if grads else next(iter(self.names.values())).device
         total = torch.zeros((), dtype=torch.float32, device=device)
         for grad in grads:
@@ -233,5 +233,5 @@ class ShardOptimizer:
 
 
 def _of_dtype(groups: list[dict[str, Any]], kind: torch.dtype) -> list[dict[str, Any]]:
-    """The groups with their parameters of one dtype only: FusedAdam's main weights are one switch for all that it holds."""
+    """The groups with the parameters of one dtype only: FusedAdam has one switch for the main weights of all its parameters."""
     return [{**group, "params": [p for p in group["params"] if p.dtype is kind]} for group in groups]

@@ -1,4 +1,4 @@
-"""Local shards as megatron-core's checkpoints and the audit see them: sharded tensors by global name, main weights and moments in FP32."""
+"""Local shards in the form of megatron-core's checkpoints and the audit: sharded tensors by global name, main weights and moments in FP32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GROUP_FACTS = ("lr", "weight_decay", "max_lr", "min_lr", "wd_mult", "lr_mult")
 
 
 def live_shards(model: Any, optimizer: ShardOptimizer) -> Iterator[Live]:
-    """Parameters, gradients, buffers, main weights and moments that exist now, each this rank's part."""
+    """This rank's part of the parameters, gradients, buffers, main weights and moments that exist at this moment."""
     for name, parameter in optimizer.names.items():
         yield Live(role="params", parameter=name, tensor=parameter._local_tensor.detach())
         if parameter.grad is not None:
@@ -27,7 +27,7 @@ def live_shards(model: Any, optimizer: ShardOptimizer) -> Iterator[Live]:
 
 
 def live_states(optimizer: ShardOptimizer) -> Iterator[Live]:
-    """Main weights that FusedAdam holds, and moments."""
+    """Moments, and the main weights that FusedAdam holds."""
     for name in optimizer.names:
         state = optimizer.state_of(name)
         for key, role in (
@@ -51,7 +51,7 @@ def _sharded(key: str, local: torch.Tensor, optimizer: ShardOptimizer, name: str
         local_shape=tuple(local.shape),
         global_shape=tuple(parameter.shape),
         global_offset=optimizer.offset(name, parameter),
-        axis_fragmentations=None,  # rows that the ranks cannot share evenly make an irregular grid
+        axis_fragmentations=None,  # rows that do not divide evenly among ranks form an irregular grid
         replica_id=0,
     )
 
@@ -66,7 +66,7 @@ def parameter_state(optimizer: ShardOptimizer) -> dict[str, Any]:
 
 
 def main_weights(optimizer: ShardOptimizer, name: str) -> torch.Tensor:
-    """This rank's part of what is really trained, in FP32: remainders joined, scaled main weights unscaled."""
+    """This rank's part of the trained weights, in FP32: remainders joined, scaled main weights unscaled."""
     shard, state = optimizer.shards[name], optimizer.state_of(name)
     stored = state.get("master_param")
     if stored is None or shard.dtype is torch.float32:
@@ -130,7 +130,7 @@ def _step(optimizer: ShardOptimizer) -> int:
 
 @torch.no_grad()
 def load_parameters(optimizer: ShardOptimizer, state: Mapping[str, torch.Tensor]) -> None:
-    """Copies weights in, whatever dtype they come in; main weights that exist become equal to them."""
+    """Copies weights of any dtype in; existing main weights are set equal to them."""
     for name, parameter in optimizer.names.items():
         if parameter._local_tensor.numel():
             parameter._local_tensor.copy_(state[name])
@@ -139,14 +139,14 @@ def load_parameters(optimizer: ShardOptimizer, state: Mapping[str, torch.Tensor]
         if stored is None:
             continue
         if stored.dtype is torch.int16:
-            stored.zero_()  # a parameter is exactly its own main weight now
+            stored.zero_()  # the parameter now equals its main weight
         else:
             optimizer.part_of(name).set_scaled_state(shard, "master_param", shard.detach().float())
 
 
 @torch.no_grad()
 def load_optimizer(optimizer: ShardOptimizer, state: Mapping[str, Any]) -> None:
-    """Takes back `optimizer_state`, also one that another storage of states wrote: main weights and moments are rounded to this recipe's own."""
+    """Loads the result of `optimizer_state`, even from a recipe that stores states differently: main weights and moments are rounded to this recipe's."""
     step = int(state["step"])
     for name, shard in optimizer.shards.items():
         part = optimizer.part_of(name)
@@ -170,7 +170,7 @@ def _load_moments(part: Any, shard: torch.nn.Parameter, moments: Mapping[str, to
             part.set_scaled_state(shard, key, value.float())
         return
     own = {key: value.to(shard.dtype) for key, value in moments.items()}
-    # torch keeps the count in FP32, and on the CPU, whatever the parameter is
+    # torch keeps the step count in FP32 on the CPU, regardless of the parameter
     part.state[shard] = own if isinstance(part, torch.optim.SGD) else {"step": torch.tensor(float(step)), **own}
 
 
@@ -185,9 +185,9 @@ def _load_main(part: Any, shard: torch.nn.Parameter, main: torch.Tensor) -> None
 
 
 def forget_shardings() -> None:
-    """Empties torch's memory of how operations on DTensors are sharded: it keeps the meshes, and so the process groups, of engines that are gone."""
+    """Clears torch's cache of how DTensor operations are sharded: it keeps the meshes, and so the process groups, of closed engines alive."""
     from torch.distributed.tensor import debug
 
-    clear: Any = getattr(debug, "_clear_sharding_prop_cache", None)  # older releases keep the meshes
+    clear: Any = getattr(debug, "_clear_sharding_prop_cache", None)  # older releases lack it and keep the meshes
     if clear is not None:
         clear()

@@ -1,4 +1,4 @@
-"""One micro-batch forward, one update: what every engine on megatron-core's schedules shares."""
+"""One forward pass of a micro-batch and one update, as shared by all engines on megatron-core's schedules."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from mpbridge.megatron.inside_optimizer import parts
 
 
 def token_mean(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean loss over the tokens of `mask`, for backward; the same value for the report), from losses per token in nats."""
+    """(mean loss over the tokens of `mask`, for backward; the same value for reporting), from per-token losses in nats."""
     mask = mask.view(-1).float()
     loss = torch.sum(losses.float().view(-1) * mask) / mask.sum().clamp(min=1.0)
-    # the schedule divides what it gets in place, so the report needs memory of its own
+    # the schedule divides this tensor in place, so the reported value needs its own memory
     return loss, loss.detach().clone()
 
 
 def token_sum(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(summed loss for backward, tokens in it, mean loss for the report): what calculate_per_token_loss wants, where the gradients are divided by
-    all tokens of all ranks at the end. With a mean in its place megatron-core would add up the ranks' means."""
+    """(summed loss for backward, its number of tokens, mean loss for reporting), as calculate_per_token_loss expects: gradients are divided by
+    all tokens of all ranks at the end. Given a mean, megatron-core would add up the ranks' means."""
     mean, report = token_mean(mask, losses)
     tokens = mask.sum()
     return mean * tokens.clamp(min=1.0), tokens.int(), report
@@ -33,9 +33,9 @@ def token_sum(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, t
 def forward_step(
     device: torch.device, batches: Iterator[Batch], model: Any, *, per_token: bool = False
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """megatron-core's forward_step_func: the model's output for the next micro-batch, and the loss function of it.
+    """megatron-core's forward_step_func: the model's output for the next micro-batch, and its loss function.
 
-    per_token: as the config's calculate_per_token_loss.
+    per_token: the config's calculate_per_token_loss.
     """
     batch = next(batches)
     tokens, positions, labels, mask = (
@@ -45,9 +45,9 @@ def forward_step(
 
 
 def update(optimizer: Any) -> tuple[bool, float | None]:
-    """(applied, global gradient norm before clipping or None): megatron-core's step, but non-finite gradients never reach the weights.
+    """(applied, global gradient norm before clipping or None): megatron-core's step, except that weights are never updated with non-finite gradients.
 
-    megatron-core skips them only where a loss scaler looks (fp16); under BF16 and FP32 its own step would write NaN into every parameter.
+    megatron-core skips such steps only with a loss scaler (FP16); in BF16 and FP32 its own step would write NaN into every parameter.
     """
     if optimizer.prepare_grads():
         return False, None
@@ -61,7 +61,7 @@ def update(optimizer: Any) -> tuple[bool, float | None]:
 
 
 def learning_rate(optimizer: Any) -> float:
-    """The rate of the first group that follows the schedule (`default_config`: no multiplier of its own)."""
+    """The rate of the first group that follows the schedule (`default_config`: without its own multiplier)."""
     groups = optimizer.param_groups
     followers = [group for group in groups if group.get("default_config", True) and group["params"]] or groups
     return float(followers[0]["lr"]) if followers else 0.0

@@ -1,4 +1,4 @@
-"""wrap(): what a recipe needs around a model in somebody else's loop, beyond the fields that `apply` writes."""
+"""wrap(): what a recipe needs around a model in a custom training loop, beyond the fields that `apply` writes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mpbridge.sync.plan import Plan
 
 
 def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = None) -> tuple[Any, Any]:
-    """(module, optimizer) for a hand-written loop: the casts, the gradient buffers and the main weights that the plan's recipe promises.
+    """(module, optimizer) for a custom loop: the casts, the gradient buffers and the main weights that the plan's recipe promises.
 
-    model: a megatron-core module built from the applied config, or a list of chunks of an interleaved pipeline (then a list comes back). It is
+    model: a megatron-core module built from the applied config, or a list of chunks of an interleaved pipeline (then a list is returned). It is
     put into Float16Module under 16 bits and into DistributedDataParallel, whose gradients are in `main_grad`: a torch optimizer that reads
-    `.grad` would never see them. plan: as applied. ddp_config: None: the one that was planned. The loop calls `module.zero_grad_buffer()` and
+    `.grad` would never see them. plan: the applied plan. ddp_config: None: the planned one. The loop calls `module.zero_grad_buffer()` and
     `optimizer.zero_grad()` before each step, megatron-core's schedule (loss scaling and gradient reduction are hooked up), then
     `optimizer.step()`. Raises BadValue without a plan or a DDP config, Refused when the model was built before the plan was applied.
     """
@@ -41,7 +41,7 @@ def wrap(model: Any, plan: Plan, optimizer_config: Any, *, ddp_config: Any = Non
 
 
 def _require_applied(chunks: Sequence[Any], plan: Plan) -> None:
-    """The model's own config and parameters must be what the recipe says: both are read when megatron-core builds, not later."""
+    """The model's own config and parameters must match the recipe: megatron-core reads both when it builds, not later."""
     assert plan.policy is not None  # asked by the caller
     wanted = plan.policy.params
     found = dtype(chunks[0].config.params_dtype)

@@ -263,7 +263,7 @@ def test_a_state_of_the_wrong_dtype_is_refused() -> None:
     (param,) = parameters(BF16, shapes=[(4,)])
     optimizer = aware([param], store_param_remainders=True)
     optimizer.initialize_state(param)
-    with pytest.raises(BadValue, match=r"comes as torch\.float64, expected torch\.float32 or torch\.int16"):
+    with pytest.raises(BadValue, match=r"is torch\.float64, expected torch\.float32 or torch\.int16"):
         optimizer.set_scaled_state(param, "master_param", torch.zeros(4, dtype=torch.float64))
 
 
