@@ -1,7 +1,7 @@
-"""Bit codes of the low-precision formats: what a kernel stores, where `rounding` gives the values that a GEMM sees.
+"""Bit codes of the low-precision formats: what a kernel stores, whereas `rounding` returns the values that a GEMM reads.
 
-FP8 goes through torch's own conversion, which rounds to nearest even as `rounding.round_nearest` does once the value is within the format's
-range. A test holds every code, tie and neighbour against `rounding`. Unlike its values, a code keeps the sign of a zero.
+FP8 uses torch's own conversion, which rounds to nearest even as `rounding.round_nearest` does once the value is within the format's
+range. A test compares every code, tie and neighbour with `rounding`. Unlike its values, a code keeps the sign of a zero.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def encode_fp8(y: torch.Tensor, number: NumberFormat) -> torch.Tensor:
 def decode_fp8(codes: torch.Tensor, number: NumberFormat, out: torch.dtype = torch.float32) -> torch.Tensor:
     """The values of uint8 codes; exact in fp32, bf16 and fp16.
 
-    torch's own conversion to bf16 runs element by element, ten times slower than moving bits: an E5M2 code is the upper half of an fp16
-    number, and the fields of an E4M3 code become those of a bf16 number with another bias, which a power of two makes up for.
+    torch's own conversion to bf16 runs element by element, ten times slower than shifting bits: an E5M2 code is the upper half of an fp16
+    number, and the fields of an E4M3 code become those of a bf16 number with another bias, which a power of two corrects.
     """
     if out is torch.bfloat16 and number.name == E5M2.name:
         return (codes.to(torch.int16) << 8).view(torch.float16).to(out)
@@ -35,7 +35,7 @@ def decode_fp8(codes: torch.Tensor, number: NumberFormat, out: torch.dtype = tor
 
 
 _FIELDS = -0x8000 | 0x07F0
-"""Of an E4M3 code in a bf16 number: the sign, four bits of exponent, three of mantissa."""
+"""The bits of a bf16 number that an E4M3 code occupies: the sign, four bits of exponent, three of mantissa."""
 _REBIAS = 127 - 7
 
 
@@ -46,10 +46,10 @@ def _has_nan(codes: torch.Tensor) -> bool:
 
 def encode_e2m1(y: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
     """uint8 codes 0 to 15 of fp32 `y` in E2M1, saturating; NaN becomes +6. random: uint8 of y's shape, for stochastic rounding with eight bits
-    an element; None: to nearest even.
+    per element; None: to nearest even.
 
     A magnitude's code is 2m below 2, m + 2 below 4 and m / 2 + 4 beyond: the lowest of the three, each rounded. Equal to
-    `rounding.round_nearest` and `round_stochastic`, whose values it numbers, at a third of the passes over memory.
+    `rounding.round_nearest` and `round_stochastic`, of whose values it is the code, at a third of the passes over memory.
     """
     size = y.abs().clamp_(max=E2M1.largest)
     if random is None:
@@ -66,7 +66,7 @@ def encode_e2m1(y: torch.Tensor, random: torch.Tensor | None = None) -> torch.Te
 
 
 def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:
-    """Two codes a byte along the last axis, the first in the low nibble; the axis has an even length."""
+    """Two codes per byte along the last axis, the first in the low nibble; the axis has an even length."""
     pairs = codes.contiguous().view(torch.int16)
     return ((pairs | (pairs >> 4)) & 0xFF).to(torch.uint8)
 

@@ -15,7 +15,7 @@ from mpbridge.precision.policy import Quant
 class AmaxTable:
     """Scale and amax history of a fixed list of tensors that share a format.
 
-    history: [length, tensors] fp32, row 0 collects the running interval's amax. scale: [tensors] fp32, 1 at the start.
+    history: [length, tensors] fp32, in which row 0 collects the running interval's amax. scale: [tensors] fp32, 1 at the start.
     Source of the update: `common/recipe/delayed_scaling.cu` of Transformer Engine (the fused kernel, which does not roll on an amax of 0).
     """
 
@@ -25,7 +25,7 @@ class AmaxTable:
         self.history = torch.zeros(quant.amax_history, len(self.names), device=device)
 
     def observe(self, index: int, amax: torch.Tensor) -> None:
-        """Counts an fp32 scalar amax into the running interval."""
+        """Adds an fp32 scalar amax to the running interval."""
         slot = self.history[0, index]
         torch.fmax(slot, amax, out=slot)
 
@@ -49,7 +49,7 @@ class AmaxTable:
         return {name: torch.cat([self.scale[i : i + 1], self.history[:, i]]) for i, name in enumerate(self.names)}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes back what `state` gave; raises CheckpointError for missing names and another history length, naming all of them."""
+        """Loads the result of `state`; raises CheckpointError that lists all missing names and all tensors with another history length."""
         length = 1 + self.history.shape[0]
         missing = [name for name in self.names if name not in state]
         odd = [
@@ -62,7 +62,7 @@ class AmaxTable:
                 [f"expected shape ({length},): {'; '.join(odd)}"] if odd else []
             )
             raise CheckpointError(
-                "delayed scaling's state does not fit this model: " + "; ".join(faults) + " (start it fresh instead)"
+                "delayed scaling's state does not fit this model: " + "; ".join(faults) + " (start with a fresh state instead)"
             )
         for i, name in enumerate(self.names):
             self.scale[i], self.history[:, i] = state[name][0], state[name][1:]

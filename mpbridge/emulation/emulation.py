@@ -1,4 +1,4 @@
-"""Emulation: everything that one run's quantized linears share, and the engine's handle on it."""
+"""Emulation: the state shared by all quantized linears of a run, and the engine's interface to it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from mpbridge.precision.policy import Gemms, PrecisionPolicy, Quant
 
 ALWAYS = (
-    "accumulation order: products are exact and summed in fp32, tensor cores sum in their own order (fast accumulation: with fewer bits)",
-    "casts fused with a norm see its fp32 result: here too under delayed scaling, whose norm kernel casts; not where cuDNN's norms do (NVTE_NORM_FWD_USE_CUDNN=1, MXFP8)",
-    "each micro-batch's weight gradient is rounded to its parameter's dtype before it is added; accumulation fused into the GEMM keeps fp32 on the GPU",
+    "accumulation order: products are exact and summed in fp32, whereas tensor cores sum in their own order (with fewer bits under fast accumulation)",
+    "casts fused with a norm read its fp32 result: emulated under delayed scaling, whose norm kernel casts, but not for cuDNN's norms (NVTE_NORM_FWD_USE_CUDNN=1, MXFP8)",
+    "each micro-batch's weight gradient is rounded to its parameter's dtype before it is added; on the GPU, accumulation fused into the GEMM stays in fp32",
 )
 STEP = "step"
 
 
 def emulation_for(run: Run) -> Emulation | None:
-    """The emulation that a run asks for; None when it is not emulated or its recipe quantizes nothing."""
+    """The emulation that a run asks for; None if it is not emulated or its recipe quantizes nothing."""
     if not run.emulate or not run.policy.quantized:
         return None
     return Emulation(
@@ -47,7 +47,7 @@ def emulation_for(run: Run) -> Emulation | None:
 
 
 class _Placed(NamedTuple):
-    """A linear, where it stands, and what it is to run in."""
+    """A linear, its place in the model, and the rules of its GEMMs."""
 
     linear: Any
     name: str
@@ -60,10 +60,10 @@ class _Placed(NamedTuple):
 class Emulation:
     """Quantizers, contexts and hooks of one model.
 
-    policy: what to emulate. seed: of stochastic rounding. release: the Transformer Engine release whose rules apply ('2.14' or a pair). compiled:
-    False keeps the quantize kernels out of torch.compile. device: where the state lives. environment: the variables by which Transformer Engine is
-    told what a recipe leaves open; None: this process's. Raises BadValue for a release without rules, Refused for 'custom', for options that exclude
-    each other or that the release does not have, and for FP16 around a scaling that takes none.
+    policy: what to emulate. seed: for stochastic rounding. release: the Transformer Engine release whose rules apply ('2.14' or a pair). compiled:
+    False keeps the quantize kernels out of torch.compile. device: where the state is kept. environment: the variables that set what a recipe does not,
+    as for Transformer Engine; None: this process's. Raises BadValue for a release without rules, Refused for 'custom', for options that exclude
+    each other or that the release does not have, and for FP16 compute with a scaling that does not support it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Emulation:
         self.randomness = Randomness(seed, self.device)
         self.observer: Observer | None = None
         self.listener: Listener | None = None
-        """Who hears the high-precision products; see `listening`."""
+        """Called with the high-precision products; see `listening`."""
         self.is_paused = False
         self.quantizers: dict[Quant, Quantizer] = {}
         self.plugs: dict[str, Plug] = {}
@@ -94,7 +94,7 @@ class Emulation:
     def _rule(
         self, policy: PrecisionPolicy, release: str | Release | None, environment: Mapping[str, str] | None
     ) -> None:
-        """Takes up a policy, once nothing speaks against it."""
+        """Sets the policy, after all checks have passed."""
         number = release_of(release)
         rules_for(number)
         read = dict(os.environ if environment is None else environment)
@@ -109,10 +109,10 @@ class Emulation:
         release: str | Release | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Goes on under another policy on the same, built model, as if it had been built under it: scales, histories and random bits start anew.
+        """Switches to another policy on the same, built model, as if it had been built with it: scales, histories and random bits start afresh.
 
-        Weights, optimizer and hooks stay. release: None: the present one. environment: None: the present one. To be called between steps. Raises what
-        the constructor and `attach` raise, and Refused for another compute dtype; after an error the present policy is still in force.
+        Weights, optimizer and hooks stay. release: None: the current one. environment: None: the current one. Call it between steps. Raises what
+        the constructor and `attach` raise, and Refused for another compute dtype; after an error the current policy stays in force.
         """
         if policy.compute is not self.policy.compute:
             raise Refused(
@@ -146,7 +146,7 @@ class Emulation:
         self.dress()
 
     def dress(self) -> None:
-        """Gives plain linears the class that goes with their plug; megatron-core's have theirs from the start."""
+        """Sets the class of plain linears according to their plug; megatron-core's have the right class from the start."""
         for place in self._placed:
             if type(place.linear) in (torch.nn.Linear, EmulatedLinear):
                 place.linear.__class__ = EmulatedLinear if place.name in self.plugs else torch.nn.Linear
@@ -159,8 +159,8 @@ class Emulation:
         return EmulatedBackend(base)
 
     def attach(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Gives the linears of built model chunks their quantizers, and hooks delayed scaling's contexts. Raises BadValue for a region that
-        names no module of the whole model.
+        """Gives the linears of built model chunks their quantizers, and hooks the contexts of delayed scaling. Raises BadValue for a region that
+        matches no module of the whole model.
         """
         from mpbridge.emulation.mcore import amax_group, blocks, fused_norms, places
 
@@ -177,13 +177,13 @@ class Emulation:
                 self._hooks.append(norm.register_forward_hook(partial(self._keep_unrounded, linear)))
 
     def add(self, linear: Any, name: str, below: str, gemms: Gemms, layer: int | None, layers: int) -> None:
-        """Notes a linear (global name, name below its layer, 0-based layer of so many) and its rules; `freeze` makes the quantizers once all are
-        known.
+        """Registers a linear (global name, name below its layer, 0-based layer, number of layers) and its rules; `freeze` makes the quantizers once all are
+        registered.
         """
         self._placed.append(_Placed(linear, name, below, layer, layers, gemms))
 
     def freeze(self) -> None:
-        """Makes one quantizer for each rule and attaches the noted linears."""
+        """Makes one quantizer for each rule and attaches it to the registered linears."""
         self._check_regions()
         slots: dict[Quant, list[str]] = {}
         for place in self._placed:
@@ -223,10 +223,10 @@ class Emulation:
             for region in self.policy.module_regions
             if not any(region.covers(place.below, place.layer, place.layers, place.name) for place in self._placed)
         ]
-        # a pipeline stage need not hold every module; a model without any linear is not the region's fault
+        # a pipeline stage need not have every module; for a model without linears the region is not at fault
         if idle and names and not _split():
             raise BadValue(
-                f"no linear of this model is named by {'; '.join(idle)} (linears of a layer: {', '.join(sorted(names))})"
+                f"no linear of this model matches {'; '.join(idle)} (linears of a layer: {', '.join(sorted(names))})"
             )
 
     def plugged(self) -> list[Any]:
@@ -234,7 +234,7 @@ class Emulation:
         return [place.linear for place in self._placed if place.name in self.plugs]
 
     def _keep_unrounded(self, linear: Any, norm: Any, args: Any, output: Any) -> None:
-        """Hook of a norm before a linear whose input is quantized as the norm's kernel computes it."""
+        """Hook of a norm before a linear whose input is quantized in the norm's kernel, before it is rounded."""
         plug: Plug | None = linear.plug
         if plug is None or self.is_paused or plug.fprop is None or not plug.fprop.quant.row.history:
             return
@@ -247,17 +247,17 @@ class Emulation:
 
     # --- running -------------------------------------------------------------------------------------------------------------------------
     def step_begin(self) -> None:
-        """Call before the first micro-batch of a training step: weights are quantized again, once, and new random bits are drawn."""
+        """Call before the first micro-batch of a training step: weights are quantized anew, once per step, and new random bits are drawn."""
         self.step_at(self.randomness.step + 1)
 
     def step_at(self, step: int) -> None:
-        """As `step_begin`, with the random bits of that step: two policies are compared under the same."""
+        """As `step_begin`, with the random bits of that step, so that two policies can be compared with the same bits."""
         self.randomness.begin(step)
         self.eval_begin()
 
     def eval_begin(self) -> None:
-        """To be called before the first micro-batch of an evaluation: weights are quantized anew, and training's random bits stay what
-        they are."""
+        """Call before the first micro-batch of an evaluation: weights are quantized anew; the random bits of training are not
+        affected."""
         for plug in self.plugs.values():
             plug.first_microbatch = True
             plug.weight_row = plug.weight_column = None
@@ -276,7 +276,7 @@ class Emulation:
                 quantizer.end_forward(self._group)
 
     def opens(self) -> bool:
-        """True for the first quantized linear of a context: the end of its backward pass is the end of the context's."""
+        """True for the first quantized linear of a context: the end of its backward pass ends the context's."""
         first, self._unopened = self._unopened, False
         return first
 
@@ -287,7 +287,7 @@ class Emulation:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """High precision inside, nothing observed, nothing counted."""
+        """High precision in the block; nothing is observed or counted."""
         before, self.is_paused = self.is_paused, True
         try:
             yield
@@ -296,7 +296,7 @@ class Emulation:
 
     @contextlib.contextmanager
     def listening(self, listener: Listener) -> Iterator[None]:
-        """High precision inside, and `listener` hears every product of the linears that are quantized outside."""
+        """High precision in the block; `listener` is called with every product of the linears that are otherwise quantized."""
         self.listener = listener
         try:
             with self.paused():
@@ -312,7 +312,7 @@ class Emulation:
 
     # --- state ---------------------------------------------------------------------------------------------------------------------------
     def state(self) -> dict[str, torch.Tensor]:
-        """What the next step depends on: scales and amax histories by global name, and the step counter of the random bits."""
+        """The state that the next step depends on: scales and amax histories by global name, and the step counter of the random bits."""
         tensors = {name: tensor for quantizer in self.quantizers.values() for name, tensor in quantizer.state().items()}
         return tensors | {STEP: torch.tensor([self.randomness.step])}
 
@@ -324,7 +324,7 @@ class Emulation:
         return sharded(tensors, {STEP: tensors.pop(STEP)}, prefix)
 
     def load_state(self, state: Mapping[str, torch.Tensor], prefix: str = "emulation.") -> None:
-        """Takes back `state` or what a checkpoint returned for `sharded_state`; raises CheckpointError for what does not fit."""
+        """Loads `state`, or what a checkpoint returned for `sharded_state`; raises CheckpointError if it does not fit."""
         plain = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
         if STEP not in plain:
             raise CheckpointError(
@@ -344,13 +344,13 @@ class Emulation:
         self.dress()
         self._hooks, self._placed = [], []
 
-    # --- words ---------------------------------------------------------------------------------------------------------------------------
+    # --- notes ---------------------------------------------------------------------------------------------------------------------------
     def notes(self) -> tuple[str, ...]:
         """What differs from the GPU, one sentence each; shown with every result."""
         quants = self.policy.quants
         release = ".".join(map(str, self.release))
         count = (
-            f"{len(self.plugs)} linear{'s' if len(self.plugs) != 1 else ''} quantized, {len(self.high)} kept high"
+            f"{len(self.plugs)} linear{'s' if len(self.plugs) != 1 else ''} quantized, {len(self.high)} kept in high precision"
             + (" on this rank" if _split() else "")
         )
         notes = [f"emulated with the rules of Transformer Engine {release}: {count}"]
@@ -360,12 +360,12 @@ class Emulation:
             notes.append("FP8 attention: attention runs in the compute dtype")
         if any(quant.stored for quant in quants):
             notes.append(
-                "low-precision parameters at rest: weights rest in the parameters' dtype and are quantized from it each step"
+                "weights stored in low precision: here they are stored in the parameters' dtype and quantized from it each step"
             )
         if any(options.get("fast_math") for options in self.options.values()):
             notes.append("fast math: reciprocals are exact here and approximate on the GPU")
         if any(options.get("stochastic_rounding") for options in self.options.values()):
-            notes.append("the GPU's random stream: stochastic rounding has the same distribution, other bits")
+            notes.append("stochastic rounding: same distribution as on the GPU, but different random bits")
         if any(not quant.wgrad for quant in quants):
             notes.append("fp8_wgrad=False: Transformer Engine 2.9 to 2.12 ignore it, so wgrad is quantized here too")
         if self.compiled and (why := compiler()) is not None:
@@ -377,13 +377,13 @@ def _refuse_compute(policy: PrecisionPolicy) -> None:
     odd = [quant.row.words for quant in policy.quants if policy.compute not in quant.row.compute]
     if odd:
         raise Refused(
-            f"{', '.join(odd)} around {policy.compute.short}: Transformer Engine takes bf16 only (Hadamard transform, stochastic rounding, no FP16 "
+            f"{', '.join(odd)} with {policy.compute.short} compute: Transformer Engine supports bf16 only (Hadamard transform, stochastic rounding, no FP16 "
             "output of the GEMM)"
         )
 
 
 def _split() -> bool:
-    """Whether other processes may hold other parts of the model."""
+    """Whether other processes may have other parts of the model."""
     return (
         torch.distributed.is_available()
         and torch.distributed.is_initialized()

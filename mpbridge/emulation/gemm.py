@@ -16,37 +16,37 @@ from mpbridge.scalings import Scaling
 
 
 class Observer(Protocol):
-    """Who looks at operands as they are made (statistics)."""
+    """Observes operands as they are made (statistics)."""
 
     def see(
         self, slot: str, gemm: Gemm, side: Side, high: torch.Tensor, operand: Operand, quantizer: Quantizer
     ) -> None:
-        """One operand and the high-precision tensor that it was made from."""
+        """Called with one operand and the high-precision tensor that it was made from."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Plug:
-    """What ties one linear layer to its quantizer."""
+    """Connects one linear layer to its quantizer."""
 
     slot: str
     """Global name: 'decoder.layers.3.mlp.linear_fc1'."""
     gemms: Gemms
     """The rules that the linear follows."""
     fprop: Quantizer | None
-    """What quantizes that GEMM's operands; None: they stay in the compute dtype."""
+    """Quantizes that GEMM's operands; None: they stay in the compute dtype."""
     dgrad: Quantizer | None
     wgrad: Quantizer | None
     emulation: Any
     """Its `Emulation`: contexts of delayed scaling, observer, pause switch."""
     quantizer: Quantizer = field(init=False)
-    """The first of the three: one of them there is."""
+    """The first of the three that is not None; there is always one."""
     dequantized: bool = field(init=False)
-    """The backward pass computes with what the forward's copies dequantize to."""
+    """Whether the backward pass computes with dequantized copies of the forward pass's operands."""
     weight_row: Operand | None = None
     weight_column: Operand | None = None
     first_microbatch: bool = True
     waiting: deque[bool] = field(default_factory=deque)
-    """One entry for each forward run that activation recomputation will repeat: whether it opened its context."""
+    """One entry for each forward run that activation recomputation will repeat: whether it was the first of its context."""
 
     def __post_init__(self) -> None:
         self.quantizer = next(one for one in (self.fprop, self.dgrad, self.wgrad) if one is not None)
@@ -57,7 +57,7 @@ class Plug:
 
 
 def misfits(scaling: Scaling, tokens: int, weight: torch.Size) -> list[str]:
-    """Every dimension of a linear that Transformer Engine refuses under that scaling, in words."""
+    """Every dimension of a linear that Transformer Engine refuses under that scaling, as text."""
     need = scaling.sizes
     sizes = (
         ("tokens", tokens, need.tokens),
@@ -73,7 +73,7 @@ def check_shapes(slot: str, scaling: Scaling, tokens: int, weight: torch.Size) -
     if faults:
         raise BadValue(
             f"{slot}: {scaling.name} scaling cannot quantize {'; '.join(faults)}: Transformer Engine refuses it too "
-            "(choose sizes that fit, keep the module in high precision with a region, or take another recipe)"
+            "(choose sizes that fit, keep the module in high precision with a region, or use another recipe)"
         )
 
 
@@ -90,12 +90,12 @@ def product(a: Operand, b: Operand, out: torch.dtype, bias: torch.Tensor | None 
         or right.dtype is not narrow
         or (factor is not None and factor.dim())
     ):
-        # no mixed-precision output and no factor by lines on the CPU: the same exact operands, widened, and the epilogue by hand (MKL scales an
-        # operand beforehand)
+        # no mixed-precision output and no per-line factor on the CPU: the same exact operands, widened, and the epilogue in torch (MKL scales an
+        # operand before the product)
         result = left.float() @ right.float()
         result = result if factor is None else result * factor
         return (result if bias is None else result + bias.float()).to(out)
-    # mkldnn scales and adds in fp32 before it rounds; beta=0 ignores the addend's content
+    # mkldnn scales and adds in fp32 before it rounds; with beta=0 the addend's content is ignored
     addend = left.new_zeros(1, 1) if bias is None else bias.to(left.dtype).unsqueeze(0)
     alpha = 1.0 if factor is None else float(factor)
     return torch.addmm(addend, left, right, beta=0.0 if bias is None else 1.0, alpha=alpha)
@@ -109,7 +109,7 @@ def _factor(a: Operand, b: Operand) -> torch.Tensor | None:
 
 
 def _product_on_gpu(a: Operand, b: Operand, out: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
-    # no value may come to the host here: an fp32 result keeps the factor's multiplication exact enough for a single rounding
+    # no value may be copied to the host here; an fp32 result makes the multiplication by the factor accurate enough for a single rounding
     result = torch.mm(a.values, b.values, out_dtype=torch.float32)
     factor = _factor(a, b)
     result = result if factor is None else result * factor
@@ -117,7 +117,7 @@ def _product_on_gpu(a: Operand, b: Operand, out: torch.dtype, bias: torch.Tensor
 
 
 class QuantizedLinear(torch.autograd.Function):
-    """Y = X Wt + b with quantized operands in fprop, dgrad and wgrad. Communication is the caller's."""
+    """Y = X Wt + b with quantized operands in fprop, dgrad and wgrad. Communication is left to the caller."""
 
     @staticmethod
     def forward(
@@ -130,10 +130,10 @@ class QuantizedLinear(torch.autograd.Function):
         replay: bool,
         high: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x: [..., in]; first: this linear opens its context; replay: activation recomputation. high: x before it was rounded to its dtype, where
+        """x: [..., in]; first: this linear opens its context; replay: activation recomputation. high: x before it was rounded to its dtype, if
         that is what is quantized (`norms`).
         """
-        with torch._C.DisableTorchFunction():  # the CPU device layer's redirections cost time and change nothing here
+        with torch._C.DisableTorchFunction():  # the CPU device layer's redirections cost time and have no effect here
             flat = (
                 (x if high is None else high).detach().reshape(-1, x.shape[-1])
             )  # kernels are compiled for tensors without gradients
@@ -170,7 +170,7 @@ class QuantizedLinear(torch.autograd.Function):
 
 
 def _for_wgrad(plug: Plug, row: Operand, x: torch.Tensor, *, replay: bool) -> Operand:
-    """x as wgrad sees it: what fprop saw where that serves, or what it dequantizes to, or a copy of its own."""
+    """x for wgrad: fprop's operand if it can be reused, the dequantized one, or a separate copy."""
     if plug.dequantized:
         return _dequantized(row, x.dtype)
     return row if _shared(plug.fprop, plug.wgrad, "x") else _seen(plug, "wgrad", "x", x, replay=replay)
@@ -182,7 +182,7 @@ def _dequantized(operand: Operand, compute: torch.dtype) -> Operand:
 
 
 def _shared(first: Quantizer | None, second: Quantizer | None, side: Side) -> bool:
-    """Whether the operand that one GEMM has seen serves another one too: one rule, and both copies equal under it."""
+    """Whether two GEMMs can share an operand: they follow the same rule, and both copies are equal under it."""
     return first is second and (first is None or first.shares_copies(side))
 
 
@@ -202,7 +202,7 @@ def _seen(
 
 
 def _weights(plug: Plug, weight: torch.Tensor, compute: torch.dtype, *, column: bool) -> tuple[Operand, Operand | None]:
-    """The weight's row copy and, where a dgrad follows, its column copy; made on the first micro-batch of a step."""
+    """The weight's row copy and, if a dgrad follows, its column copy; made on the first micro-batch of a step."""
     if plug.first_microbatch or plug.weight_row is None:
         plug.weight_row = _weight(plug, "fprop", weight, compute)
         plug.weight_column = None
@@ -219,7 +219,7 @@ def _weights(plug: Plug, weight: torch.Tensor, compute: torch.dtype, *, column: 
 
 def _weight(plug: Plug, gemm: Gemm, weight: torch.Tensor, compute: torch.dtype) -> Operand:
     high = weight.detach()
-    # a GEMM that is not quantized takes the weight as the compute dtype has it
+    # a GEMM that is not quantized takes the weight in the compute dtype
     return _seen(
         plug, gemm, "w", high if getattr(plug, gemm) is not None else high.to(compute), wide=compute is torch.float32
     )

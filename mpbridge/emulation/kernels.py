@@ -1,12 +1,12 @@
-"""Quantize kernels, compiled by torch.compile where a compiler is there.
+"""Quantize kernels, compiled by torch.compile if a compiler is available.
 
 A kernel returns values on the low-precision grid, already multiplied by the block's scale, in a dtype that holds them exactly: a
-power-of-two scale times a code (blockwise, MXFP8), an E2M1 code times an E4M3 scale (NVFP4), or the bare code where one fp32 factor serves
+power-of-two scale times a code (blockwise, MXFP8), an E2M1 code times an E4M3 scale (NVFP4), or the bare code if one fp32 factor applies to
 the whole tensor. That factor goes into the GEMM's epilogue.
 
-Blocks are given as views, never by index arithmetic inside a kernel: [blocks, along] for blocks along the rows' direction,
-[groups, along, columns] for blocks down the columns, [elements] where there are none. With those, one compiled kernel serves every shape
-at full vector speed. Scales and codes are separate kernels, because fused ones make inductor walk memory against its order (twice as slow).
+Blocks are passed as views, without index arithmetic inside a kernel: [blocks, along] for blocks along a row,
+[groups, along, columns] for blocks down the columns, [elements] without blocks. This way one compiled kernel serves every shape
+at full vector speed. Scales and codes are separate kernels, because in fused ones inductor accesses memory against its layout (twice as slow).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def peaks(view: torch.Tensor) -> torch.Tensor:
 
 # --- (multiplier before the cast, factor after it) from the amaxes of blocks --------------------------------------------------------------
 def blockwise_factors(amax: torch.Tensor, number: NumberFormat, overflow: float, power_of_two: bool) -> TensorPair:
-    """Float8BlockScaling: (scale, 1/scale). overflow: the largest value of the *input's* dtype, TE's scale for vanishing blocks."""
+    """Float8BlockScaling: (scale, 1/scale). overflow: the largest value of the *input's* dtype, TE's scale for blocks with a vanishing amax."""
     scale = scale_from_amax(amax, number.largest, power_of_two=power_of_two, when_infinite=overflow)
     return scale, 1.0 / scale
 
@@ -81,10 +81,10 @@ def four_over_six(
     *,
     fast: bool = False,
 ) -> TensorPair:
-    """NVFP4's Four Over Six: (multiplier, E4M3 block scale) of the candidate with the smaller error in each block; 6 wins a tie.
+    """NVFP4's Four Over Six: (multiplier, E4M3 block scale) of the candidate with the smaller error in each block; a tie goes to 6.
 
     view: [.., 16 along, ..] blocks along axis 1; amax: of each block, shaped to multiply the view; overall: the tensor's amax, or one that multiplies
-    the view. bound: 448 or 256. squared: the sum of squares decides. square: blocks are 16 lines of the view's last axis wide and share a choice.
+    the view. bound: 448 or 256. squared: compare sums of squares. square: blocks are 16 lines of the view's last axis wide, with one choice per block.
     fast: errors are those of the scaled tensor, code times block scale (exact in FP16) against x * S, rounded once.
     Source: `common/cast/nvfp4/quantize_4over6_nvfp4.cuh` (v2.17): errors are summed in fp32 one by one along the block, and pairwise across lines.
     """
@@ -133,7 +133,7 @@ def nvfp4_scales(view: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.
 
 
 def nvfp4_fused_scales(view: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `nvfp4_scales` in the casts that are fused with the Hadamard transform: a block with a NaN has a NaN for its scale, and no part in the
+    """As `nvfp4_scales`, for the casts that are fused with the Hadamard transform: a block with a NaN gets a NaN scale and does not contribute to the
     tensor's amax.
     """
     amax = view.abs().amax(1, keepdim=True).float()
@@ -178,7 +178,7 @@ _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 @functools.lru_cache(maxsize=8)
 def hadamard(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The transposed 16x16 matrix diag(signs) H / 4: orthogonal, so it leaves wgrad as it is but for rounding. Signs: TE's
+    """The transposed 16x16 matrix diag(signs) H / 4: orthogonal, so wgrad is unchanged up to rounding. Signs: TE's
     nvfp4_tensor.py."""
     matrix = torch.ones(1, 1)
     while matrix.shape[0] < 16:
@@ -196,7 +196,7 @@ def rotate(x: torch.Tensor, *, rounded: bool = True) -> torch.Tensor:
 # --- compilation --------------------------------------------------------------------------------------------------------------------------
 @functools.lru_cache(maxsize=1)
 def compiler() -> str | None:
-    """Why nothing is compiled, in words; None when torch.compile has what it needs."""
+    """The reason why nothing is compiled; None if torch.compile has what it needs."""
     if torch.cuda.is_available():
         return None
     if shutil.which("g++") is None and shutil.which("clang++") is None:
@@ -210,7 +210,7 @@ def kernel(
 ) -> Callable[..., Any]:
     """`function` with its trailing arguments fixed, compiled for any shape of one kind: (dimensions, dtype) of its first tensor.
 
-    Each gets a code object of its own: torch counts recompilations by code object and gives up after eight.
+    Each gets its own code object: torch counts recompilations per code object and gives up after eight.
     """
     if not compiled or compiler() is not None:
         return lambda *tensors: function(*tensors, *fixed)
@@ -232,7 +232,7 @@ class _Guarded:
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         if is_in_torch_dispatch_mode():
-            # torch.compile marks code that it meets there (the audit's watched step) as never to be compiled
+            # in such a mode (the audit's watched step) torch.compile would mark the code as never to be compiled
             return self._slow(*tensors)
         if self._proven:
             return self._call(*tensors)
@@ -246,7 +246,7 @@ class _Guarded:
                         torch._dynamo.maybe_mark_dynamic(tensor, axis)
             with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
                 result = self._call(*tensors)
-        except Exception as error:  # any tool chain failure: the numbers do not depend on it
+        except Exception as error:  # any toolchain failure: the results do not depend on it
             _log.warning(
                 "torch.compile failed (%s): quantize kernels run uncompiled, slower, with the same results",
                 type(error).__name__,

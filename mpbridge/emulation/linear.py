@@ -1,4 +1,4 @@
-"""What a linear layer does under emulation."""
+"""The forward pass of a linear layer under emulation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def apply(
     """x Wt + b through quantized GEMMs; x: [..., in features]. Raises BadValue for sizes that Transformer Engine refuses.
 
     expert: token counts vary, so they are padded with zeros as megatron-core does; recompute: this forward pass may be run again in
-    backward. high: x in FP32, before the norm that made it rounded it, under a scaling that quantizes that.
+    backward. high: x in FP32, before the preceding norm rounded it, for a scaling that quantizes the unrounded value.
     """
     emulation: Emulation = plug.emulation
     device = x.device.type
@@ -39,7 +39,7 @@ def apply(
         if emulation.listener is not None and x.numel():
             heard: torch.Tensor = HeardLinear.apply(x, weight, bias, plug.slot, expert, emulation.listener)  # type: ignore[no-untyped-call]
             return heard
-        # an expert without tokens: Transformer Engine's GEMMs see nothing, its amaxes stay 0
+        # an expert without tokens: Transformer Engine runs no GEMM, and its amaxes stay 0
         return F.linear(x, weight.to(x.dtype), bias)
     tokens = x.numel() // x.shape[-1]
     filled = x
@@ -54,16 +54,16 @@ def apply(
 
 
 def padded(x: torch.Tensor, *quants: Quant) -> torch.Tensor:
-    """An expert's tokens [tokens, features] with as many of zeros as those rules ask for."""
+    """An expert's tokens [tokens, features], padded with zero rows as those rules require."""
     return F.pad(x, (0, 0, 0, -x.shape[0] % math.lcm(*(quant.row.sizes.expert for quant in quants))))
 
 
 def _run(plug: Plug, recompute: bool, wanted: bool) -> tuple[bool, bool]:
-    """(this run opened its context, this run repeats an earlier one). wanted: a backward pass will come through here."""
+    """(this run opened its context, this run repeats an earlier one). wanted: a backward pass will reach this linear."""
     grad = torch.is_grad_enabled()
     if grad and plug.waiting:
         return plug.waiting.popleft(), True
-    # without gradients nothing looks wanted, though a recomputation may follow
+    # without gradients no backward pass seems to follow, though a recomputation may
     first = plug.emulation.opens() if (wanted if grad else recompute) else False
     if recompute and not grad:
         plug.waiting.append(first)

@@ -1,4 +1,4 @@
-"""Linears in high precision whose three products somebody hears: what a format would have done to them is found beside, one linear at a time."""
+"""Linears in high precision that report their three products to a listener, which can compute what a format would do to them, one linear at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 
 class Listener(Protocol):
-    """Who hears a linear's products in the backward pass."""
+    """Receives a linear's products in the backward pass."""
 
     def hear(
         self,
@@ -22,13 +22,13 @@ class Listener(Protocol):
         *,
         expert: bool,
     ) -> None:
-        """slot: the linear's global name. x [tokens, in], weight [out, in], dy [tokens, out]; dx and dw as the high-precision GEMMs made them, None where
-        nobody asked. Valid until the call returns.
+        """slot: the linear's global name. x [tokens, in], weight [out, in], dy [tokens, out]; dx and dw from the high-precision GEMMs, None if
+        not needed. Valid until the call returns.
         """
 
 
 class HeardLinear(torch.autograd.Function):
-    """Y = X Wt + b in high precision; the listener is called once dX and dW are there, so nothing outlives the linear's own backward pass."""
+    """Y = X Wt + b in high precision; the listener is called as soon as dX and dW exist, so nothing outlives the linear's backward pass."""
 
     @staticmethod
     def forward(

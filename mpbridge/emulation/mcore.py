@@ -1,4 +1,4 @@
-"""megatron-core's front end: its own parallel linears with quantized GEMMs, handed out by a BackendSpecProvider."""
+"""The front end for megatron-core: its parallel linears with quantized GEMMs, provided by a BackendSpecProvider."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 class _Emulated(OwnProduct):
     """Mixed into megatron-core's parallel linears: they keep weights, communication and checkpoints; only the local GEMMs are replaced.
 
-    Under sequence parallelism the gathered input is quantized. Transformer Engine quantizes the shard and gathers the codes, with amaxes
+    Under sequence parallelism the gathered input is quantized here. Transformer Engine quantizes the shard and gathers the codes, with amaxes
     max-reduced over the same ranks, and asserts that blocks do not cross shards: the numbers are the same.
     """
 
     plug: Plug | None = None
     unrounded: torch.Tensor | None = None
-    """The input in FP32, left here by the norm that makes it, where that is what Transformer Engine quantizes; taken up by the next product."""
+    """The input in FP32, stored here by the preceding norm if Transformer Engine quantizes that; consumed by the next product."""
     config: Any
     is_expert: bool
 
@@ -46,7 +46,7 @@ class _Emulated(OwnProduct):
     def product(
         self, plain: LocalMatmul, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """The quantized product; high precision where nothing is quantized, or while the emulation rests."""
+        """The quantized product; high precision if nothing is quantized or the emulation is paused."""
         if self.plug is None or (self.plug.emulation.is_paused and self.plug.emulation.listener is None):
             return plain(input, weight, *args, **kwargs)
         if kwargs.get("gradient_accumulation_fusion"):
@@ -89,15 +89,15 @@ class EmulatedBackend:
         return self._row
 
     def fuse_layernorm_and_linear(self) -> bool:
-        """False: norms stay modules of their own."""
+        """False: norms stay separate modules."""
         return False
 
     def column_parallel_layer_norm_linear(self) -> None:
-        """None: there is no fused one."""
+        """None: there is no fused module."""
         return
 
     def grouped_mlp_modules(self, *unused: bool, **named: bool) -> Any:
-        """Sequential experts made of our linears, whatever is asked: their GEMMs see the same operands one by one."""
+        """Sequential experts made of our linears, whatever the arguments: their GEMMs have the same operands, one expert at a time."""
         return experts_in_turn(self._column, self._row)
 
     def __getattr__(self, name: str) -> Any:
@@ -126,7 +126,7 @@ def places(chunk: torch.nn.Module) -> Iterator[tuple[_Emulated, str, str, int | 
 
 
 def fused_norms(chunk: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, _Emulated]]:
-    """(norm, linear) wherever Transformer Engine's spec of the layer has one module for both: attention's input, and a dense MLP's."""
+    """(norm, linear) for which Transformer Engine's layer spec has one module: attention's input, and a dense MLP's."""
     for layer in chunk.modules():
         if not isinstance(layer, TransformerLayer):
             continue
@@ -153,9 +153,9 @@ def blocks(chunk: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def amax_group(chunk: torch.nn.Module) -> Any:
-    """The group that Transformer Engine reduces delayed scaling's amaxes over under megatron-core; None without parallel state.
+    """The group over which Transformer Engine reduces the amaxes of delayed scaling under megatron-core; None without parallel state.
 
-    Tensor x data x context parallel ranks, or tensor x context where the model's config says `tp_only_amax_red` (fp8_utils.py:621-625).
+    Tensor x data x context parallel ranks, or tensor x context if the model's config sets `tp_only_amax_red` (fp8_utils.py:621-625).
     """
     from megatron.core import parallel_state
 

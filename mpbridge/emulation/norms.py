@@ -1,6 +1,6 @@
-"""Norms in FP32, as Transformer Engine's kernels compute them: what delayed scaling quantizes after a norm, before anything is rounded to 16 bits.
+"""Norms in FP32, as Transformer Engine's kernels compute them: the result that delayed scaling quantizes, before it is rounded to 16 bits.
 
-Its norm kernel casts to FP8 itself under delayed scaling; under every other scaling the norm's 16-bit output is quantized
+Under delayed scaling its norm kernel itself casts to FP8; under every other scaling the norm's 16-bit output is quantized
 (`rmsnorm_fwd` in Transformer Engine's pytorch/csrc/extensions/normalization.cpp: FULLY_FUSED, FUSED_NORM_AMAX, UNFUSED).
 """
 
@@ -26,7 +26,7 @@ def layer_norm(
 
 @torch.no_grad()
 def unrounded(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """What a module `norm` (torch's RMSNorm or LayerNorm) makes of `x`, in FP32."""
+    """The FP32 output of the module `norm` (torch's RMSNorm or LayerNorm) for `x`."""
     with torch._C.DisableTorchFunction():
         source, gain = x.detach().float(), norm.weight.detach().float()
         if isinstance(norm, torch.nn.RMSNorm):

@@ -1,4 +1,4 @@
-"""NVFP4's operands: two levels of scales, the Hadamard transform, stochastic rounding, Four Over Six, and scales by rows."""
+"""NVFP4's operands: two levels of scales, the Hadamard transform, stochastic rounding, Four Over Six, and row scaling."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Nvfp4:
-    """Mixed into Quantizer, whose fields it reads."""
+    """Mixed into Quantizer, and uses its fields."""
 
     rules: Rules
     options: Options
@@ -37,10 +37,10 @@ class Nvfp4:
 
     def block(self, side: Side) -> Block:
         """The extent of one scale on that side."""
-        raise AssertionError("Quantizer has it")
+        raise AssertionError("implemented by Quantizer")
 
     def four_over_six(self, side: Side) -> bool:
-        """Whether that side's blocks choose between 6 and 4 as their largest code."""
+        """Whether that side's blocks choose between 6 and 4 for their largest value."""
         scope = {"x": "activations", "w": "weights"}.get(side)
         return scope is not None and self.options.get("four_over_six", "none") in (scope, "all")
 
@@ -60,7 +60,7 @@ class Nvfp4:
         return Operand(out.t() if across else out, alpha)
 
     def _nvfp4_view(self, x: torch.Tensor, side: Side, copy: OperandCopy) -> tuple[torch.Tensor, torch.Tensor, bool]:
-        """(what is rounded, the kernels' view of it, whether it is x transposed)."""
+        """(the tensor that is rounded, the kernels' view of it, whether it is x transposed)."""
         along = self.block(side).along
         if side == "w":
             square = self.block("w").square
@@ -77,7 +77,7 @@ class Nvfp4:
     def _nvfp4_factors(
         self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: OperandCopy, overall: torch.Tensor | None = None
     ) -> Factors:
-        """(multiplier before the cast, block scale, second-level factor) of a view. overall: the tensor's amax, where the view has only part of it."""
+        """(multiplier before the cast, block scale, second-level factor) of a view. overall: the tensor's amax, if the view is only part of it."""
         square = side == "w" and self.block("w").square
         if overall is None and not square and not self.four_over_six(side) and not self.row_scaled(side):
             return self._plain_factors(x, view, side, copy)
@@ -94,7 +94,7 @@ class Nvfp4:
         return (*nvfp4_block(amax, nvfp4_global(lines), self.rules), alpha)
 
     def _plain_factors(self, x: torch.Tensor, view: torch.Tensor, side: Side, copy: OperandCopy) -> Factors:
-        # the kernel fused with the transform makes the rotated copy, and from 2.14 on the row copy too; its block amaxes hand NaN on
+        # the kernel fused with the transform makes the rotated copy and, from 2.14 on, also the row copy; its block amaxes propagate NaN
         fused = side != "w" and self._hadamard and _fused(x) and (copy == "column" or self.rules.nvfp4_fused_rows)
         scales: Factors = self._kernel(nvfp4_fused_scales if fused else nvfp4_scales, view, self.rules)(view)
         return scales
@@ -114,7 +114,7 @@ class Nvfp4:
         return (*self._four_or_six(view, amax, lines, side, square=True), alpha)
 
     def _line_peaks(self, x: torch.Tensor, amax: torch.Tensor, side: Side, copy: OperandCopy) -> torch.Tensor:
-        """The amax that the second-level scale follows: one, or one for each line of x under row scaling."""
+        """The amax that sets the second-level scale: one for the tensor, or one for each line of x under row scaling."""
         if not self.row_scaled(side):
             return amax.amax()
         return amax.reshape(x.shape[0], -1).amax(1, keepdim=True) if copy == "row" else amax.amax((0, 1))[None]
@@ -123,7 +123,7 @@ class Nvfp4:
         self, view: torch.Tensor, amax: torch.Tensor, lines: torch.Tensor, side: Side, *, square: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         squared = self.options.get("four_over_six_error") == "MSE"
-        # eager: its sums one by one, unrolled, take the compiler minutes
+        # eager: unrolling the one-by-one sums takes the compiler minutes
         fast = bool(self.options.get("four_over_six_fast_error", False))
         return four_over_six(view, amax, lines, self._largest_scale(side), squared, square, fast=fast)
 
@@ -139,7 +139,7 @@ class Nvfp4:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert operand.alpha is not None  # its second-level scale
         source, view, across = self._nvfp4_view(x, side, copy)
-        # a scale for each line is found again from the lines themselves
+        # under row scaling the scales are recomputed from the lines themselves
         overall = None
         if not self.row_scaled(side):
             overall = operand.alpha * (E2M1.largest * self._largest_scale(side))
@@ -148,5 +148,5 @@ class Nvfp4:
 
 
 def _fused(x: torch.Tensor) -> bool:
-    """Whether Transformer Engine casts x in the kernel that is fused with the Hadamard transform (pytorch/csrc/quantizer.cpp)."""
+    """Whether Transformer Engine casts x in a kernel that is fused with the Hadamard transform (pytorch/csrc/quantizer.cpp)."""
     return x.dtype is torch.bfloat16 and x.shape[0] % 64 == 0 and x.shape[1] % 128 == 0

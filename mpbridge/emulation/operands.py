@@ -27,7 +27,7 @@ class Operand:
     """A quantized GEMM operand: its value is `values * alpha`."""
 
     values: torch.Tensor
-    """In bf16 where that is exact, else in fp32."""
+    """In bf16 if that is exact, else in fp32."""
     alpha: torch.Tensor | None = None
     """fp32 factor for the epilogue: a scalar, or one for each line, [rows, 1] or [1, columns]; None: 1."""
 
@@ -53,7 +53,7 @@ def spread(factors: tuple[torch.Tensor, torch.Tensor], side: int) -> tuple[torch
 
 
 def padded_to_blocks(x: torch.Tensor, across: int, along: int, copy: OperandCopy) -> tuple[torch.Tensor, torch.Size]:
-    """x filled with zeros to whole blocks, which changes no amax, and its own shape."""
+    """(x padded with zeros to whole blocks, which changes no amax; its original shape)."""
     rows, columns = (across, along) if copy == "row" else (along, across)
     if across > 1:
         rows = columns = along
@@ -64,5 +64,5 @@ def padded_to_blocks(x: torch.Tensor, across: int, along: int, copy: OperandCopy
 
 
 def cropped(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """x without what `padded_to_blocks` added."""
+    """x without the padding of `padded_to_blocks`."""
     return x if x.shape == shape else x[: shape[0], : shape[1]].contiguous()

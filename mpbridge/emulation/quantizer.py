@@ -1,7 +1,7 @@
-"""Quantizer: one rule of a policy turned into GEMM operands, with the state that the rule keeps between steps.
+"""Quantizer: makes GEMM operands by one rule of a policy, with the state that the rule keeps between steps.
 
 Transformer Engine quantizes each tensor once or twice: a row copy with blocks along the features and a column copy with blocks along the
-tokens (or along the output features, for a weight), both from the high-precision tensor. Which GEMM sees which copy:
+tokens (or along the output features, for a weight), both from the high-precision tensor. Which GEMM reads which copy:
 
     fprop  Y = X Wt     X row      W row
     dgrad  dX = dY W    dY row     W column
@@ -54,9 +54,9 @@ from mpbridge.scalings import SCALINGS, Block
 
 
 class Randomness:
-    """Where stochastic rounding takes its bits: a generator seeded anew for every tensor from (seed, step, name, draw).
+    """Source of random bits for stochastic rounding: a generator seeded anew for every tensor from (seed, step, name, draw).
 
-    So the whole random state is one step counter: a resumed or re-sharded run draws the same bits, whatever was on which rank.
+    So the whole random state is one step counter: a resumed or resharded run draws the same bits, regardless of which rank had what.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class Randomness:
         self._draws.clear()
 
     def bytes(self, shape: torch.Size, name: str) -> torch.Tensor:
-        """Uniform uint8 of that shape; another draw at every call."""
+        """Uniform uint8 of that shape; a new draw at every call."""
         draw = self._draws[name] = self._draws.get(name, 0) + 1
         low = zlib.crc32(f"{self.seed}/{self.step}/{name}/{draw}".encode())
         high = zlib.crc32(f"{name}/{draw}/{self.step}/{self.seed}".encode())
@@ -81,8 +81,8 @@ class Quantizer(Nvfp4):
     """GEMM operands under one `Quant`; serves megatron-core's linears and plain ones.
 
     slots: the linears that this quantizer serves, fixed before the first operand (delayed scaling keeps a scale for each).
-    release: the Transformer Engine release whose rules apply; environment: variables that decide what the recipe leaves open.
-    Raises Refused for a scaling whose rules live in the author's factory, and for options that the release does not have or that exclude each other.
+    release: the Transformer Engine release whose rules apply; environment: variables that set what the recipe does not.
+    Raises Refused for a scaling whose rules are in a user's factory, and for options that the release does not have or that exclude each other.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Quantizer(Nvfp4):
     # --- operands --------------------------------------------------------------------------------------------------------------------
     @property
     def one_copy(self) -> bool:
-        """True when the row copy is the column copy: one scale for the whole tensor."""
+        """True if the row copy is also the column copy: one scale for the whole tensor."""
         return self.quant.row.per_tensor
 
     def block(self, side: Side) -> Block:
@@ -132,8 +132,8 @@ class Quantizer(Nvfp4):
         return self.quant.row.blocks[side == "w" and self.options.get("square_weights", True)]
 
     def shares_copies(self, side: Side) -> bool:
-        """True when both copies of that operand are equal: one scale for all of it, or square blocks."""
-        # Four Over Six sums errors along the contraction, so the two copies of a square block need not choose alike
+        """True if both copies of that operand are equal: one scale for all of it, or square blocks."""
+        # Four Over Six sums errors along the contraction, so the two copies of a square block may choose differently
         return self.one_copy or (side == "w" and self.block("w").square and not self.four_over_six("w"))
 
     def operand(
@@ -147,12 +147,12 @@ class Quantizer(Nvfp4):
         replay: bool = False,
         wide: bool | None = None,
     ) -> Operand:
-        """`x` (two-dimensional: tokens by features, or a weight) as that GEMM of that linear sees it.
+        """`x` (two-dimensional: tokens by features, or a weight) as that GEMM of that linear reads it.
 
         first_microbatch: a weight is quantized, and its amax counted, on the first micro-batch of a step; later ones reuse the caller's
         copy.
         replay: activation recomputation; delayed scaling reads the scale of the first run and counts no amax.
-        wide: values in fp32, where bf16 cannot hold the smallest block scales times a code (amaxes below 1e-35, which bf16 GEMMs flush anyway);
+        wide: values in fp32, if bf16 cannot represent the smallest block scales times a code (amaxes below 1e-35, which bf16 GEMMs flush anyway);
         None: for fp32 input.
         """
         number = self.format_of(side)
@@ -174,10 +174,10 @@ class Quantizer(Nvfp4):
     def explain(
         self, x: torch.Tensor, operand: Operand, *, gemm: Gemm, side: Side
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(fp32 tensor that was rounded: x, or x rotated; fp32 multiplier before the cast, of x's shape or a scalar) for statistics.
+        """(the fp32 tensor that was rounded: x, or x rotated; fp32 multiplier before the cast, of x's shape or a scalar) for statistics.
 
-        x: the operand's source, or some of its whole lines along the blocks (rows of a row copy, columns of a column copy; all of a weight
-        with square blocks). operand: what was made of the whole source.
+        x: the operand's source, or some whole lines of it along the blocks (rows of a row copy, columns of a column copy; all of a weight
+        with square blocks). operand: made from the whole source.
         """
         rule, copy = self.rule, COPY_OF[gemm, side]
         if self.one_copy:
@@ -203,7 +203,7 @@ class Quantizer(Nvfp4):
     def _delayed(self, x: torch.Tensor, slot: str, side: Side, *, observe: bool, replay: bool) -> Operand:
         number = self.format_of(side)
         table, index = self._place(slot, side)
-        # a copy: the table is updated before the backward pass reads this operand's scale
+        # a copy, because the table is updated before the backward pass reads this operand's scale
         scale = self._stashed[f"{slot}.{side}"].popleft() if replay else table.scale[index].clone()
         flat = x.reshape(-1)
         codes, amax = self._kernel(delayed, flat, number, self.out)(flat, scale)
@@ -219,13 +219,13 @@ class Quantizer(Nvfp4):
         return self.forward_table, 2 * self.index[slot] + (side == "w")
 
     def stash(self, slot: str) -> None:
-        """Remembers the scale of `slot`'s input for the replay of this micro-batch (activation recomputation)."""
+        """Saves the scale of `slot`'s input for the replay of this micro-batch (activation recomputation)."""
         if self.quant.row.history:
             table, index = self._place(slot, "x")
             self._stashed.setdefault(f"{slot}.x", deque()).append(table.scale[index].clone())
 
     def forget_stashes(self) -> None:
-        """Drops scales that no replay asked for (a forward pass without a backward one)."""
+        """Drops scales that no replay used (a forward pass without a backward pass)."""
         self._stashed.clear()
 
     def _blocks(self, x: torch.Tensor, side: Side, copy: OperandCopy, wide: bool) -> Operand:
@@ -249,35 +249,35 @@ class Quantizer(Nvfp4):
 
     # --- delayed scaling -----------------------------------------------------------------------------------------------------------------
     def end_forward(self, group: Any = None) -> None:
-        """The outermost context of a forward pass with gradients ended: new forward scales, amaxes max-reduced over `group`."""
+        """Ends the outermost context of a forward pass with gradients: new forward scales, amaxes max-reduced over `group`."""
         if self.forward_table is not None:
             self.forward_table.update(group)
 
     def end_backward(self, group: Any = None) -> None:
-        """The backward pass of a context's first linear ended: new gradient scales."""
+        """Ends the backward pass of a context's first linear: new gradient scales."""
         if self.backward_table is not None:
             self.backward_table.update(group)
 
     def skip(self, slot: str, side: Side, x: torch.Tensor) -> None:
-        """Counts the amax of a tensor that no GEMM quantizes here (an empty one counts as nothing)."""
+        """Counts the amax of a tensor that no GEMM quantizes here (an empty tensor is not counted)."""
         if self.quant.row.history and x.numel():
             table, index = self._place(slot, side)
             table.observe(index, amax_of(x))
 
     def scale_of(self, slot: str, side: Side) -> float | None:
-        """The stored scale that the next operand of that kind gets; None unless scaling is delayed."""
+        """The stored scale that the next operand of that kind gets; None unless it is delayed scaling."""
         if not self.quant.row.history:
             return None
         table, index = self._place(slot, side)
         return float(table.scale[index])
 
     def state(self) -> dict[str, torch.Tensor]:
-        """name -> fp32 vector of scale and history (delayed scaling; empty for the others, which keep nothing)."""
+        """name -> fp32 vector of scale and history (delayed scaling; empty for the others, which have no state)."""
         tables = (table for table in (self.forward_table, self.backward_table) if table is not None)
         return {name: tensor for table in tables for name, tensor in table.state().items()}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes back `state`; raises CheckpointError where it does not fit."""
+        """Loads `state`; raises CheckpointError if it does not fit."""
         for table in (self.forward_table, self.backward_table):
             if table is not None:
                 table.load_state(state)

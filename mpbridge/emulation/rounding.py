@@ -1,8 +1,8 @@
-"""Rounding of fp32 values to the elements of a low-precision format: to nearest even with saturation, and stochastically for E2M1.
+"""Rounding of fp32 values to the values of a low-precision format: to nearest even with saturation, and stochastically for E2M1.
 
-Every function returns fp32 values that lie on the format's grid (not bit codes) and equals the hardware conversions `cvt.rn.satfinite` and
+Every function returns fp32 values on the format's grid (not bit codes) and matches the hardware conversions `cvt.rn.satfinite` and
 `cvt.rs.satfinite` value for value. Only float arithmetic is used: inductor leaves its vector registers for every reinterpretation of bits,
-which costs four times the rounding itself. The sign of a zero is not kept: a GEMM cannot see it.
+which costs four times as much as the rounding itself. The sign of zero is not kept: it does not affect a GEMM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def smallest_normal(number: NumberFormat) -> float:
 
 
 def _nan_to_largest(rounded: torch.Tensor, y: torch.Tensor, number: NumberFormat) -> torch.Tensor:
-    # E2M1 has no NaN: the hardware's conversion gives +6
+    # E2M1 has no NaN: the hardware converts it to +6
     return torch.where(y == y, rounded, number.largest) if number.name == E2M1.name else rounded
 
 
@@ -31,9 +31,9 @@ def round_nearest(y: torch.Tensor, number: NumberFormat) -> torch.Tensor:
 
     NaN stays NaN, except in E2M1, which has no NaN: there it becomes +6.
 
-    `anchor` has the wanted spacing as the unit of its last place, so that fp32's own rounding of `anchor - clamped` rounds y. A multiple
-    of y serves for normal numbers: it is an even number of units wherever y is a tie, and where the difference falls below the anchor's
-    power of two, y is so near to a power of two that the finer spacing rounds it to the same value. Below the smallest normal the spacing
+    `anchor` has the wanted spacing as its unit in the last place, so that fp32's own rounding of `anchor - clamped` rounds y. A multiple
+    of y works for normal numbers: it is an even number of units whenever y is a tie, and where the difference falls below the anchor's
+    power of two, y is so close to a power of two that the finer spacing rounds it to the same value. Below the smallest normal the spacing
     is constant.
     """
     clamped = y.clamp(-number.largest, number.largest)
@@ -44,10 +44,10 @@ def round_nearest(y: torch.Tensor, number: NumberFormat) -> torch.Tensor:
 
 
 def round_stochastic(y: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """fp32 `y` rounded to E2M1: up in magnitude with the probability of its distance from the grid point below, saturating at 6.
+    """fp32 `y` rounded to E2M1: up in magnitude with a probability equal to its relative distance from the grid point below, saturating at 6.
 
     random: uint8 of y's shape, uniform; eight bits per element, as the hardware instruction takes, so a probability is a multiple of 1/256,
-    rounded down. Only saturation makes the result biased beyond that. NaN becomes +6.
+    rounded down. Beyond that, only saturation biases the result. NaN becomes +6.
     """
     size = y.abs().clamp_max(E2M1.largest)
     spacing = torch.where(size >= 4, 2.0, torch.where(size >= 2, 1.0, 0.5))

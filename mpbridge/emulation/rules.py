@@ -1,4 +1,4 @@
-"""By which rules one Quant is emulated: those of a Transformer Engine release, and the options that a recipe or the environment decides."""
+"""The rules by which one Quant is emulated: those of a Transformer Engine release, and the options set by a recipe or the environment."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Options:
 
     values: Mapping[str, Any]
     notes: tuple[str, ...]
-    """What differs from the scaling's defaults and who says so, and what has no effect: one sentence each."""
+    """Options that differ from the scaling's defaults with who set them, and settings without effect: one sentence each."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of an option; `default` where the scaling has no such option."""
+        """The value of an option; `default` if the scaling has no such option."""
         return self.values.get(name, default)
 
 
 def options_of(quant: Quant, release: Release, environment: Mapping[str, str]) -> Options:
-    """The options of `quant` under `release`: the recipe's word, else the environment's, else the default.
+    """The options of `quant` under `release`: the recipe's value, else the environment's, else the default.
 
-    Raises Refused for an option that the recipe states and the release does not know, and for options that exclude each other; BadValue for a text
+    Raises Refused for an option that the recipe sets but the release does not have, and for options that exclude each other; BadValue for a value
     that Transformer Engine refuses.
     """
     values: dict[str, Any] = {}
@@ -57,7 +57,7 @@ def options_of(quant: Quant, release: Release, environment: Mapping[str, str]) -
             values[option.name] = stated[option.name]
             if not known and stated[option.name] != option.default:
                 faults.append(
-                    f"{option.name}={say(stated[option.name])} needs Transformer Engine {option.since} or later, and the rules of "
+                    f"{option.name}={say(stated[option.name])} needs Transformer Engine {option.since} or later, but the rules of "
                     f"{'.'.join(map(str, release))} are emulated (--te {option.since})"
                 )
             elif stated[option.name] != option.default:
@@ -66,10 +66,10 @@ def options_of(quant: Quant, release: Release, environment: Mapping[str, str]) -
             values[option.name] = outside
             notes.append(f"{quant.scaling}: {option.name}={say(outside)} ({option.variable})")
         elif outside != option.default:
-            notes.append(f"{option.variable} is set and has no effect before Transformer Engine {option.since}")
+            notes.append(f"{option.variable} is set but has no effect before Transformer Engine {option.since}")
     faults += quant.row.clashes(values, ".".join(map(str, release)))
     if faults:
-        raise Refused(f"{quant.scaling} scaling cannot be emulated so: {'; '.join(faults)}")
+        raise Refused(f"{quant.scaling} scaling cannot be emulated like this: {'; '.join(faults)}")
     return Options(values=MappingProxyType(values), notes=tuple(notes))
 
 

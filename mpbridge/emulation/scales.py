@@ -1,10 +1,10 @@
-"""The scale rules of Transformer Engine's recipes, with what changed between its releases in one table.
+"""The scale rules of Transformer Engine's recipes, with the changes between its releases in one table.
 
 Read from Transformer Engine's sources at v2.11 (file names are relative to `transformer_engine/`): `common/recipe/recipe_common.cuh`,
 `common/recipe/current_scaling.cu`, `common/cast/mxfp8/quantize_mxfp8.cuh`, `common/util/ptx.cuh`, `common/cast/nvfp4/core_nvfp4.cuh`.
-Everything is fp32 arithmetic in the order of the kernels, because the last bit of a scale decides ties. NaN never enters an amax: the
+All arithmetic is fp32 in the order of the kernels, because the last bit of a scale decides ties. NaN never enters an amax: the
 kernels reduce with fmaxf, which prefers the number. The one exception is a block's amax in NVFP4's casts that are fused with the Hadamard
-transform (`common/hadamard_transform/hadamard_transform_cast_fusion.cu`, v2.9 on): CUTLASS's reduction hands NaN on there.
+transform (`common/hadamard_transform/hadamard_transform_cast_fusion.cu`, v2.9 on): CUTLASS's reduction propagates NaN there.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _RECIPROCAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a release computes differently from its predecessors."""
+    """Differences between releases in what they compute."""
 
     since: tuple[int, int]
     """First Transformer Engine release (major, minor) with this row."""
     nvfp4_divides: bool
     """NVFP4 block scale: e4m3((amax / 6) * S) when true, e4m3(amax * (S * fp32(1/6))) when false; they differ on rounding ties only."""
     nvfp4_fused_rows: bool = False
-    """NVFP4's row copy comes out of the kernel that also makes the rotated column copy (where sizes allow it), which hands NaN on."""
+    """NVFP4's row copy is made by the kernel that also makes the rotated column copy (if the sizes allow it) and propagates NaN."""
     mxfp8_flushes: bool
     """MXFP8 blocks whose exponent byte is 0 (amax <= 2.6e-36 for E4M3) become zero; false: they are represented."""
 
@@ -60,7 +60,7 @@ def rules_for(release: tuple[int, int] = DEFAULT_RELEASE) -> Rules:
 
 
 def magnitude(x: torch.Tensor) -> torch.Tensor:
-    """|x| with NaN counted as zero, so that a maximum over it is Transformer Engine's amax."""
+    """|x| with NaN replaced by zero, so that a maximum over it is Transformer Engine's amax."""
     return torch.fmax(x.abs(), torch.zeros_like(x))
 
 
@@ -68,7 +68,7 @@ _BF16_INFINITY = 0x7F80
 
 
 def peaks_over(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> torch.Tensor:
-    """fp32 maximum of `magnitude` over `dim` (None: over everything). In bf16 by comparing bits, which order magnitudes as values do."""
+    """fp32 maximum of `magnitude` over `dim` (None: over everything). For bf16 it compares bit patterns, which are ordered like magnitudes."""
     axes: Any = () if dim is None else dim
     if x.dtype is torch.bfloat16:
         bits = torch.amax(x.view(torch.int16) & 0x7FFF, axes)
@@ -82,16 +82,16 @@ def peaks_over(x: torch.Tensor, dim: int | tuple[int, ...] | None = None) -> tor
 
 
 def _quotient(numerator: float, amax: torch.Tensor) -> torch.Tensor:
-    # python's `number / tensor` is reciprocal-then-multiply in eager torch: one ulp off in a quarter of all cases
+    # Python's `number / tensor` is reciprocal-then-multiply in eager torch: one ulp off in a quarter of all cases
     return torch.div(torch.full_like(amax, numerator), amax)
 
 
 def scale_from_amax(
     amax: torch.Tensor, largest: float, *, power_of_two: bool, when_infinite: float = FP32_LARGEST
 ) -> torch.Tensor:
-    """fp32 factor that maps `amax` (fp32) to `largest`; 1 where amax is 0 or not finite; `when_infinite` where the quotient overflows.
+    """fp32 factor that maps `amax` (fp32) to `largest`; 1 where amax is 0 or not finite; `when_infinite` if the quotient overflows.
 
-    power_of_two: rounded down to one, by cutting the mantissa.
+    power_of_two: rounded down to a power of two, by clearing the mantissa.
     """
     scale = _quotient(largest, amax)
     scale = torch.where(scale.isinf(), torch.full_like(scale, when_infinite), scale)
@@ -102,7 +102,7 @@ def scale_from_amax(
 
 
 def delayed_scale(amax: torch.Tensor, old: torch.Tensor, largest: float, margin: int) -> torch.Tensor:
-    """Next fp32 scale of delayed scaling: (largest * 2**-margin) / amax, at most fp32's largest; the old one where amax is unusable."""
+    """Next fp32 scale of delayed scaling: (largest * 2**-margin) / amax, at most fp32's largest; the old one if amax is unusable."""
     scale = _quotient(largest * 2.0**-margin, amax).clamp_max(FP32_LARGEST)
     return torch.where(amax.isfinite() & (amax > 0), scale, old)
 
@@ -119,7 +119,7 @@ def mxfp8_exponent(amax: torch.Tensor, number: NumberFormat) -> torch.Tensor:
 def mxfp8_factors(exponent: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
     """(multiplier before the cast, value of the scale) for E8M0 bytes: 2**(127-e) and 2**(e-127), with the release's edge cases."""
     if rules.mxfp8_flushes:
-        # fp32 built from the exponent field alone: byte 0 asks for 2**127 and gets 1, byte 254 gets 0, byte 255 minus infinity
+        # fp32 built from the exponent field alone: byte 0 should give 2**127 and gives 1, byte 254 gets 0, byte 255 minus infinity
         multiplier = torch.where(exponent == 0, torch.full_like(exponent, 127), 254 - exponent) << 23
         value = (exponent << 23).view(torch.float32)
         return multiplier.view(torch.float32), value
@@ -134,7 +134,7 @@ def mxfp8_factors(exponent: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, t
 
 
 def nvfp4_global(amax: torch.Tensor, bound: float = E4M3.largest) -> torch.Tensor:
-    """First-level fp32 scale S = bound * 6 / amax, at most fp32's largest; 1 where amax or S is 0. bound: the largest block scale meant, 448 or 256."""
+    """First-level fp32 scale S = bound * 6 / amax, at most fp32's largest; 1 where amax or S is 0. bound: the intended largest block scale, 448 or 256."""
     scale = _quotient(bound * E2M1.largest, amax).clamp_max(FP32_LARGEST)
     return torch.where((amax == 0) | (scale == 0), torch.ones_like(scale), scale)
 

@@ -1,4 +1,4 @@
-"""What quantization does to each tensor: errors, losses at both ends of the format, amaxes and stale scales, gathered while a model
+"""What quantization does to each tensor: errors, underflow and saturation, amaxes and stale scales, collected while a model
 runs."""
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from mpbridge.formats import NumberFormat
 from mpbridge.precision.regions import Gemm
 
 BINS = (-32, 16)
-"""First and last power of two of the histograms of row amaxes in units of the codes; what lies outside is counted in the end bins."""
+"""First and last power of two of the histograms of row amaxes in units of the codes; values outside are counted in the end bins."""
 ELEMENTS, MINIMUM = 1 << 16, 64
-"""Elements of a tensor that are looked at in one sample, in rows evenly spread, at least MINIMUM rows: enough for a median, and cheap."""
+"""Elements of a tensor that one sample looks at, in evenly spaced rows, but at least MINIMUM rows: enough for a median, and cheap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One look at one operand. Shares are of the elements that are not zero, errors of the finite ones."""
+    """Statistics of one operand at one step. Shares are of the nonzero elements, errors of the finite ones."""
 
     relative_error: float
     """|q - x| / |x|, Frobenius norms."""
     row_error: float
-    """Median over rows of the same: an outlier elsewhere cannot hide what it did to them."""
+    """Median over rows of the same: an outlier cannot hide the error that it causes in other rows."""
     flushed: float
     """Share of nonzero elements that became zero."""
     saturated: float
-    """Share of elements beyond the format's largest value after scaling, flushed ones left out."""
+    """Share of elements beyond the format's largest value after scaling, excluding flushed ones."""
     sqnr: float
     """Signal to quantization noise in dB: -20 log10(relative_error)."""
     amax: float
     scale: float
-    """What elements are multiplied by before the cast; with blocks the median one."""
+    """The multiplier before the cast; with blocks, the median one."""
     nonfinite: int
     """Infinities and NaN among the elements."""
     staleness: float | None
-    """Delayed scaling: log2 of (the scale that this amax asks for / the stored one); 0 is fresh, below 0 saturates, above 0 wastes
+    """Delayed scaling: log2 of (the scale for this amax / the stored scale); 0 is fresh, below 0 saturates, above 0 wastes
     range."""
     ranges: tuple[int, ...]
     """Rows by floor(log2) of their amax in units of the codes, from BINS[0] to BINS[1]; rows of zeros are left out."""
@@ -93,9 +93,9 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 class Statistics:
-    """An observer of an Emulation that samples operands on some steps.
+    """An observer of an Emulation that samples operands at some steps.
 
-    every: a step in so many is looked at, and of it the first micro-batch; call `step` with its number before each. elements: see ELEMENTS.
+    every: samples one step in `every`, and only its first micro-batch; call `step` with the step's number before each. elements: see ELEMENTS.
     """
 
     def __init__(self, *, every: int = 1, elements: int = ELEMENTS) -> None:
@@ -104,19 +104,19 @@ class Statistics:
         self._seen: set[tuple[str, Side, str]] = set()
 
     def step(self, number: int) -> None:
-        """Says which step (counted from 1) the operands that follow belong to."""
+        """Sets the step (counted from 1) that the following operands belong to."""
         self.now = number
         self._seen.clear()
 
     @property
     def active(self) -> bool:
-        """Whether operands of this step are looked at."""
+        """Whether operands of this step are sampled."""
         return self.now % self.every == 1 % self.every or self.every == 1
 
     def see(
         self, slot: str, gemm: Gemm, side: Side, high: torch.Tensor, operand: Operand, quantizer: Quantizer
     ) -> None:
-        """Samples one operand, once a step."""
+        """Samples one operand, once per step."""
         copy = COPY_OF[gemm, side]
         key = (slot, side, copy)
         if not self.active or key in self._seen or high.numel() == 0:
@@ -148,13 +148,13 @@ def look(
     side: Side,
     elements: int = ELEMENTS,
 ) -> Sample:
-    """Statistics of one operand, from about `elements` of it in whole rows; the amax is of all of it.
+    """Statistics of one operand, from about `elements` of it in whole rows; the amax is that of the whole tensor.
 
-    Column copies are looked at along their blocks, so a "row" is then a column of the tensor.
+    Column copies are sampled along their blocks, so a "row" is then a column of the tensor.
     """
     column = COPY_OF[gemm, side] == "column" and not quantizer.one_copy
     lines, length = (high.shape[1], high.shape[0]) if column else (high.shape[0], high.shape[1])
-    # square blocks span lines: a weight is looked at whole
+    # square blocks span lines, so the whole weight is sampled
     whole = side == "w" and quantizer.shares_copies("w") and not quantizer.one_copy
     picked = (
         torch.arange(lines) if whole else _spread_lines(lines, max(MINIMUM, elements // max(length, 1)), high.device)
@@ -167,14 +167,14 @@ def look(
     peak = high.abs().amax().float()
     amax = amax_of(high) if peak.isnan() else peak
     finite = x.isfinite()
-    # of the whole tensor: one element may lie in a row that is not looked at
+    # of the whole tensor: a single element may be in a row that is not sampled
     nonfinite = 0 if peak.isfinite() else int((~high.isfinite()).sum())
     x, q = torch.where(finite, x, 0.0), torch.where(finite & q.isfinite(), q, 0.0)
     scaled = (x * multiplier).abs()
     number = quantizer.format_of(side)
     nonzero = x != 0
     count = max(int(nonzero.sum()), 1)
-    # double precision: squares of gradients leave fp32
+    # double precision: squares of gradients exceed fp32's range
     signal, noise = x.double().square().sum(1), (q.double() - x.double()).square().sum(1)
     relative = math.sqrt(float(noise.sum() / signal.sum())) if float(signal.sum()) else 0.0
     each = (noise / signal)[signal > 0].sqrt()
@@ -182,7 +182,7 @@ def look(
         relative_error=relative,
         row_error=float(each.median()) if each.numel() else 0.0,
         flushed=int((nonzero & (q == 0)).sum()) / count,
-        # a block whose own scale vanished is flushed, however large its codes would be
+        # a block whose scale vanished is flushed, regardless of how large its codes would be
         saturated=int(((scaled > number.largest * (1 + 2.0**-20)) & (q != 0)).sum()) / count,
         sqnr=-20 * math.log10(relative) if relative else math.inf,
         amax=float(amax),
@@ -194,7 +194,7 @@ def look(
 
 
 def _of_lines(alpha: torch.Tensor, picked: torch.Tensor) -> torch.Tensor:
-    """A factor, or those of the lines that were picked."""
+    """A scalar factor, or the factors of the picked lines."""
     if alpha.dim() < 2:
         return alpha
     return alpha[:, picked] if alpha.shape[0] == 1 else alpha[picked]
@@ -217,5 +217,5 @@ def _staleness(
     if not quantizer.quant.row.history or not (amax > 0 and math.isfinite(amax)):
         return None
     wanted = number.largest * 2.0**-quantizer.quant.margin / amax
-    # no scale is larger than fp32's largest number, whatever a vanishing amax asks for
+    # a scale is at most fp32's largest number, even for a vanishing amax
     return math.log2(min(wanted, FP32_LARGEST) / min(float(multiplier), FP32_LARGEST))

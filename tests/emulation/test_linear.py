@@ -322,7 +322,7 @@ def test_regions_choose_layers_and_modules_and_the_head_stays_high() -> None:
     assert "layers.0.fc1" in emulation.high
     assert type(net.head) is torch.nn.Linear
     assert net(torch.randn(32, 32).bfloat16()).shape == (32, 7)
-    assert "2 linears quantized, 6 kept high" in emulation.notes()[0]
+    assert "2 linears quantized, 6 kept in high precision" in emulation.notes()[0]
 
 
 def test_a_bare_list_of_layers_is_its_own_container() -> None:
@@ -394,9 +394,9 @@ def test_notes_say_what_is_not_emulated() -> None:
     assert any("accumulation order" in note for note in quiet)
     assert not any("attention" in note for note in quiet)
     loud = "\n".join(Emulation(policy("delayed", attention="dot_product", stored=True, wgrad=False)).notes())
-    for word in ("FP8 attention", "parameters at rest", "fp8_wgrad=False", "Transformer Engine 2.11"):
+    for word in ("FP8 attention", "stored in low precision", "fp8_wgrad=False", "Transformer Engine 2.11"):
         assert word in loud
-    assert any("random stream" in note for note in Emulation(policy("nvfp4")).notes())
+    assert any("random bits" in note for note in Emulation(policy("nvfp4")).notes())
 
 
 def _whether_compiled(x: torch.Tensor) -> torch.Tensor:

@@ -219,13 +219,13 @@ def test_an_option_that_the_release_does_not_know_is_refused_by_recipe_and_inert
     quant = Quant(format="e2m1", scaling="nvfp4", options=(("four_over_six", "weights"),))
     with pytest.raises(
         Refused,
-        match=r"four_over_six=weights needs Transformer Engine 2\.17 or later, and the rules of 2\.11 are emulated",
+        match=r"four_over_six=weights needs Transformer Engine 2\.17 or later, but the rules of 2\.11 are emulated",
     ):
         run(quant, release="2.11")
     plain, _ = run(NVFP4, release="2.11")
     outside, emulation = run(NVFP4, {"NVTE_NVFP4_4OVER6": "weights"}, release="2.11")
     assert all(torch.equal(a, b) for a, b in zip(plain, outside, strict=True))
-    assert "NVTE_NVFP4_4OVER6 is set and has no effect before Transformer Engine 2.17" in emulation.notes()
+    assert "NVTE_NVFP4_4OVER6 is set but has no effect before Transformer Engine 2.17" in emulation.notes()
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_operands_of_tiny_fp32_input_are_exact(scaling: str) -> None:
 
 def test_fp16_around_nvfp4_is_refused_as_transformer_engine_does() -> None:
     net = torch.nn.ModuleList([torch.nn.Linear(128, 128)]).half()
-    with pytest.raises(Refused, match="NVFP4 around fp16: Transformer Engine takes bf16 only"):
+    with pytest.raises(Refused, match="NVFP4 with fp16 compute: Transformer Engine supports bf16 only"):
         emulate_linears(net, policy(NVFP4, DType.FP16))
     emulate_linears(net, policy(Quant(format="e4m3", scaling="mxfp8"), DType.FP16)).detach()
 
