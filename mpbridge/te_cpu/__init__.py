@@ -1,4 +1,4 @@
-"""Transformer Engine's own Python on a machine without a GPU: our kernels in the place of `transformer_engine_torch`."""
+"""Transformer Engine's own Python on a machine without a GPU: our kernels in place of `transformer_engine_torch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations and their gradients: computed in FP32, rounded to the input's dtype, then quantized where a quantizer is given."""
+"""Activations and their gradients: computed in FP32, rounded to the input's dtype, then quantized if a quantizer is given."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 def gelu_value(x: torch.Tensor) -> torch.Tensor:
-    """The tanh form."""
+    """GELU in its tanh approximation."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -59,7 +59,7 @@ _GATED: dict[str, Map] = {
     "geglu": gelu_value, "reglu": torch.relu, "swiglu": F.silu, "sreglu": _squared_relu, "qgeglu": _quick_gelu, "glu": torch.sigmoid
 }  # fmt: skip
 FUNCTIONS: dict[str, Map] = _PLAIN | {name: _gated(function) for name, function in _GATED.items()}
-"""Kernel name -> function of the whole (gated: doubled) last axis."""
+"""Kernel name -> function over the full last axis (twice as long for gated ones)."""
 
 
 def _source(x: Any) -> torch.Tensor:

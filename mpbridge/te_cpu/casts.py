@@ -1,4 +1,4 @@
-"""Filling quantized tensors: every rounding rule is `mpbridge.emulation`'s, the layout is `storages`'."""
+"""Fills quantized tensors: the rounding rules come from `mpbridge.emulation`, the layout from `storages`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mpbridge.te_cpu.swizzle import swizzled, swizzled_columns
 
 
 def new_quantized(quantizer: Any, x: torch.Tensor) -> Any:
-    """`x` quantized into buffers of its own."""
+    """`x` quantized into new buffers."""
     return fill(quantizer, x, empty_quantized(quantizer, x.shape, x.dtype))
 
 
@@ -47,19 +47,19 @@ def fill(quantizer: Any, x: torch.Tensor, out: Any) -> Any:
 
 
 def turned(codes: torch.Tensor) -> torch.Tensor:
-    """Per-tensor FP8's column copy: the last axis first, [features, ...]."""
+    """Per-tensor FP8's column copy: the last axis moved to the front, [features, ...]."""
     if codes.dim() < 2:
         return codes.clone()
     flat = codes.reshape(rows_of(codes.shape), codes.shape[-1])
     return flat.t().contiguous().view(codes.shape[-1], *codes.shape[:-1])
 
 
-# --- one scale a tensor --------------------------------------------------------------------------------------------------------------------
+# --- one scale per tensor------------------------------------------------------------------------------------------------------------------
 def _delayed(quantizer: Any, x: torch.Tensor, out: Any) -> None:
     seen = quantizer.amax
     if seen.numel():
-        # an atomic maximum in the kernel: micro-batches of one interval keep the largest
-        with torch.inference_mode():  # it may have been made in it, which a compiled kernel does not ask
+        # the kernel takes an atomic maximum, so the largest of an interval's micro-batches is kept
+        with torch.inference_mode():  # the buffer may be an inference tensor, which a compiled kernel can write to
             seen.copy_(torch.fmax(seen, peaks_over(x).reshape(seen.shape)))
     _store(quantizer, x, quantizer.scale.float().reshape(()), out)
 
@@ -69,7 +69,7 @@ def _current(quantizer: Any, x: torch.Tensor, out: Any) -> None:
     if quantizer.with_amax_reduction:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
     scale = current_scale(quantizer, amax)
-    if getattr(quantizer, "amax", None) is not None:  # buffers of the quantizer until release 2.18
+    if getattr(quantizer, "amax", None) is not None:  # the quantizer has these buffers until release 2.18
         quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
         quantizer.scale.copy_(scale.reshape(quantizer.scale.shape))
     _store(quantizer, x, scale.reshape(()), out)
@@ -100,7 +100,7 @@ def _mxfp8(quantizer: Any, x: torch.Tensor, out: Any) -> None:
     rows, columns = x.shape
     number = number_format(quantizer.dtype)
     tiles = swizzles(quantizer)
-    # [rows / 32, columns / 32] of 32 x 32 blocks, which releases from 2.19 offer; both copies share them
+    # [rows / 32, columns / 32] for blocks of 32 x 32, available from release 2.19 on; both copies share them
     squares = x.reshape(rows // 32, 32, columns // 32, 32)
     square = peaks_over(squares, (1, 3)) if getattr(quantizer, "with_2d_quantization", False) else None
     if quantizer.rowwise_usage:
@@ -123,10 +123,10 @@ def _mxfp8(quantizer: Any, x: torch.Tensor, out: Any) -> None:
 
 
 def _put(place: torch.Tensor, scales: torch.Tensor, order: Any) -> None:
-    """Writes scales into the upper left of a padded buffer, the padding zero, in tile order where one is asked for."""
+    """Writes scales into the upper left of a padded buffer with zero padding, in tile order if `order` is given."""
     if order is None:
         if place.shape != scales.shape:
-            place.zero_()  # releases until 2.15 allocate it without a value
+            place.zero_()  # releases until 2.15 do not initialise it
         place[: scales.shape[0], : scales.shape[1]].copy_(scales)
         return
     padded = torch.zeros_like(place)
@@ -146,7 +146,7 @@ def block_scales(amax: torch.Tensor, quantizer: Any, source: torch.dtype) -> tor
 
 
 def square_peaks(x: torch.Tensor, side: int) -> torch.Tensor:
-    """fp32 amax of every side x side block of [rows, columns]; blocks over the edge are filled with zeros."""
+    """fp32 amax of every side x side block of [rows, columns]; blocks at the edge are padded with zeros."""
     rows, columns = x.shape
     padded = torch.nn.functional.pad(x, (0, -columns % side, 0, -rows % side))
     blocks = padded.reshape(-(-rows // side), side, -(-columns // side), side)
@@ -154,7 +154,7 @@ def square_peaks(x: torch.Tensor, side: int) -> torch.Tensor:
 
 
 def spread(scales: torch.Tensor, side: int, shape: Sequence[int]) -> torch.Tensor:
-    """Scales of square blocks, one for each element of `shape`."""
+    """Scales of square blocks, expanded to one per element of `shape`."""
     return scales.repeat_interleave(side, 0).repeat_interleave(side, 1)[: shape[0], : shape[1]]
 
 
@@ -228,7 +228,7 @@ def _nvfp4(quantizer: Any, x: torch.Tensor, out: Any) -> None:
 
 
 def nvfp4_codes(quantizer: Any, x: torch.Tensor, turned_x: torch.Tensor | None, out: Any) -> None:
-    """Codes and block scales of both copies under the amaxes that `out` holds."""
+    """Codes and block scales of both copies for the amaxes in `out`."""
     order = swizzled if swizzles(quantizer) else None
     copies = [(x, "rowwise")] if quantizer.rowwise_usage else []
     copies += [(turned_x, "columnwise")] if turned_x is not None else []
@@ -255,7 +255,7 @@ def nvfp4_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(packed codes [rows, columns/2], E4M3 bytes of the block scales [rows, columns/16]) of [rows, columns].
 
-    amax: fp32, of the whole tensor or one a row. square: scales shared by 16 x 16 elements. choice: of each block's scale, by Four Over Six.
+    amax: fp32, for the whole tensor or per row. square: scales shared by 16 x 16 elements. choice: selects each block's scale by Four Over Six.
     """
     rows, columns = x.shape
     if square:

@@ -1,4 +1,4 @@
-"""The main module of a process that a played script has spawned: `multiprocessing` runs it, and finds the names of the script in it."""
+"""The main module of a process spawned by a played script: `multiprocessing` runs it and finds the script's names in it."""
 
 from mpbridge.te_cpu.children import begin
 

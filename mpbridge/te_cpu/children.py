@@ -1,7 +1,7 @@
-"""Processes that a played script starts by spawn: they import its main module anew, on the machine that the script plays.
+"""Processes that a played script starts by spawn: they import its main module again, on the machine that the script plays.
 
-A GPU's machine is there for every process; a machine that is played is not, and the child's import of Transformer Engine would die of its
-missing library. So a child begins here, enters what its parent plays and goes on with the parent's main module.
+Every process sees a real GPU; a played machine exists only in its own process, so a child's import of Transformer Engine would fail for lack of
+the compiled library. Therefore a child starts here, plays what its parent plays, and continues with the parent's main module.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from multiprocessing import spawn
 from typing import Any
 
 VARIABLE = "MPBRIDGE_CHILD"
-"""What a child is to play: the machine, the release, and the parent's main module by name or by path (JSON)."""
+"""What a child process plays: the machine, the release, and the parent's main module by name or by path (JSON)."""
 _STAY = ExitStack()
 
 
 @contextmanager
 def children_play(machine: str, te: str) -> Iterator[None]:
-    """Inside, processes started by spawn or forkserver play `machine` under release `te` too."""
+    """In the block, processes started by spawn or forkserver also play `machine` with release `te`."""
     original, before = spawn.get_preparation_data, os.environ.get(VARIABLE)
 
     def get_preparation_data(name: str) -> dict[str, Any]:
@@ -42,13 +42,13 @@ def children_play(machine: str, te: str) -> Iterator[None]:
 
 
 def begin() -> dict[str, Any]:
-    """In a child: plays until the process ends, and gives the names of the parent's main module, run as multiprocessing runs it."""
+    """In a child: plays until the process ends, and returns the names of the parent's main module, run as multiprocessing runs it."""
     from mpbridge.te_cpu.context import transformer_engine_on_cpu
     from mpbridge.te_cpu.foreign import foreign_code
 
     wanted = json.loads(os.environ[VARIABLE])
     _STAY.enter_context(transformer_engine_on_cpu(wanted["machine"], te=wanted["te"]))
-    # the script decides whether its children are ranks of one world: they keep its port
+    # the script decides whether its children are ranks of one world, so they keep its port
     _STAY.enter_context(foreign_code(own_port=False))
     name, path = wanted.get("init_main_from_name"), wanted.get("init_main_from_path")
     if path:

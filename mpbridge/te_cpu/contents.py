@@ -1,4 +1,4 @@
-"""What Transformer Engine's quantized tensors hold, by the layout of their storage: values, scales, codes."""
+"""The contents of Transformer Engine's quantized tensors, by the layout of their storage: values, scales, codes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpbridge.te_cpu.swizzle import unswizzled, unswizzled_columns
 
 
 def values_of(operand: Any, *, column: bool) -> torch.Tensor:
-    """[rows, columns] of the logical tensor in FP32, of the copy that the GEMM reads."""
+    """The logical tensor [rows, columns] in FP32, from the copy that the GEMM reads."""
     if played._now:
         found = gemm_operand(operand, "operand", column=column)
         return found.values.float() if found.alpha is None else found.values.float() * found.alpha
@@ -24,7 +24,7 @@ def values_of(operand: Any, *, column: bool) -> torch.Tensor:
 
 
 def scale_of(operand: Any, *, column: bool) -> float | None:
-    """What elements are multiplied by before the cast: the inverse of what is stored, the median one where there are many."""
+    """The multiplier before the cast: the inverse of the stored scale, or of the median if there are many."""
     for name in ("_scale_inv", "_columnwise_scale_inv" if column else "_rowwise_scale_inv"):
         stored = getattr(operand, name, None)
         if isinstance(stored, torch.Tensor) and stored.numel():
@@ -38,7 +38,7 @@ def scale_of(operand: Any, *, column: bool) -> float | None:
 
 
 def _of_blocks(operand: Any, stored: torch.Tensor, *, column: bool) -> torch.Tensor:
-    """The scales of the tensor's own blocks: buffers are padded, and nobody writes the padding."""
+    """The scales of the tensor's actual blocks: buffers are padded, and the padding is never written."""
     kind = storage_kind(operand)
     if kind not in ("mxfp8", "block"):
         return stored
@@ -54,12 +54,12 @@ def _of_blocks(operand: Any, stored: torch.Tensor, *, column: bool) -> torch.Ten
         return stored[:wide, :high] if column else stored[:high, :wide]
     if column or "COMPACT" in str(getattr(operand, "_data_format", "")):
         return stored[:, :columns] if column else stored
-    # the scales of 1 x 128 blocks lie transposed
+    # the scales of 1 x 128 blocks are stored transposed
     return stored[:, :rows]
 
 
 def codes_at_limit(operand: Any, shape: torch.Size, *, column: bool) -> torch.Tensor | None:
-    """Where the code is the format's largest, in the logical shape; None where the codes cannot be laid out so."""
+    """Mask, in the logical shape, of the codes that are the format's largest; None if the codes cannot be laid out in that shape."""
     kind = storage_kind(operand)
     if kind == "delayed":
         data, turned = operand._data, False

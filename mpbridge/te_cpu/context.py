@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpbridge.config.container import Run
 
 _UNDER: list[str] = []
-"""The Transformer Engine version under which megatron was first imported here; it decides at import whether there is one."""
+"""The Transformer Engine version under which megatron was first imported here; at import megatron decides whether it has one."""
 
 
 @contextmanager
@@ -39,12 +39,12 @@ def transformer_engine_on_cpu(
     where: Iterable[PathLike[str] | str] = (),
     beside_a_gpu: bool = False,
 ) -> Iterator[types.ModuleType]:
-    """Inside, `transformer_engine` is importable and computes on the CPU, and torch's CUDA names answer for `machine`.
+    """In the block, `transformer_engine` is importable and computes on the CPU, and torch's CUDA names answer for `machine`.
 
     machine: a name of the table (`mpbridge doctor --machines`), or a Machine. te: '2.11', '2.20.2'; None: the installed one.
-    where: folders of `pip install --target` to look in first (then MPBRIDGE_TE_PATH, then the import path).
+    where: folders made by `pip install --target`, searched first (then MPBRIDGE_TE_PATH, then the import path).
     beside_a_gpu: play a machine although torch sees a real one.
-    Enter it before megatron is imported; what megatron modules have imported they keep, everything else is given back, also after an
+    Enter it before megatron is imported. Megatron modules keep what they imported; everything else is restored, also after an
     exception. Raises Refused, UnknownName.
     """
     wanted = _machine(machine)
@@ -53,7 +53,7 @@ def transformer_engine_on_cpu(
         return
     if not beside_a_gpu and torch.cuda.is_available():
         raise Refused(
-            f"there is a GPU here ({torch.cuda.get_device_name()}): run Transformer Engine itself, or pass beside_a_gpu=True to play {wanted.name} on the CPU"
+            f"this machine has a GPU ({torch.cuda.get_device_name()}): run Transformer Engine itself, or pass beside_a_gpu=True to play {wanted.name} on the CPU"
         )
     package = choose(te, where)
     refuse_after_megatron(package.version)
@@ -74,19 +74,19 @@ def transformer_engine_on_cpu(
 
 
 def stage_of(run: Run) -> AbstractContextManager[types.ModuleType | None]:
-    """What a run is trained in: `transformer_engine_on_cpu` where it asks for that, else nothing."""
+    """The context that a run is trained in: `transformer_engine_on_cpu` if it asks for it, else a null context."""
     if run.played is None:
         return nullcontext()
     return transformer_engine_on_cpu(run.played, te=run.te)
 
 
 def _again(wanted: Machine, te: str | None) -> types.ModuleType:
-    """The package that is there already; Refused where another machine or release is asked for."""
+    """The package that is already loaded; raises Refused if another machine or release is requested."""
     played = stage.now()
     asked = None if te is None else tuple(int(part) for part in te.split("."))
     if played.machine != wanted or (asked is not None and played.release[: len(asked)] != asked):
         raise Refused(
-            f"Transformer Engine {'.'.join(map(str, played.release))} plays {played.machine.name} already, asked for {wanted.name} with {te or 'any release'}: leave that context first"
+            f"Transformer Engine {'.'.join(map(str, played.release))} already plays {played.machine.name}, but {wanted.name} was requested with {te or 'any release'}: leave that context first"
         )
     return sys.modules["transformer_engine"]
 
@@ -99,16 +99,16 @@ def _machine(given: str | Machine) -> Machine:
 
 
 def refuse_after_megatron(version: str) -> None:
-    """Raises Refused where megatron has been imported without this Transformer Engine."""
+    """Raises Refused if megatron has been imported without this Transformer Engine."""
     if not any(name.startswith("megatron.core") for name in sys.modules):
         return
     if not _UNDER and not stage._now:
         raise Refused(
-            "megatron is imported already, and it decided then that Transformer Engine is not there: enter mpbridge.transformer_engine_on_cpu() first"
+            "megatron is already imported, and at import it found no Transformer Engine: enter mpbridge.transformer_engine_on_cpu() first"
         )
     if _UNDER and _UNDER[0] != version:
         raise Refused(
-            f"megatron was imported under Transformer Engine {_UNDER[0]}: {version} needs a process of its own"
+            f"megatron was imported under Transformer Engine {_UNDER[0]}: {version} needs a separate process"
         )
 
 
@@ -118,7 +118,7 @@ def _note_megatron(version: str) -> None:
 
 
 _TALKERS = (
-    # "CPU RNG state changed within GPU RNG context": there is one generator
+    # "CPU RNG state changed within GPU RNG context": both are the same generator
     "megatron.core.tensor_parallel.random",
     # install FlashAttention
     "DotProductAttention",
@@ -127,7 +127,7 @@ _TALKERS = (
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Loggers whose warnings are always true here say nothing."""
+    """Silences loggers whose warnings always apply here."""
     loggers = [logging.getLogger(name) for name in _TALKERS]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
@@ -141,7 +141,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _compiling_off() -> Iterator[None]:
-    """torch.compile compiles nothing: for a CPU it would, at seconds a function."""
+    """Turns torch.compile off: on a CPU it takes seconds per function."""
     import torch._dynamo
 
     before = torch._dynamo.config.disable

@@ -1,4 +1,4 @@
-"""torch's CUDA names while a machine is played: the device layer's redirections, with a GPU that answers."""
+"""torch's CUDA names while a machine is played: the device layer's redirections, plus answers as from a GPU."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from mpbridge.te_cpu.refusals import refused_in_torch
 
 
 class BothAutocast(torch.autocast):
-    """autocast of the CPU's operations where CUDA's are asked for; code that asks whether CUDA's is on gets the answer that a GPU gives.
+    """autocast for CPU operations when CUDA's is requested; code that asks whether CUDA's is on gets the answer of a GPU.
 
-    Autocast to FP32 is one of CUDA's, and of torch's CPU operations none: those run in the dtypes that they are given.
+    CUDA supports autocast to FP32, torch's CPU operations do not: they run in the dtypes of their inputs.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ def _properties(played: Played) -> types.SimpleNamespace:
 
 
 class _Index:
-    """`torch.cuda.device(...)`: there is one."""
+    """`torch.cuda.device(...)`: there is only one."""
 
     def __init__(self, *args: Any) -> None:
         pass
@@ -92,7 +92,7 @@ class _Index:
 
 
 def _counters(played: Played) -> dict[str, Any]:
-    """Functions that tell of memory: nothing is allocated on a GPU."""
+    """Functions that report memory: nothing is allocated on a GPU."""
     total = played.machine.memory_bytes
     zero = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "utilization")
     out: dict[str, Any] = {name: lambda *args, **kwargs: 0 for name in zero}
@@ -105,7 +105,7 @@ def _counters(played: Played) -> dict[str, Any]:
 
 
 def _generator(original: Any) -> Any:
-    """A class, since libraries that are imported later annotate with `torch.Generator | None` and ask isinstance."""
+    """A class, since libraries that are imported later annotate with `torch.Generator | None` and call isinstance."""
 
     class GeneratorMeta(type):
         def __call__(cls, device: Any = "cpu") -> Any:
@@ -118,7 +118,7 @@ def _generator(original: Any) -> Any:
 
 
 def _scaled_mm(original: Any) -> Any:
-    """torch's FP8 product as cuBLAS computes it, with one scale for each operand: they multiply the FP32 sum (torch's CPU scales every factor)."""
+    """torch's FP8 product as cuBLAS computes it, with one scale for each operand, applied to the FP32 sum (torch's CPU kernel scales every factor)."""
 
     @functools.wraps(original)
     def scaled_mm(
@@ -140,7 +140,7 @@ def _scaled_mm(original: Any) -> Any:
 
 
 def played_patches(played: Played) -> Iterator[Patch]:
-    """Everything that is replaced while `played` answers."""
+    """Everything that is replaced while a machine is played."""
     own = {"is_available", "device_count", "current_device"}
     yield from (
         patch for patch in cuda_patches() if not (patch[0] is torch.cuda and patch[1] in own) and patch[1] != "autocast"
@@ -158,7 +158,7 @@ def played_patches(played: Played) -> Iterator[Patch]:
     yield cuda, "get_device_name", lambda *args, **kwargs: played.machine.name
     yield cuda, "is_current_stream_capturing", lambda: False
     yield cuda, "is_bf16_supported", lambda *args, **kwargs: played.capability >= (8, 0)
-    graph: Any = cuda.CUDAGraph  # a class still: libraries ask what it has
+    graph: Any = cuda.CUDAGraph  # must stay a class: libraries inspect its attributes
     yield cuda, "CUDAGraph", type("CUDAGraph", (graph,), {"__new__": refused_in_torch("CUDAGraph")})
     for name in ("graph", "make_graphed_callables", "graph_pool_handle"):
         yield cuda, name, refused_in_torch(name)
@@ -192,7 +192,7 @@ def played_patches(played: Played) -> Iterator[Patch]:
 
 
 def _on_gloo(original: Any) -> Any:
-    """A function that makes process groups, with gloo where NCCL is asked for."""
+    """A function that makes process groups, with gloo when NCCL is requested."""
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -207,7 +207,7 @@ def _on_gloo(original: Any) -> Any:
 
 
 def _on_a_cpus_mesh(original: Any) -> Any:
-    """A function that makes device meshes, of CPUs where CUDA devices are asked for."""
+    """A function that makes device meshes, of CPUs when CUDA devices are requested."""
 
     @functools.wraps(original)
     def make(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Enumerations and types of `transformer_engine_torch`, member by member as each release has them."""
+"""Enumerations and types of `transformer_engine_torch`, with the members of each release."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mpbridge.errors import BadValue
 from mpbridge.formats import E2M1, E4M3, E5M2, NumberFormat
 
 _MODULE = "transformer_engine_torch"
-"""Whose the enumerations are, for pickles: those of a GPU are read here, and ours there."""
+"""The module name in pickles, so that pickles written on a GPU load here and ours load there."""
 
 
 class DType(enum.IntEnum):
-    """Transformer Engine's number for a dtype (`transformer_engine::DType`); 1, 3 and 9 are not offered to Python."""
+    """Transformer Engine's number for a dtype (`transformer_engine::DType`); 1, 3 and 9 are not exposed to Python."""
 
     kByte = 0
     kInt32 = 2
@@ -30,7 +30,7 @@ class DType(enum.IntEnum):
 
 
 DType.__module__ = _MODULE
-DType.__str__ = enum.Enum.__str__  # type: ignore[method-assign]  # "DType.kFloat8E4M3" as pybind says it; an IntEnum gives the number since Python 3.11
+DType.__str__ = enum.Enum.__str__  # type: ignore[method-assign]  # "DType.kFloat8E4M3" as in pybind; since Python 3.11 an IntEnum prints the number
 _TORCH: Mapping[int, torch.dtype] = types.MappingProxyType(
     {
         DType.kByte: torch.uint8,
@@ -90,7 +90,7 @@ _PLAIN: Mapping[str, tuple[str, ...]] = types.MappingProxyType(
 
 
 class FP8TensorMeta:
-    """Scales and amax history of delayed scaling, as the extension's record of that name."""
+    """Scales and amax history of delayed scaling, like the extension's class of that name."""
 
     def __init__(self) -> None:
         self.scale = self.scale_inv = self.amax_history = torch.Tensor()

@@ -1,7 +1,7 @@
-"""What somebody else's CUDA-only script or test run needs besides Transformer Engine, when it runs on a CPU.
+"""What a third-party CUDA-only script or test run needs besides Transformer Engine to run on a CPU.
 
-Repairs of the surroundings, none of which touches a file of theirs: a stand-in for `triton`, which Megatron-LM imports unguarded; the
-compiled index helper of the installed megatron-core, where a source tree would build its own; `typing.override` on Python 3.11; spawned
+It adjusts the environment and changes none of their files: a substitute for `triton`, which Megatron-LM imports unguarded; the
+compiled index helper of the installed megatron-core, instead of building it in a source tree; `typing.override` on Python 3.11; spawned
 processes that play the same machine.
 """
 
@@ -32,7 +32,7 @@ _TRITON = (
 
 
 class _Name:
-    """Anything that is taken out of triton while a module is defined: decorators, types, constants. Launching a kernel is refused."""
+    """Any name imported from triton while a module is defined: decorators, types, constants. Launching a kernel is refused."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -43,7 +43,7 @@ class _Name:
         return _Name(f"{self.name}.{attribute}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # a decorator, with or without arguments, gives the function back as a kernel that cannot be launched
+        # a decorator, with or without arguments, turns the function into a kernel that cannot be launched
         if len(args) == 1 and not kwargs and isinstance(args[0], types.FunctionType):
             return _Kernel(args[0])
         return self
@@ -85,15 +85,15 @@ class _Triton(types.ModuleType):
         if attribute.startswith("__"):
             raise AttributeError(attribute)
         if attribute == "JITFunction":
-            return _Kernel  # a type: torch asks isinstance of it
+            return _Kernel  # a type, because torch calls isinstance with it
         return _Name(f"{self.__name__}.{attribute}")
 
 
 def _stand_in_for_triton() -> list[str]:
-    """Names put into sys.modules; none where triton is installed."""
+    """Names put into sys.modules; none if triton is installed."""
     if importlib.util.find_spec("triton") is not None:
         return []
-    # torch asks once whether triton is there, and remembers: it must remember "no"
+    # torch checks for triton once and caches the answer, which must be "no"
     utilities: Any = importlib.import_module("torch.utils._triton")
     for question in ("has_triton_package", "has_triton"):
         with contextlib.suppress(Exception):
@@ -112,7 +112,7 @@ def _stand_in_for_triton() -> list[str]:
 
 
 class _HelperFinder:
-    """Finds megatron-core's compiled index helper where the imported tree has not built its own: in an installed megatron-core."""
+    """Finds megatron-core's compiled index helper in an installed megatron-core if the imported tree has not built its own."""
 
     name = "megatron.core.datasets.helpers_cpp"
 
@@ -128,12 +128,12 @@ class _HelperFinder:
 
 
 class _UtilsFinder:
-    """Lets `megatron.core.datasets.utils.compile_helpers` (make) do nothing: the helper above serves."""
+    """Makes `megatron.core.datasets.utils.compile_helpers` (make) a no-op: the helper above is used instead."""
 
     name = "megatron.core.datasets.utils"
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """The module's own spec, with a loader that leaves out the compilation."""
+        """The module's own spec, with a loader that disables the compilation."""
         if name != self.name:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
@@ -151,19 +151,19 @@ class _UtilsFinder:
 
 _WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _MADE_UP = "MPBRIDGE_MASTER_PORT"
-"""PROCESS:PORT where MASTER_PORT is not a launcher's. A process that this one starts inherits both, and cannot listen where this one does."""
+"""PROCESS:PORT if MASTER_PORT was not set by a launcher. A child process inherits both, but cannot listen on its parent's port."""
 
 
 def _world_of_one(own_port: bool) -> dict[str, str]:
-    """The variables of `_WORLD` that are to be set, so that a script begins without torchrun: those that nobody has set, and a port that is free now.
+    """The variables of `_WORLD` to set so that a script starts without torchrun: those that are not set yet, and a free port.
 
-    own_port: another one than the port which a parent process made up for itself.
+    own_port: use a port other than the one that a parent process chose for itself.
     """
     maker, _, port = os.environ.get(_MADE_UP, "").partition(":")
     inherited = port == os.environ.get("MASTER_PORT") and maker != str(os.getpid())
     ours = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     made = {name: value for name, value in ours.items() if name not in os.environ}
-    # a rank of several that keeps the port has been told so by its parent
+    # one of several ranks keeps the port, since its parent set it deliberately
     if "MASTER_PORT" not in os.environ or (own_port and inherited and os.environ.get("WORLD_SIZE", "1") == "1"):
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -174,9 +174,9 @@ def _world_of_one(own_port: bool) -> dict[str, str]:
 
 @contextlib.contextmanager
 def foreign_code(*, connections: bool = True, own_port: bool = True) -> Iterator[None]:
-    """The surroundings of somebody else's code, taken back afterwards.
+    """The environment for third-party code, restored afterwards.
 
-    connections: CUDA_DEVICE_MAX_CONNECTIONS=1 too, which Megatron-LM's scripts ask for. own_port: this process is no part of its parent's world.
+    connections: CUDA_DEVICE_MAX_CONNECTIONS=1 too, which Megatron-LM's scripts require. own_port: this process is not part of its parent's world.
     """
     made = _stand_in_for_triton()
     finders: list[Any] = [_HelperFinder(), _UtilsFinder()]

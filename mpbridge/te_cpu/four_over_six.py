@@ -1,4 +1,4 @@
-"""NVFP4's Four Over Six (from release 2.17): each block maps its largest value to 6 or to 4, whichever errs less."""
+"""NVFP4's Four Over Six (from release 2.17): each block maps its largest value to 6 or to 4, whichever gives the smaller error."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mpbridge.emulation.kernels import four_over_six
 
 @dataclass(frozen=True, slots=True)
 class FourOverSix:
-    """What a quantizer says of it."""
+    """The quantizer's settings for it."""
 
     bound: float
     """Largest block scale: 448 or 256."""
     squared: bool
-    """Whether the sum of squared errors chooses, not of their magnitudes."""
+    """Whether blocks compare the sum of squared errors, not of their magnitudes."""
     fast: bool
     """Whether errors are those of the scaled tensor: NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH, which the extension reads at every cast."""
 
     @classmethod
     def of(cls, quantizer: Any) -> FourOverSix | None:
-        """None where the quantizer does not ask for it."""
+        """The quantizer's settings; None if it does not use Four Over Six."""
         if not getattr(quantizer, "nvfp4_use_4over6", False):
             return None
         fast = os.environ.get("NVTE_NVFP4_4OVER6_ERR_USE_FAST_MATH", "0") == "1"
@@ -35,10 +35,10 @@ class FourOverSix:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(multiplier, block scale) of [rows, columns], each [rows, columns/16] as `peak`, the blocks' amaxes.
 
-        amax: of the whole tensor, or one a row. square: 16 rows share a choice.
+        amax: of the whole tensor, or per row. square: 16 rows share a choice.
         """
         rows, columns = x.shape
-        if square:  # the lines of a block come last
+        if square:  # the lines of a block are on the last axis
             view = x.t().reshape(columns // 16, 16, rows)
             overall = amax.float().reshape(())
             found = four_over_six(view, peak.t().unsqueeze(1), overall, self.bound, self.squared, True, fast=self.fast)

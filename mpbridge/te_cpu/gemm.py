@@ -46,7 +46,7 @@ def generic_gemm(
 ) -> list[Any]:
     """[D, bias gradient, input of the GELU, extra output] of D = op(B) op(A), which is row-major for op(A) op(B) in column-major order.
 
-    Raises RuntimeError for a copy that is missing or dimensions that the kernel refuses.
+    Raises RuntimeError for a missing copy or dimensions that the kernel refuses.
     """
     del bias_type, workspace, workspace_size, bulk_overlap, comm_type
     if comm_overlap is not None:
@@ -72,7 +72,7 @@ def generic_gemm(
     if gelu:
         result = _result(x, w, torch.float32, None if grad else bias, alpha)
         if grad:
-            assert gelu_in is not None  # the epilogue reads what the forward GEMM stored
+            assert gelu_in is not None  # the epilogue reads the input stored by the forward GEMM
             result = gelu_gradient(gelu_in.reshape(result.shape).float()) * result
         else:
             pre_gelu = result.to(dtype).reshape(shape)
@@ -105,7 +105,7 @@ def _output_shape(a: Sequence[int], transa: bool, b: Sequence[int], transb: bool
 
 
 def _check_dimensions(A: Any, transA: bool, a: Sequence[int], B: Any, transB: bool, b: Sequence[int]) -> None:
-    """The leading dimensions that cuBLAS asks for with FP8 operands."""
+    """The leading dimensions that cuBLAS requires for FP8 operands."""
     kind = storage_kind(A)
     if kind not in ("delayed", "block") or storage_kind(B) != kind:
         return
@@ -126,7 +126,7 @@ def _check_dimensions(A: Any, transA: bool, a: Sequence[int], B: Any, transB: bo
 
 
 def _check_blocks(A: Any, B: Any, split_accumulator: bool) -> None:
-    """What cuBLAS lacks for blockwise FP8 on a Hopper; later machines multiply such operands as MXFP8."""
+    """Blockwise FP8 products that cuBLAS does not support on Hopper; later GPUs multiply such operands as MXFP8."""
     if storage_kind(A) != "block" or storage_kind(B) != "block" or now().blocks_become_mxfp8:
         return
     if A._is_2D_scaled and B._is_2D_scaled:
@@ -135,7 +135,7 @@ def _check_blocks(A: Any, B: Any, split_accumulator: bool) -> None:
             + ("GEMM is supported" if now().release >= (2, 19) else "supported, but got 2D by 2D")
         )
     if not split_accumulator:
-        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED: block scaling is there with the split accumulator only")
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED: block scaling is supported with the split accumulator only")
 
 
 def _check_types(A: Any, B: Any) -> None:
@@ -145,7 +145,7 @@ def _check_types(A: Any, B: Any) -> None:
 
 
 def _check_epilogue(A: Any, dtype: torch.dtype, *, biased: bool, gelu: bool, grad: bool) -> None:
-    """Blockwise FP8 on a Hopper adds a bias or takes a GELU's gradient in 16 bits, and nothing else (cublaslt_gemm.cu)."""
+    """Blockwise FP8 on Hopper supports only adding a bias and a GELU's gradient in 16 bits as epilogues (cublaslt_gemm.cu)."""
     if storage_kind(A) != "block" or now().blocks_become_mxfp8:
         return
     if (biased and grad) or (gelu and not grad):
@@ -181,7 +181,7 @@ def _stored(
     result: torch.Tensor, dtype: torch.dtype, D: Any, quantizer: Any, accumulate: bool, beta: float | None
 ) -> Any:
     if quantizer is not None:
-        # delayed scaling alone casts inside the GEMM's epilogue; the others quantize a rounded output
+        # only delayed scaling casts inside the GEMM's epilogue; the others quantize a rounded output
         source = (
             result
             if storage_kind(D) == "delayed" and type(quantizer).__name__ == "Float8Quantizer"
@@ -220,7 +220,7 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool = False,
     math_sm_count: int = 0,
 ) -> Any:
-    """One GEMM an expert, into its own output or its rows of one output; biases (forward) or bias gradients (backward) come back."""
+    """One GEMM per expert, into its own output or its rows of one output; returns biases (forward) or bias gradients (backward)."""
     if single_output and D is None:
         raise RuntimeError("not implemented, D should be allocated for single output case.")
     made, start = [], 0

@@ -1,4 +1,4 @@
-"""What the grouped linears ask beside their products: offsets of splits, lists of addresses, and scales in the order of the tensor cores."""
+"""What grouped linears need besides their products: offsets of splits, lists of addresses, and scales in the order of the tensor cores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def splits_to_offsets_multi(
     dtypes: Sequence[torch.dtype],
     bulk_allocate: bool = False,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(sizes in int64, for each stride the running sum of sizes times that stride). Raises RuntimeError for lists of different lengths."""
+    """(sizes in int64, for each stride the cumulative sums of the sizes times that stride). Raises RuntimeError for lists of different lengths."""
     if not len(strides) == len(include_leading_zero) == len(dtypes):
         raise RuntimeError(
             f"strides, include_leading_zero, and dtypes must have matching lengths, but got {len(strides)}, {len(include_leading_zero)}, and {len(dtypes)}."
@@ -69,7 +69,7 @@ _KINDS: dict[str, tuple[_Reorder, Callable[[int, int], tuple[int, int]]]] = {
     "mxfp8_columnwise": (swizzled_columns, lambda rows, columns: (rows // 32, columns)),
     "nvfp4": _by_row(16),
 }
-"""Copy of a quantized tensor -> how its scales are put in tile order, and how many of them belong to a [rows, columns] tensor."""
+"""Copy of a quantized tensor -> how its scales are put in tile order, and their shape for a [rows, columns] tensor."""
 
 
 def _tiles(scales: torch.Tensor, kind: str, rows: int, columns: int) -> torch.Tensor:
@@ -83,7 +83,7 @@ def _tiles(scales: torch.Tensor, kind: str, rows: int, columns: int) -> torch.Te
 
 @kernel
 def swizzle_scales_for_gemm_(tensor: Any) -> None:
-    """Puts the block scales of an MXFP8 or NVFP4 tensor in tile order, once; other tensors stay as they are."""
+    """Puts the block scales of an MXFP8 or NVFP4 tensor in tile order, once; other tensors are not changed."""
     kind = storage_kind(tensor)
     if kind not in ("mxfp8", "nvfp4") or tensor._with_gemm_swizzled_scales:
         return
@@ -101,7 +101,7 @@ def swizzle_scales_for_gemm_(tensor: Any) -> None:
 def _discrete(
     data_tensors: Sequence[torch.Tensor], scale_tensors: Sequence[torch.Tensor], swizzle_type: str, device: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(addresses of the data, addresses of the scales in tile order, the buffer that holds those), for weights that lie apart.
+    """(addresses of the data, addresses of the scales in tile order, the buffer that holds the scales), for weights in separate tensors.
 
     Every tensor has the first one's shape. Source: pytorch/csrc/extensions/grouped_mlp_experimental.cpp. Raises RuntimeError, as the
     extension does.

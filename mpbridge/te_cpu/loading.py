@@ -1,4 +1,4 @@
-"""Importing Transformer Engine's Python over our kernel module, and taking both out of `sys.modules` again."""
+"""Imports Transformer Engine's Python on top of our kernel module, and removes both from `sys.modules` again."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ _ENVIRONMENT = {
     # keeps transformer_engine.common from loading CUDA libraries
     "NVTE_PROJECT_BUILDING": "1",
     "NVTE_FRAMEWORK": "pytorch",
-    # its fusions by torch.compile cost seconds each on a CPU
+    # its torch.compile fusions take seconds each on a CPU
     "NVTE_TORCH_COMPILE": "0",
     "TORCHDYNAMO_DISABLE": "1",
 }
 _loaded: dict[str, dict[str, types.ModuleType]] = {}
-"""Version -> the modules of a Transformer Engine that this process has imported: classes stay what they are when it is entered again."""
+"""Version -> modules of a Transformer Engine that this process has imported, so that its classes stay the same when it is entered again."""
 
 
 def ours(name: str) -> bool:
-    """Whether a module name belongs to what is loaded here."""
+    """Whether a module name belongs to the packages loaded here."""
     return name in (NAME, _PACKAGE) or name.startswith(f"{_PACKAGE}.")
 
 
 def refuse_foreign() -> None:
-    """Raises Refused where another Transformer Engine is imported already."""
+    """Raises Refused if another Transformer Engine is already imported."""
     found = sys.modules.get(_PACKAGE)
     kernels = sys.modules.get(NAME)
     if (found is not None or kernels is not None) and not getattr(kernels, "mpbridge", False):
         raise Refused(
-            "Transformer Engine is imported already: enter mpbridge.transformer_engine_on_cpu() before anything imports transformer_engine or megatron"
+            "Transformer Engine is already imported: enter mpbridge.transformer_engine_on_cpu() before anything imports transformer_engine or megatron"
         )
 
 
 @contextmanager
 def environment() -> Iterator[None]:
-    """The variables that Transformer Engine reads while it is imported; what somebody has set stays."""
+    """The variables that Transformer Engine reads while it is imported; variables that are already set are kept."""
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -67,14 +67,14 @@ def environment() -> Iterator[None]:
 
 @contextmanager
 def loaded(package: Package) -> Iterator[types.ModuleType]:
-    """Transformer Engine's package, importable inside; afterwards `sys.modules` and `sys.path` are as they were."""
+    """Transformer Engine's package, importable in the block; afterwards `sys.modules` and `sys.path` are as they were."""
     refuse_foreign()
     hidden = {name: module for name, module in sys.modules.items() if ours(name)}
     path = list(sys.path)
     others = [name for name in _loaded if name != package.version]
     if others:
         raise Refused(
-            f"Transformer Engine {others[0]} was loaded in this process before, and other modules keep its classes: {package.version} needs a process of its own"
+            f"Transformer Engine {others[0]} was already loaded in this process, and other modules keep its classes: {package.version} needs a separate process"
         )
     try:
         sys.path[:0] = [str(package.folder), *(str(folder) for folder in folders() if folder != package.folder)]
@@ -103,7 +103,7 @@ def _import(package: Package) -> None:
     for name, functions in {"": (), **MODULES}.items():
         full = f"{_PACKAGE}.pytorch.triton" + (f".{name}" if name else "")
         sys.modules[full] = _triton_module(full, functions)
-    # common first, on its own: the package's __init__ imports pytorch, which loads the extension through it
+    # common first, by itself: the package's __init__ imports pytorch, which loads the extension through it
     bare = types.ModuleType(_PACKAGE)
     bare.__path__ = [str(place)]
     sys.modules[_PACKAGE] = bare
@@ -112,19 +112,19 @@ def _import(package: Package) -> None:
     spec = importlib.util.spec_from_file_location(
         _PACKAGE, place / "__init__.py", submodule_search_locations=[str(place)]
     )
-    assert spec is not None  # the file is there: `packages` has seen it
+    assert spec is not None  # the file exists: `packages` found it
     assert spec.loader is not None
     whole: Any = importlib.util.module_from_spec(spec)
     whole.common = common
     sys.modules[_PACKAGE] = whole
     spec.loader.exec_module(whole)
     if f"{_PACKAGE}.pytorch" not in sys.modules:
-        importlib.import_module(f"{_PACKAGE}.pytorch")  # says why: the package's own __init__ hides an ImportError
+        importlib.import_module(f"{_PACKAGE}.pytorch")  # raises the actual error: the package's own __init__ hides an ImportError
     _put_on_cpu()
 
 
 def _put_on_cpu() -> None:
-    """Transformer Engine's own answer to "which device": the CPU, in every module that has taken the function by name."""
+    """Makes the CPU Transformer Engine's default device, in every module that imported the function by name."""
     for name, module in list(sys.modules.items()):
         if ours(name) and callable(vars(module).get("canonicalize_device")):
             vars(module)["canonicalize_device"] = _device
@@ -145,7 +145,7 @@ def _put_on_cpu() -> None:
 
 
 def _no_index(init: Any) -> Any:
-    """A module's `__init__` in which `device` is never an index: megatron-core passes one, and torch makes no device of it without an accelerator."""
+    """A module's `__init__` in which `device` is never an index: megatron-core passes one, which torch cannot turn into a device without an accelerator."""
     signature = inspect.signature(init)
     if "device" not in signature.parameters:
         return init
@@ -161,7 +161,7 @@ def _no_index(init: Any) -> Any:
 
 
 def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """`.to` of quantized storage: there is one device."""
+    """`.to` of quantized storage: there is only one device."""
     return torch.Tensor.to(self, *args, **kwargs) if isinstance(self, torch.Tensor) else self
 
 
@@ -188,7 +188,7 @@ def _triton_module(name: str, functions: tuple[Any, ...]) -> types.ModuleType:
 
 
 def forget_capabilities() -> None:
-    """Empties what Transformer Engine remembers of the machine: another one may be played now."""
+    """Clears what Transformer Engine has cached about the machine: another one may be played now."""
     for name, module in list(sys.modules.items()):
         if not ours(name):
             continue

@@ -23,7 +23,7 @@ _SUBJECTS = (
 
 
 class KernelModule(types.ModuleType):
-    """The module; a name that it lacks is a function that says so when it is called."""
+    """The module; a missing name is a function that raises Refused when it is called."""
 
     mpbridge = True
     """Marks it as ours."""
@@ -35,7 +35,7 @@ class KernelModule(types.ModuleType):
 
 
 def make_module(release: tuple[int, ...]) -> KernelModule:
-    """The module as that Transformer Engine release expects it."""
+    """The module in the form that this Transformer Engine release expects."""
     for subject in _SUBJECTS:
         importlib.import_module(f"mpbridge.te_cpu.{subject}")
     made = KernelModule(NAME, "Transformer Engine's kernels on a CPU, by mpbridge.")
@@ -58,8 +58,8 @@ def _submodule(made: KernelModule, name: str) -> KernelModule:
 
 
 def opaque(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel` as one call into compiled code looks to torch: a dispatch mode (the audit's, a profiler's) sees none of its operations, and autograd
-    none of its inputs.
+    """Makes `kernel` look to torch like one call into compiled code: a dispatch mode (the audit's, a profiler's) sees none of its operations, and
+    autograd none of its inputs.
     """
 
     @functools.wraps(kernel)

@@ -15,7 +15,7 @@ from mpbridge.te_cpu.registry import KERNELS, kernel
 def fused_multi_row_padding(
     input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int], padded_input_row_list: Sequence[int]
 ) -> None:
-    """Groups of rows, each filled up with zero rows."""
+    """Pads each group of rows with zero rows."""
     source = target = 0
     for rows, padded in zip(input_row_list, padded_input_row_list, strict=True):
         output[target : target + rows].copy_(input.detach()[source : source + rows])
@@ -27,7 +27,7 @@ def fused_multi_row_padding(
 def fused_multi_row_unpadding(
     input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int], unpadded_input_row_list: Sequence[int]
 ) -> None:
-    """Groups of rows, each cut to its own length."""
+    """Cuts each group of rows to its unpadded length."""
     source = target = 0
     for rows, kept in zip(input_row_list, unpadded_input_row_list, strict=True):
         output[target : target + kept].copy_(input.detach()[source : source + kept])
@@ -68,7 +68,7 @@ def _weighted(rows: torch.Tensor, places: torch.Tensor, prob: torch.Tensor, toke
 def moe_unpermute_fwd(
     input: torch.Tensor, dtype: Any, row_id_map: torch.Tensor, prob: torch.Tensor, num_tokens: int, topK: int
 ) -> torch.Tensor:
-    """Every token's rows summed in FP32, weighted where there are probabilities."""
+    """Every token's rows summed in FP32, weighted if probabilities are given."""
     return _weighted(input.detach(), row_id_map, prob.detach(), num_tokens, topK)
 
 

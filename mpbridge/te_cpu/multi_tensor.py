@@ -1,4 +1,4 @@
-"""Operations on lists of tensors: scaling, norms, scales from amaxes. The arguments `chunk_size` are for the GPU."""
+"""Operations on lists of tensors: scaling, norms, scales from amaxes. The argument `chunk_size` has no effect on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TensorLists = Sequence[Sequence[torch.Tensor]]
 
 @kernel
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: TensorLists, scale: float) -> None:
-    """Second list = first list times `scale`; the flag becomes 1 where anything is not finite."""
+    """Second list = first list times `scale`; the flag is set to 1 if any value is not finite."""
     for source, target in zip(*tensor_lists, strict=True):
         scaled = source.detach().float() * scale
         if not bool(torch.isfinite(scaled).all()):
@@ -54,7 +54,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: torch.Tensor,
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `multi_tensor_l2norm` of the tensors times `inv_scale`."""
+    """As `multi_tensor_l2norm`, for the tensors times `inv_scale`."""
     return _norms(tensor_lists[0], float(inv_scale), per_tensor_python)
 
 

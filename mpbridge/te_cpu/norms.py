@@ -24,7 +24,7 @@ def _output(y: torch.Tensor, out: Any, quantizer: Any, otype: Any) -> Any:
 
 
 def quantized_like(y: torch.Tensor, quantizer: Any, out: Any, dtype: torch.dtype) -> Any:
-    """FP32 `y` quantized into a tensor that says it is of `dtype`."""
+    """FP32 `y` quantized into a tensor whose nominal dtype is `dtype`."""
     from mpbridge.te_cpu.casts import fill
     from mpbridge.te_cpu.storages import coerced, empty_quantized
 

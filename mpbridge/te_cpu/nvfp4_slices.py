@@ -1,4 +1,4 @@
-"""NVFP4 weights at rest: casts of a distributed optimizer's slices, and column copies made of row copies (from release 2.14)."""
+"""Stored NVFP4 weights: casts of a distributed optimizer's slices, and column copies made from row copies (from release 2.14)."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def nvfp4_compute_per_block_scale(block_amax: torch.Tensor, scale: torch.Tensor,
 def nvfp4_expand_scale_to_fp8(
     input: torch.Tensor, output: torch.Tensor, tile_rows: int, tile_cols: int, rows_padded: int, block_len: int = _SIDE
 ) -> None:
-    """E4M3 bytes of block scales, one row for each row of the weight."""
+    """E4M3 bytes of block scales, one row per row of the weight."""
     codes = encode_fp8(input.float().clone()[:tile_rows, :tile_cols], E4M3).repeat_interleave(block_len, 0)
     rows = min(rows_padded, codes.shape[0])
     output.zero_()
@@ -121,7 +121,7 @@ def nvfp4_2d_partial_cast(
     start_offset: int,
     block_len: int = _SIDE,
 ) -> None:
-    """Packed codes of a slice under the weight's block scales. The slice may begin or end in the middle of a byte."""
+    """Packed codes of a slice with the weight's block scales. The slice may begin or end in the middle of a byte."""
     overall = global_scale.float().reshape(())
     multiplier = (1.0 / (scale.float() * (1.0 / overall))).clamp_max(torch.finfo(torch.float32).max)
     factors = spread(multiplier, block_len, (h, w)).reshape(-1)[start_offset : start_offset + inp.numel()]
@@ -168,7 +168,7 @@ def nvfp4_data_transpose(input: torch.Tensor, output: torch.Tensor | None = None
 
 @kernel
 def nvfp4_2d_scale_transpose(input: torch.Tensor, output: torch.Tensor, M_tiles: int, K_tiles: int) -> None:
-    """Scale bytes of the row copy as those of the column copy: square blocks have one scale for both."""
+    """Turns the scale bytes of the row copy into those of the column copy: square blocks have one scale for both."""
     tiles = input[: M_tiles * _SIDE : _SIDE, :K_tiles]
     rows = tiles.t().repeat_interleave(_SIDE, 0)
     output.zero_()

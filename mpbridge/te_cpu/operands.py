@@ -1,4 +1,4 @@
-"""What a GEMM reads of a quantized tensor: the very copy that the real one would read, so that a missing usage fails here too.
+"""What a GEMM reads from a quantized tensor: the same copy that the real GEMM reads, so that a missing usage also fails here.
 
 Source: `CanonicalizeGemmInput` in Transformer Engine's common/gemm/cublaslt_gemm.cu.
 """
@@ -20,15 +20,15 @@ from mpbridge.te_cpu.swizzle import unswizzled, unswizzled_columns
 
 
 def is_quantized(tensor: Any) -> bool:
-    """Whether it is one of Transformer Engine's quantized tensors or storages."""
+    """Whether the tensor is one of Transformer Engine's quantized tensors or storages."""
     return storage_kind(tensor) is not None
 
 
 def gemm_operand(tensor: Any, name: str, *, column: bool) -> Operand:
     """One side of a GEMM as [rows, columns] of the logical tensor.
 
-    column: the contraction runs over the rows, so that the real kernel wants the column copy. name: 'A' or 'B', for the error.
-    Raises RuntimeError, in the extension's words, where that copy is missing.
+    column: the contraction runs over the rows, so the real kernel needs the column copy. name: 'A' or 'B', for the error.
+    Raises RuntimeError with the extension's message if that copy is missing.
     """
     kind = storage_kind(tensor)
     if kind is None:
@@ -71,7 +71,7 @@ def values_of(tensor: Any, out: torch.dtype, *, column: bool = False) -> torch.T
     return value.reshape(rows_and_columns(tensor, column=column)).to(out)
 
 
-# --- one scale a tensor --------------------------------------------------------------------------------------------------------------------
+# --- one scale per tensor------------------------------------------------------------------------------------------------------------------
 def _per_tensor(tensor: Any, name: str, column: bool) -> Operand:
     data = tensor._data
     transpose: Any = None if getattr(tensor, "_transpose_invalid", True) else tensor._transpose
@@ -122,7 +122,7 @@ def _block(tensor: Any, column: bool) -> Operand:
     data = data if data.dim() else data.reshape(1, 1)
     flat = data.reshape(-1, data.shape[-1]) if not column or compact else data.reshape(data.shape[0], -1)
     scales = tensor._columnwise_scale_inv if column else tensor._rowwise_scale_inv
-    if column and not compact:  # data [columns, rows]: scaled in that shape, seen as its transpose
+    if column and not compact:  # data [columns, rows]: scaled in that shape, used as its transpose
         columns, rows = flat.shape
         if tensor._is_2D_scaled:
             factor = scales[:, : -(-rows // 128)].repeat_interleave(128, 0)[:columns]
@@ -140,7 +140,7 @@ def _block(tensor: Any, column: bool) -> Operand:
 
 
 def _scaled(codes: torch.Tensor, factor: torch.Tensor, number: Any) -> torch.Tensor:
-    """Codes [rows, columns] times the factors [rows, blocks of 128 columns]: in bf16 where that is exact, in fp32 where it is not."""
+    """Codes [rows, columns] times the factors [rows, blocks of 128 columns]: in bf16 if that is exact, else in fp32."""
     rows, columns = codes.shape
     exact = bool(torch.equal(factor, factor.to(torch.bfloat16).float())) and _powers_of_two(factor)
     work = torch.bfloat16 if exact else torch.float32
@@ -169,7 +169,7 @@ def _nvfp4(tensor: Any, column: bool) -> Operand:
         rows, columns
     )
     largest = E2M1.largest * float(getattr(tensor, "_nvfp4_e4m3_max", 448))
-    if amax.numel() > 1:  # one factor a row
+    if amax.numel() > 1:  # one factor per row
         values = values.float() * (amax.float().reshape(-1, 1) / largest)
         return Operand(values.t() if column else values)
     return Operand(values.t() if column else values, (amax.float() / largest).reshape(()))

@@ -17,7 +17,7 @@ _HALF = 1 << 15
 
 
 class _Rule:
-    """One Adam step's constants."""
+    """The constants of one Adam step."""
 
     def __init__(
         self, lr: float, beta1: float, beta2: float, eps: float, step: int, mode: int, correct: bool, decay: float
@@ -55,7 +55,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Lists: gradients, weights, first and second moments, and main weights where there are any. Infinities go through: no flag is read."""
+    """Lists: gradients, weights, first and second moments, and main weights if there are any. Infinities are not caught: the flag is not read."""
     rule = _Rule(lr, beta1, beta2, eps, step, mode, bool(bias_correction), weight_decay)
     with torch.no_grad():
         for grad, weight, m, v, *main in zip(*tensor_lists, strict=True):
@@ -117,7 +117,7 @@ def multi_tensor_adam_param_remainder(
     with torch.no_grad():
         for grad, weight, m, v, remainder in zip(*tensor_lists, strict=True):
             low = remainder.int()
-            # the bf16 weight is the main weight rounded, so a remainder with its top bit set was rounded up
+            # the bf16 weight is the main weight rounded, so it was rounded up if the remainder's top bit is set
             high = weight.view(torch.int16).int() - (low < 0).int()
             main = ((high << 16) | (low & 0xFFFF)).view(torch.float32)
             bits = rule.new(grad, main, m, v).contiguous().view(torch.int32)
@@ -142,7 +142,7 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: torch.Tensor,
 ) -> None:
-    """As `multi_tensor_adam` with rate, step and the inverse of the loss scale in tensors; gradients are unscaled in place. A flag of 1 skips."""
+    """As `multi_tensor_adam` with learning rate, step and inverse loss scale in tensors; gradients are unscaled in place. A flag of 1 skips the step."""
     if noop_flag is not None and int(noop_flag.reshape(-1)[0]) == 1:
         return
     rule = _Rule(float(lr), beta1, beta2, eps, int(step), mode, bool(bias_correction), weight_decay)
@@ -172,7 +172,7 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """Lists: gradients, weights, momentum buffers, and 16-bit copies of the weights where there are any. A flag of 1 skips."""
+    """Lists: gradients, weights, momentum buffers, and 16-bit copies of the weights if there are any. A flag of 1 skips the step."""
     if noop_flag is not None and int(noop_flag.reshape(-1)[0]) == 1:
         return
     with torch.no_grad():

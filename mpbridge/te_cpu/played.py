@@ -1,4 +1,4 @@
-"""What is played at the moment: which machine answers, and whose release's rules hold."""
+"""What is being played: the machine, and the release whose rules apply."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Played:
 
     @property
     def any_layout(self) -> bool:
-        """Whether FP8 GEMMs take operands in any layout, so that no transposes are stored. Hopper, Ada and sm_12x need them.
+        """Whether FP8 GEMMs take operands in any layout, so that no transposes are stored. Hopper, Ada and sm_12x need transposes.
 
         Source: `nvte_is_non_tn_fp8_gemm_supported` in Transformer Engine's common/transformer_engine.cpp.
         """
@@ -48,7 +48,7 @@ _now: list[Played] = []
 
 
 def now() -> Played:
-    """What is played; raises Refused outside of `transformer_engine_on_cpu`."""
+    """The machine and release being played; raises Refused outside of `transformer_engine_on_cpu`."""
     if not _now:
         raise Refused("a kernel of Transformer Engine was called outside of mpbridge.transformer_engine_on_cpu()")
     return _now[-1]
@@ -60,5 +60,5 @@ def enter(played: Played) -> None:
 
 
 def leave() -> None:
-    """Ends what was entered last."""
+    """Leaves what was entered last."""
     _now.pop()

@@ -1,7 +1,7 @@
 """`pytest -p mpbridge.te_cpu.pytest_plugin --played h100`: a test run in which Transformer Engine works without a GPU.
 
-Loaded with -p it acts before conftest files and test modules are imported, so that theirs see a GPU. Where the command line cannot be
-changed, MPBRIDGE_PLAYED and MPBRIDGE_TE say the same.
+When loaded with -p, it takes effect before conftest files and test modules are imported, so that they see a GPU. If the command line cannot be
+changed, set MPBRIDGE_PLAYED and MPBRIDGE_TE instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def pytest_addoption(parser: Any) -> None:
         "--played",
         metavar="GPU",
         default=os.environ.get("MPBRIDGE_PLAYED", "h100"),
-        help="the machine that answers (default: h100)",
+        help="the machine to play (default: h100)",
     )
     group.addoption(
         "--te",
@@ -36,7 +36,7 @@ def pytest_addoption(parser: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config: Any) -> None:
-    """Enters the context before anything of the tests is imported."""
+    """Enters the context before any test module is imported."""
     from mpbridge.te_cpu.context import transformer_engine_on_cpu
     from mpbridge.te_cpu.foreign import foreign_code
 
@@ -49,7 +49,7 @@ def pytest_load_initial_conftests(early_config: Any) -> None:
 
 
 def pytest_report_header() -> str:
-    """One line about what is played."""
+    """One line with the played machine and release."""
     from mpbridge.te_cpu.played import now
 
     played = now()
@@ -60,5 +60,5 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """Gives everything back."""
+    """Restores everything."""
     _STACK.close()

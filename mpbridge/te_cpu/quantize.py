@@ -15,7 +15,7 @@ from mpbridge.te_cpu.storages import coerced, empty_quantized, storage_kind
 
 
 def plain(tensor: Any) -> torch.Tensor:
-    """A tensor's values without its gradient's history; quantized ones are dequantized."""
+    """A tensor's values without its autograd history; quantized ones are dequantized."""
     if is_quantized(tensor):
         return tensor.dequantize()  # type: ignore[no-any-return]
     found: torch.Tensor = tensor.detach()
@@ -23,7 +23,7 @@ def plain(tensor: Any) -> torch.Tensor:
 
 
 def quantized(tensor: torch.Tensor, quantizer: Any, out: Any = None) -> Any:
-    """`tensor` as that quantizer stores it; as it is where there is none. Custom quantizers are asked themselves."""
+    """`tensor` as stored by the quantizer, unchanged without one. Custom quantizers do this themselves."""
     if quantizer is None:
         if out is not None:
             out.copy_(tensor.reshape(out.shape))
@@ -39,7 +39,7 @@ def quantized(tensor: torch.Tensor, quantizer: Any, out: Any = None) -> Any:
 
 @kernel
 def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: torch.Tensor | None = None) -> Any:
-    """`tensor` quantized, into `output` where given; a noop flag of 1 leaves `output` as it is."""
+    """`tensor` quantized, into `output` if given; a noop flag of 1 leaves `output` unchanged."""
     if noop is not None and noop.numel() and float(noop.reshape(-1)[0]) == 1.0:
         return output
     return quantized(plain(tensor), quantizer, output)
@@ -47,7 +47,7 @@ def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: torch.Tensor
 
 @kernel
 def dequantize(input: Any, otype: Any) -> torch.Tensor:
-    """The values of a quantized tensor: of its row copy, or of the column copy where there is only that."""
+    """The values of a quantized tensor: from its row copy, or from the column copy if that is the only one."""
     with torch.no_grad():
         return values_of(input, torch_dtype(otype), column=_only_columns(input))
 
@@ -62,14 +62,14 @@ def _only_columns(tensor: Any) -> bool:
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = None, pin_memory: bool = False
 ) -> Any:
-    """A quantized tensor with buffers and without content."""
+    """A quantized tensor with uninitialised buffers."""
     del pin_memory
     return empty_quantized(quantizer, shape, dtype, device)
 
 
 @kernel
 def multi_tensor_quantize(tensor_list: Sequence[torch.Tensor], quantizer_list: Sequence[Any]) -> list[Any]:
-    """Every tensor quantized by the quantizer of the same place."""
+    """Every tensor quantized by the quantizer at the same index."""
     return [quantize(tensor, quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list, strict=True)]
 
 

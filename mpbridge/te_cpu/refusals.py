@@ -1,4 +1,4 @@
-"""What has no kernel here, by name and with the reason; and the answers about hardware that the extension gives."""
+"""Functions without a kernel here, with the reasons; and the extension's answers about the hardware."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from mpbridge.errors import Refused
 from mpbridge.te_cpu.played import now
 from mpbridge.te_cpu.registry import kernel
 
-_ATTENTION = "fused attention is cuDNN's or FlashAttention's: take the unfused backend (attention_backend=unfused, NVTE_UNFUSED_ATTN=1)"
+_ATTENTION = "fused attention is implemented by cuDNN and FlashAttention: use the unfused backend (attention_backend=unfused, NVTE_UNFUSED_ATTN=1)"
 _USERBUFFERS = "Userbuffers overlap communication with GEMMs in GPU memory: leave tp_comm_overlap off"
-_NVSHMEM = "NVSHMEM is a library of the GPU"
-_EXPERTS = "expert dispatch by NCCL needs GPUs: take the all-to-all or all-gather dispatcher"
-_CONTEXT = "its attention kernels are fused ones: context parallelism runs without it (megatron-core's local attention)"
-_SOLVER = "cuSolverMp is a library of the GPU"
-_GROUPED = "grouped tensors are the experimental fused grouped MLP's: GroupedLinear runs without them"
+_NVSHMEM = "NVSHMEM is a GPU library"
+_EXPERTS = "expert dispatch by NCCL needs GPUs: use the all-to-all or all-gather dispatcher"
+_CONTEXT = "this belongs to the fused attention kernels: context parallelism runs without them (megatron-core's local attention)"
+_SOLVER = "cuSolverMp is a GPU library"
+_GROUPED = "grouped tensors belong to the experimental fused grouped MLP: GroupedLinear runs without them"
 
 REASONS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -95,7 +95,7 @@ CLASSES = frozenset(name for name, reason in REASONS.items() if reason is _USERB
 
 
 def caller() -> str:
-    """'module, line' of the code that asked: the innermost frame that is not ours."""
+    """'module, line' of the calling code: the innermost frame that is not ours."""
     for frame in reversed(traceback.extract_stack()):
         if "/mpbridge/" not in frame.filename.replace("\\", "/"):
             return f"{frame.filename}, line {frame.lineno}"
@@ -109,7 +109,7 @@ def refusal(name: str) -> Callable[..., Any]:
         reason = REASONS.get(name)
         if reason is None:
             raise Refused(
-                f"transformer_engine_torch.{name} has no kernel in mpbridge (called from {caller()}): this needs a GPU, or an issue with that name"
+                f"transformer_engine_torch.{name} has no kernel in mpbridge (called from {caller()}): use a GPU, or open an issue with that name"
             )
         raise Refused(f"transformer_engine_torch.{name} runs on a GPU only: {reason} (called from {caller()})")
 
@@ -136,7 +136,7 @@ def refused_class(name: str) -> type:
 
 @kernel
 def get_fused_attn_backend(*args: Any, **kwargs: Any) -> Any:
-    """None of the fused ones; from release 2.20 with the reason."""
+    """No fused backend; from release 2.20 on with the reason."""
     import sys
 
     extension: Any = sys.modules["transformer_engine_torch"]
@@ -158,7 +158,7 @@ def get_cudnn_version() -> int:
 
 @kernel
 def get_num_cublas_streams() -> int:
-    """As the library's default."""
+    """The library's default."""
     return 4
 
 

@@ -1,4 +1,4 @@
-"""The table of kernels: every function of `transformer_engine_torch` that stands here, by the name that Transformer Engine calls."""
+"""The table of kernels: every function of `transformer_engine_torch` implemented here, by the name that Transformer Engine calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KERNELS: dict[str, Callable[..., Any]] = {}
 
 
 def kernel(function: KernelFunction) -> KernelFunction:
-    """Enters a function under its own name."""
+    """Registers a function under its own name."""
     KERNELS[function.__name__] = function
     return function
 
@@ -20,7 +20,7 @@ def kernel(function: KernelFunction) -> KernelFunction:
 def argument_lists(function: Callable[..., Any], **names: tuple[str, ...]) -> Callable[..., Any]:
     """A dispatcher over argument lists that changed between releases: the release's own list is bound to the newest names.
 
-    names: 'since_2_18' -> the arguments in that release's order; the row with the highest release that is not later than the one played.
+    names: 'since_2_18' -> the arguments in that release's order; the latest row that is not newer than the played release is used.
     """
     rows = sorted((tuple(map(int, key.removeprefix("since_").split("_"))), order) for key, order in names.items())
 

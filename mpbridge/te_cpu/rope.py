@@ -12,7 +12,7 @@ from mpbridge.te_cpu.registry import kernel
 
 
 def _turned(x: torch.Tensor, angles: torch.Tensor, interleaved: bool, backward: bool) -> torch.Tensor:
-    """x [..., d] in FP32 rotated by angles [..., d2], d2 <= d; what is beyond d2 stays."""
+    """x [..., d] in FP32 rotated by angles [..., d2], d2 <= d; elements beyond d2 are unchanged."""
     width = angles.shape[-1]
     part, rest = x[..., :width].float(), x[..., width:]
     cosine, sine = angles.cos(), angles.sin()
@@ -31,7 +31,7 @@ def _half_turn(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
 
 
 def _positions(length: int, start: int, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Positions of a rank's tokens: under context parallelism one chunk from the front and its mirror from the back."""
+    """Positions of a rank's tokens: under context parallelism one chunk from the front and its mirror image from the back."""
     at = torch.arange(length)
     if cp_size > 1:
         half = length // 2

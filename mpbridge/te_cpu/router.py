@@ -1,4 +1,4 @@
-"""The router's fused functions: scores, the experts of each token, balancing by a loss or by quantiles."""
+"""The router's fused functions: scores, the experts of each token, and load balancing by a loss or by quantiles."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def _scores(logits: torch.Tensor, function: str) -> torch.Tensor:
 
 
 def _slope(value: torch.Tensor, function: str) -> torch.Tensor:
-    """Derivative of an elementwise score from its stored value: of the sigmoid, or of sqrt(softplus), whose logit is stored."""
+    """Derivative of an elementwise score from its stored value: for the sigmoid, or for sqrt(softplus), which stores the logit."""
     if function == "sigmoid":
         return value * (1 - value)
     return torch.sigmoid(value) / (2 * torch.nn.functional.softplus(value).sqrt())
 
 
 def _in_bits(routing: torch.Tensor) -> torch.Tensor:
-    """[tokens, ceil(experts / 8)] uint8: bit e % 8 of byte e // 8 is expert e's."""
+    """[tokens, ceil(experts / 8)] uint8: bit e % 8 of byte e // 8 belongs to expert e."""
     padded = torch.nn.functional.pad(routing.to(torch.uint8), (0, -routing.shape[1] % 8))
     return (padded.view(routing.shape[0], -1, 8) << _BITS).sum(-1, dtype=torch.uint8)
 
@@ -46,7 +46,7 @@ _BITS = torch.arange(8, dtype=torch.uint8)
 def _routing(
     chosen: torch.Tensor, shape: torch.Size, routing_map_format: int, topk_indices: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The chosen experts as they are asked for: written into dense indices, or a map in bytes or bits, with the logits' leading dimensions."""
+    """The chosen experts in the requested form: written into dense indices, or as a map of bytes or bits, with the logits' leading dimensions."""
     if topk_indices is not None:
         topk_indices.copy_(chosen.view(topk_indices.shape))
         return topk_indices
@@ -55,12 +55,12 @@ def _routing(
 
 
 def _probabilities(picked: torch.Tensor, topk: int) -> torch.Tensor:
-    """Scores of the chosen experts that are no softmax, over their sum."""
+    """Non-softmax scores of the chosen experts, divided by their sum."""
     return picked / (picked.sum(-1, keepdim=True) + _EPSILON) if topk > 1 else picked
 
 
 def _chosen(scores: torch.Tensor, topk: int, groups: int | None, group_topk: int | None) -> torch.Tensor:
-    """Indices [tokens, topk] of the highest scores, those of the best groups only where experts are grouped."""
+    """Indices [tokens, topk] of the highest scores, from the best groups only if experts are grouped."""
     if groups and group_topk:
         grouped = scores.view(scores.shape[0], groups, -1)
         best = grouped.topk(topk // group_topk, -1).values.sum(-1).topk(group_topk, -1).indices
@@ -100,7 +100,7 @@ def fused_topk_with_score_function_fwd(
     assert kept is not None  # every score function stores something
     routing = _routing(chosen, logits.shape, routing_map_format, topk_indices)
     probs = torch.zeros_like(x).scatter(1, chosen, picked * (1.0 if scaling_factor is None else scaling_factor))
-    # logits' dtype: FP32 is kept for later releases, which store FP32 whatever the logits are
+    # early releases store the logits' dtype, later ones FP32 regardless of the logits
     kept = kept.to(logits.dtype if _stores_in_logits_dtype() else torch.float32)
     return probs.to(logits.dtype).view(logits.shape), routing, kept.view(logits.shape)
 
@@ -124,9 +124,9 @@ def fused_topk_with_score_function_qb_fwd(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sigmoid routing balanced by quantiles: (probabilities, routing, sigmoids [..., experts], cutoffs [tokens], the histogram).
 
-    A token's cutoff is its biased score number topk + 1; among equal ones the expert with the highest number is not chosen. `histogram`
-    [experts, bins], counts in place, in uniform bins, what each expert's bias must be for its score to reach the cutoff; both of the
-    GPU's ways to count give the same. Source: common/fused_router/fused_topk_with_score_function.cu. Raises RuntimeError, as the
+    A token's cutoff is its (topk + 1)-th highest biased score; in a tie the expert with the highest index is not chosen. `histogram`
+    [experts, bins] counts in place, in uniform bins, what each expert's bias must be for its score to reach the cutoff; both of the
+    GPU's counting modes give the same result. Source: common/fused_router/fused_topk_with_score_function.cu. Raises RuntimeError, as the
     extension does.
     """
     experts = logits.shape[-1]
@@ -146,7 +146,7 @@ def fused_topk_with_score_function_qb_fwd(
 
 
 def _count(required: torch.Tensor, bin_bounds: torch.Tensor, histogram: torch.Tensor) -> None:
-    """Adds [tokens, experts] values to a histogram [experts, bins]; what is outside of the bounds is in the first or last bin, NaN in the first."""
+    """Adds [tokens, experts] values to a histogram [experts, bins]; values outside the bounds go into the first or last bin, NaN into the first."""
     experts, bins = histogram.shape
     lower, upper = bin_bounds.detach()
     found = ((required - lower) * (bins / (upper - lower))).floor().nan_to_num(nan=0.0).clamp(0, bins - 1).long()
@@ -168,7 +168,7 @@ def _topk_backward(
     num_tokens: int = 0,
     num_experts: int = 0,
 ) -> torch.Tensor:
-    """Gradient of the logits, also written into `grad_logits` where given."""
+    """Gradient of the logits, also written into `grad_logits` if given."""
     stored = intermediate_output.detach().float().view(-1, intermediate_output.shape[-1])
     given = routing_map.detach().reshape(stored.shape[0], -1)
     if use_dense_indices:
@@ -227,7 +227,7 @@ def _score_backward(
     num_tokens: int = 0,
     num_experts: int = 0,
 ) -> torch.Tensor:
-    """Gradient of the logits, also written into `grad_logits` where given."""
+    """Gradient of the logits, also written into `grad_logits` if given."""
     stored, grad = intermediate_output.detach().float(), grad_scores.detach().float().view(intermediate_output.shape)
     if score_function == "softmax":
         found = stored * (grad - (grad * stored).sum(-1, keepdim=True))

@@ -1,4 +1,4 @@
-"""Activations times one factor a row (a token's routing probability), of releases from 2.19 on: FP32 throughout, rounded once.
+"""Activations times one factor per row (a token's routing probability), from release 2.19 on: FP32 throughout, rounded once.
 
 Source: common/activation/scaled_activation.h, scaled_swiglu.cu, scaled_srelu.cu.
 """
@@ -15,7 +15,7 @@ from mpbridge.te_cpu.registry import kernel
 
 
 def _unwoven(function: Map, size: int) -> Map:
-    """A gated function whose input holds `size` columns of the gate, then `size` of the linear part, in turn; 0: all of one, then all of the other."""
+    """A gated function whose input alternates `size` columns of the gate with `size` of the linear part; 0: all of the gate, then all of the linear part."""
 
     def gate(x: torch.Tensor) -> torch.Tensor:
         if size:
@@ -34,7 +34,7 @@ def _forward(function: Map, input: torch.Tensor, scales: torch.Tensor, quantizer
 def _backward(
     function: Map, grad: torch.Tensor, input: torch.Tensor, scales: torch.Tensor, quantizer: Any, wanted: bool
 ) -> tuple[Any, torch.Tensor | None]:
-    """The input's gradient, and the scales' where it is wanted."""
+    """The input's gradient, and that of the scales if `wanted`."""
     with torch.enable_grad():
         rows = input.detach().float().reshape(-1, input.shape[-1]).requires_grad_()
         found = function(rows)

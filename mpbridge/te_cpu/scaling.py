@@ -32,7 +32,7 @@ def fused_amax_and_scale_update_after_reduction(
     fp8_dtype: Any,
     margin: float,
 ) -> None:
-    """Rolls histories and renews scales, in place; a tensor whose amax is 0 keeps both. Source: common/recipe/delayed_scaling.cu."""
+    """Rolls histories and updates scales, in place; a tensor whose amax is 0 keeps both. Source: common/recipe/delayed_scaling.cu."""
     largest, at = number_format(fp8_dtype).largest, 0
     for history, scale in zip(amax_histories, scales, strict=True):
         count = history.shape[1]
@@ -45,7 +45,7 @@ def fused_amax_and_scale_update_after_reduction(
         amax = last if amax_compute_algo == "most_recent" else magnitude(rolled).amax(0)
         rolled[0] = 0
         renewed = delayed_scale(torch.where(moved, amax, torch.zeros_like(amax)), scale, largest, int(margin))
-        with torch.inference_mode():  # either may have been made in it, which a compiled kernel does not ask
+        with torch.inference_mode():  # either may be an inference tensor, which a compiled kernel can write to
             history.copy_(torch.where(moved, rolled, history))
             scale.copy_(renewed)
 
@@ -109,7 +109,7 @@ def mxfp8_scaling_partial_cast(
     cols: int,
     start_offset: int,
 ) -> None:
-    """E4M3 codes of both copies of a slice of a [rows, cols] weight under given E8M0 bytes."""
+    """E4M3 codes of both copies of a slice of a [rows, cols] weight with the given E8M0 scale bytes."""
     part, count = input.detach().reshape(-1).float(), input.numel()
     by_row, _ = mxfp8_factors(scale_inv_rowwise[:rows, : cols // 32].to(torch.int32), now().rules)
     by_column, _ = mxfp8_factors(scale_inv_colwise[: rows // 32, :cols].to(torch.int32), now().rules)

@@ -36,7 +36,7 @@ def convert_bshd_to_thd(tensor: torch.Tensor, cu_seqlens: torch.Tensor, t: int) 
 def thd_get_partitioned_indices(
     cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int
 ) -> torch.Tensor:
-    """A context-parallel rank's tokens: of every sequence one chunk from the front and its mirror from the back."""
+    """A context-parallel rank's tokens: from every sequence, one chunk from the front and its mirror image from the back."""
     parts = []
     bounds = [int(bound) for bound in cu_seqlens.tolist()]
     for begin, end in itertools.pairwise(bounds):
@@ -48,7 +48,7 @@ def thd_get_partitioned_indices(
 
 @kernel
 def thd_read_half_tensor(tensor: torch.Tensor, cu_seqlens: torch.Tensor, half_idx: int) -> torch.Tensor:
-    """The first or the second half of every sequence; tokens are in the third last dimension."""
+    """The first or the second half of every sequence; tokens are the third dimension from the end."""
     axis = 0 if tensor.dim() == 3 else 1
     parts = []
     bounds = [int(bound) for bound in cu_seqlens.tolist()]
@@ -63,7 +63,7 @@ _MASK_BITS = 8
 
 @kernel
 def dropout_fwd(input: Any, dropout_probability: float, out: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """[what is kept, scaled by 1 / (1 - p); the mask, one bit an element]. Eight random bits an element, as the kernel draws."""
+    """[the kept elements, scaled by 1 / (1 - p); the mask, one bit per element]. Draws eight random bits per element, like the kernel."""
     x = plain(input) if is_quantized(input) else input.detach()
     random = torch.randint(0, 256, x.shape, dtype=torch.int32)
     keep = random >= int(dropout_probability * 256)

@@ -7,7 +7,7 @@ import torch
 from mpbridge.te_cpu.registry import KERNELS, kernel
 
 _MASKED = -10000.0
-"""What a masked score becomes in scaled_masked_softmax.cu."""
+"""The value of a masked score in scaled_masked_softmax.cu."""
 
 
 @kernel
@@ -18,7 +18,7 @@ def scaled_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Te
 
 @kernel
 def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale_factor: float) -> torch.Tensor:
-    """As `scaled_softmax_forward`, where mask is true nearly nothing; a row that is masked whole is zero."""
+    """As `scaled_softmax_forward`, but nearly zero where the mask is true; a fully masked row is zero."""
     hidden = mask.bool()
     scores = (input.detach().float() * float(scale_factor)).masked_fill(hidden, _MASKED)
     every = hidden.expand(scores.shape).all(-1, keepdim=True)
@@ -27,7 +27,7 @@ def scaled_masked_softmax_forward(input: torch.Tensor, mask: torch.Tensor, scale
 
 @kernel
 def scaled_aligned_causal_masked_softmax_forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
-    """Causal, aligned to the bottom right corner."""
+    """Causal softmax, aligned to the bottom right corner."""
     queries, keys = input.shape[-2:]
     seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     scores = (input.detach().float() * float(scale_factor)).masked_fill(~seen, float("-inf"))

@@ -1,4 +1,4 @@
-"""Empty quantized tensors as the compiled quantizers make them: which buffers, of which shape, under which names.
+"""Empty quantized tensors as the compiled quantizers make them: which buffers, their shapes and their names.
 
 Source: `create_tensor`, `convert_and_update_tensor` and `get_scale_shape` of Transformer Engine's pytorch/csrc/quantizer.cpp. Padding of
 scales is zero here; the real buffers are not initialised there.
@@ -54,7 +54,7 @@ def _class(thing: Any) -> Any:
 
 
 def kind_of(quantizer: Any) -> QuantizerKind:
-    """Which of the compiled quantizers an object is; raises Refused for one that the extension does not know."""
+    """The kind of compiled quantizer that an object is; raises Refused for a class that the extension does not know."""
     kind = _kind_of_class(_class(quantizer), "quantizer")
     if kind is None:
         raise Refused(
@@ -69,7 +69,7 @@ def storage_kind(tensor: Any) -> QuantizerKind | None:
 
 
 def rows_of(shape: Sequence[int]) -> int:
-    """All dimensions but the last, multiplied."""
+    """The product of all dimensions but the last."""
     return math.prod(shape[:-1])
 
 
@@ -95,7 +95,7 @@ def _classes(kind: QuantizerKind) -> tuple[type, type, frozenset[str], frozenset
 
 
 def forget_classes() -> None:
-    """To be called when another Transformer Engine is imported."""
+    """Call it when another Transformer Engine is imported."""
     _classes.cache_clear()
     _kind_of_class.cache_clear()
 
@@ -120,12 +120,12 @@ def _made(
 
 
 def swizzles(quantizer: Any) -> bool:
-    """Whether that quantizer stores block scales in the order of the tensor cores (from release 2.12, `optimize_for_gemm`)."""
+    """Whether the quantizer stores block scales in the order of the tensor cores (from release 2.12, `optimize_for_gemm`)."""
     return bool(getattr(quantizer, "optimize_for_gemm", False)) and kind_of(quantizer) in ("mxfp8", "nvfp4")
 
 
 def empty_quantized(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> Any:
-    """A tensor of zeros (of a storage class where the quantizer is internal) with the buffers for the quantizer's usages.
+    """A tensor of zeros (of a storage class if the quantizer is internal) with the buffers for the quantizer's usages.
 
     Raises RuntimeError, as the extension does, for a shape that does not fit the format's blocks.
     """
@@ -224,7 +224,7 @@ _BUFFERS = {"mxfp8": _mxfp8, "block": _block, "nvfp4": _nvfp4}
 
 
 def coerced(quantizer: Any, tensor: Any, shape: Sequence[int], dtype: torch.dtype) -> Any:
-    """`tensor` with buffers for the usages that the quantizer asks for, and no others."""
+    """`tensor` with buffers for the quantizer's usages and no others."""
     kind = kind_of(quantizer)
     expected = "delayed" if kind == "current" else kind
     if storage_kind(tensor) != expected:

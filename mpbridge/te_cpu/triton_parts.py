@@ -26,7 +26,7 @@ def make_row_id_map(routing_map: torch.Tensor, num_tokens: int, num_experts: int
 def _pairs(
     row_id_map: torch.Tensor, experts: int, pad_offsets: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(token, row, expert) of every routed pair; rows are moved by their expert's padding."""
+    """(token, row, expert) of every routed pair; rows are shifted by their expert's padding."""
     count = row_id_map[:, 2 * experts]
     there = torch.arange(experts).unsqueeze(0) < count.unsqueeze(1)
     token, slot = there.nonzero(as_tuple=True)
@@ -144,7 +144,7 @@ def sort_chunks_by_map(
 
 # --- cross entropy -------------------------------------------------------------------------------------------------------------------------
 class _Row:
-    """One call's logits as FP32 rows, and what the gradient needs of them."""
+    """One call's logits as FP32 rows, and what the gradient needs from them."""
 
     def __init__(self, logits: torch.Tensor, target: torch.Tensor, rank: int) -> None:
         self.logits = logits.detach().reshape(-1, logits.shape[-1]).float()
@@ -160,7 +160,7 @@ class _Row:
     def gradient(
         self, highest: torch.Tensor, total: torch.Tensor, eps: float, target_share: float, scale: torch.Tensor
     ) -> torch.Tensor:
-        """(softmax - eps - target_share at the target) times scale, scale one a row."""
+        """(softmax - eps - target_share at the target) times scale, with one scale per row."""
         grad = (self.logits - highest.unsqueeze(1)).exp() / total.unsqueeze(1) - eps
         grad[self.here, self.place[self.here]] -= target_share
         return grad * scale.unsqueeze(1)
@@ -188,8 +188,8 @@ def cross_entropy_forward(
     ignore_idx: int,
     overwrite_input: bool = False,
 ) -> tuple[Any, ...]:
-    """(loss [batch, sequence] or its mean, what the backward pass needs ...): until release 2.18 the gradient itself, later the input and
-    two statistics a row.
+    """(loss [batch, sequence] or its mean, then what the backward pass needs): until release 2.18 the gradient itself, later the input and
+    two statistics per row.
     """
     batch, sequence, vocabulary = _input.shape
     if target.numel() != batch * sequence:
@@ -254,13 +254,13 @@ def _rebuilt(
 
 
 def cross_entropy_backward(*given: Any, **named: Any) -> torch.Tensor:
-    """Gradient of the logits from what the forward pass of this release has kept."""
+    """Gradient of the logits from what this release's forward pass stored."""
     return _rebuilt(*given, **named) if now().release >= (2, 19) else _times(*given, **named)
 
 
 # --- padding -------------------------------------------------------------------------------------------------------------------------------
 def pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
-    """Scales filled up with zeros to multiples of 128 rows and 4 columns."""
+    """Scales padded with zeros to multiples of 128 rows and 4 columns."""
     return torch.nn.functional.pad(inp, (0, -inp.shape[1] % 4, 0, -inp.shape[0] % 128))
 
 
@@ -268,7 +268,7 @@ def pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
 def compute_grouped_dbias(
     dy: torch.Tensor, offsets: torch.Tensor, num_groups: int, dbias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[groups, hidden] FP32: each group's rows of [tokens, hidden] summed, added to `dbias` where it is given."""
+    """[groups, hidden] FP32: each group's rows of [tokens, hidden] summed, added to `dbias` if given."""
     out = torch.zeros(num_groups, dy.shape[1]) if dbias is None else dbias
     out.index_add_(0, _group_of(offsets, dy.shape[0]), dy.detach().float())
     return out
@@ -282,7 +282,7 @@ def compute_grouped_dbias_dscales(
     dbias: torch.Tensor | None = None,
     dscales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(gradient of biases that tokens' factors multiply, gradient of those factors), FP32, added to what is given."""
+    """(gradient of biases multiplied by per-token factors, gradient of those factors) in FP32, added to the given tensors."""
     group, rows = _group_of(offsets, dy.shape[0]), dy.detach().float()
     of_bias = torch.zeros(bias.shape[0], dy.shape[1]) if dbias is None else dbias
     of_bias.index_add_(0, group, rows * scales.detach().float().unsqueeze(1))
@@ -292,7 +292,7 @@ def compute_grouped_dbias_dscales(
 
 
 def _group_of(offsets: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Each token's group, from the groups' first rows and the end."""
+    """Each token's group, from the first row of each group and the end."""
     return torch.searchsorted(offsets[1:].contiguous(), torch.arange(tokens, dtype=offsets.dtype), right=True)
 
 

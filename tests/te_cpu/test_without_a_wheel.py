@@ -133,7 +133,7 @@ def test_megatron_imported_first_is_one_clear_refusal(tmp_path) -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "megatron is imported already" in done.stdout
+    assert "megatron is already imported" in done.stdout
 
 
 def test_coalesced_gathers_keep_every_dtype() -> None:
