@@ -1,1 +1,1 @@
-"""Which linears may go low, measured on the user's own model: scores, a choice under a budget, its proof on unseen batches, and a recipe."""
+"""Which linears can run in low precision, measured on the user's own model: scores, a choice within a budget, its proof on unseen batches, a recipe."""

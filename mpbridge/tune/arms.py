@@ -1,4 +1,4 @@
-"""The proposal's neighbours: simple rules that anybody can write down, and random choices at about the same cost."""
+"""What the proposal is compared with: simple rules that anybody could write down, and random choices at about the same cost."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ALL_LOW = "all low"
 KINDS = "whole kinds"
 TUNED = "tuned"
 NEAR = 0.95
-"""Of the proposal's cost: what a random choice is raised to where its levels allow."""
+"""Share of the proposal's cost that a random choice is raised to if its levels allow it."""
 
 
 def uniform(units: Sequence[DecisionUnit], options: DamageByLevel, level: str, high: str) -> dict[str, str]:
-    """Every unit at `level`; one that cannot take it in high precision."""
+    """Every unit at `level`; units that cannot take it in high precision."""
     return {unit.name: level if level in mine else high for unit, mine in zip(units, options, strict=True)}
 
 
@@ -37,7 +37,7 @@ def tail(units: Sequence[DecisionUnit], options: DamageByLevel, high: str) -> di
 def kinds(
     units: Sequence[DecisionUnit], options: DamageByLevel, costs: Costs, budget: float, swapped: bool
 ) -> dict[str, str] | None:
-    """The best choice of whole kinds under the budget; None: none keeps within it. swapped: the budget is of damage."""
+    """The best choice of whole kinds within the budget; None if there is none. swapped: the budget limits damage."""
     whole = by_kind(units)
     owner = {slot: number for number, kind in enumerate(whole) for slot in kind.slots}
     gains: list[dict[str, float]] = [{} for _ in whole]
@@ -56,7 +56,7 @@ def kinds(
 def at_random(
     units: Sequence[DecisionUnit], options: DamageByLevel, costs: Costs, limit: float, seed: int
 ) -> dict[str, str]:
-    """Units drawn one by one, each to a random level that it can take, while the cost stays within `limit`; then raised at random until it is near."""
+    """Units drawn one by one, each set to a random level that it can take, as long as the cost stays within `limit`; then raised at random until the cost is close to it."""
     draw = random.Random(seed)
     chosen = [LOW if LOW in mine else min(mine, key=costs[i].__getitem__) for i, mine in enumerate(options)]
     spent = sum(costs[i][level] for i, level in enumerate(chosen))

@@ -1,4 +1,4 @@
-"""Budgets: `time=1.1`, `memory=40GB`, `gradient-error=0.3`, or what the last 15 % of the layers in high precision cost."""
+"""Budgets: `time=1.1`, `memory=40GB`, `gradient-error=0.3`, or the cost of the last 15 % of the layers in high precision."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """What the choice may cost."""
+    """The limit on the cost of the choice."""
 
     what: What = "tail"
     value: float = 0.0
@@ -39,9 +39,9 @@ class Budget:
 
 
 def budget_of(text: str | None) -> Budget:
-    """The budget that --budget says. Raises BadValue."""
+    """The budget given as --budget. Raises BadValue."""
     if text is not None and not isinstance(text, str):
-        raise BadValue(f"budget={text!r}: a {type(text).__name__} says not of what; {_LEGAL}, as a string")
+        raise BadValue(f"budget={text!r}: a {type(text).__name__} does not say what it limits; {_LEGAL}, as a string")
     if not text:
         return Budget()
     name, found, said = text.partition("=")
@@ -51,8 +51,8 @@ def budget_of(text: str | None) -> Budget:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][-+]?\d+)?)\s*([a-zA-Z]*)\s*", said)
     factor = _UNITS.get(match.group(2).lower()) if match else None
     if match is None or factor is None or (match.group(2) and name != "memory"):
-        raise BadValue(f"--budget {text!r}: {said.strip() or 'nothing'} is not such a number; {_LEGAL}")
+        raise BadValue(f"--budget {text!r}: {said.strip() or 'nothing'} is not such a value; {_LEGAL}")
     value = float(match.group(1)) * factor
     if value <= 0:
-        raise BadValue(f"--budget {text!r}: above 0; {_LEGAL}")
+        raise BadValue(f"--budget {text!r}: must be above 0; {_LEGAL}")
     return Budget(what=name, value=value)  # type: ignore[arg-type]

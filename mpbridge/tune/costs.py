@@ -21,17 +21,17 @@ Costs = list[dict[str, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
-    """By what seconds are counted."""
+    """How seconds are estimated."""
 
     machine: Machine
     constants: Constants | None = None
-    """Of a --machine-file: measured there; None: the shipped ones."""
+    """From a --machine-file, measured on that machine; None: the shipped ones."""
     basis: Basis = "predicted"
 
     def words(self) -> str:
-        """For the table and the recipe."""
+        """The description in the table and the recipe."""
         if self.basis == "peaks":
-            return f"GEMMs at the peak of {self.machine.name}, casts left out: a limit that no kernel reaches"
+            return f"GEMMs at the peak of {self.machine.name}, without casts: a bound that no kernel reaches"
         kind = "measured rates of" if self.constants is not None else "predicted for"
         return f"GEMMs and quantization, {kind} {self.machine.name}"
 
@@ -44,7 +44,7 @@ def seconds(
     run: RunFacts | None,
     shapes: Mapping[str, tuple[int, int, int]],
 ) -> Costs:
-    """Seconds of a micro-batch on a rank. run: priced by its list of operations; None: by the shapes (tokens, out, in) that were seen.
+    """Seconds per micro-batch on one rank. run: priced by its list of operations; None: by the observed shapes (tokens, out, in).
 
     Raises BadValue for a machine without a rate for one of the levels.
     """
@@ -84,8 +84,8 @@ def bytes_of(
 ) -> tuple[Costs, float]:
     """(bytes that each level adds for each unit, bytes of the fullest rank with every unit at the first level).
 
-    Of one unit of each kind and layer kind, changed alone: bytes add up over linears. The sum stands for the fullest rank, so on several pipeline stages
-    it is too large, never too small.
+    Computed for one unit of each kind and layer kind, changed alone, since bytes add up over linears. The sum is used for the fullest rank, so with several
+    pipeline stages it is too large, never too small.
     """
     base = dataclasses.replace(policy, regions=(Region(quant=next(iter(levels.values()))),))
     whole = float(memory(base, run).needed)

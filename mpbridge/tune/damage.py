@@ -1,4 +1,4 @@
-"""From scores to damage: each unit's part of the gradient's squared error, in units that were measured jointly."""
+"""From scores to damage: each unit's part of the gradient's squared error, from joint measurements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpbridge.tune.scores import Scores
 from mpbridge.tune.subject import Subject
 
 Joint = Mapping[str, Mapping[Gemm, float]]
-"""Level -> GEMM -> (||g_q - g|| / ||g||)^2 with that GEMM of every linear under the level and the two others in high precision."""
+"""Level -> GEMM -> (||g_q - g|| / ||g||)^2 with that GEMM of every linear at the level and the two others in high precision."""
 
 
 def joint(
@@ -27,7 +27,7 @@ def joint(
     refused: Mapping[tuple[str, str], str],
     batches: int,
 ) -> Joint:
-    """The joint damage of each kind of GEMM under each level, from the first scoring batches. A linear that cannot take a level stays high."""
+    """The joint damage of each kind of GEMM at each level, from the first scoring batches. A linear that cannot take a level stays in high precision."""
     arms: dict[str, PrecisionPolicy] = {}
     for name, quant in levels.items():
         spared = tuple(Region(modules=slot) for slot, level in refused if level == name)
@@ -49,8 +49,8 @@ def damages(
 ) -> list[dict[str, float]]:
     """For each unit: level -> its part of the squared relative gradient error; levels that its shapes cannot take are left out.
 
-    Of each kind of GEMM the joint damage is shared out by the scores: what one linear does is about proportional to its score, and what several do
-    adds up, because their rounding errors are independent.
+    The joint damage of each kind of GEMM is divided among the linears by their scores: the damage of one linear is about proportional to its score, and
+    damage adds up over linears because their rounding errors are independent.
     """
     totals = {
         (name, gemm): math.fsum(sums.score[gemm] for (_, level), sums in scores.items() if level == name)
@@ -62,7 +62,7 @@ def damages(
         mine: dict[str, float] = {}
         for name in levels:
             parts = [scores.get((slot, name)) for slot in unit.slots]
-            # an expert that saw no token in any batch has no score, and does no damage that was seen
+            # an expert that got no token in any batch has no score and no observed damage
             if all(part is None for part in parts):
                 continue
             mine[name] = math.fsum(
@@ -77,7 +77,7 @@ def damages(
 
 
 def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's, ties by their mean rank; nan for fewer than three values or when one side is constant."""
+    """Spearman's rank correlation, ties at their mean rank; nan for fewer than three values or when one side is constant."""
     if len(first) < 3:
         return math.nan
     a, b = _ranks(np.asarray(first)), _ranks(np.asarray(second))

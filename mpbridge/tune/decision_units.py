@@ -1,4 +1,4 @@
-"""What is decided: linears that must get one format together, and the kinds of layers that they belong to."""
+"""The units of decision: linears that must share one format, and their kinds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 _EXPERTS = re.compile(r"^(.*\bexperts)\.(?:local_experts\.)?\d+\.")
 LOW = "low"
-"""The level of the recipe that is tuned; other levels go by the words of `modules:`."""
+"""The recipe's own level; other levels are named by the words of `modules:`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class TunedLinear:
 
     @property
     def glob(self) -> str:
-        """What names it, in its layer, in a recipe: an expert by all experts of the layer."""
+        """The glob that names it within its layer in a recipe; for an expert, that of all experts of the layer."""
         found = _EXPERTS.match(self.below)
         return f"{found.group(1)}.*" if found else self.below
 
@@ -42,25 +42,25 @@ class DecisionUnit:
 
     @property
     def kind(self) -> str:
-        """Its globs, the same for such units of all layers."""
+        """Its globs; the same for corresponding units of all layers."""
         return " + ".join(dict.fromkeys(glob for _, glob in self.places))
 
     @property
     def layer(self) -> int:
-        """Of its first linear."""
+        """The layer of its first linear."""
         return self.places[0][0]
 
     @property
     def name(self) -> str:
-        """'3.mlp.linear_fc1', where it stands alone in its kind and layer."""
+        """'3.mlp.linear_fc1'; unique if it is the only unit of its kind in the layer."""
         return f"{self.layer}.{self.kind}"
 
 
 def units(places: Iterable[TunedLinear], inputs: Mapping[str, Hashable] | None = None) -> list[DecisionUnit]:
-    """The decisions, in the order of their first linears: an expert layer is one, so are linears with one weight, and those that read one input.
+    """The decisions, in the order of their first linears. The experts of a layer form one; so do linears that share a weight, and linears that read the same input.
 
-    inputs: slot -> what is the same for linears of one layer that read one tensor (they are one GEMM in a stack that fuses them); None: the linears
-    are fused already.
+    inputs: slot -> a key that is equal for linears of one layer that read the same tensor (a stack may fuse them into one GEMM); None: the linears
+    are already fused.
     """
     known = list(places)
     root: dict[Hashable, int] = {}
@@ -94,7 +94,7 @@ def units(places: Iterable[TunedLinear], inputs: Mapping[str, Hashable] | None =
 
 
 def by_kind(found: Iterable[DecisionUnit]) -> list[DecisionUnit]:
-    """Whole kinds as decisions: all layers' units of a kind in one."""
+    """Whole kinds as decisions: one unit per kind, with all layers."""
     kinds: dict[str, list[DecisionUnit]] = {}
     for unit in found:
         kinds.setdefault(unit.kind, []).append(unit)

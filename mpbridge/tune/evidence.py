@@ -1,4 +1,4 @@
-"""What a tuned recipe keeps of how it was found: plain data under `evidence:` in its file."""
+"""How a tuned recipe was found: plain data under `evidence:` in its file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from mpbridge.tune.tuning import Tuned
 
 
 def evidence(result: Tuned, *, recipe: str, facts: dict[str, Any], library: str | None = None) -> dict[str, Any]:
-    """The file's content: the recipe that it extends, what differs, and the evidence. recipe: a name, or anything else for a config written in full.
-    library: whose the model is, with its version."""
+    """The file's content: the recipe that it extends, what differs, and the evidence. recipe: a name, or any other text for a config written in full.
+    library: the library of the model, with its version."""
     asked = result.asked
     said = {
         "found by": ", ".join(filter(None, (f"mpbridge {__version__} tune, torch {torch.__version__}", library))),
@@ -49,7 +49,7 @@ def evidence(result: Tuned, *, recipe: str, facts: dict[str, Any], library: str 
 
 
 def fields(config: MixedPrecisionConfig, recipe: str) -> dict[str, Any]:
-    """`config` as a recipe file says it: what it extends, and what differs from that."""
+    """`config` as a recipe file states it: the recipe that it extends, and what differs from it."""
     if recipe not in recipes or recipes[recipe].foreign:
         return config.as_data()
     base, data = get_mixed_precision_config(recipe).stored(), config.as_data()
@@ -68,17 +68,17 @@ def scores(result: Tuned) -> dict[str, dict[str, Any]]:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """The recipe file. Raises BadValue where it cannot be written."""
+    """The recipe file. Raises BadValue if it cannot be written."""
     try:
         path.write_text(dump_yaml(content), encoding="utf-8")
     except OSError as error:
         raise BadValue(
-            f"--out {path}: {error.strerror or error} (expected a file's name in a folder that exists)"
+            f"--out {path}: {error.strerror or error} (expected a file name in an existing folder)"
         ) from None
 
 
 def moved(result: Tuned) -> list[tuple[str, str, str, str]]:
-    """(linears, layers, level, why) of everything that left the recipe's own format, most damaging first."""
+    """(linears, layers, level, why) of everything that was moved to another format, most damaging first."""
     whole = sum(mine.get(LOW, 0.0) for mine in result.options)
     rows: dict[tuple[str, str], tuple[list[int], float]] = {}
     for unit, mine in zip(result.units, result.options, strict=True):

@@ -1,4 +1,4 @@
-"""A causal LM in a local Hugging Face folder: configuration and weights are data here, never code."""
+"""A causal LM in a local Hugging Face folder: configuration and weights are read as data, never run as code."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def tune_folder(
     where: Where | None = None,
     say: Callable[[str], None] = print,
 ) -> tuple[Tuned, dict[str, Any]]:
-    """As `tune_module`, for the model in `folder` on the text file. Nothing is downloaded and no code of the folder's runs.
+    """As `tune_module`, for the model in `folder` on the text file. Nothing is downloaded, and no code from the folder runs.
 
-    Raises what `aimed` and `refuse_code` raise before anything is loaded, DataError for a text that is too short, BadValue for numbers.
+    Raises what `aimed` and `refuse_code` raise before anything is loaded, DataError for a text that is too short, BadValue for invalid numbers.
     """
     refuse_bad(batches, unseen)
     if seq_length < 2 or batch_size < 1:
@@ -67,13 +67,13 @@ def tune_folder(
 
 
 def _cut(tokens: torch.Tensor, shape: tuple[int, int, int], text: Path) -> list[torch.Tensor]:
-    """The first tokens as batches; shape: batches, sequences of each, tokens of a sequence. Raises DataError."""
+    """The first tokens as batches; shape: batches, sequences per batch, tokens per sequence. Raises DataError."""
     count, size, length = shape
     wanted = count * size * length
     if tokens.numel() < wanted:
         raise DataError(
             f"{text} has {tokens.numel()} tokens, expected {wanted} for {count} batches of {size} x {length}: "
-            "a longer text, or smaller --batches, --unseen, --batch-size or --seq-length"
+            "use a longer text, or smaller --batches, --unseen, --batch-size or --seq-length"
         )
     return list(tokens[:wanted].view(shape))
 
@@ -84,15 +84,15 @@ def _loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_code(folder: Path) -> None:
-    """Refuses a folder whose model or tokenizer is code, whose weights are pickles or damaged, or that is none. Loads nothing. Raises Contradiction,
+    """Refuses a folder whose model or tokenizer is code, whose weights are pickles or damaged, or that has none. Loads nothing. Raises Contradiction,
     BadValue, Refused."""
     read_config(folder)
     if (folder / TOKENIZER).is_file() and "auto_map" in (read_json_file(folder / TOKENIZER) or {}):
         raise Refused(
-            f"{folder / TOKENIZER} names Python code to be run (auto_map), which mpbridge never does: take a tokenizer that transformers itself knows"
+            f"{folder / TOKENIZER} names Python code to run (auto_map), and mpbridge never runs it: use a tokenizer that transformers itself supports"
         )
     if not tensors(folder):
-        raise Refused(f"{folder} holds no weights: expected .safetensors files beside config.json")
+        raise Refused(f"{folder} has no weights: expected .safetensors files beside config.json")
 
 
 def _loaded(folder: Path, say: Callable[[str], None]) -> tuple[torch.nn.Module, Callable[[str], torch.Tensor]]:
@@ -112,7 +112,7 @@ def _loaded(folder: Path, say: Callable[[str], None]) -> tuple[torch.nn.Module, 
     vocabulary = int(model.config.vocab_size)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         if vocabulary < 256:
-            raise Refused(f"{folder} has no tokenizer, and a vocabulary of {vocabulary} cannot take bytes either")
+            raise Refused(f"{folder} has no tokenizer, and a vocabulary of {vocabulary} is too small for bytes")
         say(f"{folder} has no tokenizer: the text's bytes are its tokens")
         return model, lambda text: torch.tensor(list(text.encode("utf-8")), dtype=torch.long)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **safe)

@@ -1,4 +1,4 @@
-"""The choice: one level for each unit, so that the damage is least within a budget of costs (a multiple-choice knapsack)."""
+"""The choice: one level for each unit, so that the damage is minimal within a cost budget (a multiple-choice knapsack)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 BINS, BINS_A_UNIT = 4096, 64
-"""Steps of the budget: rounding all units' costs down hides at most 1/64 of it, and what came out too dear is looked for again below."""
+"""Steps of the budget: rounding all units' costs down hides at most 1/64 of it; a choice that turns out too expensive is searched for again below."""
 
 
 def least(
     gains: Sequence[Mapping[str, float]], costs: Sequence[Mapping[str, float]], budget: float
 ) -> list[str] | None:
-    """For each unit the level with which the sum of `gains` (damage, or whatever is to be small) is least while the sum of `costs` is at most `budget`.
+    """For each unit, the level that minimizes the sum of `gains` (damage, or any other quantity) while the sum of `costs` is at most `budget`.
 
-    gains, costs: level -> number for each unit, the same levels in both. None: not even the cheapest levels keep within the budget. The time grows
+    gains, costs: level -> number for each unit, the same levels in both. None: not even the cheapest levels are within the budget. The time grows
     with units x levels x max(BINS, BINS_A_UNIT x units).
     """
     cheapest = [min(cost.values()) for cost in costs]
@@ -58,7 +58,7 @@ def _sum(costs: Sequence[Mapping[str, float]], chosen: Sequence[str]) -> float:
 
 
 def _sizes(cost: Mapping[str, float], low: float, step: float, bins: int) -> dict[str, int]:
-    """Bins that each level takes beyond the cheapest one, rounded down; one too many: it never fits."""
+    """Bins that each level takes beyond the cheapest one, rounded down; bins + 1 means that it never fits."""
     found = {}
     for name, value in cost.items():
         more = value - low
@@ -69,7 +69,7 @@ def _sizes(cost: Mapping[str, float], low: float, step: float, bins: int) -> dic
 def _topped_up(
     chosen: list[str], gains: Sequence[Mapping[str, float]], costs: Sequence[Mapping[str, float]], budget: float
 ) -> list[str]:
-    """What rounding left of the budget goes to the exchange that gains most, until none fits."""
+    """Spends what rounding left of the budget on the exchange that gains most, until none fits."""
     spent = _sum(costs, chosen)
     while True:
         swaps = [

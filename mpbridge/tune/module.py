@@ -1,4 +1,4 @@
-"""`tune_module`: the same for anybody's module and loss."""
+"""`tune_module`: tuning for any module and loss."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def tune_module(
     say: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> tuple[Tuned, dict[str, Any]]:
-    """Which of `module`'s linears may go low under `recipe`: the result, and the content of a recipe file whose `modules:` name them as the module does.
+    """Which of `module`'s linears can run in low precision under `recipe`: the result, and the content of a recipe file whose `modules:` use the module's names.
 
     step: (module, batch) -> the batch's loss, a scalar tensor on which backward has not been called. batches: the last `unseen` are for the proof, the
-    others (4 or more, 8 rank better) are scored. levels, budget, where: as for `mpbridge tune`. facts: what the evidence should say of model and data; library: whose module it is,
-    with its version. options: those of Emulation. The module is left as it was, gradients gone. Raises what `mpbridge tune` raises, BadValue for a step that calls backward
-    itself and for batches that are no sequence, Refused for a module that is frozen or emulated already.
+    others (4 or more, 8 rank better) are scored. levels, budget, where: as for `mpbridge tune`. facts: what the evidence states about model and data; library: the module's library,
+    with its version. options: those of Emulation. The module is restored, without gradients. Raises what `mpbridge tune` raises, BadValue for a step that calls backward
+    itself and for batches that are not a sequence, Refused for a module that is frozen or already emulated.
     """
     every = _listed(batches, unseen)
     limit = budget if isinstance(budget, Budget) else budget_of(budget)
     if limit.what == "memory":
         raise BadValue(
-            "a memory budget needs a run whose bytes can be counted (--config): of a bare module only time and gradient error are known"
+            "a memory budget needs a run whose bytes can be counted (--config): for a bare module only time and gradient error are known"
         )
     config = get_mixed_precision_config(recipe)
     where = where or Where()
@@ -81,7 +81,7 @@ def tune_module(
 
 @contextmanager
 def _emulated(module: torch.nn.Module, policy: PrecisionPolicy, options: Mapping[str, Any]) -> Iterator[Emulation]:
-    """`module` in training with its linears emulated; left as it was, gradients gone."""
+    """`module` in training mode with its linears emulated; restored afterwards, without gradients."""
     emulation, training = emulate_linears(module, policy, **options), module.training
     try:
         module.train()
@@ -98,7 +98,7 @@ def aimed(
     """(levels of a module's linears that run on the target, why others are not proposed, the recipe's policy). Raises Refused, BadValue."""
     if where.stack is not None:
         raise BadValue(
-            f"stack {where.stack}: its words are about megatron-core's linears, not about another module's: leave it out"
+            f"stack {where.stack}: a stack's settings name megatron-core's linears, not those of another module: leave it out"
         )
     base, policy = prepared(config)
     words = default_levels(config) if levels is None else levels
@@ -111,7 +111,7 @@ def aimed(
 def _listed(batches: Sequence[Any], unseen: int) -> list[Any]:
     if not (hasattr(batches, "__len__") and hasattr(batches, "__getitem__")) or isinstance(batches, (str, Mapping)):
         raise BadValue(
-            f"batches is a {type(batches).__name__}, expected a sequence, since each batch is looked at more than once: "
+            f"batches is a {type(batches).__name__}, expected a sequence, since each batch is used more than once: "
             f"list(itertools.islice(batches, {ENOUGH + unseen}))"
         )
     if unseen < 2:
@@ -134,7 +134,7 @@ def _refuse_frozen(module: torch.nn.Module) -> None:
 
 
 def _unreached(module: torch.nn.Module) -> list[str]:
-    """What to say of weights that are multiplied elsewhere than in a `torch.nn.Linear`, such as experts in one tensor: no rule reaches them."""
+    """Notes on weights that are multiplied outside of `torch.nn.Linear`, such as experts in one tensor: no rule reaches them."""
     held = [
         (f"{name}.{own}" if name else own, type(child).__name__, weight.numel())
         for name, child in module.named_modules()
@@ -148,5 +148,5 @@ def _unreached(module: torch.nn.Module) -> list[str]:
     name, kind, _ = max(held, key=lambda item: item[2])
     some = "1 weight" if len(held) == 1 else f"{len(held)} weights"
     return [
-        f"{share:.0%} of the parameters are in {some} that no torch.nn.Linear holds: high precision whatever is chosen, as {name} of {kind}"
+        f"{share:.0%} of the parameters are in {some} outside of torch.nn.Linear and stay in high precision whatever is chosen, such as {name} of {kind}"
     ]

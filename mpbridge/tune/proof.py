@@ -1,4 +1,4 @@
-"""The proof: gradients under several policies on batches that no score has seen, paired with high precision's by batch."""
+"""The proof: gradients under several policies on batches not used for scores, compared batch by batch with high precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpbridge.precision.policy import PrecisionPolicy
 from mpbridge.tune.subject import Subject, high_precision, summed
 
 YARDSTICK = 1 / math.sqrt(3)
-"""Noise over the gradient's norm above which training degrades: "FP4 All the Way" (arXiv 2505.19115), the gradient's norm below sqrt(3) times the
+"""Noise over the gradient's norm above which training degrades: "FP4 All the Way" (arXiv 2505.19115), where the gradient's norm falls below sqrt(3) times the
 quantization noise."""
 
 
@@ -33,7 +33,7 @@ class GradientError:
     gaps: list[float] = field(default_factory=list)
     """Loss minus high precision's of each batch, nats per token."""
     bias: float = 0.0
-    """Of the error's norm over the gradient's: what is the same in every batch, so that no larger batch averages it out."""
+    """The part of the error's norm over the gradient's norm that is the same in every batch, so that no larger batch averages it out."""
     noise: float = 0.0
     """The rest of it, which averages out over batches."""
 
@@ -74,7 +74,7 @@ def _se(values: Sequence[float]) -> float:
 def prove(
     subject: Subject, arms: Mapping[str, PrecisionPolicy], batches: int, *, split: str = "valid", first: int = 0
 ) -> dict[str, GradientError]:
-    """name -> its figures over that many unseen batches; infinite errors where a policy's gradient overflows. Every rank calls it; the emulation is left under the policy that it had.
+    """name -> its figures over that many unseen batches; infinite errors if a policy's gradient overflows. Every rank calls it; the emulation's policy is restored.
 
     Every policy sees the same batches and the same random bits. Keeps one FP32 gradient, and for each policy a folded sum of its errors (`Folded`).
     """
@@ -89,7 +89,7 @@ def prove(
         norms.append(summed([_norm2(exact)])[0])
         if not norms[-1]:
             raise DataError(
-                f"batch {number + 1} has no gradient at all: its error has no measure (is every token masked?)"
+                f"batch {number + 1} has no gradient at all, so no relative error can be computed (is every token masked?)"
             )
         for name, policy in arms.items():
             loss = under(subject, policy, split, number)
@@ -114,10 +114,10 @@ def prove(
 
 
 class Folded:
-    """The sum of vectors, for the products of different ones among them, in FOLD elements however long they are.
+    """The sum of vectors, for the products of pairs of them, in FOLD elements regardless of their length.
 
-    A longer vector is laid over itself in laps, each lap but the first under random signs of its own (the same for every vector), which leaves the expected
-    product of two vectors as it is. It is off by about |a| |b| / sqrt(FOLD), 0.04 % for vectors of any length, and exact for one that fits.
+    A longer vector is folded over itself in laps, each lap but the first with random signs (the same for every vector), which preserves the expected
+    product of two vectors. The error is about |a| |b| / sqrt(FOLD), 0.04 % for vectors of any length, and exact for one that fits.
     """
 
     def __init__(self) -> None:
@@ -125,12 +125,12 @@ class Folded:
         self._own = 0.0
 
     def add(self, parts: Iterable[torch.Tensor]) -> float:
-        """Takes in a vector that comes in FP32 parts; its squared norm."""
+        """Adds a vector given in FP32 parts; returns its squared norm."""
         place, squared, fold = 0, 0.0, None
         for part in parts:
             flat, begin = part.reshape(-1), 0
             squared += _norm2([flat])
-            if fold is None:  # a replica counts no gradient of its own
+            if fold is None:  # a replica counts no gradients
                 fold = torch.zeros(FOLD, device=flat.device)
             while begin < flat.numel():
                 lap, at = divmod(place, FOLD)
@@ -158,7 +158,7 @@ def _signs(lap: int, device: torch.device) -> torch.Tensor:
 def under(subject: Subject, policy: PrecisionPolicy, split: str, number: int) -> float:
     """Forward and backward of a batch under `policy`; the loss."""
     emulation = subject.emulation
-    if policy != emulation.policy:  # a switch begins anew, histories of delayed scaling too
+    if policy != emulation.policy:  # a switch resets everything, including the histories of delayed scaling
         emulation.switch(policy)
     emulation.step_at(number + 1)
     return subject.backward(split, number)

@@ -18,14 +18,14 @@ TAIL = 0.15
 
 
 def base_of(config: MixedPrecisionConfig) -> MixedPrecisionConfig:
-    """The recipe without edge layers, which the choice replaces; the author's own rules under `modules:` stay."""
+    """The recipe without edge layers, which the choice replaces; the recipe's rules under `modules:` stay."""
     return config.derive(first_last_layers_bf16=False, num_layers_at_start_in_bf16=None, num_layers_at_end_in_bf16=None)
 
 
 def configured(
     base: MixedPrecisionConfig, units: Sequence[DecisionUnit], choice: Choice, high: str
 ) -> MixedPrecisionConfig:
-    """The config in which each unit has its level. high: the word of high precision ('bf16')."""
+    """The config that gives each unit its level. high: the word for high precision ('bf16')."""
     layers = _layers(units, choice)
     start, end = (0, 0) if base.modules else _edges(layers, high)
     total = max(layers, default=-1) + 1
@@ -63,18 +63,18 @@ def _layers(units: Sequence[DecisionUnit], choice: Choice) -> dict[int, set[str]
 
 
 def _edges(layers: Mapping[int, set[str]], high: str) -> tuple[int, int]:
-    """How many layers at either end are in high precision as a whole; (0, 0) where all are."""
+    """How many layers at either end are entirely in high precision; (0, 0) if all are."""
     order = sorted(layers)
     whole = [layers[layer] == {high} for layer in order]
     if all(whole):
         return 0, 0
     start, end = whole.index(False), whole[::-1].index(False)
-    # a layer without a linear of its own is in no list, and would be counted
+    # a layer without linears is in no list, but would be counted
     return (start if order[:start] == list(range(start)) else 0), (end if order[-1] - order[0] + 1 == len(order) else 0)
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Layers as `layers:` says them: '0-3, 7'."""
+    """Layers in the syntax of `layers:`: '0-3, 7'."""
     return layers_text(spans_of(numbers))
 
 

@@ -1,4 +1,4 @@
-"""What a tuning says on a terminal: what was moved and why, the proof beside simple rules, and the verdict."""
+"""A tuning's report on a terminal: what was moved and why, the proof next to that of simple rules, and the verdict."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXPLAINED = (
 
 
 def sections(result: Tuned, recipe: str) -> list[tuple[str, Sequence[str], list[Sequence[str]]]]:
-    """(title, columns, rows) of each table."""
+    """(title, columns, rows) for each table."""
     return [
         ("what leaves the recipe's own format", ("linears", "layers", "to", "why"), list(moved(result))),
         (f"before and after, on {result.asked.unseen} unseen batches", PROOF, rows(result)),
@@ -25,7 +25,7 @@ def sections(result: Tuned, recipe: str) -> list[tuple[str, Sequence[str], list[
 
 
 def rows(result: Tuned) -> list[Sequence[str]]:
-    """A row for each arm."""
+    """One row per arm."""
     memory = result.asked.budget.what == "memory"
     return [
         (
@@ -47,9 +47,9 @@ def lines(result: Tuned, recipe: str) -> list[str]:
     cost = "bytes of the fullest rank" if asked.budget.what == "memory" else f"over all low's; {asked.pricing.words()}"
     found = [EXPLAINED.format(cost=cost)]
     if math.isnan(result.agreement):
-        agreement = "two halves of the batches have no ranking to agree on: fewer than three decisions, or all alike"
+        agreement = "two halves of the batches have no rankings to compare: fewer than three decisions, or all equal"
     else:
-        agreement = f"two halves of the batches rank the decisions alike by {result.agreement:.2f} (Spearman)"
+        agreement = f"two halves of the batches rank the decisions with a correlation of {result.agreement:.2f} (Spearman)"
         agreement += f": below {AGREE}" if result.pooled else ""
     found.append(agreement + (", so layers were pooled to whole kinds" if result.pooled else ""))
     found.append(

@@ -40,7 +40,7 @@ _STATES = {
     "grad_accumulation_dtype": None, "exp_avg_dtype": None, "exp_avg_sq_dtype": None, "fp8_param": None, "fp8_param_gather": None, "fp4_param": None,
     "fp4_param_gather": None, "reuse_grad_buf_for_mxfp8_param_ag": False, "grad_reduce_in_fp32": True, "pipeline_dtype": None, "keep_fp32": None,
 }  # fmt: skip
-"""Fields about states: gradients are measured on a plain engine, whatever the recipe keeps in which dtype."""
+"""Fields about states: gradients are measured on a plain engine, regardless of the dtypes that the recipe keeps."""
 
 
 def tune(
@@ -53,10 +53,10 @@ def tune(
     where: Where | None = None,
     say: Callable[[str], None] = print,
 ) -> tuple[Tuned, dict[str, Any]]:
-    """Which linears of `container`'s model may go low under its recipe: the result, and what a recipe file keeps of it.
+    """Which linears of `container`'s model can run in low precision under its recipe: the result, and its record for a recipe file.
 
-    checkpoint.load gives the weights. batches: global batches that are scored; unseen: global batches of the validation split for the proof. Nothing is
-    trained and nothing of the run is written. Raises Refused for a recipe or level that cannot be tuned, BadValue for budgets and numbers,
+    The weights come from checkpoint.load. batches: global batches to score; unseen: global batches of the validation split for the proof. Nothing is
+    trained and nothing of the run is written. Raises Refused for a recipe or level that cannot be tuned, BadValue for invalid budgets and numbers,
     CheckpointError, DataError. Every rank calls it.
     """
     refuse_bad(batches, unseen)
@@ -74,7 +74,7 @@ def tune(
 
 
 def _request(container: ConfigContainer, run: Run, levels: Sequence[str] | None, where: Where) -> TuningRequest:
-    """What is asked of `run`: the levels that its target can run and its stack can say, priced there. Raises Refused."""
+    """The request for `run`: the levels that its target can run and its stack can express, priced there. Raises Refused."""
     config = run.stages[0].config
     base, policy = prepared(config)
     words = default_levels(config) if levels is None else levels
@@ -100,7 +100,7 @@ def _request(container: ConfigContainer, run: Run, levels: Sequence[str] | None,
 def opened(
     container: ConfigContainer, config: MixedPrecisionConfig, *, batches: int, unseen: int
 ) -> Iterator[tuple[EngineSubject, Path | None]]:
-    """(the container's model under `config`, emulated; the checkpoint that its weights are from). Inside a process group."""
+    """(the container's model under `config`, emulated; the checkpoint of its weights). Requires a process group."""
     load = dict(container.checkpoint).get("load")
     weights = store.locate(Path(load)) if load else None
     run = measuring(container, config, batches=batches, unseen=unseen)
@@ -117,7 +117,7 @@ def opened(
 
 
 def measuring(container: ConfigContainer, config: MixedPrecisionConfig, *, batches: int, unseen: int) -> Run:
-    """The run that gradients are measured on: `config`'s linears, emulated, on an engine that shards no gradient."""
+    """The run on which gradients are measured: `config`'s linears, emulated, on an engine that does not shard gradients."""
     made = container.copy()
     made.mixed_precision, made.emulate, made.engine = config.derive(**_STATES), True, DEFAULT
     for section in (made.ddp, made.optimizer):

@@ -1,4 +1,4 @@
-"""Levels that the target runs and can say: module by module on a machine's Transformer Engine, and in another stack's words."""
+"""Levels that the target can run and express: per module in a machine's Transformer Engine, and in another stack's settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpbridge.stacks.base import ORDER
 from mpbridge.stacks.exporters import export, stack_module
 
 PROBE = "self_attention.linear_proj"
-"""A linear that every layer of megatron-core's GPT has: a level is asked about by a rule for it in one layer."""
+"""A linear that every layer of megatron-core's GPT has: a level is checked with a rule for it in one layer."""
 
 Levels = dict[str, Quant | None]
 
@@ -30,9 +30,9 @@ def runnable(
     versions: Versions | None,
     asked: bool,
 ) -> tuple[Levels, list[str]]:
-    """(the levels that run on `machine`, why others are not proposed); all of them where no machine was named.
+    """(the levels that run on `machine`, why others are not proposed); all levels if no machine was given.
 
-    config: the recipe without edge layers. versions: None: the newest that are known. asked: somebody named the levels, so one that does not run is
+    config: the recipe without edge layers. versions: None: the newest known ones. asked: the user named the levels, so one that does not run is
     refused. Raises Refused for that, and for a recipe that does not run there.
     """
     if machine is None:
@@ -41,7 +41,7 @@ def runnable(
     own = [fault for quant in policy.quants for fault in quant_faults(quant, machine, versions or ASSUMED)]
     if own:
         raise Refused(
-            f"the recipe does not run on {machine.label}: {'; '.join(own)} (tune for another machine, or a recipe that mpbridge recommend names for this one)"
+            f"the recipe does not run on {machine.label}: {'; '.join(own)} (tune for another machine, or use a recipe that mpbridge recommend names for this one)"
         )
     lost = {
         word: "; ".join(faults)
@@ -66,11 +66,11 @@ def sayable(
     stack: str | None,
     asked: bool,
 ) -> tuple[Levels, list[str]]:
-    """(the levels that the target has words for, why others are not proposed).
+    """(the levels that the target can express, why others are not proposed).
 
-    config: the recipe without edge layers. run: the run on the machine that it is for; None: no machine was named. stack: that it is exported to; None:
-    none. asked: somebody named the levels, so one that cannot be said is refused. Raises Refused for that, and where not even high precision can be said
-    of a single linear, and UnknownName for a stack.
+    config: the recipe without edge layers. run: the run on the target machine; None: no machine was given. stack: the stack to export to; None:
+    none. asked: the user named the levels, so one that cannot be expressed is refused. Raises Refused for that, and if not even high precision can be set
+    for a single linear, and UnknownName for a stack.
     """
     if stack is not None:
         stack_module(stack)
@@ -78,7 +78,7 @@ def sayable(
     high = tuple(levels)[-1]
     if reasons[high]:
         raise Refused(
-            f"no linear can be told apart there, so there is nothing to choose: {reasons[high]} (tune for another target, or without one)"
+            f"linears cannot be set individually there, so there is nothing to choose: {reasons[high]} (tune for another target, or without one)"
         )
     lost = {word: why for word, why in reasons.items() if why}
     if asked and lost:

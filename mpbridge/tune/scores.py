@@ -1,4 +1,4 @@
-"""Scores: what each format would do to the three products of each linear, from one high-precision forward and backward pass a batch."""
+"""Scores: the effect that each format would have on the three products of each linear, from one high-precision forward and backward pass per batch."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from mpbridge.emulation.quantizer import Quantizer, Randomness
 from mpbridge.precision.regions import GEMMS, Gemm, Gemms, Quant
 
 PIECE = 1 << 20
-"""Elements of a product that are compared at once."""
+"""Elements of a product compared at a time."""
 
 
 @dataclass(slots=True)
 class Sums:
-    """Of one linear under one format, over tokens and batches."""
+    """Sums for one linear in one format, over tokens and batches."""
 
     score: dict[Gemm, float] = field(default_factory=lambda: dict.fromkeys(GEMMS, 0.0))
     """fprop: sum of (g e)^2 over Y, g the loss's gradient there and e the error; dgrad: sum of (x e)^2 over dX, x the input whose gradient it is;
-    wgrad: sum of e^2 over dW, which is a part of the gradient's squared error itself."""
+    wgrad: sum of e^2 over dW, which is itself a part of the gradient's squared error."""
     error: dict[Gemm, float] = field(default_factory=lambda: dict.fromkeys(GEMMS, 0.0))
     """Sum of e^2 over the GEMM's output."""
     size: dict[Gemm, float] = field(default_factory=lambda: dict.fromkeys(GEMMS, 0.0))
     """Sum of the squared output itself."""
 
     def add(self, other: Sums) -> None:
-        """Takes another rank's or batch's sums in."""
+        """Adds another rank's or batch's sums."""
         for gemm in GEMMS:
             self.score[gemm] += other.score[gemm]
             self.error[gemm] += other.error[gemm]
@@ -47,9 +47,9 @@ Scores = dict[tuple[str, str], Sums]
 
 
 class Scorer:
-    """A listener that replays every linear under each level's format; `batch` says which batch comes next.
+    """A listener that replays every linear under each level's format; `batch` sets which batch comes next.
 
-    levels: level -> its rule. release, seed ... are the emulation's. Nothing is kept of a linear but its sums, so memory grows by the operands and
+    levels: level -> its rule. release, seed and so on are the emulation's. Only the sums are kept for a linear, so memory grows by the operands and
     outputs of one linear at a time.
     """
 
@@ -60,7 +60,7 @@ class Scorer:
         self.refused: dict[tuple[str, str], str] = {}
         """(slot, level) -> why its shapes cannot be quantized this way."""
         self.inputs: dict[str, Hashable] = {}
-        """slot -> which tensor it read in the last batch."""
+        """slot -> identity of the tensor that it read in the last batch."""
         self.shapes: dict[str, tuple[int, int, int]] = {}
         """slot -> (tokens, output features, input features) of its last call."""
         slots = [name for _, name, *_ in emulation.linears()]
@@ -80,7 +80,7 @@ class Scorer:
         self._half = self.halves[0]
 
     def batch(self, number: int) -> None:
-        """Says which batch (0-based) is heard next."""
+        """Sets which batch (0-based) comes next."""
         self._half = self.halves[number % 2]
         self._randomness.begin(number + 1)
 
@@ -99,7 +99,7 @@ class Scorer:
         self.inputs[slot] = (x.data_ptr(), x.shape)
         self.shapes[slot] = (x.shape[0], weight.shape[0], weight.shape[1])
         y = x @ weight.to(x.dtype).t()
-        # fprop's output is weighed by the loss's gradient, dgrad's by the activation, wgrad's as it is
+        # fprop's output is weighted by the loss's gradient, dgrad's by the activation, wgrad's not at all
         high = {"fprop": (y, dy), "dgrad": (dx, x), "wgrad": (dw, None)}
         for level, quant in self.levels.items():
             mine, theirs = (padded(x, quant), padded(dy, quant)) if expert else (x, dy)
@@ -117,7 +117,7 @@ class Scorer:
     def _replayed(
         self, level: str, slot: str, x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor, tokens: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Y, dX and dW as the emulated linear makes them of these operands."""
+        """Y, dX and dW of the emulated linear for these operands."""
         quantizer, quant = self._quantizers[level], self.levels[level]
         plug = Plug(
             slot=slot,
@@ -135,7 +135,7 @@ class Scorer:
 
 
 def _tally(sums: Sums, gemm: Gemm, low: torch.Tensor, exact: torch.Tensor, weigh: torch.Tensor | None) -> None:
-    """Adds a product's squares, some lines at a time: of a large weight's gradient no copy in FP32 is made as a whole."""
+    """Adds a product's squares, some lines at a time, so that no full FP32 copy of a large weight's gradient is made."""
     whole = torch.zeros(3, dtype=torch.float64, device=low.device)
     step = max(1, PIECE // low.shape[1])
     for first in range(0, low.shape[0], step):

@@ -1,4 +1,4 @@
-"""What is tuned: a model of a run on its engine, or anybody's module with a loss; both answer with gradients for numbered batches."""
+"""What is tuned: a run's model on its engine, or any module with a loss; both provide gradients for numbered batches."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from mpbridge.engines.contract import Batch
 
 BatchSource = str
-"""'train': batches for scoring; 'valid': batches that no score has seen."""
+"""'train': batches for scoring; 'valid': batches not used for scores."""
 
 
 class Subject(Protocol):
-    """A model whose linears an emulation holds."""
+    """A model whose linears are emulated."""
 
     emulation: Emulation
 
     def backward(self, split: BatchSource, number: int) -> float:
-        """Forward and backward of a global batch, under whatever the emulation does now; the loss, which need not be finite."""
+        """Forward and backward of a global batch, in the emulation's current state; returns the loss, which need not be finite."""
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients of that batch, each element on one rank of the job only; valid until the next one."""
@@ -36,7 +36,7 @@ class Subject(Protocol):
 
 @contextlib.contextmanager
 def same_draws(number: int) -> Iterator[None]:
-    """Draws inside are a function of the batch's number, so that every policy sees the same dropout masks; generators outside stay where they are."""
+    """Random draws in the block depend only on the batch's number, so that every policy has the same dropout masks; the outer generators are unaffected."""
     with torch.random.fork_rng():
         torch.manual_seed(number)
         yield
@@ -44,7 +44,7 @@ def same_draws(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def same_parallel_draws() -> Iterator[None]:
-    """The same for the generators that tensor-parallel ranks draw dropout from: every batch begins with the same state of theirs."""
+    """The same for the generators that tensor-parallel ranks draw dropout from: every batch begins with the same state."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()
@@ -75,7 +75,7 @@ class EngineSubject:
 
 
 class ModuleSubject:
-    """Any module: `loss(module, batch)` returns a scalar with a graph behind it; the first `unseen` of the batches' end are for the proof."""
+    """Any module: `loss(module, batch)` returns a scalar with a graph behind it; the last `unseen` batches are for the proof."""
 
     def __init__(
         self,
@@ -106,8 +106,8 @@ class ModuleSubject:
             )
         if any(parameter.grad is not None for parameter in self.parameters):
             raise BadValue(
-                "the step called backward itself: expected a step that returns the batch's loss and leaves backward (and the optimizer) out, "
-                "since gradients are taken several times under several formats"
+                "the step called backward itself: expected a step that returns the batch's loss without calling backward (or the optimizer), "
+                "since gradients are computed several times in several formats"
             )
         with same_draws(number):
             # activation recomputation restores its own state
@@ -118,12 +118,12 @@ class ModuleSubject:
         """See Subject."""
         found = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if not found:
-            raise BadValue("the step's loss gives no parameter a gradient: nothing can be measured")
+            raise BadValue("the step's loss has no gradient for any parameter, so nothing can be measured")
         return found
 
 
 def high_precision(subject: Subject, split: BatchSource, number: int) -> float:
-    """Forward and backward of a global batch in high precision; the loss. Raises DataError where it is not finite: every rank has the same."""
+    """Forward and backward of a global batch in high precision; the loss. Raises DataError if it is not finite; every rank has the same loss."""
     with contextlib.ExitStack() as stack:
         if not subject.emulation.is_paused:
             stack.enter_context(subject.emulation.paused())
@@ -131,7 +131,7 @@ def high_precision(subject: Subject, split: BatchSource, number: int) -> float:
     if not math.isfinite(loss):
         raise DataError(
             f"the loss of {'scoring' if split == 'train' else 'unseen'} batch {number + 1} is {loss}: a NaN or an overflow in the data or the "
-            "weights, which no format cures (look at that batch, or begin from another checkpoint)"
+            "weights, which no format fixes (check that batch, or start from another checkpoint)"
         )
     return loss
 

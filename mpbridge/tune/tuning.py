@@ -1,4 +1,4 @@
-"""The whole of it: scores, a choice under a budget, its proof beside simple rules on unseen batches, and a verdict."""
+"""The complete tuning: scores, a choice within a budget, its proof next to simple rules on unseen batches, and a verdict."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from mpbridge.tune.subject import Subject, high_precision
 from mpbridge.tune.verdict import TuningVerdict, judged
 
 FEWEST, ENOUGH = 4, 8
-"""Scoring batches: below the first nothing is scored, below the second it is said."""
+"""Scoring batches: fewer than the first are refused, fewer than the second get a note."""
 AGREE = 0.7
 """Rank correlation of two halves' scores below which layers are pooled to whole kinds."""
 RANDOM = 3
-"""Random choices beside the proposal."""
+"""Random choices to compare with the proposal."""
 JOINT = 2
 """Scoring batches on which the joint damage of each kind of GEMM is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningRequest:
-    """What is to be tuned and how."""
+    """What to tune and how."""
 
     config: MixedPrecisionConfig
     levels: Mapping[str, Quant | None]
@@ -51,14 +51,14 @@ class TuningRequest:
     run: RunFacts | None = None
     """The run whose operations are priced; None: the linears' shapes are."""
     fused: bool = True
-    """Whether linears that one GEMM computes are one module already (megatron-core's are)."""
+    """Whether linears that one GEMM computes are already one module (megatron-core's are)."""
     seed: int = 1234
     notes: tuple[str, ...] = ()
     """What was left out before anything was measured, and why."""
 
     @property
     def high(self) -> str:
-        """The word of high precision."""
+        """The word for high precision."""
         return tuple(self.levels)[-1]
 
 
@@ -76,7 +76,7 @@ class Tuned:
     costs: list[dict[str, float]]
     """For each unit: level -> seconds, or bytes under a memory budget."""
     spent: dict[str, float]
-    """Arm -> its cost over all low's; under a memory budget bytes of the fullest rank."""
+    """Arm -> its cost relative to that of all low; under a memory budget, bytes of the fullest rank."""
     proof: dict[str, GradientError]
     """Arm -> its figures on unseen batches."""
     recipes: dict[str, MixedPrecisionConfig]
@@ -84,7 +84,7 @@ class Tuned:
     agreement: float
     pooled: bool
     predicted: float
-    """The gradient error that the choice was expected to have."""
+    """The expected gradient error of the choice."""
     verdict: TuningVerdict
     notes: list[str] = field(default_factory=list)
     asked: TuningRequest
@@ -93,13 +93,13 @@ class Tuned:
 def refuse_bad(batches: int, unseen: int) -> None:
     """Raises BadValue for too few batches."""
     if batches < FEWEST:
-        raise BadValue(f"--batches {batches}: scores of fewer than {FEWEST} batches rank nothing (take {ENOUGH})")
+        raise BadValue(f"--batches {batches}: scores of fewer than {FEWEST} batches rank nothing (use {ENOUGH})")
     if unseen < 2:
         raise BadValue(f"--unseen {unseen}: a standard error needs 2 batches or more")
 
 
 def prepared(config: MixedPrecisionConfig) -> tuple[MixedPrecisionConfig, PrecisionPolicy]:
-    """(the config without edge layers, what it means). Raises Refused for a recipe that cannot be tuned."""
+    """(the config without edge layers, its policy). Raises Refused for a recipe that cannot be tuned."""
     base = base_of(config)
     policy = resolve(base)
     quant = policy.quant
@@ -125,7 +125,7 @@ def tuned(subject: Subject, asked: TuningRequest, say: Callable[[str], None] = l
     if all((place.slot, name) in heard.refused for place in heard.places for name in low):
         slot, why = next((slot, why) for (slot, _), why in heard.refused.items())
         raise Refused(
-            f"no linear of this model can be quantized this way, so there is nothing to choose: {slot}: {why} (take sizes that fit, or another recipe)"
+            f"no linear of this model can be quantized this way, so there is nothing to choose: {slot}: {why} (use sizes that fit, or another recipe)"
         )
     say(f"{len(found)} decisions about {len(heard.places)} linears; measuring the joint damage of each kind of GEMM")
     whole = joint(subject, policy, low, heard.refused, min(JOINT, asked.batches))
@@ -145,7 +145,7 @@ def tuned(subject: Subject, asked: TuningRequest, say: Callable[[str], None] = l
 
 @dataclass(slots=True, kw_only=True)
 class _Heard:
-    """What scoring brought, of all ranks."""
+    """The results of scoring, from all ranks."""
 
     places: list[TunedLinear]
     halves: tuple[Scores, Scores]
@@ -157,7 +157,7 @@ class _Heard:
 def _score(subject: Subject, asked: TuningRequest, low: Mapping[str, Quant], say: Callable[[str], None]) -> _Heard:
     emulation = subject.emulation
     scorer = Scorer(low, emulation)
-    # layers of multi-token prediction have no number that a rule could name: they keep the recipe's own
+    # layers of multi-token prediction have no number that a rule could name: they keep the recipe's format
     own = [
         TunedLinear(slot=name, below=below, layer=layer, layers=layers, weight=id(linear.weight))
         for linear, name, below, layer, layers in emulation.linears()
@@ -172,7 +172,7 @@ def _score(subject: Subject, asked: TuningRequest, low: Mapping[str, Quant], say
     places: dict[str, TunedLinear] = {}
     for number, part in enumerate(parts):
         for place in part[0]:
-            # a weight's identity says nothing on another rank
+            # a weight's identity is meaningless on another rank
             places.setdefault(place.slot, dataclasses.replace(place, weight=(number, place.weight)))
     known = {place.slot for place in places.values()}
     halves = tuple(
@@ -189,7 +189,7 @@ def _score(subject: Subject, asked: TuningRequest, low: Mapping[str, Quant], say
 
 
 class _Choice:
-    """Costs, the knapsack, and the proof of what it chose."""
+    """Costs, the knapsack, and the proof of its choice."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class _Choice:
         self.notes: list[str] = list(asked.notes)
         self.levels: dict[str, Quant | None] = {LOW: policy.quant, **asked.levels}
         self.floor = 0.0
-        """Bytes that no choice changes, under a memory budget."""
+        """Under a memory budget, the bytes that no choice changes."""
         self.pricing = asked.pricing
         self.costs = self._costs()
 
@@ -225,7 +225,7 @@ class _Choice:
         if self.pricing.basis == "predicted" and self._total(costs, arms.ALL_LOW) >= self._total(costs, asked.high):
             self.notes.append(
                 f"predicted for {self.pricing.machine.name}, GEMMs and casts of these sizes take {self._total(costs, arms.ALL_LOW) * 1e3:.3g} ms all low and "
-                f"{self._total(costs, asked.high) * 1e3:.3g} ms in {asked.high}: the low format gains no time here, so peaks price the choice, as for a larger model"
+                f"{self._total(costs, asked.high) * 1e3:.3g} ms in {asked.high}: the low format saves no time here, so peak rates price the choice, as for a larger model"
             )
             self.pricing = dataclasses.replace(self.pricing, basis="peaks")
             costs = self._seconds(self.pricing)
@@ -244,13 +244,13 @@ class _Choice:
         return math.fsum(cost[choice[unit.name]] for unit, cost in zip(self.units, self.costs, strict=True))
 
     def shown(self, choice: Mapping[str, str]) -> float:
-        """The cost as the budget counts it: over all low's, or bytes of the fullest rank."""
+        """The cost in the budget's terms: relative to all low, or bytes of the fullest rank."""
         if self.asked.budget.what == "memory":
             return self.floor + self.spent(choice)
         return self.spent(choice) / self._total(self.costs, arms.ALL_LOW)
 
     def limit(self) -> float:
-        """The budget in the knapsack's units. Raises BadValue for one that nothing meets, or everything."""
+        """The budget in the knapsack's units. Raises BadValue for one that nothing or everything meets."""
         budget, high = self.asked.budget, self.asked.high
         if budget.what == "tail":
             return self.spent(arms.tail(self.units, self.options, high))
@@ -258,7 +258,7 @@ class _Choice:
             damage = math.sqrt(self.damage(arms.uniform(self.units, self.options, LOW, high)))
             if budget.value >= damage:
                 raise BadValue(
-                    f"--budget {budget}: all low is expected to be off by {damage:.3g} already, so everything meets it: take the recipe as it is, or a smaller error"
+                    f"--budget {budget}: all low already has an expected error of {damage:.3g}, so everything meets it: use the recipe as it is, or a smaller error"
                 )
             return budget.value**2
         least_cost = math.fsum(
@@ -269,11 +269,11 @@ class _Choice:
         limit = budget.value * self._total(self.costs, arms.ALL_LOW) if time else budget.value - self.floor
         if limit < least_cost * (1 - 1e-9):
             raise BadValue(
-                f"--budget {budget}: nothing meets it, the cheapest choice costs {self._words(least_cost)}: take more than that"
+                f"--budget {budget}: nothing meets it; the cheapest choice costs {self._words(least_cost)}: use a larger budget"
             )
         if limit >= most:
             raise BadValue(
-                f"--budget {budget}: everything meets it, {high} for all linears costs {self._words(most)}: take {high}, or a budget below that"
+                f"--budget {budget}: everything meets it; {high} for all linears costs {self._words(most)}: use {high}, or a smaller budget"
             )
         return limit
 
@@ -314,16 +314,16 @@ class _Choice:
         return found
 
     def _refuse_all_high(self) -> None:
-        """For an error that leaves nothing low. Raises BadValue with the least one that does not."""
+        """For an error that leaves nothing in low precision. Raises BadValue with the smallest error that leaves something."""
         asked = self.asked
         least_damage = min(damage for mine in self.options for level, damage in mine.items() if level != asked.high)
         raise BadValue(
-            f"--budget {asked.budget}: only {asked.high} for all linears meets it, so nothing is left low (the least that any one of them in a lower format is "
-            f"expected to be off by is {math.sqrt(least_damage):.2g}): take {asked.high}, or a larger error"
+            f"--budget {asked.budget}: only {asked.high} for all linears meets it, so nothing is left in low precision (the smallest expected error of any single linear in a lower "
+            f"format is {math.sqrt(least_damage):.2g}): use {asked.high}, or a larger error"
         )
 
     def proved(self, subject: Subject, agreement: float, pooled: bool, say: Callable[[str], None]) -> Tuned:
-        """The proposal and its neighbours on unseen batches."""
+        """The proposal and the choices that it is compared with, on unseen batches."""
         asked, choices = self.asked, self.choices()
         recipes = {name: configured(self.base, self.units, choice, asked.high) for name, choice in choices.items()}
         say(f"proving {len(choices)} choices on {asked.unseen} unseen batches")
@@ -332,7 +332,7 @@ class _Choice:
         refused = sorted({slot for slot, level in self.heard.refused if level == LOW})
         if refused:
             self.notes.append(
-                f"{len(refused)} linears cannot be quantized this way and stay in {asked.high}, as {refused[0]}: {self.heard.refused[refused[0], LOW]}"
+                f"{len(refused)} linears cannot be quantized this way and stay in {asked.high}, such as {refused[0]}: {self.heard.refused[refused[0], LOW]}"
             )
         if asked.batches < ENOUGH:
             self.notes.append(f"{asked.batches} batches: {ENOUGH} rank better")
@@ -367,7 +367,7 @@ def levels_of(words: Sequence[str], config: MixedPrecisionConfig) -> dict[str, Q
         except BadValue as error:
             raise BadValue(f"level{error}") from None
         if quant is not None and quant.row.history:
-            raise Refused(f"level {word}: {quant.row.words} cannot be chosen per module; take another level")
+            raise Refused(f"level {word}: {quant.row.words} cannot be chosen per module; use another level")
         if quant is not None and quant == policy.quant:
             raise BadValue(f"level {word} is the recipe's own: levels are what linears move up to")
         if quant is not None and policy.quant is not None and quant.bits < policy.quant.bits:

@@ -1,4 +1,4 @@
-"""The verdict: whether the proposal beats the best simple rule that costs no more, and what to take."""
+"""The verdict: whether the proposal beats the best simple rule that costs no more, and what to use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAME_COST = 1.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningVerdict:
-    """In words, and what to take."""
+    """The verdict as text, and the arm to use."""
 
     take: str
     """The arm: 'tuned', or a rule's name."""
@@ -38,13 +38,13 @@ def judged(proof: Mapping[str, GradientError], spent: Mapping[str, float], same:
         if name.startswith("all ") and spent[name] > spent[TUNED] * SAME_COST and one.error < mine.error:
             lines.append(f"{name} costs {spent[name] / spent[TUNED]:.2f} times as much and is off by {one.error:.3f}")
     final = proof[take]
-    word = "keeps below" if final.noise <= YARDSTICK else "is above"
+    word = "is below" if final.noise <= YARDSTICK else "is above"
     lines.append(
         f"noise per global batch {final.noise:.3f} of the gradient {word} the yardstick {YARDSTICK:.3f} (1/sqrt 3), bias {final.bias:.3f}"
         + (
             ""
             if final.noise <= YARDSTICK
-            else f": a global batch {math.ceil((final.noise / YARDSTICK) ** 2)} times as large averages it below"
+            else f": a global batch {math.ceil((final.noise / YARDSTICK) ** 2)} times as large would bring it below"
         )
     )
     return TuningVerdict(take=take, lines=tuple(lines))
@@ -53,7 +53,7 @@ def judged(proof: Mapping[str, GradientError], spent: Mapping[str, float], same:
 def _beside_rules(
     proof: Mapping[str, GradientError], spent: Mapping[str, float], same: Mapping[str, bool]
 ) -> tuple[str, list[str]]:
-    """(the arm to take, why) of the proposal and the simple rules that cost no more."""
+    """(the arm to take, why) from the proposal and the simple rules that cost no more."""
     mine = proof[TUNED]
     rules = {
         name: one
@@ -74,7 +74,7 @@ def _beside_rules(
 
 
 def _costs(ratios: Sequence[float]) -> str:
-    """Costs over the proposal's, in words."""
+    """Costs relative to the proposal's, as text."""
     least, most = min(ratios), max(ratios)
     if least >= 1 / SAME_COST and most <= SAME_COST:
         return "the same cost"

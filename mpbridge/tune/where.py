@@ -1,4 +1,4 @@
-"""What a choice is for: the machine that prices it, the stack that has to say it, and the levels between a recipe's format and high precision."""
+"""The target of a choice: the machine that prices it, the stack that must express it, and the levels between a recipe's format and high precision."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from mpbridge.tune.proposal import base_of
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Where:
-    """The machine that the choice is for."""
+    """The target of the choice."""
 
     machine: Machine | None = None
     """None: the first GPU of the table that runs the recipe."""
     versions: Versions | None = None
     constants: Constants | None = None
-    """Of a --machine-file."""
+    """From a --machine-file."""
     stack: str | None = None
-    """What the recipe is to be exported to: only what can be said there is proposed."""
+    """The stack that the recipe will be exported to: only what it can express is proposed."""
 
 
 def default_levels(config: MixedPrecisionConfig) -> tuple[str, ...]:
-    """Between four bits and high precision what stands nearest to them in the table of scalings; nothing between eight bits and it."""
+    """For four-bit recipes the nearest substitute in the table of scalings; for eight-bit ones none."""
     quant = resolve(base_of(config)).quant
     return quant.row.substitutes[:1] if quant is not None and quant.bits < 8 else ()
 
 
 def natural(quants: Sequence[Any]) -> Machine:
-    """What the choice is priced for where nobody named a machine."""
+    """The machine that prices the choice if none was given."""
     lowest = max((quant.row.hardware.low for quant in quants), default=(0, 0))
     return machine("b200" if lowest >= (10, 0) else "h100")

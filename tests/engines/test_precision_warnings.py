@@ -167,4 +167,4 @@ def test_g5_the_risky_recipe_warns_where_it_is_built(caplog: Any) -> None:
             build_engine(tiny.run(kind, engine="fsdp2")).close()
     if mine:
         stop_process_group()
-    assert sum("second one stalls" in record.message for record in caplog.records) == 1
+    assert sum("second moment stalls" in record.message for record in caplog.records) == 1

@@ -124,7 +124,7 @@ def test_random_choices_come_within_five_percent_of_the_cost(seed: int) -> None:
 
 @pytest.mark.parametrize("budget", [1.3, 0, True])
 def test_a_budget_that_is_no_text_is_refused_with_the_legal_ones(budget: object) -> None:
-    with pytest.raises(BadValue, match=r"says not of what; expected time=1\.1"):
+    with pytest.raises(BadValue, match=r"does not say what it limits; expected time=1\.1"):
         budget_of(budget)  # type: ignore[arg-type]
 
 

@@ -224,7 +224,7 @@ def poisoned(number: int) -> list[torch.Tensor]:
                 NVFP4,
             ),
             Refused,
-            "no torch.nn.Linear in its layers .head stands outside of them.*Conv1d",
+            "no torch.nn.Linear in its layers .head lies outside of them.*Conv1d",
         ),
         (lambda: mpbridge.tune_module(net(), loss, batches(6), NVFP4), BadValue, "fewer than 4"),
         (lambda: mpbridge.tune_module(net(), loss, poisoned(1), NVFP4, unseen=2), DataError, "scoring batch 2 is nan"),
@@ -396,7 +396,7 @@ class Experts(Net):
 def test_weights_that_no_linear_holds_are_said_to_stay_as_they_are() -> None:
     result, _ = mpbridge.tune_module(Experts().bfloat16(), loss, batches(6), NVFP4, unseen=2)
     assert [
-        note for note in result.notes if "22% of the parameters are in 1 weight that no torch.nn.Linear holds" in note
+        note for note in result.notes if "22% of the parameters are in 1 weight outside of torch.nn.Linear" in note
     ], result.notes
     assert "as layers.0.experts.gate of Module" in " ".join(result.notes)
 
