@@ -1,1 +1,1 @@
-"""What went wrong with a run: its files read together, the first anomalous step and tensors, causes with their evidence. Loads no framework."""
+"""What went wrong with a run: reads its files together and finds the first anomalous step and tensors, and causes with their evidence. Loads no framework."""

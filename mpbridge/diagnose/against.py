@@ -1,4 +1,4 @@
-"""Two runs beside each other: what was set otherwise, and where their numbers part."""
+"""Compares two runs: settings that differ, and where their numbers diverge."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ import re
 from mpbridge.diagnose.evidence import Evidence
 
 APART = 0.05
-"""Relative difference of two losses that is more than rounding: recipes of one model stay closer for hundreds of steps."""
+"""Relative difference of two losses that is more than rounding: runs of one model with different recipes stay closer for hundreds of steps."""
 
 
 def differences(run: Evidence, other: Evidence) -> list[str]:
-    """Sentences: settings first, then the first steps and tensors that part."""
+    """Sentences: settings first, then the first steps and tensors that differ."""
     found = []
     if run.recipe != other.recipe:
-        found.append(f"recipe: {run.recipe}, the other {other.recipe}")
+        found.append(f"recipe: {run.recipe}, the other run {other.recipe}")
     mine, theirs = dict(run.settings()), dict(other.settings())
     skipped = ("logger.", "checkpoint.")
     for name in sorted({*mine, *theirs}):
         if mine.get(name) != theirs.get(name) and not name.startswith(skipped) and name != "mixed_precision":
-            found.append(f"{name}: {mine.get(name, 'not set')}, the other {theirs.get(name, 'not set')}")
+            found.append(f"{name}: {mine.get(name, 'not set')}, the other run {theirs.get(name, 'not set')}")
     if not (mine and theirs):
         found.append("settings cannot be compared: precision.json of one of them has none")
     parts = [
@@ -35,7 +35,7 @@ def differences(run: Evidence, other: Evidence) -> list[str]:
 
 
 def _step(sentence: str) -> float:
-    """The step that a sentence begins with; those without one come last."""
+    """The step that a sentence begins with; sentences without one come last."""
     found = re.match(r"step (\d+):", sentence)
     return int(found[1]) if found else math.inf
 
@@ -44,45 +44,45 @@ def _parting(run: Evidence, other: Evidence, number: str, word: str, *, limit: f
     mine, theirs = dict(run.curves.series(number)), dict(other.curves.series(number))
     both = [step for step in mine if step in theirs]
     if not both:
-        where = "this run" if mine else "the other" if theirs else ""
+        where = "this run" if mine else "the other run" if theirs else ""
         if not where:
             return []
-        return [f"{word}: no step that both have it of" if mine and theirs else f"{word}: only {where} has it"]
+        return [f"{word}: no step at which both runs have it" if mine and theirs else f"{word}: only {where} has it"]
     for step in both:
         value, two = mine[step], theirs[step]
         same = math.isclose(value, two, rel_tol=limit) if math.isfinite(value) and math.isfinite(two) else value == two
         if not same and not (math.isnan(value) and math.isnan(two)):
             return [
-                f"step {step}: {word} {value:.4g}, the other {two:.4g}: the first that differs by more than {limit:.0%}"
+                f"step {step}: {word} {value:.4g}, the other run {two:.4g}: the first difference above {limit:.0%}"
             ]
-    return [f"{word}: within {limit:.0%} of the other's at every step that both have"]
+    return [f"{word}: within {limit:.0%} of the other run's at every step that both have"]
 
 
 def _loss_scales(run: Evidence, other: Evidence) -> list[str]:
-    """The first step at which loss scales differ, where either run has one."""
+    """The first step at which loss scales differ, if either run has one."""
     mine, theirs = dict(run.curves.series("loss_scale")), dict(other.curves.series("loss_scale"))
     both = [step for step in mine if step in theirs]
     if not both or all(mine[step] == theirs[step] == 1.0 for step in both):
         return []
     for step in both:
         if mine[step] != theirs[step]:
-            return [f"step {step}: loss scale {mine[step]:g}, the other {theirs[step]:g}: the first that differs"]
-    return ["loss scale: the other's at every step that both have"]
+            return [f"step {step}: loss scale {mine[step]:g}, the other run {theirs[step]:g}: the first difference"]
+    return ["loss scale: equal to the other run's at every step that both have"]
 
 
 def _skips(run: Evidence, other: Evidence) -> list[str]:
-    """Updates that only one of the runs skipped, the first of them and how many; nothing where neither skipped any."""
+    """Updates that only one of the runs skipped, the first of them and how many; empty if neither skipped any."""
     mine, theirs = _skipped(run), _skipped(other)
     both = {row["iteration"] for row in run.curves.rows} & {row["iteration"] for row in other.curves.rows}
     apart = sorted((mine ^ theirs) & both)
     if not both or (not mine and not theirs):
         return []
     if not apart:
-        return [f"skipped updates: the same steps, {len(mine & both)} of the {len(both)} that both have"]
+        return [f"skipped updates: the same steps, {len(mine & both)} of the {len(both)} steps that both have"]
     first = apart[0]
-    who = "skipped its update, the other did not" if first in mine else "made its update, the other skipped it"
+    who = "skipped its update, the other run did not" if first in mine else "applied its update, the other run skipped it"
     return [
-        f"step {first}: this run {who}; {len(mine & both)} of the {len(both)} steps that both have skipped, the other's {len(theirs & both)}"
+        f"step {first}: this run {who}; {len(mine & both)} of the {len(both)} steps that both have were skipped, in the other run {len(theirs & both)}"
     ]
 
 
@@ -92,7 +92,7 @@ def _skipped(run: Evidence) -> set[int]:
 
 def _tensors(run: Evidence, other: Evidence) -> list[str]:
     """The first measured step that both have at which a tensor differs by more than a factor of two."""
-    without = [which for which, one in (("this run", run), ("the other", other)) if not one.measured]
+    without = [which for which, one in (("this run", run), ("the other run", other)) if not one.measured]
     if without:
         verb = "have" if len(without) > 1 else "has"
         return [f"tensors cannot be compared: {' and '.join(without)} {verb} no statistics (logger.precision_every)"]
@@ -108,9 +108,9 @@ def _tensors(run: Evidence, other: Evidence) -> list[str]:
             same = rows.get(row["linear"])
             two, mine = same.get("x_amax") if same is not None else None, row.get("x_amax")
             if mine and two and not 0.5 <= mine / two <= 2:
-                found.append(f"{row['linear']} (amax of its input {mine:.3g}, the other {two:.3g})")
+                found.append(f"{row['linear']} (amax of its input {mine:.3g}, in the other run {two:.3g})")
         if found:
             return [
-                f"step {one.step}: the first measured one at which tensors differ by more than a factor of two: {'; '.join(found[:4])}"
+                f"step {one.step}: the first measured step at which tensors differ by more than a factor of two: {'; '.join(found[:4])}"
             ]
-    return ["no measured step that both have shows a tensor that differs by more than a factor of two"]
+    return ["tensors agree within a factor of two at every measured step that both have"]

@@ -1,6 +1,6 @@
-"""The causes that a run is searched for, and their order.
+"""The causes that are checked for a run, and their order.
 
-A suspect's score is how far its evidence goes: 1 for what was seen directly (a scale that does not follow its amax), about a half for what only fits.
+A suspect's score is the strength of its evidence: 1 for direct observation (a scale that does not follow its amax), about a half for evidence that is only consistent.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ CAUSES: Mapping[str, Callable[[Symptoms], Suspect | None]] = {
     "rate-too-high": rate,
     "not-as-promised": other_audits,
 }
-"""What is searched for."""
+"""The causes that are checked."""
 
 
 def suspects(case: Symptoms) -> list[Suspect]:
-    """All that anything speaks for: those whose evidence is earlier first, where it goes far enough; else by how far it goes."""
+    """All suspects with any evidence: strong ones with earlier evidence first, the others by the strength of their evidence."""
     found = [one for cause in CAUSES.values() if (one := cause(case)) is not None]
     if not found:
         return []
-    # a spike of the data that was over at once explains nothing that came later
+    # a spike in the data that was over at once does not explain what came later
     lasting = [one for one in found if one.cause != "data-spike" and one.score >= 0.9]
     for one in found:
-        # unless all of it began with those very tokens
+        # unless everything began with exactly those tokens
         at_once = all(one.step <= other.step <= one.step + 2 * case.every for other in lasting)
         if one.cause == "data-spike" and lasting and not (at_once and case.tokens_counted):
             one.score = 0.5

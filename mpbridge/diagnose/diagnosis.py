@@ -1,4 +1,4 @@
-"""`diagnose(folder)`: the first anomalous step and tensors, what changed before, and which causes fit, each with its evidence."""
+"""`diagnose(folder)`: the first anomalous step and tensors, what changed before them, and which causes fit, each with its evidence."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mpbridge.errors import cut
 
 @dataclass(slots=True, kw_only=True)
 class Diagnosis:
-    """What a run's files tell."""
+    """What a run's files show."""
 
     run: Evidence
     onsets: list[Onset]
     odd: list[Odd]
     suspects: list[Suspect]
-    """The likeliest first; empty for a run without anything out of line."""
+    """Most likely first; empty for a run with nothing out of line."""
     changes: list[str]
-    """What changed before the first step out of line, or at all: recipe, resume, rate, loss scale, failed audits."""
+    """What changed before the first step out of line, or anywhere if there is none: recipe, resume, rate, loss scale, failed audits."""
     against: list[str] = field(default_factory=list)
     """How the run differs from the other one."""
 
@@ -41,7 +41,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Nothing is out of line."""
+        """Whether nothing is out of line."""
         return not self.suspects and not self.onsets
 
     @property
@@ -60,15 +60,15 @@ class Diagnosis:
 
     @property
     def unexplained(self) -> str:
-        """What was looked at without finding a cause: a jump of a healthy run accuses nothing."""
+        """What was checked without finding a cause; a jump in a healthy run is not blamed on anything."""
         if not self.run.measured:
             at = self.onsets[0].step
             if _rising(rates(self.run), at):
-                return "nothing in the files explains it but that the learning rate still rose there: a lower optimizer.lr or a longer warm-up is the first to try"
+                return "nothing in the files explains it, except that the learning rate was still rising there: first try a lower optimizer.lr or a longer warm-up"
             return "nothing in the files explains it"
         case = Symptoms(run=self.run, onsets=self.onsets, odd=self.odd)
         tokens = ", and its tokens are like those before" if case.tokens_counted else ""
-        return f"no cause in precision is seen{tokens}: the optimization itself may do that (a longer warm-up or a lower optimizer.lr makes it rarer)"
+        return f"precision shows no cause{tokens}: the optimization itself may do this (a longer warm-up or a lower optimizer.lr makes it rarer)"
 
     def as_data(self) -> dict[str, Any]:
         """In JSON types."""
@@ -88,7 +88,7 @@ class Diagnosis:
 
 
 def diagnose(folder: Path, against: Path | None = None) -> Diagnosis:
-    """Reads the run in `folder`, beside the healthy run in `against` where one is given. Raises BadValue where there is no run to read."""
+    """Reads the run in `folder`, and compares it with the healthy run in `against`, if given. Raises BadValue if there is no run to read."""
     run = gather(folder)
     found, odd = onsets(run), odd_tensors(run)
     if run.sampled:
@@ -106,7 +106,7 @@ def diagnose(folder: Path, against: Path | None = None) -> Diagnosis:
 
 
 def _closer(run: Evidence, found: list[Onset], odd: list[Odd]) -> tuple[Evidence, list[Odd]]:
-    """Statistics of which only a sample was read, once more around what is out of line, until no measurement before the first odd one is left out."""
+    """If only a sample of the statistics was read, reads them again around what is out of line, until every measurement before the first odd one is included."""
     for _ in range(4):
         steps = sorted({*(one.step for one in odd[:1]), *(one.step for one in found[:2])})
         closer = gather(run.folder, within=[run.around(step) for step in steps])
@@ -137,22 +137,22 @@ def _changes(run: Evidence, first: int | None) -> list[str]:
 
 
 def _rates(run: Evidence, first: int | None) -> list[tuple[int, str]]:
-    """Where the learning rate jumps, where it ends its rise, and whether it still rises at the first step out of line."""
+    """Where the learning rate jumps, where its warm-up ends, and whether it is still rising at the first step out of line."""
     points, jumps = rates(run), rate_jumps(run)
     found = [(jump.step, str(jump)) for jump in jumps]
     if not points:
         return found
     peak = max(range(len(points)), key=lambda i: points[i][1])
     step, value = points[peak]
-    # the last step's rate is a peak only of what there is: a warm-up that the run did not finish
+    # a maximum at the last step is no peak: the run ended within its warm-up
     if 0 < peak < len(points) - 1 and step not in {jump.step for jump in jumps}:
         found.append((step, f"step {step}: the learning rate reaches its peak, {value:.3g}"))
     if first is not None and _rising(points, first):
-        found.append((first, f"step {first}: the learning rate still rises, {dict(points).get(first, 0.0):.3g}"))
+        found.append((first, f"step {first}: the learning rate is still rising, {dict(points).get(first, 0.0):.3g}"))
     return found
 
 
 def _rising(points: list[tuple[int, float]], at: int) -> bool:
-    """Whether a warm-up was under way: the rate rises into that step and, where the run went on, out of it."""
+    """Whether a warm-up was in progress: the rate rises up to that step and, if the run continued, after it."""
     around = [value for step, value in points if at - 1 <= step <= at + 1]
     return len(around) > 1 and all(two > one for one, two in itertools.pairwise(around))

@@ -1,4 +1,4 @@
-"""Everything that a run's folder tells: metrics, statistics, audits, events, settings, and what of it could not be read."""
+"""Everything in a run's folder: metrics, statistics, audits, events, settings, and what could not be read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mpbridge.report.history import PRECISION, read_history
 from mpbridge.telemetry.reading import MeasuredStep, TensorRow, read
 
 FEWEST = 6
-"""Steps that a step is compared with at least."""
+"""Minimum number of steps that a step is compared with."""
 
 
 @dataclass(slots=True)
 class Evidence:
-    """One run, read back."""
+    """One run, read from its files."""
 
     folder: Path
     curves: Curves
@@ -31,11 +31,11 @@ class Evidence:
     audits: list[dict[str, Any]] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     precision: dict[str, Any] = field(default_factory=dict)
-    """precision.json: recipe, engine, what was written, versions, settings."""
+    """precision.json: recipe, engine, written fields, versions, settings."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The run's settings; empty where they cannot be written as data, and in runs of earlier versions that were stopped early."""
+    """The run's settings; empty if they cannot be written as data, and in runs of earlier versions that were stopped early."""
     gaps: list[str] = field(default_factory=list)
-    """What could not be read, and so cannot be told."""
+    """What could not be read, and so cannot be determined."""
     sampled: bool = False
     """Whether there are more measurements than were read."""
     _by_name: dict[tuple[str, str], dict[str, list[tuple[int, TensorRow]]]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Evidence:
 
     @property
     def recipe(self) -> str:
-        """The recipe that the run began with."""
+        """The recipe that the run started with."""
         return str(self.precision.get("recipe") or "unknown recipe")
 
     def series(self, table: str, row: str, number: str, *, key: str) -> list[tuple[int, float]]:
@@ -60,16 +60,16 @@ class Evidence:
         return list(self._index(table, key))
 
     def operands(self) -> Mapping[str, list[tuple[int, TensorRow]]]:
-        """Name of an operand of a GEMM -> what was measured of it by step."""
+        """Name of a GEMM operand -> its measurements by step."""
         return self._index("operands", "")
 
     def around(self, step: int) -> tuple[int, int]:
-        """The measured steps that were read right before and after a step, or the step itself where there is none."""
+        """The measured steps read right before and after a step, or the step itself if there is none."""
         steps = [one.step for one in self.measured]
         return max((one for one in steps if one < step), default=step), min((one for one in steps if one > step), default=step)  # fmt: skip
 
     def _index(self, table: str, key: str) -> dict[str, list[tuple[int, TensorRow]]]:
-        """A table's rows by name, made once; of two with one name at a step the first counts."""
+        """A table's rows by name, computed once; if a name occurs twice at a step, the first row counts."""
         if (table, key) not in self._by_name:
             found: dict[str, list[tuple[int, TensorRow]]] = {}
             for one in self.measured:
@@ -83,16 +83,16 @@ class Evidence:
 
     @property
     def remaining(self) -> list[str]:
-        """Without statistics, what the run's other files still tell, with how much there is of it; empty where tensors were measured."""
+        """Without statistics, what the run's other files still show, and how much of it; empty if tensors were measured."""
         if self.measured:
             return []
         words = {"loss": "loss", "grad_norm": "gradient norm", "loss_scale": "loss scale", "lr": "learning rate"}
         curves = [word for number, word in words.items() if self.curves.series(number)]
         count = len(self.curves.rows)
-        found = [f"{count} step{'s' * (count != 1)} of {', '.join(curves)}: where they jump, and what is not finite"] if curves else []  # fmt: skip
+        found = [f"{count} step{'s' * (count != 1)} of {', '.join(curves)}: where they jump, and values that are not finite"] if curves else []  # fmt: skip
         if any("applied" in row for row in self.curves.rows):
             skipped = sum(row.get("applied") is False for row in self.curves.rows)
-            found.append(f"which updates were made: {skipped} of {len(self.curves.rows)} were skipped")
+            found.append(f"which updates were applied: {skipped} of {len(self.curves.rows)} were skipped")
         if self.audits:
             kept = sum(bool(one.get("ok", True)) for one in self.audits)
             found.append(f"audits: {kept} of {len(self.audits)} as promised")
@@ -115,15 +115,15 @@ class Evidence:
 
 
 def gather(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Evidence:
-    """Reads a run's folder. Raises BadValue where there is no run; everything else that is missing or damaged is among the gaps.
+    """Reads a run's folder. Raises BadValue if there is no run; anything else that is missing or damaged is listed in the gaps.
 
-    within: ranges of steps from which more statistics are read than from others, where there are too many to read all.
+    within: ranges of steps from which more statistics are read than elsewhere, if there are too many to read all.
     """
     curves = read_curves(folder)
     made = Evidence(folder, curves, gaps=list(curves.faults))
     if made.short:
         few = "1 step is" if len(curves.rows) == 1 else f"{len(curves.rows)} steps are"
-        made.gaps.append(f"{few} too few to tell what is usual of a curve, {FEWEST + 1} are needed")
+        made.gaps.append(f"{few} too few to tell what is usual for a curve; {FEWEST + 1} are needed")
     if not folder.is_dir():
         made.gaps = [*_few(made.gaps), "a metrics file alone: no statistics, audits, events or settings"]
         return made
@@ -150,7 +150,7 @@ def gather(folder: Path, *, within: Sequence[tuple[int, int]] = ()) -> Evidence:
 
 
 def _few(gaps: list[str], most: int = 4) -> list[str]:
-    """At most so many sentences about the lines of one file, then how many more there are."""
+    """At most so many sentences about the lines of one file, then the number of the others."""
     found, seen = [], Counter[str]()
     for gap in gaps:
         file, line, _ = gap.partition(", line ")
@@ -169,7 +169,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _events(path: Path, gaps: list[str]) -> list[dict[str, Any]]:
-    """What happened besides steps; the file is only there where anything did."""
+    """Events besides steps; the file exists only if there were any."""
     found: list[dict[str, Any]] = []
     try:
         text = text_of(path, errors="replace")
@@ -194,5 +194,5 @@ def finite(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def median(values: list[float]) -> float:
-    """The middle value, the lower one of two; NaN of nothing."""
+    """The middle value (the lower of two); NaN for an empty list."""
     return sorted(values)[(len(values) - 1) // 2] if values else math.nan

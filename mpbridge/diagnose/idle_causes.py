@@ -1,4 +1,4 @@
-"""A run whose steps leave the weights as they are. Answers with a suspect, or None."""
+"""A run whose steps do not change the weights. Returns a suspect, or None."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from mpbridge.diagnose.evidence import FEWEST
 from mpbridge.diagnose.suspects import Suspect, Symptoms
 
 LONG = 20
-"""Steps at the end of a run that trained before, from which on it matters that they train nothing: a schedule may end at a rate of zero."""
+"""Number of idle steps at the end of a run that trained before from which on they count as a fault: a schedule may end at a rate of zero."""
 _REASONS = {
     "skipped": (
         "every update was skipped",
-        ["without a loss scale an update is skipped only where loss or gradients are not finite: the `nonfinite` events and the run's output say which"],
+        ["without a loss scale an update is skipped only if loss or gradients are not finite: the `nonfinite` events and the run's output show which"],
     ),
     "rate": (
         "the learning rate is 0",
-        ["look at optimizer.lr, scheduler.lr_decay_iters and optimizer.min_lr: a schedule that has ended stays at its lowest rate", "after a resume: whether the schedule's place came along"],
+        ["look at optimizer.lr, scheduler.lr_decay_iters and optimizer.min_lr: a schedule that has ended stays at its lowest rate", "after a resume: whether the schedule's position was restored"],
     ),
     "gradient": (
         "the gradient norm is 0",
-        ["look for what cuts the loss off from the parameters: a detach, no_grad, frozen parameters, a loss mask of zeros", "operands flushed to zero do the same: logger.precision_every shows them"],
+        ["look for what disconnects the loss from the parameters: a detach, no_grad, frozen parameters, a loss mask of zeros", "operands flushed to zero do the same: logger.precision_every shows them"],
     ),
 }  # fmt: skip
-"""Why a step trains nothing -> as a clause, and what to try."""
+"""Why a step trains nothing -> the reason as a clause, and what to try."""
 
 
 def no_update(case: Symptoms) -> Suspect | None:
-    """No step of the run, or of its last quarter at least, can have changed a weight. Updates skipped over NaN, or by a loss scale, are other causes'."""
-    # an overflow that a loss scale caught says nothing about rate and gradient: the schedule waits for the first update
+    """No step of the run, or at least of its last quarter, can have changed a weight. Updates skipped because of NaN or by a loss scale belong to other causes."""
+    # an overflow that a loss scale caught says nothing about rate and gradient: the schedule starts with the first update
     rows = [row for row in case.run.curves.rows if row.get("applied", True) or row.get("loss_scale", 1.0) == 1.0]
     known = case.onset("applied") is not None
     reasons = ["" if (why := _idle(row)) == "skipped" and known else why for row in rows]
@@ -48,7 +48,7 @@ def no_update(case: Symptoms) -> Suspect | None:
 
 
 def _idle(row: dict[str, Any]) -> str:
-    """Why a step cannot have changed a weight, a key of `_REASONS`; '' where it can, or its numbers are not known."""
+    """Why a step cannot have changed a weight, a key of `_REASONS`; '' if it can, or if its numbers are unknown."""
     if not row.get("applied", True):
         return "skipped"
     if row.get("lr") == 0:

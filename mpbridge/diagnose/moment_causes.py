@@ -1,4 +1,4 @@
-"""Causes that the optimizer's moments show: lost at a resume, or while the run went on. Each answers with a suspect, or None."""
+"""Causes visible in the optimizer's moments: lost at a resume, or during the run. Each function returns a suspect, or None."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpbridge.diagnose.suspects import Suspect, Symptoms
 from mpbridge.facts import ADAMS
 
 FALLEN = 0.7
-"""Second moments below this share of what must be left of them were written by something else than the optimizer."""
+"""Second moments below this share of what must remain of them were written by something other than the optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +24,11 @@ class Fall:
     before: int
     step: int
     factor: float
-    """After over before, of the median parameter."""
+    """Ratio of after to before, for the median parameter."""
     least: float
-    """The share of a second moment that the steps between leave at least."""
+    """The smallest share of a second moment that can remain after the steps in between."""
     fallen: int
-    """Parameters below that."""
+    """Number of parameters below that."""
     of: int
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class Fall:
 
 
 def falls(case: Symptoms) -> list[Fall]:
-    """Where states were dropped on purpose, or went to another layout, nothing is compared."""
+    """Falls of second moments; excludes steps at which states were dropped on purpose or moved to another layout."""
     beta2 = _beta2(case)
     if beta2 is None:
         return []
@@ -58,7 +58,7 @@ def falls(case: Symptoms) -> list[Fall]:
 
 
 def _beta2(case: Symptoms) -> float | None:
-    """The optimizer's beta2; None where the run's settings are not known, or it has none."""
+    """The optimizer's beta2; None if the run's settings are unknown or it has none."""
     settings = dict(case.run.settings())
     if not settings or str(settings.get("optimizer.optimizer", "adam")) not in ADAMS:
         return None
@@ -67,8 +67,8 @@ def _beta2(case: Symptoms) -> float | None:
 
 
 def _moved_on_purpose(case: Symptoms, before: int, step: int) -> bool:
-    """Whether states were dropped, put back or divided anew between two measurements."""
-    # steps behind a rollback may have been measured twice
+    """Whether states were dropped, restored or resharded between two measurements."""
+    # steps after a rollback may have been measured twice
     if any(event["iteration"] <= step for event in case.events("rollback")):
         return True
     between = [event for event in case.run.events if before <= event["iteration"] <= step]
@@ -80,15 +80,15 @@ def _moved_on_purpose(case: Symptoms, before: int, step: int) -> bool:
 
 
 def moments(case: Symptoms) -> Suspect | None:
-    """Second moments that are suddenly a fraction of what they were, or one update that moves every weight at once at an unchanged rate."""
+    """Second moments that are suddenly a fraction of what they were, or one update that moves every weight at once although the rate is unchanged."""
     ratios = _ratios(case)
     for step, found in sorted(ratios.items()):
         if len(found) >= 3 and median(found) > 4 and case.near(step - case.every):
             fall = next((str(one) for one in falls(case) if one.step == step), None)
             return Suspect(
                 cause="moments-lost", step=step, score=0.93,
-                sentence="the optimizer's second moments were lost while the first ones stayed: updates far too large",
-                evidence=[f"step {step}: first over root of second moment grew {median(found):.1f}-fold in the median parameter since the measurement before", *([fall] if fall else [])],
+                sentence="the optimizer's second moments were lost while the first ones stayed: updates are far too large",
+                evidence=[f"step {step}: the ratio of the first moment to the root of the second grew {median(found):.1f}-fold in the median parameter since the previous measurement", *([fall] if fall else [])],
                 advice=_ADVICE,
             )  # fmt: skip
     return _fallen(case) or _update_of_all(case, ratios)
@@ -101,20 +101,20 @@ _ADVICE = [
 
 
 def _fallen(case: Symptoms) -> Suspect | None:
-    """Second moments that fell although no resume lies between; with one it is the resume's."""
+    """Second moments that fell although there was no resume in between; with one, the resume is the cause."""
     resumed = [int(event["iteration"]) for event in case.events("resumed")]
     fall = next((one for one in falls(case) if not any(one.before <= at < one.step for at in resumed)), None)
     if fall is None:
         return None
     return Suspect(
         cause="moments-lost", step=fall.step, score=0.93,
-        sentence="the optimizer's second moments fell faster than any gradient lets them: its states were lost",
+        sentence="the optimizer's second moments fell faster than any gradients allow: its states were lost",
         evidence=[str(fall)], advice=_ADVICE,
     )  # fmt: skip
 
 
 def _ratios(case: Symptoms) -> dict[int, list[float]]:
-    """Step -> how the first over the root of the second moment grew in each parameter since the measurement before."""
+    """Step -> growth of (first moment / root of the second) in each parameter since the previous measurement."""
     ratios: dict[int, list[float]] = {}
     for name in case.run.names("weights", "parameter"):
         points = case.run.series("weights", name, "exp_avg_sq_mean", key="parameter")
@@ -129,16 +129,16 @@ def _ratios(case: Symptoms) -> dict[int, list[float]]:
 
 
 def _update_of_all(case: Symptoms, ratios: Mapping[int, list[float]]) -> Suspect | None:
-    """Most weights jump between two measurements although rate and clipped gradients are what they were.
+    """Most weights jump between two measurements although rate and clipped gradients are unchanged.
 
-    ratios: step -> how the first over the root of the second moment grew in each parameter; where it did not, the optimizer moved nothing.
+    ratios: step -> growth of (first moment / root of the second) in each parameter; without growth, the optimizer did not cause the move.
     """
     loss, names = case.onset("loss") or case.onset("grad_norm"), case.run.names("weights", "parameter")
     if loss is None:
         return None
     rates = {row["iteration"]: row.get("lr") or 0.0 for row in case.run.curves.rows}
     for step in [one.step for one in case.run.measured][1:]:
-        # an update shows in the loss of the next step: what grew before did no harm then
+        # an update shows in the loss of the next step: weights that grew earlier did no harm
         if not loss.step - 1 <= step <= loss.step + 2:
             continue
         grew = _growth(case, names, step)
@@ -147,15 +147,15 @@ def _update_of_all(case: Symptoms, ratios: Mapping[int, list[float]]) -> Suspect
         if len(grew) >= 4 and median(grew) > 1.5 and steady and loss.step > 1 and not same:
             return Suspect(
                 cause="moments-lost", step=step, score=0.75,
-                sentence="one update moved every weight far at an unchanged rate: the optimizer's second moments are wrong",
-                evidence=[f"step {step}: RMS of the median weight {median(grew):.2g} times that of the measurement before", f"step {loss.step}: {loss.what}"],
+                sentence="one update moved every weight far although the rate is unchanged: the optimizer's second moments are wrong",
+                evidence=[f"step {step}: RMS of the median weight {median(grew):.2g} times that of the previous measurement", f"step {loss.step}: {loss.what}"],
                 advice=["look at what touches the optimizer's state", "go back to the last checkpoint"],
             )  # fmt: skip
     return None
 
 
 def _growth(case: Symptoms, names: list[str], step: int) -> list[float]:
-    """RMS of each weight over that of the measurement before."""
+    """RMS of each weight relative to the previous measurement."""
     found = []
     for name in names:
         points = case.run.series("weights", name, "rms", key="parameter")

@@ -23,7 +23,7 @@ CHARTS = (
 )  # fmt: skip
 """Table, key, number, title, axis, logarithmic."""
 MANY = 8
-"""Layers from which on a heat map stands above a chart of tensors: where to look among more curves than are drawn at once."""
+"""Number of layers from which on a heat map is shown above a chart of tensors, to find the curves of interest among more than are drawn at once."""
 COLUMNS = [
     OPERAND_COLUMNS["layer"],
     Column(name="linear", number=False),
@@ -35,7 +35,7 @@ COLUMNS = [
     OPERAND_COLUMNS["row error"],
     OPERAND_COLUMNS["SQNR, dB"],
     Column(name="amax", help="largest absolute value"),
-    Column(name="scale", help="what elements are multiplied by before the cast; with blocks the median one"),
+    Column(name="scale", help="multiplier before the cast; with blocks, the median one"),
     OPERAND_COLUMNS["staleness, log2"],
     Column(name="not finite", help="infinities and NaN"),
 ]
@@ -45,11 +45,11 @@ TERMS = (
 
 
 def precision_page(run: Evidence) -> Page:
-    """Statistics of a run in training: heat map, curves by layer, the newest measurement's operands."""
+    """Statistics of a run in training: heat map, curves by layer, the operands of the latest measurement."""
     page = Page(f"Low precision of {run.curves.name}", _made(run), glossary(*TERMS))
     _gaps(page, run)
     if run.measured and not any(one.tables["operands"] for one in run.measured):
-        page.text("No GEMM of this run is quantized: what follows are its curves, linears and weights.")
+        page.text("No GEMM of this run is quantized; its curves, linears and weights follow.")
     _operand_tables(page, run)
     _curves(page, run, marks=[])
     _tensor_charts(page, run, marks=[], first=[])
@@ -57,7 +57,7 @@ def precision_page(run: Evidence) -> Page:
 
 
 def diagnosis_page(found: Diagnosis) -> Page:
-    """The verdict with links to its plots, what changed before, the curves with marks, tensors, and the other run's differences."""
+    """The verdict with links to its plots, what changed before it, the curves with marks, tensors, and differences from the other run."""
     run = found.run
     page = Page(f"Diagnosis of {run.curves.name}", _made(run), glossary(*TERMS, "main weight"))
     place = len(page.blocks)
@@ -78,7 +78,7 @@ def diagnosis_page(found: Diagnosis) -> Page:
             Column(name="step"),
             Column(name="tensor", number=False),
             Column(name="number", number=False),
-            Column(name="before", help="median of what was measured before"),
+            Column(name="before", help="median of the earlier measurements"),
             Column(name="after"),
             Column(name="factor", help="after over before"),
         ],
@@ -97,7 +97,7 @@ def layer_of(name: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """The rest of a tensor's name, after its layer's number."""
+    """The rest of a tensor's name after the layer's number."""
     return name.partition(f".{layer_of(name)}.")[2] or name
 
 
@@ -117,7 +117,7 @@ def _made(run: Evidence) -> dict[str, str]:
 
 
 def _verdict(page: Page, found: Diagnosis, charts: dict[str, str], odd: str) -> None:
-    # a jump that nothing in the files explains accuses nothing
+    # a jump that nothing in the files explains is not blamed on anything
     word, tone = ("out of line", "bad" if found.suspects else "warn") if not found.healthy else ("no verdict", "warn") if found.run.short else ("healthy", "good")  # fmt: skip
     page.verdicts("", [{"word": word, "tone": tone, "text": found.verdict}])
     links = {"loss": charts.get("loss"), "grad_norm": charts.get("grad_norm"), "applied": charts.get("loss")}
@@ -127,7 +127,7 @@ def _verdict(page: Page, found: Diagnosis, charts: dict[str, str], odd: str) -> 
             [{"text": f"step {one.step}: {one.what}", "href": links.get(one.number)} for one in found.onsets],
         )
     if found.suspects:
-        page.heading("Causes that fit, the likeliest first")
+        page.heading("Causes that fit, most likely first")
         page.verdicts(
             "",
             [
@@ -142,7 +142,7 @@ def _verdict(page: Page, found: Diagnosis, charts: dict[str, str], odd: str) -> 
             ],
         )
     changed = "What changed" if found.healthy else "What changed before"
-    for title, lines in ((changed, found.changes), ("Beside the other run", found.against)):
+    for title, lines in ((changed, found.changes), ("Compared with the other run", found.against)):
         if lines:
             page.verdicts(title, [{"text": line} for line in lines])
     _gaps(page, found.run)
@@ -154,7 +154,7 @@ _PLOTS = {
 }  # fmt: skip
 """Cause -> the number whose chart shows it; the loss otherwise."""
 _MARKS = {"grad_norm": "gradient norm", "applied": "not finite"}
-"""Number of an onset -> its word beside a mark, where that is another."""
+"""Number of an onset -> its label at a mark, if that differs."""
 
 
 def _plot_of(cause: str, charts: dict[str, str], odd: str) -> str | None:
@@ -163,7 +163,7 @@ def _plot_of(cause: str, charts: dict[str, str], odd: str) -> str | None:
 
 def _gaps(page: Page, run: Evidence) -> None:
     if run.gaps:
-        page.verdicts("What cannot be told", [{"text": line} for line in run.gaps])
+        page.verdicts("What cannot be determined", [{"text": line} for line in run.gaps])
     if run.remaining:
         page.verdicts("What can still be determined", [{"text": line} for line in run.remaining])
 
@@ -171,7 +171,7 @@ def _gaps(page: Page, run: Evidence) -> None:
 def _curves(page: Page, run: Evidence, *, marks: list[tuple[float, str]]) -> dict[str, str]:
     found = {}
     for number, (label, log) in CURVES.items():
-        # a step whose value is no finite number breaks the line
+        # a step without a finite value breaks the line
         points = [
             (row["iteration"], row[number] if _finite(row[number]) else math.nan)
             for row in run.curves.rows
@@ -189,13 +189,13 @@ def _curves(page: Page, run: Evidence, *, marks: list[tuple[float, str]]) -> dic
 
 
 def _reach_of(run: Evidence) -> tuple[float, float] | None:
-    """First and last step: every chart of the run has the same axis, whatever was measured last."""
+    """First and last step: every chart of the run has the same axis, regardless of what was measured last."""
     rows = run.curves.rows
     return (rows[0]["iteration"], rows[-1]["iteration"]) if rows else None
 
 
 def _not_drawn(run: Evidence, number: str) -> str:
-    """A sentence on the steps whose value is no finite number; '' where there are none."""
+    """A sentence on the steps without a finite value; '' if there are none."""
     missing = [row["iteration"] for row in run.curves.rows if number in row and not _finite(row[number])]
     if not missing:
         return ""
@@ -210,7 +210,7 @@ def _finite(value: Any) -> bool:
 
 
 def _tensor_charts(page: Page, run: Evidence, *, marks: list[tuple[float, str]], first: list[str]) -> dict[str, str]:
-    """first: tensors whose curves come before the others', and stay where not all can."""
+    """first: tensors whose curves come before the others, and which are kept if not all can be shown."""
     found = {}
     for table, key, number, title, label, log in CHARTS:
         series = []
@@ -221,7 +221,7 @@ def _tensor_charts(page: Page, run: Evidence, *, marks: list[tuple[float, str]],
         series.sort(key=lambda one: (not any(one[0] in name for name in first), -_reach(one[1])))
         if series:
             _movement(page, title, series)
-            found[number] = page.chart(title, series, y=label, log=log, marks=marks, reach=_reach_of(run), order="those named in the verdict and those that move most first" if first else "those that move most first")  # fmt: skip
+            found[number] = page.chart(title, series, y=label, log=log, marks=marks, reach=_reach_of(run), order="tensors named in the verdict and those that move most first" if first else "tensors that move most first")  # fmt: skip
     stale = [
         (name, [(step, row["staleness"]) for step, row in points if isinstance(row["staleness"], (int, float))], layer_of(name))
         for name, points in run.operands().items()
@@ -229,12 +229,12 @@ def _tensor_charts(page: Page, run: Evidence, *, marks: list[tuple[float, str]],
     stale = [one for one in stale if one[1]]
     if stale:
         stale.sort(key=lambda one: -max(abs(value) for _, value in one[1]))
-        found["operands"] = page.chart("staleness of each delayed scale", stale, y="log2 (asked for over used)", marks=marks, reach=_reach_of(run), order="the stalest first")  # fmt: skip
+        found["operands"] = page.chart("staleness of each delayed scale", stale, y="log2 (scale for the amax / scale used)", marks=marks, reach=_reach_of(run), order="stalest first")  # fmt: skip
     return found
 
 
 def _movement(page: Page, title: str, series: list[tuple[str, list[tuple[int, float]], str]]) -> None:
-    """Of a deep model: by layer and kind, how far each curve moves."""
+    """For a deep model: how far each curve moves, by layer and kind."""
     layers = sorted({layer for _, _, layer in series if layer}, key=int)
     if len(layers) < MANY:
         return
@@ -245,7 +245,7 @@ def _movement(page: Page, title: str, series: list[tuple[str, list[tuple[int, fl
 
 
 def _in_order(kinds: Iterable[str]) -> list[str]:
-    """Each kind once, in the order of the model, experts of one linear by their numbers."""
+    """Each kind once, in the order of the model, the experts of a linear by number."""
     found = list(dict.fromkeys(kinds))
     places = {name: i for i, name in reversed([*enumerate(map(_numberless, found))])}
     return sorted(found, key=lambda kind: (places[_numberless(kind)], [int(n) for n in re.findall(r"\.(\d+)\.", kind)]))

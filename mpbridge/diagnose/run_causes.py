@@ -1,4 +1,4 @@
-"""Causes that events and the course of the loss show: resume, recipe, data, audits. Each answers with a suspect, or None."""
+"""Causes visible in events and in the course of the loss: resume, recipe, data, audits. Each function returns a suspect, or None."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpbridge.diagnose.suspects import Suspect, Symptoms, flushed_operands
 
 
 def resumed_badly(case: Symptoms) -> Suspect | None:
-    """The first step after a resume is out of line with the last before it, or the optimizer's moments are not those that were saved."""
+    """The first step after a resume is out of line with the last one before it, or the optimizer's moments are not the saved ones."""
     for event in case.events("resumed"):
         at = int(event["iteration"])
         hit = case.jump_after(at, within=3)
@@ -17,27 +17,27 @@ def resumed_badly(case: Symptoms) -> Suspect | None:
         if at == 0 or (hit is None and not fallen):
             continue
         lost = event.get("optimizer_reset")
-        # another rate after the resume says more than the resume
+        # a changed rate after the resume says more than the resume itself
         rate = next((one for one in rate_jumps(case.run) if one.step == at + 1), None) if hit else None
         step = hit.step if hit else at + 1
         return Suspect(
             cause="bad-resume", step=step, score=0.85 if rate else 1.0,
-            sentence=f"the run that was resumed at step {at} is not the one that was saved" + (": the optimizer's moments were lost" if fallen else ""),
+            sentence=f"the run resumed at step {at} is not the one that was saved" + (": the optimizer's moments were lost" if fallen else ""),
             evidence=[f"step {at}: {str(event.get('text', 'resumed')).partition(chr(10))[0]}", *([f"step {hit.step}: {hit.what}"] if hit else []), *fallen, *([str(rate)] if rate else []), *(["the optimizer's states were dropped (checkpoint.reset_optimizer)"] if lost else [])],
             tensors=[str(one) for one in case.odd if one.step <= step + case.every][:4],
-            advice=["mpbridge resume-check on the checkpoint: it compares fingerprints and values", "resume once more from the checkpoint before it", *(["keep the optimizer's states, or warm the rate up again"] if lost or fallen else [])],
+            advice=["mpbridge resume-check on the checkpoint: it compares fingerprints and values", "resume again from the previous checkpoint", *(["keep the optimizer's states, or use another warm-up"] if lost or fallen else [])],
         )  # fmt: skip
     return None
 
 
 def _fallen_since(case: Symptoms, at: int) -> list[str]:
-    """What says that the moments behind a resume at that step are not those that were saved: the run itself, or measurements around it."""
+    """Evidence that the moments after a resume at that step are not the saved ones: from the run itself, or from measurements around it."""
     said = [f"step {event['iteration']}: {event['text']}" for event in case.events("moments") if event["iteration"] == at + 1]  # fmt: skip
     return [*said, *(str(one) for one in falls(case) if one.before <= at < one.step)]
 
 
 def recipe_changed(case: Symptoms) -> Suspect | None:
-    """A change of recipe right before everything else."""
+    """A change of recipe right before everything else goes wrong."""
     for event in case.events("recipe"):
         at = int(event["iteration"])
         flushed = flushed_operands(case, after=at)
@@ -46,16 +46,16 @@ def recipe_changed(case: Symptoms) -> Suspect | None:
             continue
         return Suspect(
             cause="recipe-switch", step=at + 1, score=1.0,
-            sentence=f"the run goes wrong with the recipe that it switched to after step {at}: {event.get('after', '')}",
+            sentence=f"the run goes wrong under the recipe that it switched to after step {at}: {event.get('after', '')}",
             evidence=[f"step {at}: {event.get('text', '')}", *([f"step {hit.step}: {hit.what}"] if hit else []), *flushed[:3]],
             tensors=flushed[:4],
-            advice=["mpbridge rehearse with that recipe and checkpoint.load: its page says which tensors it damages", "keep the modules named above in high precision (mixed_precision.modules), or switch later"],
+            advice=["mpbridge rehearse with that recipe and checkpoint.load: its page shows which tensors it damages", "keep the modules named above in high precision (mixed_precision.modules), or switch later"],
         )  # fmt: skip
     return None
 
 
 def data(case: Symptoms) -> Suspect | None:
-    """Tokens unlike those before at the step where the loss jumps; without a count of tokens, a loss that jumps and is back at once."""
+    """Tokens unlike earlier ones at the step where the loss jumps; without token counts, a loss that jumps and recovers at once."""
     if not case.tokens_counted:
         return _short_spike(case)
     for onset in (one for one in case.onsets if one.number == "loss" and not one.gradual):
@@ -68,16 +68,16 @@ def data(case: Symptoms) -> Suspect | None:
 
 
 def _short_spike(case: Symptoms) -> Suspect | None:
-    """A loss that jumps and is back at once, while no tensor of the model had changed before it."""
+    """A loss that jumps and recovers at once, without a change in any tensor of the model before it."""
     onset = case.onset("loss")
     if onset is None or onset.gradual or _audit_fails_at(case, onset.step):
         return None
     points = [(step, value) for step, value in finite(case.run.curves.series("loss")) if step >= onset.step]
     half = onset.usual + 0.4 * (onset.value - onset.usual)
     high = next((i for i, (_, value) in enumerate(points) if value < half), None)
-    if not high or high > 12:  # 0: back before it was away, as where a loss rises slowly
+    if not high or high > 12:  # 0: recovered before it left, as when a loss rises slowly
         return None
-    # back in one step, as a batch is; a damaged model comes back slowly
+    # a bad batch is over in one step; a damaged model recovers slowly
     back = points[high - 1][1] - points[high][1]
     sharp = back > 0.5 * (max(value for _, value in points[:high]) - onset.usual)
     before = [one for one in case.odd if one.step < onset.step]
@@ -88,7 +88,7 @@ def _short_spike(case: Symptoms) -> Suspect | None:
 
 
 def _audit_fails_at(case: Symptoms, step: int) -> bool:
-    """Whether something that audits watch changed right there: they were as promised before."""
+    """Whether audits that passed before fail at exactly that step."""
     before = [audit for audit in case.run.audits if int(audit.get("step", 0)) < step]
     here = [audit for audit in case.run.audits if step <= int(audit.get("step", 0)) <= step + 1]
     return all(audit.get("ok", True) for audit in before) and not all(audit.get("ok", True) for audit in here)
@@ -99,7 +99,7 @@ def _spike(case: Symptoms, first: int, last: int, evidence: list[str], score: fl
         cause="data-spike", step=first, score=score,
         sentence=f"the data of steps {first} to {last} are unlike those around them",
         evidence=evidence,
-        advice=[f"look at the samples of those steps (consumed_samples in metrics.jsonl: {_samples(case, first)})", "train.nonfinite='rollback N' skips such data only where the loss is not finite; cleaning the corpus is the cure"],
+        advice=[f"look at the samples of those steps (consumed_samples in metrics.jsonl: {_samples(case, first)})", "train.nonfinite='rollback N' skips such data only where the loss is not finite; otherwise clean the corpus"],
     )  # fmt: skip
 
 
@@ -109,13 +109,13 @@ def _samples(case: Symptoms, step: int) -> str:
 
 
 def other_audits(case: Symptoms) -> Suspect | None:
-    """An audit that found the live tensors other than promised."""
+    """An audit that found live tensors not as promised."""
     for audit in case.run.audits:
         if not audit.get("ok", True):
             faults = [str(fault) for fault in audit.get("faults", [])]
             return Suspect(
                 cause="not-as-promised", step=int(audit.get("step", 0)), score=0.3,
-                sentence="an audit found the live tensors other than the recipe promised",
+                sentence="an audit found live tensors not as the recipe promises",
                 evidence=faults[:3], advice=["mpbridge audit on the run's folder: every audit in order, and what changed between them"],
             )  # fmt: skip
     return None

@@ -1,4 +1,4 @@
-"""First steps out of line: in the loss, the gradient norm, the updates, and in single tensors."""
+"""First steps out of line: in the loss, the gradient norm, the updates, and in individual tensors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from mpbridge.diagnose.evidence import FEWEST, Evidence, finite, median
 
 WINDOW = 12
-"""Steps that a step is compared with at most."""
+"""Maximum number of steps that a step is compared with."""
 PASSING = 5
-"""Steps within which a jump of the gradient norm that harms nothing is over."""
+"""Number of steps within which a harmless jump of the gradient norm is over."""
 LATELY = 100
-"""Steps over which the noise of a loss is measured at most."""
+"""Maximum number of steps over which the noise of a loss is measured."""
 MANYFOLD = 100
-"""Growth of the gradient norm that no healthy run ends with, however slowly it comes."""
+"""Growth of the gradient norm that no healthy run ends with, however slow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Onset:
     value: float
     usual: float
     gradual: bool = False
-    """Whether the number leaves slowly, so that no single step is to blame."""
+    """Whether the number drifts away slowly, so that no single step is to blame."""
 
 
 def onsets(run: Evidence) -> list[Onset]:
@@ -44,24 +44,24 @@ def onsets(run: Evidence) -> list[Onset]:
 
 
 def jump(values: list[float], value: float) -> bool:
-    """Whether a loss is out of line with those before it: by eight times their spread, and by an eighth of their size."""
+    """Whether a loss is out of line with those before it: by more than eight times their spread and an eighth of their size."""
     usual = median(values)
     spread = 1.48 * median([abs(one - usual) for one in values])
     return value > usual + max(8 * spread, _least(usual))
 
 
 def _least(usual: float) -> float:
-    """The smallest change of a loss that is told: an eighth of its size."""
+    """The smallest change of a loss that is reported: an eighth of its size."""
     return max(0.125 * abs(usual), 0.15)
 
 
 def _noise(values: list[float]) -> float:
-    """Standard deviation of a loss around its course, from the median change between one step and the next: neither a slow course nor a spike adds to it."""
+    """Standard deviation of a loss around its trend, from the median change from step to step: neither a slow trend nor a spike adds to it."""
     return 1.48 * median([abs(two - one) for one, two in itertools.pairwise(values)]) / math.sqrt(2)
 
 
 def _jumps(run: Evidence) -> list[Onset]:
-    """Steps at which the loss leaves what it was before; after one the next can come only once it is back."""
+    """Steps at which the loss departs from its previous level; the next one can only come after it has recovered."""
     points = finite(run.curves.series("loss"))
     found: list[Onset] = []
     calm: list[float] = []
@@ -75,23 +75,23 @@ def _jumps(run: Evidence) -> list[Onset]:
 
 
 def _leaves(calm: list[float], value: float) -> bool:
-    """Whether a loss is out of line with all that were not; in the first steps, where little is known of them, at twice the highest."""
+    """Whether a loss is out of line with all that were in line; in the first steps, when few are known, whether it exceeds twice the highest."""
     before = calm[-WINDOW:]
     if len(before) < FEWEST:
         return len(before) > 1 and value > 2 * max(before) > 0
-    # a dozen steps may lie close together by chance; a hundred do not
+    # a dozen losses may be close together by chance; a hundred are not
     return jump(before, value) and value > median(before) + 5 * _noise(calm[-LATELY:])
 
 
 def _rise(run: Evidence) -> Onset | None:
-    """A loss that rises slowly never jumps: at the end it is above its lowest stretch by half of what was learned, and by four times its noise."""
+    """A loss that rises slowly without a jump: at the end it is above its lowest stretch by half of what was learned and by four times its noise."""
     points = finite(run.curves.series("loss"))
     if len(points) < 3 * FEWEST:
         return None
     at, low = _lowest(points)
     last = median([value for _, value in points[-FEWEST:]])
     learned = points[0][1] - low
-    # in some stretch of a long run noise alone takes a median of six steps two deviations down
+    # in a long run, noise alone takes the median of some six steps two deviations down
     if last <= low + max(0.5 * learned, 4 * _noise([value for _, value in points]), _least(low)):
         return None
     return Onset(step=points[at][0] + 1, what=f"the loss rises from {low:.3g} to {last:.3g}", number="loss", value=last, usual=low, gradual=True)  # fmt: skip
@@ -105,7 +105,7 @@ def _lowest(points: list[tuple[int, float]]) -> tuple[int, float]:
 
 
 def gradient_jumps(run: Evidence) -> list[tuple[Onset, bool]]:
-    """Every jump of the gradient norm, and whether it is over within a few steps."""
+    """Every jump of the gradient norm, and whether it passes within a few steps."""
     points = finite(run.curves.series("grad_norm"))
     found: list[tuple[Onset, bool]] = []
     i = FEWEST
@@ -123,12 +123,12 @@ def gradient_jumps(run: Evidence) -> list[tuple[Onset, bool]]:
 
 
 def _gradient(run: Evidence, losses: list[Onset]) -> Onset | None:
-    """Where the gradient norm jumps, or leaves by a large factor in many small steps."""
+    """Where the gradient norm jumps, or grows by a large factor in many small steps."""
     return _gradient_jump(run, losses) or _gradient_growth(run)
 
 
 def _gradient_growth(run: Evidence) -> Onset | None:
-    """A norm that ends a hundred times above its lowest stretch without a jump; its step is the first at eight times that, as a jump's is."""
+    """A norm that ends a hundred times above its lowest stretch without a jump; its step is the first above eight times that, as for a jump."""
     points = [(step, value) for step, value in finite(run.curves.series("grad_norm")) if value > 0]
     if len(points) < 3 * FEWEST:
         return None
@@ -141,7 +141,7 @@ def _gradient_growth(run: Evidence) -> Onset | None:
 
 
 def _gradient_jump(run: Evidence, losses: list[Onset]) -> Onset | None:
-    """The first jump of the gradient norm; one that was over at once, long before the loss jumps, is no beginning of anything."""
+    """The first jump of the gradient norm; one that passes at once, long before the loss jumps, is not the onset."""
     found = gradient_jumps(run)
     lasting = [one for one, passes in found if not passes or any(abs(one.step - loss.step) <= WINDOW for loss in losses)]  # fmt: skip
     if lasting or not found:
@@ -151,7 +151,7 @@ def _gradient_jump(run: Evidence, losses: list[Onset]) -> Onset | None:
 
 
 def _nonfinite(run: Evidence) -> Onset | None:
-    """The first step whose loss or gradient is not finite, overflows that a loss scale handles left out."""
+    """The first step whose loss or gradient is not finite, except overflows handled by a loss scale."""
     before = 0
     for row in run.curves.rows:
         bad = int(row.get("nonfinite_steps") or 0)
@@ -163,7 +163,7 @@ def _nonfinite(run: Evidence) -> Onset | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateJump:
-    """A learning rate that is another from one step to the next, as no warm-up and no decay makes it."""
+    """A change of the learning rate from one step to the next that no warm-up or decay makes."""
 
     step: int
     before: float
@@ -174,12 +174,12 @@ class RateJump:
 
 
 def rates(run: Evidence) -> list[tuple[int, float]]:
-    """(step, learning rate) where there is one above zero."""
+    """(step, learning rate) for rates above zero."""
     return [(step, value) for step, value in finite(run.curves.series("lr")) if value > 0]
 
 
 def rate_jumps(run: Evidence) -> list[RateJump]:
-    """Where the rate doubles or halves at once, the first five steps of the run left out: a linear warm-up begins like that."""
+    """Where the rate doubles or halves at once, except in the first five steps of the run: a linear warm-up begins like that."""
     return [
         RateJump(step=step, before=one, after=two)
         for (_, one), (step, two) in itertools.pairwise(rates(run)[4:])
@@ -195,7 +195,7 @@ def rises(points: list[tuple[int, float]], until: int) -> bool:
 # --- tensors -------------------------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Odd:
-    """A tensor's first measured step out of line with what was measured of it before."""
+    """A tensor's first measured step out of line with its earlier measurements."""
 
     step: int
     tensor: str
@@ -229,7 +229,7 @@ _WATCHED = (
     ("weights", "parameter", "amax", 8.0),
     ("weights", "parameter", "rms", 3.0),
 )
-"""Table, key, number, and the factor over the median of what was measured before that is out of line."""
+"""Table, key, number, and the factor over the median of earlier measurements that counts as out of line."""
 
 
 def odd_tensors(run: Evidence) -> list[Odd]:

@@ -1,4 +1,4 @@
-"""Causes that the numbers of the steps show: NaN, the loss scale, the rate. Each answers with a suspect, or None."""
+"""Causes visible in per-step numbers: NaN, the loss scale, the learning rate. Each function returns a suspect, or None."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mpbridge.diagnose.suspects import Suspect, Symptoms
 from mpbridge.telemetry.reading import MeasuredStep
 
 MANY_SKIPPED = 8
-"""Skipped updates, one after another or in all, that no loss scale costs that follows its rule."""
+"""Number of skipped updates, consecutive or in total, that a correctly updated loss scale never causes."""
 LOW = 2.0**8
-"""The search for the first loss scale ends well above this: gradients that overflow here are not finite, or far too large."""
+"""The search for the first loss scale ends well above this: gradients that still overflow here are not finite, or far too large."""
 
 
 def not_finite(case: Symptoms) -> Suspect | None:
-    """NaN or infinity out of nowhere: the losses right before it are ordinary, or the loss never shows it at all."""
+    """NaN or infinity out of nowhere: the losses right before it are ordinary, or it never appears in the loss."""
     onset, seen = case.onset("applied"), _first_nonfinite(case)
     if (onset is None and seen is None) or (onset is not None and _announced(case, onset)):
         return None
@@ -29,10 +29,10 @@ def not_finite(case: Symptoms) -> Suspect | None:
     shown = "the loss does not show it" if onset is None else f"step {onset.step}: {onset.what}; the steps before are ordinary"  # fmt: skip
     return Suspect(
         cause="nan-source", step=_earlier(onset, at), score=0.95 if first else 0.8,
-        sentence="NaN or infinity appears at once" + (f", first seen in {first}" if first else ""),
+        sentence="NaN or infinity appears suddenly" + (f", first seen in {first}" if first else ""),
         evidence=[shown, *(str(event["text"]) for event in case.events("nonfinite")[:2]), *(str(one) for one in bad[:3]), *_where(at, places)],
         tensors=[one.tensor for one in bad[:4]] or places[:4],
-        advice=[_next_look(bad, first), "the same step on another machine: a NaN that stays away is the hardware's"],
+        advice=[_next_look(bad, first), "run the same step on another machine: if the NaN does not appear, the hardware is at fault"],
     )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def _earlier(onset: Onset | None, at: int | None) -> int:
 
 
 def _first_place(bad: list[Odd], places: list[str]) -> str:
-    """Where the first element that is not finite was seen: an input out of line tells more than a place measured; empty where neither is known."""
+    """Where the first element that is not finite was seen: an input out of line says more than a measured place; empty if neither is known."""
     known = [*(f"the input of {one.tensor}" for one in bad if one.number == "x_amax"), *places]
     return known[0] if known else ""
 
@@ -55,17 +55,17 @@ def _next_look(bad: list[Odd], first: str) -> str:
 
 
 def _announced(case: Symptoms, onset: Onset) -> bool:
-    """Whether something else was out of line in the steps before: the NaN is then its consequence."""
+    """Whether something else was out of line in the steps before: then the NaN is its consequence."""
     return any(onset.step - 10 <= one.step < onset.step - 1 for one in case.onsets)
 
 
 def _where(step: int | None, places: list[str]) -> list[str]:
-    """The sentence about what was measured, where anything was."""
+    """The sentence about what was measured, if anything was."""
     return [f"step {step}: elements that are not finite in {', '.join(places[:3])}"] if places else []
 
 
 def _first_nonfinite(case: Symptoms) -> tuple[int, list[str]] | None:
-    """The first measured step with elements that are not finite, and where, inputs before gradients; an overflow that a loss scale caught is none."""
+    """The first measured step with elements that are not finite, and where, inputs before gradients; overflows caught by a loss scale do not count."""
     steps = {row["iteration"]: row for row in case.run.curves.rows}
     for one in case.run.measured:
         row = steps.get(one.step, {})
@@ -74,9 +74,9 @@ def _first_nonfinite(case: Symptoms) -> tuple[int, list[str]] | None:
         tables = one.tables
         forward = [f"the input of {row['linear']}" for row in tables["linears"] if row.get("nonfinite") and not math.isfinite(row.get("x_amax") or 0.0)]  # fmt: skip
         weights = [row["parameter"] for row in tables["weights"] if row.get("nonfinite")]
-        backward = [f"the gradient that {row['linear']} gets" for row in tables["linears"] if row.get("nonfinite") and math.isfinite(row.get("x_amax") or 0.0)]  # fmt: skip
+        backward = [f"the output gradient of {row['linear']}" for row in tables["linears"] if row.get("nonfinite") and math.isfinite(row.get("x_amax") or 0.0)]  # fmt: skip
         operands = [f"{row['linear']} {row['side']}" for row in tables["operands"] if row.get("nonfinite")]
-        # backward runs from the end: what is last in the order of the model got its gradient first
+        # backward runs from the end: the last module of the model gets its gradient first
         if found := [*forward, *weights, *backward[::-1], *operands]:
             return one.step, list(dict.fromkeys(found))
     return None
@@ -104,7 +104,7 @@ _Mark = tuple[int, str, bool]
 
 
 def _stages(case: Symptoms, rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The steps of each loss scale: a new one begins with a change of recipe, and with a resume that drops its state, or has a scale where there was none, or none."""
+    """The steps of each loss scale. A new one begins at a change of recipe, and at a resume that drops the scale's state or adds or removes the scale."""
     events = [*case.events("recipe"), *case.events("resumed")]
     stages = [rows[:1]]
     for before, row in itertools.pairwise(rows):
@@ -117,7 +117,7 @@ def _stages(case: Symptoms, rows: list[dict[str, Any]]) -> list[list[dict[str, A
 
 
 def _against_its_rule(rows: list[dict[str, Any]]) -> Iterator[_Mark]:
-    """Changes of the scale that its rule does not make, and long rows of skipped updates once one was applied; in the order of the steps."""
+    """Changes of the scale that its rule does not make, and long series of skipped updates after the first applied one, in the order of the steps."""
     trained, streak = False, 0
     for before, row in zip([None, *rows], rows, strict=False):
         if before is not None:
@@ -131,16 +131,16 @@ def _against_its_rule(rows: list[dict[str, Any]]) -> Iterator[_Mark]:
 
 
 def _leap(before: dict[str, Any], row: dict[str, Any]) -> Iterator[_Mark]:
-    """A change from one step to the next by more than a factor of four; the rule's own is two."""
+    """A change from one step to the next by more than a factor of four; the rule's factor is two."""
     text = f"step {row['iteration']}: loss scale {before['loss_scale']:g} -> {row['loss_scale']:g}"
     if row["loss_scale"] > 4 * before["loss_scale"]:
-        yield row["iteration"], f"{text}; its rule doubles it at most", False
+        yield row["iteration"], f"{text}; its rule at most doubles it", False
     if row["loss_scale"] < before["loss_scale"] / 4:
         yield row["iteration"], f"{text}; its rule halves it after overflows", True
 
 
 def _mostly_skipped(rows: list[dict[str, Any]]) -> Iterator[_Mark]:
-    """More than half of the updates skipped, apart from those that the search for the first scale costs."""
+    """More than half of the updates skipped, apart from those during the search for the first scale."""
     rows = rows[_search(rows) :]
     skipped = sum(not row.get("applied") for row in rows)
     if skipped > 0.5 * len(rows) and skipped >= min(MANY_SKIPPED, len(rows)):
@@ -149,11 +149,11 @@ def _mostly_skipped(rows: list[dict[str, Any]]) -> Iterator[_Mark]:
 
 
 def _search(rows: list[dict[str, Any]]) -> int:
-    """Steps at the beginning in which the loss scale falls from its initial value to one at which no gradient overflows: each skips its update (17 from 2**32 to 2**15)."""
+    """Steps at the beginning in which the loss scale falls from its initial value to one at which no gradient overflows; each of these steps skips its update (17 from 2**32 to 2**15)."""
     count = still = 0
     for before, row in zip([None, *rows], rows, strict=False):
         still = still + 1 if before is not None and before["loss_scale"] == row["loss_scale"] else 0
-        # the first overflows only use up `hysteresis` (two by default); a scale that stands still longer is a constant one
+        # the first overflows only use up `hysteresis` (two by default); a scale that stays the same for longer is constant
         if row.get("applied") or row["loss_scale"] < LOW or still > 4:
             break
         count += 1
@@ -161,12 +161,12 @@ def _search(rows: list[dict[str, Any]]) -> int:
 
 
 def rate(case: Symptoms) -> Suspect | None:
-    """A rate that jumps right before the run goes wrong, or updates of the size of the weights, most often while the rate still rises."""
+    """A rate that jumps right before the run goes wrong, or updates of the size of the weights, most often while the rate is still rising."""
     return _rate_jumped(case) or _rate_beyond_weights(case)
 
 
 def _rate_jumped(case: Symptoms) -> Suspect | None:
-    """The rate itself tells: three times as high from one step to the next, and within 20 steps a number of the model is out of line."""
+    """The rate itself shows it: it triples from one step to the next, and within 20 steps one of the run's numbers is out of line."""
     for jump in rate_jumps(case.run):
         factor = jump.after / jump.before
         hit = next((one for one in case.onsets if jump.step <= one.step <= jump.step + 20), None)
@@ -176,13 +176,13 @@ def _rate_jumped(case: Symptoms) -> Suspect | None:
             cause="rate-too-high", step=jump.step, score=1.0 if factor >= 5 else 0.9,
             sentence=f"the learning rate jumps {factor:.3g}-fold, from {jump.before:.3g} to {jump.after:.3g}, and the run goes wrong",
             evidence=[str(jump), f"step {hit.step}: {hit.what}"],
-            advice=[f"look at what sets the rate of step {jump.step}: the scheduler, a changed optimizer.lr, a resume that did not bring the schedule's place along", f"go back to the last checkpoint before step {jump.step}"],
+            advice=[f"look at what sets the rate of step {jump.step}: the scheduler, a changed optimizer.lr, a resume that did not restore the schedule's position", f"go back to the last checkpoint before step {jump.step}"],
         )  # fmt: skip
     return None
 
 
 def _rate_beyond_weights(case: Symptoms) -> Suspect | None:
-    """Updates of the size of the weights."""
+    """Updates as large as the weights."""
     onset = case.onset("loss") or case.onset("grad_norm") or case.onset("applied")
     points = rates(case.run)
     if onset is None or not points:
@@ -191,7 +191,7 @@ def _rate_beyond_weights(case: Symptoms) -> Suspect | None:
     if sizes is None:
         return None
     (began, usual), (at, size) = sizes
-    # what the rate jumped to after the onset caused nothing
+    # a jump of the rate after the onset is not its cause
     later = min((one.step for one in rate_jumps(case.run) if one.step > onset.step), default=at + 1)
     points = [point for point in points if point[0] < later]
     reached = max((value for step, value in points if step <= at), default=0.0)
@@ -204,13 +204,13 @@ def _rate_beyond_weights(case: Symptoms) -> Suspect | None:
     return Suspect(
         cause="rate-too-high", step=min(onset.step, exceeds), score=1.0 if ratio > 2 else 0.9 if rising else 0.6,
         sentence=f"the learning rate ({reached:.3g}) is too high: one update is {ratio:.1f} times the size of the median weight",
-        evidence=[f"step {onset.step}: {onset.what}, at a rate of {dict(points).get(onset.step, reached):.3g}" + (" that still rises" if rising else ""), f"RMS of the median weight: {usual:.3g} at step {began}, {size:.3g} at step {at}"],
-        advice=[f"optimizer.lr={reached / max(3.0, 3 * ratio):.1g}, or a longer scheduler.lr_warmup_iters", "optimizer.clip_grad=1.0 where it is off"],
+        evidence=[f"step {onset.step}: {onset.what}, at a rate of {dict(points).get(onset.step, reached):.3g}" + (" that is still rising" if rising else ""), f"RMS of the median weight: {usual:.3g} at step {began}, {size:.3g} at step {at}"],
+        advice=[f"optimizer.lr={reached / max(3.0, 3 * ratio):.1g}, or a longer scheduler.lr_warmup_iters", "optimizer.clip_grad=1.0 if it is off"],
     )  # fmt: skip
 
 
 def _median_weight(case: Symptoms, until: int) -> tuple[tuple[int, float], tuple[int, float]] | None:
-    """(step, RMS of the median weight) at the first and the last step measured until then; None without weights there."""
+    """(step, RMS of the median weight) at the first and the last step measured up to then; None without measured weights."""
     measured = [one for one in case.run.measured if one.step <= until]
     sizes = [(one.step, _matrices(one)) for one in (*measured[:1], *measured[-1:])]
     if not sizes or not all(found for _, found in sizes):
@@ -220,6 +220,6 @@ def _median_weight(case: Symptoms, until: int) -> tuple[tuple[int, float], tuple
 
 
 def _matrices(one: MeasuredStep) -> list[float]:
-    """RMS of every weight at a measured step, gains of norms and biases left out."""
+    """RMS of every weight at a measured step, excluding norm gains and biases."""
     rows = one.tables["weights"]
     return [row["rms"] for row in rows if "norm" not in row["parameter"] and "weight" in row["parameter"]]

@@ -1,4 +1,4 @@
-"""A suspect, what every cause is asked about, and operands that lose much."""
+"""A suspect, the input of every cause function, and operands with large losses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpbridge.diagnose.signals import Odd, Onset
 
 @dataclass(slots=True, kw_only=True)
 class Suspect:
-    """A cause, and what speaks for it."""
+    """A cause, and the evidence for it."""
 
     cause: str
     sentence: str
@@ -25,7 +25,7 @@ class Suspect:
 
 @dataclass(slots=True, kw_only=True)
 class Symptoms:
-    """What all causes are asked about."""
+    """The input of all cause functions."""
 
     run: Evidence
     onsets: list[Onset]
@@ -50,15 +50,15 @@ class Symptoms:
 
     @property
     def tokens_counted(self) -> bool:
-        """Whether the run counted its tokens: a jump of the loss on ordinary ones is then not the data's."""
+        """Whether the run counted its tokens: if so, a jump of the loss on ordinary tokens is not due to the data."""
         return bool(self.events("tokens")) or any("nats_per_token" in one.facts for one in self.run.measured)
 
     def unlike(self, onset: Onset) -> list[dict[str, Any]]:
-        """What the run itself says of the tokens of that step and the one before: a jump there is the data's, whatever else happened shortly before."""
+        """The run's events about unusual tokens at that step and the one before: a jump there is due to the data, whatever else happened shortly before."""
         return [event for event in self.events("tokens") if onset.step - 1 <= event["iteration"] <= onset.step]
 
     def jump_after(self, step: int, *, within: int) -> Onset | None:
-        """The first number out of line within so many steps after a step that its own tokens do not explain."""
+        """The first onset within so many steps after a step that is not explained by its own tokens."""
         return next((one for one in self.onsets if step < one.step <= step + within and not self.unlike(one)), None)
 
     @property
@@ -69,7 +69,7 @@ class Symptoms:
 
 
 def flushed_operands(case: Symptoms, *, after: int = -1) -> list[str]:
-    """Operands of which much is lost, as sentences."""
+    """Operands with large losses, as sentences."""
     found = []
     for name, points in case.run.operands().items():
         for step, row in points:

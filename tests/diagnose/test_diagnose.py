@@ -126,7 +126,7 @@ def test_where_tokens_are_counted_they_decide_whether_the_data_did_it(run: Writt
     run.loss(range(33, 35), 6.0)
     assert first(run.diagnosed()) is None
     assert run.diagnosed().verdict.startswith("step 33: the loss jumps")
-    assert "no cause in precision is seen, and its tokens are like those before" in run.diagnosed().verdict
+    assert "precision shows no cause, and its tokens are like those before" in run.diagnosed().verdict
     # a model that takes long to recover is the data's too, where the tokens say so
     run.loss(range(35, 42), 3.0)
     run.events = [{"iteration": 33, "event": "tokens", "text": "the tokens of step 33 are unlike those before", "nats": 5.5, "usual": 2.6}]  # fmt: skip
@@ -341,8 +341,8 @@ def test_a_peak_is_only_said_of_a_warm_up_that_ended(run: Written) -> None:
     run.loss(range(42, 61), 4.0)
     (run.write() / FILE).unlink()
     found = diagnose(run.folder)
-    assert found.changes == ["step 42: the learning rate still rises, 0.0042"]
-    assert "the learning rate still rose there" in found.verdict
+    assert found.changes == ["step 42: the learning rate is still rising, 0.0042"]
+    assert "the learning rate was still rising there" in found.verdict
     for row in run.rows:
         row["lr"] = 1e-4 * min(row["iteration"], 20)
     assert run.diagnosed().changes == ["step 20: the learning rate reaches its peak, 0.002"]
@@ -522,7 +522,7 @@ def test_what_cannot_be_read_is_said_in_a_few_lines_and_few_steps_are_no_verdict
     assert len(gaps) < 10
     assert "statistics.jsonl: 496 more lines like these" in gaps
     assert "no precision.json: recipe, settings and audits are not known" in gaps
-    assert "3 steps are too few to tell what is usual of a curve, 7 are needed" in gaps
+    assert "3 steps are too few to tell what is usual for a curve; 7 are needed" in gaps
     assert diagnose(folder).verdict == "nothing is out of line, but there are too few steps to tell"
     assert '"word":"no verdict"' in diagnosis_page(diagnose(folder)).html()
 
@@ -582,7 +582,7 @@ def test_another_run_beside_it_says_where_they_part(run: Written) -> None:
     found = diagnose(run.write(), other)
     text = "\n".join(found.against)
     assert "step 30: loss" in text
-    assert f"step 35: the first measured one at which tensors differ by more than a factor of two: {LAYERS[0]}" in text
+    assert f"step 35: the first measured step at which tensors differ by more than a factor of two: {LAYERS[0]}" in text
 
 
 def test_another_run_beside_it_says_which_updates_and_loss_scales_differ(run: Written) -> None:
@@ -592,14 +592,14 @@ def test_another_run_beside_it_says_which_updates_and_loss_scales_differ(run: Wr
             row["loss_scale"] = 65536.0
         one.rows[2]["applied"] = False
     alike = "\n".join(diagnose(run.write(), other.write()).against)
-    assert "loss scale: the other's at every step" in alike
+    assert "loss scale: equal to the other run's at every step" in alike
     assert "skipped updates: the same steps, 1 of the 60 that both have" in alike
     for row in run.rows[24:]:
         row["loss_scale"] = 32768.0
     run.rows[23]["applied"] = run.rows[30]["applied"] = False
     text = "\n".join(diagnose(run.write(), other.folder).against)
-    assert "step 25: loss scale 32768, the other 65536: the first that differs" in text
-    assert "step 24: this run skipped its update, the other did not; 3 of the 60 steps that both have skipped, the other's 1" in text  # fmt: skip
+    assert "step 25: loss scale 32768, the other run 65536: the first difference" in text
+    assert "step 24: this run skipped its update, the other run did not; 3 of the 60 steps that both have were skipped, in the other run 1" in text  # fmt: skip
 
 
 def test_a_run_without_statistics_is_not_compared_by_tensors_and_says_what_it_still_tells(
@@ -607,11 +607,11 @@ def test_a_run_without_statistics_is_not_compared_by_tensors_and_says_what_it_st
 ) -> None:
     other = Written(run.folder.parent / "other")
     (other.write() / FILE).unlink()
-    for one, two, which in ((run.write(), other.folder, "the other"), (other.folder, run.folder, "this run")):
+    for one, two, which in ((run.write(), other.folder, "the other run"), (other.folder, run.folder, "this run")):
         said = diagnose(one, two).against
         assert f"tensors cannot be compared: {which} has no statistics (logger.precision_every)" in said
-        assert not [line for line in said if "no measured step" in line]
-    both = "tensors cannot be compared: this run and the other have no statistics (logger.precision_every)"
+        assert not [line for line in said if "at every measured step" in line]
+    both = "tensors cannot be compared: this run and the other run have no statistics (logger.precision_every)"
     assert both in diagnose(other.folder, other.folder).against
     assert not diagnose(run.folder).run.remaining
     capsys.readouterr()
@@ -627,7 +627,7 @@ def test_what_two_runs_do_not_both_have_is_not_compared(run: Written, tmp_path: 
         row.pop("grad_norm")
     said = "\n".join(diagnose(run.write(), other.write()).against)
     assert "within" not in said
-    assert "loss: no step that both have it of" in said
+    assert "loss: no step at which both runs have it" in said
     assert "gradient norm: only this run has it" in said
     for one in (run, other):
         for row in one.rows:
@@ -635,7 +635,7 @@ def test_what_two_runs_do_not_both_have_is_not_compared(run: Written, tmp_path: 
             row["iteration"] = (row["iteration"] - 1) % 100 + 1
             row["loss"] = math.inf if row["iteration"] > 20 else row["loss"]
     said = "\n".join(diagnose(run.write(), other.write()).against)
-    assert "loss: within 5% of the other's at every step that both have" in said
+    assert "loss: within 5% of the other run's at every step that both have" in said
     assert "gradient norm" not in said
 
 
@@ -644,7 +644,7 @@ def test_settings_of_runs_that_broke_off_are_compared(run: Written) -> None:
         made.write()
         settings = {"optimizer": {"lr": rate}}
         (made.folder / "precision.json").write_text(json.dumps({"recipe": "r", "config": settings}))
-    assert "optimizer.lr: 1.0, the other 0.1" in diagnose(run.folder, other.folder).against
+    assert "optimizer.lr: 1.0, the other run 0.1" in diagnose(run.folder, other.folder).against
 
 
 def test_statistics_that_are_too_large_are_sampled_and_the_first_tensor_out_of_line_is_found(
