@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 
 def device_layer(cuda: bool, *, fused_adam: type | None = None) -> AbstractContextManager[None]:
-    """A context in which megatron-core trains on the wanted device.
+    """A context in which megatron-core trains on the requested device.
 
-    cuda=True: a null context, nothing is redirected. cuda=False: `cpu_device`, everything that asks for CUDA gets the CPU.
-    fused_adam: the CPU layer's stand-in for Transformer Engine's FusedAdam; unused on CUDA.
+    cuda=True: a null context, nothing is redirected. cuda=False: `cpu_device`, everything that requests CUDA gets the CPU.
+    fused_adam: the CPU layer's replacement for Transformer Engine's FusedAdam; unused on CUDA.
     """
     if cuda:
         return nullcontext()

@@ -1,8 +1,8 @@
 """Coalesced collectives on gloo, one tensor at a time.
 
-torch's gloo backend concatenates the tensors of a coalesced all-gather in the first one's dtype and converts the others by value: FP8
-buckets (uint8) beside BF16 ones come out wrong in both, in silence. megatron-core gathers all buckets of a group in one such block. And its
-coalesced all-gather corrupts the heap of a busy machine now and then (torch 2.13, Megatron-FSDP in one process: malloc aborts in gloo's thread).
+torch's gloo backend concatenates the tensors of a coalesced all-gather in the first one's dtype and converts the others by value: if FP8
+and BF16 buckets (FP8 as uint8) are mixed, both silently become wrong. megatron-core gathers all buckets of a group in one such block. Also, its
+coalesced all-gather occasionally corrupts the heap on a busy machine (torch 2.13, Megatron-FSDP in one process: malloc aborts in gloo's thread).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 
 class Pending:
-    """What the manager yields: waits for every collective."""
+    """Yielded by the manager: waits for every collective."""
 
     def __init__(self) -> None:
         self.works: list[Any] = []
@@ -34,7 +34,7 @@ class Pending:
 
 @contextmanager
 def one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Pending]:
-    """In place of `torch.distributed._coalescing_manager`: the collectives of the block, each in its own dtype, at its end."""
+    """In place of `torch.distributed._coalescing_manager`: runs the block's collectives when the block ends, each in its own dtype."""
     group = group if group is not None else dist.group.WORLD
     state = distributed_c10d._world.pg_coalesce_state
     state.setdefault(group, [])

@@ -52,7 +52,7 @@ class _Replacement:
 
 
 class _StandIn:
-    """Makes `fused_adam` what megatron-core takes for Transformer Engine's FusedAdam, without pretending that Transformer Engine exists."""
+    """Makes megatron-core use `fused_adam` as Transformer Engine's FusedAdam, without pretending that Transformer Engine is installed."""
 
     def __init__(self) -> None:
         self.adam: type | None = None
@@ -62,11 +62,11 @@ class _StandIn:
     def enter(self, adam: type) -> None:
         if self.adam not in (None, adam):
             raise BadValue(
-                f"cpu_device is active with {self.adam} as FusedAdam, expected the same class, got {adam}: leave the other one first"
+                f"cpu_device is active with {self.adam} as FusedAdam, expected the same class, got {adam}: exit the other context first"
             )
         self.adam = adam
         if self._replacement.depth == 0:
-            # OptimizerConfig imports FusedAdam by this full name, and sys.modules is asked before any package is looked for
+            # OptimizerConfig imports FusedAdam by this full name, and sys.modules is consulted before any package is searched
             self._hidden = sys.modules.get(megatron.FUSED_ADAM_MODULE, _MISSING)
             stub = types.ModuleType(megatron.FUSED_ADAM_MODULE)
             vars(stub)["FusedAdam"] = adam
@@ -119,17 +119,17 @@ _LOCK = threading.RLock()
 
 
 def is_active() -> bool:
-    """Whether CUDA calls are redirected now."""
+    """Whether CUDA calls are currently redirected."""
     return _DEVICE.replacement.depth > 0
 
 
 @contextmanager
 def cpu_device(*, fused_adam: type | None = None) -> Iterator[None]:
-    """Inside, megatron-core trains on the CPU; on exit, also by an exception, everything touched is as before.
+    """In the block, megatron-core trains on the CPU; on exit, also by an exception, everything is restored.
 
-    Replacements are process-wide, so threads started inside see them too; nested and concurrent uses share one set, which goes with the last that leaves.
-    fused_adam: what megatron-core uses as its Adam (FusedAdam's interface, `mpbridge.engines.optimizers.CpuFusedAdam`); without it torch's AdamW serves,
-    which megatron-core's distributed optimizer cannot resume. Raises BadValue when another class is in use.
+    Replacements are process-wide, so threads started in the block see them too; nested and concurrent uses share one set, which is removed by the last exit.
+    fused_adam: what megatron-core uses as its Adam (FusedAdam's interface, `mpbridge.engines.optimizers.CpuFusedAdam`); without it torch's AdamW is used,
+    which megatron-core's distributed optimizer cannot resume. Raises BadValue if another class is in use.
     """
     megatron.import_all()
     with ExitStack() as undo:

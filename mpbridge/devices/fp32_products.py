@@ -1,4 +1,4 @@
-"""Products of FP32 factors: whether a policy promises them whole, what torch's process-wide settings make of them, and full precision while it is held."""
+"""Products of FP32 factors: whether a policy promises full precision for them, what torch's process-wide settings do to them, and how full precision is enforced."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("mpbridge")
 
 PLACES = ("cuda", "mkldnn")
-"""torch.backends.PLACE.matmul: GPU and CPU products. Convolutions have a setting of their own, which no module here reads."""
+"""torch.backends.PLACE.matmul: GPU and CPU products. Convolutions have a separate setting, which no module here uses."""
 
 
 class _Held:
-    """Who holds full precision, and what torch said before: several engines may stand at once, and the last one gives back."""
+    """How many engines hold full precision, and torch's settings before: several engines may exist at once, and the last one restores the settings."""
 
     holders = 0
     before: tuple[str | None, dict[str, str]] | None = None
 
 
 def promised(policy: PrecisionPolicy) -> bool:
-    """Whether any product of `policy` is one of FP32 factors."""
+    """Whether any product of `policy` has FP32 factors."""
     return DType.FP32 in {policy.compute, policy.router, policy.logits} or bool(policy.keep_fp32)
 
 
 def reduced(policy: PrecisionPolicy) -> dict[str, str]:
-    """{'cuda': 'tf32', ...}: the settings of torch that round factors which `policy` promises to multiply in FP32; empty where it promises none."""
+    """{'cuda': 'tf32', ...}: the settings of torch that round factors which `policy` promises to multiply in FP32; empty if it promises none."""
     if not promised(policy):
         return {}
     # 'none' and 'ieee' are full precision
@@ -41,9 +41,9 @@ def reduced(policy: PrecisionPolicy) -> dict[str, str]:
 
 
 def hold(policy: PrecisionPolicy) -> Callable[[], None] | None:
-    """Sets products of FP32 factors to IEEE FP32 where `policy` promises them and torch rounds them, and says so on rank 0.
+    """Sets products of FP32 factors to IEEE FP32 if `policy` promises them and torch rounds them, and logs this on rank 0.
 
-    Returns what gives torch's settings back, to be called once; None where the policy promises no such product. torch's settings belong to the process, not to a model. NVIDIA's containers allow TF32 through TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
+    Returns a function that restores torch's settings, to be called once; None if the policy promises no such product. torch's settings are process-wide, not per model. NVIDIA's containers allow TF32 through TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
     """
     if not promised(policy):
         return None
@@ -73,7 +73,7 @@ def _say(found: dict[str, str]) -> None:
         return
     there = ", ".join(f"{place} {value}" for place, value in found.items())
     log.warning(
-        "the recipe promises products in FP32, torch's settings allow less (%s): set to IEEE FP32 until this engine is closed",
+        "the recipe promises products in FP32, but torch's settings allow less (%s): set to IEEE FP32 until this engine is closed",
         there,
     )
 
@@ -94,7 +94,7 @@ def _matmul(place: str) -> Any:
 
 
 def _legacy() -> str | None:
-    """torch's older name of the same setting; None where only the newer one was used, and reading this one is an error."""
+    """torch's older name of the same setting; None if only the newer one was used, since reading this one is then an error."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""What every rank has to say, on every rank, for little where they say the same: equal parts travel once, however many ranks there are."""
+"""Gathers a value from every rank to every rank, at little cost when ranks agree: equal parts are sent once, regardless of the number of ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mpbridge.devices.together import collective_device
 T = TypeVar("T")
 
 _MARK, _LENGTH = 8, 4
-"""Bytes of a part's digest, and of its length."""
+"""Bytes of a part's digest, and bytes of its length."""
 
 
 def from_all(mine: T, *, deeper: Mapping[str, type] = MappingProxyType({}), group: Any = None) -> list[T]:
-    """`mine` of every rank of `group` (None: the world), in the order of ranks; every rank calls it. Values that are equal may be one object: read them.
+    """`mine` of every rank of `group` (None: the world), in the order of ranks; every rank calls it. Equal values may be one object: do not modify them.
 
-    Two collectives, whatever the world's size: the marks of all parts (12 bytes for each of a dataclass's fields), and one sum into which the first
-    rank that has a part writes it. deeper: fields that are dataclasses, or None, and are taken apart themselves. Without a process group this is the
+    Two collectives, regardless of the world's size: the marks of all parts (12 bytes per field of a dataclass), and one sum into which the first
+    rank that has a part writes it. deeper: fields that are dataclasses, or None, and are themselves split into parts. Without a process group this is the
     only rank.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
@@ -81,7 +81,7 @@ def _places(marks: Sequence[Sequence[bytes]]) -> tuple[dict[bytes, tuple[tuple[i
 
 
 def _apart(value: Any, deeper: Mapping[str, type]) -> Iterator[Any]:
-    """The parts that travel on their own: as many on every rank, also where one of them has None in the place of a dataclass."""
+    """The parts that are sent separately: the same number on every rank, even if one of them has None instead of a dataclass."""
     if not dataclasses.is_dataclass(value):
         yield value
         return

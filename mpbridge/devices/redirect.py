@@ -1,6 +1,6 @@
-"""Substitutes for CUDA on a CPU: each replacement of one torch or megatron-core function, none of them installed here.
+"""Substitutes for CUDA on a CPU: each replaces one torch or megatron-core function; none is installed here.
 
-Attributes are replaced instead of pushing a TorchFunctionMode: a mode costs about a microsecond on every torch call (1.6 % of a small step),
+Attributes are replaced instead of using a TorchFunctionMode: a mode costs about a microsecond on every torch call (1.6 % of a small step),
 is popped while backward runs, and is invisible to other threads.
 """
 
@@ -76,7 +76,7 @@ class NullEvent:
         """Does nothing."""
 
     def query(self) -> bool:
-        """True: whatever was recorded is done."""
+        """True: whatever was recorded has completed."""
         return True
 
     def elapsed_time(self, other: NullEvent) -> float:
@@ -102,7 +102,7 @@ class NullStream:
         """Does nothing."""
 
     def record_event(self, event: NullEvent | None = None) -> NullEvent:
-        """The event, done already."""
+        """The event, already complete."""
         return event or NullEvent()
 
     def query(self) -> bool:
@@ -116,7 +116,7 @@ class NullStream:
 
 
 def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """`factory` with a CUDA device replaced by the CPU and pinned memory left out."""
+    """`factory` with a CUDA device replaced by the CPU and without pinned memory."""
 
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> Any:
@@ -171,12 +171,12 @@ def type_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.to` and `Module.to` that stay on the CPU when CUDA is asked for."""
+    """`Tensor.to` and `Module.to` that stay on the CPU when CUDA is requested."""
 
     def to(self: Any, *args: Any, **kwargs: Any) -> Any:
         by_keyword = bool(kwargs) and names_cuda(kwargs.get("device"))
         if (args and names_cuda(args[0])) or by_keyword:
-            # where it is already; torch would copy a tensor subclass that asks this of itself inside of its own dispatch
+            # already there; torch would copy a tensor subclass that calls this inside of its own dispatch
             if len(args) + len(kwargs) == 1 and isinstance(self, torch.Tensor) and self.device == CPU:
                 return self
             args = args if by_keyword else (CPU, *args[1:])
@@ -193,7 +193,7 @@ def same(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class CpuAutocast(torch.autocast):
-    """torch.autocast of the CPU's operations where CUDA's are asked for."""
+    """torch.autocast for CPU operations when CUDA's is requested."""
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__("cpu" if names_cuda(device_type) else device_type, *args, **kwargs)
@@ -204,12 +204,12 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What megatron-core's `maybe_move_tensor_to_cpu` returns for a CUDA tensor; it leaves CPU tensors alone, which all-to-all cannot read."""
+    """What megatron-core's `maybe_move_tensor_to_cpu` returns for a CUDA tensor; megatron-core's leaves CPU tensors unconverted, which all-to-all cannot read."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """The CPU generator's state: there is one generator."""
+    """The CPU generator's state: there is only one generator."""
     return torch.get_rng_state()
 
 
@@ -224,7 +224,7 @@ def seed(value: int) -> None:
 
 
 def cuda_patches() -> Iterator[Patch]:
-    """Everything of torch that is replaced."""
+    """All replacements in torch."""
     cuda: Any = torch.cuda
     yield cuda, "is_available", lambda: False
     yield cuda, "device_count", lambda: 0

@@ -1,4 +1,4 @@
-"""What all ranks of a job do together: agree on a number, take the first rank's result."""
+"""Operations that all ranks of a job take part in: agree on a number, take the first rank's result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def collective_device(group: Any = None) -> str:
-    """Where a tensor has to be to be sent among the ranks of `group` (None: the world)."""
+    """The device that a tensor must be on to be sent among the ranks of `group` (None: the world)."""
     return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
 
 
@@ -73,10 +73,10 @@ _GONE = (
     "unable to reach",
     "socket closed",
 )
-"""How process groups of several back ends say that a rank does not answer."""
+"""Messages of several back ends' process groups when a rank does not respond."""
 
 
 def is_of_a_lost_rank(error: BaseException) -> bool:
-    """Whether a collective raised `error` because another rank is gone, whatever was under way."""
+    """Whether a collective raised `error` because another rank is gone, regardless of what was in progress."""
     several = dist.is_initialized() and dist.get_world_size() > 1
     return several and isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _GONE)

@@ -1,1 +1,1 @@
-"""Rehearsals: the same run under several recipes with quantization statistics, and the report, page and plots of what they showed."""
+"""Rehearsals: the same run under several recipes with quantization statistics, and the report, page and plots of the results."""

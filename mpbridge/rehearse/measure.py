@@ -29,11 +29,11 @@ OWN_ERROR: Mapping[tuple[str, str], float] = {
     ("e2m1", "w"): 0.112,
     ("e2m1", "dy"): 0.137,
 }
-"""(format, side) -> median row error of a Gaussian tensor: what rounding costs when nothing goes wrong. Measured on 1024 x 1024 elements
+"""(format, side) -> median row error of a Gaussian tensor: the error of rounding alone, when nothing goes wrong. Measured on 1024 x 1024 elements
 of N(0,1); NVFP4's weights share a scale among 16 x 16 elements and its gradients are rounded stochastically, hence three numbers."""
 SIDES: Mapping[Gemm, tuple[str, str]] = {"fprop": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 EXCESS = 2.0
-"""Times what the format costs a Gaussian tensor, above which a product is worth a look."""
+"""Multiple of the error that the format causes for Gaussian tensors, above which a product is worth a look."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class ProductErrors:
     errors: Mapping[Gemm, float]
     """||e|| / ||output||."""
     excess: float
-    """The largest of them over what the format costs."""
+    """The largest of them relative to the format's error for Gaussian tensors."""
 
     @property
     def place(self) -> tuple[str, str]:
@@ -56,28 +56,28 @@ class ProductErrors:
 
 @dataclass(slots=True, kw_only=True)
 class RecipeMeasurement:
-    """One recipe."""
+    """The figures of one recipe."""
 
     gradient: GradientError
     products: list[ProductErrors] = field(default_factory=list)
-    """Worst first; empty under delayed scaling, whose scales are no function of one batch."""
+    """Worst first; empty under delayed scaling, whose scales depend on earlier batches."""
 
     def verdict(self) -> tuple[Literal["sound", "look closer", "damage"], list[str]]:
-        """A word, and the reasons for it."""
+        """A verdict, and the reasons for it."""
         one = self.gradient
         figures = f"gradient error {one.error:.3f} (noise {one.noise:.3f}, bias {one.bias:.3f} of the gradient, per global batch)"
         if not math.isfinite(one.error):
-            return "damage", ["the gradient is not finite where high precision's is"]
+            return "damage", ["the gradient is not finite, although high precision's is"]
         if max(one.noise, one.bias) > YARDSTICK:
             what = "noise" if one.noise >= one.bias else "bias"
             cure = (
-                "a larger global batch averages noise out" if what == "noise" else "no larger batch averages bias out"
+                "a larger global batch averages noise out" if what == "noise" else "a larger batch does not average bias out"
             )
             return "damage", [f"{figures}: {what} is above 1/sqrt 3 = {YARDSTICK:.3f}, where training degrades; {cure}"]
         some = [product for product in self.products if product.excess > EXCESS]
         if some:
             lines = [
-                f"{len(some)} of {len(self.products)} linears have products off by more than {EXCESS:g} times what the format costs"
+                f"{len(some)} of {len(self.products)} linears have products off by more than {EXCESS:g} times the format's own error"
             ]
             return "look closer", [
                 figures,
@@ -96,9 +96,9 @@ class RecipeMeasurement:
 
 
 def measure(training: Training) -> RecipeMeasurement | None:
-    """The figures of an emulated run as it stands; None on an engine that says nothing of its gradients (FSDP). Every rank calls it.
+    """The figures of an emulated run in its current state; None on an engine that does not expose its gradients (FSDP). Every rank calls it.
 
-    Weights stay; scales of delayed scaling go on from where they are.
+    Weights do not change; scales of delayed scaling continue from their current state.
     """
     engine = training.engine
     if not hasattr(engine, "counted_gradients"):
@@ -128,6 +128,6 @@ def measure(training: Training) -> RecipeMeasurement | None:
 
 
 def _own(quant: Quant, gemm: Gemm) -> float:
-    """What the format costs that product of Gaussian operands: both operands' errors, which are independent."""
+    """The format's error for that product of Gaussian operands: both operands' errors, which are independent."""
     errors = (OWN_ERROR[quant.element(gradient=side == "dy"), side] for side in SIDES[gemm])
     return math.sqrt(sum(error * error for error in errors))

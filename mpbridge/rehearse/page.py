@@ -39,7 +39,7 @@ OVERVIEW = [
         name="gradient error",
         help="||g_q - g|| / ||g|| of a global batch, g in high precision; mean over a few batches",
     ),
-    Column(name="bias", help="the part of it that is the same in every batch: no larger batch averages it out"),
+    Column(name="bias", help="the part of it that is the same in every batch: a larger batch does not average it out"),
     Column(name="noise", help="the rest of it; training degrades above 0.577, 1 over the square root of 3"),
     Column(name="worst row error", unit="percent", help="of any operand"),
     Column(name="most flushed", unit="percent", help="of any operand"),
@@ -54,13 +54,13 @@ PRODUCTS = [
         Column(name=f"{gemm} error", unit="percent", help=f"||e|| / ||output|| of {words}")
         for gemm, words in (("fprop", "Y = X Wt"), ("dgrad", "dX = dY W"), ("wgrad", "dW = dYt X"))
     ),
-    Column(name="beyond its format", help="the largest of the three over what the format costs a Gaussian tensor"),
+    Column(name="beyond its format", help="the largest of the three relative to the format's error for a Gaussian tensor"),
 ]
 TERMS = ("amax", "copy", "dgrad, fprop, wgrad", "flushed", "operand", "row error", "saturated", "scale", "SQNR", "staleness")  # fmt: skip
 
 
 def page(rehearsal: Rehearsal) -> str:
-    """The HTML: one file that loads nothing from anywhere."""
+    """The HTML: a single file that loads nothing else."""
     made = Page(rehearsal.title, made_now(**rehearsal.made), glossary(*TERMS))
     place_ = len(made.blocks)
     losses = ""
@@ -111,7 +111,7 @@ def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
     worst = {(row["tensor"], row["copy"]): rank for rank, row in enumerate(sorted(recipe.tensors, key=_error))}
     order = sorted(range(len(rows)), key=lambda i: worst[recipe.tensors[i]["tensor"], recipe.tensors[i]["copy"]])
     made.table(
-        "The worst operands, beyond what their format costs anyway", COLUMNS, [_cells(row) for row in recipe.worst]
+        "The worst operands, relative to their format's own error", COLUMNS, [_cells(row) for row in recipe.worst]
     )
     if recipe.measured is not None and recipe.measured.products:
         rows_of = [[*one.place, *one.errors.values(), round(one.excess, 2)] for one in recipe.measured.products]
@@ -119,8 +119,8 @@ def _recipe(made: Page, recipe: Rehearsed, losses: str) -> str:
     made.table("all operands", COLUMNS, rows, order=order, folded=True)
     body, made.blocks[at:] = made.blocks[at:], []
     made.verdicts("", [{"text": reason, "href": _plot_of(reason, heat, ranges, amax)} for reason in reasons])
-    if recipe.quantized or recipe.high:  # not of single tensors
-        made.text(f"{recipe.quantized} linears quantized, {recipe.high} kept high", dim=True)
+    if recipe.quantized or recipe.high:  # both are 0 for given tensors
+        made.text(f"{recipe.quantized} linears quantized, {recipe.high} kept in high precision", dim=True)
     made.blocks += body
     if recipe.notes:
         made.verdicts("What differs from the GPU", [{"text": note} for note in recipe.notes])
@@ -136,7 +136,7 @@ def _error(row: TensorSummary) -> float:
 
 
 def _plot_of(reason: str, heat: str, ranges: str, amax: str) -> str:
-    """Where a reason is to be seen."""
+    """The plot that shows a reason."""
     if "scale is off" in reason:
         return amax or ranges
     return ranges if "saturate" in reason or "become zero" in reason else heat
@@ -150,12 +150,12 @@ def _cells(row: TensorSummary) -> list[Any]:
 def _heat(made: Page, recipe: Rehearsed) -> str:
     values = {place(row): row["row_error"] or 0.0 for row in recipe.tensors}
     layers = sorted({layer for layer, _ in values}, key=lambda text: int(text or -1))
-    # one colour scale for all recipes: they are to be compared
+    # one colour scale for all recipes: so that they can be compared
     return made.heat("Median row error by layer", layers, list(dict.fromkeys(kind for _, kind in values)), values, low=0.01, high=1.0)  # fmt: skip
 
 
 def _ranges(made: Page, recipe: Rehearsed) -> str:
-    """One chart for each side: where the rows' amaxes lie on the format's range."""
+    """One chart for each side: where the rows' amaxes lie in the format's range."""
     import math
 
     first = ""
@@ -166,7 +166,7 @@ def _ranges(made: Page, recipe: Rehearsed) -> str:
         counts = [sum(column) for column in zip(*(row["ranges"] for row in rows), strict=True)]
         number = FORMATS[rows[0]["format"]]
         found = made.chart(
-            f"{word} on the range of {number.name}",
+            f"{word} in the range of {number.name}",
             [("rows", [(LOW + i, float(count)) for i, count in enumerate(counts)], "")],
             x="log2 of a row's amax after scaling",
             y="rows",
@@ -184,7 +184,7 @@ def _amaxes(made: Page, recipe: Rehearsed) -> str:
         if len(row["amax"]) > 1 and row["copy"] == "row"
     ]
     return (
-        made.chart("amax of every operand", series, y="amax", log=True, order="the largest errors first")
+        made.chart("amax of every operand", series, y="amax", log=True, order="largest errors first")
         if series
         else ""
     )

@@ -1,4 +1,4 @@
-"""Pictures of a rehearsal: the loss curves together, errors by layer as heat maps, row amaxes on each format's range."""
+"""Pictures of a rehearsal: the loss curves together, errors by layer as heat maps, row amaxes in each format's range."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIDES = {"x": "activations", "w": "weights", "dy": "gradients"}
 
 
 def draw(rehearsal: Rehearsal, folder: Path) -> list[Path]:
-    """Writes the PNG files and returns their paths, the losses first. Raises MpbridgeError where matplotlib is missing."""
+    """Writes the PNG files and returns their paths, the losses first. Raises MpbridgeError if matplotlib is missing."""
     plt = pyplot()
     found = []
     if any(recipe.losses for recipe in rehearsal.recipes):
@@ -60,7 +60,7 @@ def _heat(plt: Any, recipe: Rehearsed) -> Any:
     figure, axes = plt.subplots(figsize=(3.5 + 0.6 * len(layers), 1.2 + 0.3 * len(kinds)))
     from matplotlib.colors import LogNorm
 
-    # one colour scale for all recipes: the pictures are to be compared
+    # one colour scale for all recipes: so that the pictures can be compared
     image = axes.imshow(grid, aspect="auto", cmap="inferno", norm=LogNorm(vmin=0.01, vmax=1.0))
     axes.set_xticks(range(len(layers)), layers)
     axes.set_yticks(range(len(kinds)), kinds, fontsize=8)
@@ -97,11 +97,11 @@ def _ranges(plt: Any, recipe: Rehearsed) -> Any:
         axes.axvline(math.log2(number.smallest), color="#b04040", linewidth=1)
         axes.set(ylabel="rows", yscale="log" if any(counts) else "linear")
         axes.set_title(
-            f"{SIDES[side]} in {number.name}: green is what the format holds, {number.smallest:g} to {number.largest:g}",
+            f"{SIDES[side]} in {number.name}: green is the format's range, {number.smallest:g} to {number.largest:g}",
             fontsize=9,
         )
     all_axes[-1, 0].set_xlabel("log2 of a row's amax after scaling")
-    figure.suptitle(f"{recipe.recipe}: where the rows lie on the format's range", fontsize=10)
+    figure.suptitle(f"{recipe.recipe}: where the rows lie in the format's range", fontsize=10)
     figure.tight_layout()
     return figure
 

@@ -41,16 +41,16 @@ RECIPES = (
     "bf16_with_mxfp8_mixed",
     "bf16_with_nvfp4_mixed",
 )
-"""What is rehearsed by default: high precision and each scaling once."""
+"""The recipes rehearsed by default: high precision and each scaling once."""
 RELEASE = ".".join(map(str, DEFAULT_RELEASE))
 LR = 1e-4
-"""Where a configuration sets no learning rate, as one that is a Hugging Face folder."""
+"""Used if the configuration sets no learning rate, as for a Hugging Face folder."""
 SAMPLES = 10
-"""Steps that are looked at in a rehearsal, unless `every` says otherwise."""
+"""Number of steps sampled in a rehearsal, unless `every` is given."""
 
 
 class Listen(Hook):
-    """Collects losses, and statistics from an emulated engine. weights: a checkpoint to begin from."""
+    """Collects losses, and statistics from an emulated engine. weights: a checkpoint to start from."""
 
     def __init__(self, statistics: Statistics, weights: Path | None) -> None:
         self.statistics, self.weights, self.losses = statistics, weights, list[float]()
@@ -65,12 +65,12 @@ class Listen(Hook):
             self.measured = measure(training)
 
     def built(self, training: Training) -> None:
-        """Takes the checkpoint's weights."""
+        """Loads the checkpoint's weights."""
         if self.weights is not None:
             load_weights(training, self.weights)
 
     def started(self, training: Training) -> None:
-        """Begins to observe."""
+        """Starts observing."""
         emulation: Emulation | None = getattr(training.engine, "emulation", None)
         if emulation is not None:
             emulation.observer = self.statistics
@@ -82,7 +82,7 @@ class Listen(Hook):
         self.statistics.step(1)
 
     def stepped(self, training: Training, result: Any) -> None:
-        """Keeps the loss and goes on to the next step."""
+        """Records the loss and moves on to the next step."""
         self.losses.append(result.loss)
         self.statistics.step(training.counters.iteration + 1)
 
@@ -95,12 +95,12 @@ def rehearse(
     every: int | None = None,
     say: Callable[[str], None] = print,
 ) -> Rehearsal:
-    """Trains `container`'s model under each recipe from the same seed, data and initialisation, emulated, and says what happened to the
-    tensors. checkpoint.load gives the weights that all begin from; optimizer, schedule and data start fresh.
+    """Trains `container`'s model under each recipe from the same seed, data and initialisation, emulated, and reports what happened to the
+    tensors. checkpoint.load gives the weights that all start from; optimizer, schedule and data start fresh.
 
-    every: a step in so many is looked at; None: ten steps of the whole. A recipe that cannot run is in the result with the reason.
+    every: sample one step in `every`; None: ten steps in all. A recipe that cannot run is in the result with the reason.
     Nothing is saved. Raises UnknownName for a recipe and CheckpointError for a checkpoint that does not
-    exist, before anything runs. In several processes every rank gets the whole result: of a tensor that more than one holds, the part with
+    exist, before anything runs. In several processes every rank gets the whole result: for a tensor spread over several ranks, the part with
     the largest error.
     """
     from mpbridge.train.machine import process_group
@@ -146,11 +146,11 @@ def _made(container: ConfigContainer, steps: int) -> dict[str, Any]:
 
 
 def _run(container: ConfigContainer, recipe: str, steps: int) -> Run:
-    """The run of one recipe: emulated, nothing evaluated, nothing written, resumed from nowhere."""
+    """The run of one recipe: emulated, without evaluation, output files or resume."""
     made = container.copy()
     made.mixed_precision, made.emulate = recipe, True
     if made.optimizer.get("lr") is None:
-        # a Hugging Face folder says nothing of how it is trained
+        # a Hugging Face folder does not say how the model is trained
         made.optimizer["lr"] = LR
     made.train.train_iters, made.train.eval_interval, made.train.eval_iters, made.train.audit = steps, None, 0, "warn"
     made.checkpoint = {}
@@ -168,7 +168,7 @@ def _one(container: ConfigContainer, recipe: str, steps: int, ear: Listen) -> Re
         pretrain(_run(container, recipe, steps), hooks=[ear], quiet=True)
     except MpbridgeError as error:
         failure = str(error)
-    # the first fifth is left out: delayed scaling is still finding its scales then
+    # without the first fifth, in which delayed scaling is still finding its scales
     parts = from_all((ear.statistics.summary(warmup=steps // 5), ear.quantized, ear.high, failure))
     tensors: dict[tuple[str, str], dict[str, Any]] = {}
     for row in (row for part in parts for row in part[0]):
@@ -197,7 +197,7 @@ def rehearse_module(
     every: int = 1,
     **options: Any,
 ) -> Rehearsal:
-    """The same for any module: `step(module)` runs a forward pass, calls backward, steps an optimizer if it likes, and returns the loss.
+    """The same for any module: `step(module)` runs a forward pass, calls backward, optionally steps an optimizer, and returns the loss.
 
     Every recipe gets its own copy of `module`; its `torch.nn.Linear` layers are emulated (see `emulate_linears`). options: those of
     Emulation.
@@ -244,7 +244,7 @@ def _module_under(
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every floating-point tensor of a .pt file (nested dicts joined by dots; nothing but tensors is unpickled) or of a .safetensors file.
 
-    Raises DataError for a file that cannot be read or holds none.
+    Raises DataError for a file that cannot be read or contains none.
     """
     try:
         if path.suffix == ".safetensors":
@@ -255,13 +255,13 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except ImportError as error:
         raise DataError(f"{path}: reading it needs the package safetensors (pip install safetensors)") from error
-    except Exception as error:  # torch raises a dozen kinds for a file that is not what it seems
+    except Exception as error:  # torch raises a dozen exception types for a file with unexpected content
         raise DataError(
             f"{path} cannot be read as tensors: {error} (expected a .pt file of tensors or a .safetensors file)"
         ) from error
     found = dict(_flat(content if isinstance(content, Mapping) else {path.stem: content}))
     if not found:
-        raise DataError(f"{path} holds no floating-point tensor with two dimensions or more")
+        raise DataError(f"{path} contains no floating-point tensor with two dimensions or more")
     return found
 
 
@@ -271,14 +271,14 @@ def _flat(content: Mapping[Any, Any], prefix: str = "") -> list[tuple[str, torch
         if isinstance(value, Mapping):
             found += _flat(value, f"{prefix}{name}.")
         elif isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() >= 2 and value.numel():
-            # what no GEMM has as its input (FP64, codes of 8 bits) is looked at as FP32
+            # dtypes that no GEMM reads (FP64, 8-bit codes) are examined as FP32
             kept = value.dtype in (torch.bfloat16, torch.float16, torch.float32)
             found.append((f"{prefix}{name}", value.detach() if kept else value.detach().float()))
     return found
 
 
 def side_of(name: str) -> Side:
-    """What a tensor is by its name: 'dy' for gradients, 'w' for weights, else 'x'."""
+    """The side of a GEMM that a tensor belongs to, by its name: 'dy' for gradients, 'w' for weights, else 'x'."""
     last = name.lower()
     if any(word in last for word in ("grad", ".dy", "delta")) or last == "dy":
         return "dy"
@@ -286,9 +286,9 @@ def side_of(name: str) -> Side:
 
 
 def observe(tensors: Mapping[str, torch.Tensor], recipes: Sequence[str] = RECIPES) -> Rehearsal:
-    """What each recipe would do to given tensors, without training; delayed scaling gets a scale from the tensor itself.
+    """The effect of each recipe on given tensors, without training; delayed scaling takes its scale from the tensor itself.
 
-    Dimensions but the last are rows; rows and columns are filled with zeros to whole blocks.
+    All dimensions but the last are rows; rows and columns are padded with zeros to whole blocks.
     """
     result = Rehearsal(
         title=f"{len(tensors)} given tensors under {_counted(recipes)}",
@@ -299,7 +299,7 @@ def observe(tensors: Mapping[str, torch.Tensor], recipes: Sequence[str] = RECIPE
         found = Rehearsed(recipe=recipe)
         try:
             _observe(tensors, resolve(get_mixed_precision_config(recipe)), found)
-        except Refused as error:  # its rules live in a user's factory; the other recipes go on
+        except Refused as error:  # its rules live in a user's factory; the other recipes continue
             found.failure = str(error)
         found.seconds = time.perf_counter() - began
         result.recipes.append(found)

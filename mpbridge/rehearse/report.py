@@ -1,5 +1,5 @@
-"""The result of a rehearsal: per recipe its losses, its tensors' statistics and a plain verdict. Data, JSON and tables; pictures are
-beside it."""
+"""The result of a rehearsal: per recipe its losses, its tensors' statistics and a plain verdict. Data, JSON and tables; pictures are in
+`plots` and `page`."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ TensorSummary = Mapping[str, Any]
 """A tensor's summary: what mpbridge.emulation's Track.summary returns."""
 
 NO_RANKING = (
-    "The verdicts are about what rounding does to gradients and products (to single tensors, where only those were given). They do not rank "
+    "The verdicts are about the effect of rounding on gradients and products (on individual tensors, if only those were given). They do not rank "
     "recipes: over a rehearsal of this length the loss curves of all recipes lie within noise of each other."
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Limits above which a tensor is worth a look, and above which it is damaged: (first, second) of each."""
+    """Limits above which a tensor is worth a look, and above which it is damaged: (first, second) for each."""
 
     row_error: tuple[float, float]
     """The first as a multiple of OWN_ERROR, the second as an error."""
     flushed: tuple[float, float]
     saturated: tuple[float, float]
     staleness: tuple[float, float] = (1.0, 4.0)
-    """In powers of two: (too large a scale, which saturates, too small a one, which wastes range). Worth a look, no damage by itself: what
-    it does shows as saturation, flushing or error."""
+    """In powers of two: (too large a scale, which saturates, too small a one, which wastes range). Worth a look, but no damage by itself: its
+    effect shows as saturation, flushing or error."""
 
 
 LIMITS: Mapping[int, Limits] = {
@@ -64,32 +64,32 @@ class Rehearsed:
 
     recipe: str
     losses: list[float] = field(default_factory=list)
-    """Of every step, nats per token; empty where only given tensors were looked at."""
+    """Loss of every step, nats per token; empty if only given tensors were examined."""
     seconds: float = 0.0
     quantized: int = 0
-    """Linears whose GEMMs were quantized."""
+    """Number of linears whose GEMMs were quantized."""
     high: int = 0
-    """Linears that the recipe keeps in high precision."""
+    """Number of linears that the recipe keeps in high precision."""
     notes: list[str] = field(default_factory=list)
     """What differs from the GPU, one sentence each."""
     tensors: Sequence[TensorSummary] = ()
     failure: str | None = None
     """Why the recipe could not be rehearsed."""
     measured: RecipeMeasurement | None = None
-    """Gradients and products against high precision's; None where only operands were looked at: the verdict is then about those."""
+    """Gradients and products against high precision's; None if only operands were examined; the verdict is then about those."""
 
     @property
     def complaints(self) -> list[Complaint]:
-        """All of them, the severe ones first."""
+        """All complaints, the severe ones first."""
         return sorted((c for row in self.tensors for c in complaints(row)), key=lambda c: not c.severe)
 
     @property
     def worst(self) -> list[TensorSummary]:
-        """The ten tensors with the largest median row error relative to what their format costs anyway, before them those with NaN."""
+        """The ten tensors with the largest median row error relative to their format's own error, preceded by those with NaN."""
         return sorted(self.tensors, key=lambda row: -_excess(row))[:10]
 
     def verdict(self) -> tuple[RehearsalVerdict, list[str]]:
-        """A word, and the reasons for it in sentences."""
+        """A verdict, and the reasons for it in sentences."""
         if self.failure is not None:
             return "failed", [self.failure]
         broken = next((i for i, loss in enumerate(self.losses, start=1) if not math.isfinite(loss)), None)
@@ -103,7 +103,7 @@ class Rehearsed:
             word, reasons = self.measured.verdict()
             return ("damage" if broken_operands else word), [*_reasons(broken_operands, len(self.tensors)), *reasons]
         if not found:
-            return "sound", [f"each of the {len(self.tensors)} operands keeps to what its format costs"]
+            return "sound", [f"each of the {len(self.tensors)} operands stays within its format's own error"]
         return ("damage" if found[0].severe else "look closer"), _reasons(found, len(self.tensors))
 
     def as_data(self) -> dict[str, Any]:
@@ -123,13 +123,13 @@ class Rehearsal:
 
     title: str
     made: dict[str, Any]
-    """Steps, seed, versions ...: what it takes to repeat it."""
+    """Steps, seed, versions ...: what is needed to repeat it."""
     recipes: list[Rehearsed] = field(default_factory=list)
     suggestion: list[str] = field(default_factory=list)
-    """What tuning one of the recipes brought, in lines; empty where nobody asked."""
+    """The result of tuning one of the recipes, as lines; empty if not requested."""
 
     def _repr_html_(self) -> str:
-        """For notebooks: a row for each recipe."""
+        """For notebooks: one row per recipe."""
         from mpbridge.cells import table
 
         words = [recipe.verdict() for recipe in self.recipes]
@@ -153,7 +153,7 @@ class Rehearsal:
         }
 
     def write(self, path: Path) -> None:
-        """As JSON; numbers that JSON cannot hold become null."""
+        """Writes JSON; numbers that JSON cannot represent become null."""
         path.write_text(json.dumps(_finite(self.as_data()), indent=1) + "\n", encoding="utf-8")
 
 
@@ -164,7 +164,7 @@ def complaints(row: TensorSummary) -> list[Complaint]:
     error = row["row_error"] or 0.0
     first, second = own * limits.row_error[0], limits.row_error[1]
     checks: list[tuple[float, float, float, str]] = [
-        (error, first, second, f"its median row is off by {error:.0%} of its norm (its format costs {own:.1%})"),
+        (error, first, second, f"its median row is off by {error:.0%} of its norm (its format's own error: {own:.1%})"),
         (row["flushed"], *limits.flushed, f"{row['flushed']:.1%} of its nonzero elements become zero"),
         (row["saturated"], *limits.saturated, f"{row['saturated']:.2%} of its elements saturate"),
     ]
@@ -251,7 +251,7 @@ def tables(rehearsal: Rehearsal) -> list[Table]:
 
 
 def caveats(rehearsal: Rehearsal) -> str:
-    """For the terminal: what the verdicts do not say, and what differs from the GPU under any of the recipes."""
+    """For the terminal: what the verdicts do not cover, and what differs from the GPU under any of the recipes."""
     notes = dict.fromkeys(note for recipe in rehearsal.recipes for note in recipe.notes)
     return "\n".join(
         [NO_RANKING, *(["What differs from the GPU:"] if notes else []), *(f"  - {note}" for note in notes)]

@@ -1,4 +1,4 @@
-"""Measures the machine that it runs on: matrix products by dtype, memory bandwidth, launches of a layer, and collectives under torchrun."""
+"""Measures the machine it runs on: matrix products by dtype, memory bandwidth, launches of a layer, and collectives under torchrun."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpbridge.hardware.probe import this_machine
 
 
 def measure(seconds: float) -> str | None:
-    """The machine file's text; None on ranks other than 0. seconds: about how long in all."""
+    """The machine file's text; None on ranks other than 0. seconds: approximate total duration."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     joined = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -37,7 +37,7 @@ def measure(seconds: float) -> str | None:
 
 
 def _machine_file(peak: Mapping[str, float], bandwidth: float, link: float | None, launches: float, cuda: bool) -> str:
-    """peak: TFLOP/s by dtype; link: None where no process was there to send to; launches: seconds of a mixture's layer."""
+    """peak: TFLOP/s by dtype; link: None if there was no other process to send to; launches: seconds for an MoE layer."""
     here = this_machine()
     lines = [
         "# written by mpbridge calibrate: measured rates, so the constants of what was measured are 1",
@@ -59,7 +59,7 @@ def _machine_file(peak: Mapping[str, float], bandwidth: float, link: float | Non
         "  optimizer: 1.0",
         "  data: 1.0",
         *(() if cuda else ("  attention: 1.0",)),
-        f"  host: {launches * 1000:.6g} # ms for the launches of a mixture's layer",
+        f"  host: {launches * 1000:.6g} # ms for the launches of an MoE layer",
     ]
     return "\n".join(lines) + "\n"
 
@@ -90,18 +90,18 @@ def _product(size: int, dtype: torch.dtype, device: torch.device) -> Callable[[]
 
 
 def _bandwidth(seconds: float, device: torch.device) -> float:
-    """Bytes a second of a copy, read and written."""
+    """Bytes per second of a copy, read plus written."""
     source = torch.empty(2**28 if device.type == "cuda" else 2**25, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() * 4 / _median(lambda: target.copy_(source), seconds, device)
 
 
 def _link(seconds: float, device: torch.device) -> float:
-    """Bytes a second and direction of a reduce-scatter's share, over all processes."""
+    """Bytes per second and direction of a reduce-scatter over all processes."""
     ranks = dist.get_world_size()
     whole = torch.ones(ranks * 2**20, device=device)
     if device.type == "cpu":
-        # gloo has no reduce-scatter of tensors everywhere: an all-reduce moves twice the share
+        # not every gloo has reduce_scatter_tensor; an all-reduce moves twice as much
         took = _median(lambda: dist.all_reduce(whole), seconds, device)
         return 2 * whole.numel() * 4 * (ranks - 1) / ranks / took
     part = torch.empty(2**20, device=device)
@@ -110,11 +110,11 @@ def _link(seconds: float, device: torch.device) -> float:
 
 
 _OPERATIONS = 250
-"""Small operations that stand for the launches of a mixture's layer, forward and backward."""
+"""Small operations that represent the launches of an MoE layer, forward and backward."""
 
 
 def _layer_launches(seconds: float, device: torch.device) -> float:
-    """Seconds that the host needs for them."""
+    """Seconds that the host needs for these operations."""
     small = torch.ones(8, device=device)
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""A recorded step beside the list of operations: products one by one (a mixture's in sum), collectives by kind, group size, dtype and bytes."""
+"""Compares a recorded step with the list of operations: products one by one (those of experts in sum), collectives by kind, group size, dtype and bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mpbridge.config.container import Run
 
 _SMALL = 4096
-"""Bytes below which a collective is bookkeeping (norms, counts, losses, flags) that the list leaves out."""
+"""Bytes below which a collective is bookkeeping (norms, counts, losses, flags) that the list omits."""
 
 
 def compare_products(run: Run, rank: int, batches: int, seen: Mapping[Any, int]) -> list[str]:
@@ -37,7 +37,7 @@ def compare_products(run: Run, rank: int, batches: int, seen: Mapping[Any, int])
     for (a, b, k, dtype), count in left.items():
         rest[dtype] += 2 * a * b * k * count
     for dtype in sorted({*rest, *grouped}):
-        # a mixture's products hold a row more or less where tokens do not divide
+        # experts' products have a row more or less if tokens do not divide evenly
         if abs(rest[dtype] - grouped[dtype]) > 0.002 * max(rest[dtype], grouped[dtype]):
             found.append(
                 f"other products in {dtype}: issued {rest[dtype]:.4g} FLOPs, listed {grouped[dtype]:.4g} of experts"
@@ -50,7 +50,7 @@ def _size(key: tuple[int, int, int, str]) -> str:
 
 
 def compare_wires(run: Run, rank: int, batches: int, seen: Mapping[Any, int]) -> list[str]:
-    """Differences in collectives. Buckets of one buffer count together; all-to-all and what experts gather, in sum."""
+    """Differences in collectives. Buckets of one buffer count together; all-to-all and the gathers of experts, in sum."""
     one = work(run.policy, run.facts, rank)
     wanted: Counter[tuple[str, int, str]] = Counter()
     for wire in one.collectives:
@@ -78,5 +78,5 @@ def _ranks(wire: Any) -> int:
 
 
 def _bookkeeping(kind: str, found: int, wanted: int) -> bool:
-    """Reductions of norms' gradients and of losses, which the list leaves out: less than a thousandth of what matters."""
+    """Reductions of norms' gradients and of losses, which the list omits: less than a thousandth of the relevant traffic."""
     return kind in ("all_reduce", "broadcast") and not wanted and found < 2**24

@@ -1,4 +1,4 @@
-"""torch on the meta device for one simulated rank: what resists, and the smallest way around. Installed once, in a process of its own."""
+"""torch on the meta device for one simulated rank: minimal workarounds for what does not work there. Installed once, in a separate process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ META = torch.device("meta")
 
 
 class Fused(torch.autograd.Function):
-    """Keeps what a fused attention keeps: queries, keys, values, output, and one FP32 sum per head and token. [sequence, batch, heads, width] in,
+    """Saves what a fused attention saves: queries, keys, values, output, and one FP32 sum per head and token. [sequence, batch, heads, width] in,
     [sequence, batch, heads x width] out."""
 
     @staticmethod
@@ -38,7 +38,7 @@ def _attend(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: A
 
 
 def install() -> None:
-    """Puts tensors that ask for CUDA, and new parameters, on the meta device; there is no way back in this process."""
+    """Puts tensors that request CUDA, and new parameters, on the meta device; cannot be undone in this process."""
     torch.utils._device._device_constructors()  # before the device layer wraps the factories: else set_default_device sees none of them
     redirect.CPU = META
     torch.set_default_device(META)
@@ -67,7 +67,7 @@ def _one_by_one(operations: Any) -> list[Any]:
 
 
 def _data_pointers() -> None:
-    """Aliases are told apart by data_ptr(), which is 0 on meta."""
+    """Aliases are recognised by data_ptr(), which is 0 on meta."""
     kind: Any = torch.UntypedStorage
     old = kind.data_ptr
     kind.data_ptr = lambda self: self._cdata if self.device.type == "meta" else old(self)
@@ -86,7 +86,7 @@ def _types() -> None:
 
 
 def _values() -> None:
-    """What meta tensors cannot answer: values given in Python stay real, norms, losses and the loss scale are 1, nothing is infinite, copies are equal."""
+    """Values that meta tensors do not have: those given in Python stay real; norms, losses and the loss scale are 1; nothing is infinite; copies are equal."""
     kind: Any = torch.Tensor
     item, as_float, as_bool, listed, select = kind.item, kind.__float__, kind.__bool__, kind.tolist, kind.masked_select
     made, equal = torch.tensor, torch.equal
@@ -102,7 +102,7 @@ def _values() -> None:
     kind.__int__ = lambda t: int(item(t)) if known(t) else 0
     kind.__bool__ = lambda t: as_bool(t) if known(t) else False
     kind.tolist = lambda t: listed(t) if known(t) else [0.0] * t.numel()
-    # the router's choice: as many as a balanced one makes
+    # the router's choice: as many tokens as under balanced routing
     kind.masked_select = lambda t, mask: (
         select(t, mask) if known(t) else t.expand_as(mask).reshape(-1).narrow(0, 0, on_meta.Chosen.count)
     )

@@ -1,6 +1,6 @@
-"""A simulated rank with Transformer Engine's own Python (`emulate: te`) on meta tensors: weights at rest in a low format, counted buffer by buffer.
+"""A simulated rank with Transformer Engine's own Python (`emulate: te`) on meta tensors: weights stored in a low-precision format, counted buffer by buffer.
 
-Building quantizes the drawn weights; here every buffer is made and nothing is written into it.
+Building the model quantizes the initial weights; here every buffer is made but nothing is written into it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _BUFFERS: Mapping[str, str] = MappingProxyType({
     "_data": "params", "_rowwise_data": "params", "_transpose": "weight_transposes", "_columnwise_data": "weight_transposes",
     "_scale_inv": "weight_scales", "_rowwise_scale_inv": "weight_scales", "_columnwise_scale_inv": "weight_scales",
 })  # fmt: skip
-"""Where Transformer Engine's quantized tensors keep what (pytorch/tensor/storage/*.py) -> our role."""
+"""Attributes of Transformer Engine's quantized tensors (pytorch/tensor/storage/*.py) -> our role."""
 _GROUPED = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))\d+$")
 COPIES = ("weight_copies", "weight_transposes", "weight_scales")
-"""Roles of quantized weights beside their entry in a parameter buffer."""
+"""Roles of quantized weights other than their entry in a parameter buffer."""
 
 
 def install() -> None:
-    """To be called after `meta.install` inside of `transformer_engine_on_cpu`; there is no way back in this process."""
+    """Call it after `meta.install`, inside of `transformer_engine_on_cpu`; cannot be undone in this process."""
     from mpbridge.te_cpu import casts, quantize
 
     kind: Any = torch.Tensor
     moved = kind.cpu
-    # reset_parameters puts the drawn values on the host before it quantizes them
+    # reset_parameters puts the initial values on the host before it quantizes them
     kind.cpu = lambda tensor, *a, **k: tensor if tensor.device == META else moved(tensor, *a, **k)
     for owner in (casts, quantize):
         filled: Any = owner
@@ -43,9 +43,9 @@ def install() -> None:
 
 
 def at_rest(live: Iterable[Live], *, apart: bool) -> Iterator[Live]:
-    """The same with each quantized weight as the tensors that it is made of, and norms inside of linears under their own names.
+    """`live` with each quantized weight replaced by the tensors that it consists of, and norms fused into linears under their own names.
 
-    apart: weights are no part of a parameter buffer (MXFP8's, which are gathered through the gradient buffer).
+    apart: weights are not part of a parameter buffer (MXFP8's, which are gathered through the gradient buffer).
     """
     for one in live:
         name = _label(one.role, _own_name(one.parameter))
@@ -59,7 +59,7 @@ def at_rest(live: Iterable[Live], *, apart: bool) -> Iterator[Live]:
 
 
 def resting(wanted: Iterable[Role]) -> Iterator[Role]:
-    """Without copies of weights that rest in high precision: a step's forward pass makes them, and no step is taken."""
+    """`wanted` without the copies of weights that are stored in high precision: a step's forward pass makes them, and no step is run."""
     rows = list(wanted)
     high = {role.parameter for role in rows if role.name == "params" and role.dtype is not DType.UINT8}
     for role in rows:
@@ -68,7 +68,7 @@ def resting(wanted: Iterable[Role]) -> Iterator[Role]:
 
 
 def _label(role: str, parameter: str) -> str:
-    """What a row is compared under. A norm stands elsewhere in modules that fuse it, so that a shard begins in another parameter: what ranks own is
+    """The name under which a row is compared. Modules with a fused norm have it at another place, so that a shard begins in another parameter: what ranks own is
     compared in sum. Grouped experts are counted by rank in modules, over all ranks here."""
     return "" if role in STATES else _GROUPED.sub(r"\1", parameter)
 

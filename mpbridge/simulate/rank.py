@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """What one rank showed."""
+    """The results for one rank."""
 
     rank: int
     parameters: int
@@ -34,9 +34,9 @@ class Simulated:
     audited: int
     """All findings."""
     seconds: float
-    """CPU, imports apart."""
+    """CPU time without imports."""
     peak: int
-    """Resident bytes of the process at most."""
+    """Peak resident bytes of the process."""
     products: int = 0
     """Matrix products recorded in one step."""
     wires: int = 0
@@ -51,7 +51,7 @@ class Simulated:
 
 
 def simulate_rank(run: Run, rank: int, *, step: bool) -> Simulated:
-    """Builds that rank in this process, which is no good for anything else afterwards."""
+    """Builds that rank in this process, which cannot be used for anything else afterwards."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -124,12 +124,12 @@ def _elements(live: Any) -> Counter[tuple[str, str, str]]:
 
 
 def _audit(engine: Any, run: Run) -> tuple[tuple[str, ...], int]:
-    """(findings that are not as promised, all of them). Other ranks are not there, so only this one's are judged."""
+    """(findings that are not as promised, number of all findings). Other ranks do not exist, so only this rank's findings are judged."""
     from mpbridge.audit import examine as audits
 
     audits.everywhere = lambda seen: [seen]
     report = audits.audit(run.policy, engine, stage="live")
-    # quantized linears are kernels' business: the storage around them is what is built here
+    # quantized linears need kernels: only the storage around them is built here
     judged = [f for f in report.findings if f.subject != "linears" or run.facts.realization != "emulated"]
     bad = [f"{f.subject}: promised {f.promised}, found {f.found} {f.offenders[:3]}" for f in judged if not f.ok]
     return tuple(bad), len(judged)

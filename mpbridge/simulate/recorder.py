@@ -1,4 +1,4 @@
-"""Notes matrix products and collectives, and answers collectives: torch has no meta kernels for the coalesced ones."""
+"""Records matrix products and collectives, and answers collectives itself: torch has no meta kernels for coalesced ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _KINDS = {
     "send": "send", "recv_": "receive", "broadcast_": "broadcast",
 }  # fmt: skip
 _SENT_SECOND = ("all_gather", "reduce_scatter", "all_to_all")
-"""Their first argument is where the result goes."""
+"""Their first argument is the output."""
 
 Wire = tuple[str, int, str, int]
-"""(kind, ranks of the group, dtype, bytes handed in)."""
+"""(kind, ranks of the group, dtype, input bytes)."""
 MatmulShape = tuple[int, int, int, str]
 """(smaller and larger outer size, inner size, dtype)."""
 
@@ -34,7 +34,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.products: Counter[MatmulShape] = Counter()
 
     def clear(self) -> None:
-        """Forgets what was noted."""
+        """Clears the records."""
         self.wires.clear()
         self.products.clear()
 
@@ -51,7 +51,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = [one for one in pytree.tree_leaves(args) if isinstance(one, torch.Tensor)]
         if any(one.device.type != "meta" for one in tensors):
-            return func(*args, **kwargs)  # objects; a fake group returns one's own
+            return func(*args, **kwargs)  # objects; a fake group returns this rank's own
         group = next((a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type())), None)
         ranks = ProcessGroup.unbox(group).size() if group is not None else 0
         kind = _KINDS.get(func._schema.name[6:], func._schema.name[6:])

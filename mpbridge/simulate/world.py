@@ -1,4 +1,4 @@
-"""Simulated ranks, each in a process of its own: megatron-core's parallel state is process-wide."""
+"""Simulated ranks, each in a separate process: megatron-core's parallel state is process-wide."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _CUDA_ONLY: dict[str, Any] = {
     "recompute_modules": None, "recompute_method": None, "recompute_num_layers": None, "overlap_moe_expert_parallel_comm": False,
     "transformer_impl": "local", "defer_embedding_wgrad_compute": False,
 }  # fmt: skip
-"""Model settings that need a kernel, and what they become: none of them changes a state."""
+"""Model settings that need a kernel, and their replacements: none of them affects states."""
 _TE_BUILDS = ("transformer_impl", "moe_grouped_gemm")
-"""Of those, what Transformer Engine's own Python can build without one."""
+"""Those of them that Transformer Engine's own Python can build without a kernel."""
 
 
 def simulated_run(container: ConfigContainer, world: int) -> tuple[Run, tuple[str, ...]]:
-    """(the Run that can be built without a GPU, what was changed for it)."""
+    """(the Run that can be built without a GPU, what was changed for that)."""
     box = container.copy()
     model: dict[str, Any] = dict(box.model) if isinstance(box.model, dict) else {}
     if not model:
@@ -51,25 +51,25 @@ def simulated_run(container: ConfigContainer, world: int) -> tuple[Run, tuple[st
     )
     said = [f"model.{name}={value}" for name, value in changed.items()]
     if first.policy.quantized and not played:
-        # weights in a low format exist only with Transformer Engine: high-precision storage, as the emulation keeps it
+        # low-precision weights exist only with Transformer Engine: use high-precision storage, as the emulation does
         box = dataclasses.replace(box, emulate=True)
         first = box.resolved(world, machine=machine("cpu"), training=False)
-        said.append("emulate=true (weights at rest stay in the compute dtype; --emulate te builds them as they are)")
+        said.append("emulate=true (weights are stored in the compute dtype; --emulate te builds low-precision storage)")
     if first.engine != DEFAULT:
         raise BadValue(f"simulate builds megatron-core's own engine, found engine={first.engine}")
     return first, tuple(said)
 
 
 def simulate(run: Run, ranks: Sequence[int], *, step: bool = False) -> list[Simulated]:
-    """Each of those ranks. Raises BadValue for a rank outside of the world, MpbridgeError where one fails."""
+    """Simulates each of those ranks. Raises BadValue for a rank outside of the world, MpbridgeError if one fails."""
     outside = [rank for rank in ranks if not 0 <= rank < run.world_size]
     if outside:
         raise BadValue(f"rank {', '.join(map(str, outside))}: the world has ranks 0 to {run.world_size - 1}")
     if step and run.played:
         raise BadValue(
-            "--step with --emulate te: Transformer Engine's kernels read values, which tensors without memory do not have; leave one of them out"
+            "--step with --emulate te: Transformer Engine's kernels read values, which tensors without memory do not have; drop one of the two options"
         )
-    # not forked from here: this process may have threads of torch, and a child that is forked beside them can crash or wait for ever
+    # not forked from here: this process may have torch threads, and a child forked from a threaded process can crash or hang
     with _Nursery() as nursery:
         return [nursery.ask(run, rank, step) for rank in ranks]
 
@@ -82,11 +82,11 @@ def default_ranks(run: Run) -> tuple[int, ...]:
 
 
 def _preload() -> None:
-    """Imports once what every rank needs: children inherit it."""
+    """Imports what every rank needs once; child processes inherit it."""
     import warnings
 
     shown, warnings.showwarning = warnings.showwarning, _nothing
-    try:  # megatron-core says at import what it does without Transformer Engine and Apex
+    try:  # megatron-core warns at import about missing Transformer Engine and Apex
         importlib.import_module("mpbridge.megatron.cpu").import_all()
         for name in (
             "audit.examine",
@@ -107,7 +107,7 @@ def _nothing(*given: Any, **named: Any) -> None:
 
 
 class _Nursery:
-    """A process that imports once what every rank needs, and forks a child for each."""
+    """A process that imports what every rank needs once, and forks a child per rank."""
 
     def __init__(self) -> None:
         ours, theirs = multiprocessing.Pipe()
@@ -129,7 +129,7 @@ class _Nursery:
         self._process.wait()
 
     def ask(self, run: Run, rank: int, step: bool) -> Simulated:
-        """What that rank holds. Raises MpbridgeError where its process failed or died."""
+        """The results for that rank. Raises MpbridgeError if its process failed or died."""
         try:
             self._line.send((run, rank, step))
             done = self._line.recv()
@@ -147,7 +147,7 @@ _START = "import sys; from mpbridge.simulate.world import serve; serve(int(sys.a
 
 
 def serve(line: int) -> None:
-    """The nursery's own main: answers (run, rank, step) with a Simulated, or the words of a failure, until the pipe is closed.
+    """The main function of that process: answers (run, rank, step) with a Simulated, or the text of a failure, until the pipe is closed.
 
     line: file descriptor of the pipe's other end.
     """
@@ -160,17 +160,17 @@ def serve(line: int) -> None:
             except EOFError:
                 return
             if not ready:
-                # before megatron is imported: it decides then whether there is a Transformer Engine
+                # before megatron is imported, since megatron decides then whether there is a Transformer Engine
                 failed = _enter(stage, run)
                 ready = not failed
             asked.send(failed or _apart(run, rank, step))
 
 
 def _enter(stage: ExitStack, run: Run) -> str:
-    """Everything that the ranks of a run inherit; the words of a failure, or nothing."""
+    """Sets up everything that the ranks of a run inherit; returns the text of a failure, or ''."""
     try:
         if run.played:
-            # before torch's factories are wrapped: else a default device reaches none of them
+            # before torch's factories are wrapped, since a default device would otherwise not reach them
             importlib.import_module("torch.utils._device")._device_constructors()
             stage.enter_context(importlib.import_module("mpbridge.te_cpu.context").stage_of(run))
         _preload()

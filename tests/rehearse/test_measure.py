@@ -27,7 +27,7 @@ def measured(noise: float, bias: float, *products: ProductErrors) -> RecipeMeasu
     [
         (measured(0.2, 0.1), "sound", "below 1/sqrt 3"),
         (measured(0.58, 0.1), "damage", "larger global batch averages noise out"),
-        (measured(0.2, 0.58), "damage", "no larger batch averages bias out"),
+        (measured(0.2, 0.58), "damage", "a larger batch does not average bias out"),
         (measured(0.2, 0.1, product(2.5)), "look closer", "1 of 1 linears"),
         (measured(0.2, 0.1, product(1.5)), "sound", "below"),
     ],
