@@ -1,4 +1,4 @@
-"""The model families whose folders are read and written: one row for each model_type, with what its config.json leaves out and how its tensors are named."""
+"""The model families whose folders are read and written: one row per model_type, with what its config.json omits and how its tensors are named."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Family:
     architecture: str
     """Class of its causal language model in transformers."""
     qkv_bias: bool = False
-    """Queries, keys and values have biases, whatever config.json says."""
+    """Queries, keys and values have biases, regardless of config.json."""
     qk_norm: bool = False
-    """Queries and keys are normalised head by head."""
+    """Queries and keys are normalised per head."""
     latent: bool = False
     """Multi-latent attention."""
     window: Literal["sliding_window", "use_sliding_window", ""] = ""
@@ -30,11 +30,11 @@ class Family:
     mixture: str = "mlp"
     """Module of a layer that holds its experts and router."""
     expert_parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Of an expert: gate, up, down."""
+    """An expert's linears: gate, up, down."""
     shared: str = ""
     """Module of shared experts; '': none."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers takes for a field that is left out."""
+    """transformers' values for omitted fields."""
 
 
 _EPSILON = MappingProxyType({"rms_norm_eps": 1e-6})

@@ -1,4 +1,4 @@
-"""One config.json being read: fields are taken by name and kind, what is wrong is collected, and what nobody took is refused by name."""
+"""Reads one config.json: fields are read by name and type, faults are collected, and fields that were not read are refused by name."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ BOOKKEEPING = frozenset(
         "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "auto_map", "trust_remote_code",
     }
 )  # fmt: skip
-"""Fields that say nothing about what the model computes from its tensors: tokens and generation, housekeeping, how the layers are sliced."""
+"""Fields that say nothing about what the model computes from its tensors: tokens and generation, housekeeping, parallel layout."""
 LARGEST = 1 << 40
-"""No size of a model is larger."""
+"""Upper bound of any size of a model."""
 
 
 class ConfigFields:
-    """The fields of config.json, or of a mapping in it; `faults` has everything that is wrong."""
+    """The fields of config.json, or of a mapping in it; `faults` collects everything that is wrong."""
 
     def __init__(
         self, data: Mapping[str, Any], faults: list[str], defaults: Mapping[str, Any], within: str = ""
@@ -36,17 +36,17 @@ class ConfigFields:
         self._taken: set[str] = set()
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null; it then counts as taken."""
+        """Whether the field is there and not null; it then counts as read."""
         self._taken.add(name)
         return self.data.get(name) is not None
 
     def raw(self, name: str) -> Any:
-        """The value as it is, the family's default if the field is left out; None for null, which replaces that default in transformers too."""
+        """The value as it is; the family's default if the field is omitted; None for null, which replaces that default in transformers too."""
         self._taken.add(name)
         return self.data[name] if name in self.data else self.defaults.get(name)
 
     def size(self, name: str, *, least: int = 1) -> int:
-        """A whole number from `least`; it must be there."""
+        """A whole number from `least`; required."""
         value = self.raw(name)
         if value is None:
             self.fault(f"{name} is missing")
@@ -76,7 +76,7 @@ class ConfigFields:
         return bool(value)
 
     def whole_numbers(self, name: str) -> list[int]:
-        """A list of whole numbers from 0, [] where there is none."""
+        """A list of whole numbers from 0, [] if there is none."""
         value = self.raw(name)
         if value is None:
             return []
@@ -86,7 +86,7 @@ class ConfigFields:
         return value
 
     def must(self, name: str, allowed: Iterable[Any], why: str) -> None:
-        """Refuses a value that is there and none of `allowed`."""
+        """Refuses a value that is set but not in `allowed`."""
         value, words = self.raw(name), list(allowed)
         if value is not None and not any(value == one and type(value) is type(one) for one in words):
             shown = " or ".join(json.dumps(one) for one in words)
@@ -97,7 +97,7 @@ class ConfigFields:
         self.faults.append(f"{self.within}{text}")
 
     def left(self) -> list[str]:
-        """Names that nobody took."""
+        """Names of fields that were not read."""
         return sorted(self.data.keys() - self._taken)
 
     def _odd(self, name: str, value: Any, expected: str) -> None:

@@ -1,4 +1,4 @@
-"""A folder in Hugging Face's layout, read as data: config.json, and what its safetensors files hold by their headers. Code and pickles are refused."""
+"""A folder in Hugging Face's layout, read as data: config.json, and the contents of its safetensors files from their headers. Code and pickles are refused."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from mpbridge.errors import BadValue, Contradiction
 from mpbridge.files import regular, why
 
 PREFIX = "hf:"
-"""How such a folder is named where a file could stand as well: hf:models/llama."""
+"""How such a folder is named where a file is also accepted: hf:models/llama."""
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 LARGEST_JSON = 1 << 26
-"""Bytes of a JSON file that is read at all; the index of a model with a million tensors has a tenth of that."""
+"""Maximum bytes of a JSON file that is read; the index of a model with a million tensors has a tenth of that."""
 BYTES: Mapping[str, int] = {
     "F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
-"""dtype as the safetensors format spells it -> bytes an element."""
+"""dtype in the safetensors format's spelling -> bytes per element."""
 
 
 @dataclass(frozen=True, slots=True)
 class FolderTensor:
-    """One tensor by its file's header."""
+    """One tensor, from its file's header."""
 
     file: str
     dtype: str
-    """As the format spells it: 'BF16'."""
+    """In the format's spelling: 'BF16'."""
     shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Of its elements."""
+        """Bytes of its elements."""
         return math.prod(self.shape) * BYTES[self.dtype]
 
 
@@ -45,22 +45,22 @@ def is_reference(text: object) -> bool:
 
 
 def folder_of(reference: str) -> Path:
-    """The folder that 'hf:DIR' means. Raises BadValue where there is none."""
+    """The folder that 'hf:DIR' means. Raises BadValue if there is none."""
     name = reference.removeprefix(PREFIX)
     path = Path(name).expanduser()
     if not name or not path.is_dir():
         found = "a file" if path.is_file() else "no such folder"
-        raise BadValue(f"{reference}: {found}, expected {PREFIX}DIR with a folder that holds {CONFIG}")
+        raise BadValue(f"{reference}: {found}, expected {PREFIX}DIR with a folder that contains {CONFIG}")
     return path
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as it is. Raises BadValue for what is not JSON, Contradiction for a model that asks to run code of its own."""
+    """config.json as it is. Raises BadValue for anything but JSON, Contradiction for a model that requires running its own code."""
     data = read_json_file(folder / CONFIG)
     if not isinstance(data, dict):
         raise BadValue(f"{folder / CONFIG}: expected an object, got {type(data).__name__}")
     faults = [
-        f"{name}={_short(data[name])}: it names Python code to be run, which mpbridge never does: remove it "
+        f"{name}={_short(data[name])}: it names Python code to run, which mpbridge never does: remove it "
         "(a model of a known model_type needs none)"
         for name in ("auto_map", "trust_remote_code")
         if data.get(name)
@@ -71,9 +71,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def tensors(folder: Path) -> dict[str, FolderTensor]:
-    """Every tensor of the folder by name; empty where it holds no weights. Reads headers alone.
+    """Every tensor of the folder by name; empty if it has no weights. Reads headers only.
 
-    Raises BadValue that names the file for damage, for pickled weights without safetensors, and for an index that points out of the folder.
+    Raises BadValue, naming the file, for damage, for pickled weights without safetensors, and for an index that points outside of the folder.
     """
     index = folder / INDEX
     if index.is_file():
@@ -86,8 +86,8 @@ def tensors(folder: Path) -> dict[str, FolderTensor]:
     pickled = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
     if pickled:
         raise BadValue(
-            f"{folder} holds pickled weights ({', '.join(pickled[:3])}), which can run code when they are opened: "
-            "expected safetensors (its author, or transformers in a place without secrets, can write them)"
+            f"{folder} contains pickled weights ({', '.join(pickled[:3])}), which can run code when they are opened: "
+            "expected safetensors (its author can write them, or transformers in an isolated environment)"
         )
     return {}
 
@@ -103,7 +103,7 @@ def _indexed(folder: Path, index: Any) -> dict[str, FolderTensor]:
     found = _together(folder, files)
     absent = sorted(places.keys() - found.keys())
     if absent:
-        raise BadValue(f"{folder / INDEX} lists {_few(absent)}, which {places[absent[0]]} does not hold")
+        raise BadValue(f"{folder / INDEX} lists {_few(absent)}, which {places[absent[0]]} does not contain")
     return found
 
 
@@ -113,7 +113,7 @@ def _together(folder: Path, files: list[str]) -> dict[str, FolderTensor]:
         here = _header(folder, name)
         twice = sorted(found.keys() & here.keys())
         if twice:
-            raise BadValue(f"{folder / name} holds {_few(twice)} again: {found[twice[0]].file} has it too")
+            raise BadValue(f"{folder / name} contains {_few(twice)} again: {found[twice[0]].file} also has it")
         found |= here
     return found
 
@@ -144,7 +144,7 @@ def _header(folder: Path, name: str) -> dict[str, FolderTensor]:
         except (KeyError, TypeError, ValueError):
             sound = False
         if not sound:
-            raise BadValue(f"{file}: the header says {_short(entry)} of {_short(key)}, which the file cannot hold")
+            raise BadValue(f"{file}: the header gives {_short(entry)} for {_short(key)}, which does not fit the file")
         found[key] = stored
     return found
 

@@ -1,4 +1,4 @@
-"""Rotary embeddings: rope_parameters, or rope_theta with rope_scaling, as megatron-core's settings and back."""
+"""Rotary embeddings: converts rope_parameters, or rope_theta with rope_scaling, to megatron-core's settings and back."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from mpbridge.huggingface.fields import ConfigFields
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What megatron-core's RotaryEmbedding._apply_scaling has as constants (0.16.1 to 0.20); Llama 3.1, 3.2 and 3.3 have the same."""
+"""The constants of megatron-core's RotaryEmbedding._apply_scaling (0.16.1 to 0.20); Llama 3.1, 3.2 and 3.3 use the same."""
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
-"""What transformers takes where YaRN's bounds are left out, null or 0 (modeling_rope_utils.py)."""
+"""transformers' values if YaRN's bounds are omitted, null or 0 (modeling_rope_utils.py)."""
 _SCALES = ("mscale", "mscale_all_dim")
 
 
@@ -22,7 +22,7 @@ def rope_section(fields: ConfigFields, *, latent: bool) -> dict[str, Any]:
     theta = fields.number("rope_theta", 10000.0, least=1.0)
     if own is not None and scaling is not None and _spelled(own) != _spelled(scaling):
         fields.fault(
-            f"rope_scaling={scaling!r} beside rope_parameters={own!r}: transformers takes the first, and the two differ: remove one of them"
+            f"rope_scaling={scaling!r} and rope_parameters={own!r} differ, and transformers uses the first: remove one of them"
         )
     given = own if own is not None else scaling if scaling is not None else {}
     name = "rope_parameters" if own is not None else "rope_scaling"
@@ -33,18 +33,18 @@ def rope_section(fields: ConfigFields, *, latent: bool) -> dict[str, Any]:
     if inner.has("rope_theta"):
         theta = inner.number("rope_theta", theta, least=1.0)
     kind = inner.raw("rope_type") or inner.raw("type") or "default"
-    inner.raw("type")  # older files say it twice
+    inner.raw("type")  # older files have both
     out: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": theta}
     out |= _scaled(str(kind), inner, latent=latent)
     for place in (fields, inner):
-        place.must("partial_rotary_factor", (1.0, 1), "transformers turns all channels of a head in these models")
+        place.must("partial_rotary_factor", (1.0, 1), "transformers rotates all channels of a head in these models")
     for left in inner.left():
         inner.fault(f"{left}={given[left]!r} is not mapped")
     return out
 
 
 def _spelled(given: Any) -> Any:
-    """The same for a mapping with rope_type and one with type, as older files have it."""
+    """A form that is equal for mappings with rope_type and with type, as in older files."""
     if not isinstance(given, dict):
         return given
     plain = {name: value for name, value in given.items() if name not in ("type", "rope_theta")}
@@ -52,10 +52,10 @@ def _spelled(given: Any) -> Any:
 
 
 def _scaled(kind: str, inner: ConfigFields, *, latent: bool) -> dict[str, Any]:
-    """What scales the frequencies, by rope_type."""
+    """The settings that scale the frequencies, by rope_type."""
     if kind == "yarn":
         return _latent_yarn(inner) if latent else _yarn(inner)
-    # megatron-core multiplies attention scores by a function of this factor, in plain latent attention too
+    # megatron-core multiplies attention scores by a function of this factor, also in plain latent attention
     plain: dict[str, Any] = {"rope_type": "rope", "rotary_scaling_factor": 1.0} if latent else {}
     if kind == "default":
         return plain
@@ -69,15 +69,15 @@ def _scaled(kind: str, inner: ConfigFields, *, latent: bool) -> dict[str, Any]:
         return {"rope_scaling": True, "rope_scaling_factor": _factor(inner)}
     known = "default or yarn" if latent else "default, linear, llama3 or yarn"
     inner.fault(
-        f"rope_type={kind!r}: expected {known}: mpbridge maps no other scaling to megatron-core's settings for these layers"
+        f"rope_type={kind!r}: expected {known}: for these layers mpbridge maps no other scaling to megatron-core's settings"
     )
-    for name in inner.left():  # its factors are no faults of their own
+    for name in inner.left():  # its factors are not reported as separate faults
         inner.raw(name)
     return plain
 
 
 def _factor(inner: ConfigFields) -> float:
-    """By how much positions are stretched; transformers has no default for it."""
+    """The factor by which positions are stretched; transformers has no default for it."""
     if not inner.has("factor"):
         inner.fault("factor is missing")
         return 1.0
@@ -92,7 +92,7 @@ def _bounds(inner: ConfigFields) -> dict[str, float]:
 
 
 def _scales(inner: ConfigFields, factor: float) -> tuple[float, float] | None:
-    """mscale and mscale_all_dim where both decide; None: sines and cosines are multiplied by 0.1 ln factor + 1, which transformers takes unless both are there."""
+    """mscale and mscale_all_dim if both are set; None: sines and cosines are multiplied by 0.1 ln factor + 1, as in transformers unless both are set."""
     pair = inner.number("mscale"), inner.number("mscale_all_dim")
     usual = 0.1 * math.log(factor) + 1.0
     given = inner.number("attention_factor", usual)
@@ -100,7 +100,7 @@ def _scales(inner: ConfigFields, factor: float) -> tuple[float, float] | None:
         inner.fault(
             f"attention_factor={given}: expected 1, or {usual} (0.1 ln factor + 1): mpbridge maps no other to megatron-core's mscale"
         )
-    if inner.has("attention_factor"):  # transformers looks at the other two only where it is left out
+    if inner.has("attention_factor"):  # transformers reads the other two only if it is omitted
         return None if given == usual else (1.0, 1.0)
     return pair if all(pair) else None
 
@@ -124,14 +124,14 @@ def _latent_yarn(inner: ConfigFields) -> dict[str, Any]:
     mscale, whole = inner.number("mscale"), inner.number("mscale_all_dim")
     if whole and not mscale:
         inner.fault(
-            f"mscale_all_dim={whole:g} without mscale: megatron-core has no setting for what transformers makes of it"
+            f"mscale_all_dim={whole:g} without mscale: megatron-core has no setting that matches transformers here"
         )
     return {
         "rope_type": "yarn",
         "rotary_scaling_factor": _factor(inner),
         "original_max_position_embeddings": inner.size("original_max_position_embeddings"),
         **_bounds(inner),
-        # transformers looks at mscale only where mscale_all_dim is there
+        # transformers reads mscale only if mscale_all_dim is set
         "mscale": mscale if whole else 1.0,
         "mscale_all_dim": whole,
     }

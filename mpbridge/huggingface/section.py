@@ -1,4 +1,4 @@
-"""config.json as a model section: every field is mapped, known to change nothing, or refused by name; all faults at once."""
+"""Converts config.json to a model section: every field is mapped, known to have no effect, or refused by name; all faults at once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mpbridge.huggingface.folder import CONFIG, folder_of, read_config, tensors
 from mpbridge.huggingface.rope import rope_section
 
 SEQUENCE = 4096
-"""Tokens in a sample of a run that begins with such a folder and says nothing else: the most that its model has positions for, up to this."""
+"""Default sequence length for such a folder: the model's maximum number of positions, but at most this."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-"""Files by which a folder shows that it holds a tokenizer."""
+"""Files that show that a folder has a tokenizer."""
 
 
 def tree(reference: str) -> dict[str, Any]:
-    """What a configuration file for 'hf:DIR' would hold: the model section, the recipe bf16_mixed, one sample at a time, its length, the folder's tokenizer.
+    """The content of a configuration file for 'hf:DIR': the model section, the recipe bf16_mixed, one sample at a time, its length, the folder's tokenizer.
 
     Raises BadValue, and Contradiction with everything in config.json that is not mapped.
     """
@@ -32,7 +32,7 @@ def tree(reference: str) -> dict[str, Any]:
 
 
 def model_section(folder: Path) -> dict[str, Any]:
-    """The model section of the folder's config.json; its weights say, by their headers, whether layers that predict further tokens are there."""
+    """The model section of the folder's config.json; the weights' headers show whether there are multi-token prediction layers."""
     data = read_config(folder)
     held = tensors(folder)
     ahead = sum(name.endswith(".eh_proj.weight") for name in held) if held else None
@@ -52,12 +52,12 @@ def family_of(data: Mapping[str, Any], name: str = CONFIG) -> Family:
 def section(data: Mapping[str, Any], *, ahead: int | None = None, name: str = CONFIG) -> dict[str, Any]:
     """The model section that config.json describes.
 
-    ahead: layers for further tokens (multi-token prediction) that the weights hold; None: as config.json says. Raises Contradiction.
+    ahead: number of multi-token prediction layers in the weights; None: as config.json says. Raises Contradiction.
     """
     family = family_of(data, name)
     faults: list[str] = []
     fields = ConfigFields(data, faults, family.defaults)
-    fields.must("architectures", ([family.architecture],), f"the language model of model_type={family.name}")
+    fields.must("architectures", ([family.architecture],), f"the language model class of model_type={family.name}")
     _quantized(fields)
     out = _common(fields, family)
     out |= _latent(fields) if family.latent else _attention(fields, family)
@@ -72,7 +72,7 @@ def section(data: Mapping[str, Any], *, ahead: int | None = None, name: str = CO
     for left in fields.left():
         if left not in BOOKKEEPING:
             fields.fault(
-                f"{left}={data[left]!r} is not mapped: remove it where the model does not depend on it, else this model cannot be built here"
+                f"{left}={data[left]!r} is not mapped: remove it if the model does not depend on it; otherwise this model cannot be built here"
             )
     if faults:
         raise Contradiction(dict.fromkeys(faults), subject=f"{name} ({family.name}) cannot be used")
@@ -81,7 +81,7 @@ def section(data: Mapping[str, Any], *, ahead: int | None = None, name: str = CO
 
 def _common(fields: ConfigFields, family: Family) -> dict[str, Any]:
     fields.must("hidden_act", ("silu",), f"the activation of {family.name}'s gated layers here")
-    fields.must("use_mrope", (False,), "positions of text are one number each")
+    fields.must("use_mrope", (False,), "text positions are single numbers")
     fields.must("mlp_bias", (False,), "megatron-core's linears have biases everywhere or nowhere")
     layers, hidden, heads = (fields.size(n) for n in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
     return {
@@ -104,18 +104,18 @@ def _common(fields: ConfigFields, family: Family) -> dict[str, Any]:
 
 
 def _attention(fields: ConfigFields, family: Family) -> dict[str, Any]:
-    fields.must("attention_bias", (False,), "megatron-core has no bias on attention's linears alone")
+    fields.must("attention_bias", (False,), "megatron-core cannot have biases on attention's linears only")
     if family.qkv_bias:
         fields.must("qkv_bias", (True,), f"{family.name} has it")
     heads = fields.size("num_attention_heads")
     groups = heads if fields.raw("num_key_value_heads") is None else fields.size("num_key_value_heads")
     if heads % groups:
-        fields.fault(f"num_attention_heads={heads} cannot be shared by num_key_value_heads={groups}")
+        fields.fault(f"num_attention_heads={heads} is not a multiple of num_key_value_heads={groups}")
     out: dict[str, Any] = {"num_query_groups": groups}
     if fields.raw("head_dim") is not None:
         out["kv_channels"] = fields.size("head_dim")
     elif fields.size("hidden_size") % heads:
-        fields.fault(f"hidden_size cannot be divided into num_attention_heads={heads}, and head_dim is missing")
+        fields.fault(f"hidden_size is not a multiple of num_attention_heads={heads}, and head_dim is missing")
     else:
         out["kv_channels"] = fields.size("hidden_size") // heads
     out |= {"add_qkv_bias": True} if family.qkv_bias else {}
@@ -124,16 +124,16 @@ def _attention(fields: ConfigFields, family: Family) -> dict[str, Any]:
 
 
 def _window(fields: ConfigFields, family: Family) -> dict[str, Any]:
-    """A sliding window of w tokens, the own one among them, is w - 1 to the left in megatron-core."""
+    """A sliding window of w tokens, including the token itself, is w - 1 to the left in megatron-core."""
     kinds = fields.raw("layer_types")
     fields.raw("max_window_layers")
     width = fields.raw("sliding_window")
     on = bool(width) if family.window == "sliding_window" else bool(family.window) and fields.flag("use_sliding_window")
     wanted = "sliding_attention" if on else "full_attention"
-    # families whose switch is a flag say by layer_types which layers it means, and mean some of them without it
+    # families whose switch is a flag use layer_types to say which layers have a window; without layer_types only some have one
     silent = kinds is None and (not on or family.window == "sliding_window")
     if not silent and (not isinstance(kinds, list) or any(kind != wanted for kind in kinds)):
-        fields.fault(f"layer_types={kinds!r}: expected {wanted} for every layer: megatron-core's window is one for all")
+        fields.fault(f"layer_types={kinds!r}: expected {wanted} for every layer: megatron-core has one window for all layers")
     if not on:
         return {}
     return {"window_size": [fields.size("sliding_window") - 1, 0]}
@@ -144,12 +144,12 @@ def _latent(fields: ConfigFields) -> dict[str, Any]:
     fields.must("attention_bias", (False,), why)
     fields.must("rope_interleave", (True,), why)
     fields.must(
-        "rms_norm_eps", (1e-6,), "transformers' norms of latent queries and keys have it whatever config.json says"
+        "rms_norm_eps", (1e-6,), "transformers' norms of latent queries and keys use it regardless of config.json"
     )
     heads, names = fields.size("num_attention_heads"), ("kv_lora_rank", "v_head_dim")
-    fields.must("num_key_value_heads", (heads,), "every head has keys of its own")
+    fields.must("num_key_value_heads", (heads,), "every head has its own keys")
     nope, rope = fields.size("qk_nope_head_dim"), fields.size("qk_rope_head_dim")
-    fields.must("head_dim", (rope,), "that of rotary embeddings")
+    fields.must("head_dim", (rope,), "the rotary embeddings' dimension")
     fields.must("qk_head_dim", (nope + rope,), "qk_nope_head_dim + qk_rope_head_dim")
     return {
         "multi_latent_attention": True,
@@ -162,7 +162,7 @@ def _latent(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _experts(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any]:
-    # transformers 5 writes another name for the same number
+    # transformers 5 uses another name for the same number
     named = next((n for n in (family.experts, "num_local_experts", "num_experts") if fields.has(n)), family.experts)
     experts, topk = fields.size(named), fields.size("num_experts_per_tok")
     if topk > experts:
@@ -176,15 +176,15 @@ def _experts(fields: ConfigFields, family: Family, layers: int) -> dict[str, Any
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": True,
     }
-    fields.must("router_jitter_noise", (0.0, 0), "megatron-core's jitter is another one")
+    fields.must("router_jitter_noise", (0.0, 0), "megatron-core's jitter is different")
     return out | (_sigmoid_router(fields, experts, topk) if family.latent else _softmax_router(fields, family))
 
 
 def _mixtures(fields: ConfigFields, family: Family, layers: int) -> int | list[int]:
-    """1 where every layer is a mixture, else one 0 or 1 for each."""
+    """1 if every layer is an MoE layer, else a 0 or 1 per layer."""
     if family.latent:
         first = fields.size("first_k_dense_replace", least=0) if fields.has("first_k_dense_replace") else 3
-        fields.must("moe_layer_freq", (1,), "every layer after the dense ones is a mixture of experts")
+        fields.must("moe_layer_freq", (1,), "every layer after the dense ones is an MoE layer")
         kinds = [int(layer >= first) for layer in range(layers)]
     elif family.name == "mixtral":
         return 1
@@ -200,7 +200,7 @@ def _softmax_router(fields: ConfigFields, family: Family) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": fields.number("router_aux_loss_coef", 0.001),
     }
-    # a softmax over all experts whose chosen ones are then normalised is a softmax over the chosen ones
+    # a softmax over all experts, normalised over the chosen ones, equals a softmax over the chosen ones
     if family.name != "mixtral" and not fields.flag("norm_topk_prob"):
         out["moe_router_pre_softmax"] = True
     if family.shared:
@@ -248,7 +248,7 @@ def _quantized(fields: ConfigFields) -> None:
         fields.fault("quantization_config: expected a mapping")
         return
     inner = ConfigFields(given, fields.faults, {}, within="quantization_config.")
-    why = "only FP8 in blocks, as DeepSeek-V3's, can be widened"
+    why = "only block-wise FP8, as in DeepSeek-V3, can be widened"
     inner.must("quant_method", ("fp8",), why)
     inner.must("fmt", ("e4m3",), why)
     inner.must("activation_scheme", ("dynamic",), why)

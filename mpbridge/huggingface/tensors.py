@@ -1,4 +1,4 @@
-"""Which tensors of a folder make up which parameter of the GPT built here, in which layout, and under which names checkpoints hold that parameter."""
+"""Which tensors of a folder form which parameter of the GPT built here, in which layout, and under which names checkpoints store that parameter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpbridge.memory.layers import Weight, layer_weights
 from mpbridge.precision.globs import DECODER, MTP
 
 PartLayout = Literal["whole", "qkv", "stacked"]
-"""How parts make a parameter: as it is; rows of queries, keys and values by query group; gate above up."""
+"""How parts form a parameter: unchanged; rows of queries, keys and values by query group; gate above up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,18 +27,18 @@ class CheckpointSlice:
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """One parameter (or the router's FP32 bias) and the tensors that it is made of."""
+    """One parameter (or the router's FP32 bias) and the tensors that form it."""
 
     name: str
-    """Global, as megatron-core's local modules call it."""
+    """Global name in megatron-core's local modules."""
     shape: tuple[int, ...]
     layout: PartLayout
     parts: tuple[tuple[str, tuple[int, ...]], ...]
     """(name in the folder, shape), in order."""
     places: tuple[CheckpointSlice, ...]
-    """Every name under which an engine looks for it; the first is where it is written."""
+    """Every name under which an engine looks for it; it is written under the first."""
     wide: bool = False
-    """FP32 in any recipe: no weight, but a bias that the load balancing moves."""
+    """FP32 in any recipe: not a weight, but a bias that load balancing updates."""
 
     @property
     def elements(self) -> int:
@@ -47,7 +47,7 @@ class Mapped:
 
 
 def mapped(family: Family, shape: ModelShape, model: Mapping[str, Any]) -> Iterator[Mapped]:
-    """Every parameter of the model in the order of its layers. model: the model section, for what the shape does not say."""
+    """Every parameter of the model in the order of its layers. model: the model section, for what the shape does not contain."""
     whole = {
         "embedding.word_embeddings.weight": ("model.embed_tokens.weight", (shape.vocab_size, shape.hidden_size)),
         "decoder.final_layernorm.weight": ("model.norm.weight", (shape.hidden_size,)),
@@ -63,7 +63,7 @@ def mapped(family: Family, shape: ModelShape, model: Mapping[str, Any]) -> Itera
 
 
 def copies(shape: ModelShape) -> dict[str, str]:
-    """Tensors that a folder may hold a second time -> the tensor that they repeat."""
+    """Tensors that a folder may repeat -> the tensor that they repeat."""
     found = {"lm_head.weight": "model.embed_tokens.weight"} if shape.tied else {}
     head = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
     for depth in range(shape.mtp_layers):
@@ -100,7 +100,7 @@ def _layer(family: Family, shape: ModelShape, model: Mapping[str, Any], layer: i
 
 
 def _ahead(family: Family, shape: ModelShape, model: Mapping[str, Any], depth: int) -> Iterator[Mapped]:
-    """A depth of multi-token prediction: two norms, a projection and a whole layer of the last layer's kind."""
+    """One depth of multi-token prediction: two norms, a projection and a whole layer of the same kind as the last layer."""
     hidden, layer = shape.hidden_size, shape.num_layers + depth
     outside = {
         "enorm.weight": ("enorm.weight", (hidden,)),
@@ -171,13 +171,13 @@ FUSED_NORMS = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-"""A norm's name -> its name inside the linear after it, where Transformer Engine's modules fuse the two; megatron-core's checkpoints often use it for both."""
+"""A norm's name -> its name inside the linear after it, where Transformer Engine's modules fuse the two; megatron-core's checkpoints often use the latter for both."""
 
 
 def _places(path: str, stems: list[str], stack: tuple[int, int] | None, experts: int) -> Iterator[CheckpointSlice]:
-    """Layers stacked under one key, as megatron-core keeps layers of one kind; one key for each layer; and the modules' own names, as FSDP engines keep them.
+    """Layers stacked under one key, as megatron-core stores layers of one kind; one key per layer; and the modules' own names, as FSDP engines store them.
 
-    stack: number of the layer and of all layers, where they are of one kind.
+    stack: (layer number, number of layers), if all layers are of one kind.
     """
     if not path.startswith("mlp.experts."):
         for name in (path, *([FUSED_NORMS[path]] if path in FUSED_NORMS else [])):

@@ -1,4 +1,4 @@
-"""What a tokenizer's files say without any library: where they are, how many tokens there are, which token ends a text and which one fills up."""
+"""Reads a tokenizer's files without any library: where they are, the number of tokens, the end-of-text token and the padding token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIBRARY: Mapping[TokenizerKind, str] = {
     "sentencepiece": "sentencepiece",
     "tiktoken": "tiktoken",
 }
-"""The package that encodes with such files."""
+"""The package that encodes with such a tokenizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,29 +28,29 @@ class TokenizerFiles:
     """A tokenizer on this machine."""
 
     name: str
-    """As it was given."""
+    """As given."""
     kind: TokenizerKind
     file: Path
     """Its main file."""
     size: int
-    """Tokens: the largest number plus one."""
+    """Number of tokens: the largest id plus one."""
     end: int | None
-    """Number of the token that ends a text; None where the files say none, or several."""
+    """Id of the end-of-text token; None if the files name none or several."""
     ends_by: str
-    """Who says so, in words; where `end` is None: why not."""
+    """Where this is stated, as text; if `end` is None, why."""
     end_token: str = ""
-    """The token itself, where the files spell it."""
+    """The token itself, if the files contain it."""
     pad: int | None = None
-    """Number of the token that fills up what is too short; None where the files name none that could be told from a text."""
+    """Id of the padding token; None if the files name none that can be told from text."""
     pad_by: str = ""
-    """Who says so, in words; where `pad` is None: why not."""
+    """Where this is stated, as text; if `pad` is None, why."""
 
     def without_end(self) -> str:
-        """What is wrong, where `end` is None."""
-        return f"data.tokenizer={self.name!r} does not say which token ends a text{f' ({self.ends_by})' if self.ends_by else ''}: give it, as in data.end_of_text='</s>'"
+        """The fault if `end` is None."""
+        return f"data.tokenizer={self.name!r} does not say which token ends a text{f' ({self.ends_by})' if self.ends_by else ''}: set it, for example data.end_of_text='</s>'"
 
     def end_line(self) -> str:
-        """The token that ends a text and who says so, where one is known."""
+        """The end-of-text token and where it is stated, if known."""
         if self.end is None:
             return ""
         token = f" {self.end_token!r}" if self.end_token else ""
@@ -65,9 +65,9 @@ def is_factory(name: str) -> bool:
 
 
 def tokenizer_files(name: str, end: str | int | None = None) -> TokenizerFiles:
-    """The files that `name` means: a folder, a file in it, or a repository's id of which the Hugging Face cache has a copy.
+    """The files that `name` means: a folder, a file in it, or the id of a repository in the Hugging Face cache.
 
-    end: the token that ends a text, or its number, in place of the files' own. Raises BadValue with the cure.
+    end: the end-of-text token or its id, instead of the files' own. Raises BadValue with the cure.
     """
     path = _located(name)
     kind, file = _main_file(path, name)
@@ -78,7 +78,7 @@ def tokenizer_files(name: str, end: str | int | None = None) -> TokenizerFiles:
         number, who = _given(name, tokens, size, end), "data.end_of_text"
     else:
         number, who = _end(file, kind, tokens, size)
-    # ranks of tiktoken leave special tokens out: the one that ends a text may come after the last of them
+    # tiktoken's ranks do not include special tokens: the end-of-text token may come after the last rank
     size = max(size, (number or 0) + 1)
     token = next((text for text, place in tokens.items() if place == number), "")
     pad, pad_by = _pad(file, kind, words, end=number)
@@ -96,8 +96,8 @@ def _located(name: str) -> Path:
         return found
     if is_repository(name):
         raise BadValue(
-            f"data.tokenizer={name!r}: no such file or folder here, and the Hugging Face cache has no copy of a repository of that name. "
-            f"Where it can be reached: mpbridge data inspect --tokenizer {name} (fetches it once, needs the extra hf), or give a local folder"
+            f"data.tokenizer={name!r}: no such file or folder here, and the Hugging Face cache has no repository of that name. "
+            f"If the hub is reachable: mpbridge data inspect --tokenizer {name} (downloads it once; needs the extra hf). Otherwise give a local folder"
         )
     raise BadValue(
         f"data.tokenizer={name!r}: expected 'byte', a folder with tokenizer.json, a tokenizer file, a repository's id, or package.module:function"
@@ -114,7 +114,7 @@ _ID = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_
 
 
 def cached(name: str) -> Path | None:
-    """The newest copy of a repository in huggingface_hub's cache; None where there is none."""
+    """The newest copy of a repository in huggingface_hub's cache; None if there is none."""
     if not is_repository(name):
         return None
     home = Path(
@@ -145,19 +145,19 @@ def _main_file(path: Path, name: str) -> tuple[TokenizerKind, Path]:
     if ranks:
         return "tiktoken", ranks[0]
     raise BadValue(
-        f"data.tokenizer={name!r}: {path} holds none of tokenizer.json, tokenizer.model, *.tiktoken, vocab.json with merges.txt"
+        f"data.tokenizer={name!r}: {path} contains none of tokenizer.json, tokenizer.model, *.tiktoken, vocab.json with merges.txt"
     )
 
 
 def _given(name: str, tokens: Mapping[str, int], size: int, given: str | int) -> int:
     number = tokens.get(given) if isinstance(given, str) else given
     if number is None or not 0 <= number < size:
-        raise BadValue(f"data.end_of_text={given!r}: the tokenizer {name!r} has no such token (it has {size:,})")
+        raise BadValue(f"data.end_of_text={given!r}: the tokenizer {name!r} has no such token (it has {size:,} tokens)")
     return number
 
 
 def _end(file: Path, kind: TokenizerKind, tokens: Mapping[str, int], size: int) -> tuple[int | None, str]:
-    """(the token that ends a text, who says so), or None and why: nobody does, or two differ."""
+    """(the id of the end-of-text token, where it is stated), or None and why: it is not stated, or two statements differ."""
     said = [(who, tokens[text]) for who, text in _said(file, kind) if text in tokens]
     if len({number for _, number in said}) > 1:
         return None, " and ".join(f"{who} says {number}" for who, number in said)
@@ -171,15 +171,15 @@ def _end(file: Path, kind: TokenizerKind, tokens: Mapping[str, int], size: int) 
         listed = f"eos_token_id of {CONFIG}"
         return (numbers[0], listed) if len(numbers) == 1 else (None, f"{listed} lists {', '.join(map(str, numbers))}")
     if kind == "tiktoken":
-        return size - 1, "its file names no such token, so it takes the id after the last rank"
+        return size - 1, "its file names no such token, so its id is the one after the last rank"
     usual = [text for text in ENDS if text in tokens]
     if len(usual) == 1:
-        return tokens[usual[0]], "by its name alone, nothing in the files says so (data.end_of_text gives another)"
-    return None, f"{' and '.join(map(repr, usual))} could both be it" if usual else ""
+        return tokens[usual[0]], "by its name only; the files do not state it (data.end_of_text sets another)"
+    return None, f"{' and '.join(map(repr, usual))} are both possible" if usual else ""
 
 
 def _pad(file: Path, kind: TokenizerKind, words: Vocabulary, *, end: int | None) -> tuple[int | None, str]:
-    """(the token that fills up, who says so), or None and why: the first that is named decides, and what a text is made of or what ends one fills up nothing."""
+    """(the id of the padding token, where it is stated), or None and why: the first statement decides, and a text token or the end-of-text token cannot be padding."""
     named = [(who, words.tokens[text]) for who, text in _spelled(file, "pad_token") if text in words.tokens]
     if words.padding in words.tokens:
         inside = "pad_piece of the model" if kind == "sentencepiece" else f"padding of {file.name}"
@@ -198,7 +198,7 @@ def _pad(file: Path, kind: TokenizerKind, words: Vocabulary, *, end: int | None)
 
 
 def _said(file: Path, kind: TokenizerKind) -> Iterator[tuple[str, str]]:
-    """(where, eos_token) of SentencePiece's own model, else of tokenizer_config.json and special_tokens_map.json."""
+    """(where, eos_token) from SentencePiece's own model, else from tokenizer_config.json and special_tokens_map.json."""
     found = False
     for who, text in _spelled(file, "eos_token"):
         found = True
@@ -208,7 +208,7 @@ def _said(file: Path, kind: TokenizerKind) -> Iterator[tuple[str, str]]:
 
 
 def _spelled(file: Path, field: str) -> Iterator[tuple[str, str]]:
-    """(where, the token) of a field in tokenizer_config.json and special_tokens_map.json."""
+    """(where, the token) for a field in tokenizer_config.json and special_tokens_map.json."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = _optional(file.parent / name).get(field)
         text = token.get("content") if isinstance(token, dict) else token
@@ -217,7 +217,7 @@ def _spelled(file: Path, field: str) -> Iterator[tuple[str, str]]:
 
 
 def _eos_numbers(folder: Path, size: int) -> list[int]:
-    """eos_token_id of config.json, one or several."""
+    """The ids in eos_token_id of config.json, one or several."""
     said = _optional(folder / CONFIG).get("eos_token_id")
     return [
         number for number in (said if isinstance(said, list) else [said]) if type(number) is int and 0 <= number < size

@@ -1,4 +1,4 @@
-"""What one file of a tokenizer says: its tokens with their numbers, which of them no text is made of, what it fills up with. Read without any library."""
+"""Reads one tokenizer file without any library: its tokens with their ids, which of them are special, and its padding token."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mpbridge.huggingface.folder import read_json_file
 TokenizerKind = Literal["json", "sentencepiece", "tiktoken", "parts"]
 """A tokenizer.json of the library tokenizers; SentencePiece's model; ranks of tiktoken; vocab.json with merges.txt."""
 LARGEST = 1 << 27
-"""Bytes of a tokenizer's file that is read at all."""
+"""Maximum bytes of a tokenizer file that is read."""
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
-"""Tokens that end a text where nothing says which one does, by the usual families; two of them are no answer."""
+"""Usual end-of-text tokens of the common families, used if none is stated; ambiguous if a vocabulary has two of them."""
 _CONTROL = 3
-"""SentencePiece's type of a piece that no text is made of (sentencepiece_model.proto)."""
+"""SentencePiece's type for control pieces, which never encode text (sentencepiece_model.proto)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +27,12 @@ class Vocabulary:
     """The tokens of one file."""
 
     size: int
-    """The largest number plus one."""
+    """The largest id plus one."""
     tokens: Mapping[str, int]
     special: frozenset[int] | None
-    """Numbers that no text is encoded as; None: the file does not say."""
+    """Ids that no text is encoded to; None: the file does not say."""
     padding: str = ""
-    """The token that the file itself fills up with."""
+    """The padding token that the file names."""
 
 
 def vocabulary(kind: TokenizerKind, file: Path) -> Vocabulary:
@@ -86,14 +86,14 @@ def _of_parts(file: Path) -> Vocabulary:
 
 
 def _of_ranks(file: Path) -> Vocabulary:
-    """tiktoken's ranks; the token that ends a text gets the number after the last."""
+    """tiktoken's ranks; the end-of-text token gets the id after the last."""
     largest = -1
     with file.open("rb") as stream:
         for line in stream:
             rank = line.rpartition(b" ")[2].strip()
             if rank.isdigit():
                 largest = max(largest, int(rank))
-    # (special tokens stand nowhere in the file: as many numbers again may be theirs)
+    # (special tokens are not in the file: as many more ids may be theirs)
     return Vocabulary(
         size=largest + 2, tokens={ENDS[0]: largest + 1}, special=frozenset(range(largest + 1, 2 * largest + 4))
     )
@@ -126,7 +126,7 @@ def _of_sentencepiece(file: Path) -> Vocabulary:
 
 
 def trained(file: Path, field: int, default: str) -> str:
-    """A piece that the model's TrainerSpec (field 2 of ModelProto) names: 47 ends a text, 48 fills up. Raises ValueError, IndexError."""
+    """A piece named by the model's TrainerSpec (field 2 of ModelProto): 47 is end of text, 48 padding. Raises ValueError, IndexError."""
     found = [_texts(spec, field) for number, spec in _fields(file.read_bytes()) if number == 2]
     return next((text for texts in found for text in texts), default)
 
@@ -143,9 +143,9 @@ def _texts(data: int | bytes, field: int) -> list[str]:
 
 
 def _fields(data: int | bytes) -> Iterator[tuple[int, int | bytes]]:
-    """(number, content) of a protobuf message's whole numbers and length-delimited fields. Raises ValueError, IndexError."""
+    """(number, content) of a protobuf message's integer and length-delimited fields. Raises ValueError, IndexError."""
     if isinstance(data, int):
-        raise ValueError("a number where a message stands")
+        raise ValueError("a number instead of a message")
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)

@@ -1,4 +1,4 @@
-"""A model section as config.json of the family that has such layers; what no family can say is refused by name."""
+"""Converts a model section to config.json of the family that has such layers; settings that no family supports are refused by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TRAINING = frozenset(
 
 
 def family_for(model: Mapping[str, Any]) -> Family:
-    """The family whose layers a model section describes, the plainest where several do."""
+    """The family whose layers a model section describes, the simplest if several do."""
     if model.get("multi_latent_attention"):
         return FAMILIES["deepseek_v3"]
     experts, window = bool(model["num_moe_experts"]), model["window_size"] is not None
@@ -41,9 +41,9 @@ def family_for(model: Mapping[str, Any]) -> Family:
 
 
 def config_json(model: Mapping[str, Any], *, rows: int, dtype: str) -> dict[str, Any]:
-    """config.json of a model section with its defaults filled in. rows: of the embedding; dtype: torch's name of the weights'.
+    """config.json of a model section with its defaults filled in. rows: rows of the embedding; dtype: torch's name of the weights' dtype.
 
-    Raises Contradiction with every setting that the family's config.json cannot say.
+    Raises Contradiction with every setting that the family's config.json cannot express.
     """
     family = family_for(model)
     out: dict[str, Any] = {
@@ -123,7 +123,7 @@ def _experts(model: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def refuse_differences(model: Mapping[str, Any], data: Mapping[str, Any]) -> None:
-    """Raises Contradiction where config.json `data` describes another model than the section `model` (its defaults filled in)."""
+    """Raises Contradiction if config.json `data` describes another model than the section `model` (its defaults filled in)."""
     back = section(data, ahead=model["mtp_num_layers"] or 0)
     faults = []
     for name in dict.fromkeys((*back, *_FUNCTION)):
@@ -133,11 +133,11 @@ def refuse_differences(model: Mapping[str, Any], data: Mapping[str, Any]) -> Non
         if not _same(name, model[name], said, model):
             faults.append(f"model.{name}={model[name]}: config.json of {data['model_type']} says {said}")
     if faults:
-        raise Contradiction(faults, subject="the model cannot be said in Hugging Face's layout")
+        raise Contradiction(faults, subject="the model cannot be expressed in Hugging Face's layout")
 
 
 def _plain_default(name: str) -> Any:
-    """What the builder takes for a setting that a section leaves out, where that is no null, 0 or false."""
+    """The builder's value for an omitted setting, if that is not null, 0 or false."""
     return {"softmax_type": "vanilla", "rotary_percent": 1.0, "moe_router_score_function": "softmax"}.get(name)
 
 
@@ -145,7 +145,7 @@ def _same(name: str, own: Any, said: Any, model: Mapping[str, Any]) -> bool:
     if name.startswith("moe_") and not model["num_moe_experts"]:
         return True
     if name in ("num_query_groups", "kv_channels", "ffn_hidden_size") and own is None:
-        return True  # filled from the other sizes, as the folder's was
+        return True  # derived from the other sizes, like the folder's
     if name == "moe_layer_freq":
         layers = model["num_layers"]
         return _pattern(own, layers) == _pattern(said, layers)

@@ -1,1 +1,1 @@
-"""Weights between folders in Hugging Face's layout and checkpoints of mpbridge, tensor by tensor; no model is built."""
+"""Converts weights between folders in Hugging Face's layout and mpbridge's checkpoints, tensor by tensor; no model is built."""

@@ -1,4 +1,4 @@
-"""Parts of a folder's tensors joined into one parameter, and a parameter taken apart again; both only move elements."""
+"""Joins tensors of a folder into one parameter, and splits a parameter again; both only move elements."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mpbridge.huggingface.tensors import PartLayout
 
 
 def joined(parts: Sequence[torch.Tensor], layout: PartLayout, shape: ModelShape) -> torch.Tensor:
-    """The parameter that `parts` make.
+    """The parameter made of `parts`.
 
-    qkv: for each query group the rows of its queries, then of its key, then of its value, as megatron-core's linear_qkv has them.
-    stacked: the gate's rows above the others, as megatron-core's gated linear_fc1 has them.
+    qkv: for each query group the rows of its queries, then of its key, then of its value, as in megatron-core's linear_qkv.
+    stacked: the gate's rows above the others, as in megatron-core's gated linear_fc1.
     """
     if layout == "whole":
         return parts[0]
@@ -25,7 +25,7 @@ def joined(parts: Sequence[torch.Tensor], layout: PartLayout, shape: ModelShape)
 
 
 def apart(parameter: torch.Tensor, layout: PartLayout, shape: ModelShape) -> list[torch.Tensor]:
-    """The parts that `joined` made it of."""
+    """The inverse of `joined`: the parts."""
     if layout == "whole":
         return [parameter]
     if layout == "stacked":
@@ -42,7 +42,7 @@ def _grouped(tensor: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def widened(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """FP32 values of block-wise FP8: each code times its block's scale. codes: [rows, columns]; scales: one for each block, the last ones partial."""
+    """FP32 values of block-wise FP8: each code times its block's scale. codes: [rows, columns]; scales: one per block; the last blocks may be partial."""
     rows, columns = codes.shape
     tall = scales.float().repeat_interleave(block[0], 0)[:rows]
     return codes.float() * tall.repeat_interleave(block[1], 1)[:, :columns]

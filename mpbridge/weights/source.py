@@ -1,4 +1,4 @@
-"""A folder's tensors one by one, each read when it is asked for; FP8 in blocks comes out widened."""
+"""A folder's tensors one by one, each read on demand; block-wise FP8 is widened."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
 }
-"""dtype as safetensors spells it -> torch's, of weights as they are."""
+"""dtype in safetensors' spelling -> torch's, for weights that need no conversion."""
 FP8 = "F8_E4M3"
 SCALE = "_scale_inv"
-"""Behind the name of an FP8 weight: the name of its blocks' scales."""
+"""Suffix of an FP8 weight's name that gives the name of its block scales."""
 _NO_WEIGHTS = ("rotary_emb.inv_freq",)
-"""Ends of names of buffers that old folders hold and every program computes."""
+"""Suffixes of buffers that old folders contain and every program recomputes."""
 MOST = 10
-"""Tensors of a kind that a message names."""
+"""Maximum number of tensors of a kind that a message lists."""
 
 
 def library() -> Any:
-    """The module safetensors. Raises BadValue that names the extra where it is not installed."""
+    """The module safetensors. Raises BadValue that names the extra if it is not installed."""
     try:
         import safetensors
         import safetensors.torch
@@ -44,7 +44,7 @@ def library() -> Any:
 
 
 class FolderReader:
-    """The tensors of a folder; a context manager, which closes its files."""
+    """The tensors of a folder; a context manager that closes its files."""
 
     def __init__(self, folder: Path, held: Mapping[str, FolderTensor], config: Mapping[str, Any]) -> None:
         self.folder, self.held = folder, held
@@ -62,15 +62,15 @@ class FolderReader:
         self._files.close()
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the tensor rests in FP8 with a scale for each block."""
+        """Whether the tensor is stored in FP8 with a scale per block."""
         return self.held[name].dtype == FP8
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """What `tensor` returns: FP8 becomes what config.json calls the model's dtype."""
+        """The dtype that `tensor` returns: FP8 becomes the model's dtype in config.json."""
         return self.dtype if self.is_quantized(name) else DTYPES[self.held[name].dtype]
 
     def tensor(self, name: str, *, wide: bool = False) -> torch.Tensor:
-        """The tensor on the CPU. wide: FP8 in blocks as FP32, not yet rounded."""
+        """The tensor on the CPU. wide: block-wise FP8 as FP32, not yet rounded."""
         raw = self._raw(name)
         if not self.is_quantized(name):
             return raw
@@ -86,7 +86,7 @@ class FolderReader:
 
 
 def config_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """The dtype that config.json gives its model; BF16 where it says none."""
+    """The dtype that config.json gives its model; BF16 if it gives none."""
     said = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     return {"float32": torch.float32, "float16": torch.float16}.get(str(said), torch.bfloat16)
 
@@ -94,7 +94,7 @@ def config_dtype(config: Mapping[str, Any]) -> torch.dtype:
 def check(
     held: Mapping[str, FolderTensor], wanted: Sequence[Mapped], copied: Mapping[str, str], block: Sequence[int]
 ) -> None:
-    """Raises Contradiction with every tensor that is missing, has another shape or dtype than the model of config.json, or has no place in it."""
+    """Raises Contradiction with every tensor that is missing, has another shape or dtype than in the model of config.json, or is not part of it."""
     shapes = {name: shape for one in wanted for name, shape in one.parts}
     known = shapes | {name: shapes[original] for name, original in copied.items()}
     faults = _several("missing", [name for name in shapes if name not in held])
@@ -108,7 +108,7 @@ def check(
             faults += _scale_faults(name, stored, held.get(name + SCALE), block)
     if faults:
         more = [f"and {len(faults) - MOST} more"] if len(faults) > MOST else []
-        raise Contradiction([*faults[:MOST], *more], subject="the weights are not those of config.json's model")
+        raise Contradiction([*faults[:MOST], *more], subject="the weights do not match config.json's model")
 
 
 def _strangers(held: Mapping[str, FolderTensor], known: Mapping[str, Any]) -> list[str]:
@@ -118,9 +118,9 @@ def _strangers(held: Mapping[str, FolderTensor], known: Mapping[str, Any]) -> li
 
 def _scale_faults(name: str, stored: FolderTensor, scale: FolderTensor | None, block: Sequence[int]) -> list[str]:
     if scale is None:
-        return [f"{name} is FP8 and {name}{SCALE} is missing"]
+        return [f"{name} is FP8, but {name}{SCALE} is missing"]
     if len(stored.shape) != 2:
-        return [f"{name} is FP8 and has {len(stored.shape)} axes, expected 2"]
+        return [f"{name} is FP8, but has {len(stored.shape)} axes, expected 2"]
     blocks = tuple(-(-side // length) for side, length in zip(stored.shape, block, strict=True))
     if scale.shape != blocks:
         return [f"{name}{SCALE} is {list(scale.shape)}, expected {list(blocks)} for blocks of {list(block)}"]

@@ -1,4 +1,4 @@
-"""A folder in Hugging Face's layout as a checkpoint: every parameter assembled in turn and written under all names that engines ask for."""
+"""Converts a folder in Hugging Face's layout to a checkpoint: parameters are assembled one by one and written under all names that engines look for."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 FILE_BYTES = 8 << 30
-"""Elements of a data file, in bytes: about so many."""
+"""Approximate size of a data file, in bytes."""
 
 
 @dataclass(slots=True)
 class Taken:
-    """What a conversion did."""
+    """The result of a conversion."""
 
     path: Path
     tensors: int = 0
-    """Of the folder."""
+    """Number of tensors in the folder."""
     elements: int = 0
     dtypes: dict[str, int] = field(default_factory=dict)
     """torch's name of a parameter's dtype in the checkpoint -> elements."""
     widened: int = 0
-    """Tensors that were FP8."""
+    """Number of tensors that were FP8."""
     rounded: int = 0
-    """Elements of those whose product of code and scale the dtype cannot hold exactly."""
+    """Number of their elements whose product of code and scale the dtype cannot represent exactly."""
 
 
 def to_checkpoint(source: Path, folder: Path, run: Run, told: ProgressCallback = lambda done, total: None) -> Taken:
-    """Writes the weights of `source` as step 0 of `folder`. run: the folder's own configuration, resolved.
+    """Writes the weights of `source` as step 0 of `folder`. run: the folder's configuration, resolved.
 
-    Raises Contradiction for weights that are not those of config.json's model, before anything is written; BadValue for a folder without weights;
-    CheckpointError where `folder` holds checkpoints already, or cannot be written.
+    Raises Contradiction for weights that do not match config.json's model, before anything is written; BadValue for a folder without weights;
+    CheckpointError if `folder` already contains checkpoints or cannot be written.
     """
     config, held = read_config(source), tensors(source)
     if not held:
-        raise BadValue(f"{source} holds no weights: expected safetensors files")
+        raise BadValue(f"{source} has no weights: expected safetensors files")
     if store.saved(folder):
-        raise CheckpointError(f"{folder} already holds {store.saved(folder)[0].path.name}: choose another folder")
+        raise CheckpointError(f"{folder} already contains {store.saved(folder)[0].path.name}: choose another folder")
     wanted = list(mapped(family_of(config), run.facts.shape, run.inputs["model"]))
     copied = {name: of for name, of in copies(run.facts.shape).items() if name in held}
     with FolderReader(source, held, config) as reader:
@@ -109,7 +109,7 @@ def _written(
 
 
 class _Stream:
-    """What `writer.write` asks for, for one file after the other: parameters made when it is their turn."""
+    """The input of `writer.write`, one file after the other: parameters are made when they are needed."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class _Stream:
 
 
 def _dtypes(wanted: list[Mapped], reader: FolderReader) -> dict[str, torch.dtype]:
-    """Key -> the dtype of all that is stored under it: the widest of its parts', which holds the values of all."""
+    """Key -> the dtype of everything stored under it: the widest of its parts' dtypes, which can represent all values."""
     found: dict[str, torch.dtype] = {}
     for one in wanted:
         kinds = [reader.dtype_of(name) for name, _ in one.parts] + ([torch.float32] if one.wide else [])
@@ -163,7 +163,7 @@ def _dtypes(wanted: list[Mapped], reader: FolderReader) -> dict[str, torch.dtype
 
 
 def _add_places(partial: Path, wanted: list[Mapped], known: Mapping[str, Any]) -> None:
-    """Puts every parameter's other names into the index: the same bytes under another key."""
+    """Adds every parameter's other names to the index: the same bytes under another key."""
     index = read_index(partial, known)
     at = {(key, piece.offset): (stored, piece) for key, stored in index.tensors.items() for piece in stored.pieces}
     pieces: dict[str, list[StoredPiece]] = {}
@@ -207,7 +207,7 @@ def _origin(
 
 
 def _check_copies(reader: FolderReader, copied: Mapping[str, str]) -> None:
-    """Raises BadValue where a tensor that stands twice is two different ones: only one of them has a place in the model."""
+    """Raises BadValue if the two copies of a repeated tensor differ: the model has room for only one."""
     for name, original in copied.items():
         if not torch.equal(reader.tensor(name), reader.tensor(original)):
             raise BadValue(

@@ -1,4 +1,4 @@
-"""A checkpoint's weights as a folder in Hugging Face's layout: parameters taken apart in turn, written in files of a few gigabytes."""
+"""Converts a checkpoint's weights to a folder in Hugging Face's layout: parameters are split one by one and written in files of a few gigabytes."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from mpbridge.config.container import Run
 
 MAIN_WEIGHTS = (*MAIN, "optimizer.main.")
-"""Prefixes of FP32 main weights in checkpoints, of any engine."""
+"""Prefixes of FP32 main weights in checkpoints, for all engines."""
 FILE_BYTES = 5_000_000_000
-"""Largest safetensors file, as transformers writes them."""
+"""Maximum size of a safetensors file in bytes, as in transformers."""
 BESIDE = (
     *TOKENIZERS,
     "merges.txt",
@@ -42,12 +42,12 @@ BESIDE = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""Small files that are copied from a folder given as a pattern."""
+"""Small files copied from the folder given as `like`."""
 
 
 @dataclass(slots=True)
 class Given:
-    """What an export wrote."""
+    """The result of an export."""
 
     path: Path
     family: str
@@ -56,17 +56,17 @@ class Given:
     dtypes: dict[str, int] = field(default_factory=dict)
     """torch's name of a dtype -> elements."""
     left_out: int = 0
-    """Rows of padding of the embedding."""
+    """Number of padding rows of the embedding, which are not written."""
     notes: list[str] = field(default_factory=list)
 
 
 def checkpoint_run(path: Path) -> Run:
-    """The run that a sealed checkpoint was saved by, from its configuration. Raises CheckpointError."""
+    """The run that saved a sealed checkpoint, from its configuration. Raises CheckpointError."""
     from mpbridge.config.container import ConfigContainer
 
     file = path / CONFIG
     if not file.is_file():
-        raise CheckpointError(f"{file} is missing: nothing says which model the tensors are")
+        raise CheckpointError(f"{file} is missing: without it the tensors' model is unknown")
     container = ConfigContainer.load(file, check=False, trusted=False)
     return container.resolved(container.smallest_world(), training=False)
 
@@ -81,8 +81,8 @@ def to_folder(
 ) -> Given:
     """Writes the weights of the checkpoint in `path` to the new folder `target`.
 
-    like: a folder whose config.json, tokenizer and number of rows the new one gets. dtype: torch's name, in place of what the checkpoint stores;
-    'float32' takes the main weights, where there are any. Raises CheckpointError, BadValue, and Contradiction for a model that the layout cannot say.
+    like: a folder whose config.json, tokenizer and vocabulary size the new one gets. dtype: torch's name, instead of the stored dtype;
+    'float32' uses the main weights, if there are any. Raises CheckpointError, BadValue, and Contradiction for a model that the layout cannot describe.
     """
     store.check(path)
     run = checkpoint_run(path)
@@ -111,11 +111,11 @@ def to_folder(
 
 
 def _origin(path: Path) -> dict[str, Any]:
-    """What the folder was that the checkpoint was made of; {} for a checkpoint of a run."""
+    """The description of the folder that the checkpoint was made from; {} for a checkpoint of a run."""
     file = path / SOURCE
     found = read_json(file) if file.is_file() else {}
     if not isinstance(found, dict) or (found and not isinstance(found.get("config"), dict)):
-        raise CheckpointError(f"{file}: expected what mpbridge convert wrote there")
+        raise CheckpointError(f"{file}: expected the content that mpbridge convert wrote")
     return found
 
 
@@ -136,7 +136,7 @@ def _config(
 def _write_config(partial: Path, config: dict[str, Any], given: Given, like: Path | None) -> None:
     config = dict(config)
     if config.pop("quantization_config", None) is not None:
-        given.notes.append("quantization_config is left out of config.json: the weights are no longer FP8")
+        given.notes.append("quantization_config is omitted from config.json: the weights are no longer FP8")
     largest = max(given.dtypes, key=lambda name: given.dtypes[name])
     for name in ("dtype", "torch_dtype"):
         if name in config:
@@ -148,7 +148,7 @@ def _write_config(partial: Path, config: dict[str, Any], given: Given, like: Pat
 
 
 class _Export:
-    """One checkpoint on its way into a folder."""
+    """One checkpoint being written to a folder."""
 
     def __init__(
         self, contents: Contents, run: Run, family: Family, origin: Mapping[str, Any], dtype: str | None, *, rows: int
@@ -157,7 +157,7 @@ class _Export:
         self.family, self.narrow = family, dict(origin.get("narrower") or {})
         self.wanted = list(mapped(family, run.facts.shape, run.inputs["model"]))
         repeated = copies(run.facts.shape)
-        # a run's own export repeats what the family's folders hold twice: embedding and head of the layers for further tokens
+        # the export of a run repeats what the family's folders contain twice: embedding and head of the multi-token prediction layers
         again = origin.get("copies") if origin else [name for name in repeated if name != "lm_head.weight"]
         self.copies = {name: repeated[name] for name in again or () if name in repeated}
         if rows > self.shape.vocab_size:
@@ -166,7 +166,7 @@ class _Export:
             )
 
     def write(self, folder: Path, told: ProgressCallback) -> Given:
-        """All safetensors files, and their index where there are several."""
+        """Writes all safetensors files, and their index if there are several."""
         given = Given(path=folder, family=self.family.name)
         given.left_out = self.shape.vocab_size - self.rows
         total = sum(one.elements for one in self.wanted)
@@ -213,7 +213,7 @@ class _Export:
         return found
 
     def _read(self, one: Mapped) -> torch.Tensor:
-        """The parameter as stored; its main weight where FP32 is wanted and there is one."""
+        """The parameter as stored, or its main weight if FP32 is requested and there is one."""
         tensors = self.contents.index.tensors
         for prefix in (*(MAIN_WEIGHTS if self.dtype == "float32" else ()), ""):
             for place in one.places:
@@ -249,7 +249,7 @@ def _save(folder: Path, number: int, batch: Mapping[str, torch.Tensor]) -> None:
 
 
 def _name_files(folder: Path, place: Mapping[str, int], files: int, size: int) -> None:
-    """Names as transformers gives them, now that their number is known."""
+    """Renames the files as transformers does, now that their number is known."""
     if files == 1:
         (folder / "1.safetensors").rename(folder / layout.SINGLE)
         return

@@ -74,7 +74,7 @@ def test_the_vocabulary_follows_from_the_tokenizer(tmp_path: Path) -> None:
 
 def test_the_token_that_ends_a_text_can_be_given(tmp_path: Path) -> None:
     place = words(tmp_path / "tok", end=None)
-    with pytest.raises(DataError, match=r"does not say which token ends a text: give it, as in data.end_of_text"):
+    with pytest.raises(DataError, match=r"does not say which token ends a text: set it, for example data.end_of_text"):
         tokenizer(str(place))
     assert tokenizer(str(place), "<pad>").eod == 0
     assert tokenizer(str(place), 5).eod == 5
@@ -162,7 +162,7 @@ def test_a_name_that_is_nothing_says_what_would_be(tmp_path: Path, monkeypatch: 
     assert tokenizer_files("gpt2").size == 260
     for name, said in (
         ("./none", "expected 'byte', a folder with tokenizer.json"),
-        (str(tmp_path), "holds none of tokenizer.json"),
+        (str(tmp_path), "contains none of tokenizer.json"),
     ):
         with pytest.raises(BadValue, match=said):
             tokenizer_files(name)
@@ -220,7 +220,7 @@ def test_who_says_which_token_ends_a_text_is_asked_in_order(tmp_path: Path) -> N
         files = tokenizer_files(str(place))
         return files.end, files.ends_by.partition(",")[0]
 
-    assert found() == (1, "by its name alone")  # last: a usual name, where it is the only one
+    assert found() == (1, "by its name only")  # last: a usual name, where it is the only one
     say(place, config={"eos_token_id": 2})
     assert found() == (2, "eos_token_id of config.json")  # before that: config.json
     say(place, config={"eos_token_id": [2, 3]})
@@ -238,7 +238,7 @@ def test_who_says_which_token_ends_a_text_is_asked_in_order(tmp_path: Path) -> N
     assert found() == (2, "eos_token of tokenizer_config.json")
     assert tokenizer_files(str(place), "<other>").ends_by == "data.end_of_text"  # before everything
     two = tokenizer_files(str(vocabulary(tmp_path / "two", "</s>", "<|endoftext|>")))
-    assert (two.end, two.ends_by) == (None, "'<|endoftext|>' and '</s>' could both be it")
+    assert (two.end, two.ends_by) == (None, "'<|endoftext|>' and '</s>' are both possible")
 
 
 def test_who_says_which_token_fills_up_is_asked_in_order(tmp_path: Path) -> None:

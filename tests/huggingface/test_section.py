@@ -186,7 +186,7 @@ REFUSED = {
     ),
     "two that differ": (
         published.LLAMA_3_8B | {"rope_scaling": ROPE, "rope_parameters": YARN},
-        "transformers takes the first, and the two differ",
+        "differ, and transformers uses the first",
     ),
     "rope that is a word": (published.LLAMA_3_8B | {"rope_scaling": "yarn"}, "rope_scaling: expected one mapping"),
     "another low factor": (
@@ -275,7 +275,7 @@ def header(entries: Any) -> bytes:
 
 
 FOLDERS = {
-    "code": (published.LLAMA_3_8B | {"auto_map": {"AutoModel": "x.Y"}}, {}, "it names Python code to be run"),
+    "code": (published.LLAMA_3_8B | {"auto_map": {"AutoModel": "x.Y"}}, {}, "it names Python code to run"),
     "trusted code": (published.LLAMA_3_8B | {"trust_remote_code": True}, {}, "trust_remote_code=true"),
     "pickles": (published.LLAMA_3_8B, {"pytorch_model__bin": b"x"}, "pickled weights (pytorch_model.bin)"),
     "no JSON": ("{", {}, "config.json is not JSON"),
@@ -283,8 +283,8 @@ FOLDERS = {
     "a list": ("[]", {}, "expected an object, got list"),
     "cut off": (published.LLAMA_3_8B, {"model__safetensors": b"\xff\x00"}, "is truncated"),
     "a huge header": (published.LLAMA_3_8B, {"model__safetensors": b"\xff" * 16}, "is truncated"),
-    "data that is not there": (published.LLAMA_3_8B, {"model__safetensors": header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}})}, "which the file cannot hold"),
-    "an unknown dtype": (published.LLAMA_3_8B, {"model__safetensors": header({"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 0]}})}, "which the file cannot hold"),
+    "data that is not there": (published.LLAMA_3_8B, {"model__safetensors": header({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}})}, "which does not fit the file"),
+    "an unknown dtype": (published.LLAMA_3_8B, {"model__safetensors": header({"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 0]}})}, "which does not fit the file"),
     "an index that leads away": (published.LLAMA_3_8B, {"model__safetensors__index__json": json.dumps({"weight_map": {"a": "../x.safetensors"}}).encode()}, "expected safetensors files in the same folder"),
     "an index of pickles": (published.LLAMA_3_8B, {"model__safetensors__index__json": json.dumps({"weight_map": {"a": "x.bin"}}).encode()}, "expected safetensors files in the same folder"),
 }  # fmt: skip

@@ -185,7 +185,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_written(
 def test_a_folder_of_checkpoints_is_not_written_over(tmp_path: Path) -> None:
     place = folders.write(tmp_path / "hf", folders.LLAMA, folders.llama_tensors())
     taken = folders.convert(place, tmp_path / "checkpoint")
-    with pytest.raises(CheckpointError, match="already holds step_00000000"):
+    with pytest.raises(CheckpointError, match="already contains step_00000000"):
         folders.convert(place, tmp_path / "checkpoint")
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
