@@ -1,1 +1,1 @@
-"""Other projects' names over this registry and this sync, for scripts that were written for them."""
+"""Other projects' APIs on top of this registry and sync, for scripts that were written for them."""

@@ -1,7 +1,7 @@
-"""Megatron Bridge's `training.mixed_precision`, name for name, over mpbridge's registry and plan.
+"""Megatron Bridge's `training.mixed_precision`, with the same names, on top of mpbridge's registry and plan.
 
-`install()` puts this module under Bridge's own name, before Bridge is imported; an existing script then runs on this registry. What differs
-from Bridge is what its silences hide: only fields that the plan owns are written, values of None are not copied over others, twins that
+`install()` installs this module under Bridge's name, before Bridge is imported; an existing script then runs on this registry. It differs
+from Bridge where Bridge silently does the wrong thing: only fields that the plan owns are written, None is not copied over other values, twins that
 contradict each other are refused, and a recipe that contradicts itself is an error at `finalize()`.
 """
 
@@ -47,12 +47,12 @@ class UnknownRecipe(UnknownName, ValueError):
 
 
 class UnknownField(UnknownName, ValueError):
-    """No field of that name; also a ValueError, as every error about a value is here."""
+    """No field of that name; also a ValueError, as is every error about a value here."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class MixedPrecisionConfig:
-    """Bridge's 31 fields with Bridge's defaults; `ours()` is the config that they mean here."""
+    """Bridge's 31 fields with Bridge's defaults; `ours()` is the equivalent config of mpbridge."""
 
     fp32: bool = False
     fp16: bool = False
@@ -92,12 +92,12 @@ class MixedPrecisionConfig:
         object.__setattr__(self, name, value)
         twin = _TWINS.get(name)
         if twin is not None and "_made" in self.__dict__:
-            object.__setattr__(self, twin, value)  # one fact: the last word is about both
+            object.__setattr__(self, twin, value)  # they are one setting: the last assignment sets both
 
     def __post_init__(self) -> None:
         for low in ("fp8", "fp4"):
             one, gather = getattr(self, f"{low}_param"), getattr(self, f"{low}_param_gather")
-            # the gather spelling's default is no statement; a true one beside a false twin is a contradiction
+            # the default of the gather spelling counts as unset; a true one with a false twin is a contradiction
             if one is False and gather:
                 clashes = twin_clashes({f"{low}_param": one, f"{low}_param_gather": gather})
                 raise Contradiction(clashes)
@@ -116,18 +116,18 @@ class MixedPrecisionConfig:
         resolve(self.ours())
 
     def ours(self) -> OurConfig:
-        """The config of mpbridge that these fields mean; settings that are inert in Bridge are left out."""
+        """The config of mpbridge equivalent to these fields; settings without effect in Bridge are omitted."""
         values = {name: getattr(self, name) for name in FIELDS}
         for name in _DTYPES:
             if values[name] is not None:
                 values[name] = dtype(values[name]).short
         autocast = values.pop("autocast_enabled")
         found = OurConfig.from_data(dict(read_data({"mixed_precision": values}, version="0.6").fields))
-        # Bridge's own reaches no field; here it says what its name says
+        # in Bridge it reaches no field; here it does what its name says
         return found.derive(autocast_enabled=True) if autocast else found
 
     def setup(self, model_config: Any, optimizer_config: Any = None, ddp_config: Any = None) -> tuple[Plan, ...]:
-        """Writes the recipe's fields onto the given configs and logs each change; returns what was planned for each of them."""
+        """Writes the recipe's fields onto the given configs and logs each change; returns the plan for each of them."""
         given = {"model": model_config, "optimizer": optimizer_config, "ddp": ddp_config}
         return tuple(_write(self, config, (target,)) for target, config in given.items() if config is not None)  # type: ignore[arg-type]
 
@@ -141,7 +141,7 @@ MixedPrecisionConfig.__module__ = BRIDGE  # Bridge writes `_target_` from it, an
 
 
 def update_config_with_precision_overrides(mixed_precision_config: MixedPrecisionConfig, config: Any) -> Any:
-    """`config` with the recipe's fields of that kind of config written onto it; of any kind where its class is none of megatron-core's."""
+    """`config` with the recipe's fields of that kind of config written onto it; of all kinds if its class is not one of megatron-core's."""
     kinds: Mapping[str, tuple[Target, ...]] = {
         "OptimizerConfig": ("optimizer",),
         "DistributedDataParallelConfig": ("ddp",),
@@ -154,7 +154,7 @@ def update_config_with_precision_overrides(mixed_precision_config: MixedPrecisio
 
 
 def _write(mixed: MixedPrecisionConfig, config: Any, targets: tuple[Target, ...]) -> Plan:
-    """The plan over what the config holds now; its writes are made on the fields that the config has."""
+    """The plan for the config's current values; its writes are applied to the fields that the config has."""
     now: dict[str, dict[str, Any]] = {
         target: {
             row.field: getattr(config, row.field) for row in TABLE if row.target == target and _plain(config, row.field)
@@ -195,13 +195,13 @@ def _set(config: Any, write: Write) -> None:
 
 
 def register(func: Callable[[], MixedPrecisionConfig]) -> Callable[[], MixedPrecisionConfig]:
-    """Decorator: enters a function that returns a MixedPrecisionConfig, of this module or of mpbridge, under its own name."""
+    """Decorator: registers a function that returns a MixedPrecisionConfig, of this module or of mpbridge, under the function's name."""
     registry.register(_Made(func))
     return func
 
 
 class _Made:
-    """A factory of Bridge's configs as a factory of ours, under the function's own name, module and description."""
+    """A factory of Bridge's configs as one of ours, with the function's name, module and description."""
 
     def __init__(self, func: Callable[[], Any]) -> None:
         functools.update_wrapper(self, func)
@@ -213,7 +213,7 @@ class _Made:
 
 
 def get_mixed_precision_config(name: str | MixedPrecisionConfig) -> MixedPrecisionConfig:
-    """The recipe of that name in Bridge's fields; a config is handed back as it is. Raises UnknownRecipe, a ValueError."""
+    """The recipe of that name in Bridge's fields; a config is returned unchanged. Raises UnknownRecipe, a ValueError."""
     if isinstance(name, MixedPrecisionConfig):
         return name
     try:
@@ -227,7 +227,7 @@ def get_mixed_precision_config(name: str | MixedPrecisionConfig) -> MixedPrecisi
 
 
 def _theirs(ours: OurConfig, name: str) -> MixedPrecisionConfig:
-    """Our config in Bridge's fields. Raises UnknownRecipe where its fields cannot say it."""
+    """Our config in Bridge's fields. Raises UnknownRecipe if Bridge's fields cannot express it."""
     beyond = [field for field in ours.given() if field not in FIELDS]
     if beyond:
         raise UnknownRecipe("recipe in Megatron Bridge's fields", name, list(MIXED_PRECISION_RECIPES))
@@ -242,14 +242,14 @@ def _theirs(ours: OurConfig, name: str) -> MixedPrecisionConfig:
 
 @functools.cache
 def _factory(name: str) -> Callable[[], MixedPrecisionConfig]:
-    """What every spelling of a name stands for: one object, with a function's name and docstring."""
+    """One object for every spelling of a name, with a function\'s name and docstring."""
     made = functools.partial(get_mixed_precision_config, name)
     made.__name__, made.__doc__ = name, registry.recipe(name).summary  # type: ignore[attr-defined]
     return made
 
 
 class _Recipes(Mapping[str, Callable[[], MixedPrecisionConfig]]):
-    """Every recipe that Bridge's fields can say, under both spellings."""
+    """Every recipe that Bridge's fields can express, under both spellings."""
 
     def __getitem__(self, name: str) -> Callable[[], MixedPrecisionConfig]:
         if registry.key(name) not in {registry.key(known) for known in self}:
@@ -273,7 +273,7 @@ class _Recipes(Mapping[str, Callable[[], MixedPrecisionConfig]]):
             return True
         try:
             return not [field for field in entry.make().given() if field not in FIELDS]
-        except MpbridgeError:  # somebody's package that does not load
+        except MpbridgeError:  # a third-party package that does not load
             return False
 
 
@@ -281,10 +281,10 @@ MIXED_PRECISION_RECIPES: Mapping[str, Callable[[], MixedPrecisionConfig]] = _Rec
 
 
 def install() -> None:
-    """Makes `import megatron.bridge.training.mixed_precision` this module. To be called before Bridge is imported."""
+    """Makes `import megatron.bridge.training.mixed_precision` import this module. Call it before Bridge is imported."""
     there = sys.modules.get(BRIDGE)
     if there is not None and there is not sys.modules[__name__]:
-        raise MpbridgeError(f"{BRIDGE} is imported already: call mpbridge.compat.megatron_bridge.install() first")
+        raise MpbridgeError(f"{BRIDGE} is already imported: call mpbridge.compat.megatron_bridge.install() first")
     sys.modules[BRIDGE] = sys.modules[__name__]
 
 

@@ -1,4 +1,4 @@
-"""Micro-batches of one data-parallel rank, from any number of consumed samples on."""
+"""Micro-batches of one data-parallel rank, starting after any number of consumed samples."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class Feed:
-    """Everything a run reads: opened once, asked for batches of a split from any position.
+    """Everything a run reads: opened once, then provides batches of a split from any position.
 
-    dataset: an iterable of the user's own for training, in place of the corpus; its samples are mappings with 'tokens'
-    (one longer than a sample when 'labels' is left out). Its length is never asked: `train_iters` decides.
+    dataset: a user's own iterable for training, instead of the corpus; its samples are mappings with 'tokens'
+    (one token longer than a sample if 'labels' is omitted). Its length is never used: `train_iters` decides.
     """
 
     def __init__(self, run: Run, dataset: Iterable[Mapping[str, torch.Tensor]] | None = None) -> None:
@@ -57,9 +57,9 @@ class Feed:
         return self._indexed(self._opened[split], consumed, micro, dp_rank, dp_size)
 
     def mark(self, consumed: int) -> str:
-        """A digest of some of the first `consumed` training samples: another one means that the corpus is read in another order, or is another.
+        """A digest of some of the first `consumed` training samples: a different digest means another corpus, or another order.
 
-        Empty where nothing was consumed, and for the user's own iterable. Every rank calls it.
+        Empty if nothing was consumed, and for the user's own iterable. Every rank calls it.
         """
         if self.dataset is not None or not consumed:
             return ""
@@ -84,7 +84,7 @@ class Feed:
     def _streamed(self, dataset: Iterable[Any], consumed: int, micro: int, rank: int, size: int) -> Iterator[Batch]:
         samples = islice(_again(dataset), consumed + rank * micro, None)
         while True:
-            # islice, not list(): list() would ask for the length
+            # islice, not list(): list() would call len()
             yield self._batch([_complete(sample, self.seq_length) for sample in islice(samples, micro)])
             next(islice(samples, micro * (size - 1), micro * (size - 1)), None)
 
@@ -93,13 +93,13 @@ class Feed:
         largest = int(batch["tokens"].max())
         if largest >= self.vocab_size:
             raise DataError(
-                f"token {largest} in the data, but model.vocab_size={self.vocab_size}: another tokenizer wrote it"
+                f"token {largest} in the data, but model.vocab_size={self.vocab_size}: it was written with another tokenizer"
             )
         return batch
 
 
 def _again(dataset: Iterable[Any]) -> Iterator[Any]:
-    """The samples of `dataset` over and over. Raises DataError when one round brings none."""
+    """The samples of `dataset` over and over. Raises DataError if one round yields none."""
     total = 0
     while True:
         before = total

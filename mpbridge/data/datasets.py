@@ -26,13 +26,13 @@ _UNUSABLE = (OSError, EOFError, ValueError)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """Pairs that are ready on this machine, and how to read them."""
+    """Finished pairs on this machine, and how to read them."""
 
     prefixes: tuple[str, ...]
     weights: tuple[float, ...] | None = None
-    """How often each pair is read, relative to the others; None: as often as it is long."""
+    """How often each pair is read, relative to the others; None: in proportion to its length."""
     held_out: tuple[str, ...] = ()
-    """Pairs of validation text; () where it is a part of the others."""
+    """Pairs of validation text; () if it is a part of the others."""
     tokenizer: Any
     seq_length: int
     """Tokens in a sample."""
@@ -41,10 +41,10 @@ class Corpus:
     seed: int
     cache: str
     prepared: tuple[Prepared, ...] = ()
-    """What was prepared; nothing of prefixes that the user gave."""
+    """What was prepared; excludes prefixes given by the user."""
 
     def dataset(self, split: str, samples: int) -> Any:
-        """The GPTDataset of `split` with at least `samples` samples, a BlendedDataset of several; it repeats the text where there is less.
+        """The GPTDataset of `split` with at least `samples` samples, a BlendedDataset for several pairs; repeats the text if there is less.
 
         Call it on every rank.
         """
@@ -61,7 +61,7 @@ class Corpus:
             try:
                 return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[place]
             except Exception as error:
-                # the library wraps what keeps it from writing; a run that was killed while it wrote leaves half a file, which it takes for a complete one
+                # the library wraps errors of writing; a run killed while writing leaves a partial file, which the library takes for a complete one
                 cause = error if isinstance(error, _UNUSABLE) else error.__cause__
                 if not isinstance(cause, _UNUSABLE):
                     raise
@@ -76,9 +76,9 @@ class Corpus:
     def _config(self, prefixes: tuple[str, ...], weights: tuple[float, ...] | None, split: str) -> Any:
         from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
-        # without weights the library builds one epoch of a blend, whatever was asked for
+        # without weights the library builds one epoch of a blend, regardless of the requested number
         relative = None if len(prefixes) == 1 else list(weights or (float(_lengths(p).sum()) for p in prefixes))
-        # with text of its own for validation, each is used whole
+        # with separate validation text, each text is used whole
         whole = ",".join("100" if name == split else "0" for name in SPLITS)
         return GPTDatasetConfig(
             random_seed=self.seed,
@@ -94,7 +94,7 @@ class Corpus:
         )
 
     def _some_text(self, prefixes: tuple[str, ...], split: str, span: tuple[float, float] | None) -> None:
-        """A split without a single token would put the library into an endless loop."""
+        """Raises DataError for a split without a single token, on which the library would loop forever."""
         for prefix in prefixes:
             lengths = _lengths(prefix)
             start, end = (round(edge * len(lengths)) for edge in span or (0.0, 0.0))
@@ -105,10 +105,10 @@ class Corpus:
 def _lengths(prefix: str) -> Any:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    pair_index(prefix)  # the library maps whatever is there
+    pair_index(prefix)  # the library maps any file without checking it
     try:
         index = IndexedDataset(prefix, multimodal=False)
-        # a copy: the library unmaps the file when the dataset goes, and its array would dangle
+        # a copy: the library unmaps the file when the dataset is freed, which would leave its array dangling
         return np.array(index.sequence_lengths)
     except Exception as error:
         raise DataError(f"{prefix}.bin/.idx cannot be read: {type(error).__name__}: {error}") from error
@@ -124,7 +124,7 @@ def open_corpus(
 ) -> Corpus:
     """The corpus that a run's data section names. Collective: rank 0 prepares it while the other ranks wait.
 
-    vocab_size: of the model; a tokenizer with a larger one is refused. Raises DataError, on every rank where rank 0 failed.
+    vocab_size: the model's; a tokenizer with a larger one is refused. Raises DataError, on every rank if rank 0 failed.
     """
     tok = tokenizer(str(data.get("tokenizer") or "byte"), data.get("end_of_text"))
     if vocab_size is not None and tok.vocab_size > vocab_size:
@@ -141,7 +141,7 @@ def open_corpus(
 
 
 def _ready(data: Mapping[str, Any], told: ProgressCallback) -> dict[str, Any]:
-    """Pairs of the corpus and of the validation text, prepared; each entry of a weighted blend by itself."""
+    """Pairs of the corpus and of the validation text, prepared; each entry of a weighted blend separately."""
     corpus, weights, held_out = data.get("corpus") or "stdlib", data.get("weights"), data.get("valid")
     entries = [corpus] if isinstance(corpus, str) else list(corpus)
     if weights is None:
@@ -205,7 +205,7 @@ def _split(given: str | Sequence[float]) -> str:
 
 @contextmanager
 def _some_group(needed: bool) -> Iterator[None]:
-    """A process group of one where there is none: BlendedDataset of megatron-core 0.16.1 asks for its rank without checking."""
+    """A process group of one if there is none: BlendedDataset of megatron-core 0.16.1 asks for its rank without checking."""
     from mpbridge.engines.parallel import start_process_group, stop_process_group
 
     made = needed and start_process_group(False)

@@ -1,4 +1,4 @@
-"""Units of work into .bin/.idx pairs: the part of preprocessing that runs in workers."""
+"""Encodes units of work into .bin/.idx pairs: the part of preprocessing that runs in workers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mpbridge.data.records import RecordRange, Skip, records
 from mpbridge.errors import DataError
 
 LONGEST = 64 << 20
-"""Characters of a document at most where a tokenizer sees it whole: its tokens, and what a library notes of each, are in memory at once."""
+"""Maximum characters of a document that is tokenized whole: its tokens, and a library's data about each, are in memory at once."""
 
 
 @dataclass(slots=True)
 class RecordCounts:
-    """What happened to the records of some units; adds up."""
+    """Counts of what happened to the records of some units; can be added."""
 
     documents: int = 0
     tokens: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-    """Records left out, by reason."""
+    """Skipped records, by reason."""
 
     def __iadd__(self, other: RecordCounts) -> RecordCounts:
         self.documents += other.documents
@@ -34,7 +34,7 @@ class RecordCounts:
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
-    """`text` in pieces of about `size` characters, cut after line ends where there are any.
+    """`text` in pieces of about `size` characters, cut after line ends if there are any.
 
     GPTDataset splits into train and validation by whole sequences: one long file must not be a single one.
     """
@@ -48,9 +48,9 @@ def pieces(text: str, size: int) -> Iterator[str]:
 
 
 def cut(tokens: Sequence[int], most: int, line_end: Sequence[int]) -> Iterator[Sequence[int]]:
-    """`tokens` in parts of at most `most`, cut after a token of `line_end` where the second half of a part has one.
+    """`tokens` in parts of at most `most`, cut after a token of `line_end` if the second half of a part has one.
 
-    A text is tokenized whole and its tokens are cut: SentencePiece's dummy prefix, or a rule of white space, would put other tokens where text is cut.
+    A text is tokenized whole and its tokens are cut: SentencePiece's dummy prefix, or a whitespace rule, would produce other tokens where the text is cut.
     """
     start = 0
     while start < len(tokens):
@@ -63,7 +63,7 @@ def cut(tokens: Sequence[int], most: int, line_end: Sequence[int]) -> Iterator[S
 
 
 def _tokens(text: str, tok: Any, piece: int, line_end: Sequence[int] | None) -> list[Sequence[int]]:
-    """The tokens of a document, in sequences of about `piece` characters. line_end: None for bytes, which are the same however text is cut."""
+    """The tokens of a document, in sequences of about `piece` characters. line_end: None for bytes, which are the same wherever the text is cut."""
     if line_end is None:
         return [tok.tokenize(part) for part in pieces(text, piece)]
     found = tok.tokenize(text)
@@ -74,13 +74,13 @@ def _tokens(text: str, tok: Any, piece: int, line_end: Sequence[int] | None) -> 
 def _refuse_long(text: str, path: Path) -> None:
     if len(text) > LONGEST:
         raise DataError(
-            f"{path}: a document of {len(text):,} characters; a tokenizer sees a document whole, {LONGEST:,} of them at most: "
-            "divide it (split -C 32M --additional-suffix=.txt FILE part-), or make JSON lines of it"
+            f"{path}: a document of {len(text):,} characters; a tokenizer reads a document whole, and {LONGEST:,} is the maximum: "
+            "divide it (split -C 32M --additional-suffix=.txt FILE part-), or convert it to JSON lines"
         )
 
 
 def token_dtype(tok: Any) -> Any:
-    """The numpy type that holds every token: uint16 up to 65,536 of them, else int32 (the library's own rule)."""
+    """The numpy type that can represent every token: uint16 up to 65,536 tokens, else int32 (the library's rule)."""
     from megatron.core.datasets.indexed_dataset import DType
 
     return DType.optimal_dtype(tok.vocab_size)
@@ -89,9 +89,9 @@ def token_dtype(tok: Any) -> Any:
 def encode(
     work: Sequence[RecordRange], tok: Any, keys: Sequence[str], folder: Path, piece: int, *, whole: bool
 ) -> RecordCounts:
-    """Writes `folder`/<key>.bin and .idx for every key, empty ones too; returns the tally. Whatever fails is raised.
+    """Writes `folder`/<key>.bin and .idx for every key, empty ones too; returns the tally. Any failure is raised.
 
-    whole: a document is tokenized in one go, which all need but bytes; one above `LONGEST` is a DataError.
+    whole: a document is tokenized in one go, as required by all tokenizers but bytes; one above `LONGEST` is a DataError.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 

@@ -1,4 +1,4 @@
-"""What a finished pair of .bin and .idx holds."""
+"""The contents of a finished .bin/.idx pair."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PairFigures:
     tokens: int
     dtype: str
     bytes: int
-    """Of the .bin."""
+    """Size of the .bin."""
     shortest: int
     median: int
     longest: int
@@ -33,7 +33,7 @@ class PairFigures:
 
 
 SHOWN = 24
-"""Tokens of `PairFigures.first`."""
+"""Number of tokens in `PairFigures.first`."""
 _STEP = 1 << 24
 
 
@@ -41,7 +41,7 @@ def pair(prefix: str) -> PairFigures:
     """The figures of a pair; reads all of it once. Raises DataError."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    pair_index(prefix)  # the library maps whatever is there, and cannot let go of what it could not read
+    pair_index(prefix)  # the library maps any file without checking it, and cannot release one that it could not read
     try:
         index: Any = IndexedDataset(prefix, multimodal=False)
         lengths = np.array(index.sequence_lengths)
@@ -52,7 +52,7 @@ def pair(prefix: str) -> PairFigures:
         raise DataError(f"{prefix}.bin/.idx cannot be read: {type(error).__name__}: {error}") from error
     if len(tokens) != lengths.sum():
         raise DataError(
-            f"{prefix}.bin holds {len(tokens):,} tokens, its index {lengths.sum():,}: one of them was cut off"
+            f"{prefix}.bin contains {len(tokens):,} tokens, its index {lengths.sum():,}: one of them was cut off"
         )
     largest = max((int(tokens[at : at + _STEP].max()) for at in range(0, len(tokens), _STEP)), default=0)
     return PairFigures(

@@ -1,4 +1,4 @@
-"""What a run would find where its data section points, without packing anything: files, packages, a first usable text. Loads no framework."""
+"""Checks what a run would find with its data section, without packing anything: files, packages, a first usable text. Loads no framework."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mpbridge.errors import BadValue, DataError, MpbridgeError
 from mpbridge.huggingface.tokenizers import BYTE, LIBRARY, is_factory, tokenizer_files
 
 MOST_RECORDS, MOST_BYTES = 10_000, 1 << 24
-"""Records and bytes that are looked at for a usable text; a corpus without one in them is packed all the same, and judged whole."""
+"""Maximum records and bytes searched for a usable text; a corpus without one among them is still packed, and judged as a whole."""
 
 
 def tokenizer_faults(data: Mapping[str, Any], rows: int) -> tuple[list[str], list[str]]:
-    """(what is wrong wherever the run is, what this machine lacks) about the tokenizer. rows: of the model's embedding."""
+    """(faults on any machine, what this machine lacks) for the tokenizer. rows: rows of the model's embedding."""
     name = data["tokenizer"]
     if name == BYTE or is_factory(name):
-        # code is not run to ask it for its size
+        # code is not run just to learn its vocabulary size
         return ([_too_small(rows, 259)] if name == BYTE and rows < 259 else []), []
     try:
         files = tokenizer_files(name, data["end_of_text"])
@@ -39,18 +39,18 @@ def tokenizer_faults(data: Mapping[str, Any], rows: int) -> tuple[list[str], lis
 
 
 def _too_small(rows: int, size: int) -> str:
-    return f"model.vocab_size={rows} is too small: the tokenizer has {size} tokens (drop the setting, and it follows from the tokenizer)"
+    return f"model.vocab_size={rows} is too small: the tokenizer has {size} tokens (drop the setting: it then follows from the tokenizer)"
 
 
 def corpus_faults(data: Mapping[str, Any], *, evaluates: bool) -> list[str]:
-    """Why the corpus, or the validation text, cannot be read here. evaluates: the run reads a held-out part too."""
+    """Why the corpus, or the validation text, cannot be read here. evaluates: whether the run also reads a held-out part."""
     valid = data["valid"] if evaluates else None
     wanted = [("data.corpus", data["corpus"] or "stdlib", "train" if valid or not evaluates else "train valid")]
     wanted += [("data.valid", valid, "")] if valid else []
     faults: list[str] = []
     for setting, given, parts in wanted:
         entries = entries_of(given)
-        # each entry of a weighted blend is looked for by itself
+        # each entry of a weighted blend is looked for separately
         groups = [[entry] for entry in entries] if data["weights"] and setting == "data.corpus" else [entries]
         for group in groups:
             found = _faults_of(group, data, parts.split())
@@ -78,7 +78,7 @@ def _pairs(sources: Sources, data: Mapping[str, Any], parts: Iterable[str]) -> l
     try:
         shares = split_shares(data["split"])
     except BadValue:
-        return []  # said as a fault of the setting
+        return []  # reported as a fault of the setting
     places = [(part, shares[SPLITS.index(part)]) for part in parts if not data["valid"]] or [("it", (0.0, 1.0))]
     return [
         nothing_left(data["split"], part, index.prefix, index.sequences)
@@ -89,8 +89,8 @@ def _pairs(sources: Sources, data: Mapping[str, Any], parts: Iterable[str]) -> l
 
 
 def nothing_left(split: str, part: str, prefix: str, sequences: int) -> str:
-    """That a part of the split has not a single token."""
-    return f"data.split={split!r} leaves nothing for {part!r}: {prefix} holds {sequences} sequences; give more text, or that part more weight"
+    """The message for a part of the split without a single token."""
+    return f"data.split={split!r} leaves nothing for {part!r}: {prefix} contains {sequences} sequences; provide more text, or give that part more weight"
 
 
 def _texts(files: Sequence[Path], data: Mapping[str, Any]) -> list[str]:
@@ -98,13 +98,13 @@ def _texts(files: Sequence[Path], data: Mapping[str, Any]) -> list[str]:
     if closed:
         return [f"{closed[0]} cannot be read: no permission"]
     if any(path.suffix in TABLES for path in files) and find_spec("pyarrow") is None:
-        return [f"Parquet and Arrow files need the package pyarrow, which datasets brings: {EXTRA}"]
+        return [f"Parquet and Arrow files need the package pyarrow, which is installed with datasets: {EXTRA}"]
     skipped = _first_text(files, [data["json_key"] or "text"])
     return [] if skipped is None else [no_text(skipped, [data["json_key"] or "text"])]
 
 
 def _first_text(files: Sequence[Path], keys: Sequence[str]) -> Counter[str] | None:
-    """None once a usable text was found, or enough looked at; else why there is none."""
+    """None if a usable text was found or enough was searched; otherwise why there is none."""
     skipped: Counter[str] = Counter()
     seen = 0
     for path in files:
@@ -122,6 +122,6 @@ def _first_text(files: Sequence[Path], keys: Sequence[str]) -> Counter[str] | No
 
 
 def no_text(skipped: Mapping[str, int], keys: Sequence[str]) -> str:
-    """That a corpus has no record that can be used."""
+    """The message for a corpus without a usable record."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items())) or "no records at all"
-    return f"the corpus holds no usable text ({reasons}); expected {', '.join(READ)} with text under the key(s) {list(keys)}"
+    return f"the corpus contains no usable text ({reasons}); expected {', '.join(READ)} with text under the key(s) {list(keys)}"

@@ -1,4 +1,4 @@
-"""The header of a .bin/.idx pair, read without megatron-core: what is damaged is said before a library maps it. Loads no framework."""
+"""The header of a .bin/.idx pair, read without megatron-core: damage is reported before a library maps the file. Loads no framework."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairIndex:
-    """What the .idx of a pair says at its front."""
+    """The header of a pair's .idx."""
 
     prefix: str
     sequences: int
     documents: int
-    """One more than there are documents: the last one's end stands there too."""
+    """One more than the number of documents: the end of the last one is included."""
     token_bytes: int
 
     def lengths(self, start: int, stop: int) -> array.array[int]:
-        """Tokens of the sequences `start` to `stop`."""
+        """Lengths, in tokens, of the sequences `start` to `stop`."""
         found = array.array("i")
         with open(f"{self.prefix}.idx", "rb") as stream:
             stream.seek(_HEADER.size + 4 * start)
@@ -37,14 +37,14 @@ class PairIndex:
         return found
 
     def holds_tokens(self, share: tuple[float, float] | None) -> bool:
-        """Whether the sequences of that share of the pair (None: of none) have a token."""
+        """Whether the sequences of that share of the pair (None: no share) have any token."""
         start, stop = (round(edge * self.sequences) for edge in share or (0.0, 0.0))
         step = 1 << 20
         return any(any(self.lengths(at, min(at + step, stop))) for at in range(start, stop, step))
 
 
 def pair_index(prefix: str) -> PairIndex:
-    """The front of `prefix`.idx. Raises DataError where it is not an index, or is cut off."""
+    """The header of `prefix`.idx. Raises DataError if it is not an index or is truncated."""
     place = Path(f"{prefix}.idx")
     try:
         size, data = place.stat().st_size, Path(f"{prefix}.bin").stat().st_size
@@ -60,10 +60,10 @@ def pair_index(prefix: str) -> PairIndex:
     needed = _HEADER.size + 12 * sequences + 8 * documents
     if size < needed:
         raise DataError(
-            f"{place} has {size:,} bytes, its header asks for {needed:,}: it was cut off; pack the text again"
+            f"{place} has {size:,} bytes, its header requires {needed:,}: it is truncated; pack the text again"
         )
     if data % _BYTES[code]:
         raise DataError(
-            f"{prefix}.bin has {data:,} bytes, no multiple of {_BYTES[code]}, a token's: it was cut off; pack the text again"
+            f"{prefix}.bin has {data:,} bytes, not a multiple of the {_BYTES[code]} of a token: it is truncated; pack the text again"
         )
     return PairIndex(prefix=prefix, sequences=sequences, documents=documents, token_bytes=_BYTES[code])

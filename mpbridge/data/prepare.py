@@ -1,6 +1,6 @@
-"""Files to .bin/.idx, once: cached under a key made of the content, finished atomically, by as many workers as are worth starting.
+"""Converts files to .bin/.idx once: cached under a key of the content, finished atomically, with as many workers as are worthwhile.
 
-A long preparation is cut into shares, each finished on its own: one that was interrupted goes on with those that are left.
+A long preparation is divided into shares, each finished separately: after an interruption it continues with the remaining ones.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from mpbridge.report.chatter import without_chatter
 FORMAT = "2"
 """Part of every key: increase it when the same files would be written differently."""
 PIECE = 32 << 10
-"""Characters in a sequence, about; see `encode.pieces` and `encode.cut`."""
+"""Approximate characters in a sequence; see `encode.pieces` and `encode.cut`."""
 ONE_WORKER = 64 << 20
-"""Bytes of input up to which starting processes (which import torch) costs more than it saves, and a share that is finished on its own."""
+"""Bytes of input up to which starting processes (which import torch) costs more than it saves; also the size of a share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,26 +44,26 @@ class Prepared:
     """Finished .bin/.idx pairs and what went into them."""
 
     prefixes: tuple[str, ...]
-    """Pairs that hold at least one document."""
+    """Pairs with at least one document."""
     documents: int
     tokens: int
     skipped: dict[str, int]
-    """Records that were left out, by reason."""
+    """Skipped records, by reason."""
     folder: Path
-    """Holds one pair for every key, empty ones too."""
+    """Contains one pair per key, including empty ones."""
     keys: tuple[str, ...]
     cached: bool = False
-    """True: nothing was done, an earlier run had written the same."""
+    """Whether an earlier run had already written the same, so that nothing was done."""
 
     def line(self) -> str:
-        """One line for people."""
+        """One line for the terminal."""
         left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(self.skipped.items()))
         note = f"; skipped {sum(self.skipped.values())} records ({left_out})" if left_out else ""
         return f"{self.documents:,} document{'' if self.documents == 1 else 's'}, {self.tokens:,} tokens{note}"
 
 
 def cache_folder(given: str | os.PathLike[str] | None = None) -> Path:
-    """Where prepared data is kept: `given`, else mpbridge/ under the user's cache folder."""
+    """The folder for prepared data: `given`, else mpbridge/ under the user's cache folder."""
     base = (
         Path(given).expanduser()
         if given
@@ -88,10 +88,10 @@ def prepare(
     workers: int | None = None,
     told: ProgressCallback = lambda done, total: None,
 ) -> Prepared:
-    """The pairs for `files`, from the cache where the same content was prepared before.
+    """The pairs for `files`, from the cache if the same content was prepared before.
 
-    end: as `tokenizer`'s. workers: processes; None: one for little input, else one per core up to 8. The output does not depend on it.
-    Raises DataError when a file cannot be read, a worker fails, or no record is usable; no half-written pair is left behind, only finished shares.
+    end: as for `tokenizer`. workers: processes; None: one for little input, else one per core up to 8. The output does not depend on it.
+    Raises DataError when a file cannot be read, a worker fails, or no record is usable; leaves no half-written pair behind, only finished shares.
     """
     tok = tokenizer(tokenizer_name, end)
     home = cache / _key(files, tok, keys)
@@ -111,7 +111,7 @@ def prepare(
 
 
 def write_pairs(prepared: Prepared, prefix: Path) -> None:
-    """Copies the pairs to `prefix`_<key>_document.bin and .idx; each appears whole or not at all, the index last."""
+    """Copies the pairs to `prefix`_<key>_document.bin and .idx; each appears complete or not at all, the index last."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     for key in prepared.keys:
         for end in (".bin", ".idx"):
@@ -146,7 +146,7 @@ def _read(home: Path, *, cached: bool) -> Prepared:
 
 @contextmanager
 def _finished_or_nothing(home: Path) -> Iterator[Path]:
-    """A folder beside `home` that becomes `home` in one rename, or vanishes when the body fails."""
+    """A folder beside `home` that becomes `home` in one rename, or is removed if the body fails."""
     home.parent.mkdir(parents=True, exist_ok=True)
     folder = home.with_name(f".{home.name}.{uuid.uuid4().hex[:8]}")
     folder.mkdir()
@@ -155,7 +155,7 @@ def _finished_or_nothing(home: Path) -> Iterator[Path]:
         try:
             folder.rename(home)
         except OSError:
-            # another process finished the same content first; its result is as good
+            # another process finished the same content first; its result is equivalent
             if not (home / "prepared.json").is_file():
                 raise
     finally:
@@ -163,12 +163,12 @@ def _finished_or_nothing(home: Path) -> Iterator[Path]:
 
 
 class _Finished(Exception):
-    """Another process has prepared the same meanwhile."""
+    """Another process has prepared the same content in the meantime."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """What each worker is told besides its share."""
+    """The instructions for each worker besides its share."""
 
     name: str
     end: str | int | None
@@ -177,7 +177,7 @@ class _Work:
 
     @property
     def whole(self) -> bool:
-        """Whether the tokens depend on where a text is cut, as far as is known."""
+        """Whether the tokens may depend on where a text is cut."""
         return self.name != BYTE
 
 
@@ -186,11 +186,11 @@ def _encode_all(
 ) -> RecordCounts:
     todo = units(files)
     size = sum(unit.size for unit in todo)
-    # a small corpus is cut finer, so that a split of one percent still holds something
+    # a small corpus is cut finer, so that a split of one percent is not empty
     work = replace(work, piece=min(PIECE, max(1024, size // 200)))
     if workers is None:
         workers = 1 if size <= ONE_WORKER else min(8, os.cpu_count() or 1)
-    # a long preparation is cut the same way whoever goes on with it
+    # a long preparation is always divided the same way, so that any process can continue it
     most = ONE_WORKER if size > ONE_WORKER else max(1, size // max(1, 4 * workers))
     shares = list(_shares(todo, most))
     if len(shares) == 1 or (workers <= 1 and size <= ONE_WORKER):
@@ -218,7 +218,7 @@ def _encode_all(
 def _encode_shares(
     shares: Sequence[Sequence[RecordRange]], work: _Work, parts: Path, workers: int, told: ProgressCallback
 ) -> RecordCounts:
-    """Every share in a folder of its own under `parts`; those that an earlier attempt finished are taken as they are."""
+    """Every share in its own folder under `parts`; shares finished by an earlier attempt are reused."""
     sizes = [sum(unit.size for unit in share) for share in shares]
     done = [_done(parts / _share_name(number)) for number in range(len(shares))]
     ready = sum(size for size, tally in zip(sizes, done, strict=True) if tally is not None)
@@ -279,7 +279,7 @@ def _done(share: Path) -> RecordCounts | None:
 
 
 def _work(share: Sequence[RecordRange], work: _Work, target: Path) -> RecordCounts:
-    """One worker's share, under its name once it is finished."""
+    """Encodes one worker's share, which gets its final name once it is finished."""
     folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     folder.mkdir()
     try:

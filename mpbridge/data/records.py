@@ -14,7 +14,7 @@ from mpbridge.data.sources import JSON_LINES, TABLES
 from mpbridge.errors import DataError
 
 CHUNK = 16 << 20
-"""Bytes of a JSON-lines file that one worker takes at a time; small enough to distribute, large enough to keep overhead low."""
+"""Bytes of a JSON-lines file that one worker processes at a time; small enough to distribute, large enough to keep overhead low."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class RecordRange:
     start: int = 0
     end: int
     size: int
-    """Bytes of input, about."""
+    """Approximate bytes of input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,14 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """A record, or an element of one, that was left out, and why."""
+    """A record, or an element of one, that was skipped, and why."""
 
     key: str
     reason: str
 
 
 def units(files: Sequence[Path]) -> list[RecordRange]:
-    """The work that `files` make, in an order that does not depend on how many workers share it. Raises DataError for a damaged table and a JSON array."""
+    """The work for `files`, in an order that does not depend on the number of workers. Raises DataError for a damaged table and a JSON array."""
     work: list[RecordRange] = []
     for path in files:
         size = path.stat().st_size
@@ -70,12 +70,12 @@ def _refuse_array(path: Path) -> None:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     if re.match(rb"(\xef\xbb\xbf)?\s*\[(\s*\{|[ \t\r]*\n)", begin):
         raise DataError(
-            f"{path} is one JSON array, expected JSON lines, a record on each: jq -c '.[]' {path} > {path.stem}.jsonl"
+            f"{path} is one JSON array, expected JSON lines with one record per line: jq -c '.[]' {path} > {path.stem}.jsonl"
         )
 
 
 def records(unit: RecordRange, keys: Sequence[str]) -> Iterator[Text | Skip]:
-    """Every usable text of the unit and every reason to skip. A text file is one record, found under the first key."""
+    """Every usable text of the unit and every reason to skip. A text file is one record, under the first key."""
     if unit.path.suffix in TABLES:
         for row in tables.rows(unit.path, unit.start, keys):
             for key in keys:
@@ -100,7 +100,7 @@ def records(unit: RecordRange, keys: Sequence[str]) -> Iterator[Text | Skip]:
 def _lines(unit: RecordRange) -> Iterator[bytes]:
     with unit.path.open("rb") as file:
         if unit.start:
-            # a record that crosses the boundary belongs to the previous unit
+            # a line that crosses the boundary belongs to the previous unit
             file.seek(unit.start - 1)
             file.readline()
         while file.tell() < unit.end and (line := file.readline()):
@@ -113,7 +113,7 @@ def _values(key: str, row: Any) -> Iterator[Text | Skip]:
             yield Skip(key, "key missing")
             return
         row = row[key]
-    # a list is several documents of one record
+    # a list holds several documents of one record
     for value in row if isinstance(row, list) else [row]:
         yield from _usable(key, value)
 
@@ -138,7 +138,7 @@ def _usable(key: str, value: Any) -> Iterator[Text | Skip]:
 
 
 def _encodable(value: str) -> bool:
-    """A lone surrogate is legal in JSON and impossible in UTF-8."""
+    """Whether the text can be encoded: a lone surrogate is legal in JSON but not in UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Which files a corpus is made of: the built-in one, the user's text, JSON lines and tables, a data set by its id, or finished .bin/.idx pairs."""
+"""Which files a corpus consists of: the built-in one, the user's text, JSON lines and tables, a data set by its id, or finished .bin/.idx pairs."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ TEXT = (".txt", ".md", ".rst", ".py")
 TABLES = (".parquet", ".arrow")
 READ = (*TEXT, *JSON_LINES, *TABLES)
 DATA_SET = "hf:"
-"""Before the id of a data set: hf:owner/name, hf:owner/name:configuration or hf:owner/name:configuration:split."""
+"""Prefix of a data set's id: hf:owner/name, hf:owner/name:configuration or hf:owner/name:configuration:split."""
 EXTRA = "pip install 'mpbridge[hf]'"
 _NOT_PROSE = frozenset({"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "pydoc_data", "__pycache__"})
-"""Parts of the standard library that are test data, generated tables or tools; some distributions leave them out."""
+"""Parts of the standard library that are test data, generated tables or tools; some distributions omit them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """Either files to be preprocessed or prefixes of .bin/.idx pairs that are ready; never both."""
+    """Either files to be preprocessed or prefixes of finished .bin/.idx pairs; never both."""
 
     files: tuple[Path, ...] = ()
     prefixes: tuple[str, ...] = ()
@@ -35,20 +35,18 @@ class Sources:
 def stdlib_files() -> tuple[Path, ...]:
     """The standard library's own sources, in an order that depends on their names only.
 
-    The order is that of the names' hashes: a split by position then holds out a fair sample instead of the end of the alphabet.
+    The files are ordered by the hashes of their names, so that a split by position holds out a fair sample instead of the end of the alphabet.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for name in sys.stdlib_module_names:
-        # _sysconfigdata and similar files describe the machine that Python was built on
+        # _sysconfigdata and similar files describe the machine on which Python was built
         if name in _NOT_PROSE or name.startswith("_sysconfigdata"):
             continue
         found += [path for path in [root / f"{name}.py"] if path.is_file()]
         found += [path for path in (root / name).glob("**/*.py") if not _NOT_PROSE & set(path.relative_to(root).parts)]
     if not found:
-        raise DataError(
-            f"no sources of the standard library under {root}; give a corpus of your own: data.corpus=my.txt"
-        )
+        raise DataError(f"no sources of the standard library under {root}; provide a corpus: data.corpus=my.txt")
 
     def place(path: Path) -> bytes:
         return hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
@@ -57,10 +55,10 @@ def stdlib_files() -> tuple[Path, ...]:
 
 
 def find(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> Sources:
-    """The files or prefixes that `corpus` stands for.
+    """The files or prefixes that `corpus` refers to.
 
     'stdlib'; text, JSON lines, Parquet and Arrow files; folders of them; globs; data sets ('hf:owner/name'); prefixes of .bin/.idx pairs.
-    Raises DataError that names every entry which is none of these.
+    Raises DataError that names every other entry.
     """
     sources, faults = located(corpus)
     if faults:
@@ -69,7 +67,7 @@ def find(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> S
 
 
 def located(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[Sources, list[str]]:
-    """As `find`, with what is wrong in the place of an exception."""
+    """As `find`, but returns faults instead of raising an exception."""
     if corpus == "stdlib" or corpus == ["stdlib"]:
         return Sources(files=stdlib_files()), []
     given = [corpus] if isinstance(corpus, (str, os.PathLike)) else list(corpus)
@@ -85,7 +83,7 @@ def located(corpus: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -
         except DataError as error:
             faults.append(str(error))
     if prefixes and files:
-        faults.append("finished .bin/.idx prefixes and files to be preprocessed are mixed; give one kind")
+        faults.append("finished .bin/.idx prefixes and files to be preprocessed are mixed; use only one kind")
     if not given:
         faults.append("it is empty")
     return Sources(files=tuple(files), prefixes=tuple(prefixes)), faults
@@ -111,13 +109,13 @@ def _files(item: str) -> list[Path]:
 
 
 def data_set(item: str) -> list[Path]:
-    """The Arrow files of a data set in the cache of the library datasets, which fetches it where it can. Raises DataError."""
+    """The Arrow files of a data set in the cache of the library datasets, which downloads it if possible. Raises DataError."""
     name, _, rest = item.removeprefix(DATA_SET).partition(":")
     configuration, _, split = rest.partition(":")
     if "[" in split:
-        # the library leaves the slice out of the files, which are whole
+        # the library ignores the slice: its files have the whole split
         raise DataError(
-            f"{item}: a slice of a split is not read; write it to a file: datasets.load_dataset(...).to_parquet('part.parquet')"
+            f"{item}: a slice of a split is not supported; write it to a file: datasets.load_dataset(...).to_parquet('part.parquet')"
         )
     try:
         import datasets
@@ -128,12 +126,12 @@ def data_set(item: str) -> list[Path]:
     except Exception as error:
         said = " ".join(str(error).split())
         raise DataError(
-            f"{item}: not a data set that this machine has or reaches ({type(error).__name__}: {said[:300]})"
+            f"{item}: this data set is not on this machine and cannot be downloaded ({type(error).__name__}: {said[:300]})"
         ) from None
     return [Path(entry["filename"]) for entry in found.cache_files]
 
 
 def _prefix(item: str) -> str | None:
-    """`item` without .bin or .idx where both files of the pair exist."""
+    """`item` without .bin or .idx if both files of the pair exist; otherwise None."""
     stem = item.removesuffix(".bin").removesuffix(".idx")
     return stem if Path(f"{stem}.bin").is_file() and Path(f"{stem}.idx").is_file() else None

@@ -1,4 +1,4 @@
-"""Parquet and Arrow files, a row group or a record batch at a time; pyarrow, which the library datasets brings, reads them."""
+"""Parquet and Arrow files, a row group or a record batch at a time, read with pyarrow, which is installed with the library datasets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mpbridge.errors import DataError
 
 
 def parts(path: Path) -> list[int]:
-    """Bytes of each row group (Parquet, uncompressed) or record batch (Arrow). Raises DataError."""
+    """Size in bytes of each row group (Parquet, uncompressed) or record batch (Arrow). Raises DataError."""
     with _opened(path) as table:
         if path.suffix == ".parquet":
             return [table.metadata.row_group(n).total_byte_size for n in range(table.num_row_groups)]
@@ -19,7 +19,7 @@ def parts(path: Path) -> list[int]:
 
 
 def rows(path: Path, number: int, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of one part, with those of the columns `keys` that there are. Raises DataError."""
+    """The rows of one part, with the existing ones of the columns `keys`. Raises DataError."""
     with _opened(path) as table:
         if path.suffix == ".parquet":
             columns = [key for key in keys if key in table.schema_arrow.names]
@@ -27,7 +27,7 @@ def rows(path: Path, number: int, keys: Sequence[str]) -> Iterator[dict[str, Any
         else:
             batch = next(batch for at, batch in enumerate(_batches(table)) if at == number)
             found = batch.select([key for key in keys if key in batch.schema.names])
-        # a part without any of the columns still has its rows, each with a reason to be skipped
+        # a part without any of the columns still has its rows, each skipped with a reason
         yield from found.to_pylist() if found.num_columns else ({} for _ in range(found.num_rows))
 
 
@@ -43,7 +43,7 @@ class _opened:
             import pyarrow.parquet as parquet
         except ImportError:
             raise DataError(
-                f"{self.path}: Parquet and Arrow files need the package pyarrow, which datasets brings: {EXTRA}"
+                f"{self.path}: Parquet and Arrow files need the package pyarrow, which is installed with datasets: {EXTRA}"
             ) from None
         try:
             if self.path.suffix == ".parquet":

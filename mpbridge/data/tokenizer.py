@@ -1,4 +1,4 @@
-"""Tokenizers by name: 'byte' of megatron-core, a folder's or a file's by the library that wrote it, or a function of the user's own."""
+"""Tokenizers by name: megatron-core's 'byte', one from a folder or file through the library that wrote it, or a user's function."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FETCHED = [
     "config.json",
     "generation_config.json",
 ]
-"""Files of a repository that a tokenizer is made of; none of them is code."""
+"""Files of a repository that make up a tokenizer; none of them is code."""
 SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""How text is cut before tiktoken's ranks apply, which their file does not say: the pattern of cl100k_base, and of Llama 3."""
+"""How text is split before tiktoken's ranks apply, which the file of ranks does not state: the pattern of cl100k_base, and of Llama 3."""
 
 
 class FileTokenizer:
-    """A tokenizer from files, as megatron-core's GPTDataset asks for one. Special tokens written out in a text are text."""
+    """A tokenizer from files with the interface of megatron-core's GPTDataset. Special tokens that appear in a text are treated as text."""
 
     def __init__(self, files: TokenizerFiles, encode: Callable[[str], list[int]], library: str) -> None:
         if files.end is None:
@@ -36,7 +36,7 @@ class FileTokenizer:
         self.end_line = files.end_line()
         self.tokenize, self.eod, self.vocab_size = encode, files.end, files.size
         if files.pad is not None:
-            # megatron-core's GPTDataset fills up with it and takes no loss from it; without the attribute it is a number that no token has
+            # megatron-core's GPTDataset pads with it and masks its loss; without the attribute it uses an id that no token has
             self.pad = files.pad
         with files.file.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -46,7 +46,7 @@ class FileTokenizer:
 def tokenizer(name: str = BYTE, end: str | int | None = None) -> Any:
     """The tokenizer called `name`: 'byte', a local folder or file, a repository in the Hugging Face cache, or 'package.module:function'.
 
-    end: the token that ends a text, or its number, in place of the files' own. What comes back has `tokenize(text) -> list[int]`, `eod`, `vocab_size`
+    end: the end-of-text token or its id, instead of the files' own. The result has `tokenize(text) -> list[int]`, `eod`, `vocab_size`
     and `unique_identifiers`. Raises DataError.
     """
     if name == BYTE:
@@ -56,7 +56,7 @@ def tokenizer(name: str = BYTE, end: str | int | None = None) -> Any:
         try:
             return getattr(importlib.import_module(module), function)()
         except Exception as error:
-            raise DataError(f"data.tokenizer={name!r} could not be made: {type(error).__name__}: {error}") from error
+            raise DataError(f"data.tokenizer={name!r} could not be created: {type(error).__name__}: {error}") from error
     try:
         files = tokenizer_files(name, end)
     except MpbridgeError as error:
@@ -92,13 +92,13 @@ def _json(files: TokenizerFiles) -> Callable[[str], list[int]]:
 def _parts(files: TokenizerFiles) -> Callable[[str], list[int]]:
     folder = files.file.parent
     if not any((folder / name).is_file() for name in ("tokenizer_config.json", "config.json")):
-        # nothing says more than the two files: GPT-2's form, bytes without a space put before a text
+        # with only these two files, assume GPT-2's form: byte-level, without a leading space
         from tokenizers import Tokenizer, models, pre_tokenizers
 
         made = Tokenizer(models.BPE.from_file(str(files.file), str(folder / "merges.txt")))
         if missing := set(pre_tokenizers.ByteLevel.alphabet()) - made.get_vocab().keys():
             raise ValueError(
-                f"read as GPT-2's byte-level form, it lacks {len(missing)} of the 256 bytes, and text with them would vanish: put tokenizer_config.json or tokenizer.json beside it"
+                f"read as GPT-2's byte-level form, it lacks {len(missing)} of the 256 bytes, and text with them would be lost: put tokenizer_config.json or tokenizer.json next to it"
             )
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         return _plain(made)
@@ -108,7 +108,7 @@ def _parts(files: TokenizerFiles) -> Callable[[str], list[int]]:
 
 
 def _plain(made: Any) -> Callable[[str], list[int]]:
-    """Encoding by the library tokenizers: nothing added, cut off or filled up, and no special token read out of a text."""
+    """Encoding by the library tokenizers: nothing added, truncated or padded, and no special tokens recognised in a text."""
     made.no_truncation()
     made.no_padding()
     made.encode_special_tokens = True
@@ -144,7 +144,7 @@ _ENCODERS = {"json": _json, "parts": _parts, "sentencepiece": _sentencepiece, "t
 
 
 def fetch(name: str) -> None:
-    """Brings a repository's tokenizer into the Hugging Face cache where `name` is one and no copy is here. Raises DataError."""
+    """Downloads a repository's tokenizer into the Hugging Face cache, if `name` is a repository without a local copy. Raises DataError."""
     if name == BYTE or is_factory(name):
         return
     try:
@@ -157,14 +157,14 @@ def fetch(name: str) -> None:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise DataError(
-            f"data.tokenizer={name!r} is not on this machine, and fetching it needs the package huggingface_hub: {EXTRA}"
+            f"data.tokenizer={name!r} is not on this machine, and downloading it needs the package huggingface_hub: {EXTRA}"
         ) from None
     try:
         snapshot_download(name, allow_patterns=FETCHED)
     except Exception as error:
         said = " ".join(str(error).split())
         raise DataError(
-            f"data.tokenizer={name!r} is not on this machine and could not be fetched ({type(error).__name__}: {said[:300]}): give a local folder"
+            f"data.tokenizer={name!r} is not on this machine and could not be downloaded ({type(error).__name__}: {said[:300]}): give a local folder"
         ) from None
 
 

@@ -52,9 +52,7 @@ def _parting(run: Evidence, other: Evidence, number: str, word: str, *, limit: f
         value, two = mine[step], theirs[step]
         same = math.isclose(value, two, rel_tol=limit) if math.isfinite(value) and math.isfinite(two) else value == two
         if not same and not (math.isnan(value) and math.isnan(two)):
-            return [
-                f"step {step}: {word} {value:.4g}, the other run {two:.4g}: the first difference above {limit:.0%}"
-            ]
+            return [f"step {step}: {word} {value:.4g}, the other run {two:.4g}: the first difference above {limit:.0%}"]
     return [f"{word}: within {limit:.0%} of the other run's at every step that both have"]
 
 
@@ -80,7 +78,9 @@ def _skips(run: Evidence, other: Evidence) -> list[str]:
     if not apart:
         return [f"skipped updates: the same steps, {len(mine & both)} of the {len(both)} steps that both have"]
     first = apart[0]
-    who = "skipped its update, the other run did not" if first in mine else "applied its update, the other run skipped it"
+    who = (
+        "skipped its update, the other run did not" if first in mine else "applied its update, the other run skipped it"
+    )
     return [
         f"step {first}: this run {who}; {len(mine & both)} of the {len(both)} steps that both have were skipped, in the other run {len(theirs & both)}"
     ]

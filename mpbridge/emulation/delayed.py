@@ -62,7 +62,9 @@ class AmaxTable:
                 [f"expected shape ({length},): {'; '.join(odd)}"] if odd else []
             )
             raise CheckpointError(
-                "delayed scaling's state does not fit this model: " + "; ".join(faults) + " (start with a fresh state instead)"
+                "delayed scaling's state does not fit this model: "
+                + "; ".join(faults)
+                + " (start with a fresh state instead)"
             )
         for i, name in enumerate(self.names):
             self.scale[i], self.history[:, i] = state[name][0], state[name][1:]

@@ -133,7 +133,9 @@ def _window(fields: ConfigFields, family: Family) -> dict[str, Any]:
     # families whose switch is a flag use layer_types to say which layers have a window; without layer_types only some have one
     silent = kinds is None and (not on or family.window == "sliding_window")
     if not silent and (not isinstance(kinds, list) or any(kind != wanted for kind in kinds)):
-        fields.fault(f"layer_types={kinds!r}: expected {wanted} for every layer: megatron-core has one window for all layers")
+        fields.fault(
+            f"layer_types={kinds!r}: expected {wanted} for every layer: megatron-core has one window for all layers"
+        )
     if not on:
         return {}
     return {"window_size": [fields.size("sliding_window") - 1, 0]}

@@ -174,7 +174,7 @@ def _end(file: Path, kind: TokenizerKind, tokens: Mapping[str, int], size: int) 
         return size - 1, "its file names no such token, so its id is the one after the last rank"
     usual = [text for text in ENDS if text in tokens]
     if len(usual) == 1:
-        return tokens[usual[0]], "by its name only; the files do not state it (data.end_of_text sets another)"
+        return tokens[usual[0]], "by its name only, since the files do not state it (data.end_of_text sets another)"
     return None, f"{' and '.join(map(repr, usual))} are both possible" if usual else ""
 
 

@@ -1,4 +1,4 @@
-"""What stands on top of a page about a run, and the words that every page explains."""
+"""The facts at the top of a page about a run, and the glossary."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mpbridge.pages.document import Column
 
 GLOSSARY: Mapping[str, str] = {
     "amax": "The largest absolute value of a tensor.",
-    "copy": "A quantized tensor may exist twice: in rows (blocks along the features) and in columns (blocks along the tokens), each made of the high-precision one.",
+    "copy": "A quantized tensor may exist twice: in rows (blocks along the features) and in columns (blocks along the tokens), each made from the high-precision tensor.",
     "dgrad, fprop, wgrad": "The three matrix products of a linear: its output, the gradient of its input, the gradient of its weight.",
     "flushed": "Share of the nonzero elements that became zero, since they are below the format's smallest number.",
-    "gradient to noise": "Norm of a weight's gradient over the norm of the error that quantization put into it, on a sample of 64 x 64 elements of the first micro-batch. Below about 2 training learns little more from that weight.",
-    "main weight": "The optimizer's own copy of a parameter in high precision; the model's parameter is that one, rounded.",
+    "gradient to noise": "Norm of a weight's gradient over the norm of the error that quantization adds to it, on a sample of 64 x 64 elements of the first micro-batch. Below about 2 training learns little more from that weight.",
+    "main weight": "The optimizer's own copy of a parameter in high precision; the model's parameter is that copy, rounded.",
     "operand": "One of the two tensors that a matrix product reads: x (activations), w (weights), dy (gradients).",
     "outlier": "The largest input channel's amax over the median channel's. One scale for the whole tensor then leaves the other channels few of the format's numbers.",
-    "row error": "|q - x| / |x| of a row, the median over rows: what rounding did to an ordinary row, whatever an outlier elsewhere did to the norm of the whole.",
-    "saturated": "Share of the elements beyond the format's largest number, which stand for it afterwards.",
-    "scale": "What elements are multiplied by before they are rounded to the format; with blocks, the median block's.",
-    "SQNR": "Signal to quantization noise in decibels, -20 log10 of the relative error: E4M3 costs a Gaussian tensor about 32 dB, E5M2 26, NVFP4 19.",
-    "staleness": "Delayed scaling: log2 of the scale that this amax asks for over the one that was used. Below 0 elements saturate, far above 0 range is wasted.",
+    "row error": "|q - x| / |x| of a row, median over rows: the effect of rounding on an ordinary row, regardless of an outlier's effect on the norm of the whole tensor.",
+    "saturated": "Share of the elements beyond the format's largest number, which are clipped to it.",
+    "scale": "The factor that elements are multiplied by before they are rounded to the format; with blocks, the median block's.",
+    "SQNR": "Signal to quantization noise in decibels, -20 log10 of the relative error: about 32 dB for a Gaussian tensor in E4M3, 26 in E5M2, 19 in NVFP4.",
+    "staleness": "Delayed scaling: log2 of the scale for this amax over the scale that was used. Below 0 elements saturate, far above 0 range is wasted.",
 }
 """Term -> one sentence."""
 _COLUMNS = (
@@ -35,7 +35,7 @@ _COLUMNS = (
     Column(name="flushed", unit="percent", help="share of the nonzero elements that became zero"),
     Column(name="saturated", unit="percent", help="share of the elements beyond the format's largest number"),
     Column(name="SQNR, dB", help="signal to quantization noise"),
-    Column(name="staleness, log2", help="scale that the amax asks for over the one used; delayed scaling only"),
+    Column(name="staleness, log2", help="scale for the amax over the scale used; delayed scaling only"),
 )
 OPERAND_COLUMNS: Mapping[str, Column] = {column.name: column for column in _COLUMNS}
 """Columns of tables of quantized operands, by name."""
@@ -47,7 +47,7 @@ def glossary(*terms: str) -> dict[str, str]:
 
 
 def made_now(**facts: Any) -> dict[str, str]:
-    """Facts on top of a page, then the command, the date and the version."""
+    """Facts at the top of a page, then the command, the date and the version."""
     command = shlex.join(["mpbridge", *sys.argv[1:]]) if sys.argv[0].endswith(("mpbridge", "__main__.py")) else ""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     found = {name.replace("_", " "): str(value) for name, value in facts.items() if value not in (None, "", {})}
@@ -55,7 +55,7 @@ def made_now(**facts: Any) -> dict[str, str]:
 
 
 def model_text(config: Mapping[str, Any]) -> str:
-    """A model in a few words from its section: '4 layers, hidden 256 ...'; '' where nothing is known."""
+    """A model in a few words from its section: '4 layers, hidden 256 ...'; '' if nothing is known."""
     model = _section(config, "model")
     words = [
         f"{model[name]} {word}" if word in ("layers", "heads") else f"{word} {model[name]}"
@@ -83,7 +83,7 @@ def data_text(config: Mapping[str, Any]) -> str:
     words = [
         f"corpus {data['corpus']}" if data.get("corpus") else "",
         f"tokenizer {data['tokenizer']}" if data.get("tokenizer") else "",
-        f"{data['seq_length']} tokens a sample" if data.get("seq_length") else "",
-        f"{train['global_batch_size']} samples a step" if train.get("global_batch_size") else "",
+        f"{data['seq_length']} tokens per sample" if data.get("seq_length") else "",
+        f"{train['global_batch_size']} samples per step" if train.get("global_batch_size") else "",
     ]
     return ", ".join(filter(None, words))

@@ -1,4 +1,4 @@
-"""A page as data, and the HTML that shows it. What is too much for one file is sampled, and the page says so."""
+"""A page as data, and the HTML that shows it. Content too large for one file is sampled, and the page says so."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mpbridge.errors import BadValue
 from mpbridge.pages.sampling import packed, plain, spare, thin
 
 LARGEST = 2_000_000
-"""Bytes of a page at most."""
+"""Maximum bytes of a page."""
 CURVES = 12
-"""Curves of a chart that are drawn at once: as many as there are colours that can be told apart."""
+"""Number of curves drawn at once in a chart: as many as there are distinguishable colours."""
 _HERE = Path(__file__).parent
 
 
 @dataclass(slots=True, kw_only=True)
 class Column:
-    """A column of a table. unit: 'percent' shows a share as percent; help: its tooltip; layer: clicking its cells shows that layer alone."""
+    """A column of a table. unit: 'percent' shows a share as percent; help: its tooltip; layer: clicking its cells shows only that layer."""
 
     name: str
     help: str = ""
@@ -48,7 +48,7 @@ class Page:
         return made
 
     def heading(self, title: str, word: str = "", tone: str = "") -> str:
-        """A section begins. tone: 'good', 'warn', 'bad' or '' colours the word after the title."""
+        """Begins a section. tone: 'good', 'warn', 'bad' or '' colours the word after the title."""
         return self.add("heading", title, word=word, tone=tone)
 
     def text(self, text: str, *, dim: bool = False) -> str:
@@ -70,12 +70,12 @@ class Page:
         bars: bool = False,
         marks: Iterable[tuple[float, str]] = (),
         note: str = "",
-        order: str = "the most important ones first",
+        order: str = "most important first",
         reach: tuple[float, float] | None = None,
     ) -> str:
-        """Curves: (name, points, layer or '') each. y: label with the unit. marks: upright lines at x with a word each. Of more than CURVES the first are
-        drawn, and the others by a layer, a part of their names or page by page; order: how the page calls the order that they come in. reach: x that the
-        axis shows at least, where charts are to be laid beside each other."""
+        """Curves: (name, points, layer or '') each. y: label with the unit. marks: vertical lines at x with a label each. Of more than CURVES curves, the first are
+        drawn, and the others by a layer, a part of their names or page by page; order: the page's description of their order. reach: x range that the
+        axis shows at least, so that charts can be compared."""
         lines = [
             {"name": name, "layer": layer, "points": [[x_, plain(y_)] for x_, y_ in points]}
             for name, points, layer in series
@@ -94,8 +94,8 @@ class Page:
         order: Sequence[int] | None = None,
         folded: bool = False,
     ) -> str:
-        """A table that sorts and filters. order: rows by importance, where not all can stay; a cell may be {"text":, "href":, "tone":}. A column in which
-        no row has a value is left out."""
+        """A table that sorts and filters. order: rows by importance, used if not all fit; a cell may be {"text":, "href":, "tone":}. A column in which
+        no row has a value is omitted."""
         filled = [i for i in range(len(columns)) if not rows or any(row[i] not in (None, "") for row in rows)]
         heads = [
             {"name": c.name, "help": c.help, "unit": c.unit, "number": c.number, "layer": c.layer}
@@ -122,7 +122,7 @@ class Page:
         unit: str = "percent",
         note: str = "",
     ) -> str:
-        """Numbers by layer (columns) and kind (rows) on one logarithmic colour scale from `low` to `high`; a click chooses a layer. unit: 'percent' shows
+        """Numbers by layer (columns) and kind (rows) on one logarithmic colour scale from `low` to `high`; a click selects a layer. unit: 'percent' shows
         shares as percent, 'times' factors."""
         grid = [[plain(values.get((layer, kind))) for layer in layers] for kind in kinds]
         return self.add(
@@ -130,7 +130,7 @@ class Page:
         )
 
     def html(self, *, largest: int = LARGEST) -> str:
-        """The file's text, at most `largest` bytes. Raises BadValue where even the smallest sample is more."""
+        """The file's text, at most `largest` bytes. Raises BadValue if even the smallest sample is larger."""
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
         environment = Environment(
@@ -164,7 +164,7 @@ def _json(data: Any) -> str:
 
 
 def writable(path: Path, *, folder: bool = False, option: str = "--out") -> None:
-    """Raises BadValue where a file (a folder) cannot be written at `path`, the value of `option`: to be asked before the work, not after it."""
+    """Raises BadValue if a file (or folder) cannot be written at `path`, the value of `option`; call it before the work, not after it."""
     if folder:
         place = path
         while not place.exists() and place != place.parent:
@@ -182,7 +182,7 @@ def writable(path: Path, *, folder: bool = False, option: str = "--out") -> None
 
 
 def write(path: Path, text: str, *, option: str = "--out") -> None:
-    """Writes a page. Raises BadValue with the file's name where there is no room for it after all."""
+    """Writes a page. Raises BadValue with the file's name if it cannot be written after all."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -23,7 +23,7 @@
     state.watchers.forEach((watcher) => watcher());
   };
 
-  // numbers: one unit a column, as many digits as tell something
+  // numbers: one unit per column, with the significant digits
   const number = (value, unit) => {
     if (value === null || value === undefined) return "";
     if (typeof value !== "number") return String(value);
@@ -33,7 +33,7 @@
     if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
     return String(+value.toPrecision(4));
   };
-  // ticks of one axis: all with an exponent or none, and no more words than there is room for
+  // ticks of one axis: all or none with an exponent, and no more labels than there is room for
   const ticked = (ticks) => {
     const sizes = ticks.filter((tick) => tick).map(Math.abs);
     const wide = sizes.some((size) => size < 1e-3 || size >= 1e6);
@@ -78,13 +78,13 @@
       count.textContent = found.length > block.shown ? `curves ${first + 1} to ${first + lines.length} of ${found.length}, ${block.order}` : `${found.length} of ${block.series.length} curves`;
       place.replaceChildren();
       if (!lines.length && (state.layer !== null || wanted)) {
-        const sought = state.layer === null ? `no curve's name holds '${wanted}'` : block.whole > block.series.length ? `no curve of layer ${state.layer} is on this page: ${block.series.length} of ${block.whole} were kept` : `no curve here is of layer ${state.layer}${wanted ? ` and holds '${wanted}'` : ""}`;
+        const sought = state.layer === null ? `no curve's name contains '${wanted}'` : block.whole > block.series.length ? `no curve of layer ${state.layer} is on this page: ${block.series.length} of ${block.whole} are included` : `no curve here belongs to layer ${state.layer}${wanted ? ` and contains '${wanted}'` : ""}`;
         place.append(make("p", { class: "dim", text: sought }));
         return;
       }
       const xs = [...new Set([...block.reach, ...lines.flatMap((line) => block.xs[line.x])])].sort((a, b) => a - b);
       const at = new Map(xs.map((x, i) => [x, i]));
-      // undefined: nothing was measured there, the line goes on; null: no finite number, the line breaks
+      // undefined: not measured, the line continues; null: not finite, the line breaks
       const data = [xs, ...lines.map((line) => {
         const values = new Array(xs.length).fill(undefined);
         block.xs[line.x].forEach((x, i) => { const y = line.y[i], good = typeof y === "number" && (!block.log || y > 0); values[at.get(x)] = good ? y : null; });
@@ -104,7 +104,7 @@
           const left = lefts[i];
           if (left < u.bbox.left || left > edge) return;
           context.beginPath(); context.moveTo(left, u.bbox.top); context.lineTo(left, u.bbox.top + u.bbox.height); context.stroke();
-          // beside its line where there is room, best where no other mark's line passes, and below the words that are in the way
+          // beside its line where there is room, preferably where no other mark's line passes, and below labels that are in the way
           const wide = context.measureText(word).width, clear = (from) => !lefts.some((one) => one > from - 3 && one < from + wide + 3);
           const places = [left + 4, left - 4 - wide].filter((from) => from >= u.bbox.left && from + wide <= edge);
           const from = places.find(clear) ?? places[0] ?? Math.max(u.bbox.left, edge - wide);
@@ -112,7 +112,7 @@
           while (words.some((one) => one.row === row && from < one.from + one.wide + 6 && one.from < from + wide + 6)) row += 1;
           words.push({ word, from, wide, row, down: u.bbox.top + (12 + 13 * row) * devicePixelRatio });
         });
-        // above all lines, on the page's own colour: a mark nearby or a curve does not cross them out
+        // above all lines, on the page's own colour, so that a nearby mark or a curve does not cross them out
         words.forEach(({ word, from, down, wide }) => {
           context.fillStyle = css("--bg"); context.globalAlpha = 0.8;
           context.fillRect(from - 1, down - 10 * devicePixelRatio, wide + 2, 13 * devicePixelRatio);
@@ -156,7 +156,7 @@
         const column = block.columns[i];
         const rich = cell !== null && typeof cell === "object" ? cell : {};
         const text = number(key(cell), column.unit);
-        const node = make("td", { class: `${column.number ? "" : "text"} ${rich.tone || ""} ${column.layer ? "layer" : ""}`, "data-tip": column.layer ? "click: this layer alone" : rich.tip });
+        const node = make("td", { class: `${column.number ? "" : "text"} ${rich.tone || ""} ${column.layer ? "layer" : ""}`, "data-tip": column.layer ? "click: only this layer" : rich.tip });
         node.append(rich.href ? make("a", { href: `#${rich.href}`, text }) : text);
         if (column.layer) node.addEventListener("click", () => choose(String(key(cell))));
         return node;
@@ -193,7 +193,7 @@
       const value = block.grid[i][j];
       if (value === null || value === undefined) return make("td", { class: "none" });
       const part = typeof value === "number" ? Math.log(Math.max(value, block.low) / block.low) / span : 1;
-      const cell = make("td", { class: part < 0.55 ? "lit" : "", style: `background:${colour(part)}`, "data-tip": `layer ${layer || "–"}, ${kind}: ${said(value)} (click: this layer alone)`, text: dense ? "" : short(value), onclick: () => choose(layer) });
+      const cell = make("td", { class: part < 0.55 ? "lit" : "", style: `background:${colour(part)}`, "data-tip": `layer ${layer || "–"}, ${kind}: ${said(value)} (click: only this layer)`, text: dense ? "" : short(value), onclick: () => choose(layer) });
       cells.push([layer, cell]);
       return cell;
     })));

@@ -1,4 +1,4 @@
-"""What does not fit into one page: curves lose points first, tables and charts their less important rows and curves after that; each block says so."""
+"""Reduces content that does not fit into one page: curves lose points first, tables and charts their less important rows and curves after that; each block says so."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 POINTS = 600
-"""Points of a curve at most: more than a wide screen has columns for."""
+"""Maximum points of a curve: more than a wide screen has columns."""
 FEWEST = 60
-"""Points that a curve keeps while anything else can be spared."""
+"""Points that a curve keeps as long as something else can be dropped."""
 
 
 def plain(value: Any) -> Any:
-    """Five digits; what is not finite as a word."""
+    """Rounds to five digits; values that are not finite become text."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else str(value)
     return value
 
 
 def thin(block: dict[str, Any], most: int = POINTS) -> None:
-    """At most so many points a curve: the smallest and largest of each stretch, so that no spike is lost."""
+    """At most `most` points per curve: the smallest and largest of each stretch, so that no spike is lost."""
     for line in block.get("series", ()):
         points = line["points"]
         whole = line.setdefault("whole", len(points))
@@ -39,7 +39,7 @@ def thin(block: dict[str, Any], most: int = POINTS) -> None:
 
 
 def spare(blocks: Sequence[dict[str, Any]]) -> bool:
-    """Makes a page about half as large; False where there is nothing left to spare."""
+    """Makes a page about half as large; False if there is nothing left to drop."""
     longest = [max((len(line["points"]) for line in block.get("series", ())), default=0) for block in blocks]
     if max(longest, default=0) > FEWEST:
         for block in blocks:
@@ -50,7 +50,7 @@ def spare(blocks: Sequence[dict[str, Any]]) -> bool:
 
 
 def packed(block: dict[str, Any]) -> dict[str, Any]:
-    """A chart with each list of x written once: curves that were measured together share theirs."""
+    """A chart with each list of x stored once: curves that were measured together share it."""
     if block["kind"] != "chart":
         return block
     grids: dict[tuple[Any, ...], int] = {}
@@ -71,7 +71,7 @@ def _height(point: Sequence[Any]) -> float:
 
 
 def _halve(block: dict[str, Any]) -> bool:
-    """Half of a block's rows, curves or layers go, the less important ones; False where there is nothing to spare."""
+    """Drops half of a block's rows, curves or layers, the less important ones; False if there is nothing to drop."""
     if block["kind"] == "table" and len(block["rows"]) > 20:
         whole = block.setdefault("whole", len(block["rows"]))
         stay = sorted(block["order"][: len(block["order"]) // 2])

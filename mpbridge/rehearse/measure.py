@@ -71,7 +71,9 @@ class RecipeMeasurement:
         if max(one.noise, one.bias) > YARDSTICK:
             what = "noise" if one.noise >= one.bias else "bias"
             cure = (
-                "a larger global batch averages noise out" if what == "noise" else "a larger batch does not average bias out"
+                "a larger global batch averages noise out"
+                if what == "noise"
+                else "a larger batch does not average bias out"
             )
             return "damage", [f"{figures}: {what} is above 1/sqrt 3 = {YARDSTICK:.3f}, where training degrades; {cure}"]
         some = [product for product in self.products if product.excess > EXCESS]

@@ -54,7 +54,9 @@ PRODUCTS = [
         Column(name=f"{gemm} error", unit="percent", help=f"||e|| / ||output|| of {words}")
         for gemm, words in (("fprop", "Y = X Wt"), ("dgrad", "dX = dY W"), ("wgrad", "dW = dYt X"))
     ),
-    Column(name="beyond its format", help="the largest of the three relative to the format's error for a Gaussian tensor"),
+    Column(
+        name="beyond its format", help="the largest of the three relative to the format's error for a Gaussian tensor"
+    ),
 ]
 TERMS = ("amax", "copy", "dgrad, fprop, wgrad", "flushed", "operand", "row error", "saturated", "scale", "SQNR", "staleness")  # fmt: skip
 
@@ -184,7 +186,5 @@ def _amaxes(made: Page, recipe: Rehearsed) -> str:
         if len(row["amax"]) > 1 and row["copy"] == "row"
     ]
     return (
-        made.chart("amax of every operand", series, y="amax", log=True, order="largest errors first")
-        if series
-        else ""
+        made.chart("amax of every operand", series, y="amax", log=True, order="largest errors first") if series else ""
     )

@@ -107,9 +107,7 @@ def refuse_after_megatron(version: str) -> None:
             "megatron is already imported, and at import it found no Transformer Engine: enter mpbridge.transformer_engine_on_cpu() first"
         )
     if _UNDER and _UNDER[0] != version:
-        raise Refused(
-            f"megatron was imported under Transformer Engine {_UNDER[0]}: {version} needs a separate process"
-        )
+        raise Refused(f"megatron was imported under Transformer Engine {_UNDER[0]}: {version} needs a separate process")
 
 
 def _note_megatron(version: str) -> None:

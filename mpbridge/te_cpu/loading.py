@@ -119,7 +119,8 @@ def _import(package: Package) -> None:
     sys.modules[_PACKAGE] = whole
     spec.loader.exec_module(whole)
     if f"{_PACKAGE}.pytorch" not in sys.modules:
-        importlib.import_module(f"{_PACKAGE}.pytorch")  # raises the actual error: the package's own __init__ hides an ImportError
+        # raises the actual error: the package's own __init__ hides an ImportError
+        importlib.import_module(f"{_PACKAGE}.pytorch")
     _put_on_cpu()
 
 

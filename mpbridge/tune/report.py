@@ -49,7 +49,9 @@ def lines(result: Tuned, recipe: str) -> list[str]:
     if math.isnan(result.agreement):
         agreement = "two halves of the batches have no rankings to compare: fewer than three decisions, or all equal"
     else:
-        agreement = f"two halves of the batches rank the decisions with a correlation of {result.agreement:.2f} (Spearman)"
+        agreement = (
+            f"two halves of the batches rank the decisions with a correlation of {result.agreement:.2f} (Spearman)"
+        )
         agreement += f": below {AGREE}" if result.pooled else ""
     found.append(agreement + (", so layers were pooled to whole kinds" if result.pooled else ""))
     found.append(

@@ -63,7 +63,7 @@ def test_a_data_set_of_the_library_is_its_arrow_files(tmp_path: Path, monkeypatc
     assert {path.suffix for path in files} == {".arrow"}
     done = prepare(files, cache=tmp_path / "cache", keys=["text"])
     assert tokens(done.prefixes[0]) == expected()
-    with pytest.raises(DataError, match="not a data set that this machine has or reaches"):
+    with pytest.raises(DataError, match="this data set is not on this machine and cannot be downloaded"):
         find(f"hf:{tmp_path / 'none'}")
 
 

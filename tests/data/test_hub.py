@@ -102,5 +102,5 @@ def test_a_repository_that_does_not_exist_is_named_in_one_line(hub: tuple[str, l
     done = inspect("nobody/nothing", tmp_path, hub[0])
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "data.tokenizer='nobody/nothing' is not on this machine and could not be fetched" in done.stderr
+    assert "data.tokenizer='nobody/nothing' is not on this machine and could not be downloaded" in done.stderr
     assert "give a local folder" in done.stderr

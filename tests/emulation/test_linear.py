@@ -336,7 +336,7 @@ def test_a_bare_list_of_layers_is_its_own_container() -> None:
 
 
 def test_a_region_that_names_nothing_is_an_error() -> None:
-    with pytest.raises(BadValue, match=r"named by mlp\.\*.*fc1, fc2"):
+    with pytest.raises(BadValue, match=r"model matches mlp\.\*.*fc1, fc2"):
         emulate_linears(Layered(), policy("mxfp8", regions=(Region(modules="mlp.*"),)))
 
 

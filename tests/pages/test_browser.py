@@ -150,15 +150,19 @@ def test_each_of_a_hundred_curves_is_reached_a_few_at_once(tmp_path: Path) -> No
     assert seen["reached"] == 100
     assert seen["last"]["curves"][-1] == "layers.99.fc1"
     assert (seen["named"]["curves"], seen["named"]["count"]) == (["layers.42.fc1"], "1 of 100 curves")
-    assert seen["nowhere"] == {"text": "no curve's name holds 'nothing'", "count": "0 of 100 curves", "curves": []}
+    assert seen["nowhere"] == {"text": "no curve's name contains 'nothing'", "count": "0 of 100 curves", "curves": []}
     assert seen["layer"][0]["curves"] == ["layers.80.fc1"]
     assert seen["layer"][1]["curves"] == ["loss"], "a chart of the whole run stays"
-    assert seen["missing"][0] == {"text": "no curve here is of layer 100", "count": "0 of 100 curves", "curves": []}
+    assert seen["missing"][0] == {
+        "text": "no curve here belongs to layer 100",
+        "count": "0 of 100 curves",
+        "curves": [],
+    }
     assert seen["again"] == seen["all"]
     # the heat map above them chooses a layer
     assert seen["heads"] == ["layer", *(str(i) for i in range(0, 100, 10))]
     assert seen["cells"] == 100
-    assert seen["tip"] == "layer 63, fc1: 64 times (click: this layer alone)"
+    assert seen["tip"] == "layer 63, fc1: 64 times (click: only this layer)"
     assert seen["clicked"] == ["layers.63.fc1"]
 
 

@@ -64,7 +64,7 @@ def test_a_hundred_layers_stay_within_the_size_and_the_page_says_so() -> None:
     assert re.fullmatch(
         r"each curve drawn with the extremes of its stretches, at most (\d+) of 2,000 points", chart["sampled"]
     )
-    assert chart["kept"] == f"{len(chart['series'])} of 64 curves are on this page, the most important ones first."
+    assert chart["kept"] == f"{len(chart['series'])} of 64 curves are on this page, most important first."
 
 
 def test_curves_lose_points_before_any_of_them_is_left_out() -> None:

@@ -176,7 +176,7 @@ def test_install_puts_it_under_bridges_name_once() -> None:
         "except Exception as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "is imported already" in done.stdout
+    assert "is already imported" in done.stdout
 
 
 def test_a_notebook_cell_that_runs_again_replaces_its_own_recipe() -> None:

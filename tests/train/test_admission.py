@@ -50,7 +50,7 @@ FAULTS = [
     pytest.param(["data.corpus=empty"], "a folder without", id="empty folder"),
     pytest.param(["data.corpus=blank.txt"], "no usable text (1 empty)", id="blank text"),
     pytest.param(["data.corpus=other.jsonl"], "no usable text (1 key missing)", id="another key"),
-    pytest.param(["data.corpus=cut"], "it was cut off", id="damaged pair"),
+    pytest.param(["data.corpus=cut"], "it is truncated", id="damaged pair"),
     pytest.param(["data.corpus=two", "data.seq_length=4"], "leaves nothing for 'valid'", id="nothing left for a part"),
     pytest.param(["data.corpus=[two, other.jsonl]"], "are mixed", id="mixed kinds"),
     pytest.param(["data.valid=nope"], "data.valid=nope: nope: no such file", id="no validation text"),
