@@ -52,7 +52,7 @@ def pair(prefix: str) -> PairFigures:
         raise DataError(f"{prefix}.bin/.idx cannot be read: {type(error).__name__}: {error}") from error
     if len(tokens) != lengths.sum():
         raise DataError(
-            f"{prefix}.bin contains {len(tokens):,} tokens, its index {lengths.sum():,}: one of them was cut off"
+            f"{prefix}.bin contains {len(tokens):,} tokens, its index {lengths.sum():,}: one of them is truncated"
         )
     largest = max((int(tokens[at : at + _STEP].max()) for at in range(0, len(tokens), _STEP)), default=0)
     return PairFigures(

@@ -186,7 +186,7 @@ def test_the_verb_packs_and_looks(tmp_path: Path, capsys: pytest.CaptureFixture[
     with (tmp_path / "packed_text_document.bin").open("ab") as stream:
         stream.truncate(100)
     assert main(["data", "inspect", f"{tmp_path / 'packed'}_text_document"]) == 2
-    assert "one of them was cut off" in capsys.readouterr().err
+    assert "one of them is truncated" in capsys.readouterr().err
     for words, wanted in (
         (["prepare"], "no SOURCE"),
         (["inspect"], "nothing to inspect"),
