@@ -68,7 +68,7 @@ def test_a_data_set_of_the_library_is_its_arrow_files(tmp_path: Path, monkeypatc
 
 
 def test_a_slice_of_a_split_is_refused_with_the_way_to_a_file() -> None:
-    with pytest.raises(DataError, match="a slice of a split is not read"):
+    with pytest.raises(DataError, match="a slice of a split is not supported"):
         find("hf:owner/name::train[:10%]")
 
 
