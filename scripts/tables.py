@@ -455,7 +455,7 @@ def loop_edits_table() -> str:
         return "<br>".join(f"`{line}`" for line in lines) or "(nothing)"
 
     rows = [
-        (edit.kind, edit.why or "(belongs to the one above)", code(edit.before), code(edit.after))
+        (edit.kind, edit.why or "(part of the edit above)", code(edit.before), code(edit.after))
         for edit in module.EDITS
     ]
     return markdown(("for", "why", "before", "after"), rows)

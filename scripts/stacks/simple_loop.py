@@ -61,7 +61,7 @@ EDITS = (
     ),
     Edit(
         "recipe",
-        "model_provider is given the other two configs and hands the plan back",
+        "model_provider takes the other two configs and also returns the plan",
         "def model_provider() -> GPTModel:\n",
         "def model_provider(optimizer_config, ddp_config):\n",
     ),
@@ -82,7 +82,7 @@ EDITS = (
     ),
     Edit(
         "recipe",
-        "wrap puts Float16Module and DistributedDataParallel around the model and makes the optimizer with main weights and loss scaling",
+        "wrap wraps the model in Float16Module and DistributedDataParallel and creates the optimizer with main weights and loss scaling",
         "    config: TransformerConfig = gpt_model.config\n"
         "    ddp_config: DistributedDataParallelConfig = DistributedDataParallelConfig(\n"
         "        grad_reduce_in_fp32=False,\n        overlap_grad_reduce=False,\n        use_distributed_optimizer=False,\n    )\n"
@@ -98,13 +98,13 @@ EDITS = (
     ),
     Edit(
         "recipe",
-        "megatron-core's schedule reduces the gradients: wrap has hooked it up, and a second call would reduce them again",
+        "megatron-core's schedule reduces the gradients through the hook that wrap installed; a second call would reduce them again",
         "        finalize_model_grads([gpt_model])\n",
         "",
     ),
     Edit(
         "machine",
-        "a CPU where there is no GPU, with an Adam that computes as the fused one of CUDA does",
+        "a CPU if there is no GPU, with an Adam that computes like CUDA's fused one",
         'if __name__ == "__main__":\n    initialize_distributed(tensor_model_parallel_size=2, pipeline_model_parallel_size=1)\n',
         'if __name__ == "__main__":\n    layer = contextlib.ExitStack()\n    layer.enter_context(device_layer(torch.cuda.is_available(), fused_adam=CpuFusedAdam))\n'
         "    atexit.register(layer.close)\n"
@@ -132,7 +132,7 @@ EDITS = (
     ),
     Edit(
         "machine",
-        "the installed megatron-core brings its helpers compiled",
+        "the installed megatron-core includes compiled helpers",
         "    if torch.distributed.is_available() and torch.distributed.is_initialized():\n"
         "        if torch.distributed.get_rank() == 0:\n            compile_helpers()\n        torch.distributed.barrier()\n"
         "    else:\n        compile_helpers()\n\n",
@@ -140,7 +140,7 @@ EDITS = (
     ),
     Edit(
         "machine",
-        "its word in megatron-core 0.16",
+        "the tokenizer's name in megatron-core 0.16",
         '"null-text"',
         '"null" if megatron.core.__version__.startswith("0.16") else "null-text"',
     ),
@@ -152,18 +152,18 @@ EDITS = (
     ),
     Edit(
         "compare",
-        "weights and order of the samples from a seed, no dropout",
+        "seeded weights and sample order, no dropout",
         "    model_parallel_cuda_manual_seed(123)\n",
         f"    model_parallel_cuda_manual_seed({SEED})\n    torch.manual_seed({SEED})\n",
     ),
     Edit("compare", "", "shuffle=True)", f"shuffle=True, generator=torch.Generator().manual_seed({SEED}))"),
     Edit(
         "compare",
-        "megatron-core's own attention in both loops: mpbridge has a faster one on a CPU for an FP32 softmax, which rounds elsewhere",
+        "megatron-core's own attention in both loops: with an FP32 softmax on a CPU, mpbridge uses a faster one that rounds at other places",
         "        pipeline_dtype=torch.float32,\n",
         "        hidden_dropout=0.0,\n        attention_dropout=0.0,\n        attention_softmax_in_fp32=False,\n",
     ),
-    Edit("compare", "more steps, and every digit of their losses", "range(5)", "range(int(sys.argv[2]))"),
+    Edit("compare", "more steps, and every digit of the losses", "range(5)", "range(int(sys.argv[2]))"),
     Edit(
         "compare",
         "",
